@@ -1,0 +1,1 @@
+"""GRPO post-training of language models, TorchRL-native."""
