@@ -1,28 +1,11 @@
-"""What a task is: examples to train on and to hold out, the chat that asks one, and the score of a response."""
+"""The protocol of a task: examples to train on and to hold out, the chat that asks one, the score of a response."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-
-@dataclass(frozen=True)
-class Example:
-    """One problem: the raw question, the raw gold answer, and what else the scorer needs (JSON-serialisable)."""
-
-    query: str
-    answer: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Score:
-    """The graded response: reward terms by name, whether it is right, and why the grader failed, if it did."""
-
-    terms: Mapping[str, float]
-    success: bool
-    error: str | None = None
+from sota_grpo.records import Example, Score
 
 
 @runtime_checkable
