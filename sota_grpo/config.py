@@ -1,0 +1,252 @@
+"""The typed schema of a run: every option, its default, and one line that says what it changes.
+
+The schema is registered with Hydra under the name ``schema``; a preset in ``config/`` starts from it, so an unknown
+key fails before anything else happens. Rules that involve several options are in :mod:`sota_grpo.validators`.
+
+>>> from sota_grpo.config import Config
+>>> Config().env.repeats
+8
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+
+def opt(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A config field: its default, what it changes, and the values it accepts when they are few."""
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+def part(factory: type, text: str) -> Any:
+    """A config field that is a section, or a list, of its own."""
+    return field(default_factory=factory, metadata={"help": text, "choices": None})
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass
+class AlgorithmConfig:
+    """The terms of the objective; the presets in ``config/algorithm/`` only choose among them (docs/algorithm.md)."""
+
+    name: str = opt("grpo", "label of the preset, written to the logs")
+    baseline: str = opt(
+        "group_mean", "what the reward is compared with", ("group_mean", "leave_one_out", "batch_mean", "none")
+    )
+    scale: str = opt("group_std", "what the centred reward is divided by", ("group_std", "batch_std", "none"))
+    objective: str = opt("clipped", "per-token surrogate", ("clipped", "cispo", "reinforce"))
+    ratio: str = opt("token", "importance ratio per token, or per sequence (GSPO)", ("token", "sequence"))
+    clip_low: float = opt(0.2, "the ratio is clipped below 1 - clip_low")
+    clip_high: float = opt(0.2, "the ratio is clipped above 1 + clip_high")
+    dual_clip: float | None = opt(None, "bound on the ratio of tokens with a negative advantage; null: no bound")
+    aggregation: str = opt("sequence", "weight of each token in the loss", ("token", "sequence", "constant"))
+    kl_estimator: str = opt("k3", "estimator of the KL to the reference", ("k1", "k2", "k3"))
+    entropy_coef: float = opt(0.0, "entropy bonus in the loss; 0 only reports the entropy")
+    correction: str = opt("none", "weights from the proximal to the behaviour policy", ("none", "token", "sequence"))
+    correction_mode: str = opt("truncate", "weights above the cap are cut to it or masked", ("truncate", "mask"))
+    correction_cap: float = opt(2.0, "largest correction weight")
+    drop_truncated: bool = opt(False, "responses cut for length take no part in the loss")
+    overlong_buffer: int = opt(0, "soft length penalty over the last so many tokens of max_tokens (DAPO); 0: none")
+    dynamic_sampling: bool = opt(False, "groups whose rewards are all equal are replaced by fresh ones (DAPO)")
+    dynamic_sampling_max_draws: int = opt(10, "most collections drawn to fill one batch under dynamic sampling")
+
+
+@dataclass
+class EngineConfig:
+    """The inference engine."""
+
+    name: str = opt("auto", "engine; auto is vllm where it is installed", ("auto", "vllm", "transformers", "scripted"))
+
+
+@dataclass
+class EnvConfig:
+    """The task, its data, and how many dialogs run at once."""
+
+    dataset: str = opt("gsm8k", "task to train on", ("gsm8k", "arithmetic"))
+    dataset_path: str | None = opt(None, "local .jsonl/.json/.parquet/.csv with the task's columns; null: the hub")
+    num_envs: int = opt(64, "dialogs in flight")
+    repeats: int = opt(8, "group size: responses per prompt")
+    shuffle: bool = opt(True, "a fresh order of the prompts every epoch, derived from the seed")
+    max_samples: int | None = opt(None, "train on the first so many examples only; null: all")
+    num_heldout: int = opt(512, "examples held out for evaluation where the task has no test split of its own")
+    answer_format: str = opt(
+        "hash", "where the answer stands in a response", ("hash", "boxed", "tags", "last_number", "any")
+    )
+    format_weight: float = opt(0.0, "reward for an answer in the asked form, beside the 1.0 for a right one")
+    system_prompt: str | None = opt(None, "replaces the task's own system prompt; an empty text leaves it out")
+    difficulty: int = opt(4, "arithmetic only: most steps of a problem, 1 to 4")
+
+
+@dataclass
+class ModelConfig:
+    """The policy that is trained."""
+
+    name: str = opt("Qwen/Qwen2.5-1.5B-Instruct", "hub name or local directory; tiny is the embedded policy")
+    attn_implementation: str | None = opt(None, "transformers attention of the learner; null: its own choice")
+    trust_remote_code: bool = opt(False, "run Python code that ships with the model")
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) instead of full fine-tuning."""
+
+    enabled: bool = opt(False, "train adapters, keep the base weights frozen")
+    r: int = opt(16, "rank")
+    alpha: int = opt(32, "scale; the update is alpha / r * B A")
+    dropout: float = opt(0.0, "dropout on the adapter's input, active in the learner only")
+
+
+@dataclass
+class TrainModelConfig:
+    """The learner's copy of the policy."""
+
+    num_devices: int | None = opt(None, "devices of the learner; null: 1")
+    devices: list[int] | None = opt(None, "explicit device indices instead of a count")
+    torch_dtype: str = opt("auto", "dtype in which the weights are kept; auto is float32", DTYPES)
+    gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass: less memory, more time")
+    lora: LoraConfig = part(LoraConfig, "low-rank adapters")
+
+
+@dataclass
+class InferenceModelConfig:
+    """The engine's copy of the policy, and how responses are drawn."""
+
+    num_devices: int | None = opt(None, "devices of the engine; null: 1")
+    devices: list[int] | None = opt(None, "explicit device indices instead of a count")
+    torch_dtype: str = opt("auto", "dtype of the engine's weights; auto is bfloat16 on CUDA, float32 on CPU", DTYPES)
+    gpu_memory_utilization: float = opt(0.5, "share of the GPU's memory that vLLM may take")
+    max_model_len: int | None = opt(None, "context: prompt plus response tokens; null: what the model allows")
+    enforce_eager: bool | None = opt(None, "vLLM without CUDA graphs; null: only on CPU")
+    max_tokens: int = opt(1024, "most tokens of one response")
+    temperature: float = opt(1.0, "sampling temperature; the learner divides its logits by it too")
+    top_p: float = opt(1.0, "nucleus sampling; below 1 the ratio is biased, so training refuses it")
+    top_k: int = opt(0, "top-k sampling; above 0 the ratio is biased, so training refuses it")
+    ignore_eos: bool = opt(False, "sample to max_tokens even after the end (benchmarks)")
+
+
+@dataclass
+class RefModelConfig:
+    """The frozen reference of the KL term; not built when policy.kl_coef is 0."""
+
+    num_devices: int | None = opt(None, "devices of the reference; null: 1")
+    devices: list[int] | None = opt(None, "explicit device indices instead of a count")
+    torch_dtype: str = opt("auto", "dtype of the reference's weights; auto is that of the learner", DTYPES)
+    process: bool = opt(False, "the reference lives in a process of its own")
+    timeout_s: float = opt(600.0, "longest wait for an answer of the reference process")
+
+
+@dataclass
+class PolicyConfig:
+    """The pull towards the reference."""
+
+    kl_coef: float = opt(0.0, "coefficient of the KL to the reference; 0 builds no reference at all")
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and its schedule."""
+
+    lr: float = opt(1e-6, "peak learning rate")
+    weight_decay: float = opt(0.0, "decoupled weight decay")
+    beta1: float = opt(0.9, "decay of the gradient average")
+    beta2: float = opt(0.999, "decay of the squared-gradient average")
+    eps: float = opt(1e-8, "added to the root of the squared-gradient average")
+    clip_grad_norm: float = opt(1.0, "largest norm of the gradient; 0 leaves it as it is")
+    schedule: str = opt("constant", "learning rate after the warm-up", ("constant", "linear", "cosine"))
+    warmup_steps: int = opt(0, "optimizer steps over which the learning rate rises from 0")
+
+
+@dataclass
+class TrainConfig:
+    """How much is collected, how it is cut into optimizer steps, what is saved."""
+
+    total_dialog_turns: int = opt(100_000, "responses in all")
+    dialog_turns_per_batch: int = opt(256, "responses per collection, one turn of the loop")
+    optim_batch_size: int = opt(256, "responses per optimizer step")
+    epochs: int = opt(1, "times a collection is used; above 1 the proximal log-probs are recomputed first")
+    micro_batch_tokens: int = opt(16384, "padded tokens per forward pass; changes memory and speed, never the result")
+    precision: str = opt("auto", "autocast of the learner; auto is bf16 on CUDA", ("auto", "fp32", "bf16", "fp16"))
+    kl_coef_in_loss: bool = opt(True, "the KL term stands in the loss; false: it is subtracted from the reward")
+    max_policy_age: int = opt(0, "oldest policy, in published versions, whose tokens may be trained on")
+    checkpoint_frequency: int = opt(25, "turns of the loop between checkpoints; 0: only the last")
+    keep_checkpoints: int = opt(3, "checkpoints kept")
+    export_hf: bool = opt(True, "write the trained model to hf/ at the end")
+    resume: str | None = opt(None, "auto: the newest unfinished run of this config; or the path of a run directory")
+
+
+@dataclass
+class EvalConfig:
+    """Accuracy on the held-out split."""
+
+    mode: str = opt("on", "evaluate at the start and at the end", ("on", "off"))
+    every: int = opt(0, "turns of the loop between evaluations; 0: only at the start and at the end")
+    num_samples: int = opt(256, "held-out problems")
+    avg_at_k: int = opt(4, "responses per problem at temperature 1 beside the greedy one; 0: greedy only")
+
+
+@dataclass
+class CheckConfig:
+    """The gate before the first step."""
+
+    mode: str = opt("strict", "a failed check ends the run, warns, or is not made", ("strict", "warn", "off"))
+
+
+@dataclass
+class LoggingConfig:
+    """Where the run is seen."""
+
+    wandb: str = opt("disabled", "Weights & Biases", ("online", "offline", "disabled"))
+    project: str = opt("sota_grpo", "W&B project")
+    run_name: str | None = opt(None, "W&B name of the run; null: the run directory's name")
+    tags: list[str] = part(list, "W&B tags")
+    level: str = opt("info", "least level written to training.log", ("debug", "info", "warning"))
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    seed: int = opt(0, "every random stream of the run derives from it")
+    mode: str = opt("sync", "lockstep or concurrent collection; set by the entry script", ("sync", "async"))
+    device: str = opt(
+        "auto",
+        "auto is CUDA where there is one; a hub model is only trained on CPU if told so",
+        ("auto", "cpu", "cuda"),
+    )
+    algorithm: AlgorithmConfig = part(AlgorithmConfig, "terms of the objective")
+    engine: EngineConfig = part(EngineConfig, "inference engine")
+    env: EnvConfig = part(EnvConfig, "task and data")
+    model: ModelConfig = part(ModelConfig, "policy")
+    train_model: TrainModelConfig = part(TrainModelConfig, "the learner's copy")
+    inference_model: InferenceModelConfig = part(InferenceModelConfig, "the engine's copy")
+    ref_model: RefModelConfig = part(RefModelConfig, "the reference")
+    policy: PolicyConfig = part(PolicyConfig, "pull towards the reference")
+    optimizer: OptimizerConfig = part(OptimizerConfig, "AdamW")
+    train: TrainConfig = part(TrainConfig, "amounts")
+    eval: EvalConfig = part(EvalConfig, "evaluation")
+    check: CheckConfig = part(CheckConfig, "gate")
+    logging: LoggingConfig = part(LoggingConfig, "logs")
+
+
+def register() -> None:
+    """Make the schema known to Hydra as ``schema``, the first entry of every preset's defaults list."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def walk(config: Any = None, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Every leaf option as ``(dotted name, dataclass field, value)``, in the order of the schema.
+
+    >>> [name for name, _, _ in walk()][:3]
+    ['seed', 'mode', 'device']
+    """
+    node = Config() if config is None else config
+    found: list[tuple[str, Any, Any]] = []
+    for item in fields(node):
+        value = getattr(node, item.name)
+        name = prefix + item.name
+        found += walk(value, name + ".") if is_dataclass(value) else [(name, item, value)]
+    return found

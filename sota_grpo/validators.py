@@ -1,0 +1,188 @@
+"""Rules that a config must keep, each named as the rule it states.
+
+A rule returns None, or one sentence that gives the values involved and the smallest fix. None of them edits anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sota_grpo.config import Config, walk
+
+Rule = Callable[[Config], str | None]
+
+
+class ConfigError(ValueError):
+    """The config cannot be run; the message says why and what to change."""
+
+
+def every_choice_is_one_of_its_values(config: Config) -> str | None:
+    for name, item, value in walk(config):
+        choices = item.metadata["choices"]
+        if choices and value not in choices:
+            return f"{name}={value} is not one of {', '.join(choices)}."
+    return None
+
+
+def every_amount_is_positive(config: Config) -> str | None:
+    amounts = {
+        "env.num_envs": config.env.num_envs,
+        "env.repeats": config.env.repeats,
+        "inference_model.max_tokens": config.inference_model.max_tokens,
+        "train.total_dialog_turns": config.train.total_dialog_turns,
+        "train.dialog_turns_per_batch": config.train.dialog_turns_per_batch,
+        "train.optim_batch_size": config.train.optim_batch_size,
+        "train.epochs": config.train.epochs,
+        "train.micro_batch_tokens": config.train.micro_batch_tokens,
+        "train.keep_checkpoints": config.train.keep_checkpoints,
+        "env.num_heldout": config.env.num_heldout,
+        "eval.num_samples": config.eval.num_samples,
+        "algorithm.dynamic_sampling_max_draws": config.algorithm.dynamic_sampling_max_draws,
+        "optimizer.lr": config.optimizer.lr,
+        "train_model.lora.r": config.train_model.lora.r,
+        "ref_model.timeout_s": config.ref_model.timeout_s,
+    }
+    for name, value in amounts.items():
+        if value <= 0:
+            return f"{name}={value} must be above 0."
+    return None
+
+
+def every_coefficient_is_not_negative(config: Config) -> str | None:
+    for name, _, value in walk(config):
+        if isinstance(value, (int, float)) and value < 0 and name not in ("seed",):
+            return f"{name}={value} must not be negative."
+    return None
+
+
+def a_collection_is_made_of_whole_groups(config: Config) -> str | None:
+    repeats = config.env.repeats
+    for name, value in (
+        ("train.dialog_turns_per_batch", config.train.dialog_turns_per_batch),
+        ("env.num_envs", config.env.num_envs),
+    ):
+        if value % repeats:
+            nearest = max(repeats, round(value / repeats) * repeats)
+            return f"{name}={value} is not divisible by the group size env.repeats={repeats}; use {name}={nearest}."
+    return None
+
+
+def a_collection_is_made_of_whole_optimizer_steps(config: Config) -> str | None:
+    turns, size = config.train.dialog_turns_per_batch, config.train.optim_batch_size
+    if turns % size:
+        return (
+            f"train.dialog_turns_per_batch={turns} is not divisible by train.optim_batch_size={size}; "
+            f"use train.optim_batch_size={turns}."
+        )
+    return None
+
+
+def the_run_has_at_least_one_turn(config: Config) -> str | None:
+    total, turns = config.train.total_dialog_turns, config.train.dialog_turns_per_batch
+    if total < turns:
+        return (
+            f"train.total_dialog_turns={total} is less than one collection of train.dialog_turns_per_batch={turns}; "
+            f"use train.total_dialog_turns={turns} or a smaller collection."
+        )
+    return None
+
+
+def sampling_is_the_policys_own_distribution(config: Config) -> str | None:
+    """top-p and top-k below their neutral values sample from another distribution than the one that is trained."""
+    sampling = config.inference_model
+    if sampling.top_p < 1.0 or sampling.top_k > 0:
+        return (
+            f"inference_model.top_p={sampling.top_p} and top_k={sampling.top_k} sample from a truncated distribution, "
+            "which biases the importance ratio of every token; use top_p=1.0 and top_k=0."
+        )
+    if sampling.temperature == 0:
+        return "inference_model.temperature=0 gives every sibling the same response; use a temperature above 0."
+    return None
+
+
+def a_group_baseline_has_siblings(config: Config) -> str | None:
+    group_terms = {config.algorithm.baseline, config.algorithm.scale} & {"group_mean", "leave_one_out", "group_std"}
+    if config.env.repeats < 2 and group_terms:
+        return (
+            f"algorithm {config.algorithm.name} compares siblings ({', '.join(sorted(group_terms))}), but env.repeats="
+            f"{config.env.repeats} gives none; use env.repeats=2 or more."
+        )
+    return None
+
+
+def dynamic_sampling_has_group_signal(config: Config) -> str | None:
+    if config.algorithm.dynamic_sampling and config.env.repeats < 2:
+        return f"algorithm.dynamic_sampling needs groups of 2 or more, and env.repeats={config.env.repeats}."
+    return None
+
+
+def overlong_buffer_fits_the_response(config: Config) -> str | None:
+    buffer, longest = config.algorithm.overlong_buffer, config.inference_model.max_tokens
+    if buffer > longest:
+        return f"algorithm.overlong_buffer={buffer} is longer than inference_model.max_tokens={longest}."
+    return None
+
+
+def devices_are_counted_or_named(config: Config) -> str | None:
+    for name in ("train_model", "inference_model", "ref_model"):
+        part = getattr(config, name)
+        if part.num_devices is not None and part.devices is not None:
+            return (
+                f"{name}.num_devices={part.num_devices} and {name}.devices={list(part.devices)} say the same thing "
+                f"twice; drop one of them."
+            )
+    return None
+
+
+def lockstep_has_no_age(config: Config) -> str | None:
+    if config.mode == "sync" and config.train.max_policy_age != 0:
+        return (
+            f"train.max_policy_age={config.train.max_policy_age} has no meaning in lockstep, where every token comes "
+            "from the newest policy; leave it at 0."
+        )
+    return None
+
+
+def difficulty_is_one_to_four(config: Config) -> str | None:
+    if not 1 <= config.env.difficulty <= 4:
+        return f"env.difficulty={config.env.difficulty} must be 1, 2, 3 or 4."
+    return None
+
+
+def probabilities_are_shares(config: Config) -> str | None:
+    for name, value in (
+        ("inference_model.gpu_memory_utilization", config.inference_model.gpu_memory_utilization),
+        ("inference_model.top_p", config.inference_model.top_p),
+        ("train_model.lora.dropout", config.train_model.lora.dropout),
+        ("optimizer.beta1", config.optimizer.beta1),
+        ("optimizer.beta2", config.optimizer.beta2),
+    ):
+        if not 0 <= value <= 1:
+            return f"{name}={value} must lie between 0 and 1."
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    every_choice_is_one_of_its_values,
+    every_amount_is_positive,
+    every_coefficient_is_not_negative,
+    probabilities_are_shares,
+    a_collection_is_made_of_whole_groups,
+    a_collection_is_made_of_whole_optimizer_steps,
+    the_run_has_at_least_one_turn,
+    sampling_is_the_policys_own_distribution,
+    a_group_baseline_has_siblings,
+    dynamic_sampling_has_group_signal,
+    overlong_buffer_fits_the_response,
+    devices_are_counted_or_named,
+    lockstep_has_no_age,
+    difficulty_is_one_to_four,
+)
+
+
+def validate(config: Config) -> None:
+    """Raise :class:`ConfigError` with the sentence of the first rule that ``config`` breaks."""
+    for rule in RULES:
+        sentence = rule(config)
+        if sentence:
+            raise ConfigError(sentence)
