@@ -209,7 +209,7 @@ class Config:
     """One run."""
 
     seed: int = opt(0, "every random stream of the run derives from it")
-    mode: str = opt("sync", "lockstep or concurrent collection; set by the entry script", ("sync", "async"))
+    mode: str = opt("sync", "lockstep or concurrent collection; set by the entry script", ("sync",))
     device: str = opt(
         "auto",
         "auto is CUDA where there is one; a hub model is only trained on CPU if told so",

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sota_grpo.config import Config, walk
+from sota_grpo.errors import UserError
 
 Rule = Callable[[Config], str | None]
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """The config cannot be run; the message says why and what to change."""
 
 

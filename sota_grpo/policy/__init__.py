@@ -1,0 +1,1 @@
+"""The policy on the trainer's side: loading, LoRA, log-probabilities, the frozen reference, export."""

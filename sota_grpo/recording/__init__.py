@@ -1,0 +1,1 @@
+"""What a run leaves behind: metrics, rollouts, the log, the progress line, W&B."""

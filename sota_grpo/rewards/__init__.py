@@ -1,0 +1,6 @@
+"""Finding the answer in a response and comparing it: plain string functions, linear in the length of the text."""
+
+from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer
+from sota_grpo.rewards.numbers import find_last_number, numbers_equal, parse_number
+
+__all__ = ["ANSWER_FORMATS", "extract_answer", "find_last_number", "numbers_equal", "parse_number"]

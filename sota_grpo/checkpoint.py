@@ -1,0 +1,293 @@
+"""Checkpoints that survive a kill, a full disk and a flipped bit.
+
+A checkpoint is a ``torch.save`` archive followed by a 40-byte footer: 8 bytes of magic and the SHA-256 of everything
+before it. (torch's own reader does not compare the archive's CRCs, so a flipped bit would load as a wrong number.)
+The file is written under a temporary name in the same directory, synced, renamed, and the directory synced, so that a
+name ``checkpoint_*.pt`` never stands for a half-written file. Plain ``torch.load(path)`` reads it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import random
+import re
+import shutil
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+
+from sota_grpo.errors import UserError
+
+_MAGIC = b"SGRPOck1"
+_FOOTER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
+_NAME = re.compile(r"checkpoint_(\d{6,})\.pt")
+_PRIMITIVES = (bool, int, float, str, bytes, type(None))
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_READ_BYTES = 1 << 22
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointError(UserError, RuntimeError):
+    """A checkpoint could not be written or read; the message says which, why, and what to do."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run: ``save`` is atomic and durable, ``latest`` skips a damaged newest one.
+
+    One process writes to a directory at a time. Saving step ``s`` declares every later step in the directory to be an
+    abandoned future (the run was rewound to before it), so ``latest`` always returns what was saved last.
+
+    Args:
+        directory: where the files live; created when missing.
+        keep: number of newest checkpoints kept, at least 1.
+
+    Raises:
+        ValueError: ``keep`` is below 1.
+
+    >>> import tempfile
+    >>> store = CheckpointStore(tempfile.mkdtemp(), keep=2)
+    >>> [store.save(step, {"step": step}).name for step in (1, 2, 3)][-1]
+    'checkpoint_000003.pt'
+    >>> store.latest()
+    (3, {'step': 3})
+    >>> [path.name for _, path in store.paths()]
+    ['checkpoint_000003.pt', 'checkpoint_000002.pt']
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}, but at least 1 checkpoint must be kept to resume from")
+        self.directory = Path(directory)
+        self.keep = keep
+
+    def paths(self) -> list[tuple[int, Path]]:
+        """Return (step, path) of every checkpoint in the directory, newest step first."""
+        if not self.directory.is_dir():
+            return []
+        found = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
+        return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+
+    def save(self, step: int, state: dict[str, Any]) -> Path:
+        """Write ``checkpoint_{step:06d}.pt`` durably, then prune to the last ``keep``.
+
+        Args:
+            step: non-negative index of the checkpoint.
+            state: nested dicts, lists and tuples of tensors and plain Python values.
+
+        Raises:
+            TypeError: a value that ``torch.load(weights_only=True)`` would refuse to read; the message gives its path.
+            ValueError: ``step`` is negative.
+            CheckpointError: the file system refused (disk full, no permission); what was there before is untouched.
+        """
+        if step < 0:
+            raise ValueError(f"step is {step}, but a checkpoint's step counts from 0")
+        _require_loadable(state, "state")
+        path = self.directory / f"checkpoint_{step:06d}.pt"
+        temporary = self.directory / f".{path.name}.{os.getpid()}.tmp"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            _write(temporary, state)
+            os.replace(temporary, path)
+            _sync_directory(self.directory)
+        except BaseException as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise CheckpointError(self._write_failure(step, error)) from error
+            raise
+        self._prune(step)
+        return path
+
+    def latest(self) -> tuple[int, dict[str, Any]] | None:
+        """Return the newest readable checkpoint as (step, state), or None when there is none at all.
+
+        A damaged one is skipped with a warning.
+
+        Raises:
+            CheckpointError: checkpoints exist and every one is damaged.
+        """
+        paths = self.paths()
+        for step, path in paths:
+            try:
+                return step, self.load(path)
+            except CheckpointError as error:
+                logger.warning("Skipping the checkpoint of step %d, trying the one before: %s", step, error)
+        if not paths:
+            return None
+        names = ", ".join(path.name for _, path in paths)
+        raise CheckpointError(
+            f"every checkpoint in {self.directory} is damaged ({names}); "
+            "restore one from a backup, or move them away to start from step 0"
+        )
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read one checkpoint onto the CPU after checking its SHA-256.
+
+        Raises:
+            CheckpointError: the file is missing, unreadable, truncated or altered.
+        """
+        try:
+            with open(path, "rb") as file:
+                _require_intact(file, path)
+                file.seek(0)
+                return torch.load(file, map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror or error}") from error
+
+    def _prune(self, step: int) -> None:
+        """Delete later steps, all but the newest ``keep``, and leftovers of writers that were killed."""
+        for later, path in self.paths():
+            if later > step:
+                logger.warning("Deleting %s: the run was rewound and has now saved step %d", path.name, step)
+                path.unlink()
+        for _, path in self.paths()[self.keep :]:
+            path.unlink()
+        for leftover in self.directory.glob(".checkpoint_*.tmp"):
+            leftover.unlink()
+
+    def _write_failure(self, step: int, error: OSError) -> str:
+        message = f"the checkpoint of step {step} could not be written to {self.directory}: {error.strerror or error}"
+        if self.directory.is_dir():
+            message += f" ({shutil.disk_usage(self.directory).free / 2**20:.0f} MiB free)"
+        kept = self.paths()
+        message += f"; {kept[0][1].name} is the last good one" if kept else "; there is no earlier one"
+        return message + "; free space there or choose another output directory"
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of every global random generator (python, numpy, torch, CUDA when there is one).
+
+    All values are tensors and primitives, so the result can be saved by :class:`CheckpointStore`.
+
+    >>> state = rng_state()
+    >>> first = (random.random(), float(np.random.rand()), torch.rand(()).item())
+    >>> set_rng_state(state)
+    >>> first == (random.random(), float(np.random.rand()), torch.rand(()).item())
+    True
+    """
+    version, internal, gauss = random.getstate()
+    name, key, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": {"version": version, "internal": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "key": torch.from_numpy(np.asarray(key).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put every generator back to what :func:`rng_state` returned.
+
+    CUDA generators are left alone when the state has none or this machine has none.
+
+    Raises:
+        ValueError: the state was taken with another number of CUDA devices.
+    """
+    cuda = state.get("cuda")
+    if cuda is not None and torch.cuda.is_available() and len(cuda) != torch.cuda.device_count():
+        raise ValueError(
+            f"the random state holds {len(cuda)} CUDA generators but {torch.cuda.device_count()} devices are visible; "
+            f"set CUDA_VISIBLE_DEVICES to {len(cuda)} of them to resume exactly"
+        )
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
+    key = numpy["key"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], key, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(state["torch"])
+    if cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(cuda)
+
+
+class _HashingWriter:
+    """A file that hashes what is written through it and remembers the operating system's error.
+
+    torch's archive writer replaces an exception from ``write`` by its own RuntimeError, so the cause is kept here.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self._hash.update(data)
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    with open(path, "wb") as file:
+        writer = _HashingWriter(file)
+        try:
+            torch.save(state, cast(IO[bytes], writer))
+        except RuntimeError as error:
+            raise writer.error or error from error
+        file.write(_MAGIC + writer.digest())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the rename itself durable: a power cut may otherwise bring the old directory entry back."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:
+    size = os.fstat(file.fileno()).st_size
+    remaining = size - _FOOTER_BYTES
+    digest = hashlib.sha256()
+    while remaining > 0 and (data := file.read(min(_READ_BYTES, remaining))):
+        digest.update(data)
+        remaining -= len(data)
+    footer = file.read(_FOOTER_BYTES)
+    if not footer.startswith(_MAGIC):
+        raise CheckpointError(f"checkpoint {path} is truncated or was not written by this program ({size} bytes)")
+    if footer[len(_MAGIC) :] != digest.digest():
+        raise CheckpointError(f"checkpoint {path} is damaged: its SHA-256 does not match its {size} bytes")
+
+
+def _require_loadable(value: Any, where: str) -> None:
+    """Refuse what ``torch.load(weights_only=True)`` would refuse, by exact type: subclasses pickle as themselves."""
+    if type(value) in _PRIMITIVES or type(value) in _TENSORS:
+        return
+    if type(value) in (dict, OrderedDict):
+        for key, item in value.items():
+            _require_loadable(key, f"key {key!r} of {where}")
+            _require_loadable(item, f"{where}[{key!r}]")
+        return
+    if type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            _require_loadable(item, f"{where}[{index}]")
+        return
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise TypeError(f"{where} is a {kind}; a checkpoint holds only tensors, dicts, lists, tuples and plain values")

@@ -1,0 +1,231 @@
+"""Ragged rows to padded batches, the weight of every token, and the split into micro-batches.
+
+Three rows in (``p`` prompt, ``a`` assistant, ``.`` padding) under ``token``, so that each of the six ``a`` weighs 1/6::
+
+    row 0   p p a a          loss_weight   0   0  1/6 1/6
+    row 1   p a a a          loss_weight   0  1/6 1/6 1/6
+    row 2   p p a            loss_weight   0   0  1/6
+
+``micro_batches(rows, token_budget=8)`` packs them longest first: ``[[row 0, row 1], [row 2]]``, 8 and 3 padded tokens.
+``pad_rows`` of the three gives ``[3, 4]`` tensors; the padding has ``all_attention_mask`` False and weight 0::
+
+    p p a a   0   0  1/6 1/6
+    p a a a   0  1/6 1/6 1/6
+    p p a .   0   0  1/6  0
+
+The weights are set once for a whole optimizer step and travel with their rows, so however the rows are ordered, split
+or padded afterwards, the sums over the micro-batches are the same (docs/design.md, "One carrier").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from sota_grpo import keys
+from sota_grpo.functional.weighting import Aggregation, row_weights
+
+Key = str | tuple[str, ...]
+Rows = TypeVar("Rows", Sequence[TensorDictBase], TensorDictBase)
+
+# Keys of one value per token and what stands in their padding; the tokens themselves are padded with pad_token_id.
+_PER_TOKEN: tuple[tuple[Key, float | bool], ...] = (
+    (keys.ATTENTION_MASK, False),
+    (keys.ASSISTANT_MASK, False),
+    (keys.LOG_PROBS, 0.0),
+    (keys.REF_LOG_PROBS, 0.0),
+    (keys.PROXIMAL_LOG_PROBS, 0.0),
+    (keys.LOSS_WEIGHT, 0.0),
+    (keys.TOKEN_VERSION, -1),
+)
+_PER_ROW: tuple[Key, ...] = (keys.ADVANTAGE, keys.GROUP_ID, keys.SAMPLE_ID, keys.POLICY_VERSION)
+
+
+def row_list(rows: Sequence[TensorDictBase] | TensorDictBase) -> list[TensorDictBase]:
+    """The rows of a batch, one TensorDict each; those of a lazy stack are its own, so writing to them writes to it.
+
+    >>> stack = lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (1, 2)])
+    >>> [row["x"].shape[0] for row in row_list(stack)]
+    [1, 2]
+    """
+    return list(rows.unbind(0)) if isinstance(rows, TensorDictBase) else list(rows)
+
+
+def set_loss_weights(
+    rows: Rows,
+    aggregation: Aggregation,
+    *,
+    max_response_tokens: int | None = None,
+    drop_truncated: bool = False,
+) -> Rows:
+    """Write ``loss_weight`` to the rows of one whole optimizer step, before any split; 0 off the assistant mask.
+
+    ``token`` 1/(all trainable tokens), ``sequence`` 1/(rows * |o_i|), ``constant`` 1/(rows * max_response_tokens); see
+    :func:`sota_grpo.functional.weighting.row_weights`.
+
+    Args:
+        rows: the rows of the step, ragged; a dense batch is written to as a whole.
+        aggregation: how tokens are averaged.
+        max_response_tokens: needed by ``constant`` only.
+        drop_truncated: responses that the engine stopped for length weigh 0 and count as rows without a trainable
+            token: neither under ``token`` nor under ``sequence``, but under ``constant``, whose divisor no response
+            changes (Yu et al. 2025, arXiv:2503.14476, section 3.4, overlong filtering). If all are truncated, all
+            weigh 0.
+
+    Returns:
+        The rows given.
+
+    Raises:
+        ValueError: on an unknown aggregation, or ``constant`` without ``max_response_tokens``.
+
+    >>> rows = [
+    ...     TensorDict({"masks": {"all_assistant_mask": torch.tensor(m).bool()}})
+    ...     for m in ([0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1])
+    ... ]
+    >>> [round(1 / row["loss_weight"].max().item()) for row in set_loss_weights(rows, "token")]
+    [6, 6, 6]
+    >>> [round(1 / row["loss_weight"].max().item()) for row in set_loss_weights(rows, "sequence")]
+    [6, 9, 3]
+    """
+    listed = row_list(rows)
+    masks = [row.get(keys.ASSISTANT_MASK) for row in listed]
+    lengths = torch.stack([mask.sum() for mask in masks])
+    if drop_truncated:
+        truncated = torch.stack([row.get(keys.TRUNCATED).any() for row in listed])
+        lengths = torch.where(truncated, 0, lengths)
+    weights = row_weights(lengths, aggregation, max_response_tokens=max_response_tokens)
+    values = [torch.where(mask, weight, 0.0) for mask, weight in zip(masks, weights, strict=True)]
+    write_rows(rows, keys.LOSS_WEIGHT, values)
+    return rows
+
+
+def write_rows(rows: Sequence[TensorDictBase] | TensorDictBase, key: Key, values: Sequence[Tensor]) -> None:
+    """Write one value per row, in place, whether the rows are a list, a lazy stack or a dense batch.
+
+    >>> batch = TensorDict({"x": torch.zeros(2, 3)}, batch_size=[2])
+    >>> write_rows(batch, "y", [torch.zeros(3), torch.ones(3)])
+    >>> batch["y"].sum(-1).tolist()
+    [0.0, 3.0]
+    """
+    if isinstance(rows, TensorDictBase) and not isinstance(rows, LazyStackedTensorDict):
+        rows.set(key, torch.stack(list(values)))
+        return
+    for row, value in zip(row_list(rows), values, strict=True):
+        row.set(key, value)
+
+
+def pad_rows(rows: Sequence[TensorDictBase] | TensorDictBase, *, pad_token_id: int) -> TensorDict:
+    """The rows as one dense batch, right-padded to the longest, with the keys that a learner reads and no text.
+
+    Args:
+        rows: at least one row, each with ``("tokens", "full")`` ``[T_i]``.
+        pad_token_id: what stands in the padding of the tokens; no mask covers it, so its value has no effect.
+
+    Returns:
+        TensorDict ``batch_size=[N]`` of ``[N, max T_i]`` sequences and of the rows' scalars.
+
+    Raises:
+        ValueError: if there is no row, or if some rows have a key that others lack.
+
+    >>> rows = [TensorDict({"tokens": {"full": torch.arange(n)}}) for n in (2, 3)]
+    >>> pad_rows(rows, pad_token_id=9)["tokens", "full"].tolist()
+    [[0, 1, 9], [0, 1, 2]]
+    """
+    listed = row_list(rows)
+    if not listed:
+        raise ValueError("pad_rows got no rows; a batch needs at least one.")
+    padded: dict[str, Any] = {}
+    for key, fill in ((keys.FULL_TOKENS, pad_token_id), *_PER_TOKEN):
+        values = _collect(listed, key)
+        if values:
+            _nest(padded, key, pad_sequence(values, batch_first=True, padding_value=fill))
+    for key in _PER_ROW:
+        values = _collect(listed, key)
+        if values:
+            _nest(padded, key, torch.stack(values))
+    return TensorDict(padded, batch_size=[len(listed)])
+
+
+def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
+    """The inverse of :func:`pad_rows`: a lazy stack of ragged rows, cut where ``all_attention_mask`` is False.
+
+    Entries ``[N, T, ...]`` are cut, others only split. ``("tokens", "prompt")`` and ``("tokens", "response")``, padded
+    to widths of their own, are left out; the full tokens and the assistant mask say the same.
+
+    >>> rows = [
+    ...     TensorDict({"tokens": {"full": torch.arange(n)}, "masks": {"all_attention_mask": torch.ones(n).bool()}})
+    ...     for n in (2, 3)
+    ... ]
+    >>> [row["tokens", "full"].tolist() for row in unpad_rows(pad_rows(rows, pad_token_id=9)).unbind(0)]
+    [[0, 1], [0, 1, 2]]
+    """
+    real = batch.get(keys.ATTENTION_MASK).bool()
+    rows = []
+    for mask, row in zip(real, batch.exclude(keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS).unbind(0), strict=True):
+        cut = row.clone(recurse=False)
+        for key, value in row.items(include_nested=True, leaves_only=True):
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == mask.shape[0]:
+                cut.set(key, value[mask])
+        rows.append(cut)
+    return lazy_stack(rows, 0)
+
+
+def micro_batches(rows: Sequence[TensorDictBase] | TensorDictBase, *, token_budget: int) -> list[list[TensorDictBase]]:
+    """Split rows into micro-batches of at most ``token_budget`` padded tokens, longest rows first.
+
+    A micro-batch of n rows costs ``n * max T_i``. The first is the heaviest, so memory that does not suffice shows in
+    the first step and not an hour later. A row longer than the budget is a micro-batch of its own. Rows of one length
+    keep their order, so the split is a function of the rows alone.
+
+    Args:
+        rows: ragged rows.
+        token_budget: padded tokens of one micro-batch, at least 1.
+
+    Returns:
+        The same rows, grouped; empty for no rows.
+
+    Raises:
+        ValueError: if the budget is not positive.
+
+    >>> rows = [TensorDict({"tokens": {"full": torch.zeros(n)}}) for n in (2, 5, 3, 2)]
+    >>> [[row["tokens", "full"].shape[0] for row in part] for part in micro_batches(rows, token_budget=6)]
+    [[5], [3, 2], [2]]
+    """
+    if token_budget < 1:
+        raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")
+    lengths = [(row.get(keys.FULL_TOKENS).shape[-1], row) for row in row_list(rows)]
+    parts: list[list[TensorDictBase]] = []
+    widest = 0
+    for length, row in sorted(lengths, key=lambda pair: -pair[0]):
+        if parts and (len(parts[-1]) + 1) * widest <= token_budget:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+            widest = length
+    return parts
+
+
+def _collect(rows: Iterable[TensorDictBase], key: Key) -> list[Tensor]:
+    """The key's value of every row, or nothing if no row has it."""
+    values = [row.get(key, None) for row in rows]
+    missing = [index for index, value in enumerate(values) if value is None]
+    if len(missing) == len(values):
+        return []
+    if missing:
+        raise ValueError(
+            f"{key} is missing in {len(missing)} of {len(values)} rows (the first is row {missing[0]}); "
+            "write it to all rows of a batch or to none."
+        )
+    return values
+
+
+def _nest(target: dict[str, Any], key: Key, value: Tensor) -> None:
+    path = (key,) if isinstance(key, str) else key
+    for name in path[:-1]:
+        target = target.setdefault(name, {})
+    target[path[-1]] = value

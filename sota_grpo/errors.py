@@ -1,0 +1,7 @@
+"""Errors that the user can mend: the message is one sentence that says what is wrong and what to change."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something outside the program is wrong; printed without a traceback, the exit code is 2."""

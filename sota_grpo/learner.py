@@ -1,0 +1,321 @@
+"""The learner: rows in, optimizer steps, metrics out."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from sota_grpo import keys
+from sota_grpo.collate import micro_batches, pad_rows, row_list, set_loss_weights
+from sota_grpo.errors import UserError
+from sota_grpo.functional import effective_sample_size, mismatch_kl
+from sota_grpo.objectives import GRPOLoss, diagnostic_means
+from sota_grpo.recording.metrics import reduce_updates
+from sota_grpo.records import sample_seed
+
+METRIC_NAMES = {
+    "ESS": "ess",
+    "kl_to_ref": "kl",
+    "loss_objective": "loss/objective",
+    "loss_kl_to_ref": "loss/kl",
+    "loss_entropy": "loss/entropy",
+}
+
+
+class NonFiniteStep(UserError):
+    """A loss or a gradient was not finite; the batch that caused it lies beside the run."""
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """How rows become optimizer steps.
+
+    Args:
+        lr, weight_decay, beta1, beta2, eps: AdamW.
+        clip_grad_norm: largest gradient norm; 0 leaves the gradient as it is.
+        schedule: ``constant``, or ``linear`` or ``cosine`` to 0 at ``total_steps``; each after ``warmup_steps``.
+        optim_batch_size: rows per optimizer step.
+        epochs: passes over a batch.
+        micro_batch_tokens: padded tokens per forward pass.
+        aggregation: ``token``, ``sequence`` or ``constant`` (DESIGN 4.3).
+        max_response_tokens: the constant of ``constant``.
+        drop_truncated: truncated rows take no part in the loss.
+        recompute: the proximal log-probs are recomputed by this learner before the first step on a batch.
+        precision: ``fp32``, ``bf16`` or ``fp16`` autocast; fp16 scales the loss.
+    """
+
+    lr: float
+    total_steps: int
+    optim_batch_size: int
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    clip_grad_norm: float = 1.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    epochs: int = 1
+    micro_batch_tokens: int = 16384
+    aggregation: str = "sequence"
+    max_response_tokens: int | None = None
+    drop_truncated: bool = False
+    recompute: bool = False
+    precision: str = "fp32"
+
+
+def learning_rate_factor(step: int, settings: LearnerSettings) -> float:
+    """Share of the peak learning rate at optimizer step ``step`` (0-based).
+
+    >>> settings = LearnerSettings(lr=1.0, total_steps=10, optim_batch_size=8, schedule="linear", warmup_steps=2)
+    >>> [learning_rate_factor(step, settings) for step in (0, 1, 2, 6)]
+    [0.5, 1.0, 1.0, 0.5]
+    """
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return 1.0
+    done = (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps)
+    done = min(1.0, done)
+    return 1.0 - done if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+class Learner:
+    """Trains ``policy`` with ``loss``.
+
+    Contract. Consumes: complete batches of graded rows. Produces: new weights, ``version`` raised by one per
+    :meth:`update`. Waits for: nobody. When a step is not finite it stops with the batch dumped.
+
+    Args:
+        policy: gives log-probs of padded rows; its trainable parameters are optimised.
+        loss: the objective around the same policy.
+        settings: see :class:`LearnerSettings`.
+        pad_token_id: fills the padding.
+        dump_dir: where a batch that gave a non-finite step is written.
+        seed: order of the rows in the second and later epochs.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        loss: GRPOLoss,
+        settings: LearnerSettings,
+        *,
+        pad_token_id: int,
+        dump_dir: Path,
+        seed: int = 0,
+    ):
+        self.policy = policy
+        self.loss = loss
+        self.settings = settings
+        self.pad_token_id = pad_token_id
+        self.dump_dir = dump_dir
+        self.seed = seed
+        self.version = 0
+        self.optimizer_steps = 0
+        self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self.device = self.parameters[0].device
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate_factor(step, settings)
+        )
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.precision == "fp16")
+
+    def update(self, rows: TensorDictBase) -> dict[str, float | None]:
+        """One turn: ``epochs`` passes over ``rows`` (``[N]`` ragged), one optimizer step per ``optim_batch_size`` rows.
+
+        Returns:
+            Metrics of the turn: means over its optimizer steps; ``mismatch_kl`` is that of the weights before it.
+
+        Raises:
+            NonFiniteStep: a loss or gradient is NaN or infinite.
+        """
+        began = time.perf_counter()
+        parts = row_list(rows)
+        if self.settings.recompute:
+            self._set_proximal(parts)
+        batches = (batch for epoch in range(self.settings.epochs) for batch in self._mini_batches(parts, epoch))
+        steps = [self._step(batch) for batch in batches]
+        self.version += 1
+        found = reduce_updates(steps)
+        found["mismatch_kl"] = steps[0]["mismatch_kl"]  # the later steps compare with weights that they changed
+        found |= {"optimizer_steps": self.optimizer_steps, "lr": self.schedule.get_last_lr()[0]}
+        return found | {"time/learn_s": time.perf_counter() - began}
+
+    def _mini_batches(self, rows: Sequence[TensorDictBase], epoch: int) -> Iterator[list[TensorDictBase]]:
+        order = list(range(len(rows)))
+        if epoch:  # groups stay together in the first pass; later ones mix them
+            generator = torch.Generator().manual_seed(sample_seed(self.seed, self.version, epoch))
+            order = torch.randperm(len(rows), generator=generator).tolist()
+        for start in range(0, len(order), self.settings.optim_batch_size):
+            yield [rows[index] for index in order[start : start + self.settings.optim_batch_size]]
+
+    def _step(self, rows: Sequence[TensorDictBase]) -> dict[str, float]:
+        """One optimizer step over ``rows``, whatever the number of micro-batches."""
+        metrics = self._accumulate(rows, self.settings.micro_batch_tokens)
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm or math.inf)
+        metrics["grad_norm"] = float(norm)
+        overflow = self.scaler.is_enabled() and not math.isfinite(metrics["grad_norm"]) and self.scaler.get_scale() > 1
+        finite = all(math.isfinite(value) for value in metrics.values())
+        if not finite and not overflow:
+            self._stop_at_non_finite(rows, metrics)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        self.optimizer_steps += 1
+        # a skipped step has no gradient norm: absent, not infinite
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+    def _accumulate(self, rows: Sequence[TensorDictBase], token_budget: int) -> dict[str, float]:
+        """Gradient of the whole ``rows`` in ``.grad``, and the loss's own entries, summed over micro-batches."""
+        settings = self.settings
+        weighted = set_loss_weights(
+            rows,
+            settings.aggregation,
+            max_response_tokens=settings.max_response_tokens,
+            drop_truncated=settings.drop_truncated,
+        )
+        self.policy.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        losses: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}
+        for micro in micro_batches(weighted, token_budget=token_budget):
+            with self._autocast():
+                out = self.loss(self.padded(micro))
+            terms = {name: value for name, value in out.items() if name.startswith("loss_")}
+            self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
+            _add(losses, terms)
+            _add(sums, dict(out.sums.items()))
+        measured = {**losses, **diagnostic_means(sums)}
+        return {METRIC_NAMES.get(name, name): float(value) for name, value in measured.items()}
+
+    def gradient(self, rows: Sequence[TensorDictBase], *, token_budget: int) -> dict[str, torch.Tensor]:
+        """Gradient of one optimizer step over ``rows`` by parameter name; nothing is updated.
+
+        Rows get a random advantage, so that a batch without signal has a gradient too; adapter dropout is off.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = [row.copy().set(keys.ADVANTAGE, torch.randn((1, 1), generator=generator)) for row in rows]
+        with _without_dropout(self.policy):
+            self._accumulate(rows, token_budget)
+        scale = self.scaler.get_scale()
+        found = {
+            name: parameter.grad.detach().clone() / scale
+            for name, parameter in self.policy.named_parameters()
+            if parameter.grad is not None
+        }
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
+
+    @torch.no_grad()
+    def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float]:
+        """Effective sample size and mean |ratio - 1| of the policy as it stands against the engine's log-probs."""
+        batch = self.padded(rows)
+        log_ratio = self.log_probs(batch) - batch.get(keys.LOG_PROBS)
+        mask = batch.get(keys.ASSISTANT_MASK)
+        return {
+            "ess": float(effective_sample_size(log_ratio, mask)),
+            "ratio_gap": float((log_ratio.exp() - 1).abs()[mask].mean()),
+            "mismatch_kl": float(mismatch_kl(self.log_probs(batch), batch.get(keys.LOG_PROBS), mask)),
+        }
+
+    def padded(self, rows: Sequence[TensorDictBase]) -> TensorDictBase:
+        """Right-padded ``[N, T]`` batch on the learner's device."""
+        return pad_rows(rows, pad_token_id=self.pad_token_id).to(self.device)
+
+    @torch.no_grad()
+    def log_probs(self, batch: TensorDictBase) -> torch.Tensor:
+        """Log-probs ``[N, T]`` of a padded batch without dropout, 0 off the assistant mask."""
+        training = self.policy.training
+        self.policy.eval()
+        with self._autocast():
+            found = self.policy(batch.select(*self.policy.in_keys)).get(keys.LOG_PROBS)
+        self.policy.train(training)
+        return found
+
+    def _set_proximal(self, rows: Sequence[TensorDictBase]) -> None:
+        index = {id(row): row for row in rows}
+        for micro in micro_batches(rows, token_budget=self.settings.micro_batch_tokens):
+            found = self.log_probs(self.padded(micro)).cpu()
+            for row, values in zip(micro, found):
+                length = row.get(keys.FULL_TOKENS).shape[-1]
+                index[id(row)].set(keys.PROXIMAL_LOG_PROBS, values[:length].clone())
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        if self.settings.precision == "fp32":
+            return contextlib.nullcontext()
+        dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    def _stop_at_non_finite(self, rows: Sequence[TensorDictBase], metrics: dict[str, float]) -> None:
+        path = self.dump_dir / f"non_finite_step_{self.optimizer_steps}.pt"
+        batch = pad_rows(rows, pad_token_id=self.pad_token_id)
+        torch.save({"batch": batch.to_dict(), "metrics": metrics}, path)
+        bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+        raise NonFiniteStep(
+            f"Optimizer step {self.optimizer_steps} is not finite ({bad}); it changed no weight, and its batch is in "
+            f"{path}. A smaller optimizer.lr or train.precision=fp32 are the usual cures."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Trainable parameters, optimizer, schedule, scaler and counters, all of plain types."""
+        trainable = {name: p.detach() for name, p in self.policy.named_parameters() if p.requires_grad}
+        return {
+            "model": trainable,
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "version": self.version,
+            "optimizer_steps": self.optimizer_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue bit for bit from :meth:`state_dict`."""
+        own = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+        missing = own.keys() ^ state["model"].keys()
+        if missing:
+            raise UserError(
+                f"The checkpoint and the model differ in {len(missing)} trainable parameters, for example "
+                f"{min(missing)}; resume with the model.name and train_model.lora of the run that wrote it."
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(state["model"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.version = state["version"]
+        self.optimizer_steps = state["optimizer_steps"]
+
+
+def _add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        totals[name] = totals.get(name, 0) + value.detach()
+
+
+@contextlib.contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    """Every dropout of ``module`` is the identity inside."""
+    dropouts = [(child, child.p) for child in module.modules() if isinstance(child, nn.Dropout)]
+    for child, _ in dropouts:
+        child.p = 0.0
+    try:
+        yield
+    finally:
+        for child, rate in dropouts:
+            child.p = rate

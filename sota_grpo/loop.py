@@ -1,0 +1,69 @@
+"""The loop of docs/algorithm.md, the same text for every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from tensordict import TensorDictBase
+
+
+class Source(Protocol):
+    """Where batches come from: complete groups, none older than the bound."""
+
+    def next_batch(self, version: int) -> TensorDictBase: ...
+
+    def release(self, batch: TensorDictBase) -> None: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+
+class Trains(Protocol):
+    """What the loop needs of a learner."""
+
+    version: int
+
+    def update(self, rows: TensorDictBase) -> dict[str, float]: ...
+
+
+class Publishes(Protocol):
+    """What the loop needs of a publisher."""
+
+    def publish(self, version: int) -> None: ...
+
+
+class Log(Protocol):
+    """What the loop needs of a log."""
+
+    def write(
+        self, step: int, batch: TensorDictBase, update: Mapping[str, Any], source: Mapping[str, float]
+    ) -> None: ...
+
+
+def run(
+    source: Source,
+    learner: Trains,
+    publisher: Publishes,
+    log: Log,
+    *,
+    first_step: int,
+    num_steps: int,
+    before: Callable[[int], None],
+    after: Callable[[int], bool],
+) -> int:
+    """Turn the loop from ``first_step`` to ``num_steps`` and return the number of turns done.
+
+    Args:
+        before: called with the step before its turn (evaluation).
+        after: called with the number of turns done (checkpoint); False ends the loop there.
+    """
+    for step in range(first_step, num_steps):
+        before(step)
+        batch = source.next_batch(learner.version)
+        update = learner.update(batch)
+        publisher.publish(learner.version)
+        source.release(batch)
+        log.write(step, batch, update, source.metrics())
+        if not after(step + 1):
+            return step + 1
+    return max(first_step, num_steps)

@@ -1,0 +1,300 @@
+"""GRPO as a TorchRL ``LossModule``: rows in, ``loss_*`` entries and exactly additive diagnostics out.
+
+Every reduction is ``sum(loss_weight * per_token)``, so losses, gradients and diagnostics of micro-batches *add up* to
+those of the whole optimizer step. Only entries named ``loss_*`` carry a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torchrl.objectives.common import LossModule
+
+from sota_grpo import keys
+from sota_grpo.functional import surrogates
+from sota_grpo.functional.corrections import importance_weights
+from sota_grpo.functional.divergences import KL_ESTIMATORS
+from sota_grpo.functional.weighting import loss_weights
+from sota_grpo.loss_inputs import TORCHRL_AGGREGATIONS, LossTokens, check_keywords, read_tokens
+
+_MAX_LOG_RATIO = 300.0  # the square of its exponential is still finite in float64
+
+
+class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
+    """What :class:`GRPOLoss` returns; an entry that was not computed is None and not among the keys.
+
+    ``loss_*`` are to be summed and differentiated; they add over micro-batches. ``sums`` holds the detached float64
+    sums of which the diagnostics beside it are the means over this batch: add the ``sums`` of all micro-batches (and
+    ranks), then :func:`diagnostic_means` gives the values of the whole step.
+    """
+
+    loss_objective: Tensor
+    clip_fraction: Tensor
+    kl_approx: Tensor
+    ESS: Tensor
+    mismatch_kl: Tensor
+    sums: TensorDict
+    loss_kl_to_ref: Tensor | None = None
+    loss_kl_to_inference: Tensor | None = None
+    loss_entropy: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+    entropy: Tensor | None = None
+    correction_fraction: Tensor | None = None
+
+
+def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, Tensor]:
+    """The diagnostics of a step from the added ``sums`` of its micro-batches, each a mean over the trained tokens.
+
+    ``clip_fraction``: tokens whose gradient the clip took. ``kl_approx``: ``logp_behaviour - logp``. ``mismatch_kl``:
+    k3 of KL(engine, trainer), see :class:`GRPOLoss`. ``kl_to_ref``, ``entropy``: nats. ``correction_fraction``: tokens
+    whose correction weight exceeded the cap. ``ESS``: ``(sum w)^2 / (n sum w^2)``, ``w = exp(logp - logp_behaviour)``,
+    1 when all weights are equal. Without a trained token each is NaN: there was nothing to measure.
+
+    >>> sums = {"tokens": torch.tensor(4.0), "clip_fraction": torch.tensor(1.0)}
+    >>> sums |= {"ratio": torch.tensor(8.0), "ratio_squared": torch.tensor(32.0)}
+    >>> {name: value.item() for name, value in diagnostic_means(sums).items()}
+    {'clip_fraction': 0.25, 'ESS': 0.5}
+    """
+    special = ("tokens", "ratio", "ratio_squared")
+    means = {name: value / sums["tokens"] for name, value in sums.items() if name not in special}
+    return means | {"ESS": sums["ratio"].square() / sums["ratio_squared"] / sums["tokens"]}
+
+
+class GRPOLoss(LossModule):
+    """Group-relative policy optimisation over sampled tokens, every named variant a choice of terms.
+
+    ``loss_objective = sum_t w_t f(rho_t, A_t) c_t`` with ``rho = exp(logp - logp_old)``, ``logp_old`` the proximal
+    log-probs where the batch has them, else those it was sampled with; ``w`` the batch's ``loss_weight``, or, where it
+    has none, weights derived from its own mask; ``c`` the correction weight from the proximal to the behaviour policy.
+    KL and entropy use the same ``w``. What stands in masked slots, NaN included, changes neither value nor gradient.
+
+    ``actor_network`` is either a module whose call on the right-padded batch returns ``("log_probs", "full")`` and,
+    if it can, ``"entropy"`` (``[N, T]``), or a TorchRL LLM wrapper with ``_get_sft_dist`` or ``get_dist``. The batch is
+    dense ``[N, T]`` or a lazy stack of ragged rows; the advantage ``[N, 1, 1]``, ``[N, T, 1]``, ``[N, 1]`` or ``[N]``.
+
+    ``mismatch_kl`` compares the engine's log-probs with the proximal ones where given; else with the current ones,
+    which is the same thing on the first use of a batch and includes the update afterwards. ``kl_to_ref`` is reported
+    whenever reference log-probs are in the batch, in the loss or not. As a loss k1 pulls nowhere (its gradient has
+    mean 0): use k2 or k3 there.
+
+    Args:
+        actor_network: see above.
+        clip_epsilon: clip width, or (low, high).
+        kl_mask_threshold: tokens with ``(logp - logp_behaviour)^2 / 2`` above it are left out.
+        aggregation: TorchRL's names: ``token_mean``, ``prompt_mean`` (per row, then over rows), ``none`` (per-token
+            losses ``[N, T, 1]``, 0 off-mask, unweighted).
+        entropy_bonus, entropy_coeff: ``loss_entropy = -entropy_coeff * entropy``.
+        kl_to_ref_coeff, kl_to_inference_coeff: coefficient of the divergence to the reference, to the behaviour policy.
+        device: where the batch is moved first; None leaves it.
+        masking_strategy: ``sft`` and ``rlhf`` train on the assistant mask; ``generic`` on every token (wrappers only).
+        samples_mc_entropy, gamma, reduction, clip_value, ref_log_prob_padding_*: at TorchRL's defaults only.
+        objective: ``clipped`` (PPO), ``cispo`` or ``reinforce``.
+        ratio: ``token``, or ``sequence`` for GSPO's ``exp(mean_t log rho_t)``.
+        dual_clip: largest ratio that counts for a negative advantage.
+        kl_estimator: ``k1``, ``k2`` or ``k3``.
+        loss_aggregation: ``token``, ``sequence`` or ``constant``; takes the place of ``aggregation``. Like it, only
+            read where the batch has no ``loss_weight``.
+        max_response_tokens: divisor of ``constant``.
+        correction, correction_mode, correction_cap: see :func:`sota_grpo.functional.corrections.importance_weights`.
+
+    Raises:
+        TypeError: on an unknown keyword.
+        ValueError: on a choice that does not exist or has no effect here; from ``forward``, where an entropy bonus is
+            asked of an actor that gives no differentiable entropy.
+        KeyError: from ``forward``, where the batch lacks a key that the chosen terms read.
+
+    Sources: Shao et al. 2024 (arXiv:2402.03300, eq. 3); the terms in :mod:`sota_grpo.functional.surrogates`.
+
+    >>> class Actor(nn.Module):
+    ...     def forward(self, td):
+    ...         return td.set(("log_probs", "full"), torch.full((1, 3), -0.5, requires_grad=True))
+    >>> batch = TensorDict({
+    ...     "tokens": {"full": torch.tensor([[4, 5, 6]])}, "log_probs": {"full": torch.full((1, 3), -0.5)},
+    ...     "masks": {"all_assistant_mask": torch.tensor([[False, True, True]])}, "advantage": torch.ones(1, 1, 1),
+    ... }, batch_size=[1])
+    >>> GRPOLoss(Actor(), entropy_bonus=False)(batch).loss_objective.item()
+    -1.0
+    """
+
+    @dataclass
+    class _AcceptedKeys(LossModule._AcceptedKeys):
+        advantage: NestedKey = keys.ADVANTAGE
+        action: NestedKey = keys.FULL_TOKENS
+        sample_log_prob: NestedKey = keys.LOG_PROBS
+        ref_log_probs: NestedKey = keys.REF_LOG_PROBS
+        proximal_log_prob: NestedKey = keys.PROXIMAL_LOG_PROBS
+        loss_weight: NestedKey = keys.LOSS_WEIGHT
+        mask: NestedKey = keys.ASSISTANT_MASK
+
+    def __init__(
+        self,
+        actor_network: nn.Module,
+        *,
+        clip_epsilon: float | tuple[float, float] = 0.2,
+        kl_mask_threshold: float | None = None,
+        aggregation: str | None = "token_mean",
+        entropy_bonus: bool = True,
+        samples_mc_entropy: int = 1,
+        entropy_coeff: float = 0.01,
+        gamma: float | None = None,
+        reduction: str | None = None,
+        clip_value: bool | float | None = None,
+        kl_to_ref_coeff: float | None = None,
+        kl_to_inference_coeff: float | None = None,
+        device: torch.device | str | None = None,
+        masking_strategy: Literal["sft", "rlhf", "generic"] = "sft",
+        ref_log_prob_padding_side: Literal["left", "right"] = "left",
+        ref_log_prob_padding_value: float = 0.0,
+        objective: Literal["clipped", "cispo", "reinforce"] = "clipped",
+        ratio: Literal["token", "sequence"] = "token",
+        dual_clip: float | None = None,
+        kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+        loss_aggregation: Literal["token", "sequence", "constant"] | None = None,
+        max_response_tokens: int | None = None,
+        correction: Literal["token", "sequence"] | None = None,
+        correction_mode: Literal["truncate", "mask"] = "truncate",
+        correction_cap: float = 2.0,
+    ) -> None:
+        given = dict(locals())
+        super().__init__()
+        check_keywords(given)
+        self.actor_network = actor_network
+        pair = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
+        self.clip_epsilon_low, self.clip_epsilon_high = (float(width) for width in pair)
+        self.kl_mask_threshold = kl_mask_threshold
+        self.aggregation: Any = (
+            "none" if reduction == "none" else loss_aggregation or TORCHRL_AGGREGATIONS[aggregation or "token_mean"]
+        )
+        self.max_response_tokens = max_response_tokens
+        self.entropy_coeff = entropy_coeff if entropy_bonus else 0.0
+        self.entropy_bonus = entropy_bonus
+        self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
+        self.batch_device = device
+        self.masking_strategy = masking_strategy
+        self.objective, self.ratio, self.dual_clip, self.kl_estimator = objective, ratio, dual_clip, kl_estimator
+        self.correction, self.correction_mode, self.correction_cap = correction, correction_mode, correction_cap
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        names = self.tensor_keys
+        own = [names.action, names.sample_log_prob, names.advantage, names.mask]
+        return list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *own]))
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        return [name for name in GRPOLossOutput.__dataclass_fields__ if name != "sums"]
+
+    def _forward_value_estimator_keys(self, **_: Any) -> None:
+        """There is no value estimator; ``set_keys`` asks for one to be told."""
+
+    def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
+        """Losses and diagnostics of one (micro-)batch; see the class."""
+        batch = tensordict if self.batch_device is None else tensordict.to(self.batch_device)
+        tokens = self._read(batch)
+        value, clipped = self._surrogate(tokens)
+        sums = self._sums(tokens, clipped)
+        if self.correction:
+            value = value * self._correction(tokens, sums)
+        losses, divergence = {"loss_objective": value}, KL_ESTIMATORS[self.kl_estimator]
+        if self.kl_to_ref_coeff:
+            if tokens.ref is None:
+                raise KeyError(
+                    f"kl_to_ref_coeff is {self.kl_to_ref_coeff} but the batch has no {self.tensor_keys.ref_log_probs}; "
+                    "write the reference's log-probs with ReferenceKL, or set the coefficient to 0."
+                )
+            losses["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence(tokens.log_prob, tokens.ref)
+        if self.kl_to_inference_coeff:
+            losses["loss_kl_to_inference"] = self.kl_to_inference_coeff * divergence(tokens.log_prob, tokens.behaviour)
+        if self.entropy_coeff:
+            losses["loss_entropy"] = -self.entropy_coeff * self._entropy(tokens)
+        reduced = {name: self._reduce(per_token, tokens) for name, per_token in losses.items()}
+        return GRPOLossOutput(**reduced, **diagnostic_means(sums), sums=TensorDict(sums, batch_size=[]), batch_size=[])
+
+    def _surrogate(self, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+        """The loss of each token ``[N, T]``, and where the clip acts on it (bool)."""
+        old = tokens.behaviour if tokens.proximal is None else tokens.proximal
+        log_ratio = tokens.log_prob - old
+        if self.ratio == "sequence":
+            log_ratio = surrogates.sequence_log_ratio(tokens.log_prob, old, tokens.mask)
+        low, high = self.clip_epsilon_low, self.clip_epsilon_high
+        if self.objective == "clipped":
+            value = surrogates.clipped_surrogate(log_ratio, tokens.advantage, low, high, self.dual_clip)
+            return value, surrogates.clipped_tokens(log_ratio.detach(), tokens.advantage, low, high, self.dual_clip)
+        if self.objective == "cispo":
+            value = surrogates.cispo_surrogate(tokens.log_prob, log_ratio, tokens.advantage, high)
+            return value, (log_ratio.detach() > math.log1p(high)) & (tokens.advantage != 0)
+        return surrogates.reinforce_surrogate(tokens.log_prob, tokens.advantage), torch.zeros_like(tokens.mask)
+
+    def _correction(self, tokens: LossTokens, sums: dict[str, Tensor]) -> Tensor:
+        """The weight of each token from the proximal to the behaviour policy; counts those above the cap."""
+        if self.correction is None or tokens.proximal is None:
+            raise KeyError(
+                f"correction is {self.correction!r} but the batch has no {self.tensor_keys.proximal_log_prob}; "
+                "recompute the log-probs before the first epoch, or set correction=None."
+            )
+        log_weight = tokens.proximal - tokens.behaviour
+        whole = log_weight.sum(-1, keepdim=True).expand_as(log_weight) if self.correction == "sequence" else log_weight
+        sums["correction_fraction"] = _total(whole > math.log(self.correction_cap), tokens.mask)
+        return importance_weights(
+            log_weight, tokens.mask, level=self.correction, mode=self.correction_mode, cap=self.correction_cap
+        )
+
+    def _read(self, batch: TensorDictBase) -> LossTokens:
+        return read_tokens(
+            batch,
+            self.actor_network,
+            self.tensor_keys,
+            masking_strategy=self.masking_strategy,
+            with_entropy=self.entropy_bonus,
+            kl_mask_threshold=self.kl_mask_threshold,
+            derive_weight=self._derive_weight,
+        )
+
+    def _derive_weight(self, mask: Tensor) -> Tensor:
+        if self.aggregation == "none":
+            return mask.float()
+        return loss_weights(mask, self.aggregation, max_response_tokens=self.max_response_tokens)
+
+    def _entropy(self, tokens: LossTokens) -> Tensor:
+        if tokens.entropy is None or (tokens.log_prob.requires_grad and not tokens.entropy.requires_grad):
+            found = "none" if tokens.entropy is None else "one without a gradient"
+            raise ValueError(
+                f"entropy_coeff is {self.entropy_coeff} but actor_network gives {found} under 'entropy'; "
+                "make it differentiable, or pass entropy_bonus=False."
+            )
+        return tokens.entropy
+
+    def _reduce(self, per_token: Tensor, tokens: LossTokens) -> Tensor:
+        if self.aggregation == "none":
+            return torch.where(tokens.mask, per_token, 0.0).unsqueeze(-1)
+        return torch.where(tokens.mask, tokens.weight * per_token, 0.0).sum()
+
+    @torch.no_grad()
+    def _sums(self, tokens: LossTokens, clipped: Tensor) -> dict[str, Tensor]:
+        """Sums over the trained tokens; a quantity that the batch does not allow to measure is left out."""
+        log_ratio = tokens.log_prob - tokens.behaviour
+        weight = log_ratio.double().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+        trainer = tokens.log_prob if tokens.proximal is None else tokens.proximal
+        measured: dict[str, Tensor] = {
+            "tokens": torch.ones_like(weight),
+            "ratio": weight,
+            "ratio_squared": weight.square(),
+            "clip_fraction": clipped,
+            "kl_approx": -log_ratio,
+            "mismatch_kl": KL_ESTIMATORS["k3"](tokens.behaviour, trainer),
+        }
+        if tokens.ref is not None:
+            measured["kl_to_ref"] = KL_ESTIMATORS[self.kl_estimator](tokens.log_prob, tokens.ref)
+        if tokens.entropy is not None:
+            measured["entropy"] = tokens.entropy
+        return {name: _total(value, tokens.mask) for name, value in measured.items()}
+
+
+def _total(value: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, value.detach().double(), 0.0).sum()

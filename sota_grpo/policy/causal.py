@@ -1,0 +1,186 @@
+"""The trainer's policy: a transformers causal language model that answers with log-probabilities, never with logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+from transformers import PreTrainedModel
+
+from sota_grpo import keys
+from sota_grpo.functional.log_probs import DEFAULT_CHUNK, chunked_log_probs
+from sota_grpo.policy.lora import base_model
+from sota_grpo.policy.softcap import softcapped_log_probs
+
+ENTROPY = "entropy"
+
+
+class CausalPolicy(TensorDictModuleBase):
+    """Log-probability and entropy of every assistant token under the distribution that is sampled.
+
+    ``log_probs[n, t] = log softmax(W h[n, t - 1] / temperature)[tokens[n, t]]`` where the assistant mask is True, and 0
+    elsewhere. The LM head runs only at the positions that predict an assistant token, chunk by chunk, so no
+    ``[N, T, V]`` tensor exists. Softmax and log are float32; autocast is the caller's.
+
+    Wrap the model before sharding it, and shard this module rather than the model: the head's weight is read here.
+
+    Args:
+        model: a transformers causal language model, with or without LoRA.
+        temperature: logits are divided by it, as in sampling; above 0.
+        with_entropy: also write ``"entropy"``.
+        entropy_grad: let the entropy carry a gradient (for an entropy bonus); otherwise it is detached.
+        chunk: rows of logits alive at once.
+
+    Raises:
+        ValueError: a temperature that is not positive, or a head that is more than a linear layer and a softcap.
+
+    Example (2 rows, prompts of 2 and 1 tokens; 0 wherever the policy did not speak):
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+    >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8,
+    ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))
+    >>> rows = TensorDict({
+    ...     keys.FULL_TOKENS: torch.tensor([[5, 6, 7, 1], [5, 8, 1, 0]]),
+    ...     keys.ATTENTION_MASK: torch.tensor([[True, True, True, True], [True, True, True, False]]),
+    ...     keys.ASSISTANT_MASK: torch.tensor([[False, False, True, True], [False, True, True, False]]),
+    ... }, batch_size=[2])
+    >>> out = CausalPolicy(model)(rows)
+    >>> (out[keys.LOG_PROBS] < 0).int().tolist()
+    [[0, 0, 1, 1], [0, 1, 1, 0]]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = True,
+        entropy_grad: bool = False,
+        chunk: int = DEFAULT_CHUNK,
+    ) -> None:
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}, but log-probabilities need one above 0")
+        self.in_keys = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
+        self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
+        self.model = model
+        self.temperature = temperature
+        self.with_entropy = with_entropy
+        self.entropy_grad = entropy_grad
+        self.chunk = chunk
+        self.softcap: float | None = _softcap(base_model(model))
+        _require_linear_head(base_model(model), self.softcap)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return a shallow copy of the right-padded rows ``[N, T]`` with the out-keys set.
+
+        The given rows are left as they are: their ``log_probs`` are the behaviour policy's.
+
+        Raises:
+            ValueError: the first token of a row is an assistant token, which nothing predicts.
+        """
+        log_probs, entropy = self.log_probs(*(tensordict.get(key) for key in self.in_keys))
+        out = tensordict.copy()
+        out.set(keys.LOG_PROBS, log_probs)
+        if entropy is not None:
+            out.set(ENTROPY, entropy)
+        return out
+
+    def log_probs(
+        self, tokens: torch.Tensor, attention_mask: torch.Tensor, assistant_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log-probabilities and entropies ``[N, T]`` (float32, 0 off the assistant mask) of int64 ``[N, T]``."""
+        if bool(assistant_mask[:, 0].any()):
+            row = int(assistant_mask[:, 0].nonzero()[0])
+            raise ValueError(f"row {row} begins with an assistant token, which nothing predicts; give it a prompt")
+        predicted = assistant_mask[:, 1:]
+        hidden = self._hidden(tokens, attention_mask)[:, :-1][predicted]
+        log_probs, entropy = self._head(hidden, tokens[:, 1:][predicted])
+        if entropy is not None:
+            entropy = _scatter(entropy if self.entropy_grad else entropy.detach(), assistant_mask)
+        return _scatter(log_probs, assistant_mask), entropy
+
+    def _hidden(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return the decoder's last hidden states [N, T, H].
+
+        When no real token follows padding, the causal mask alone already hides the padding from every real token; the
+        decoder is then spared an explicit [T, T] mask, which keeps attention on its fastest kernel.
+        """
+        positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        mask: torch.Tensor | None = attention_mask
+        if bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
+            mask, positions = None, torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        decoder: Any = base_model(self.model).get_decoder()
+        output = decoder(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
+        return output.last_hidden_state
+
+    def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        head: Any = base_model(self.model).get_output_embeddings()
+        if self.softcap is not None:
+            log_probs, entropy = softcapped_log_probs(
+                hidden,
+                head.weight,
+                targets,
+                softcap=self.softcap,
+                bias=head.bias,
+                temperature=self.temperature,
+                chunk=self.chunk,
+            )
+            return log_probs, entropy if self.with_entropy else None
+        return chunked_log_probs(
+            hidden,
+            head.weight,
+            targets,
+            bias=head.bias,
+            temperature=self.temperature,
+            chunk=self.chunk,
+            with_entropy=self.with_entropy,
+            entropy_grad=self.entropy_grad,
+        )
+
+
+def _scatter(values: torch.Tensor, assistant_mask: torch.Tensor) -> torch.Tensor:
+    """Put ``values [M]`` where the mask is True, row by row, and 0 elsewhere."""
+    return values.new_zeros(assistant_mask.shape).masked_scatter(assistant_mask, values)
+
+
+def _softcap(model: PreTrainedModel) -> float | None:
+    return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+
+@torch.no_grad()
+def _require_linear_head(model: PreTrainedModel, softcap: float | None) -> None:
+    """Run a few tokens through the whole model and compare its logits with what this module would compute from.
+
+    Models differ in what they do around the head (scales, caps, extra projections). Comparing numbers catches all of
+    them, the unknown ones included; guessing from configuration keys would not.
+    """
+    head, decoder = model.get_output_embeddings(), model.get_decoder()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"{type(model).__name__}: its head is a {type(head).__name__}, but a plain linear is needed")
+    seen: dict[str, torch.Tensor] = {}
+    hooks = [
+        decoder.register_forward_hook(lambda _m, _i, output: seen.update(hidden=output.last_hidden_state)),
+        head.register_forward_hook(lambda _m, inputs, output: seen.update(fed=inputs[0], logits=output)),
+    ]
+    try:
+        # Ids spread over the vocabulary: a padding id alone embeds to zeros and would make any scale look like 1.
+        tokens = torch.linspace(0, head.out_features - 1, 8, device=head.weight.device).long().unsqueeze(0)
+        logits = model(input_ids=tokens, use_cache=False).logits.float()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    expected = seen["logits"].float()
+    if softcap is not None:
+        expected = softcap * torch.tanh(expected / softcap)
+    same_hidden = seen["hidden"].shape == seen["fed"].shape and torch.equal(seen["hidden"], seen["fed"])
+    if not same_hidden or not torch.allclose(expected, logits, rtol=1e-2, atol=1e-5):
+        raise ValueError(
+            f"{type(model).__name__} changes hidden states or logits around its head in a way that log-probabilities "
+            "here would miss; use a model whose logits are lm_head(decoder(tokens)), softcapped or not"
+        )

@@ -1,0 +1,54 @@
+"""Export of the trained policy as a plain transformers folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from sota_grpo.policy.lora import base_model, engine_weights
+
+
+def save_hf(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: str | os.PathLike[str]) -> Path:
+    """Write weights (LoRA merged, safetensors), configuration, tokenizer and chat template to ``directory``.
+
+    ``AutoModelForCausalLM.from_pretrained(directory)`` and vLLM load it. The folder is written beside the old one
+    and takes its place when it is complete.
+
+    Args:
+        model: a causal language model, with or without LoRA; not changed.
+        tokenizer: the tokenizer the model was trained with.
+        directory: the folder; an earlier export there is replaced.
+
+    Raises:
+        OSError: the file system refused; an earlier export is still there.
+        ValueError: ``directory`` holds something that is not an export (no ``config.json``), so is not replaced.
+    """
+    target = Path(directory)
+    if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
+        raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    replaced = target.with_name(f".{target.name}.{os.getpid()}.old")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        base_model(model).save_pretrained(partial, state_dict=dict(engine_weights(model)))
+        tokenizer.save_pretrained(partial)
+        _swap(partial, target, replaced)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _swap(partial: Path, target: Path, replaced: Path) -> None:
+    if target.exists():
+        target.rename(replaced)
+    try:
+        partial.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,164 @@
+"""Loading a causal language model and its tokenizer: from a folder, from the hub, or the packaged ``tiny`` policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from sota_grpo.errors import UserError
+
+DType = Literal["float32", "bfloat16", "float16"]
+_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+TINY = "tiny"
+
+
+class ModelNotFoundError(UserError, FileNotFoundError):
+    """The model is neither a folder here nor reachable on the hub; the message says what to do."""
+
+
+def resolve_model_path(name: str) -> str:
+    """Return what transformers can load: the packaged folder for ``"tiny"``, a local folder, or a hub id as it is.
+
+    Raises:
+        ModelNotFoundError: ``name`` is written as a path and no model folder is there.
+
+    >>> resolve_model_path("Qwen/Qwen2.5-3B")
+    'Qwen/Qwen2.5-3B'
+    >>> resolve_model_path("./no/such/folder")
+    Traceback (most recent call last):
+    ...
+    sota_grpo.policy.load.ModelNotFoundError: model.name=./no/such/folder is not a folder with a config.json; give the \
+folder of a saved model, a hub id such as Qwen/Qwen2.5-3B, or model.name=tiny
+    """
+    if name == TINY:
+        folder = Path(str(files("sota_grpo"))) / "assets" / TINY
+        if not (folder / "config.json").is_file():
+            raise ModelNotFoundError(f"the packaged policy is missing from {folder}; reinstall sota-grpo")
+        return str(folder)
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return str(folder)
+    looks_like_a_path = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_like_a_path:
+        raise ModelNotFoundError(
+            f"model.name={name} is not a folder with a config.json; give the folder of a saved model, "
+            "a hub id such as Qwen/Qwen2.5-3B, or model.name=tiny"
+        )
+    return name
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False, token: str | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of ``name``; without a padding token it pads with its end-of-sequence token.
+
+    Args:
+        name: as in :func:`resolve_model_path`.
+        trust_remote_code: run Python code that the model's repository brings along.
+        token: access token of the hub, for gated models.
+
+    Raises:
+        ModelNotFoundError: missing folder, or a hub that does not answer.
+    """
+    tokenizer = _from_pretrained(AutoTokenizer.from_pretrained, name, trust_remote_code=trust_remote_code, token=token)
+    if tokenizer.pad_token_id is None:
+        # Padding is told by masks, never by ids, so sharing the id with EOS is harmless.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: DType = "float32",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    gradient_checkpointing: bool = False,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """Load a causal language model for training: every dropout at 0, in training mode, on ``device``.
+
+    The probability ratio of GRPO compares two evaluations of the same weights, so the model must be deterministic.
+    transformers checkpoints activations in training mode only; with every dropout rate at 0 that mode computes the
+    same function as evaluation mode, and both wishes hold.
+
+    Args:
+        name: as in :func:`resolve_model_path`.
+        dtype: of the parameters.
+        attn_implementation: as transformers names it (``"sdpa"``, ``"eager"``, ...); None takes its default.
+        trust_remote_code: run Python code that the model's repository brings along.
+        gradient_checkpointing: keep one activation per decoder layer and recompute the rest in the backward pass.
+        device: where the parameters go.
+
+    Raises:
+        ModelNotFoundError: missing folder, damaged folder, or a hub that does not answer.
+        ValueError: an unknown ``dtype``, or a model that cannot checkpoint activations.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, but the parameters can be one of {', '.join(_DTYPES)}")
+    config = _from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust_remote_code)
+    silence_dropout(config)
+    options: dict[str, Any] = {"config": config, "dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    model = _from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options)
+    if gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return model.to(device).train()
+
+
+def silence_dropout(config: PretrainedConfig) -> None:
+    """Set every dropout, layer-drop and router-jitter rate of the configuration to 0, nested text part included.
+
+    >>> from transformers import GPT2Config
+    >>> config = GPT2Config(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1)
+    >>> silence_dropout(config)
+    >>> config.attn_pdrop, config.resid_pdrop, config.embd_pdrop
+    (0.0, 0.0, 0.0)
+    """
+    for part in {id(config): config, id(text := config.get_text_config()): text}.values():
+        for key, value in list(vars(part).items()):
+            is_rate = isinstance(value, float) and any(word in key for word in ("drop", "jitter"))
+            if is_rate:
+                setattr(part, key, 0.0)
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Switch on non-reentrant activation checkpointing; it acts while the model is in training mode.
+
+    Raises:
+        ValueError: the model has no layer that supports it, so memory would silently not fall.
+    """
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has no layer that supports gradient checkpointing; "
+            "set train_model.gradient_checkpointing=false"
+        )
+
+
+def _from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
+    path = resolve_model_path(name)
+    try:
+        return load(path, **options)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelNotFoundError(
+            f"model.name={name} could not be loaded from {path} ({reason}); give the folder of a saved model, "
+            "check the network and the hub id, or use model.name=tiny"
+        ) from error

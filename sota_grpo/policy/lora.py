@@ -1,0 +1,129 @@
+"""LoRA adapters (Hu et al. 2021, eq. 3): ``W x + (alpha / r) B A x`` with ``B = 0`` at the start, and what a rollout
+engine needs of them: plain merged weights under the model's own names, computed without touching the training weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
+from torch import nn
+from transformers import PreTrainedModel
+
+_ALL_LINEAR = "all-linear"
+
+
+def add_lora(
+    model: PreTrainedModel,
+    *,
+    r: int,
+    alpha: int,
+    dropout: float = 0.0,
+    target_modules: str | Sequence[str] = _ALL_LINEAR,
+) -> PeftModel:
+    """Freeze ``model`` and add a trainable LoRA adapter of rank ``r`` and scale ``alpha / r``.
+
+    The new model computes exactly what ``model`` did until the first step, because ``B`` starts at zero. Its dropout
+    acts in training mode only.
+
+    Args:
+        model: a causal language model; its layers are wrapped in place.
+        r: rank, at least 1.
+        alpha: numerator of the scale.
+        dropout: probability of dropping an input of ``A``, in [0, 1).
+        target_modules: ``"all-linear"`` (every linear layer but the LM head) or names such as ``["q_proj", "v_proj"]``.
+
+    Raises:
+        ValueError: rank or dropout out of range, no such module, or a module that is the LM head or an embedding
+            (the log-probabilities read their weight directly, and tied weights would part).
+    """
+    if r < 1:
+        raise ValueError(f"the LoRA rank is {r}, but it must be at least 1")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"the LoRA dropout is {dropout}, but it must lie in [0, 1)")
+    if isinstance(target_modules, str) and target_modules != _ALL_LINEAR:
+        raise ValueError(f"target_modules is {target_modules!r}; give {_ALL_LINEAR!r} or a list of module names")
+    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    _refuse_embeddings(model, targets)
+    config = LoraConfig(
+        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, bias="none", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config)
+
+
+def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which ``model`` computes what the base model does, bit for bit.
+
+    Raises:
+        ValueError: the model has no adapter.
+    """
+    if not isinstance(model, PeftModel):
+        raise ValueError(f"{type(model).__name__} has no adapter to switch off; wrap it with add_lora first")
+    return model.disable_adapter()
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model itself, out of its LoRA wrapper when it has one."""
+    return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+
+
+def engine_weights(model: nn.Module, *, base: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, weight) as a rollout engine loads them: transformers' names, LoRA merged, detached.
+
+    A merged weight is ``W + (alpha / r) B A``, computed in float32 one layer at a time and rounded to the dtype of
+    ``W``; the parameters being trained are not touched. A head that is tied to the embedding comes as its own
+    ``lm_head.weight`` too: engines that process weights at load time keep the old head otherwise.
+
+    Args:
+        model: a causal language model, with or without LoRA.
+        base: False leaves out what training cannot change: parameters that are frozen and have no adapter.
+
+    >>> import torch
+    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+    >>> config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...     num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
+    >>> model = add_lora(Qwen2ForCausalLM(config), r=2, alpha=4, target_modules=["q_proj"])
+    >>> [name for name, _ in engine_weights(model, base=False)]
+    ['model.layers.0.self_attn.q_proj.weight']
+    >>> [name for name, _ in engine_weights(model) if "layers" not in name]
+    ['model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight']
+    """
+    inner = base_model(model)
+    adapted = {name: module for name, module in inner.named_modules() if isinstance(module, LoraLinear)}
+    trainable = {name for name, value in inner.named_parameters(remove_duplicate=False) if value.requires_grad}
+    for name, value in inner.state_dict().items():
+        if ".lora_A." in name or ".lora_B." in name:
+            continue
+        owner, inside_adapter, leaf = name.partition(".base_layer.")
+        if not inside_adapter:
+            if base or name in trainable:
+                yield name, value
+        elif leaf == "weight":
+            yield f"{owner}.{leaf}", _merged(adapted[owner], value)
+        elif base:
+            yield f"{owner}.{leaf}", value
+
+
+@torch.no_grad()
+def _merged(layer: LoraLinear, weight: torch.Tensor) -> torch.Tensor:
+    merged = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    for adapter in layer.active_adapters:
+        merged = merged + layer.get_delta_weight(adapter).to(merged.dtype)
+    return merged.to(weight.dtype)
+
+
+def _refuse_embeddings(model: PreTrainedModel, targets: str | list[str]) -> None:
+    if isinstance(targets, str):
+        return
+    outside = (model.get_input_embeddings(), model.get_output_embeddings())
+    for name, module in model.named_modules():
+        is_target = any(name == target or name.endswith(f".{target}") for target in targets)
+        if is_target and any(module is other for other in outside):
+            raise ValueError(
+                f"LoRA on {name!r} is refused: log-probabilities read its weight directly; "
+                f"leave it out of target_modules or use {_ALL_LINEAR!r}"
+            )

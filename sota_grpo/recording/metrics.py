@@ -1,0 +1,162 @@
+"""The glossary of metrics: a metric is a name, a reduction, a sentence and a unit; nothing else may be written.
+
+Whatever depends on the clock lives under ``time/`` or ends in ``_per_s``, so that two runs can be compared exactly on
+all the rest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["mean", "max", "sum", "last"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One quantity of a run.
+
+    Args:
+        name: key in ``metrics.jsonl``.
+        reduction: how the values of one turn's optimizer steps combine into the turn's value.
+        sentence: what it is.
+        unit: its unit, ``""`` for a pure number; a share is a number in [0, 1].
+    """
+
+    name: str
+    reduction: Reduction
+    sentence: str
+    unit: str = ""
+
+
+_TERM = "reward/<term>"
+_TERM_PATTERN = re.compile(r"reward/[A-Za-z_][\w.-]*")
+
+_DECLARED = (
+    Metric("step", "last", "Turn of the loop, counted from 0."),
+    Metric("version", "last", "Publishes so far: the version of the policy that the engines serve."),
+    Metric("optimizer_steps", "last", "Optimizer steps since the run began."),
+    Metric("skipped_steps", "sum", "Optimizer steps that the fp16 gradient scaler skipped."),
+    Metric("loss_scale", "last", "Factor of the fp16 gradient scaler."),
+    Metric("dialog_turns", "last", "Responses trained on since the run began.", "responses"),
+    Metric("epoch", "last", "Passes over the training problems, fractional."),
+    Metric("reward", "mean", "Mean reward of the batch's responses."),
+    Metric("reward/std", "mean", "Standard deviation (ddof=0) of the batch's rewards."),
+    Metric(_TERM, "mean", "Mean of one reward term before its weight."),
+    Metric("success", "mean", "Share of responses with the right answer.", "share"),
+    Metric("reward_errors", "sum", "Responses whose grader failed or timed out.", "responses"),
+    Metric("advantage", "mean", "Mean absolute advantage of the batch's responses."),
+    Metric("kl", "mean", "KL of the policy from the reference, per token, by the configured estimator.", "nats"),
+    Metric("entropy", "mean", "Entropy of the policy's next-token distribution, per token.", "nats"),
+    Metric("ess", "mean", "Effective sample size of the importance weights over the number of tokens.", "share"),
+    Metric("clip_fraction", "mean", "Share of tokens whose gradient the clip removes.", "share"),
+    Metric("correction_fraction", "mean", "Share of tokens whose correction weight exceeded its cap.", "share"),
+    Metric("kl_approx", "mean", "Mean of logp_behaviour - logp of the sampled tokens.", "nats"),
+    Metric("grad_norm", "mean", "Global gradient norm before clipping."),
+    Metric("lr", "last", "Learning rate of the last optimizer step."),
+    Metric("loss/objective", "mean", "Policy term of the loss."),
+    Metric("loss/kl", "mean", "KL term of the loss, its coefficient included."),
+    Metric("loss/kl_to_inference", "mean", "Term that pulls the policy to the engine's, its coefficient included."),
+    Metric("loss/entropy", "mean", "Entropy term of the loss, its coefficient included."),
+    Metric("policy_age/mean", "mean", "Mean age of the trained responses' oldest tokens.", "versions"),
+    Metric("policy_age/max", "max", "Largest age of a trained token.", "versions"),
+    Metric("response_tokens/mean", "mean", "Mean length of a response, its EOS included.", "tokens"),
+    Metric("response_tokens/max", "max", "Longest response, its EOS included.", "tokens"),
+    Metric("prompt_tokens/mean", "mean", "Mean length of a prompt.", "tokens"),
+    Metric("truncated", "mean", "Share of responses that the engine stopped for length.", "share"),
+    Metric("groups/zero_signal", "sum", "Groups whose rewards are all equal.", "groups"),
+    Metric("groups/trained", "sum", "Groups in the batch.", "groups"),
+    Metric("mismatch_kl", "mean", "KL(engine, trainer) of the same weights, k3 estimator, per token.", "nats"),
+    Metric("published_gap", "max", "Largest log-prob gap of the landed-weights probe after a publish.", "nats"),
+    Metric("eval/accuracy", "last", "Held-out accuracy of the greedy answer.", "share"),
+    Metric("eval/stderr", "last", "Standard error of eval/accuracy over problems.", "share"),
+    Metric("eval/avg_at_k", "last", "Held-out accuracy, mean of k samples at temperature 1.", "share"),
+    Metric("eval/avg_at_k_stderr", "last", "Standard error of eval/avg_at_k over problems.", "share"),
+    Metric("eval/num_samples", "last", "Held-out problems measured.", "problems"),
+    Metric("time/step_s", "sum", "Wall-clock time of the whole turn.", "s"),
+    Metric("time/generate_s", "sum", "Time in which responses were being sampled.", "s"),
+    Metric("time/score_s", "sum", "Time in which rewards were waited for.", "s"),
+    Metric("time/ref_s", "sum", "Time of the reference model's forward.", "s"),
+    Metric("time/learn_s", "sum", "Time of forward, backward and optimizer steps.", "s"),
+    Metric("time/publish_s", "sum", "Time until every engine served the new weights.", "s"),
+    Metric("time/checkpoint_s", "sum", "Time to write a checkpoint.", "s"),
+    Metric("time/eval_s", "sum", "Time of a held-out evaluation.", "s"),
+    Metric("tokens_per_s", "mean", "Response tokens of the batch over the time of the turn.", "tokens/s"),
+    Metric("generate/tokens_per_s", "mean", "Response tokens over the time of generation.", "tokens/s"),
+    Metric("learn/tokens_per_s", "mean", "Tokens trained over the time of learning.", "tokens/s"),
+)
+
+METRICS: dict[str, Metric] = {item.name: item for item in _DECLARED}
+
+_REDUCE: dict[Reduction, Callable[[Sequence[float]], float]] = {
+    "mean": statistics.fmean,
+    "max": max,
+    "sum": sum,
+    "last": lambda values: values[-1],
+}
+
+
+def declared(name: str) -> Metric:
+    """The metric of that name; any ``reward/<term>`` that is not declared itself is a reward term.
+
+    Raises:
+        ValueError: the name is not in the glossary.
+
+    >>> declared("kl").reduction, declared("reward/format").name
+    ('mean', 'reward/<term>')
+    """
+    if name != _TERM and name in METRICS:
+        return METRICS[name]
+    if _TERM_PATTERN.fullmatch(name):
+        return METRICS[_TERM]
+    near = difflib.get_close_matches(name, METRICS, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"The metric {name!r} is not declared in recording/metrics.py.{hint}")
+
+
+def term_metric(term: str) -> str:
+    """The metric's name for a reward term: ``reward/<term>``.
+
+    Raises:
+        ValueError: the term would overwrite a metric of its own meaning, or has characters no name may have.
+
+    >>> term_metric("format")
+    'reward/format'
+    """
+    name = f"reward/{term}"
+    if name in METRICS or not _TERM_PATTERN.fullmatch(name):
+        raise ValueError(f"The reward term {term!r} cannot be logged as {name!r}: rename it (letters, digits, . _ -).")
+    return name
+
+
+def is_clock(name: str) -> bool:
+    """Whether a metric depends on the clock, and so differs between two equal runs.
+
+    >>> is_clock("time/step_s"), is_clock("tokens_per_s"), is_clock("reward")
+    (True, True, False)
+    """
+    return name.startswith("time/") or name.endswith("_per_s")
+
+
+def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    """Combine the metrics of one turn's optimizer steps, each by its declared reduction.
+
+    A name is reduced over the updates that measured it; it stays None where none of those that carry it did.
+
+    Raises:
+        ValueError: a name is not declared.
+
+    >>> reduce_updates([{"kl": 1.0, "policy_age/max": 2}, {"kl": 3.0, "policy_age/max": 1, "lr": 0.1}])
+    {'kl': 2.0, 'policy_age/max': 2, 'lr': 0.1}
+    """
+    found: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            values = found.setdefault(name, [])
+            if value is not None:
+                values.append(value)
+    return {name: _REDUCE[declared(name).reduction](values) if values else None for name, values in found.items()}

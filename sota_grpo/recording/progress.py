@@ -1,0 +1,195 @@
+"""What a person sees of a run: one progress line while it trains, one closing table."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+_WINDOW = 20  # turns of the moving average: long enough to smooth evaluations, short enough to follow the lengths
+_TEXT_WIDTH = 100
+
+
+class Progress:
+    """One line that says how far the run is and how it does.
+
+    On a terminal the line is redrawn in place. Elsewhere (a file, CI) whole lines are printed, without any control
+    character: the first, the last, and one every ``every_s`` seconds.
+
+    Args:
+        total_steps: turns of the whole run.
+        first_step: turns done before this process (resume).
+        stream: None is standard output.
+        every_s: least seconds between two plain lines.
+        clock: seconds, monotonic.
+
+    >>> progress = Progress(60, stream=io.StringIO())
+    >>> progress.update(12, {"reward": 0.61, "success": 0.57})[:43]
+    'step 12/60  reward 0.61  success 57 %  ETA '
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        first_step: int = 0,
+        stream: TextIO | None = None,
+        every_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._total = total_steps
+        self._stream = stream or sys.stdout
+        self._every_s = every_s
+        self._clock = clock
+        self._marks: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=_WINDOW + 1)
+        self._printed_at = -float("inf")
+        self._live: Live | None = None
+        if is_terminal(self._stream):
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
+
+    def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
+        """Show and return the line after ``done`` turns of the run; what was not measured is left out."""
+        now = self._clock()
+        self._marks.append((done, now))
+        line = self._line(done, metrics)
+        if self._live is not None:
+            self._live.start()
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif done >= self._total or now - self._printed_at >= self._every_s:
+            self._printed_at = now
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        return line
+
+    def close(self) -> None:
+        """Leave the last line standing and give the terminal back. Idempotent."""
+        if self._live is not None:
+            self._live.stop()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _line(self, done: int, metrics: Mapping[str, float | None]) -> str:
+        parts = [f"step {done}/{self._total}"]
+        for name, style in (
+            ("reward", "reward {:.2f}"),
+            ("success", "success {:.0%}"),
+            ("kl", "kl {:.2g}"),
+            ("tokens_per_s", "{:,.0f} tok/s"),
+        ):
+            value = metrics.get(name)
+            if value is not None:
+                parts.append(style.format(value).replace("%", " %"))
+        (first, began), (last, now) = self._marks[0], self._marks[-1]
+        if last > first:
+            parts.append(f"ETA {duration((self._total - last) * (now - began) / (last - first))}")
+        return "  ".join(parts)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a line on ``stream`` can be redrawn. Asked of the stream itself: colours may be forced on a file."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, with hours where there are any.
+
+    >>> duration(151), duration(3661.2), duration(0.4)
+    ('2:31', '1:01:01', '0:00')
+    """
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def closing_table(
+    before: Mapping[str, float | None],
+    after: Mapping[str, float | None],
+    phase_seconds: Mapping[str, float],
+    *,
+    avg_at_k: int = 0,
+    wall_s: float | None = None,
+    stream: TextIO | None = None,
+) -> str:
+    """Print what the run gained and where its time went; return the same as plain text, for ``training.log``.
+
+    Args:
+        before: the ``eval/*`` metrics before training; empty when nothing was evaluated.
+        after: the same after training.
+        phase_seconds: seconds by phase (``generate``, ``learn``, ...), summed over the run.
+        avg_at_k: the k of ``eval/avg_at_k``.
+        wall_s: duration of the run. Shares are of it, and the time of no phase is shown as ``other``; phases that
+            overlap may add up to more than 100 %. None: shares are of the sum of the phases.
+        stream: None is standard output.
+    """
+    stream = stream or sys.stdout
+    tables = Group(*_accuracy_table(before, after, avg_at_k), _time_table(phase_seconds, wall_s))
+    text = _as_text(tables)
+    if is_terminal(stream):
+        Console(file=stream).print(tables)
+    else:
+        stream.write(text)
+        stream.flush()
+    return text
+
+
+def _accuracy_table(
+    before: Mapping[str, float | None], after: Mapping[str, float | None], avg_at_k: int
+) -> list[RenderableType]:
+    table = Table("held-out accuracy", box=box.ASCII)
+    for column in ("before", "after", "gain"):
+        table.add_column(column, justify="right")
+    for label, mean, stderr in (
+        ("greedy", "eval/accuracy", "eval/stderr"),
+        (f"avg@{avg_at_k}", "eval/avg_at_k", "eval/avg_at_k_stderr"),
+    ):
+        old, new = before.get(mean), after.get(mean)
+        if old is None and new is None:
+            continue
+        gain = "-" if old is None or new is None else f"{100 * (new - old):+.1f} points"
+        cells = [_accuracy(row.get(mean), row.get(stderr)) for row in (before, after)]
+        table.add_row(label, *cells, gain)
+    return [table] if table.row_count else []
+
+
+def _accuracy(mean: float | None, stderr: float | None) -> str:
+    if mean is None:
+        return "-"
+    error = "" if stderr is None else f" +/- {100 * stderr:.1f}"
+    return f"{100 * mean:.1f}{error} %"
+
+
+def _time_table(phase_seconds: Mapping[str, float], wall_s: float | None) -> Table:
+    spent = sum(phase_seconds.values())
+    total = spent if wall_s is None else wall_s
+    rows = dict(phase_seconds)
+    if total > spent:
+        rows["other"] = total - spent
+    table = Table("phase", box=box.ASCII)
+    for column in ("seconds", "share"):
+        table.add_column(column, justify="right")
+    for phase, seconds in rows.items():
+        table.add_row(phase, f"{seconds:,.1f}", f"{100 * seconds / total:.0f} %" if total > 0 else "-")
+    table.add_section()
+    table.add_row("total", f"{total:,.1f}", "")
+    return table
+
+
+def _as_text(content: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=_TEXT_WIDTH, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(content)
+    return capture.get()

@@ -1,0 +1,103 @@
+"""What a turn of the loop writes: one row of metrics, the best and worst response of each group, one progress line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from sota_grpo import keys
+from sota_grpo.recording.metrics import term_metric
+from sota_grpo.recording.progress import Progress
+from sota_grpo.recording.run_log import RunLog
+
+
+def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
+    """What the rows of a batch say by themselves; ``version`` is that of the policy that trained on them.
+
+    Means are over responses; ``policy_age`` counts published versions between sampling and training.
+    """
+    lengths = torch.stack([row.get(keys.ASSISTANT_MASK).sum() for row in batch.unbind(0)]).float()
+    totals = torch.tensor([row.get(keys.FULL_TOKENS).shape[-1] for row in batch.unbind(0)]).float()
+    reward = _column(batch, keys.REWARD)
+    age = version - _column(batch, keys.POLICY_VERSION)
+    found = {
+        "reward": reward.mean(),
+        "reward/std": reward.std(correction=0),
+        "success": _column(batch, keys.SUCCESS).mean(),
+        "reward_errors": _column(batch, keys.REWARD_ERROR).sum(),
+        "advantage": _column(batch, keys.ADVANTAGE).abs().mean(),
+        "truncated": _column(batch, keys.TRUNCATED).mean(),
+        "response_tokens/mean": lengths.mean(),
+        "response_tokens/max": lengths.max(),
+        "prompt_tokens/mean": (totals - lengths).mean(),
+        "policy_age/mean": age.mean(),
+        "policy_age/max": age.max(),
+    }
+    for name in sorted(batch[0].get(keys.REWARD_TERMS).keys()):
+        found[term_metric(name)] = _column(batch, (*keys.REWARD_TERMS, name)).mean()
+    return {name: float(value) for name, value in found.items()}
+
+
+def _column(batch: TensorDictBase, key: Any) -> torch.Tensor:
+    return torch.stack([row.get(key).reshape(()).float() for row in batch.unbind(0)])
+
+
+def rollout_rows(batch: TensorDictBase, tokenizer: Any) -> list[dict[str, Any]]:
+    """The rows as plain values for ``rollouts.jsonl``."""
+    return [
+        {
+            "group_id": int(row.get(keys.GROUP_ID)),
+            "sample_id": int(row.get(keys.SAMPLE_ID)),
+            "query": row[keys.QUERY],
+            "answer": row[keys.ANSWER],
+            "prompt": tokenizer.decode(row.get(keys.PROMPT_TOKENS).tolist()),
+            "response": row[keys.RESPONSE_TEXT],
+            "reward": float(row.get(keys.REWARD)),
+            "reward_terms": {name: float(value) for name, value in row.get(keys.REWARD_TERMS).items()},
+            "advantage": float(row.get(keys.ADVANTAGE)),
+            "truncated": bool(row.get(keys.TRUNCATED)),
+            "policy_version": int(row.get(keys.POLICY_VERSION)),
+        }
+        for row in batch.unbind(0)
+    ]
+
+
+class StepLog:
+    """The ``log`` of the loop; it also adds up the seconds of each phase for the closing table."""
+
+    def __init__(self, run_log: RunLog, progress: Progress, tokenizer: Any, publish_seconds: Any):
+        self.run_log = run_log
+        self.progress = progress
+        self.tokenizer = tokenizer
+        self.publish_seconds = publish_seconds
+        self.phase_seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    def begin(self, step: int) -> None:
+        """The clock of step ``step`` starts here."""
+        self._began = time.perf_counter()
+
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        """Count ``seconds`` to ``phase`` (``time/..._s``) of the closing table."""
+        self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
+
+    def write(self, step: int, batch: TensorDictBase, update: Mapping[str, Any], source: Mapping[str, float]) -> None:
+        """One row of ``metrics.jsonl``, the picks of ``rollouts.jsonl``, the progress line."""
+        seconds = time.perf_counter() - self._began
+        metrics: dict[str, Any] = {"kl": None, "time/ref_s": 0.0}  # as it stands without a reference
+        metrics |= batch_metrics(batch, version=step) | dict(source) | dict(update)
+        metrics |= {"version": step + 1, "time/publish_s": self.publish_seconds(), "time/step_s": seconds}
+        tokens = metrics["response_tokens/mean"] * batch.batch_size[0]
+        metrics["tokens_per_s"] = tokens / seconds
+        metrics["groups/trained"] = len({int(row.get(keys.GROUP_ID)) for row in batch.unbind(0)})
+        metrics["dialog_turns"] = (step + 1) * batch.batch_size[0]
+        for name, value in metrics.items():
+            if name.startswith("time/"):
+                self.add_seconds(name, value)
+        self.run_log.write_step(step, metrics)
+        self.run_log.write_rollouts(step, rollout_rows(batch, self.tokenizer))
+        self.progress.update(step + 1, metrics)

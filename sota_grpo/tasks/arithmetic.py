@@ -1,0 +1,144 @@
+"""Seeded, procedural word problems in GSM8K's form: one to four steps, a worked solution that ends in ``#### N``.
+
+The training and held-out splits share no problem. A problem is its template and its numbers (names and items are
+decoration); a hash of these alone, without the seed, decides its side, so the splits of any two seeds are disjoint too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from sota_grpo.records import Example, Score, sample_seed
+from sota_grpo.tasks.arithmetic_templates import CONTAINERS, GIVES, ITEMS, NAMES, TEMPLATES, TRADES, Template, solve
+
+HELDOUT_SHARE = 8  # one problem in eight is held out
+LARGEST_NUM_STEPS = max(len(template.steps) for template in TEMPLATES.values())
+
+
+def is_heldout(template: str, numbers: Mapping[str, int]) -> bool:
+    """Whether a problem belongs to the held-out split: ``hash(template, numbers) mod 8 == 0``, for every seed.
+
+    >>> is_heldout("more", {"a": 5, "b": 7}) == is_heldout("more", {"b": 7, "a": 5})
+    True
+    """
+    key = f"{template}:{sorted(numbers.items())}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % HELDOUT_SHARE == 0
+
+
+@dataclass(frozen=True)
+class ProblemSplit(Sequence[Example]):
+    """One side of the split as a sequence whose problems are made when asked for.
+
+    Problem ``i`` depends on ``(seed, heldout, max_steps, i)`` only. The number of steps is uniform on
+    ``1..max_steps``. A problem may come twice in a long split, with other names.
+
+    Raises:
+        IndexError: the index is outside ``[-num_examples, num_examples)``.
+    """
+
+    seed: int
+    heldout: bool
+    num_examples: int
+    max_steps: int
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.num_examples))]
+        position = operator.index(index)
+        if not -self.num_examples <= position < self.num_examples:
+            raise IndexError(f"index {position} is outside a split of {self.num_examples} problems")
+        position %= self.num_examples
+        return _draw(random.Random(sample_seed(self.seed, int(self.heldout), position)), self.heldout, self.max_steps)
+
+
+def _draw(rng: random.Random, heldout: bool, max_steps: int) -> Example:
+    """Draw a problem of this side by rejection: its template first, so that rejection does not favour a template."""
+    num_steps = rng.randint(1, max_steps)
+    template = rng.choice([t for t in TEMPLATES.values() if len(t.steps) == num_steps])
+    while True:
+        numbers = {name: rng.randint(low, high) for name, (low, high) in template.ranges.items()}
+        worked = solve(template.steps, numbers)
+        if worked is not None and is_heldout(template.name, numbers) == heldout:
+            break
+    lines = [f"{expression}={value}" for expression, value in worked]
+    return Example(
+        query=_phrase(rng, template, numbers),
+        answer="\n".join([*lines, f"#### {worked[-1][1]}"]),
+        extra={"template": template.name, "numbers": numbers, "num_steps": num_steps},
+    )
+
+
+def _phrase(rng: random.Random, template: Template, numbers: Mapping[str, int]) -> str:
+    people = dict(zip("nmk", rng.sample(NAMES, 3)))
+    items = dict(zip("ij", rng.sample(ITEMS, 2)))
+    verbs = {"gives": rng.choice(GIVES), "buys": rng.choice(TRADES), "box": rng.choice(CONTAINERS)}
+    return template.question.format(**people, **items, **verbs, **numbers)
+
+
+class ArithmeticTask:
+    """Word problems that a policy of a million parameters can master; graded by exact match of the final number.
+
+    ``reward = 1`` where the integer after the last ``####`` equals the gold one, else 0.
+
+    Args:
+        seed: of the draw of the problems; the split is the same for every seed.
+        num_train: length of ``train``.
+        num_heldout: length of ``heldout``.
+        max_steps: most steps of a problem, 1 to 4.
+
+    Raises:
+        ValueError: a size below 1, or ``max_steps`` outside 1 to 4.
+
+    >>> task = ArithmeticTask(seed=0, num_train=10, num_heldout=10)
+    >>> task.score(task.gold_response(task.train[3]), task.train[3]).terms
+    {'correct': 1.0}
+    >>> task.score("I do not know", task.train[3]).success
+    False
+    """
+
+    name = "arithmetic"
+    term_weights: Mapping[str, float] = {"correct": 1.0}
+
+    def __init__(
+        self, seed: int = 0, num_train: int = 8192, num_heldout: int = 256, max_steps: int = LARGEST_NUM_STEPS
+    ) -> None:
+        if min(num_train, num_heldout) < 1:
+            raise ValueError(f"num_train={num_train} and num_heldout={num_heldout} must both be at least 1")
+        if not 1 <= max_steps <= LARGEST_NUM_STEPS:
+            raise ValueError(f"max_steps={max_steps} must lie between 1 and {LARGEST_NUM_STEPS}")
+        self.train: Sequence[Example] = ProblemSplit(seed, False, num_train, max_steps)
+        self.heldout: Sequence[Example] = ProblemSplit(seed, True, num_heldout, max_steps)
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        """The chat that asks the question: one user turn and no system prompt, so that sequences stay short."""
+        return [{"role": "user", "content": example.query}]
+
+    def score(self, response: str, example: Example) -> Score:
+        """Compare the number after the last ``####`` of the response with the gold one."""
+        success = _final_number(response) == _final_number(example.answer)
+        return Score(terms={"correct": float(success)}, success=success)
+
+    def gold_response(self, example: Example) -> str:
+        """The worked solution; it earns the full reward."""
+        return example.answer
+
+
+def _final_number(text: str) -> int | None:
+    """The integer after the last ``####``, thousands separators and a dollar sign allowed; None when there is none."""
+    words = text.rpartition("####")[2].split() if "####" in text else []
+    digits = words[0].removeprefix("$").removesuffix(".").replace(",", "") if words else ""
+    return int(digits) if digits.isdecimal() and len(digits) < 19 else None

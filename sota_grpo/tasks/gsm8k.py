@@ -1,0 +1,209 @@
+"""GSM8K: grade-school word problems whose worked answer ends in ``#### N`` (Cobbe et al. 2021, arXiv:2110.14168)."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+
+from sota_grpo.records import Example, Score
+from sota_grpo.rewards import ANSWER_FORMATS, extract_answer, numbers_equal, parse_number
+from sota_grpo.tasks.dataset import DatasetError, Row, load_rows, require_columns
+
+HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
+COLUMNS = ("question", "answer")
+
+_WHERE = {  # what the system prompt asks for, and the last line of a gold response
+    "hash": ("on a last line of the form '#### <number>'", "#### {}"),
+    "boxed": ("in the form \\boxed{{<number>}}", "The answer is \\boxed{{{}}}."),
+    "tags": ("in the form <answer><number></answer>", "<answer>{}</answer>"),
+    "last_number": ("as the last number of the response", "The answer is {}."),
+    "any": ("on a last line of the form '#### <number>'", "#### {}"),
+}
+_CALCULATION = re.compile(r"<<[^<>]*>>")  # the calculator annotations of the gold answers
+
+
+def default_system_prompt(answer_format: str) -> str:
+    """The system prompt that asks for worked steps and for the answer where ``answer_format`` looks for it.
+
+    >>> default_system_prompt("hash")
+    "Solve the problem step by step, then give the final answer on a last line of the form '#### <number>'."
+    """
+    return f"Solve the problem step by step, then give the final answer {_WHERE[answer_format][0].format()}."
+
+
+class GSM8KTask:
+    """Word problems graded by the final number alone.
+
+    ``reward = 1.0 * correct + format_weight * format``: ``correct`` is 1 when the answer, taken from where
+    ``answer_format`` says, equals the gold number exactly; ``format`` is 1 when a number stands there at all. A right
+    answer has both, so a gold response earns the most that can be earned and an empty one earns 0.
+
+    Args:
+        train: examples to train on.
+        heldout: examples to evaluate on.
+        answer_format: see :func:`sota_grpo.rewards.extract_answer`.
+        system_prompt: replaces the default one; an empty text leaves the system turn out.
+        format_weight: weight of ``format``; at 0 it is still reported.
+
+    Raises:
+        ValueError: an unknown answer format, or a negative weight.
+
+    >>> task = GSM8KTask([Example("What is 9 times 2?", "9*2=18\\n#### 18")], [])
+    >>> task.score("Nine twice is 18.\\n#### 18.00", task.train[0]).terms
+    {'correct': 1.0, 'format': 1.0}
+    >>> task.score("18", task.train[0]).success
+    False
+    """
+
+    name = "gsm8k"
+
+    def __init__(
+        self,
+        train: Sequence[Example],
+        heldout: Sequence[Example],
+        *,
+        answer_format: str = "hash",
+        system_prompt: str | None = None,
+        format_weight: float = 0.0,
+    ):
+        if answer_format not in ANSWER_FORMATS:
+            raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
+        if format_weight < 0:
+            raise ValueError(f"format_weight={format_weight} must not be negative.")
+        self.train, self.heldout = train, heldout
+        self.answer_format = answer_format
+        self.system_prompt = default_system_prompt(answer_format) if system_prompt is None else system_prompt
+        self.term_weights: Mapping[str, float] = {"correct": 1.0, "format": format_weight}
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        path: str | None = None,
+        source: str = HUB_NAME,
+        num_heldout: int = 512,
+        max_samples: int | None = None,
+        seed: int = 0,
+        answer_format: str = "hash",
+        system_prompt: str | None = None,
+        format_weight: float = 0.0,
+    ) -> GSM8KTask:
+        """From the hub, whose test split is held out, or from a local file, of which ``num_heldout`` rows are.
+
+        Questions that come twice (letter case and spacing aside) are kept once, and never on both sides.
+
+        Args:
+            path: local file with the columns ``question`` and ``answer``; None asks the hub.
+            source: name on the hub.
+            num_heldout: rows held out of a local file, the same for every order of its rows.
+            max_samples: train on the first so many examples only.
+            seed: of the choice of the held-out rows.
+
+        Raises:
+            DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), a gold answer without a
+                number, or a file with no more than ``num_heldout`` rows.
+        """
+        if path is not None:
+            examples = read_examples(load_rows(source, path=path), path)
+            train, heldout = split_examples(examples, num_heldout, seed, path)
+        else:
+            rows, tests = (load_rows(source, split=split, config=HUB_CONFIG) for split in ("train", "test"))
+            heldout = _unique(read_examples(tests, f"{source} (test)"))
+            train = _unique(read_examples(rows, f"{source} (train)"), taken={normalised(e.query) for e in heldout})
+        return cls(
+            train[:max_samples],
+            heldout,
+            answer_format=answer_format,
+            system_prompt=system_prompt,
+            format_weight=format_weight,
+        )
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        """A system turn, unless the system prompt is empty, and the raw question."""
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*system, {"role": "user", "content": example.query}]
+
+    def score(self, response: str, example: Example) -> Score:
+        """Compare the number in the response with the gold one; see the class for the terms."""
+        answer = extract_answer(response, self.answer_format)
+        found = answer is not None and parse_number(answer) is not None
+        correct = answer is not None and numbers_equal(answer, _gold(example.answer) or "")
+        return Score(terms={"correct": float(correct), "format": float(found)}, success=correct)
+
+    def gold_response(self, example: Example) -> str:
+        """The worked gold answer without its calculator annotations, its number where the format asks for it."""
+        steps = _CALCULATION.sub("", example.answer).rpartition("####")[0].rstrip()
+        last_line = _WHERE[self.answer_format][1].format(_gold(example.answer))
+        return f"{steps}\n{last_line}" if steps else last_line
+
+
+def _gold(answer: str) -> str | None:
+    return extract_answer(answer, "hash")
+
+
+def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
+    """Rows to examples, the gold answers checked.
+
+    Raises:
+        DatasetError: a missing column, or a gold answer without a number after ``####``, with its row (from 1).
+
+    >>> read_examples([{"question": "1+1?", "answer": "#### 2"}], "demo")[0].query
+    '1+1?'
+    """
+    require_columns(rows, COLUMNS, source)
+    examples = [Example(query=row["question"], answer=row["answer"]) for row in rows]
+    for number, example in enumerate(examples, start=1):
+        if parse_number(_gold(example.answer) or "") is None:
+            raise DatasetError(
+                f"{source}, row {number}: the gold answer has no number after '####' "
+                f"(it ends in {example.answer[-40:]!r}); mend or remove the row."
+            )
+    return examples
+
+
+def normalised(question: str) -> str:
+    """The question with letter case and spacing taken out, for comparison.
+
+    >>> normalised(" How  many\\nApples? ")
+    'how many apples?'
+    """
+    return " ".join(question.casefold().split())
+
+
+def _unique(examples: Sequence[Example], taken: set[str] | None = None) -> list[Example]:
+    seen = set(taken or ())
+    kept = []
+    for example in examples:
+        question = normalised(example.query)
+        if question not in seen:
+            seen.add(question)
+            kept.append(example)
+    return kept
+
+
+def split_examples(
+    examples: Sequence[Example], num_heldout: int, seed: int, source: str
+) -> tuple[list[Example], list[Example]]:
+    """Hold out the ``num_heldout`` questions whose hash with the seed is smallest; both sides keep the file's order.
+
+    The choice depends on the questions and the seed, not on their order. Repeated questions are kept once.
+
+    Raises:
+        DatasetError: nothing would be left to train on.
+
+    >>> examples = [Example(f"{i} + 1?", f"#### {i + 1}") for i in range(5)]
+    >>> train, heldout = split_examples(examples, 2, 0, "demo")
+    >>> len(train), len(heldout), {e.query for e in train} & {e.query for e in heldout}
+    (3, 2, set())
+    """
+    unique = _unique(examples)
+    if num_heldout >= len(unique):
+        raise DatasetError(
+            f"{source} has {len(unique)} different questions, so env.num_heldout={num_heldout} leaves none to train "
+            f"on; use env.num_heldout={max(1, len(unique) // 10)} or a larger file."
+        )
+    keyed = sorted(unique, key=lambda e: hashlib.sha256(f"{seed}:{normalised(e.query)}".encode()).digest())
+    chosen = {normalised(example.query) for example in keyed[:num_heldout]}
+    heldout = [example for example in unique if normalised(example.query) in chosen]
+    return [example for example in unique if normalised(example.query) not in chosen], heldout

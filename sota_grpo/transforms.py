@@ -1,0 +1,299 @@
+"""TorchRL transforms over rows of finished responses: their reward, the reference's log-probs, their advantage.
+
+Each is a :class:`torchrl.envs.transforms.Transform` that reads and writes whole rows, ragged (a lazy stack) or dense.
+Called on a batch (a collector's ``postproc``, or by hand) it writes in place. Each *writes once*: rows that already
+carry its out key pass unchanged, because a response does not change after it was sampled. So in a ``ReplayBuffer``
+:class:`GroupAdvantage` computes when the rows are written, where groups are whole, and leaves them alone when a random
+subset is sampled. Those that write under ``"next"`` also run on an env's step (``TransformedEnv``); what they write
+beside the reward is then not in the env's specs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+
+from sota_grpo import keys
+from sota_grpo.collate import micro_batches, pad_rows, row_list, write_rows
+from sota_grpo.functional.advantages import group_advantages
+from sota_grpo.functional.weighting import soft_overlong_penalty
+from sota_grpo.records import Example, Score
+
+logger = logging.getLogger(__name__)
+
+
+class _RowTransform(Transform):
+    """``_write(rows)`` on every batch whose first row lacks ``written_key``."""
+
+    written_key: NestedKey
+
+    def _write(self, rows: TensorDictBase) -> None:
+        raise NotImplementedError
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if row_list(tensordict)[0].get(self.written_key, None) is None:
+            self._write(tensordict)
+        return tensordict
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        rows = tensordict.copy().set("next", next_tensordict)
+        self._write(rows)
+        return next_tensordict.update(rows.get("next"))
+
+
+class GroupAdvantage(_RowTransform):
+    """Advantage of every response over its siblings: ``A_i = (r_i - b_i) / s_i``, exactly 0 in a constant group.
+
+    Reads ``("next", "reward")`` ``[N, 1]`` and ``group_id`` ``[N]``, writes ``advantage`` ``[N, 1, 1]``. Give it whole
+    groups: as a collector's ``postproc``, or as a ``ReplayBuffer`` transform, where ``extend`` computes.
+
+    Args:
+        baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`.
+        group_size: refuse a batch in which a group has another number of responses; None accepts any.
+        in_keys: reward and group id.
+        out_keys: advantage.
+
+    Raises:
+        ValueError: on a group that is not ``group_size`` long, and as ``group_advantages``.
+        RuntimeError: inside an env, which sees one step and not the groups.
+
+    Source: Shao et al. 2024 (arXiv:2402.03300, section 4.1.2).
+
+    >>> from tensordict import TensorDict
+    >>> rows = TensorDict({"next": {"reward": torch.tensor([[1.0], [0.0]])}, "group_id": torch.tensor([7, 7])}, [2])
+    >>> GroupAdvantage(scale="none")(rows)["advantage"].flatten().tolist()
+    [0.5, -0.5]
+    """
+
+    def __init__(
+        self,
+        baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean",
+        scale: Literal["group_std", "batch_std", "none"] = "group_std",
+        eps: float = 1e-6,
+        *,
+        group_size: int | None = None,
+        in_keys: tuple[NestedKey, NestedKey] = (keys.REWARD, keys.GROUP_ID),
+        out_keys: tuple[NestedKey] = (keys.ADVANTAGE,),
+    ) -> None:
+        super().__init__(in_keys=list(in_keys), out_keys=list(out_keys))
+        self.baseline, self.scale, self.eps, self.group_size = baseline, scale, eps, group_size
+
+    @property
+    def written_key(self) -> NestedKey:  # type: ignore[override]
+        return self.out_keys[0]
+
+    def _write(self, rows: TensorDictBase) -> None:
+        reward, group_ids = (rows.get(key) for key in self.in_keys)
+        reward, group_ids = reward.reshape(-1), group_ids.reshape(-1)
+        if self.group_size is not None:
+            ids, counts = group_ids.unique(return_counts=True)
+            odd = (counts != self.group_size).nonzero().flatten()
+            if odd.numel():
+                raise ValueError(
+                    f"group {ids[odd[0]].item()} has {counts[odd[0]].item()} responses in this batch instead of "
+                    f"{self.group_size}; its baseline would be wrong, so pass whole groups."
+                )
+        values = group_advantages(reward, group_ids, baseline=self.baseline, scale=self.scale, eps=self.eps)
+        rows.set(self.out_keys[0], values.reshape(-1, 1, 1))
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.forward(tensordict)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        raise RuntimeError(
+            "GroupAdvantage compares the finished responses of a group, which an env step does not have; "
+            "use it as a collector's postproc or as a ReplayBuffer transform."
+        )
+
+
+class ScoreResponse(_RowTransform):
+    """Grade every response: text in, ``reward = sum_k weight_k * term_k`` out, its terms and the success beside it.
+
+    Reads ``("text", "response")``, ``query``, ``answer`` and, where there is one, ``extra`` (JSON); writes
+    ``("next", "reward")``, ``("next", "reward_terms", name)``, ``("next", "success")`` and ``("next",
+    "reward_error")``, each ``[N, 1]``. Model text is untrusted: a grader that raises, reports an error or returns a
+    term that is not finite is counted in ``reward_error`` with all terms 0, and never ends the run.
+
+    Args:
+        score: ``(response, example) -> Score``.
+        term_weights: weight of each term; the grader must return exactly these names.
+
+    Raises:
+        KeyError: if the grader returns other terms than ``term_weights`` names: a mistake of the task, not of the text.
+
+    >>> def exact(text, example):
+    ...     return Score({"exact": float(text == example.answer)}, success=text == example.answer)
+    >>> from tensordict import TensorDict
+    >>> rows = TensorDict({"text": {"response": "4"}, "query": "2+2?", "answer": "4"}).unsqueeze(0)
+    >>> ScoreResponse(exact, {"exact": 2.0})(rows)["next", "reward"].tolist()
+    [[2.0]]
+    """
+
+    written_key = keys.SUCCESS
+
+    def __init__(self, score: Callable[[str, Example], Score], term_weights: Mapping[str, float]) -> None:
+        names = list(term_weights)
+        super().__init__(
+            in_keys=[keys.RESPONSE_TEXT, keys.QUERY, keys.ANSWER],
+            out_keys=[keys.REWARD, keys.SUCCESS, keys.REWARD_ERROR, *((*keys.REWARD_TERMS, name) for name in names)],
+        )
+        self.score, self.term_weights = score, dict(term_weights)
+        self._reported: set[str] = set()
+
+    def _write(self, rows: TensorDictBase) -> None:
+        scores = [self._grade(row) for row in row_list(rows)]
+        terms = {name: torch.tensor([[score.terms[name]] for score in scores]) for name in self.term_weights}
+        weighted = [weight * terms[name].double() for name, weight in self.term_weights.items()]
+        for name, values in terms.items():
+            rows.set((*keys.REWARD_TERMS, name), values)
+        rows.set(keys.REWARD, torch.stack(weighted).sum(0).float())
+        rows.set(keys.SUCCESS, torch.tensor([[score.success] for score in scores]))
+        rows.set(keys.REWARD_ERROR, torch.tensor([[score.error is not None] for score in scores]))
+
+    def _grade(self, row: TensorDictBase) -> Score:
+        extra = row.get(keys.EXTRA, None)
+        response, query, answer = (_text(row.get(key)) for key in self.in_keys)
+        example = Example(query, answer, {} if extra is None else json.loads(_text(extra)))
+        try:
+            score = self.score(response, example)
+        except Exception as error:  # the grader reads model text: whatever it trips over must not end the run
+            return self._failed(f"{type(error).__name__}: {error}")
+        if score.error is not None:
+            return self._failed(score.error)
+        if set(score.terms) != set(self.term_weights):
+            raise KeyError(
+                f"the grader returned the terms {sorted(score.terms)} but term_weights names "
+                f"{sorted(self.term_weights)}; make them the same."
+            )
+        if not all(math.isfinite(value) for value in score.terms.values()):
+            return self._failed(f"ValueError: a term is not finite: {dict(score.terms)}")
+        return Score({name: float(value) for name, value in score.terms.items()}, bool(score.success))
+
+    def _failed(self, error: str) -> Score:
+        kind = error.partition(":")[0]
+        logger.log(logging.DEBUG if kind in self._reported else logging.WARNING, "grader failed: %s", error)
+        self._reported.add(kind)
+        return Score(dict.fromkeys(self.term_weights, 0.0), False, error)
+
+
+class ReferenceKL(_RowTransform):
+    """Log-probs of the sampled tokens under the reference, and, if asked, the KL as part of the reward.
+
+    Writes ``("next", "ref_log_probs", "full")`` (``[T_i]`` per row, 0 off the assistant mask). With a coefficient the
+    reward becomes ``r - coeff * sum_t (logp_t - ref_t)``, k1 of the assistant tokens, ``logp`` of the behaviour policy.
+
+    Args:
+        reference: right-padded rows in (:func:`sota_grpo.collate.pad_rows`), log-probs ``[N, T]`` out; no gradient.
+        in_reward_coeff: None leaves the reward alone.
+        pad_token_id: padding of the tokens.
+        token_budget: padded tokens of one forward pass.
+
+    Raises:
+        ValueError: if the reference gives a log-prob that is not finite for a trainable token.
+
+    Sources: in the reward, Ouyang et al. 2022 (arXiv:2203.02155, eq. 2); in the loss, Shao et al. 2024
+    (arXiv:2402.03300, eq. 3 and 4).
+
+    >>> from tensordict import TensorDict
+    >>> rows = TensorDict({
+    ...     "tokens": {"full": torch.tensor([[4, 5, 6]])}, "log_probs": {"full": torch.tensor([[0.0, -1.0, -2.0]])},
+    ...     "masks": {"all_assistant_mask": torch.tensor([[False, True, True]])}, "next": {"reward": torch.ones(1, 1)},
+    ... }, [1])
+    >>> reference = lambda padded: torch.full(padded["tokens", "full"].shape, -3.0)
+    >>> rows = ReferenceKL(reference, in_reward_coeff=0.1, pad_token_id=0, token_budget=64)(rows)
+    >>> rows["next", "ref_log_probs", "full"].tolist(), round(rows["next", "reward"].item(), 4)  # 1 - 0.1 * (2 + 1)
+    ([[0.0, -3.0, -3.0]], 0.7)
+    """
+
+    written_key = keys.REF_LOG_PROBS
+
+    def __init__(
+        self,
+        reference: Callable[[TensorDictBase], Tensor],
+        *,
+        in_reward_coeff: float | None = None,
+        pad_token_id: int,
+        token_budget: int,
+    ) -> None:
+        reads = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
+        writes: list[NestedKey] = [keys.REF_LOG_PROBS]
+        if in_reward_coeff is not None:
+            reads, writes = [*reads, keys.LOG_PROBS, keys.REWARD], [*writes, keys.REWARD]
+        super().__init__(in_keys=reads, out_keys=writes)
+        self.reference, self.in_reward_coeff = reference, in_reward_coeff
+        self.pad_token_id, self.token_budget = pad_token_id, token_budget
+
+    def _write(self, rows: TensorDictBase) -> None:
+        listed = row_list(rows)
+        found: dict[int, Tensor] = {}
+        for part in micro_batches(listed, token_budget=self.token_budget):
+            with torch.no_grad():
+                log_probs = self.reference(pad_rows(part, pad_token_id=self.pad_token_id))
+            for row, values in zip(part, log_probs, strict=True):
+                mask = row.get(keys.ASSISTANT_MASK)
+                own = values[: mask.shape[0]].detach().to(mask.device, torch.float32)
+                found[id(row)] = torch.where(mask, own, 0.0)
+        ordered = [found[id(row)] for row in listed]
+        if not bool(torch.stack([values.isfinite().all() for values in ordered]).all()):
+            raise ValueError(
+                "the reference gave a log-prob that is not finite for a trainable token; check its weights."
+            )
+        write_rows(rows, keys.REF_LOG_PROBS, ordered)
+        if self.in_reward_coeff is not None:
+            gaps = [_masked_gap(row, values) for row, values in zip(listed, ordered, strict=True)]
+            reward = rows.get(keys.REWARD)
+            rows.set(keys.REWARD, reward - self.in_reward_coeff * torch.stack(gaps).reshape(reward.shape))
+
+
+class OverlongPenalty(_RowTransform):
+    """DAPO's soft length penalty, added to the reward and kept as a term of its own.
+
+    0 up to ``max_tokens - buffer_tokens`` response tokens, then linearly to ``-weight`` at ``max_tokens``. Writes
+    ``("next", "reward_terms", "overlong")``, in [-1, 0].
+
+    Args:
+        max_tokens, buffer_tokens: see :func:`sota_grpo.functional.weighting.soft_overlong_penalty`.
+        weight: what the term weighs in the reward.
+
+    Raises:
+        ValueError: if the buffer is not 1 to ``max_tokens`` tokens.
+
+    Source: Yu et al. 2025 (arXiv:2503.14476, eq. 13).
+
+    >>> from tensordict import TensorDict
+    >>> masks, reward = {"all_assistant_mask": torch.ones(1, 9).bool()}, {"reward": torch.ones(1, 1)}
+    >>> rows = TensorDict({"masks": masks, "next": reward}, [1])
+    >>> OverlongPenalty(max_tokens=10, buffer_tokens=4)(rows)["next", "reward"].tolist()
+    [[0.25]]
+    """
+
+    written_key = (*keys.REWARD_TERMS, "overlong")
+
+    def __init__(self, max_tokens: int, buffer_tokens: int, *, weight: float = 1.0) -> None:
+        super().__init__(in_keys=[keys.ASSISTANT_MASK, keys.REWARD], out_keys=[keys.REWARD, self.written_key])
+        soft_overlong_penalty(torch.zeros(1), max_tokens, buffer_tokens)  # refuse impossible numbers at once
+        self.max_tokens, self.buffer_tokens, self.weight = max_tokens, buffer_tokens, weight
+
+    def _write(self, rows: TensorDictBase) -> None:
+        lengths = torch.stack([row.get(keys.ASSISTANT_MASK).sum() for row in row_list(rows)])
+        reward = rows.get(keys.REWARD)
+        penalty = soft_overlong_penalty(lengths, self.max_tokens, self.buffer_tokens).reshape(reward.shape)
+        rows.set(self.written_key, penalty)
+        rows.set(keys.REWARD, reward + self.weight * penalty)
+
+
+def _masked_gap(row: TensorDictBase, ref: Tensor) -> Tensor:
+    return torch.where(row.get(keys.ASSISTANT_MASK), row.get(keys.LOG_PROBS) - ref, 0.0).sum()
+
+
+def _text(value: Any) -> str:
+    """A string entry of one row, however TensorDict wraps it."""
+    return value if isinstance(value, str) else value.data

@@ -1,0 +1,69 @@
+"""Whole runs of ``grpo.py`` in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from sota_grpo.recording.metrics import is_clock
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "env.num_envs=16",
+    "env.repeats=4",
+    "train.dialog_turns_per_batch=16",
+    "train.optim_batch_size=16",
+    "train.total_dialog_turns=64",
+    "inference_model.max_tokens=24",
+    "eval.num_samples=8",
+    "eval.avg_at_k=1",
+    "eval.every=2",
+)
+
+
+def command(run_dir: Path, *overrides: str, config: str = "grpo_cpu") -> list[str]:
+    return [
+        sys.executable,
+        str(ROOT / "grpo.py"),
+        f"--config-name={config}",
+        f"hydra.run.dir={run_dir}",
+        *overrides,
+    ]
+
+
+@pytest.fixture
+def grpo(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Run ``grpo.py`` to its end; stdin is closed, so that a prompt would fail."""
+
+    def run(run_dir: Path, *overrides: str, config: str = "grpo_cpu", **kwargs) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            command(run_dir, *overrides, config=config),
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            cwd=tmp_path,
+            timeout=kwargs.pop("timeout", 300),
+            env={**os.environ, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})},
+        )
+
+    return run
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clock(rows: list[dict]) -> list[dict]:
+    return [{name: value for name, value in row.items() if not is_clock(name)} for row in rows]
+
+
+def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    newest = max((run_dir / "checkpoints").glob("checkpoint_*.pt"))
+    return torch.load(newest, weights_only=True)["learner"]["model"]

@@ -1,0 +1,116 @@
+"""Bad input: one clear sentence, exit code 2, no traceback, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import SMALL, metrics
+
+QUICK = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false")
+
+
+def table(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+GOOD = [{"question": f"What is {n} plus {n}?", "answer": f"{n}+{n}\n#### {2 * n}"} for n in range(40)]
+
+
+def case_missing_column(tmp: Path) -> tuple[list[str], str]:
+    path = table(tmp / "rows.jsonl", [{"question": "1+1?", "solution": "#### 2"}])
+    return ["env.dataset=gsm8k", f"env.dataset_path={path}"], "answer"
+
+
+def case_empty_dataset(tmp: Path) -> tuple[list[str], str]:
+    return ["env.dataset=gsm8k", f"env.dataset_path={table(tmp / 'rows.jsonl', [])}"], "empty"
+
+
+def case_missing_dataset(tmp: Path) -> tuple[list[str], str]:
+    return ["env.dataset=gsm8k", f"env.dataset_path={tmp / 'nowhere.jsonl'}"], "nowhere.jsonl"
+
+
+def case_long_prompt(tmp: Path) -> tuple[list[str], str]:
+    rows = [*GOOD, {"question": "word " * 3000, "answer": "#### 1"}]
+    return ["env.dataset=gsm8k", f"env.dataset_path={table(tmp / 'rows.jsonl', rows)}"], "2047"
+
+
+def case_indivisible_batch(tmp: Path) -> tuple[list[str], str]:
+    return ["train.dialog_turns_per_batch=18"], "env.repeats=4"
+
+
+def case_unknown_key(tmp: Path) -> tuple[list[str], str]:
+    return ["env.num_env=3"], "num_env"
+
+
+def case_missing_model(tmp: Path) -> tuple[list[str], str]:
+    return [f"model.name={tmp / 'no_model'}"], "no_model"
+
+
+def case_gold_that_does_not_parse(tmp: Path) -> tuple[list[str], str]:
+    rows = [*GOOD, {"question": "How many?", "answer": "#### many"}]
+    return ["env.dataset=gsm8k", f"env.dataset_path={table(tmp / 'rows.jsonl', rows)}"], "41"
+
+
+CASES = [value for name, value in sorted(globals().items()) if name.startswith("case_")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
+def test_one_sentence_and_exit_code_2(case, tmp_path: Path, grpo) -> None:
+    overrides, expected = case(tmp_path)
+    done = grpo(tmp_path / "run", *QUICK, *overrides)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert expected in done.stderr
+
+
+def test_default_config_without_a_gpu_names_the_command_that_runs_here(tmp_path: Path, grpo) -> None:
+    done = grpo(tmp_path / "run", config="grpo_gsm8k", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "GPU" in done.stderr
+    assert "python grpo.py --config-name grpo_cpu" in done.stderr
+
+
+def test_unwritable_output_directory(tmp_path: Path, grpo) -> None:
+    (tmp_path / "file").write_text("in the way")
+    done = grpo(tmp_path / "file" / "run", *QUICK)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert str(tmp_path / "file") in done.stderr
+
+
+def test_a_run_directory_is_not_overwritten(tmp_path: Path, grpo) -> None:
+    assert grpo(tmp_path / "run", *QUICK).returncode == 0
+    before = metrics(tmp_path / "run")
+    done = grpo(tmp_path / "run", *QUICK)
+    assert done.returncode == 2
+    assert "train.resume=auto" in done.stderr
+    assert metrics(tmp_path / "run") == before
+
+
+def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, grpo) -> None:
+    options = (*QUICK, "train.checkpoint_frequency=1")
+    assert grpo(tmp_path / "run", *options).returncode == 0
+    whole = metrics(tmp_path / "run")
+    newest = max((tmp_path / "run" / "checkpoints").glob("checkpoint_*.pt"))
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    newest.write_bytes(data)
+    done = grpo(tmp_path / "run", *options, "train.resume=auto")
+    assert done.returncode == 0, done.stderr
+    assert newest.name in done.stderr
+    assert len(metrics(tmp_path / "run")) == len(whole)
+
+
+def test_all_checkpoints_damaged_is_a_sentence(tmp_path: Path, grpo) -> None:
+    options = (*QUICK, "train.checkpoint_frequency=1")
+    assert grpo(tmp_path / "run", *options).returncode == 0
+    for path in (tmp_path / "run" / "checkpoints").glob("checkpoint_*.pt"):
+        path.write_bytes(path.read_bytes()[:100])
+    done = grpo(tmp_path / "run", *options, "train.resume=auto")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,214 @@
+"""Laws of the checkpoint store: durable, atomic, loud, and never wrong in silence."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sota_grpo import checkpoint
+from sota_grpo.checkpoint import CheckpointError, CheckpointStore, rng_state, set_rng_state
+
+
+def _state(step: int, size: int = 500) -> dict:
+    return {"step": step, "weights": torch.full((size,), float(step)), "note": "a run"}
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_every_allowed_type_survives_the_round_trip(tmp_path):
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
+    layer(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": layer.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "plain": [1, 2.5, None, True, b"\x00\xff", 2**130, -(2**70), ("nested", {3: "int key"})],
+        "text": "naïve ✓",
+    }
+    path = CheckpointStore(tmp_path).save(7, state)
+    loaded = CheckpointStore.load(path)
+    assert loaded["plain"] == state["plain"]
+    assert loaded["text"] == state["text"]
+    assert all(torch.equal(loaded["model"][key], value) for key, value in state["model"].items())
+    fresh = torch.optim.AdamW(layer.parameters(), lr=1.0)
+    fresh.load_state_dict(loaded["optimizer"])
+    moments = zip(fresh.state.values(), optimizer.state.values(), strict=True)
+    assert all(torch.equal(new[key], old[key]) for new, old in moments for key in old)
+    assert torch.load(path, weights_only=True)["text"] == state["text"], "a plain torch.load reads the file as well"
+
+
+@pytest.mark.parametrize("bad", [np.float64(1.0), {1, 2}, Path("x"), torch.float32, np.zeros(2), object()])
+def test_a_type_that_would_not_load_is_refused_before_anything_is_written(tmp_path, bad):
+    with pytest.raises(TypeError, match=r"state\['a'\]\[1\] is a .*tensors, dicts"):
+        CheckpointStore(tmp_path / "run").save(1, {"a": [0, bad]})
+    assert not (tmp_path / "run").exists()
+
+
+def test_keeps_the_last_k_and_removes_leftovers_of_killed_writers(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    (tmp_path / ".checkpoint_000009.pt.123.tmp").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("mine")
+    for step in (3, 5, 8):
+        store.save(step, _state(step))
+    assert _names(tmp_path) == ["checkpoint_000005.pt", "checkpoint_000008.pt", "notes.txt"]
+    with pytest.raises(ValueError, match="keep is 0"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+def test_a_rewound_run_is_resumed_where_it_was_saved_last(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(10, _state(10))
+    with caplog.at_level(logging.WARNING):
+        store.save(4, {"step": "again"})
+    assert store.latest() == (4, {"step": "again"})
+    assert "checkpoint_000010.pt" in caplog.text
+
+
+def test_no_checkpoint_is_none_and_a_missing_path_is_a_sentence(tmp_path):
+    assert CheckpointStore(tmp_path / "never").latest() is None
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        CheckpointStore.load(tmp_path / "checkpoint_000001.pt")
+
+
+def test_truncation_at_any_offset_is_detected(tmp_path):
+    path = CheckpointStore(tmp_path).save(1, _state(1))
+    whole = path.read_bytes()
+    offsets = {0, 1, len(whole) - 1, len(whole) - 39, len(whole) - 40, len(whole) - 41}
+    offsets |= {random.randrange(len(whole)) for _ in range(60)}
+    for offset in offsets:
+        path.write_bytes(whole[:offset])
+        with pytest.raises(CheckpointError, match=r"truncated|damaged"):
+            CheckpointStore.load(path)
+
+
+def test_any_flipped_bit_is_detected(tmp_path):
+    path = CheckpointStore(tmp_path).save(1, _state(1))
+    whole = path.read_bytes()
+    inside_a_tensor = whole.index(np.full(8, 1.0, dtype=np.float32).tobytes())
+    for offset in [inside_a_tensor, len(whole) - 1, len(whole) - 40, *random.sample(range(len(whole)), 80)]:
+        flipped = bytearray(whole)
+        flipped[offset] ^= 1 << random.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=r"truncated|damaged"):
+            CheckpointStore.load(path)
+
+
+def test_a_damaged_newest_one_falls_back_and_says_so(tmp_path, caplog):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        store.save(step, _state(step))
+    (tmp_path / "checkpoint_000003.pt").write_bytes(b"")
+    with caplog.at_level(logging.WARNING):
+        found = store.latest()
+    assert found is not None
+    assert found[0] == 2
+    assert torch.equal(found[1]["weights"], torch.full((500,), 2.0))
+    assert "Skipping the checkpoint of step 3" in caplog.text
+    for step in (1, 2):
+        (tmp_path / f"checkpoint_00000{step}.pt").write_bytes(b"junk" * 100)
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+        store.latest()
+
+
+def test_a_disk_that_fills_up_while_writing_leaves_the_last_good_one(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, _state(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"step 2 .*too large.*checkpoint_000001\.pt is the last good"):
+            store.save(2, _state(2, size=1_000_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert _names(tmp_path) == ["checkpoint_000001.pt"]
+
+
+def test_a_disk_found_full_at_sync_leaves_the_last_good_one(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, _state(1))
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"No space left on device \(\d+ MiB free\); checkpoint_000001"):
+            store.save(2, _state(2))
+    assert _names(tmp_path) == ["checkpoint_000001.pt"]
+    found = store.latest()
+    assert found is not None
+    assert found[0] == 1
+
+
+def test_an_unwritable_directory_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"could not be written to .*there is no earlier one"):
+        CheckpointStore(tmp_path / "file" / "run").save(0, _state(0))
+
+
+def _save_for_ever(directory: str, first: int) -> None:
+    store = CheckpointStore(directory, keep=2)
+    for step in range(first, first + 10_000):
+        store.save(step, _state(step, size=1_000_000))
+
+
+def test_kill_9_at_random_moments_always_leaves_a_loadable_checkpoint(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(0, _state(0))
+    newest, killed_mid_save = 0, 0
+    for _ in range(15):
+        writer = multiprocessing.get_context("fork").Process(target=_save_for_ever, args=(str(tmp_path), newest + 1))
+        writer.start()
+        time.sleep(random.uniform(0.02, 0.15))
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        killed_mid_save += any(tmp_path.glob("*.tmp"))
+        found = store.latest()
+        assert found is not None
+        step, state = found
+        assert step >= newest, "a checkpoint that was durable has gone"
+        assert len(store.paths()) <= 3
+        assert torch.equal(state["weights"], torch.full_like(state["weights"], float(step)))
+        newest = step
+    assert newest > 0
+    assert killed_mid_save > 0, "no kill fell into a save: the test proves nothing"
+
+
+def _draw() -> tuple:
+    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(2).tolist()
+
+
+def test_the_random_state_survives_a_checkpoint_bit_for_bit(tmp_path):
+    random.gauss(0, 1), np.random.randn()  # leaves a cached second value in both generators
+    path = CheckpointStore(tmp_path).save(1, rng_state())
+    expected = [_draw() for _ in range(3)]
+    assert [_draw() for _ in range(3)] != expected
+    set_rng_state(CheckpointStore.load(path))
+    assert [_draw() for _ in range(3)] == expected
+
+
+def test_a_random_state_of_more_devices_than_are_here_is_refused(monkeypatch):
+    state = rng_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="holds 3 CUDA generators but 2 devices"):
+        set_rng_state(state)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,90 @@
+"""The house of docs/design.md: imports point down, heavy packages stay at the edge, files and functions stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "sota_grpo"
+LEVELS = {
+    0: ("functional", "keys", "records", "config", "validators", "errors"),
+    1: ("objectives", "transforms", "collate"),
+    2: ("engines", "envs", "tasks", "rewards", "policy", "placement", "recording", "assets"),
+    3: (
+        *("collectors", "learner", "publish", "checkpoint", "gate", "evaluate", "loop"),
+        *("runs", "stopping", "step_log"),
+    ),
+    4: ("app", "build", "cli"),
+}
+LEVEL_OF = {room: level for level, rooms in LEVELS.items() for room in rooms}
+HEAVY = ("vllm", "ray", "wandb", "datasets")
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path, *, top_level_only: bool = False) -> list[str]:
+    """Full dotted names that ``path`` imports."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    room = room_of(path)
+    if room == "__init__":
+        return
+    assert room in LEVEL_OF, f"{room} has no level; give it one in this test and in docs/design.md"
+    for name in imported(path):
+        if not name.startswith("sota_grpo."):
+            continue
+        other = name.split(".")[1]
+        assert LEVEL_OF[other] <= LEVEL_OF[room], f"{path.name} (level {LEVEL_OF[room]}) imports {name} from above"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_heavy_packages_are_imported_inside_functions(path: Path) -> None:
+    heavy = [name for name in imported(path, top_level_only=True) if name.split(".")[0] in HEAVY]
+    assert not heavy
+
+
+def test_core_imports_without_heavy_packages() -> None:
+    code = (
+        "import sys, sota_grpo.config, sota_grpo.validators, sota_grpo.functional, sota_grpo.objectives;"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_config_needs_no_torch() -> None:
+    code = "import sys, sota_grpo.config, sota_grpo.validators; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 300
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno - node.lineno < 60, f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
+
+
+def test_loop_is_the_paper() -> None:
+    assert len((PACKAGE / "loop.py").read_text().splitlines()) < 100

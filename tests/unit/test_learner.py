@@ -1,0 +1,211 @@
+"""The learner: one optimizer step is a function of its rows alone, and a resumed learner is the same learner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from sota_grpo import keys
+from sota_grpo.checkpoint import CheckpointStore
+from sota_grpo.learner import Learner, LearnerSettings, NonFiniteStep, learning_rate_factor
+from sota_grpo.objectives import GRPOLoss
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.lora import add_lora
+from tests.unit.tiny_models import VOCAB, make_model
+
+PAD = 0
+
+
+def make_rows(count: int = 12, *, truncated: bool = False) -> list[TensorDict]:
+    """Ragged rows with random tokens, advantages and behaviour log-probs near those of a random policy."""
+    rows = []
+    for index in range(count):
+        prompt, response = int(torch.randint(1, 5, ())), int(torch.randint(1, 9, ()))
+        length = prompt + response
+        assistant = torch.arange(length) >= prompt
+        rows.append(
+            TensorDict(
+                {
+                    keys.FULL_TOKENS: torch.randint(3, VOCAB, (length,)),
+                    keys.ATTENTION_MASK: torch.ones(length, dtype=torch.bool),
+                    keys.ASSISTANT_MASK: assistant,
+                    keys.LOG_PROBS: torch.where(assistant, -3.6 + 0.2 * torch.randn(length), 0.0),
+                    keys.ADVANTAGE: torch.randn(1, 1),
+                    keys.GROUP_ID: torch.tensor(index // 4),
+                    keys.SAMPLE_ID: torch.tensor(index % 4),
+                    keys.TRUNCATED: torch.tensor([truncated]),
+                }
+            )
+        )
+    return rows
+
+
+def make_learner(tmp_path: Path, *, lora_dropout: float | None = None, seed: int = 0, **settings) -> Learner:
+    torch.manual_seed(seed)
+    model = make_model().train()
+    if lora_dropout is not None:
+        model = add_lora(model, r=2, alpha=4, dropout=lora_dropout)
+    policy = CausalPolicy(model)
+    chosen = {"lr": 1e-3, "total_steps": 10, "optim_batch_size": 4, **settings}
+    loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=None)
+    return Learner(policy, loss, LearnerSettings(**chosen), pad_token_id=PAD, dump_dir=tmp_path)
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in learner.policy.named_parameters() if p.requires_grad}
+
+
+def largest_gap(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("budget", [1, 13, 40])
+def test_gradient_depends_on_no_micro_batch_size(aggregation: str, budget: int, tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, aggregation=aggregation, max_response_tokens=16)
+    rows = make_rows()
+    whole, split = (learner.gradient(rows, token_budget=size) for size in (1 << 20, budget))
+    scale = max(float(grad.abs().max()) for grad in whole.values())
+    assert largest_gap(whole, split) < 1e-5 * scale
+
+
+def test_gradient_depends_on_no_row_order(tmp_path: Path) -> None:
+    learner, rows = make_learner(tmp_path), make_rows()
+    for row in rows:  # ``gradient`` draws advantages by position: keep each row its own through the loss instead
+        row.set(keys.LOSS_WEIGHT, row[keys.ASSISTANT_MASK].float())
+    order = torch.randperm(len(rows)).tolist()
+    learner._accumulate(rows, 50)
+    first = {name: p.grad.clone() for name, p in learner.policy.named_parameters()}
+    learner._accumulate([rows[index] for index in order], 50)
+    second = {name: p.grad.clone() for name, p in learner.policy.named_parameters()}
+    scale = max(float(grad.abs().max()) for grad in first.values())
+    assert largest_gap(first, second) < 1e-5 * scale
+
+
+def test_metrics_depend_on_no_micro_batch_size(tmp_path: Path) -> None:
+    rows = make_rows()
+    found = []
+    for budget in (1, 1 << 20):
+        learner = make_learner(tmp_path, micro_batch_tokens=budget, optim_batch_size=12)
+        metrics = learner.update(lazy_stack([row.clone() for row in rows]))
+        found.append({name: value for name, value in metrics.items() if not name.startswith("time/")})
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert found[0]["ess"] < 1
+
+
+def test_update_counts_versions_and_steps(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, epochs=2, recompute=True)
+    learner.update(lazy_stack(make_rows()))
+    assert (learner.version, learner.optimizer_steps) == (1, 6)
+
+
+def test_recomputed_log_probs_make_the_first_ratio_one(tmp_path: Path) -> None:
+    """With the proximal log-probs in place the behaviour policy's error no longer moves the objective."""
+    rows = make_rows()
+    learner = make_learner(tmp_path, recompute=True, optim_batch_size=12)
+    metrics = learner.update(lazy_stack(rows))
+    expected = -sum(float(row[keys.ADVANTAGE]) for row in rows) / len(rows)
+    assert metrics["loss/objective"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["clip_fraction"] == 0
+
+
+def test_truncated_rows_can_be_left_out(tmp_path: Path) -> None:
+    rows = make_rows(8)
+    cut = make_rows(4, truncated=True)
+    learner = make_learner(tmp_path, drop_truncated=True, optim_batch_size=12, aggregation="token")
+    learner._accumulate(rows + cut, 1 << 20)
+    both = {name: p.grad.clone() for name, p in learner.policy.named_parameters()}
+    learner._accumulate(rows, 1 << 20)
+    alone = {name: p.grad.clone() for name, p in learner.policy.named_parameters()}
+    assert largest_gap(both, alone) < 1e-6
+
+
+@pytest.mark.parametrize("lora_dropout", [None, 0.3])
+def test_a_resumed_learner_continues_bit_for_bit(lora_dropout: float | None, tmp_path: Path) -> None:
+    options = {"schedule": "cosine", "warmup_steps": 2, "lora_dropout": lora_dropout}
+    batches = [lazy_stack(make_rows()) for _ in range(3)]
+    whole = make_learner(tmp_path, **options)
+    whole.update(batches[0])
+    CheckpointStore(tmp_path / "c").save(1, {"learner": whole.state_dict(), "random": torch.get_rng_state()})
+    for batch in batches[1:]:
+        whole.update(batch)
+    resumed = make_learner(tmp_path, **options)
+    _, state = CheckpointStore(tmp_path / "c").latest()
+    resumed.load_state_dict(state["learner"])
+    torch.set_rng_state(state["random"])
+    for batch in batches[1:]:
+        resumed.update(batch)
+    mine, theirs = weights(resumed), weights(whole)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert resumed.version == 3
+
+
+def test_a_checkpoint_of_another_model_is_a_sentence(tmp_path: Path) -> None:
+    state = make_learner(tmp_path, lora_dropout=0.0).state_dict()
+    with pytest.raises(Exception, match=r"model\.name"):
+        make_learner(tmp_path).load_state_dict(state)
+
+
+def test_non_finite_step_stops_with_the_batch_and_unchanged_weights(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path)
+    before = weights(learner)
+    rows = make_rows(4)
+    rows[1].set(keys.ADVANTAGE, torch.full((1, 1), float("nan")))
+    with pytest.raises(NonFiniteStep, match=r"non_finite_step_0\.pt"):
+        learner.update(lazy_stack(rows))
+    assert largest_gap(before, weights(learner)) == 0
+    dumped = torch.load(tmp_path / "non_finite_step_0.pt", weights_only=True)
+    assert torch.isnan(dumped["batch"]["advantage"]).any()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_follows_fp32(precision: str, tmp_path: Path) -> None:
+    rows = make_rows()
+    exact = make_learner(tmp_path).gradient(rows, token_budget=1 << 20)
+    mixed = make_learner(tmp_path, precision=precision).gradient(rows, token_budget=1 << 20)
+    dot = sum(float((exact[name] * mixed[name]).sum()) for name in exact)
+    norms = [sum(float(g.square().sum()) for g in found.values()) ** 0.5 for found in (exact, mixed)]
+    assert dot / (norms[0] * norms[1]) > 0.99
+    assert norms[1] == pytest.approx(norms[0], rel=0.1)
+
+
+def test_fp16_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, precision="fp16", optim_batch_size=12)
+    learner.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
+    before = weights(learner)
+    metrics = learner.update(lazy_stack(make_rows()))
+    assert largest_gap(before, weights(learner)) == 0
+    assert learner.scaler.get_scale() < 2.0**60
+    assert "grad_norm" not in metrics
+
+
+def test_dropout_of_adapters_is_real_and_the_gate_looks_past_it(tmp_path: Path) -> None:
+    learner, rows = make_learner(tmp_path, lora_dropout=0.5), make_rows()
+    for name, parameter in learner.policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    batch = learner.padded(rows)
+    learner.policy.train()
+    noisy = [learner.policy(batch)[keys.LOG_PROBS].clone() for _ in range(2)]
+    assert not torch.equal(*noisy)
+    assert torch.equal(learner.log_probs(batch), learner.log_probs(batch))
+    again = [learner.gradient(rows, token_budget=50) for _ in range(2)]
+    assert largest_gap(*again) == 0
+
+
+def test_learning_rate_schedules() -> None:
+    common = {"lr": 1.0, "total_steps": 12, "optim_batch_size": 1, "warmup_steps": 2}
+    at = {
+        name: [
+            round(learning_rate_factor(step, LearnerSettings(schedule=name, **common)), 4) for step in (0, 1, 2, 7, 12)
+        ]
+        for name in ("constant", "linear", "cosine")
+    }
+    assert at == {
+        "constant": [0.5, 1.0, 1.0, 1.0, 1.0],
+        "linear": [0.5, 1.0, 1.0, 0.5, 0.0],
+        "cosine": [0.5, 1.0, 1.0, 0.5, 0.0],
+    }

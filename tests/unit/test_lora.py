@@ -1,0 +1,166 @@
+"""LoRA: identity at the start, real dropout, an exact base model underneath, merged weights that engines can load."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sota_grpo import keys
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.export import save_hf
+from sota_grpo.policy.load import enable_gradient_checkpointing
+from sota_grpo.policy.lora import adapter_disabled, add_lora, base_model, engine_weights
+from sota_grpo.policy.reference import AdapterOffReference
+from tests.unit.tiny_models import FAMILIES, make_model, make_rows, make_tokenizer
+
+
+def trained(model, **options):
+    """A LoRA model as after some training: B is no longer zero."""
+    model = add_lora(model, r=3, alpha=6, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.3)
+    return model
+
+
+def log_probs(model, rows):
+    return CausalPolicy(model)(rows)[keys.LOG_PROBS]
+
+
+def test_a_fresh_adapter_changes_nothing_and_is_all_that_trains():
+    model, rows = make_model(), make_rows([8, 5])
+    before = log_probs(model, rows).detach()
+    adapted = add_lora(model, r=3, alpha=6)
+    found = log_probs(adapted, rows)
+    assert torch.equal(found, before)
+    found.sum().backward()
+    with_gradient = {name for name, parameter in adapted.named_parameters() if parameter.grad is not None}
+    assert with_gradient == {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert with_gradient
+    assert all("lora_" in name for name in with_gradient)
+
+
+def test_its_dropout_is_real_in_training_mode_only():
+    adapted, rows = trained(make_model(), dropout=0.5), make_rows([8, 5])
+    policy = CausalPolicy(adapted)
+    policy.train()
+    assert not torch.equal(policy(rows)[keys.LOG_PROBS], policy(rows)[keys.LOG_PROBS])
+    policy.eval()
+    assert torch.equal(policy(rows)[keys.LOG_PROBS], policy(rows)[keys.LOG_PROBS])
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_the_adapter_off_reference_is_the_base_model_bit_for_bit(family):
+    model, rows = make_model(family), make_rows([8, 5], holes=True)
+    before = log_probs(model, rows).detach()
+    policy = CausalPolicy(trained(model, dropout=0.5))
+    policy.train()
+    adapted = policy(rows)[keys.LOG_PROBS]
+    reference = AdapterOffReference(policy)
+    found = reference(rows)
+    assert torch.equal(found, before)
+    assert not found.requires_grad
+    assert not torch.allclose(adapted.detach(), before)
+    adapted.sum().backward()  # a reference call between forward and backward does not break the graph
+    assert all(p.grad is not None for p in policy.parameters() if p.requires_grad)
+    assert policy.training
+    reference.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        reference(rows)
+
+
+def test_a_model_without_an_adapter_has_none_to_switch_off():
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM has no adapter"):
+        adapter_disabled(make_model())
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM has no adapter"):
+        AdapterOffReference(CausalPolicy(make_model()))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_engine_weights_load_into_a_plain_model_and_give_the_same_log_probs(tied, targets):
+    plain = make_model(tie_word_embeddings=tied).double()
+    names = list(plain.state_dict())
+    fresh = make_model(tie_word_embeddings=tied).double()
+    adapted, rows = trained(plain, target_modules=targets), make_rows([8, 5])
+    parameters = {name: value.detach().clone() for name, value in adapted.named_parameters()}
+    weights = dict(engine_weights(adapted))
+    assert list(weights) == names
+    assert not any(value.requires_grad for value in weights.values())
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]) == tied
+    fresh.load_state_dict(weights)
+    torch.testing.assert_close(log_probs(fresh, rows), log_probs(adapted, rows), rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(value, parameters[name]) for name, value in adapted.named_parameters())
+
+
+def test_a_merged_weight_is_w_plus_scale_b_a():
+    model = make_model()
+    w = model.model.layers[1].mlp.up_proj.weight.detach().clone()
+    adapted = trained(model)
+    layer = base_model(adapted).model.layers[1].mlp.up_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    expected = w.double() + (6 / 3) * b.double() @ a.double()
+    found = dict(engine_weights(adapted))["model.layers.1.mlp.up_proj.weight"]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_without_the_base_only_what_trains_is_sent():
+    plain = make_model()
+    assert dict(engine_weights(plain, base=False)).keys() == dict(engine_weights(plain)).keys()
+    assert "lm_head.weight" in dict(engine_weights(plain))
+    adapted = trained(plain, target_modules=["q_proj"])
+    sent = dict(engine_weights(adapted, base=False))
+    assert list(sent) == [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
+    every = dict(engine_weights(adapted))
+    assert all(torch.equal(value, every[name]) for name, value in sent.items())
+
+
+def test_bf16_weights_are_merged_in_float32_and_rounded_once():
+    adapted = trained(make_model().to(torch.bfloat16))
+    layer = base_model(adapted).model.layers[0].self_attn.q_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    assert a.dtype == torch.float32
+    expected = (layer.base_layer.weight.float() + 2.0 * (b @ a)).to(torch.bfloat16)
+    assert torch.equal(dict(engine_weights(adapted))["model.layers.0.self_attn.q_proj.weight"], expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_holds_the_merged_model(tied, tmp_path):
+    adapted = trained(make_model(tie_word_embeddings=tied))
+    tokens = make_rows([7, 7])[keys.FULL_TOKENS]
+    save_hf(adapted, make_tokenizer(), tmp_path / "hf")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert dict(reloaded.state_dict()).keys() == dict(engine_weights(adapted)).keys()
+    torch.testing.assert_close(
+        reloaded(input_ids=tokens).logits, adapted(input_ids=tokens).logits, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_gradients_are_the_same_under_checkpointing():
+    model, rows = make_model(), make_rows([8, 5])
+    adapted = trained(model).train()
+    found = []
+    for _ in range(2):
+        adapted.zero_grad()
+        log_probs(adapted, rows).sum().backward()
+        found.append([p.grad.clone() for p in adapted.parameters() if p.requires_grad])
+        enable_gradient_checkpointing(base_model(adapted))
+    assert all(torch.allclose(one, two, rtol=1e-5, atol=1e-6) for one, two in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r": 0}, "rank is 0"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"target_modules": "every-linear"}, "target_modules is 'every-linear'"),
+        ({"target_modules": ["lm_head"]}, "LoRA on 'lm_head' is refused"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "LoRA on 'model.embed_tokens' is refused"),
+        ({"target_modules": ["no_such"]}, "no_such"),
+    ],
+)
+def test_what_cannot_work_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        add_lora(make_model(), **{"r": 2, "alpha": 4, **options})

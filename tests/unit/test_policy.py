@@ -1,0 +1,312 @@
+"""The policy equals the textbook computation on full logits; the references are frozen, exact and mortal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto import CONFIG_MAPPING
+
+from sota_grpo import keys
+from sota_grpo.policy import load
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.export import save_hf
+from sota_grpo.policy.load import ModelNotFoundError, load_model, load_tokenizer, resolve_model_path
+from sota_grpo.policy.reference import FrozenReference, ProcessReference, ReferenceWorkerError
+from tests.unit.tiny_models import FAMILIES, SIZES, VOCAB, make_model, make_rows, make_tokenizer, repad
+
+
+def full_logits_reference(model, rows, temperature):
+    """One unpadded row at a time, full logits, plain loops."""
+    log_probs = torch.zeros(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
+    entropy = torch.zeros_like(log_probs)
+    for n, row in enumerate(rows.unbind(0)):
+        tokens = row[keys.FULL_TOKENS][row[keys.ATTENTION_MASK]]
+        log_softmax = (model(input_ids=tokens[None]).logits[0].double() / temperature).log_softmax(-1)
+        for t in range(1, len(tokens)):
+            if row[keys.ASSISTANT_MASK][t]:
+                log_probs[n, t] = log_softmax[t - 1, tokens[t]]
+                entropy[n, t] = -(log_softmax[t - 1].exp() * log_softmax[t - 1]).sum()
+    return log_probs, entropy
+
+
+def gradients(model, loss):
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_equals_full_logits_with_every_gradient(family, dtype):
+    model = make_model(family).to(dtype)
+    rows = make_rows([9, 4, 12, 7], holes=True)
+    policy = CausalPolicy(model, temperature=0.7, entropy_grad=True, chunk=5)
+    out = policy(rows)
+    log_probs, entropy = full_logits_reference(model, rows, 0.7)
+    tolerance = 1e-10 if dtype == torch.float64 else 2e-6
+    torch.testing.assert_close(out[keys.LOG_PROBS].double(), log_probs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(out["entropy"].double(), entropy, rtol=tolerance, atol=tolerance)
+    assert (out[keys.LOG_PROBS][~rows[keys.ASSISTANT_MASK]] == 0).all()
+
+    weights = torch.randn(2, *log_probs.shape, dtype=torch.float64)
+    ours = gradients(model, (weights[0] * out[keys.LOG_PROBS]).sum() + (weights[1] * out["entropy"]).sum())
+    theirs = gradients(model, (weights[0] * log_probs).sum() + (weights[1] * entropy).sum())
+    assert ours.keys() == theirs.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in theirs.items():
+        scale = gradient.abs().max().item()
+        # Gemma's norms sum their weight gradient in float32 whatever the dtype of the model.
+        close = 1e-10 if dtype == torch.float64 and not family.startswith("gemma") else 1e-5
+        torch.testing.assert_close(ours[name], gradient, rtol=0, atol=close * scale, msg=name)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_padding_and_neighbours_change_nothing(family):
+    policy = CausalPolicy(make_model(family).double())
+    rows = make_rows([5, 11, 8])
+    together = policy(rows)[keys.LOG_PROBS]
+    wider = policy(repad(rows, 6))[keys.LOG_PROBS]
+    torch.testing.assert_close(wider[:, :11], together, rtol=1e-10, atol=1e-10)
+    assert (wider[:, 11:] == 0).all()
+    for n in range(3):
+        torch.testing.assert_close(policy(rows[n : n + 1])[keys.LOG_PROBS][0], together[n], rtol=1e-10, atol=1e-10)
+
+
+def test_padding_on_the_left_is_understood_too():
+    policy = CausalPolicy(make_model().double())
+    rows = make_rows([6, 9])
+    shifted = rows.clone()
+    for key in policy.in_keys:
+        shifted[key][0] = rows[key][0].roll(3)
+    expected = policy(rows)[keys.LOG_PROBS][0].roll(3)
+    torch.testing.assert_close(policy(shifted)[keys.LOG_PROBS][0], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_rows_without_assistant_tokens_give_zeros_and_finite_gradients(family):
+    model = make_model(family)
+    policy = CausalPolicy(model, entropy_grad=True)
+    some, none = make_rows([7, 2, 5]), make_rows([2, 1])
+    for rows in (some, none):
+        out = policy(rows)
+        assert (out[keys.LOG_PROBS][~rows[keys.ASSISTANT_MASK]] == 0).all()
+        found = gradients(model, out[keys.LOG_PROBS].sum() + out["entropy"].sum())
+        assert found
+        assert all(torch.isfinite(gradient).all() for gradient in found.values())
+    assert all((gradient == 0).all() for gradient in found.values())
+
+
+def test_the_entropy_is_detached_unless_asked_for_and_the_input_rows_are_untouched():
+    model, rows = make_model(), make_rows([6, 4])
+    rows[keys.LOG_PROBS] = torch.full((2, 6), -9.0)
+    out = CausalPolicy(model)(rows)
+    assert not out["entropy"].requires_grad
+    assert (rows[keys.LOG_PROBS] == -9.0).all()
+    assert "entropy" not in rows
+    assert CausalPolicy(model, entropy_grad=True)(rows)["entropy"].requires_grad
+    assert CausalPolicy(model, with_entropy=False).out_keys == [keys.LOG_PROBS]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_no_tensor_of_rows_times_vocabulary_is_made_or_kept(family):
+    model, rows = make_model(family), make_rows([40, 40, 40])
+    sizes = Counter()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for value in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape[-1] == VOCAB:
+                    sizes[value.numel() // VOCAB] += 1
+            return result
+
+    policy = CausalPolicy(model, chunk=8)
+    with Watch():
+        policy(rows)[keys.LOG_PROBS].sum().backward()
+    assert sizes[8] > 0
+    assert max(sizes) <= SIZES["hidden_size"], f"logits of {max(sizes)} rows at once (the head's own gradient is 16)"
+
+
+def test_under_bf16_autocast_the_log_softmax_stays_float32():
+    model, rows = make_model(), make_rows([9, 6])
+    exact = CausalPolicy(model)(rows)[keys.LOG_PROBS]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = CausalPolicy(model)(rows)[keys.LOG_PROBS]
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, exact)
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0.2)
+
+
+def test_what_cannot_be_answered_is_refused_with_a_sentence():
+    rows = make_rows([5, 5])
+    rows[keys.ASSISTANT_MASK][1, 0] = True
+    with pytest.raises(ValueError, match="row 1 begins with an assistant token"):
+        CausalPolicy(make_model())(rows)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        CausalPolicy(make_model(), temperature=0)
+    cohere = AutoModelForCausalLM.from_config(CONFIG_MAPPING["cohere"](**SIZES, logit_scale=0.5))
+    with pytest.raises(ValueError, match="CohereForCausalLM changes hidden states or logits around its head"):
+        CausalPolicy(cohere)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model folder whose configuration asks for dropout."""
+    model = make_model("llama", attention_dropout=0.5)
+    return str(save_hf(model, make_tokenizer(), tmp_path_factory.mktemp("model") / "llama")), model
+
+
+def test_a_loaded_model_computes_the_same_in_training_mode(saved):
+    path, model = saved
+    loaded = load_model(path)
+    rows = make_rows([8, 5])
+    assert loaded.training
+    assert torch.equal(CausalPolicy(loaded)(rows)[keys.LOG_PROBS], CausalPolicy(model)(rows)[keys.LOG_PROBS])
+    assert load_model(path, dtype="bfloat16", attn_implementation="eager").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="dtype is 'half'"):
+        load_model(path, dtype="half")
+
+
+@pytest.mark.parametrize(("checkpointing", "runs"), [(False, 1), (True, 2)])
+def test_gradient_checkpointing_really_recomputes(saved, checkpointing, runs):
+    model = load_model(saved[0], gradient_checkpointing=checkpointing)
+    calls = Counter()
+    layer = model.model.layers[0].mlp
+    layer.register_forward_pre_hook(lambda *_: calls.update(["mlp"]))
+    rows = make_rows([8, 5])
+    policy = CausalPolicy(model)
+    calls.clear()
+    found = gradients(model, policy(rows)[keys.LOG_PROBS].sum())
+    assert calls["mlp"] == runs
+    plain = saved[1]
+    expected = gradients(plain, CausalPolicy(plain)(rows)[keys.LOG_PROBS].sum())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
+
+
+def test_a_model_without_checkpointable_layers_is_refused(saved, monkeypatch):
+    monkeypatch.setattr(type(saved[1]), "supports_gradient_checkpointing", False)
+    with pytest.raises(ValueError, match=r"no layer that supports .*train_model.gradient_checkpointing=false"):
+        load_model(saved[0], gradient_checkpointing=True)
+
+
+def test_a_missing_model_is_one_sentence(tmp_path, monkeypatch):
+    with pytest.raises(ModelNotFoundError, match=r"is not a folder with a config.json; give .*model.name=tiny"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{broken")
+    with pytest.raises(ModelNotFoundError, match="could not be loaded from"):
+        load_model(str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for loader in (load_model, load_tokenizer):
+        with pytest.raises(ModelNotFoundError, match=r"model.name=no-such/model .*check the network") as caught:
+            loader("no-such/model")
+        assert "\n" not in str(caught.value)
+    monkeypatch.setattr(load, "files", lambda _package: tmp_path)
+    with pytest.raises(ModelNotFoundError, match="packaged policy is missing"):
+        resolve_model_path("tiny")
+
+
+def test_the_tokenizer_pads_and_keeps_its_chat_template(saved):
+    tokenizer = load_tokenizer(saved[0])
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "w1 w2"}], tokenize=False) == "w1 w2 "
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_an_export_reloads_to_equal_logits(family, tmp_path):
+    model = make_model(family)
+    tokens = make_rows([7, 7])[keys.FULL_TOKENS]
+    before = model(input_ids=tokens).logits
+    for _ in range(2):  # the second one replaces the first
+        save_hf(model, make_tokenizer(), tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert torch.equal(reloaded(input_ids=tokens).logits, before)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == make_tokenizer().chat_template
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("ten years")
+    with pytest.raises(ValueError, match="holds no exported model"):
+        save_hf(model, make_tokenizer(), tmp_path / "mine")
+
+
+def test_a_frozen_reference_does_not_follow_the_policy():
+    model, rows = make_model(), make_rows([8, 5])
+    policy = CausalPolicy(model, temperature=0.7)
+    before = policy(rows)[keys.LOG_PROBS].detach()
+    reference = FrozenReference.copy_of(model, temperature=0.7)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(torch.randn_like(model.model.embed_tokens.weight))
+    found = reference(rows)
+    assert torch.equal(found, before)
+    assert not found.requires_grad
+    assert not torch.allclose(policy(rows)[keys.LOG_PROBS], before)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    reference.close()
+    reference.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        reference(rows)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_reference_process_answers_reports_and_meets_its_deadline(saved):
+    path, model = saved
+    reference = ProcessReference(path, temperature=0.7, deadline_s=20.0, name="ref-a")
+    rows = make_rows([8, 5, 3])
+    expected = CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS].detach()
+    torch.testing.assert_close(reference(rows), expected)
+    bad = rows.clone()
+    bad[keys.ASSISTANT_MASK][0, 0] = True
+    with pytest.raises(ReferenceWorkerError, match=r"'ref-a' \(pid \d+\) failed on a batch: ValueError: row 0 begins"):
+        reference(bad)
+    torch.testing.assert_close(reference(rows), expected)
+    reference._deadline_s = 0.3
+    os.kill(reference.pid, signal.SIGSTOP)
+    with pytest.raises(ReferenceWorkerError, match=r"'ref-a' .* did not answer a batch of \[3, 8\] in 0.3 s"):
+        reference(rows)
+    assert not _is_running(reference.pid)
+    reference.close()
+    with pytest.raises(ReferenceWorkerError, match="was closed"):
+        reference(rows)
+
+
+def test_a_reference_process_that_cannot_load_or_dies_says_why(tmp_path, saved):
+    broken, killed = ProcessReference(str(tmp_path)), ProcessReference(saved[0])
+    with pytest.raises(ReferenceWorkerError, match=r"failed to start: ModelNotFoundError: .*not a folder"):
+        broken.wait_ready()
+    killed.wait_ready()
+    os.kill(killed.pid, signal.SIGKILL)
+    with pytest.raises(ReferenceWorkerError, match="died with exit code -9"):
+        killed(make_rows([4]))
+
+
+def test_no_reference_process_outlives_its_trainer(saved):
+    trainer = (
+        "import os, signal, sys\n"
+        "from sota_grpo.policy.reference import ProcessReference\n"
+        "reference = ProcessReference(sys.argv[1])\n"
+        "reference.wait_ready()\n"
+        "print(reference.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", trainer, saved[0]], capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    deadline = time.monotonic() + 10
+    while _is_running(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _is_running(int(done.stdout))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,319 @@
+"""Laws of the glossary and of the record: what was written is what is read, whatever was killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sota_grpo.errors import UserError
+from sota_grpo.recording.metrics import METRICS, declared, is_clock, reduce_updates, term_metric
+from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog, best_and_worst, setup_logging
+from sota_grpo.recording.sinks import Sink
+
+HOSTILE = "π ≈ 3,14 \n\r\t\x1b[31m\x85\u2028\u2029\x9b2J 日本 🎲 \ud800 \x00 \\u2028"
+PROMISED = [
+    "reward",
+    "success",
+    "kl",
+    "entropy",
+    "ess",
+    "clip_fraction",
+    "grad_norm",
+    "policy_age/max",
+    "response_tokens/mean",
+    "truncated",
+    "groups/zero_signal",
+    "mismatch_kl",
+    "time/step_s",
+    "time/generate_s",
+    "time/score_s",
+    "time/ref_s",
+    "time/learn_s",
+    "time/publish_s",
+    "tokens_per_s",
+    "eval/accuracy",
+    "eval/stderr",
+    "reward/format",
+    "step",
+]
+
+
+def rollout(group_id: int, sample_id: int, reward: float, text: str = "text") -> dict:
+    values = [group_id, sample_id, text, text, text, text, reward, {"correct": reward}, 0.5, False, 3]
+    return dict(zip(ROLLOUT_FIELDS, values, strict=True))
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def no_control_characters(text: str) -> bool:
+    return not any(unicodedata.category(character) == "Cc" for character in text.replace("\n", ""))
+
+
+class Copies:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def log(self, step, metrics):
+        self.calls.append(("log", step, dict(metrics)))
+
+    def log_samples(self, step, rows):
+        self.calls.append(("samples", step, [row["sample_id"] for row in rows]))
+
+    def close(self, exit_code=0):
+        self.calls.append(("close", exit_code))
+
+
+# --- the glossary ---------------------------------------------------------------------------------------------------
+
+
+def test_a_metric_is_measured_by_the_clock_exactly_when_its_name_says_so():
+    for name, metric in METRICS.items():
+        assert is_clock(name) == (metric.unit in ("s", "tokens/s")), name
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_every_promised_name_is_declared(name):
+    assert declared(name).sentence.endswith(".")
+
+
+@pytest.mark.parametrize("name", ["rewards", "reward/", "reward/a b", "reward/<term>", "time/foo_s", "eval/acuracy"])
+def test_an_undeclared_name_is_refused(name, tmp_path):
+    with RunLog(tmp_path) as log, pytest.raises(ValueError, match="not declared"):
+        log.write_step(0, {name: 1.0})
+
+
+def test_an_undeclared_name_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match="'eval/accuracy'"):
+        declared("eval/acuracy")
+
+
+def test_a_reward_term_cannot_overwrite_another_metric():
+    assert declared(term_metric("format")) is METRICS["reward/<term>"]
+    for term in ("std", "a b", ""):
+        with pytest.raises(ValueError, match="rename"):
+            term_metric(term)
+
+
+def test_updates_are_reduced_as_declared():
+    updates = [
+        {"kl": 0.25, "policy_age/max": 3, "skipped_steps": 1, "lr": 0.2, "grad_norm": None, "entropy": None},
+        {"kl": 0.75, "policy_age/max": 1, "skipped_steps": 2, "lr": 0.1, "grad_norm": 2.0, "entropy": None},
+    ]
+    reduced = {"kl": 0.5, "policy_age/max": 3, "skipped_steps": 3, "lr": 0.1, "grad_norm": 2.0, "entropy": None}
+    assert reduce_updates(updates) == reduced
+
+
+# --- the run log ----------------------------------------------------------------------------------------------------
+
+
+def test_a_row_reads_back_as_written_and_is_on_disk_at_once(tmp_path):
+    log = RunLog(tmp_path)
+    log.write_step(3, {"reward": 0.1 + 0.2, "kl": None, "version": np.int64(4), "lr": np.float32(0.5)})
+    assert rows_of(tmp_path / "metrics.jsonl") == [
+        {"step": 3, "reward": 0.1 + 0.2, "kl": None, "version": 4, "lr": 0.5},
+    ]
+    log.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan")])
+def test_a_number_that_is_not_finite_is_refused_and_nothing_is_written(value, tmp_path):
+    with RunLog(tmp_path) as log:
+        with pytest.raises(ValueError, match=r"grad_norm at step 2"):
+            log.write_step(2, {"reward": 1.0, "grad_norm": value})
+        with pytest.raises(ValueError, match=r"sample 1 of group 5 at step 2"):
+            log.write_rollouts(2, [rollout(5, 0, 1.0), rollout(5, 1, value)])
+    assert (tmp_path / "metrics.jsonl").read_bytes() == (tmp_path / "rollouts.jsonl").read_bytes() == b""
+
+
+def test_what_is_no_number_is_refused(tmp_path):
+    with RunLog(tmp_path) as log:
+        with pytest.raises(TypeError, match="str, not a number"):
+            log.write_step(0, {"reward": "1"})
+        with pytest.raises(ValueError, match="first argument"):
+            log.write_step(0, {"step": 1})
+
+
+def test_hostile_text_reads_back_and_holds_one_line_without_control_characters(tmp_path):
+    with RunLog(tmp_path) as log:
+        log.write_rollouts(0, [rollout(1, 0, 1.0, HOSTILE), rollout(2, 0, 1.0, HOSTILE.replace("\ud800", ""))])
+    text = (tmp_path / "rollouts.jsonl").read_text(encoding="utf-8")
+    assert no_control_characters(text)
+    assert len(text.splitlines()) == 2
+    assert [row["response"] for row in rows_of(tmp_path / "rollouts.jsonl")] == [HOSTILE, HOSTILE.replace("\ud800", "")]
+    assert "日本 🎲" in text.splitlines()[1]  # readable wherever it can be
+
+
+def write_run(log: RunLog, steps: range) -> None:
+    for step in steps:
+        if step % 2 == 0:
+            log.write_step(step, {"eval/accuracy": step / 10})
+        log.write_step(step, {"reward": step / 7})
+        log.write_rollouts(step, [rollout(step, 0, 1.0, "é🎲"), rollout(step, 1, 0.0, "é🎲")])
+
+
+def test_a_kill_at_any_byte_then_a_resume_gives_the_uninterrupted_files(tmp_path):
+    with RunLog(tmp_path / "whole") as log:
+        write_run(log, range(4))
+    files = ("metrics.jsonl", "rollouts.jsonl")
+    whole = {name: (tmp_path / "whole" / name).read_bytes() for name in files}
+    until_step_2 = {
+        name: sum(len(line) + 1 for line in data.split(b"\n")[:-1] if json.loads(line)["step"] < 2)
+        for name, data in whole.items()
+    }
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for name in files:
+        for cut in range(until_step_2[name] + random.randrange(9), len(whole[name]) + 1, 9):
+            for other in files:
+                (killed / other).write_bytes(whole[other][: cut if other == name else None])
+            with RunLog(killed) as log:
+                log.rewind(2)
+                write_run(log, range(2, 4))
+            assert {name: (killed / name).read_bytes() for name in files} == whole, (name, cut)
+
+
+def test_rewinding_again_changes_nothing(tmp_path):
+    with RunLog(tmp_path) as log:
+        write_run(log, range(5))
+        assert log.rewind(3) == 2 + 1 + 4  # steps 3 and 4: two metrics lines, one evaluation, two rollouts each
+        path = tmp_path / "metrics.jsonl"
+        once, inode = path.read_bytes(), path.stat().st_ino
+        assert log.rewind(3) == 0
+        assert (path.read_bytes(), path.stat().st_ino) == (once, inode)
+        assert max(row["step"] for row in rows_of(path)) == 2
+        assert log.rewind(0) == 3 + 2 + 6
+        assert path.read_bytes() == b""
+
+
+def test_a_torn_line_longer_than_a_block_is_removed(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    whole = b'{"step": 0}\n'
+    path.write_bytes(whole + b'{"step": 1, "prompt": "' + b"x" * 200_000)
+    RunLog(tmp_path).close()
+    assert path.read_bytes() == whole
+
+
+def test_a_kill_while_rewinding_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    log = RunLog(tmp_path)
+    write_run(log, range(3))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", die)
+        with pytest.raises(KeyboardInterrupt):
+            log.rewind(1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    with RunLog(tmp_path) as again:
+        again.rewind(1)
+    assert {row["step"] for row in rows_of(tmp_path / "metrics.jsonl")} == {0}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rollouts.jsonl"]
+
+
+@pytest.mark.parametrize("damage", [b"\x00\x00\n", b"[1]\n", b'{"reward": 1.0}\n', b'{"step": null}\n'])
+def test_damage_that_no_kill_does_is_named_and_left_alone(damage, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + damage + b'{"step": 1}\n')
+    before = path.read_bytes()
+    with RunLog(tmp_path) as log, pytest.raises(UserError, match="Line 2 of"):
+        log.rewind(1)
+    assert path.read_bytes() == before
+
+
+def test_best_and_worst_are_the_extremes_of_each_group():
+    draw = random.Random()
+    rows = [
+        {"group_id": group, "sample_id": sample, "reward": draw.choice([0.0, 0.5, 1.0])}
+        for group in (9, 2, 5, 7)
+        for sample in range(draw.randint(1, 6))
+    ]
+    expected = []
+    for group in (9, 2, 5, 7):
+        rewards = {row["sample_id"]: row["reward"] for row in rows if row["group_id"] == group}
+        best = min(sample for sample, reward in rewards.items() if reward == max(rewards.values()))
+        worst = min(sample for sample, reward in rewards.items() if reward == min(rewards.values()))
+        expected += [(group, best)] if best == worst else [(group, best), (group, worst)]
+    shuffled = sorted(draw.sample(rows, len(rows)), key=lambda row: (9, 2, 5, 7).index(row["group_id"]))
+    assert [(row["group_id"], row["sample_id"]) for row in best_and_worst(shuffled)] == expected
+
+
+def test_a_rollout_row_has_exactly_the_promised_fields(tmp_path):
+    with RunLog(tmp_path) as log:
+        log.write_rollouts(6, [rollout(1, 0, 0.0)])
+        with pytest.raises(ValueError, match="lacks or adds advantage, mood"):
+            log.write_rollouts(7, [{**{k: v for k, v in rollout(1, 0, 0.0).items() if k != "advantage"}, "mood": 1}])
+    (row,) = rows_of(tmp_path / "rollouts.jsonl")
+    assert tuple(row) == ("step", *ROLLOUT_FIELDS)
+
+
+def test_sinks_get_what_was_written_and_how_the_run_ended(tmp_path):
+    def fail_at_the_end(sink: Sink) -> None:
+        with RunLog(tmp_path, sinks=[sink]) as log:
+            log.write_step(0, {"reward": 1.0, "kl": None})
+            log.write_rollouts(0, [rollout(1, sample, reward) for sample, reward in enumerate([0.5, 1.0, 0.0])])
+            raise RuntimeError
+
+    sink = Copies()
+    assert isinstance(sink, Sink)
+    with pytest.raises(RuntimeError):
+        fail_at_the_end(sink)
+    assert sink.calls == [("log", 0, {"reward": 1.0, "kl": None}), ("samples", 0, [1, 2]), ("close", 1)]
+
+
+@pytest.mark.parametrize("make", [RunLog, setup_logging])
+def test_a_directory_that_cannot_be_written_is_one_sentence(make, tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(UserError, match=r"Cannot write .*taken.*hydra\.run\.dir=PATH\.$") as caught:
+        make(tmp_path / "taken" / "run")
+    assert "\n" not in str(caught.value)
+    for name in ("metrics.jsonl", "training.log"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    with pytest.raises(UserError, match="Is a directory"):
+        make(tmp_path / "run")
+
+
+def test_training_log_replaces_its_own_handler_and_nobody_elses(tmp_path):
+    logger = logging.getLogger("sota_grpo")
+    level, handlers = logger.level, list(logger.handlers)
+    foreign = logging.NullHandler()
+    logger.addHandler(foreign)
+    try:
+        setup_logging(tmp_path / "a", "debug")
+        last = setup_logging(tmp_path / "b", "info")
+        logging.getLogger("sota_grpo.loop").info("once %s", HOSTILE)
+        logging.getLogger("sota_grpo.loop").debug("too low")
+        assert foreign in logger.handlers
+        assert logger.propagate
+        assert (tmp_path / "a" / "training.log").read_text() == ""
+        written = (tmp_path / "b" / "training.log").read_text(encoding="utf-8")
+        assert written.count("once π") == 1
+        assert "too low" not in written
+        logger.removeHandler(last)
+        last.close()
+    finally:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+
+
+def test_recording_imports_without_torch_or_wandb():
+    code = (
+        "import sys, sota_grpo.recording.run_log, sota_grpo.recording.progress, sota_grpo.recording.metrics\n"
+        "assert not {'torch', 'wandb', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

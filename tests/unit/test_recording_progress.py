@@ -1,0 +1,106 @@
+"""Laws of the progress line and the closing table."""
+
+from __future__ import annotations
+
+import io
+
+from sota_grpo.recording.progress import Progress, closing_table, duration
+from tests.unit.test_recording import no_control_characters
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+SHOWN = {"reward": 0.614, "success": 0.57, "kl": 0.00204, "tokens_per_s": 4209.7, "lr": 1e-4}
+
+
+def test_the_line_reads_as_promised_with_the_time_left_by_the_mean_turn():
+    now = iter([0.0, 3.0, 6.2916667])
+    progress = Progress(60, first_step=10, stream=io.StringIO(), clock=lambda: next(now))
+    assert progress.update(11, {}) == "step 11/60  ETA 2:27"  # 49 turns of 3 s
+    line = progress.update(12, SHOWN)  # 48 turns of 3.1458 s = 151 s
+    assert line == "step 12/60  reward 0.61  success 57 %  kl 0.002  4,210 tok/s  ETA 2:31"
+
+
+def test_the_time_left_forgets_a_slow_start():
+    time = 0.0
+    progress = Progress(100, stream=io.StringIO(), clock=lambda: time)
+    time = 1000.0
+    line = progress.update(1, {})
+    for done in range(2, 41):
+        time += 2.0
+        line = progress.update(done, {})
+    assert line.endswith("ETA 2:00")  # 60 turns of 2 s: the thousand seconds of the first have left the window
+
+
+def test_what_was_not_measured_is_left_out():
+    progress = Progress(2, stream=io.StringIO())
+    assert progress.update(2, {"kl": None, "reward": 0.0}) == "step 2/2  reward 0.00  ETA 0:00"
+
+
+def test_plain_lines_are_periodic_whole_and_without_control_characters(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    time = 0.0
+    stream = io.StringIO()
+    with Progress(10, stream=stream, every_s=2.5, clock=lambda: time) as progress:
+        for done in range(1, 11):
+            time += 1.0
+            progress.update(done, SHOWN)
+    text = stream.getvalue()
+    assert no_control_characters(text)
+    assert text.endswith("\n")
+    assert [int(line.split()[1].split("/")[0]) for line in text.splitlines()] == [1, 4, 7, 10]
+
+
+def test_a_terminal_shows_one_line_redrawn_and_is_given_back(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with Progress(3, stream=stream) as progress:
+        for done in (1, 2, 3):
+            line = progress.update(done, {"reward": done / 4})
+    text = stream.getvalue()
+    assert text.count("\n") == 1
+    assert text.rindex("step 3/3") > text.rindex("step 1/3")
+    assert line.split("  ETA")[0] in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is visible again
+
+
+def test_durations():
+    assert [duration(seconds) for seconds in (0, 59.6, 151, 3599, 3600, 90061)] == [
+        "0:00",
+        "1:00",
+        "2:31",
+        "59:59",
+        "1:00:00",
+        "25:01:01",
+    ]
+
+
+def test_the_closing_table_shows_the_gain_and_the_shares():
+    before = {"eval/accuracy": 0.412, "eval/stderr": 0.016, "eval/avg_at_k": 0.38, "eval/avg_at_k_stderr": 0.011}
+    after = {"eval/accuracy": 0.97, "eval/stderr": 0.005, "eval/avg_at_k": 0.96, "eval/avg_at_k_stderr": 0.004}
+    stream = io.StringIO()
+    phases = {"generate": 30.0, "learn": 15.0}
+    text = closing_table(before, after, phases, avg_at_k=4, wall_s=60.0, stream=stream)
+    assert stream.getvalue() == text
+    assert no_control_characters(text)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert ["greedy", "41.2 +/- 1.6 %", "97.0 +/- 0.5 %", "+55.8 points"] in cells
+    assert ["avg@4", "38.0 +/- 1.1 %", "96.0 +/- 0.4 %", "+58.0 points"] in cells
+    for row in (["generate", "30.0", "50 %"], ["learn", "15.0", "25 %"], ["other", "15.0", "25 %"]):
+        assert row in cells
+    assert ["total", "60.0", ""] in cells
+
+
+def test_the_closing_table_shows_only_what_was_measured(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = closing_table({}, {}, {"learn": 2.0}, stream=io.StringIO())
+    assert "accuracy" not in text
+    assert "100 %" in text
+    assert "other" not in text
+    assert no_control_characters(text)
+    half = closing_table({}, {"eval/accuracy": 0.5}, {}, stream=io.StringIO())
+    assert "50.0 %" in half
+    assert "points" not in half

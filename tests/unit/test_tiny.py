@@ -1,0 +1,116 @@
+"""The tiny policy that ships: it loads, its tokenizer is lossless, its starting accuracy is what docs/tiny.md says."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import sota_grpo
+from sota_grpo.tasks.arithmetic import ArithmeticTask
+
+TINY = Path(sota_grpo.__file__).parent / "assets" / "tiny"
+SEED = random.SystemRandom().randrange(1 << 30)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(TINY).eval()
+
+
+def random_text(rng: random.Random) -> str:
+    planes = [(0x00, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF)]
+    return "".join(chr(rng.randint(*rng.choice(planes))) for _ in range(rng.randint(0, 60)))
+
+
+def test_artefact_is_small_and_free_of_code() -> None:
+    files = [path for path in TINY.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".json", ".jinja", ".safetensors"}
+    assert sum(path.stat().st_size for path in files) < 5e6
+
+
+def test_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    rng = random.Random(SEED)
+    texts = [random_text(rng) for _ in range(300)]
+    texts += ["", " ", "\r\n\t  x  \n\n", "12,345.67 <<3*4=12>>", "e\u0301 é 漢字 \U0001f600 \u200d\ufeff"]
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_digits_are_always_single_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    number = str(random.Random(SEED).randrange(10**20))
+    assert tokenizer.tokenize(number) == list(number)
+
+
+def test_special_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+    assert len(tokenizer) == model.config.vocab_size
+    assert len(tokenizer("<|im_start|><|im_end|><|endoftext|>")["input_ids"]) == 3
+
+
+def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    chat = [{"role": "user", "content": "2+2?"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    answered = [{"role": "system", "content": "Be brief."}, *chat, {"role": "assistant", "content": "#### 4"}]
+    text = tokenizer.apply_chat_template(answered, tokenize=False)
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
+        "<|im_start|>assistant\n#### 4<|im_end|>\n"
+    )
+
+
+def test_assistant_mask_covers_the_answer_and_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "#### 4"}]
+    encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    produced = [i for i, mask in zip(encoded["input_ids"], encoded["assistant_masks"]) if mask]
+    assert tokenizer.decode(produced) == "#### 4<|im_end|>"
+
+
+def test_prompts_and_solutions_are_short(tokenizer: PreTrainedTokenizerBase) -> None:
+    task = ArithmeticTask(seed=SEED, num_train=200)
+    for example in task.train:
+        prompt = tokenizer.apply_chat_template(task.messages(example), add_generation_prompt=True, return_dict=True)
+        assert len(prompt["input_ids"]) <= 60
+        assert len(tokenizer(task.gold_response(example))["input_ids"]) + 1 <= 60
+
+
+def test_architecture(model: PreTrainedModel) -> None:
+    assert model.config.model_type == "qwen2"
+    assert model.config.hidden_size // model.config.num_attention_heads in (32, 64)
+    assert model.config.tie_word_embeddings
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert 5e5 < sum(parameter.numel() for parameter in model.parameters()) < 2e6
+
+
+@torch.no_grad()
+def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, greedy: bool) -> float:
+    """Share of 128 held-out problems, drawn afresh, that one response to each solves."""
+    task = ArithmeticTask(seed=SEED, num_heldout=128)
+    texts = [
+        tokenizer.apply_chat_template(task.messages(example), tokenize=False, add_generation_prompt=True)
+        for example in task.heldout
+    ]
+    batch = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
+    torch.manual_seed(SEED)
+    output = model.generate(**batch, max_new_tokens=64, do_sample=not greedy, top_k=0)
+    responses = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return sum(task.score(text, example).success for text, example in zip(responses, task.heldout)) / len(responses)
+
+
+def test_starting_accuracy_lies_in_the_documented_band(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert 0.15 < accuracy(model, tokenizer, greedy=True) < 0.60
+    assert 0.25 < accuracy(model, tokenizer, greedy=False) < 0.65
