@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from sota_grpo.build import Parts, build
+from sota_grpo.assembly import Parts, build
 from sota_grpo.checkpoint import CheckpointError, CheckpointStore, rng_state, set_rng_state
 from sota_grpo.config import Config, register
 from sota_grpo.errors import UserError
@@ -203,17 +203,26 @@ def entry(mode: str) -> None:
 
     register()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # this function prints the sentence itself
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("sota_grpo").setLevel(logging.INFO)
+    _quiet_console()
     if os.environ.get("VLLM_USE_V1") == "0":
         print("VLLM_USE_V1=0 is accepted and has no effect: this vLLM has one engine.", file=sys.stderr)
 
     @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="grpo_gsm8k")
     def job(composed: DictConfig) -> None:
         config = OmegaConf.to_object(composed)
+        assert isinstance(config, Config)
         train(config, Path(HydraConfig.get().runtime.output_dir))
 
     sys.exit(_exit_code(job, (UserError, CheckpointError, HydraException, OmegaConfBaseException, OSError)))
+
+
+def _quiet_console() -> None:
+    """Our own sentences on stderr; of the libraries, only warnings and no progress bars."""
+    from transformers.utils import logging as transformers_logging
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("sota_grpo").setLevel(logging.INFO)
+    transformers_logging.disable_progress_bar()
 
 
 def _exit_code(job: Callable[[], None], mistakes: tuple[type[Exception], ...]) -> int:

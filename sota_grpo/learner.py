@@ -6,7 +6,6 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,10 @@ from sota_grpo.collate import micro_batches, pad_rows, row_list, set_loss_weight
 from sota_grpo.errors import UserError
 from sota_grpo.functional import effective_sample_size, mismatch_kl
 from sota_grpo.objectives import GRPOLoss, diagnostic_means
+from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.records import sample_seed
+from sota_grpo.schedule import LearnerSettings, learning_rate_factor
 
 METRIC_NAMES = {
     "ESS": "ess",
@@ -33,59 +34,6 @@ METRIC_NAMES = {
 
 class NonFiniteStep(UserError):
     """A loss or a gradient was not finite; the batch that caused it lies beside the run."""
-
-
-@dataclass(frozen=True)
-class LearnerSettings:
-    """How rows become optimizer steps.
-
-    Args:
-        lr, weight_decay, beta1, beta2, eps: AdamW.
-        clip_grad_norm: largest gradient norm; 0 leaves the gradient as it is.
-        schedule: ``constant``, or ``linear`` or ``cosine`` to 0 at ``total_steps``; each after ``warmup_steps``.
-        optim_batch_size: rows per optimizer step.
-        epochs: passes over a batch.
-        micro_batch_tokens: padded tokens per forward pass.
-        aggregation: ``token``, ``sequence`` or ``constant`` (DESIGN 4.3).
-        max_response_tokens: the constant of ``constant``.
-        drop_truncated: truncated rows take no part in the loss.
-        recompute: the proximal log-probs are recomputed by this learner before the first step on a batch.
-        precision: ``fp32``, ``bf16`` or ``fp16`` autocast; fp16 scales the loss.
-    """
-
-    lr: float
-    total_steps: int
-    optim_batch_size: int
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    clip_grad_norm: float = 1.0
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    epochs: int = 1
-    micro_batch_tokens: int = 16384
-    aggregation: str = "sequence"
-    max_response_tokens: int | None = None
-    drop_truncated: bool = False
-    recompute: bool = False
-    precision: str = "fp32"
-
-
-def learning_rate_factor(step: int, settings: LearnerSettings) -> float:
-    """Share of the peak learning rate at optimizer step ``step`` (0-based).
-
-    >>> settings = LearnerSettings(lr=1.0, total_steps=10, optim_batch_size=8, schedule="linear", warmup_steps=2)
-    >>> [learning_rate_factor(step, settings) for step in (0, 1, 2, 6)]
-    [0.5, 1.0, 1.0, 0.5]
-    """
-    if step < settings.warmup_steps:
-        return (step + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return 1.0
-    done = (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps)
-    done = min(1.0, done)
-    return 1.0 - done if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 class Learner:
@@ -105,7 +53,7 @@ class Learner:
 
     def __init__(
         self,
-        policy: nn.Module,
+        policy: CausalPolicy,
         loss: GRPOLoss,
         settings: LearnerSettings,
         *,
@@ -153,11 +101,11 @@ class Learner:
         self.version += 1
         found = reduce_updates(steps)
         found["mismatch_kl"] = steps[0]["mismatch_kl"]  # the later steps compare with weights that they changed
-        found |= {"optimizer_steps": self.optimizer_steps, "lr": self.schedule.get_last_lr()[0]}
+        found |= {"optimizer_steps": self.optimizer_steps, "lr": float(self.schedule.get_last_lr()[0])}
         return found | {"time/learn_s": time.perf_counter() - began}
 
     def _mini_batches(self, rows: Sequence[TensorDictBase], epoch: int) -> Iterator[list[TensorDictBase]]:
-        order = list(range(len(rows)))
+        order: list[int] = list(range(len(rows)))
         if epoch:  # groups stay together in the first pass; later ones mix them
             generator = torch.Generator().manual_seed(sample_seed(self.seed, self.version, epoch))
             order = torch.randperm(len(rows), generator=generator).tolist()
@@ -195,14 +143,14 @@ class Learner:
         losses: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
         for micro in micro_batches(weighted, token_budget=token_budget):
-            with self._autocast():
+            with self.autocast():
                 out = self.loss(self.padded(micro))
             terms = {name: value for name, value in out.items() if name.startswith("loss_")}
             self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
             _add(losses, terms)
             _add(sums, dict(out.sums.items()))
-        measured = {**losses, **diagnostic_means(sums)}
-        return {METRIC_NAMES.get(name, name): float(value) for name, value in measured.items()}
+        measured: dict[str, torch.Tensor] = {**losses, **diagnostic_means(sums)}
+        return {METRIC_NAMES.get(name, name): value.item() for name, value in measured.items()}
 
     def gradient(self, rows: Sequence[TensorDictBase], *, token_budget: int) -> dict[str, torch.Tensor]:
         """Gradient of one optimizer step over ``rows`` by parameter name; nothing is updated.
@@ -243,7 +191,7 @@ class Learner:
         """Log-probs ``[N, T]`` of a padded batch without dropout, 0 off the assistant mask."""
         training = self.policy.training
         self.policy.eval()
-        with self._autocast():
+        with self.autocast():
             found = self.policy(batch.select(*self.policy.in_keys)).get(keys.LOG_PROBS)
         self.policy.train(training)
         return found
@@ -256,7 +204,8 @@ class Learner:
                 length = row.get(keys.FULL_TOKENS).shape[-1]
                 index[id(row)].set(keys.PROXIMAL_LOG_PROBS, values[:length].clone())
 
-    def _autocast(self) -> contextlib.AbstractContextManager:
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The precision of every forward pass, the reference's included."""
         if self.settings.precision == "fp32":
             return contextlib.nullcontext()
         dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float16

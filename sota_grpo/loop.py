@@ -23,7 +23,7 @@ class Trains(Protocol):
 
     version: int
 
-    def update(self, rows: TensorDictBase) -> dict[str, float]: ...
+    def update(self, rows: TensorDictBase) -> dict[str, float | None]: ...
 
 
 class Publishes(Protocol):

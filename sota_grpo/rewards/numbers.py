@@ -7,6 +7,7 @@ bounded, and every regular expression is linear (its alternatives start with dif
 from __future__ import annotations
 
 import re
+from collections import deque
 from fractions import Fraction
 
 MAX_ANSWER_CHARS = 256  # an answer longer than this is not a number; also keeps integers small
@@ -70,10 +71,8 @@ def find_last_number(text: str) -> str | None:
     >>> find_last_number("She sold 48/2 = 24 clips, so $1,072.50.")
     '$1,072.50'
     """
-    last = None
-    for last in _NUMBER.finditer(text.replace("\u2212", "-")):
-        pass
-    return last[0] if last else None
+    last = deque(_NUMBER.finditer(text.replace("\u2212", "-")), maxlen=1)
+    return last[0][0] if last else None
 
 
 def numbers_equal(left: str, right: str) -> bool:

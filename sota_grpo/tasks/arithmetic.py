@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import overload
 
 from sota_grpo.records import Example, Score, sample_seed
+from sota_grpo.rewards.extract import extract_answer
+from sota_grpo.rewards.numbers import numbers_equal
 from sota_grpo.tasks.arithmetic_templates import CONTAINERS, GIVES, ITEMS, NAMES, TEMPLATES, TRADES, Template, solve
 
 HELDOUT_SHARE = 8  # one problem in eight is held out
@@ -92,7 +94,7 @@ def _phrase(rng: random.Random, template: Template, numbers: Mapping[str, int]) 
 class ArithmeticTask:
     """Word problems that a policy of a million parameters can master; graded by exact match of the final number.
 
-    ``reward = 1`` where the integer after the last ``####`` equals the gold one, else 0.
+    ``reward = 1`` where the one number after the last ``####`` equals the gold one, else 0.
 
     Args:
         seed: of the draw of the problems; the split is the same for every seed.
@@ -129,16 +131,10 @@ class ArithmeticTask:
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the number after the last ``####`` of the response with the gold one."""
-        success = _final_number(response) == _final_number(example.answer)
+        found, gold = extract_answer(response, "hash"), extract_answer(example.answer, "hash")
+        success = found is not None and gold is not None and numbers_equal(found, gold)
         return Score(terms={"correct": float(success)}, success=success)
 
     def gold_response(self, example: Example) -> str:
         """The worked solution; it earns the full reward."""
         return example.answer
-
-
-def _final_number(text: str) -> int | None:
-    """The integer after the last ``####``, thousands separators and a dollar sign allowed; None when there is none."""
-    words = text.rpartition("####")[2].split() if "####" in text else []
-    digits = words[0].removeprefix("$").removesuffix(".").replace(",", "") if words else ""
-    return int(digits) if digits.isdecimal() and len(digits) < 19 else None

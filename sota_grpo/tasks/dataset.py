@@ -145,3 +145,4 @@ _READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
     ".parquet": _read_parquet,
     ".csv": _read_csv,
 }
+SUFFIXES = tuple(_READERS)  # of the local files that can be read

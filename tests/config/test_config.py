@@ -92,7 +92,7 @@ def test_every_field_says_what_it_changes() -> None:
 def test_every_field_is_read_by_the_assembly() -> None:
     """A field that no code reads fails here: its name must be an attribute access in the rooms that see the config."""
     read: set[str] = set()
-    for path in [ROOT / "sota_grpo" / "app.py", ROOT / "sota_grpo" / "build.py"]:
+    for path in [ROOT / "sota_grpo" / "app.py", *(ROOT / "sota_grpo" / "assembly").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):
                 read.add(node.attr)

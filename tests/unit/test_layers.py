@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sota_grpo"
 LEVELS = {
     0: ("functional", "keys", "records", "config", "validators", "errors"),
-    1: ("objectives", "transforms", "collate"),
+    1: ("objectives", "loss_inputs", "transforms", "collate"),
     2: ("engines", "envs", "tasks", "rewards", "policy", "placement", "recording", "assets"),
     3: (
         *("collectors", "learner", "publish", "checkpoint", "gate", "evaluate", "loop"),
-        *("runs", "stopping", "step_log"),
+        *("runs", "stopping", "step_log", "schedule"),
     ),
-    4: ("app", "build", "cli"),
+    4: ("app", "assembly", "cli"),
 }
 LEVEL_OF = {room: level for level, rooms in LEVELS.items() for room in rooms}
 HEAVY = ("vllm", "ray", "wandb", "datasets")

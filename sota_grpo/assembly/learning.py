@@ -1,0 +1,123 @@
+"""The learning side of a run: model, policy, objective, learner, reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from sota_grpo.config import Config
+from sota_grpo.learner import Learner
+from sota_grpo.objectives import GRPOLoss
+from sota_grpo.placement import Placement
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.load import load_model
+from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.reference import AdapterOffReference, FrozenReference, ProcessReference, ReferencePolicy
+from sota_grpo.schedule import LearnerSettings
+from sota_grpo.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
+
+
+def make_model(config: Config, device: torch.device) -> nn.Module:
+    part: Any = config.train_model
+    model = load_model(
+        config.model.name,
+        dtype="float32" if part.torch_dtype == "auto" else part.torch_dtype,
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
+        gradient_checkpointing=part.gradient_checkpointing,
+        device=device,
+    )
+    if not part.lora.enabled:
+        return model
+    return add_lora(model, r=part.lora.r, alpha=part.lora.alpha, dropout=part.lora.dropout)
+
+
+def make_reference(
+    config: Config, policy: CausalPolicy, placement: Placement, device_type: str
+) -> ReferencePolicy | None:
+    """Nothing at coefficient 0; the base model under the adapter; a copy of its own; or a process of its own."""
+    if config.policy.kl_coef == 0:
+        return None
+    part, lora, temperature = config.ref_model, config.train_model.lora.enabled, config.inference_model.temperature
+    if lora and part.devices is None and not part.process:
+        return AdapterOffReference(policy)
+    index = placement.ref[0] if placement.ref else 0
+    options: dict[str, Any] = {
+        "dtype": part.torch_dtype
+        if part.torch_dtype != "auto"
+        else str(next(policy.parameters()).dtype)[len("torch.") :],
+        "attn_implementation": config.model.attn_implementation,
+        "trust_remote_code": config.model.trust_remote_code,
+        "device": "cpu" if device_type == "cpu" else f"cuda:{index}",
+    }
+    if part.process:
+        return ProcessReference(config.model.name, temperature=temperature, deadline_s=part.timeout_s, **options)
+    return FrozenReference(load_model(config.model.name, **options), temperature=temperature)
+
+
+def make_learner(config: Config, policy: CausalPolicy, pad_token_id: int, device_type: str, run_dir: Path) -> Learner:
+    algorithm: Any = config.algorithm  # its words are validated choices
+    train, optimizer = config.train, config.optimizer
+    steps_per_turn = train.epochs * (train.dialog_turns_per_batch // train.optim_batch_size)
+    loss = GRPOLoss(
+        policy,
+        clip_epsilon=(algorithm.clip_low, algorithm.clip_high),
+        kl_to_ref_coeff=config.policy.kl_coef if train.kl_coef_in_loss and config.policy.kl_coef else None,
+        entropy_bonus=algorithm.entropy_coef > 0,
+        entropy_coeff=algorithm.entropy_coef,
+        objective=algorithm.objective,
+        ratio=algorithm.ratio,
+        dual_clip=algorithm.dual_clip,
+        kl_estimator=algorithm.kl_estimator,
+        correction=None if algorithm.correction == "none" else algorithm.correction,
+        correction_mode=algorithm.correction_mode,
+        correction_cap=algorithm.correction_cap,
+    )
+    settings = LearnerSettings(
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        eps=optimizer.eps,
+        clip_grad_norm=optimizer.clip_grad_norm,
+        schedule=optimizer.schedule,
+        warmup_steps=optimizer.warmup_steps,
+        total_steps=steps_per_turn * (train.total_dialog_turns // train.dialog_turns_per_batch),
+        optim_batch_size=train.optim_batch_size,
+        epochs=train.epochs,
+        micro_batch_tokens=train.micro_batch_tokens,
+        aggregation=algorithm.aggregation,
+        max_response_tokens=config.inference_model.max_tokens,
+        drop_truncated=algorithm.drop_truncated,
+        recompute=train.epochs > 1 or algorithm.correction != "none",
+        precision={"auto": "bf16" if device_type == "cuda" else "fp32"}.get(train.precision, train.precision),
+    )
+    return Learner(policy, loss, settings, pad_token_id=pad_token_id, dump_dir=run_dir, seed=config.seed)
+
+
+def make_transforms(config: Config, reference: ReferencePolicy | None, learner: Learner) -> list[tuple[str, Any]]:
+    """What happens to a batch between the env and the learner, each with the phase its seconds count to."""
+    algorithm: Any = config.algorithm
+    found: list[tuple[str, Any]] = []
+    if reference is not None:
+        in_reward = None if config.train.kl_coef_in_loss else config.policy.kl_coef
+
+        def log_probs(rows: TensorDictBase) -> torch.Tensor:
+            with learner.autocast():  # the policy's own precision, so that the KL of equal weights is 0
+                return reference(rows.to(learner.device))
+
+        transform = ReferenceKL(
+            log_probs,
+            in_reward_coeff=in_reward,
+            pad_token_id=learner.pad_token_id,
+            token_budget=config.train.micro_batch_tokens,
+        )
+        found.append(("ref", transform))
+    if algorithm.overlong_buffer:
+        found.append(("score", OverlongPenalty(config.inference_model.max_tokens, algorithm.overlong_buffer)))
+    found.append(("score", GroupAdvantage(algorithm.baseline, algorithm.scale)))
+    return found

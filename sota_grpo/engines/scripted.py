@@ -1,0 +1,122 @@
+"""An engine without a model: it answers from a script. For tests, demos and measuring everything but the model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from sota_grpo.engines.checks import response_rooms
+from sota_grpo.engines.sampling import uniforms
+from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+
+Script = Callable[[GroupRequest, int, int], Sequence[int]]
+
+
+class ScriptedEngine:
+    """Answers sample ``i`` of a request under policy ``version`` with ``script(request, i, version)``.
+
+    A response ends at its first EOS, which is added where the script has none, and is truncated where the engine has
+    no room for it. With ``ignore_eos`` it is repeated until it fills the room. The version of a whole group is the one
+    that was served when :meth:`generate` began.
+
+    Args:
+        script: token ids of a response; without one, uniform draws over ``vocab_size`` tokens (EOS among them), from
+            a stream derived from the request's seed, the sample index and the version.
+        eos_token_id: ends a response.
+        vocab_size: number of tokens of the default script.
+        log_prob: reported for every token; without it, the default script's ``-log(vocab_size)``.
+        duration_s: seconds that a group takes, all groups of a call in parallel; groups come out shortest first.
+        max_model_len: context in tokens, prompt and response together.
+
+    >>> engine = ScriptedEngine(lambda request, sample, version: [5, 6 + sample], eos_token_id=0)
+    >>> request = GroupRequest(group_id=3, prompt_ids=(1, 2), num_samples=2, seed=0)
+    >>> [sample.token_ids.tolist() for sample in next(engine.generate([request], Sampling(max_tokens=8))).samples]
+    [[5, 6, 0], [5, 7, 0]]
+    """
+
+    name = "scripted"
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        eos_token_id: int = 0,
+        vocab_size: int = 32,
+        log_prob: float | None = None,
+        duration_s: Callable[[GroupRequest], float] | None = None,
+        max_model_len: int = 4096,
+    ):
+        self.version = 0
+        self.max_model_len = max_model_len
+        self.checksum: float | None = None  # sum of all pushed weights; None before the first push
+        self._script = script or self._uniform_tokens
+        self._eos_token_id = eos_token_id
+        self._vocab_size = vocab_size
+        self._log_prob = -math.log(vocab_size) if log_prob is None else log_prob
+        self._duration_s = duration_s
+
+    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
+        """Yield each group once, in the order of their durations (ties in the order given).
+
+        Raises:
+            ValueError: a prompt leaves no room for a response.
+        """
+        rooms = response_rooms(requests, sampling, self.max_model_len)
+        durations = [self._duration_s(request) if self._duration_s else 0.0 for request in requests]
+        order = sorted(range(len(requests)), key=durations.__getitem__)
+        outputs = [self._group(request, room, sampling) for request, room in zip(requests, rooms)]
+        return self._stream([(durations[i], outputs[i]) for i in order])
+
+    def _stream(self, timed: Iterable[tuple[float, GroupOutput]]) -> Iterator[GroupOutput]:
+        began = time.monotonic()
+        for duration, output in timed:
+            wait = began + duration - time.monotonic()
+            if duration > 0 and wait > 0:
+                time.sleep(wait)
+            yield output
+
+    def _group(self, request: GroupRequest, room: int, sampling: Sampling) -> GroupOutput:
+        greedy = sampling.temperature == 0
+        samples = []
+        for index in range(request.num_samples):
+            ids = self._ended(self._script(request, 0 if greedy else index, self.version))
+            if sampling.ignore_eos:
+                ids = list(itertools.islice(itertools.cycle(ids), room + 1))
+            samples.append(self._sample(ids, room))
+        return GroupOutput(group_id=request.group_id, samples=tuple(samples))
+
+    def _ended(self, script: Sequence[int]) -> list[int]:
+        body = itertools.takewhile(lambda token: token != self._eos_token_id, script)
+        return [*body, self._eos_token_id]
+
+    def _sample(self, ids: list[int], room: int) -> Sample:
+        kept = ids[:room]
+        return Sample(
+            token_ids=torch.tensor(kept, dtype=torch.int64),
+            log_probs=torch.full((len(kept),), self._log_prob, dtype=torch.float32),
+            versions=torch.full((len(kept),), self.version, dtype=torch.int64),
+            truncated=len(ids) > room,
+        )
+
+    def _uniform_tokens(self, request: GroupRequest, index: int, version: int) -> list[int]:
+        seed = torch.tensor([sample_seed(request.seed, index, version)])
+        room = self.max_model_len - len(request.prompt_ids)
+        return (uniforms(seed, room)[0] * self._vocab_size).to(torch.int64).tolist()
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take ``version`` and remember the sum of the weights."""
+        self.checksum = math.fsum(float(tensor.detach().double().sum()) for _, tensor in weights)
+        self.version = version
+
+    def sleep(self) -> None:
+        """Nothing to free."""
+
+    def wake(self) -> None:
+        """Nothing to restore."""
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,290 @@
+"""The vLLM engine, in this process, on CPU or CUDA. vLLM is imported when the engine is built, never before."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import threading
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sota_grpo.engines.checks import checked_weights, response_rooms, tied_names
+from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+
+_CPU_BLOCK_TOKENS = 32  # vLLM's default on CPU is 128: prompts below that would share nothing
+
+
+class VLLMEngine:
+    """Samples with vLLM 0.32 inside this process: one request per group (``n`` samples), prompts shared by its cache.
+
+    Sample ``i`` of a request is drawn from vLLM's own stream of seed ``sample_seed(request.seed) + i``; equal calls
+    give equal tokens as long as vLLM batches them alike. Log-probs are those of the sampled (processed) distribution.
+
+    Contract. Consumes: requests. Produces: groups, as their last sample ends. Waits for: nothing. Weights may be
+    pushed from another thread, or between two groups: running requests go on with the new weights, and every token
+    carries the version that sampled it. Cached prompts of an older version are never used for a new group.
+
+    Environment, set before vLLM is imported: ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` always (weights are handed over as
+    tensors); where unset, ``VLLM_LOGGING_LEVEL=ERROR`` and, on CPU, ``VLLM_CPU_KVCACHE_SPACE=1`` (GiB). On CPU vLLM
+    computes with this process's OpenMP threads (``OMP_NUM_THREADS``), so it takes turns with the learner.
+
+    Args:
+        model_path: folder or hub id of the model.
+        eos_token_ids: the tokens that end a response.
+        max_model_len: context in tokens; None takes what the model allows.
+        dtype: of vLLM's weights, ``float32``, ``bfloat16`` or ``float16``.
+        gpu_memory_utilization: share of the GPU's memory for weights and cache; unused on CPU.
+        enforce_eager: no CUDA graphs; None: only on CPU.
+        tensor_parallel_size: GPUs that hold one copy of the model.
+        seed: of vLLM's own random state; no sample depends on it.
+        trust_remote_code: run Python code that the model's repository brings along.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        eos_token_ids: Collection[int],
+        max_model_len: int | None = None,
+        dtype: str = "float32",
+        gpu_memory_utilization: float = 0.5,
+        enforce_eager: bool | None = None,
+        tensor_parallel_size: int = 1,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+    ):
+        self.version = 0
+        self._on_cpu = not torch.cuda.is_available()
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._lock = threading.Lock()
+        self._request_ids = itertools.count()
+        self._finished: dict[str, Any] = {}
+        self._abandoned: list[str] = []
+        self._asleep = False
+        self._tensor_parallel_size = tensor_parallel_size
+        options: dict[str, Any] = {
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "enforce_eager": self._on_cpu if enforce_eager is None else enforce_eager,
+            "tensor_parallel_size": tensor_parallel_size,
+            "seed": seed,
+            "trust_remote_code": trust_remote_code,
+        }
+        with _process_state_restored():
+            self._llm: Any = _start(model_path, options, on_cpu=self._on_cpu)
+        self._engine: Any = self._llm.llm_engine
+        self.max_model_len = int(self._engine.model_config.max_model_len)
+        self._engine.set_weight_version("0")
+        self._shapes, self._tied = _expected_weights(self._engine.model_config.hf_config, trust_remote_code)
+
+    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
+        """Yield each group once, when its last sample has ended.
+
+        Raises:
+            ValueError: a prompt leaves no room for a response; nothing was sampled then.
+            RuntimeError: the engine is closed.
+        """
+        rooms = response_rooms(requests, sampling, self.max_model_len)
+        self._open_engine()
+        return self._stream(requests, rooms, sampling)
+
+    def _stream(self, requests: Sequence[GroupRequest], rooms: list[int], sampling: Sampling) -> Iterator[GroupOutput]:
+        self.wake()
+        waiting: dict[str, GroupRequest] = {}
+        try:
+            with self._lock:
+                for request, room in zip(requests, rooms):
+                    waiting[self._add(request, room, sampling)] = request
+            while waiting:
+                with self._lock:
+                    self._step()
+                    ready = [request_id for request_id in waiting if request_id in self._finished]
+                    outputs = [(waiting.pop(request_id), self._finished.pop(request_id)) for request_id in ready]
+                for request, output in outputs:
+                    yield _group_output(request, output)
+        finally:
+            # A consumer that stops early leaves these behind. They are dropped by the next call rather than here:
+            # the garbage collector may end this generator in the middle of a step, where the lock is held.
+            self._abandoned.extend(waiting)
+
+    def _add(self, request: GroupRequest, room: int, sampling: Sampling) -> str:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        greedy = sampling.temperature == 0
+        params = SamplingParams(
+            n=1 if greedy else request.num_samples,  # vLLM refuses n > 1 for greedy; the samples are equal anyway
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=room,
+            seed=sample_seed(request.seed),
+            stop_token_ids=[] if sampling.ignore_eos else self._eos_token_ids,
+            ignore_eos=sampling.ignore_eos,
+            logprobs=0,  # of the sampled token only
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        request_id = str(next(self._request_ids))
+        # The salt keys the prefix cache by version: it cannot be reset while other requests run.
+        prompt = tokens_input(list(request.prompt_ids), cache_salt="x")
+        self._engine.add_request(request_id, prompt, params)
+        return request_id
+
+    def _drop_abandoned(self) -> None:
+        while self._abandoned:
+            request_id = self._abandoned.pop()
+            self._finished.pop(request_id, None)
+            self._engine.abort_request([request_id])
+
+    def _step(self) -> None:
+        self._drop_abandoned()
+        # On CPU the only compiled function counts ranks that nobody reads; compiling it takes seconds per process.
+        eager = torch.compiler.set_stance("force_eager") if self._on_cpu else contextlib.nullcontext()
+        with eager:
+            outputs = self._engine.step()
+        self._finished.update({output.request_id: output for output in outputs if output.finished})
+
+    def _open_engine(self) -> Any:
+        if self._engine is None:
+            raise RuntimeError("This engine is closed; build a new one to sample again.")
+        return self._engine
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace every weight; the next token of every request comes from them.
+
+        vLLM leaves the output layer of a tied model on its old values, without an error, unless ``lm_head.weight`` is
+        pushed beside the embedding: so all names of the ``state_dict()`` are required.
+
+        Raises:
+            ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was copied then.
+        """
+        engine = self._open_engine()
+        given = checked_weights(weights, self._shapes, self._tied, tied_required=True)
+        pairs = [(name, tensor.detach()) for name, tensor in given.items()]
+        if self._tensor_parallel_size > 1:  # the workers are other processes: the tensors travel as bytes
+            pairs = [(name, tensor.cpu()) for name, tensor in pairs]
+        with self._lock:
+            self._wake_locked()
+            self._drop_abandoned()
+            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+            if not engine.has_unfinished_requests():
+                engine.reset_prefix_cache()
+            engine.set_weight_version(str(version))
+            self.version = version
+
+    def sleep(self) -> None:
+        """On CUDA, move the weights to the host and drop the cache; nothing on CPU, where vLLM cannot.
+
+        Raises:
+            RuntimeError: requests are running; they would be lost.
+        """
+        with self._lock:
+            engine = self._open_engine()
+            if self._on_cpu or self._asleep:
+                return
+            self._drop_abandoned()
+            if engine.has_unfinished_requests():
+                raise RuntimeError("The vLLM engine was asked to sleep while it samples; consume all groups first.")
+            engine.sleep(level=1)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`; sampling and pushing do it by themselves."""
+        with self._lock:
+            self._wake_locked()
+
+    def _wake_locked(self) -> None:
+        if self._asleep:
+            self._open_engine().wake_up()
+            self._asleep = False
+
+    def close(self) -> None:
+        """Shut vLLM down and free its memory; idempotent."""
+        if self._engine is None:
+            return
+        with self._lock, _process_state_restored():
+            self._engine.engine_core.shutdown()
+            self._engine = None
+            self._llm = None
+
+
+def _start(model_path: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
+    """Import vLLM and load the model."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if on_cpu:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut in pieces, which CPU generators
+        # do not support: the prefill of a prompt stays whole.
+        options |= {"enable_chunked_prefill": False, "block_size": _CPU_BLOCK_TOKENS}
+    else:
+        options |= {"enable_sleep_mode": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm import LLM
+
+        return LLM(
+            model_path,
+            skip_tokenizer_init=True,  # ids in, ids out
+            generation_config="vllm",  # else the model's folder adds stop tokens and sampling defaults of its own
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=True,
+            use_tqdm_on_load=False,
+            **options,
+        )
+
+
+@contextlib.contextmanager
+def _process_state_restored() -> Iterator[None]:
+    """vLLM reseeds every random generator and, on CPU, replaces ``torch.set_num_threads``: undo both."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    set_num_threads = torch.set_num_threads
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        torch.set_num_threads = set_num_threads
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)
+
+
+def _expected_weights(hf_config: Any, trust_remote_code: bool) -> tuple[dict[str, torch.Size], dict[str, str]]:
+    """Names and shapes of the model's ``state_dict()``, and its tied names, without allocating it."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}, tied_names(model)
+
+
+def _group_output(request: GroupRequest, output: Any) -> GroupOutput:
+    samples = [_sample(completion) for completion in sorted(output.outputs, key=lambda completion: completion.index)]
+    if len(samples) == 1:
+        samples = samples * request.num_samples
+    return GroupOutput(group_id=request.group_id, samples=tuple(samples))
+
+
+def _sample(completion: Any) -> Sample:
+    spans = completion.weight_versions
+    versions = [torch.full((span.end - span.start,), int(span.version), dtype=torch.int64) for span in spans]
+    return Sample(
+        token_ids=torch.tensor(completion.token_ids, dtype=torch.int64),
+        log_probs=torch.tensor(completion.logprobs.logprobs, dtype=torch.float32),
+        versions=torch.cat(versions),
+        truncated=completion.finish_reason == "length",
+    )

@@ -1,0 +1,174 @@
+"""Environments by name, with the keywords of TorchRL's where TorchRL has the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sota_grpo.envs.task_env import TaskEnv
+from sota_grpo.tasks import make_task
+from sota_grpo.tasks.dataset import SUFFIXES
+
+
+class GSM8KEnv(TaskEnv):
+    """GSM8K with the keywords of ``torchrl.envs.llm.GSM8KEnv``, in tokens mode; see :class:`TaskEnv` for its rows.
+
+    The siblings of a prompt always stand next to each other in one batch, whatever ``group_repeats``, and
+    ``batch_size_dl`` changes nothing, because the rows are held in memory. Another answer format, reward or system
+    prompt is a keyword of its own here.
+
+    Args:
+        dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
+        shuffle: a fresh order every epoch.
+        num_envs: dialogs at once, a multiple of ``repeats``.
+        repeats: group size; None is 1.
+        batch_size_dl: taken for compatibility, without effect.
+        seed: of the order; None draws one.
+        group_repeats: taken for compatibility, without effect.
+        tokenizer: must be given.
+        device: of the tensors.
+        template_kwargs: further arguments of the chat template.
+        apply_template: True insists that the tokenizer has a chat template; it is applied whenever there is one.
+        compute_reward: False leaves the reward to your own transforms.
+        collate_fn: not supported.
+        max_steps: 1.
+        input_mode: ``"tokens"``.
+        ray_backend: not supported.
+        dataloader_actor_name: not supported.
+        max_prompt_tokens: longest prompt allowed.
+        num_heldout: rows of a local file that are not trained on.
+        answer_format, format_weight, system_prompt: see :class:`sota_grpo.tasks.gsm8k.GSM8KTask`.
+
+    Raises:
+        ValueError: a value that cannot be honoured, in one sentence.
+        DatasetError: the dataset cannot be used.
+
+    Example::
+
+        env = GSM8KEnv(tokenizer=tokenizer, num_envs=16, repeats=8)
+        collector = LLMCollector(env, policy=wrapper, dialog_turns_per_batch=16)    # TorchRL's own
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: str = "openai/gsm8k",
+        shuffle: bool = True,
+        num_envs: int = 1,
+        repeats: int | None = None,
+        batch_size_dl: int = 1,
+        seed: int | None = None,
+        group_repeats: bool = False,
+        tokenizer: Any = None,
+        device: torch.device | str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        apply_template: bool | None = False,
+        compute_reward: bool = True,
+        collate_fn: Callable[..., Any] | None = None,
+        max_steps: int = 1,
+        input_mode: str = "tokens",
+        ray_backend: bool = False,
+        dataloader_actor_name: str | None = None,
+        max_prompt_tokens: int | None = None,
+        num_heldout: int = 512,
+        answer_format: str = "hash",
+        format_weight: float = 0.0,
+        system_prompt: str | None = None,
+    ):
+        _refuse("collate_fn", collate_fn, None, "the columns question and answer are read as they are")
+        _refuse("max_steps", max_steps, 1, "a problem is answered in one turn")
+        _refuse("input_mode", input_mode, "tokens", "ids that were sampled are never tokenised again")
+        _refuse("ray_backend", ray_backend, False, "every environment holds its rows itself")
+        _refuse("dataloader_actor_name", dataloader_actor_name, None, "there is no Ray actor")
+        _check_tokenizer(tokenizer, apply_template)
+        task = make_task(
+            "gsm8k",
+            **({"path": dataset} if Path(dataset).suffix in SUFFIXES else {"source": dataset}),
+            num_heldout=num_heldout,
+            answer_format=answer_format,
+            format_weight=format_weight,
+            system_prompt=system_prompt,
+        )
+        super().__init__(
+            task,
+            tokenizer,
+            num_envs=num_envs,
+            repeats=1 if repeats is None else repeats,
+            shuffle=shuffle,
+            seed=_seed(seed),
+            max_prompt_tokens=max_prompt_tokens,
+            compute_reward=compute_reward,
+            template_kwargs=template_kwargs,
+            device=device,
+        )
+
+
+class ArithmeticEnv(TaskEnv):
+    """The procedural word problems of :class:`sota_grpo.tasks.arithmetic.ArithmeticTask` as an environment.
+
+    Args:
+        tokenizer: must be given.
+        num_envs: dialogs at once, a multiple of ``repeats``.
+        repeats: group size; None is 1.
+        shuffle: a fresh order every epoch.
+        seed: of the problems and of their order; None draws one.
+        difficulty: most steps of a problem, 1 to 4.
+        num_train: number of problems.
+        max_prompt_tokens: longest prompt allowed.
+        compute_reward: False leaves the reward to your own transforms.
+        device: of the tensors.
+
+    Raises:
+        ValueError: see the task and :class:`TaskEnv`.
+
+    Example::
+
+        env = ArithmeticEnv(tokenizer=tokenizer, num_envs=16, repeats=8, difficulty=2)
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        num_envs: int = 1,
+        repeats: int | None = None,
+        shuffle: bool = True,
+        seed: int | None = None,
+        difficulty: int = 4,
+        num_train: int = 8192,
+        max_prompt_tokens: int | None = None,
+        compute_reward: bool = True,
+        device: torch.device | str | None = None,
+    ):
+        _check_tokenizer(tokenizer, apply_template=False)
+        seed = _seed(seed)
+        super().__init__(
+            make_task("arithmetic", seed=seed, num_train=num_train, max_steps=difficulty),
+            tokenizer,
+            num_envs=num_envs,
+            repeats=1 if repeats is None else repeats,
+            shuffle=shuffle,
+            seed=seed,
+            max_prompt_tokens=max_prompt_tokens,
+            compute_reward=compute_reward,
+            device=device,
+        )
+
+
+def _refuse(name: str, value: Any, only: Any, reason: str) -> None:
+    if value != only:
+        raise ValueError(f"{name}={value!r} is not supported, because {reason}; use {name}={only!r}.")
+
+
+def _check_tokenizer(tokenizer: Any, apply_template: bool | None) -> None:
+    if tokenizer is None:
+        raise ValueError("tokenizer=None, but the environment speaks token ids; give the policy's own tokenizer.")
+    if apply_template and not getattr(tokenizer, "chat_template", None):
+        raise ValueError("apply_template=True, but the tokenizer has no chat template; use apply_template=False.")
+
+
+def _seed(seed: int | None) -> int:
+    return int(torch.randint(2**31, ())) if seed is None else seed

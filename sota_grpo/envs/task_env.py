@@ -1,0 +1,213 @@
+"""Any task as a single-turn TorchRL environment that speaks token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from torchrl.data import Binary, Categorical, Composite, NonTensor, StackedComposite, Unbounded
+from torchrl.envs import EnvBase
+
+from sota_grpo import keys
+from sota_grpo.envs.rows import done_entries, prompt_rows, response_ids
+from sota_grpo.envs.stream import PromptStream
+from sota_grpo.errors import UserError
+from sota_grpo.records import Example, Score
+from sota_grpo.tasks.base import Task
+from sota_grpo.transforms import ScoreResponse
+
+_DRAWN = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.GROUP_ID, keys.SAMPLE_ID)  # written by reset, kept by step
+
+
+class TaskEnv(EnvBase):
+    """Reset draws prompts, the policy answers each with tokens, step grades the answers; then all rows are done.
+
+    ``batch_size=[num_envs]``, rows lazily stacked and ragged. Reset writes ``query``, ``answer``, ``extra``,
+    ``group_id``, ``sample_id`` and ``tokens.prompt`` for ``num_envs / repeats`` prompts, the ``repeats`` siblings of
+    each next to each other. Step reads ``tokens.response`` (or ``tokens.full``) and writes the reward, its terms,
+    ``success``, ``reward_error``, ``done``, ``terminated`` and ``truncated``. Text is decoded for grading only, never
+    tokenised again.
+
+    Here TorchRL's wrappers do not say why a response ended, so it counts as truncated when it does not end in the
+    tokenizer's EOS; where padding *is* EOS the wrappers strip it, and no response counts as truncated.
+
+    Args:
+        task: examples, chat and score.
+        tokenizer: with ``apply_chat_template``; without a chat template the turns are joined by blank lines.
+        num_envs: dialogs at once, a multiple of ``repeats``.
+        repeats: group size.
+        shuffle, seed: of the :class:`PromptStream` over ``task.train``.
+        max_prompt_tokens: longest prompt allowed; None allows any.
+        compute_reward: False grades nothing and leaves the reward to your own transforms.
+        template_kwargs: further arguments of ``apply_chat_template``.
+        device: of the tensors.
+
+    Raises:
+        ValueError: ``num_envs`` is not a multiple of ``repeats``.
+        UserError: a prompt is longer than ``max_prompt_tokens``.
+
+    Example::
+
+        env = TaskEnv(make_task("arithmetic"), tokenizer, num_envs=16, repeats=8)
+        rows = env.rollout(max_steps=1, policy=policy)      # policy reads tokens.prompt, writes tokens.response
+    """
+
+    batch_locked = True
+    input_mode = "tokens"  # read by TorchRL's reward transforms
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: Any,
+        *,
+        num_envs: int = 1,
+        repeats: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        max_prompt_tokens: int | None = None,
+        compute_reward: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
+    ):
+        if repeats < 1 or num_envs < 1 or num_envs % repeats:
+            fix = max(1, num_envs // max(1, repeats)) * max(1, repeats)
+            raise ValueError(
+                f"num_envs={num_envs} is not divisible by the group size repeats={repeats}; use num_envs={fix}."
+            )
+        super().__init__(device=device, batch_size=(num_envs,))
+        self.task, self.tokenizer, self.repeats = task, tokenizer, repeats
+        self.stream = PromptStream(task.train, seed=seed, shuffle=shuffle)
+        self.max_prompt_tokens, self.compute_reward = max_prompt_tokens, compute_reward
+        self.template_kwargs = dict(template_kwargs or {})
+        self._scorer = ScoreResponse(task.score, task.term_weights)
+        self._prompt_ids: dict[tuple[str, str], tuple[int, ...]] = {}
+        self._make_specs()
+
+    def prompt_ids(self, example: Example) -> tuple[int, ...]:
+        """The templated prompt of ``example`` as token ids, tokenised once.
+
+        Raises:
+            UserError: it is longer than ``max_prompt_tokens``.
+        """
+        key = (example.query, json.dumps(dict(example.extra), sort_keys=True))
+        ids = self._prompt_ids.get(key)
+        if ids is None:
+            ids = self._prompt_ids[key] = self._tokenise(self.task.messages(example))
+        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
+            raise UserError(
+                f"the prompt of {example.query[:60]!r} has {len(ids)} tokens and at most {self.max_prompt_tokens} fit; "
+                f"raise inference_model.max_model_len to {len(ids) + 1} or more, or take the problem out."
+            )
+        return ids
+
+    def _tokenise(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        if getattr(self.tokenizer, "chat_template", None):
+            encoded = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_kwargs
+            )
+        else:
+            encoded = self.tokenizer("".join(f"{message['content']}\n\n" for message in messages))
+        return tuple(encoded["input_ids"])
+
+    def check_prompts(self) -> int:
+        """Tokenise every prompt of the task before training starts; the longest, in tokens.
+
+        Raises:
+            UserError: one is longer than ``max_prompt_tokens``.
+        """
+        return max(len(self.prompt_ids(example)) for part in (self.task.train, self.task.heldout) for example in part)
+
+    def decode(self, token_ids: torch.Tensor) -> str:
+        """The text that the grader reads: special tokens left out."""
+        return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+
+    def score_ids(self, token_ids: torch.Tensor, example: Example) -> Score:
+        """Grade one response ``[R]`` outside the rows (evaluation)."""
+        return self.task.score(self.decode(token_ids), example)
+
+    def grade(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+        """Finished rows with their reward, terms, ``success`` and ``reward_error`` written in place."""
+        self._scorer(lazy_stack(list(rows)))
+        return list(rows)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        chosen = None if tensordict is None else tensordict.get("_reset", None)
+        if chosen is not None and not chosen.all():
+            raise ValueError(
+                f"{int(chosen.sum())} of {chosen.numel()} rows were asked to reset; a single-turn env resets them all."
+            )
+        rows = []
+        for group_id, example in self.stream.draw(self.batch_size[0] // self.repeats):
+            rows += prompt_rows(group_id, example, self.prompt_ids(example), self.repeats)
+        for row in rows:
+            prompt = row.get(keys.PROMPT_TOKENS)
+            row.set(keys.ATTENTION_MASK, torch.ones_like(prompt, dtype=torch.bool))  # replaces the last response's
+        return self._stack(rows)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        rows = [self._finish(row) for row in tensordict.unbind(0)]
+        if self.compute_reward:
+            self.grade(rows)
+        return self._stack([row.get("next") for row in rows])
+
+    def _stack(self, rows: list[TensorDictBase]) -> LazyStackedTensorDict:
+        stacked = lazy_stack(rows)
+        return stacked if self.device is None else stacked.to(self.device)
+
+    def _finish(self, row: TensorDictBase) -> TensorDictBase:
+        """The row as its grader needs it, with the observation and the end of the dialog under ``next``."""
+        response = response_ids(row)
+        drawn = {key: row.get(key) for key in _DRAWN}
+        full = torch.cat([row.get(keys.PROMPT_TOKENS), response])
+        after = {
+            **drawn,
+            "tokens": {"prompt": full},
+            "masks": {"all_attention_mask": torch.ones_like(full, dtype=torch.bool)},
+            **done_entries(self._truncated(response)),
+        }
+        return TensorDict({**drawn, "text": {"response": self.decode(response)}, "next": after}, batch_size=[])
+
+    def _truncated(self, response: torch.Tensor) -> bool:
+        eos = self.tokenizer.eos_token_id
+        if eos == self.tokenizer.pad_token_id:
+            return False
+        return not response.numel() or int(response[-1]) != eos
+
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is not None:
+            self.stream.reseed(seed)
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """Zeros in the shape of the specs; lazily stacked as the real rows are, for these have no common length."""
+        return super().fake_tensordict().to_lazystack(0)
+
+    def _make_specs(self) -> None:
+        shape, device = self.batch_size, self.device
+        column = torch.Size((*shape, 1))
+        text = NonTensor(shape=shape, example_data="text", device=device)
+        index = Unbounded(shape=shape, dtype=torch.int64, device=device)
+        self.observation_spec = self._group(
+            **{key: text.clone() for key in _DRAWN[:3]},
+            **{key: index.clone() for key in _DRAWN[3:]},
+            tokens=self._ragged(prompt=Unbounded(shape=(-1,), dtype=torch.int64, device=device)),
+            masks=self._ragged(all_attention_mask=Unbounded(shape=(-1,), dtype=torch.bool, device=device)),
+        )
+        response = Categorical(len(self.tokenizer), shape=(-1,), dtype=torch.int64, device=device)
+        self.action_spec = self._group(tokens=self._ragged(response=response))
+        flag = Binary(n=1, shape=column, dtype=torch.bool, device=device)
+        self.done_spec = self._group(done=flag.clone(), terminated=flag.clone(), truncated=flag.clone())
+        amount = Unbounded(shape=column, dtype=torch.float32, device=device)
+        terms = self._group(**{name: amount.clone() for name in self.task.term_weights})
+        graded = {"reward": amount, "reward_terms": terms, "success": flag.clone(), "reward_error": flag.clone()}
+        self.reward_spec = self._group(**(graded if self.compute_reward else {}))
+
+    def _group(self, **entries: Any) -> Composite:
+        return Composite(entries, shape=self.batch_size, device=self.device)
+
+    def _ragged(self, **entries: Any) -> StackedComposite:
+        """One spec per row: rows of different lengths have no common tensor that one spec could describe."""
+        row = Composite(entries, device=self.device)
+        return StackedComposite(*(row.clone() for _ in range(self.batch_size[0])), dim=0)

@@ -1,0 +1,178 @@
+"""One contract, every engine: what a collector may rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from sota_grpo.engines import Engine, make_engine
+from sota_grpo.records import GroupRequest, Sampling
+from tests.engine_rigs import (
+    CONTEXT,
+    EOS,
+    PAD,
+    VOCAB,
+    changed_weights,
+    generate,
+    ragged_requests,
+    tiny_model,
+    token_lists,
+)
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+MODEL = tiny_model()
+SAMPLING = Sampling(max_tokens=40)
+
+
+@pytest.fixture(
+    scope="module", params=["scripted", "transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])]
+)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder: Path = tmp_path_factory.mktemp("model")
+    MODEL.save_pretrained(folder)
+    engine = make_engine(
+        request.param,
+        model=MODEL,
+        model_path=str(folder),
+        eos_token_ids=[EOS],
+        pad_token_id=PAD,
+        dtype="float32",
+        device="cpu",
+    )
+    yield engine
+    engine.close()
+    engine.close()
+
+
+def test_it_is_an_engine_with_the_models_context(engine: Engine):
+    assert isinstance(engine, Engine)
+    assert engine.max_model_len == CONTEXT
+
+
+def test_every_group_comes_out_once_with_all_its_samples(engine: Engine):
+    requests = [*ragged_requests(4, 3), GroupRequest(group_id=7, prompt_ids=(5,), num_samples=1, seed=3)]
+    outputs = generate(engine, requests, SAMPLING)
+    assert {group: len(output.samples) for group, output in outputs.items()} == {100: 3, 101: 3, 102: 3, 103: 3, 7: 1}
+
+
+def test_samples_carry_ids_log_probs_and_versions_of_one_length(engine: Engine):
+    for output in generate(engine, ragged_requests(), SAMPLING).values():
+        for sample in output.samples:
+            length = len(sample.token_ids)
+            assert 1 <= length <= SAMPLING.max_tokens
+            assert sample.token_ids.dtype == torch.int64
+            assert int(sample.token_ids.min()) >= 0
+            assert int(sample.token_ids.max()) < VOCAB
+            assert sample.log_probs.shape == sample.versions.shape == (length,)
+            assert sample.log_probs.dtype == torch.float32
+            assert sample.log_probs.isfinite().all()
+            assert (sample.log_probs <= 0).all()
+            assert (sample.versions == engine.version).all()
+
+
+def test_samples_can_enter_autograd(engine: Engine):
+    (output,) = generate(engine, ragged_requests(1, 1), SAMPLING).values()
+    behaviour = output.samples[0].log_probs
+    current = behaviour.clone().requires_grad_()
+    ((current - behaviour).exp() * behaviour).sum().backward()
+    assert torch.equal(current.grad, behaviour)
+
+
+def test_truncated_says_whether_the_engine_stopped_for_length(engine: Engine):
+    outputs = generate(engine, ragged_requests(8, 4, seed=0), SAMPLING)
+    samples = [sample for output in outputs.values() for sample in output.samples]
+    for sample in samples:
+        assert EOS not in sample.token_ids[:-1]
+        assert sample.truncated == (int(sample.token_ids[-1]) != EOS)
+        assert not sample.truncated or len(sample.token_ids) == SAMPLING.max_tokens
+    assert {sample.truncated for sample in samples} == {True, False}
+
+
+def test_ignore_eos_samples_to_the_limit(engine: Engine):
+    outputs = generate(engine, ragged_requests(), Sampling(max_tokens=60, ignore_eos=True))
+    for output in outputs.values():
+        assert [len(sample.token_ids) for sample in output.samples] == [60] * 4
+        assert all(sample.truncated for sample in output.samples)
+
+
+def test_equal_calls_give_equal_samples_and_siblings_differ(engine: Engine):
+    requests = ragged_requests()
+    first, second = (generate(engine, requests, SAMPLING) for _ in range(2))
+    assert token_lists(first) == token_lists(second)
+    for group, output in first.items():
+        for a, b in zip(output.samples, second[group].samples):
+            # vLLM may read from its prompt cache what it computed the first time: equal up to rounding
+            tolerance = 1e-5 if engine.name == "vllm" else 0.0
+            torch.testing.assert_close(a.log_probs, b.log_probs, rtol=0.0, atol=tolerance)
+        assert len({tuple(sample.token_ids.tolist()) for sample in output.samples}) == len(output.samples)
+
+
+def test_another_seed_gives_other_samples(engine: Engine):
+    prompt = (5, 6, 7)
+    requests = [GroupRequest(group_id=i, prompt_ids=prompt, num_samples=2, seed=i) for i in range(2)]
+    tokens = token_lists(generate(engine, requests, SAMPLING))
+    assert tokens[0] != tokens[1]
+
+
+def test_greedy_siblings_are_equal_whatever_their_seed(engine: Engine):
+    sampling = Sampling(max_tokens=20, temperature=0.0)
+    requests = [GroupRequest(group_id=0, prompt_ids=(5, 6, 7), num_samples=3, seed=11)]
+    (samples,) = token_lists(generate(engine, requests, sampling)).values()
+    assert samples[0] == samples[1] == samples[2]
+
+
+def test_a_prompt_that_fills_the_context_is_refused_before_anything_is_sampled(engine: Engine):
+    long = GroupRequest(group_id=9, prompt_ids=(5,) * CONTEXT, num_samples=1, seed=0)
+    with pytest.raises(ValueError, match=rf"group 9 has {CONTEXT} tokens .* max_model_len={CONTEXT}"):
+        engine.generate([*ragged_requests(), long], SAMPLING)
+
+
+def test_the_context_cuts_a_response(engine: Engine):
+    request = GroupRequest(group_id=0, prompt_ids=(5,) * (CONTEXT - 3), num_samples=2, seed=0)
+    (output,) = generate(engine, [request], Sampling(max_tokens=50, ignore_eos=True)).values()
+    assert [len(sample.token_ids) for sample in output.samples] == [3, 3]
+    assert all(sample.truncated for sample in output.samples)
+
+
+def test_a_push_changes_the_samples_and_their_version(engine: Engine):
+    requests = ragged_requests()
+    before = generate(engine, requests, SAMPLING)
+    version = engine.version + 1
+    engine.update_weights(iter(changed_weights(MODEL).items()), version)
+    assert engine.version == version
+    after = generate(engine, requests, SAMPLING)
+    assert token_lists(after) != token_lists(before)
+    assert {int(v) for output in after.values() for s in output.samples for v in s.versions} == {version}
+    engine.update_weights(MODEL.state_dict().items(), version + 1)
+
+
+def test_a_push_is_a_copy(engine: Engine):
+    weights = changed_weights(MODEL)
+    engine.update_weights(weights.items(), engine.version + 1)
+    requests = ragged_requests()
+    before = generate(engine, requests, SAMPLING)
+    for tensor in weights.values():
+        tensor.zero_()
+    assert token_lists(generate(engine, requests, SAMPLING)) == token_lists(before)
+    engine.update_weights(MODEL.state_dict().items(), engine.version + 1)
+
+
+def test_a_consumer_may_stop_early(engine: Engine):
+    requests = ragged_requests()
+    expected = token_lists(generate(engine, requests, SAMPLING))
+    stream = iter(engine.generate(requests, SAMPLING))
+    next(stream)
+    del stream
+    assert token_lists(generate(engine, requests, SAMPLING)) == expected
+
+
+def test_it_samples_the_same_after_sleep_and_wake(engine: Engine):
+    requests = ragged_requests()
+    expected = token_lists(generate(engine, requests, SAMPLING))
+    engine.sleep()
+    engine.wake()
+    assert token_lists(generate(engine, requests, SAMPLING)) == expected

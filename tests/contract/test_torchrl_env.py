@@ -1,0 +1,138 @@
+"""Our environments inside TorchRL's own ``LLMCollector`` with its ``TransformersWrapper``."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.modules.llm import TransformersWrapper
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from sota_grpo import keys
+from sota_grpo.envs import ArithmeticEnv, TaskEnv, complete_rows
+from tests.unit.test_envs import char_tokenizer
+
+SEED = random.SystemRandom().randrange(1 << 30)
+NUM_ENVS, REPEATS, MAX_TOKENS = 6, 3, 5
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen2ForCausalLM:
+    torch.manual_seed(SEED)
+    config = Qwen2Config(
+        vocab_size=len(char_tokenizer()), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=512,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    return model
+
+
+def make_env() -> TaskEnv:
+    return ArithmeticEnv(tokenizer=char_tokenizer(), num_envs=NUM_ENVS, repeats=REPEATS, seed=SEED, num_train=16)
+
+
+def make_policy(model: Qwen2ForCausalLM) -> TransformersWrapper:
+    return TransformersWrapper(
+        model,
+        tokenizer=char_tokenizer(),
+        input_mode="tokens",
+        generate=True,
+        # the wrapper strips padding tokens from a response, so the policy must not sample them
+        generate_kwargs={"max_new_tokens": MAX_TOKENS, "do_sample": True, "suppress_tokens": [0]},
+        pad_output=False,
+    )
+
+
+def log_probs_of(model: Qwen2ForCausalLM, row: TensorDictBase) -> torch.Tensor:
+    """Of the response tokens, alone and unpadded, over the tokens that the policy may sample."""
+    full, split = row[keys.FULL_TOKENS], row[keys.PROMPT_TOKENS].shape[0]
+    with torch.no_grad():
+        logits = model(full[None]).logits[0, split - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, full[split:, None])[:, 0]
+
+
+def assert_rows_are_graded_groups(env: TaskEnv, rows: list[TensorDictBase]) -> None:
+    groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row["group_id"].item())]
+    assert [len(group) for group in groups] == [REPEATS] * len(groups)
+    for group in groups:
+        assert [row["sample_id"].item() for row in group] == list(range(REPEATS))
+        assert len({row["query"] for row in group}) == 1
+    examples = {example.query: example for example in env.task.train}
+    for row in rows:
+        example, response = examples[row["query"]], row[keys.RESPONSE_TOKENS]
+        assert row[keys.PROMPT_TOKENS].tolist() == list(env.prompt_ids(example))
+        assert row[keys.FULL_TOKENS].tolist() == [*env.prompt_ids(example), *response.tolist()]
+        assert row[keys.REWARD].tolist() == [float(env.score_ids(response, example).success)]
+        assert row[keys.DONE].item()
+        assert row[keys.TRUNCATED].item() == (response[-1].item() != env.tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"flatten_data": True}, {"yield_completed_trajectories": True}, {"track_policy_version": True}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_collector_yields_graded_groups(model: Qwen2ForCausalLM, options: dict) -> None:
+    env = make_env()
+    collector = LLMCollector(
+        env, policy=make_policy(model), dialog_turns_per_batch=NUM_ENVS, total_dialog_turns=3 * NUM_ENVS, **options
+    )
+    rows = [row for batch in collector for row in batch.reshape(-1).unbind(0)]
+    collector.shutdown()
+    assert len(rows) == 3 * NUM_ENVS
+    assert len({row["group_id"].item() for row in rows}) == 3 * NUM_ENVS // REPEATS
+    assert_rows_are_graded_groups(env, rows)
+
+
+def test_completed_rows_carry_the_log_probs_of_each_step(model: Qwen2ForCausalLM) -> None:
+    """Also in later steps, so nothing of the step before (its masks above all) reaches the policy."""
+    collector = LLMCollector(
+        make_env(), policy=make_policy(model), dialog_turns_per_batch=NUM_ENVS, total_dialog_turns=3 * NUM_ENVS,
+        flatten_data=True, postproc=complete_rows,
+    )  # fmt: skip
+    for batch in collector:
+        for row in batch.unbind(0):
+            split = row[keys.PROMPT_TOKENS].shape[0]
+            assert row[keys.ASSISTANT_MASK].nonzero()[0].item() == split
+            # torchrl 0.14.1's wrapper overwrites the first response token's log-prob with 0 (_log_probs_generate)
+            found, expected = row[keys.LOG_PROBS][split + 1 :], log_probs_of(model, row)[1:]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    collector.shutdown()
+
+
+def test_a_right_answer_is_rewarded() -> None:
+    """A policy of TorchRL's keys that knows the answers earns the full reward through the collector."""
+    env = make_env()
+
+    def oracle(tensordict: TensorDictBase) -> TensorDictBase:
+        for row in tensordict.unbind(0):
+            answer = [*env.tokenizer(row["answer"])["input_ids"], env.tokenizer.eos_token_id]
+            row.set(keys.RESPONSE_TOKENS, torch.tensor(answer))
+        return tensordict
+
+    collector = LLMCollector(env, policy=oracle, dialog_turns_per_batch=NUM_ENVS, total_dialog_turns=NUM_ENVS)
+    batch = next(iter(collector))
+    collector.shutdown()
+    assert batch[keys.REWARD].flatten().tolist() == [1.0] * NUM_ENVS
+
+
+def test_collector_fills_a_replay_buffer(model: Qwen2ForCausalLM) -> None:
+    buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=4)
+    collector = LLMCollector(
+        make_env(), policy=make_policy(model), dialog_turns_per_batch=NUM_ENVS, total_dialog_turns=2 * NUM_ENVS,
+        replay_buffer=buffer,
+    )  # fmt: skip
+    for _ in collector:
+        pass
+    collector.shutdown()
+    assert len(buffer) == 2 * NUM_ENVS
+    assert all(keys.REWARD in row.keys(True) for row in buffer.sample().unbind(0))

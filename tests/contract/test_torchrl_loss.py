@@ -1,0 +1,152 @@
+"""TorchRL and this package read each other's batches, losses and transforms alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch import nn
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
+
+from sota_grpo import keys
+from sota_grpo.collate import pad_rows, set_loss_weights
+from sota_grpo.objectives import GRPOLoss
+from sota_grpo.transforms import GroupAdvantage
+from tests.builders import ModelActor, generator, random_row, random_rows, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return tiny_model()
+
+
+def wrapper(model: nn.Module, **options) -> TransformersWrapper:
+    return TransformersWrapper(
+        model, tokenizer=tiny_tokenizer(), input_mode="tokens", generate=False, **{"pad_output": True} | options
+    )
+
+
+def rows_of(model: nn.Module, shapes: list[tuple[int, int]]) -> list[TensorDict]:
+    """Rows whose behaviour, reference and current log-probs lie near each other, as after one update."""
+    stream = generator()
+    rows = [random_row(stream, p, r, index=i).exclude("proximal_log_probs") for i, (p, r) in enumerate(shapes)]
+    padded = pad_rows(rows, pad_token_id=0)
+    with torch.no_grad():
+        current = ModelActor(model)(padded.copy())[keys.LOG_PROBS]
+    for row, values in zip(rows, current, strict=True):
+        mask = row[keys.ASSISTANT_MASK]
+        for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS):
+            noise = 0.3 * torch.randn(len(mask), generator=stream)
+            row.set(key, torch.where(mask, values[: len(mask)] + noise, 0.0))
+    return rows
+
+
+def gradient(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+EQUAL_LENGTHS = [(3, 5)] * 6
+RAGGED = [(1, 6), (4, 2), (2, 2), (3, 5), (1, 1), (2, 4)]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
+@pytest.mark.parametrize("masking_strategy", ["sft", "rlhf"])
+@pytest.mark.parametrize("clip_epsilon", [0.2, (0.1, 0.3)])
+def test_loss_objective_equals_torchrls_on_an_unpadded_batch(
+    model, aggregation, masking_strategy, clip_epsilon
+) -> None:
+    batch = lazy_stack(rows_of(model, EQUAL_LENGTHS), 0)
+    options = {
+        "aggregation": aggregation,
+        "masking_strategy": masking_strategy,
+        "clip_epsilon": clip_epsilon,
+        "entropy_bonus": False,
+    }
+    theirs = TorchRLGRPOLoss(wrapper(model), **options)(batch.clone()).loss_objective
+    ours = GRPOLoss(wrapper(model), **options)(batch.clone()).loss_objective
+    assert ours.item() == pytest.approx(theirs.mean().item(), rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(gradient(model, ours), gradient(model, theirs.mean()), rtol=1e-4, atol=1e-6)
+
+
+def test_entropy_loss_and_ess_equal_torchrls(model) -> None:
+    batch = lazy_stack(rows_of(model, EQUAL_LENGTHS), 0)
+    options = {"entropy_bonus": True, "entropy_coeff": 0.05}
+    theirs = TorchRLGRPOLoss(wrapper(model), **options)(batch.clone())
+    ours = GRPOLoss(wrapper(model), **options)(batch.clone())
+    assert ours.loss_entropy.item() == pytest.approx(theirs.loss_entropy.item(), rel=1e-5)
+    assert ours.ESS.item() == pytest.approx(theirs.ESS.item(), rel=1e-5)
+
+
+def test_kl_to_ref_is_over_trained_tokens_where_torchrl_averages_over_prompts_too(model) -> None:
+    """TorchRL divides the sum over the 6 * 5 response tokens by all 6 * 8 tokens; ours is a mean over the trained."""
+    batch = lazy_stack(rows_of(model, EQUAL_LENGTHS), 0)
+    options = {"entropy_bonus": False, "kl_to_ref_coeff": 0.1}
+    theirs = TorchRLGRPOLoss(wrapper(model), **options)(batch.clone())
+    ours = GRPOLoss(wrapper(model), **options)(batch.clone())
+    assert ours.loss_kl_to_ref.item() == pytest.approx(theirs.loss_kl_to_ref.item() * 8 / 5, rel=1e-4)
+
+
+@pytest.mark.parametrize("pad_output", [True, False])
+@pytest.mark.parametrize("dense", [True, False])
+def test_ragged_rows_through_a_wrapper_equal_the_plain_policy(model, pad_output, dense) -> None:
+    """Unequal prompts and responses: every way into the loss gives one value and one gradient."""
+    rows = set_loss_weights(rows_of(model, RAGGED), "sequence")
+    plain = GRPOLoss(ModelActor(model), entropy_bonus=False, kl_to_ref_coeff=0.1)(pad_rows(rows, pad_token_id=0))
+    batch = pad_rows(rows, pad_token_id=0) if dense else lazy_stack(rows, 0)
+    wrapped = GRPOLoss(wrapper(model, pad_output=pad_output), entropy_bonus=False, kl_to_ref_coeff=0.1)(batch)
+    for name in ("loss_objective", "loss_kl_to_ref"):
+        torch.testing.assert_close(wrapped.get(name), plain.get(name), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        gradient(model, wrapped.loss_objective), gradient(model, plain.loss_objective), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_torchrls_loss_consumes_our_rows_and_our_padded_batch(model) -> None:
+    rows = rows_of(model, EQUAL_LENGTHS)
+    for batch in (lazy_stack(rows, 0), pad_rows(rows, pad_token_id=0)):
+        theirs = TorchRLGRPOLoss(wrapper(model), entropy_bonus=False)(batch).loss_objective
+        ours = GRPOLoss(ModelActor(model), entropy_bonus=False)(pad_rows(rows, pad_token_id=0)).loss_objective
+        assert theirs.item() == pytest.approx(ours.item(), rel=1e-5, abs=1e-6)
+
+
+def test_torchrls_loss_consumes_our_ragged_padded_batch(model) -> None:
+    rows = rows_of(model, RAGGED)
+    theirs = TorchRLGRPOLoss(wrapper(model), entropy_bonus=False)(pad_rows(rows, pad_token_id=0)).loss_objective
+    ours = GRPOLoss(ModelActor(model), entropy_bonus=False)(pad_rows(rows, pad_token_id=0)).loss_objective
+    assert theirs.item() == pytest.approx(ours.item(), rel=1e-5, abs=1e-6)
+
+
+def test_group_advantage_is_a_replay_buffer_transform() -> None:
+    """``extend`` sees whole groups and computes; sampling part of a group changes nothing."""
+    rows = [row.exclude("advantage") for row in random_rows(generator(), 16, group_size=4)]
+    expected = GroupAdvantage()(lazy_stack([row.clone() for row in rows], 0))["advantage"].flatten().tolist()
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(16),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=3,
+        transform=GroupAdvantage(group_size=4),
+    )
+    buffer.extend(lazy_stack(rows[:8], 0))
+    buffer.extend(lazy_stack(rows[8:], 0))
+    seen = {}
+    for _ in range(5):
+        for row in buffer.sample().unbind(0):
+            seen[4 * row["group_id"].item() + row["sample_id"].item()] = row["advantage"].item()
+    assert len(seen) == 15
+    assert all(value == pytest.approx(expected[index]) for index, value in seen.items())
+
+
+def test_replay_buffer_rows_train(model) -> None:
+    """Rows written through the buffer, sampled and split, give a finite gradient."""
+    rows = [row.exclude("advantage") for row in rows_of(model, RAGGED)]
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=GroupAdvantage(group_size=2), batch_size=4)
+    buffer.extend(lazy_stack(rows, 0))
+    batch = set_loss_weights(buffer.sample(), "token")
+    grad = gradient(model, GRPOLoss(ModelActor(model), entropy_bonus=False)(batch).loss_objective)
+    assert grad.isfinite().all()
+    assert grad.any()

@@ -1,0 +1,163 @@
+"""The shipped presets and TRL's GRPOTrainer compute one loss and one gradient from the same batch.
+
+TRL's ``_compute_loss`` is called as its training loop calls it, on the whole batch of an optimizer step at once. Where
+the conventions of the two differ:
+
+- ``cispo``: TRL's ``epsilon_high`` is the bound of the ratio itself, ours, as everywhere, its distance from 1. So our
+  ``clip_high=4`` is TRL's ``epsilon_high=5``, the value that its documentation recommends.
+- ``gspo``: TRL differentiates the sequence ratio as it stands, ours is GSPO's token form. Under the preset's
+  aggregation, where the tokens of a row share one advantage and one weight, the gradients are equal, as shown here.
+- ``beta > 0``: TRL 1.16 multiplies k3 by the importance ratio, with its gradient, unless ``use_bias_correction_kl`` is
+  False (GRPO's paper, eq. 3 and 4, and ours). What that buys, the gradient of KL(policy, reference) in place of that of
+  KL(reference, policy), is our ``kl_estimator="k2"``: equal on the first use of a batch, shown below.
+- Splits: TRL averages ``grpo`` and ``dr_grpo`` per micro-batch and divides by the number of micro-batches, which equals
+  the whole step only if all micro-batches hold equally many rows; under ``dapo`` and ``cispo`` it divides by the tokens
+  of the whole *generation* batch over the number of steps, an average that no single step has. Ours is exact for any
+  split (tests/unit/test_objectives.py), so the comparison is made on whole steps.
+- Advantages are an input here. TRL's are ``(r - mean) / (std + 1e-4)``, ours have 1e-6 and exact zeros.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+
+from sota_grpo import keys
+from sota_grpo.collate import pad_rows, set_loss_weights
+from sota_grpo.config import AlgorithmConfig
+from sota_grpo.objectives import GRPOLoss
+from tests.builders import ModelActor, generator, random_rows, tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.bench
+trl = pytest.importorskip("trl", reason="TRL is a benchmark-only dependency: pip install sota-grpo[bench]")
+
+PRESETS = Path(__file__).resolve().parents[2] / "config" / "algorithm"
+MAX_RESPONSE_TOKENS = 9
+TRL_LOSS_TYPE = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "gspo": "grpo", "cispo": "cispo"}
+# how far the policy moved, so that a good part of the tokens is clipped under each preset's width
+DRIFT = {"grpo": 0.3, "dr_grpo": 0.3, "dapo": 0.3, "gspo": 2e-3, "cispo": 1.5}
+
+
+def preset(name: str) -> AlgorithmConfig:
+    return OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), OmegaConf.load(PRESETS / f"{name}.yaml"))
+
+
+def trainer_for(name: str, algorithm: AlgorithmConfig, model, beta: float, tmp_path: Path, **options):
+    """TRL's trainer on the tiny model; beta is set afterwards, as it would load a reference model from the hub."""
+    from datasets import Dataset
+
+    bound = algorithm.clip_high + (1 if name == "cispo" else 0)
+    args = trl.GRPOConfig(
+        output_dir=str(tmp_path),
+        loss_type=TRL_LOSS_TYPE[name],
+        epsilon=algorithm.clip_low,
+        epsilon_high=bound,
+        importance_sampling_level=algorithm.ratio,
+        max_completion_length=MAX_RESPONSE_TOKENS,
+        beta=0.0,
+        num_generations=2,
+        per_device_train_batch_size=2,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        **options,
+    )
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["w3"]}),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.beta = beta
+    return trainer
+
+
+def rows_near(model, name: str) -> list[TensorDict]:
+    """Ragged rows whose behaviour log-probs are a drift away from the model's own."""
+    stream = generator()
+    rows = [row.exclude("proximal_log_probs") for row in random_rows(stream, 24)]
+    with torch.no_grad():
+        current = ModelActor(model)(pad_rows(rows, pad_token_id=0))[keys.LOG_PROBS]
+    for row, values in zip(rows, current, strict=True):
+        mask = row[keys.ASSISTANT_MASK]
+        for key, scale in ((keys.LOG_PROBS, DRIFT[name]), (keys.REF_LOG_PROBS, 0.4)):
+            noise = scale * torch.randn(len(mask), generator=stream)
+            row.set(key, torch.where(mask, values[: len(mask)] + noise, 0.0))
+    return rows
+
+
+def trl_inputs(rows: list[TensorDict]) -> dict[str, torch.Tensor]:
+    """Prompts padded on the left, completions on the right."""
+
+    def pad(values: list[torch.Tensor], side: str) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_side=side)
+
+    masks = [row[keys.ASSISTANT_MASK] for row in rows]
+
+    def completion(key) -> torch.Tensor:
+        return pad([row[key][mask] for row, mask in zip(rows, masks, strict=True)], "right")
+
+    prompts = [row[keys.FULL_TOKENS][~mask] for row, mask in zip(rows, masks, strict=True)]
+    return {
+        "prompt_ids": pad(prompts, "left"),
+        "prompt_mask": pad([torch.ones_like(prompt) for prompt in prompts], "left"),
+        "completion_ids": completion(keys.FULL_TOKENS),
+        "completion_mask": completion(keys.ASSISTANT_MASK).long(),
+        "old_per_token_logps": completion(keys.LOG_PROBS),
+        "ref_per_token_logps": completion(keys.REF_LOG_PROBS),
+        "advantages": torch.stack([row["advantage"].flatten()[0] for row in rows]),
+        "num_items_in_batch": torch.stack([mask.sum() for mask in masks]).sum(),
+    }
+
+
+def value_and_gradient(model, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("name", list(TRL_LOSS_TYPE))
+def test_preset_equals_trl_in_loss_and_gradient(name, beta, tmp_path) -> None:
+    model, algorithm = tiny_model(), preset(name)
+    rows = set_loss_weights(rows_near(model, name), algorithm.aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
+    ours = GRPOLoss(
+        ModelActor(model),
+        objective=algorithm.objective,
+        ratio=algorithm.ratio,
+        clip_epsilon=(algorithm.clip_low, algorithm.clip_high),
+        dual_clip=algorithm.dual_clip,
+        kl_estimator=algorithm.kl_estimator,
+        kl_to_ref_coeff=beta,
+        entropy_bonus=False,
+    )(pad_rows(rows, pad_token_id=0))
+    assert 0 < ours.clip_fraction < 1, "a batch without clipped tokens would not tell the clips apart"
+    total = ours.loss_objective + (ours.loss_kl_to_ref if beta else 0.0)
+    trainer = trainer_for(name, algorithm, model, beta, tmp_path, use_bias_correction_kl=False)
+    model.eval()
+    value, grad = value_and_gradient(model, total)
+    their_value, their_grad = value_and_gradient(model, trainer._compute_loss(model, trl_inputs(rows)))
+    torch.testing.assert_close(value, their_value, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad, their_grad, rtol=1e-5, atol=1e-5)
+
+
+def test_k2_has_the_gradient_of_trls_ratio_weighted_k3_on_the_first_use(tmp_path) -> None:
+    model, algorithm = tiny_model(), preset("grpo")
+    rows = set_loss_weights(rows_near(model, "grpo"), "sequence")
+    batch = pad_rows(rows, pad_token_id=0)
+    with torch.no_grad():
+        batch.set(keys.LOG_PROBS, ModelActor(model)(batch.copy())[keys.LOG_PROBS])
+    ours = GRPOLoss(ModelActor(model), kl_estimator="k2", kl_to_ref_coeff=0.5, entropy_bonus=False)(batch)
+    _, grad = value_and_gradient(model, ours.loss_objective + ours.loss_kl_to_ref)
+    trainer = trainer_for("grpo", algorithm, model, 0.5, tmp_path)
+    model.eval()
+    inputs = trl_inputs(rows)
+    del inputs["old_per_token_logps"]  # on policy: TRL takes the current ones
+    _, their_grad = value_and_gradient(model, trainer._compute_loss(model, inputs))
+    torch.testing.assert_close(grad, their_grad, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,93 @@
+"""Tiny random models, requests, and the plain references that the engines are compared with."""
+
+from __future__ import annotations
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from sota_grpo.engines.base import Engine
+from sota_grpo.records import GroupOutput, GroupRequest, Sampling
+
+VOCAB, EOS, PAD = 48, 1, 0
+CONTEXT = 160
+
+
+def tiny_model(*, tied: bool = True, seed: int = 0, **config: object) -> Qwen2ForCausalLM:
+    """A random two-layer Qwen2 whose distributions are neither flat nor peaked."""
+    options = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.08,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(Qwen2Config(**(options | config)))
+    return model.eval()
+
+
+def changed_weights(model: torch.nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:
+    """The model's ``state_dict()`` plus noise of standard deviation 0.03; tied weights stay tied."""
+    stream = torch.Generator().manual_seed(seed)
+    noise: dict[int, torch.Tensor] = {}
+    changed = {}
+    for name, tensor in model.state_dict().items():
+        key = tensor.data_ptr()
+        if key not in noise:
+            noise[key] = tensor + 0.03 * torch.randn(tensor.shape, generator=stream)
+        changed[name] = noise[key]
+    return changed
+
+
+def ragged_requests(num_groups: int = 5, num_samples: int = 4, *, seed: int | None = None) -> list[GroupRequest]:
+    """Prompts of 2, 9, 16, ... fresh random tokens; their seeds are fresh too unless one is given."""
+    stream = torch.Generator()
+    base = stream.seed() if seed is None else stream.manual_seed(seed).initial_seed()
+    return [
+        GroupRequest(
+            group_id=100 + i,
+            prompt_ids=tuple(torch.randint(2, VOCAB, (2 + 7 * i,), generator=stream).tolist()),
+            num_samples=num_samples,
+            seed=(base + i) % (1 << 62),
+        )
+        for i in range(num_groups)
+    ]
+
+
+def generate(engine: Engine, requests: list[GroupRequest], sampling: Sampling) -> dict[int, GroupOutput]:
+    outputs = list(engine.generate(requests, sampling))
+    assert sorted(output.group_id for output in outputs) == sorted(request.group_id for request in requests)
+    return {output.group_id: output for output in outputs}
+
+
+def token_lists(outputs: dict[int, GroupOutput]) -> dict[int, list[list[int]]]:
+    return {group: [sample.token_ids.tolist() for sample in output.samples] for group, output in outputs.items()}
+
+
+@torch.no_grad()
+def reference_log_probs(
+    model: torch.nn.Module, prompt: tuple[int, ...], response: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Log-softmax of one unpadded forward without a cache, at the response's tokens."""
+    ids = torch.cat([torch.tensor(prompt), response])
+    logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].double() / temperature
+    return logits.log_softmax(-1).gather(1, response[:, None]).squeeze(1)
+
+
+def largest_gap(
+    model: torch.nn.Module, requests: list[GroupRequest], outputs: dict[int, GroupOutput], temperature: float
+) -> float:
+    """Largest |engine - reference| log-prob over all sampled tokens."""
+    gaps = [
+        (reference_log_probs(model, request.prompt_ids, sample.token_ids, temperature) - sample.log_probs).abs().max()
+        for request in requests
+        for sample in outputs[request.group_id].samples
+    ]
+    return float(torch.stack(gaps).max())

@@ -1,0 +1,111 @@
+"""Padding, weights and micro-batches of ragged rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from sota_grpo import keys
+from sota_grpo.collate import micro_batches, pad_rows, row_list, set_loss_weights, unpad_rows
+from tests.builders import generator, random_row, random_rows
+
+
+def worked_rows() -> list[TensorDict]:
+    """The three rows of the module's docstring: (2, 2), (1, 3) and (2, 1) prompt and response tokens."""
+    stream = generator()
+    return [random_row(stream, p, r, index=i) for i, (p, r) in enumerate([(2, 2), (1, 3), (2, 1)])]
+
+
+def test_the_worked_example() -> None:
+    rows = set_loss_weights(worked_rows(), "token")
+    batch = pad_rows(rows, pad_token_id=0)
+    weights = [[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 0]]
+    torch.testing.assert_close(batch["loss_weight"], torch.tensor(weights) / 6)
+    assert batch[keys.ATTENTION_MASK].tolist() == [[True] * 4, [True] * 4, [True, True, True, False]]
+    assert batch[keys.TOKEN_VERSION][2].tolist() == [-1, -1, 3, -1]
+    parts = micro_batches(rows, token_budget=8)
+    assert [[row["sample_id"].item() + 2 * row["group_id"].item() for row in part] for part in parts] == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_weights_equal_a_loop_over_the_whole_step(aggregation) -> None:
+    rows = random_rows(generator(), 7)
+    lengths = [int(row[keys.ASSISTANT_MASK].sum()) for row in rows]
+    set_loss_weights(lazy_stack(rows, 0), aggregation, max_response_tokens=10)
+    for row, length in zip(rows, lengths, strict=True):
+        weight = {"token": 1 / sum(lengths), "sequence": 1 / (7 * length), "constant": 1 / 70}[aggregation]
+        expected = [weight if trained else 0.0 for trained in row[keys.ASSISTANT_MASK].tolist()]
+        assert row["loss_weight"].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("aggregation", "survivors"), [("token", 1 / 5), ("sequence", 1 / 2), ("constant", 1 / 30)])
+def test_dropped_rows_weigh_nothing(aggregation, survivors) -> None:
+    """Rows of 2, 3 (truncated) and 3 tokens: 5 tokens, 2 rows remain; the constant divisor 3 * 10 stays."""
+    stream = generator()
+    rows = [random_row(stream, 1, r) for r in (2, 3, 3)]
+    rows[1][keys.TRUNCATED] = torch.tensor([True])
+    set_loss_weights(rows, aggregation, max_response_tokens=10, drop_truncated=True)
+    assert not rows[1]["loss_weight"].any()
+    assert rows[0]["loss_weight"].max().item() == pytest.approx(survivors / (2 if aggregation == "sequence" else 1))
+    for row in rows:
+        row[keys.TRUNCATED] = torch.tensor([True])
+    set_loss_weights(rows, aggregation, max_response_tokens=10, drop_truncated=True)
+    assert not any(row["loss_weight"].any() for row in rows)
+
+
+def test_dense_batches_get_the_same_weights() -> None:
+    rows = random_rows(generator(), 5)
+    dense = pad_rows(rows, pad_token_id=0)
+    set_loss_weights(dense, "sequence")
+    torch.testing.assert_close(
+        dense["loss_weight"], pad_rows(set_loss_weights(rows, "sequence"), pad_token_id=0)["loss_weight"]
+    )
+
+
+def test_padding_keeps_every_value_and_drops_text() -> None:
+    rows = random_rows(generator(), 6)
+    batch = pad_rows(lazy_stack(rows, 0), pad_token_id=9)
+    assert "query" not in batch
+    for row, padded in zip(rows, batch.unbind(0), strict=True):
+        length = row[keys.FULL_TOKENS].shape[0]
+        for key in (keys.FULL_TOKENS, keys.ASSISTANT_MASK, keys.LOG_PROBS, keys.REF_LOG_PROBS, keys.PROXIMAL_LOG_PROBS):
+            assert torch.equal(padded[key][:length], row[key])
+        assert (padded[keys.FULL_TOKENS][length:] == 9).all()
+        assert not padded[keys.ATTENTION_MASK][length:].any()
+        assert torch.equal(padded["advantage"], row["advantage"])
+        assert padded["group_id"] == row["group_id"]
+
+
+def test_unpad_inverts_pad() -> None:
+    rows = random_rows(generator(), 6)
+    back = row_list(unpad_rows(pad_rows(rows, pad_token_id=9)))
+    for row, again in zip(rows, back, strict=True):
+        for key, value in again.items(include_nested=True, leaves_only=True):
+            assert torch.equal(value, row[key]), key
+
+
+def test_a_key_that_only_some_rows_have_is_refused() -> None:
+    rows = random_rows(generator(), 3)
+    rows[1] = rows[1].exclude(keys.REF_LOG_PROBS)
+    with pytest.raises(ValueError, match=r"ref_log_probs.*missing in 1 of 3 rows.*row 1"):
+        pad_rows(rows, pad_token_id=0)
+    with pytest.raises(ValueError, match="no rows"):
+        pad_rows([], pad_token_id=0)
+
+
+@pytest.mark.parametrize("budget", [1, 9, 17, 40, 10_000])
+def test_micro_batches_keep_the_budget_and_lose_no_row(budget) -> None:
+    rows = random_rows(generator(), 20)
+    parts = micro_batches(rows, token_budget=budget)
+    lengths = [[row[keys.FULL_TOKENS].shape[0] for row in part] for part in parts]
+    assert sorted(map(id, rows)) == sorted(id(row) for part in parts for row in part)
+    assert all(len(part) == 1 or len(part) * max(part) <= budget for part in lengths)
+    assert [n for part in lengths for n in part] == sorted((n for part in lengths for n in part), reverse=True)
+    again = micro_batches(rows, token_budget=budget)
+    assert [[id(row) for row in part] for part in again] == [[id(row) for row in part] for part in parts]
+
+
+def test_a_budget_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="token_budget is 0"):
+        micro_batches(random_rows(generator(), 2), token_budget=0)

@@ -1,0 +1,274 @@
+"""Engines without vLLM: drawing tokens, the transformers engine's exactness, the scripted engine, the choice."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import sota_grpo.engines as engines
+from sota_grpo.engines import resolve_engine_name
+from sota_grpo.engines.decode import GroupDecoder
+from sota_grpo.engines.hf import TransformersEngine
+from sota_grpo.engines.sampling import draw, sampled_log_probs, uniforms
+from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.errors import UserError
+from sota_grpo.records import GroupRequest, Sampling
+from tests.engine_rigs import (
+    EOS,
+    PAD,
+    VOCAB,
+    changed_weights,
+    generate,
+    largest_gap,
+    ragged_requests,
+    tiny_model,
+    token_lists,
+)
+
+MASK = (1 << 64) - 1
+
+
+def hf_engine(model: torch.nn.Module, **options: object) -> TransformersEngine:
+    return TransformersEngine(model, eos_token_ids=[EOS], pad_token_id=PAD, **options)
+
+
+def splitmix_uniform(seed: int, position: int) -> float:
+    x = (seed + (position + 1) * 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    x ^= x >> 31
+    return (x >> 40) / 2**24
+
+
+def test_uniforms_equal_splitmix64_in_plain_python():
+    seeds = torch.randint(0, 1 << 62, (5,))
+    expected = [[splitmix_uniform(int(seed), t) for t in range(7)] for seed in seeds]
+    assert uniforms(seeds, 7).tolist() == expected
+
+
+def test_uniforms_are_uniform_and_streams_of_neighbouring_seeds_unrelated():
+    u = uniforms(torch.arange(200), 500).double()
+    assert abs(float(u.mean()) - 0.5) < 5 * math.sqrt(1 / 12 / u.numel())
+    correlation = torch.corrcoef(torch.stack([u[:-1].flatten(), u[1:].flatten()]))[0, 1]
+    assert abs(float(correlation)) < 5 / math.sqrt(u.numel())
+
+
+def test_drawn_tokens_follow_the_distribution():
+    """Pearson's statistic of 40,000 draws over 16 tokens stays below chi-square(15)'s 1 - 1e-6 quantile, 58.6."""
+    torch.manual_seed(0)
+    log_probs = (2 * torch.randn(16)).log_softmax(-1)
+    num = 40_000
+    drawn = draw(log_probs.expand(num, 16), uniforms(torch.arange(num), 1)[:, 0])
+    expected = num * log_probs.exp().double()
+    counts = torch.bincount(drawn, minlength=16).double()
+    assert float(((counts - expected) ** 2 / expected).sum()) < 58.6
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    log_probs = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).expand(3, 3)
+    assert draw(log_probs, torch.tensor([0.0, 0.5, 1 - 2**-24])).tolist() == [1, 1, 1]
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_the_mass():
+    logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log()
+    probs = sampled_log_probs(logits, Sampling(max_tokens=1, top_p=0.7)).exp()
+    torch.testing.assert_close(probs, torch.tensor([[0.0, 2 / 3, 0.0, 1 / 3]]))
+
+
+def test_temperature_is_applied_before_top_k_and_the_rest_renormalised():
+    logits = torch.tensor([[4.0, 2.0, 0.0]])
+    probs = sampled_log_probs(logits, Sampling(max_tokens=1, temperature=2.0, top_k=2)).exp()
+    e = math.e
+    torch.testing.assert_close(probs, torch.tensor([[e / (e + 1), 1 / (e + 1), 0.0]]))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"tie_word_embeddings": False}, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}],
+    ids=["tied", "untied", "sliding-window"],
+)
+def test_log_probs_equal_an_unpadded_forward(config: dict):
+    model = tiny_model(seed=3, **config)
+    requests = ragged_requests()
+    outputs = generate(hf_engine(model), requests, Sampling(max_tokens=40, temperature=0.7))
+    assert largest_gap(model, requests, outputs, 0.7) < 1e-5
+
+
+def test_greedy_takes_the_argmax_and_reports_the_raw_distribution():
+    model = tiny_model()
+    requests = ragged_requests(3, 1)
+    outputs = generate(hf_engine(model), requests, Sampling(max_tokens=12, temperature=0.0))
+    assert largest_gap(model, requests, outputs, 1.0) < 1e-5
+    for request in requests:
+        (sample,) = outputs[request.group_id].samples
+        ids = torch.tensor([*request.prompt_ids, *sample.token_ids.tolist()])
+        best = model(ids[None]).logits[0].argmax(-1)
+        assert torch.equal(best[len(request.prompt_ids) - 1 : -1], sample.token_ids)
+
+
+def test_a_row_does_not_depend_on_the_rest_of_the_batch():
+    engine = hf_engine(tiny_model())
+    requests = ragged_requests(6, 3, seed=2)  # fixed: rounding may flip one token in a million
+    sampling = Sampling(max_tokens=40)
+    together = generate(engine, requests, sampling)
+    for request in requests:
+        alone = generate(engine, [request], sampling)
+        assert token_lists(alone) == {request.group_id: token_lists(together)[request.group_id]}
+    small = hf_engine(tiny_model(), max_rows=4)
+    assert token_lists(generate(small, requests, sampling)) == token_lists(together)
+
+
+def test_fewer_samples_are_a_prefix_of_more():
+    engine = hf_engine(tiny_model())
+    (request,) = ragged_requests(1, 6, seed=2)
+    fewer = GroupRequest(request.group_id, request.prompt_ids, num_samples=2, seed=request.seed)
+    sampling = Sampling(max_tokens=20)
+    both = [token_lists(generate(engine, [r], sampling))[request.group_id] for r in (request, fewer)]
+    assert both[0][:2] == both[1]
+
+
+def test_ended_rows_leave_the_batch_and_the_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model()
+    shapes = []
+    forward = type(model).forward
+
+    def recording(self, input_ids, **options):
+        shapes.append(tuple(input_ids.shape))
+        return forward(self, input_ids=input_ids, **options)
+
+    monkeypatch.setattr(type(model), "forward", recording)
+    requests = ragged_requests(4, 8, seed=5)
+    outputs = generate(hf_engine(model), requests, Sampling(max_tokens=60))
+    assert shapes[0] == (4, 23)
+    rows = [shape[0] for shape in shapes[1:]]
+    assert rows[0] == 32
+    lengths = sorted(len(s.token_ids) for output in outputs.values() for s in output.samples)
+    living = [sum(length > t for length in lengths) for t in range(1, len(rows) + 1)]
+    assert all(alive <= row <= alive / 0.75 for alive, row in zip(living, rows))
+
+
+def test_groups_come_out_before_the_call_ends(monkeypatch: pytest.MonkeyPatch):
+    steps = []
+    step = GroupDecoder.step
+    monkeypatch.setattr(GroupDecoder, "step", lambda self, version: steps.append(version) or step(self, version))
+    requests = ragged_requests(6, 1, seed=1)
+    seen = [len(steps) for _ in hf_engine(tiny_model()).generate(requests, Sampling(max_tokens=80))]
+    assert seen[0] < seen[-1]
+
+
+def test_weights_pushed_between_groups_continue_the_running_ones():
+    model = tiny_model()
+    engine = hf_engine(model)
+    stream = engine.generate(ragged_requests(6, 2, seed=1), Sampling(max_tokens=80))
+    first = next(stream)
+    engine.update_weights(changed_weights(model).items(), 1)
+    rest = [sample for output in stream for sample in output.samples]
+    assert {int(v) for sample in first.samples for v in sample.versions} == {0}
+    assert all((sample.versions.diff() >= 0).all() for sample in rest)
+    assert any(set(sample.versions.tolist()) == {0, 1} for sample in rest)
+
+
+def test_parity_holds_after_a_push_and_the_given_model_is_not_touched():
+    model, target = tiny_model(seed=3), tiny_model(seed=3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = changed_weights(model)
+    target.load_state_dict(weights)
+    engine = hf_engine(model)
+    engine.update_weights(weights.items(), 4)
+    requests = ragged_requests()
+    outputs = generate(engine, requests, Sampling(max_tokens=30, temperature=0.7))
+    assert largest_gap(target, requests, outputs, 0.7) < 1e-5
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_tied_model_takes_its_head_or_does_without():
+    model = tiny_model()
+    engine = hf_engine(model)
+    weights = changed_weights(model)
+    engine.update_weights(weights.items(), 1)
+    requests, sampling = ragged_requests(), Sampling(max_tokens=20)
+    expected = token_lists(generate(engine, requests, sampling))
+    del weights["lm_head.weight"]
+    engine.update_weights(weights.items(), 2)
+    assert token_lists(generate(engine, requests, sampling)) == expected
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "1 of 27 weights are missing.*model.norm.weight"),
+        (lambda w: w.update({"base_model.x": torch.ones(1)}), "unknown.*base_model.x.*adapters merged"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(3)}), r"shape \[3\].*\[64\]"),
+        (lambda w: w.update({"lm_head.weight": torch.ones(VOCAB, 64)}), "lm_head.weight.*tied.*differ"),
+    ],
+    ids=["missing", "unknown", "shape", "untied"],
+)
+def test_a_wrong_push_is_refused_and_changes_nothing(edit, message: str):
+    model = tiny_model()
+    engine = hf_engine(model)
+    requests, sampling = ragged_requests(2, 2), Sampling(max_tokens=10)
+    expected = token_lists(generate(engine, requests, sampling))
+    weights = changed_weights(model)
+    edit(weights)
+    with pytest.raises(ValueError, match=message):
+        engine.update_weights(weights.items(), 1)
+    assert engine.version == 0
+    assert token_lists(generate(engine, requests, sampling)) == expected
+
+
+def test_a_closed_engine_says_so():
+    engine = hf_engine(tiny_model())
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.generate(ragged_requests(1, 1), Sampling(max_tokens=1))
+
+
+def test_a_script_is_cut_at_its_eos_and_at_the_room():
+    scripts = {0: [5, 6, EOS, 7], 1: [5, 6], 2: [4, 5, 6, 7, 8, 9]}
+    engine = ScriptedEngine(lambda request, sample, version: scripts[sample], eos_token_id=EOS, log_prob=-2.0)
+    (output,) = engine.generate([GroupRequest(0, (2,), 3, seed=0)], Sampling(max_tokens=4))
+    assert [s.token_ids.tolist() for s in output.samples] == [[5, 6, EOS], [5, 6, EOS], [4, 5, 6, 7]]
+    assert [s.truncated for s in output.samples] == [False, False, True]
+    assert output.samples[0].log_probs.tolist() == [-2.0] * 3
+
+
+def test_scripted_groups_come_out_shortest_first_and_take_their_time():
+    engine = ScriptedEngine(duration_s=lambda request: 0.05 * (3 - request.group_id))
+    began = time.monotonic()
+    requests = [GroupRequest(i, (2,), 1, seed=i) for i in range(3)]
+    assert [output.group_id for output in engine.generate(requests, Sampling(max_tokens=2))] == [2, 1, 0]
+    assert 0.15 <= time.monotonic() - began < 1.0
+
+
+def test_the_scripted_engine_remembers_what_was_pushed():
+    engine = ScriptedEngine()
+    engine.update_weights([("a", torch.ones(3)), ("b", torch.full((2,), 0.5))], 7)
+    assert (engine.version, engine.checksum) == (7, 4.0)
+
+
+@pytest.mark.parametrize(("installed", "expected"), [(True, "vllm"), (False, "transformers")])
+def test_auto_is_vllm_where_it_is_installed(installed: bool, expected: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engines, "find_spec", lambda name: object() if installed else None)
+    assert resolve_engine_name("auto") == expected
+    if not installed:
+        with pytest.raises(UserError, match=r"install_vllm_cpu\.py"):
+            resolve_engine_name("vllm")
+
+
+def test_an_unknown_engine_is_refused():
+    with pytest.raises(UserError, match="engine=sglang is unknown"):
+        resolve_engine_name("sglang")
+
+
+def test_choosing_an_engine_imports_none():
+    code = (
+        "import sys, sota_grpo.engines as engines; engines.resolve_engine_name('auto'); "
+        "print({'vllm', 'transformers'} & set(sys.modules))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert printed.strip() == "set()"

@@ -1,0 +1,108 @@
+"""Prompts are drawn exactly once and resumably; a row carries exactly what was sampled."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from tensordict import lazy_stack
+
+from sota_grpo import keys
+from sota_grpo.envs import PromptStream, complete_rows, finish_row, prompt_rows
+from sota_grpo.records import Example, Sample
+from tests.unit.test_envs import char_tokenizer
+
+SEED = random.SystemRandom().randrange(1 << 30)
+
+
+def examples(count: int) -> list[Example]:
+    return [Example(f"{index} + 1?", str(index + 1)) for index in range(count)]
+
+
+def test_an_epoch_draws_every_example_once_and_group_ids_never_repeat() -> None:
+    stream = PromptStream(examples(7), seed=SEED)
+    drawn = [stream.draw(7) for _ in range(3)]
+    assert [group_id for epoch in drawn for group_id, _ in epoch] == list(range(21))
+    orders = [[example.query for _, example in epoch] for epoch in drawn]
+    assert all(sorted(order) == sorted(example.query for example in stream.examples) for order in orders)
+    assert len({tuple(order) for order in orders}) > 1
+
+
+def test_draws_do_not_depend_on_how_they_are_cut() -> None:
+    whole, cut = PromptStream(examples(5), seed=SEED), PromptStream(examples(5), seed=SEED)
+    assert whole.draw(23) == [draw for size in (1, 4, 0, 7, 11) for draw in cut.draw(size)]
+
+
+@pytest.mark.parametrize("before", [0, 1, 5, 6, 13])
+def test_resume_equals_uninterrupted(before: int) -> None:
+    stream = PromptStream(examples(5), seed=SEED)
+    stream.draw(before)
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = PromptStream(examples(5), seed=SEED)
+    resumed.draw(3)
+    resumed.load_state_dict(state)
+    assert resumed.draw(12) == stream.draw(12)
+    assert resumed.state_dict() == stream.state_dict()
+
+
+def test_another_seed_is_another_order_and_a_foreign_state_is_refused() -> None:
+    stream, other = PromptStream(examples(40), seed=SEED), PromptStream(examples(40), seed=SEED + 1)
+    assert [e.query for _, e in stream.draw(40)] != [e.query for _, e in other.draw(40)]
+    with pytest.raises(ValueError, match=f"has seed={SEED} and this one seed={SEED + 1}"):
+        other.load_state_dict(stream.state_dict())
+    with pytest.raises(ValueError, match="has num_examples=40 and this one num_examples=39"):
+        PromptStream(examples(39), seed=SEED).load_state_dict(stream.state_dict())
+    with pytest.raises(ValueError, match="no examples"):
+        PromptStream([])
+
+
+def test_a_finished_row_worked_out_by_hand() -> None:
+    tokenizer = char_tokenizer()
+    example = Example("1+1?", "#### 2", {"steps": 1})
+    ids = [*tokenizer("2")["input_ids"], tokenizer.eos_token_id, 9]
+    sample = Sample(torch.tensor(ids), torch.tensor([-0.5, -0.25, -1.0]), torch.tensor([7, 7, 8]), truncated=True)
+    row = finish_row(prompt_rows(5, example, [4, 6], repeats=3)[2], sample, tokenizer)
+    expected = {
+        keys.FULL_TOKENS: [4, 6, *ids],
+        keys.PROMPT_TOKENS: [4, 6],
+        keys.RESPONSE_TOKENS: ids,
+        keys.ATTENTION_MASK: [True] * 5,
+        keys.ASSISTANT_MASK: [False, False, True, True, True],
+        keys.LOG_PROBS: [0.0, 0.0, -0.5, -0.25, -1.0],
+        keys.TOKEN_VERSION: [-1, -1, 7, 7, 8],
+        keys.POLICY_VERSION: 7,
+        keys.GROUP_ID: 5,
+        keys.SAMPLE_ID: 2,
+        keys.DONE: [True],
+        keys.TERMINATED: [False],
+        keys.TRUNCATED: [True],
+    }
+    assert {key: row.get(key).tolist() for key in expected} == expected
+    types = {keys.FULL_TOKENS: torch.int64, keys.LOG_PROBS: torch.float32, keys.TOKEN_VERSION: torch.int64}
+    assert {key: row.get(key).dtype for key in types} == types
+    assert [row[key] for key in (keys.QUERY, keys.ANSWER, keys.EXTRA)] == ["1+1?", "#### 2", '{"steps": 1}']
+    assert row[keys.RESPONSE_TEXT] == tokenizer.decode([ids[0], 9])
+
+
+def test_finishing_a_row_leaves_its_siblings_and_its_prompt_alone() -> None:
+    first, second = prompt_rows(0, Example("q", "a"), [4, 6], repeats=2)
+    one = Sample(torch.tensor([5]), torch.tensor([-1.0]), torch.tensor([0]), truncated=False)
+    rows = [finish_row(first, one, char_tokenizer()), finish_row(second, one, char_tokenizer())]
+    rows[0].get(keys.DONE).zero_()
+    assert rows[1].get(keys.DONE).all()
+    assert keys.FULL_TOKENS not in first.keys(True)
+
+
+def test_rows_of_another_collector_are_completed() -> None:
+    rows = [prompt_rows(0, Example("q", "a"), [7] * length, repeats=1)[0] for length in (1, 4, 2)]
+    for row, length in zip(rows, (3, 1, 2)):
+        row.set(keys.RESPONSE_TOKENS, torch.randint(9, (length,)))
+        row.set(("log_probs", "response"), -1.0 - torch.rand(length))
+    for row in complete_rows(lazy_stack(rows)).unbind(0):
+        prompt, response = row[keys.PROMPT_TOKENS].tolist(), row[keys.RESPONSE_TOKENS].tolist()
+        assert row[keys.FULL_TOKENS].tolist() == prompt + response
+        assert row[keys.LOG_PROBS].tolist() == [0.0] * len(prompt) + row["log_probs", "response"].tolist()
+        assert torch.equal(row[keys.ASSISTANT_MASK], row[keys.LOG_PROBS] < 0)
+        assert row[keys.ATTENTION_MASK].all()

@@ -1,0 +1,260 @@
+"""The env draws groups, grades token ids, keeps TorchRL's contract, and refuses what it cannot honour."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torchrl.envs import Compose, StepCounter, TransformedEnv
+from torchrl.envs.utils import check_env_specs
+from transformers import PreTrainedTokenizerFast
+
+from sota_grpo import keys
+from sota_grpo.envs import ArithmeticEnv, GSM8KEnv, PromptStream, TaskEnv, finish_row, prompt_rows
+from sota_grpo.errors import UserError
+from sota_grpo.records import Example, Sample, Score
+from sota_grpo.tasks.arithmetic import ArithmeticTask
+
+SEED = random.SystemRandom().randrange(1 << 30)
+TEMPLATE = (
+    "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def char_tokenizer(*, chat_template: str | None = TEMPLATE, pad_token: str = "<pad>") -> PreTrainedTokenizerFast:
+    """One token per printable character, an end and a padding token."""
+    symbols = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
+    core = Tokenizer(models.WordLevel({symbol: index for index, symbol in enumerate(symbols)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=pad_token, eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def make_env(**changes) -> TaskEnv:
+    task = ArithmeticTask(seed=SEED, num_train=12, num_heldout=4)
+    return TaskEnv(task, char_tokenizer(), **{"num_envs": 6, "repeats": 3, "seed": SEED} | changes)
+
+
+def answering(env: TaskEnv, respond: Callable[[int, TensorDictBase], str], end: bool = True) -> Callable:
+    """A toy policy: row ``i`` says ``respond(i, row)``, then EOS."""
+
+    def policy(tensordict: TensorDictBase) -> TensorDictBase:  # the name by which TorchRL knows such a policy
+        for index, row in enumerate(tensordict.unbind(0)):
+            ids = env.tokenizer(respond(index, row))["input_ids"] + [env.tokenizer.eos_token_id] * end
+            row.set(keys.RESPONSE_TOKENS, torch.tensor(ids, dtype=torch.int64))
+        return tensordict
+
+    return policy
+
+
+def test_grading_rows_writes_the_reward_of_each_text() -> None:
+    env = make_env()
+    example = env.task.train[0]
+    rows = prompt_rows(0, example, env.prompt_ids(example), repeats=2)
+    texts = ["I do not know", env.task.gold_response(example)]
+    samples = [
+        Sample(torch.tensor(ids), -torch.rand(len(ids)), torch.zeros(len(ids), dtype=torch.int64), False)
+        for ids in (env.tokenizer(text)["input_ids"] for text in texts)
+    ]
+    graded = env.grade([finish_row(row, sample, env.tokenizer) for row, sample in zip(rows, samples)])
+    assert [row.get(keys.REWARD).tolist() for row in graded] == [[0.0], [1.0]]
+    assert [row.get((*keys.REWARD_TERMS, "correct")).tolist() for row in graded] == [[0.0], [1.0]]
+    assert [row.get(keys.SUCCESS).tolist() for row in graded] == [[False], [True]]
+    assert [env.score_ids(sample.token_ids, example).success for sample in samples] == [False, True]
+
+
+@pytest.mark.parametrize(("num_envs", "repeats"), [(1, 1), (4, 4), (6, 3), (6, 1)])
+def test_specs_describe_the_ragged_rows(num_envs: int, repeats: int) -> None:
+    check_env_specs(make_env(num_envs=num_envs, repeats=repeats), break_when_any_done="both", seed=SEED)
+
+
+def test_specs_hold_without_a_reward_and_under_transforms() -> None:
+    # one group, so prompts of one length: the check itself stacks the rows of a TransformedEnv densely
+    check_env_specs(TransformedEnv(make_env(num_envs=3), Compose(StepCounter(max_steps=1))))
+    env = make_env(compute_reward=False)
+    rows = env.rollout(max_steps=1, policy=answering(env, lambda index, row: "#### 1"))
+    assert keys.REWARD_TERMS not in rows.keys(True)
+    assert rows["next", "done"].all()
+
+
+def test_reset_draws_groups_of_siblings() -> None:
+    env = make_env()
+    first, second = env.reset(), env.reset()
+    assert first["group_id"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert second["group_id"].tolist() == [2, 2, 2, 3, 3, 3]
+    assert first["sample_id"].tolist() == [0, 1, 2, 0, 1, 2]
+    drawn = dict(PromptStream(env.task.train, seed=SEED).draw(2))
+    for row in first.unbind(0):
+        example = drawn[row["group_id"].item()]
+        assert (row["query"], row["answer"], json.loads(row["extra"])) == (
+            example.query,
+            example.answer,
+            dict(example.extra),
+        )
+        prompt = env.tokenizer.decode(row[keys.PROMPT_TOKENS].tolist())
+        assert prompt == f"user: {example.query}\nassistant: "
+
+
+def test_rollout_grades_every_answer() -> None:
+    env = make_env()
+    right = answering(env, lambda index, row: row["answer"] if index % 2 else "#### none")
+    rows = env.rollout(max_steps=1, policy=right).reshape(-1)
+    assert rows["next", "reward"].flatten().tolist() == [0.0, 1.0] * 3
+    assert rows["next", "reward_terms", "correct"].flatten().tolist() == [0.0, 1.0] * 3
+    assert rows["next", "success"].flatten().tolist() == [False, True] * 3
+    assert not rows["next", "reward_error"].any()
+    assert rows["next", "done"].all()
+    assert not rows["next", "truncated"].any()
+
+
+def test_a_policy_may_write_the_whole_sequence_instead() -> None:
+    env = make_env()
+
+    def policy(tensordict: TensorDictBase) -> TensorDictBase:
+        for row in tensordict.unbind(0):
+            answer = torch.tensor([*env.tokenizer(row["answer"])["input_ids"], env.tokenizer.eos_token_id])
+            row.set(keys.FULL_TOKENS, torch.cat([row[keys.PROMPT_TOKENS], answer]))
+        return tensordict
+
+    assert env.rollout(max_steps=1, policy=policy)["next", "success"].all()
+    with pytest.raises(KeyError, match="neither"):
+        env.step(env.reset())
+
+
+def test_an_answer_without_its_end_is_truncated() -> None:
+    env = make_env()
+    rows = env.rollout(max_steps=1, policy=answering(env, lambda index, row: row["answer"], end=False))
+    assert rows["next", "truncated"].all()
+    assert not rows["next", "terminated"].any()
+    env.tokenizer = char_tokenizer(pad_token="<eos>")  # wrappers strip padding, so the end cannot be seen
+    rows = env.rollout(max_steps=1, policy=answering(env, lambda index, row: row["answer"], end=False))
+    assert not rows["next", "truncated"].any()
+
+
+def test_a_grader_that_fails_is_counted_and_ends_nothing() -> None:
+    env = make_env()
+
+    def score(response: str, example: Example) -> Score:
+        raise RecursionError("too deep")
+
+    task = ArithmeticTask(seed=SEED, num_train=4, num_heldout=4)
+    task.score = score
+    env = TaskEnv(task, char_tokenizer(), num_envs=2)
+    rows = env.rollout(max_steps=1, policy=answering(env, lambda index, row: row["answer"]))
+    assert rows["next", "reward_error"].all()
+    assert not rows["next", "reward"].any()
+
+
+def test_rows_that_do_not_reset_together_are_refused() -> None:
+    env = make_env()
+    rows = env.reset()
+    with pytest.raises(ValueError, match="5 of 6 rows"):
+        env.reset(rows.set("_reset", torch.tensor([[True]] * 5 + [[False]])))
+
+
+@pytest.mark.parametrize(("num_envs", "repeats", "fix"), [(10, 4, 8), (3, 4, 4), (0, 2, 2)])
+def test_a_batch_of_broken_groups_is_refused(num_envs: int, repeats: int, fix: int) -> None:
+    with pytest.raises(ValueError, match=f"num_envs={num_envs} .* repeats={repeats}; use num_envs={fix}"):
+        make_env(num_envs=num_envs, repeats=repeats)
+
+
+def test_a_prompt_that_does_not_fit_gives_both_numbers() -> None:
+    longest = make_env().check_prompts()
+    assert make_env(max_prompt_tokens=longest).check_prompts() == longest
+    with pytest.raises(UserError, match=f"has {longest} tokens and at most {longest - 1} fit"):
+        make_env(max_prompt_tokens=longest - 1).check_prompts()
+
+
+def test_prompts_are_tokenised_once() -> None:
+    env = make_env()
+    calls = []
+    original = env.tokenizer.apply_chat_template
+    env.tokenizer.apply_chat_template = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    env.check_prompts()
+    unique = len({(e.query, str(e.extra)) for part in (env.task.train, env.task.heldout) for e in part})
+    env.reset()
+    assert len(calls) == unique
+
+
+def test_a_tokenizer_without_a_chat_template_gets_plain_text() -> None:
+    env = TaskEnv(ArithmeticTask(num_train=2, num_heldout=1), char_tokenizer(chat_template=None))
+    example = env.task.train[0]
+    assert env.decode(torch.tensor(env.prompt_ids(example))) == f"{example.query}\n\n"
+
+
+def test_setting_the_seed_starts_the_order_over_with_new_group_ids() -> None:
+    env = make_env()
+    env.set_seed(SEED + 5)
+    first = env.reset()
+    env.set_seed(SEED + 5)
+    second = env.reset()
+    assert [row["query"] for row in first.unbind(0)] == [row["query"] for row in second.unbind(0)]
+    assert not set(first["group_id"].tolist()) & set(second["group_id"].tolist())
+
+
+@pytest.fixture
+def gsm8k_file(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"question": f"What is {i} plus 4?", "answer": f"{i}+4=<<{i}+4={i + 4}>>{i + 4}\n#### {i + 4}"}
+        for i in range(9)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def test_gsm8k_env_takes_torchrls_keywords(gsm8k_file: str) -> None:
+    import inspect
+
+    from torchrl.envs.llm import GSM8KEnv as TheirEnv
+
+    theirs = set(inspect.signature(TheirEnv.__init__).parameters) - {"self"}
+    assert theirs <= set(inspect.signature(GSM8KEnv.__init__).parameters)
+    env = GSM8KEnv(
+        dataset=gsm8k_file, tokenizer=char_tokenizer(), num_envs=4, repeats=2, seed=SEED, num_heldout=3, shuffle=True,
+        batch_size_dl=4, group_repeats=True, apply_template=True, compute_reward=True, max_steps=1,
+    )  # fmt: skip
+    check_env_specs(env)
+    rows = env.rollout(max_steps=1, policy=answering(env, lambda index, row: row["answer"]))
+    assert rows["next", "reward"].flatten().tolist() == [1.0] * 4
+    assert "#### <number>" in env.decode(rows[0, 0][keys.PROMPT_TOKENS])
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ({"input_mode": "history"}, "input_mode='history' is not supported.*use input_mode='tokens'"),
+        ({"max_steps": 3}, "max_steps=3 is not supported.*use max_steps=1"),
+        ({"ray_backend": True}, "ray_backend=True is not supported"),
+        ({"dataloader_actor_name": "a"}, "dataloader_actor_name='a' is not supported"),
+        ({"collate_fn": list}, "collate_fn=.* is not supported"),
+        ({"tokenizer": None}, "tokenizer=None"),
+        ({"tokenizer": char_tokenizer(chat_template=None), "apply_template": True}, "has no chat template"),
+    ],
+)
+def test_a_value_that_cannot_be_honoured_is_refused(gsm8k_file: str, option: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        GSM8KEnv(**{"dataset": gsm8k_file, "num_heldout": 3, "tokenizer": char_tokenizer()} | option)
+
+
+def test_a_misspelt_keyword_fails(gsm8k_file: str) -> None:
+    with pytest.raises(TypeError, match="num_env"):
+        GSM8KEnv(dataset=gsm8k_file, tokenizer=char_tokenizer(), num_env=2)
+
+
+def test_arithmetic_env_rolls_out() -> None:
+    env = ArithmeticEnv(tokenizer=char_tokenizer(), num_envs=4, repeats=2, seed=SEED, difficulty=2, num_train=20)
+    check_env_specs(env)
+    assert {json.loads(row["extra"])["num_steps"] for _ in range(10) for row in env.reset().unbind(0)} <= {1, 2}
+    assert env.rollout(max_steps=1, policy=answering(env, lambda index, row: row["answer"]))["next", "success"].all()

@@ -1,0 +1,184 @@
+"""Laws and hand-computed numbers of sota_grpo.functional.advantages."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sota_grpo.functional import constant_groups, group_advantages
+
+BASELINES = ("group_mean", "leave_one_out", "batch_mean", "none")
+SCALES = ("group_std", "batch_std", "none")
+GROUP_BASELINES = ("group_mean", "leave_one_out")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_seed() -> None:
+    print("torch.manual_seed", torch.seed())
+
+
+def std(values: list[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+
+
+def reference(rewards: list[float], ids: list[int], baseline: str, scale: str, eps: float) -> list[float]:
+    advantages = []
+    for i, (reward, group) in enumerate(zip(rewards, ids)):
+        siblings = [r for r, g in zip(rewards, ids) if g == group]
+        others = [r for j, (r, g) in enumerate(zip(rewards, ids)) if g == group and j != i]
+        uses_group = baseline in GROUP_BASELINES or scale == "group_std"
+        uses_batch = baseline == "batch_mean" or scale == "batch_std"
+        if (uses_group and len(set(siblings)) == 1) or (uses_batch and len(set(rewards)) == 1):
+            advantages.append(0.0)
+            continue
+        b = {
+            "group_mean": lambda siblings=siblings: sum(siblings) / len(siblings),
+            "leave_one_out": lambda others=others: sum(others) / len(others),
+            "batch_mean": lambda: sum(rewards) / len(rewards),
+            "none": lambda: 0.0,
+        }[baseline]()
+        s = {"group_std": std(siblings) + eps, "batch_std": std(rewards) + eps, "none": 1.0}[scale]
+        advantages.append((reward - b) / s)
+    return advantages
+
+
+def ragged_groups() -> torch.Tensor:
+    """Groups of 2 to 6 members with large, unordered ids, shuffled."""
+    sizes = torch.randint(2, 7, (5,))
+    ids = torch.randperm(10**6)[:5].repeat_interleave(sizes) * 10**9
+    return ids[torch.randperm(len(ids))]
+
+
+@pytest.mark.parametrize(("baseline", "scale"), list(product(BASELINES, SCALES)))
+def test_equals_the_plain_loop(baseline: str, scale: str) -> None:
+    ids = ragged_groups()
+    rewards = torch.randint(0, 3, ids.shape).double() / 7
+    expected = reference(rewards.tolist(), ids.tolist(), baseline, scale, 1e-6)
+    found = group_advantages(rewards, ids, baseline=baseline, scale=scale)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+
+
+def test_numbers_by_hand() -> None:
+    rewards, ids = torch.tensor([2.0, 0.0, 1.0, 9.0, 5.0]), torch.tensor([4, 4, 4, 1, 1])
+    assert group_advantages(rewards, ids, scale="none").tolist() == [1.0, -1.0, 0.0, 2.0, -2.0]
+    assert group_advantages(rewards, ids, eps=0.0)[:3].tolist() == [1.0, -1.0, 0.0]  # std of 2, 0, 1 is 1
+    loo = group_advantages(rewards, ids, baseline="leave_one_out", scale="none")
+    assert loo.tolist() == [1.5, -1.5, 0.0, 4.0, -4.0]
+    batch = group_advantages(rewards, ids, baseline="batch_mean", scale="batch_std", eps=0.0)
+    torch.testing.assert_close(batch, (rewards - 3.4) / math.sqrt(53.2 / 4))
+
+
+@pytest.mark.parametrize(("baseline", "scale"), list(product(GROUP_BASELINES, SCALES)))
+def test_seven_rewards_of_0_3_give_exactly_0(baseline: str, scale: str) -> None:
+    rewards, ids = torch.tensor([0.3] * 7 + [0.0, 1.0]), torch.tensor([5] * 7 + [2, 2])
+    found = group_advantages(rewards, ids, baseline=baseline, scale=scale)
+    assert found[:7].tolist() == [0.0] * 7
+    assert found[8] > 0.4
+
+
+def test_the_smallest_difference_in_a_group_is_a_signal() -> None:
+    low = torch.tensor(0.3)
+    rewards = torch.stack([low, torch.nextafter(low, torch.tensor(1.0))])
+    assert not constant_groups(rewards, torch.zeros(2, dtype=torch.int64)).any()
+    assert group_advantages(rewards, torch.zeros(2, dtype=torch.int64), scale="none")[1] > 0
+
+
+def test_a_constant_group_keeps_its_signal_against_the_batch() -> None:
+    rewards, ids = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1])
+    assert group_advantages(rewards, ids, baseline="batch_mean", scale="none").tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert group_advantages(rewards, ids, baseline="none", scale="none").tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert group_advantages(rewards, ids, baseline="batch_mean", scale="group_std").tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_constant_batch_gives_exactly_0_against_the_batch(scale: str) -> None:
+    rewards, ids = torch.full((7,), 0.3), torch.arange(7) // 2
+    assert group_advantages(rewards, ids, baseline="batch_mean", scale=scale).tolist() == [0.0] * 7
+
+
+def test_a_group_of_one_is_0_or_refused() -> None:
+    rewards, ids = torch.tensor([5.0, 1.0, 2.0]), torch.tensor([9, 1, 1])
+    assert group_advantages(rewards, ids)[0] == 0.0
+    with pytest.raises(ValueError, match="leave_one_out needs at least 2 responses in every group, but 1 of 2"):
+        group_advantages(rewards, ids, baseline="leave_one_out")
+
+
+@pytest.mark.parametrize(("baseline", "scale"), list(product(BASELINES, SCALES)))
+def test_order_of_rows_and_names_of_groups_do_not_matter(baseline: str, scale: str) -> None:
+    ids = ragged_groups()
+    rewards = torch.rand(ids.shape)
+    order = torch.randperm(len(ids))
+    first = group_advantages(rewards, ids, baseline=baseline, scale=scale)
+    second = group_advantages(rewards[order], -3 * ids[order] + 1, baseline=baseline, scale=scale)
+    torch.testing.assert_close(second, first[order], rtol=2e-7, atol=1e-9)
+
+
+def test_group_advantages_sum_to_0_and_have_unit_std() -> None:
+    ids = ragged_groups()
+    advantages = group_advantages(torch.rand(len(ids), dtype=torch.float64), ids, eps=0.0)
+    for group in ids.unique():
+        member = advantages[ids == group]
+        assert abs(member.sum().item()) < 1e-9
+        assert member.std().item() == pytest.approx(1.0)
+
+
+def test_shift_and_scale_of_the_rewards_cancel() -> None:
+    ids, rewards = ragged_groups(), torch.rand(100, dtype=torch.float64)
+    rewards = rewards[: len(ids)]
+    first = group_advantages(rewards, ids, eps=0.0)
+    torch.testing.assert_close(group_advantages(3 * rewards + 5, ids, eps=0.0), first)
+
+
+def test_constant_groups_by_the_plain_loop() -> None:
+    ids = ragged_groups()
+    rewards = torch.randint(0, 2, ids.shape).float()
+    pairs = list(zip(rewards.tolist(), ids.tolist()))
+    expected = [len({r for r, g in pairs if g == group}) == 1 for _, group in pairs]
+    assert constant_groups(rewards, ids).tolist() == expected
+
+
+class OperatorCount(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_ten_thousand_rows_take_as_many_operators_as_four() -> None:
+    counts = []
+    for n in (4, 10_000):
+        ids, rewards = torch.arange(n) // 2, torch.rand(n)
+        with OperatorCount() as operators:
+            found = group_advantages(rewards, ids, baseline="leave_one_out", scale="none")
+        counts.append(operators.count)
+        torch.testing.assert_close(found[::2], rewards[::2] - rewards[1::2])
+    assert counts[0] == counts[1]
+
+
+def test_integer_rewards_and_no_rewards() -> None:
+    found = group_advantages(torch.tensor([1, 0]), torch.tensor([0, 0]), scale="none")
+    assert found.dtype == torch.float32
+    assert found.tolist() == [0.5, -0.5]
+    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    assert constant_groups(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_bad_input_is_refused_in_a_sentence() -> None:
+    ids = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="reward of row 1 is nan"):
+        group_advantages(torch.tensor([0.0, math.nan]), ids)
+    with pytest.raises(ValueError, match=r"they are \[2, 1\] and \[2\]"):
+        group_advantages(torch.zeros(2, 1), ids)
+    with pytest.raises(ValueError, match="baseline is 'mean'; choose one of group_mean"):
+        group_advantages(torch.zeros(2), ids, baseline="mean")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scale is 'std'; choose one of group_std"):
+        group_advantages(torch.zeros(2), ids, scale="std")  # type: ignore[arg-type]

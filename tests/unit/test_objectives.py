@@ -1,0 +1,282 @@
+"""Laws of GRPOLoss, and plain Python loops in float64 as its reference."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch import nn
+
+from sota_grpo import keys
+from sota_grpo.collate import micro_batches, pad_rows, set_loss_weights
+from sota_grpo.functional.diagnostics import effective_sample_size
+from sota_grpo.objectives import GRPOLoss, diagnostic_means
+from tests.builders import TableActor, generator, random_rows
+
+SEQUENCES = (keys.LOG_PROBS, keys.REF_LOG_PROBS, keys.PROXIMAL_LOG_PROBS, keys.LOSS_WEIGHT)
+EVERY_TERM = {
+    "objective": "clipped",
+    "clip_epsilon": (0.2, 0.28),
+    "kl_to_ref_coeff": 0.1,
+    "kl_to_inference_coeff": 0.05,
+    "entropy_coeff": 0.02,
+    "correction": "token",
+    "correction_cap": 1.2,
+}
+
+
+def total(out) -> torch.Tensor:
+    return sum(value for name, value in out.items() if name.startswith("loss_"))
+
+
+def run(loss: GRPOLoss, batches) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradient and diagnostics of one optimizer step made of these micro-batches."""
+    loss.zero_grad()
+    value, sums = 0.0, None
+    for batch in batches:
+        out = loss(batch)
+        total(out).backward()
+        value += total(out).item()
+        sums = out.sums if sums is None else sums + out.sums
+    actor = loss.actor_network
+    means = {name: entry.item() for name, entry in diagnostic_means(sums).items()}
+    return value, torch.cat([actor.log_probs.grad, actor.entropy.grad]), means
+
+
+def scene(count=8, **options) -> tuple[list[TensorDict], GRPOLoss, torch.Generator]:
+    stream = generator()
+    rows = set_loss_weights(random_rows(stream, count, dtype=torch.float64), "token")
+    return rows, GRPOLoss(TableActor(rows, stream), **options), stream
+
+
+def assert_same_step(a, b) -> None:
+    assert a[0] == pytest.approx(b[0], rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(a[1], b[1], rtol=1e-9, atol=1e-12)
+    assert a[2] == pytest.approx(b[2], rel=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------- references
+
+
+def row_mean(values):
+    return sum(values) / len(values)
+
+
+def token_reference(rho, adv, logp, objective, low, high, dual):
+    """Loss and d loss / d logp of one token, from the definitions."""
+    if objective == "reinforce":
+        return -adv * logp, -adv
+    if objective == "cispo":
+        return -min(rho, 1 + high) * adv * logp, -min(rho, 1 + high) * adv
+    value = -min(rho * adv, min(max(rho, 1 - low), 1 + high) * adv)
+    outside = (adv > 0 and rho > 1 + high) or (adv < 0 and rho < 1 - low)
+    if dual is not None and adv < 0 and rho > dual:
+        value, outside = -dual * adv, True
+    return value, 0.0 if outside else -rho * adv
+
+
+def reference(rows, actor, *, objective, ratio, low, high, dual, kl, kl_coef, correction, mode, cap):
+    """The whole loss and its gradient by loops over rows and tokens."""
+    value, grad = 0.0, torch.zeros_like(actor.log_probs)
+    for index, row in enumerate(rows):
+        spots = row[keys.ASSISTANT_MASK].nonzero().flatten().tolist()
+        logp, old, prox, ref, weight = (
+            [float(source[t]) for t in spots]
+            for source in (actor.log_probs.detach()[index], row[keys.LOG_PROBS], row[keys.PROXIMAL_LOG_PROBS],
+                           row[keys.REF_LOG_PROBS], row[keys.LOSS_WEIGHT])
+        )  # fmt: skip
+        adv, gaps = float(row["advantage"]), [p - o for p, o in zip(prox, old)]
+        mean = row_mean([a - b for a, b in zip(logp, prox)])
+        for k, t in enumerate(spots):
+            rho = math.exp(mean if ratio == "sequence" else logp[k] - prox[k])
+            loss, slope = token_reference(rho, adv, logp[k], objective, low, high, dual)
+            if correction:
+                c = math.exp(sum(gaps) if correction == "sequence" else gaps[k])
+                c = min(c, cap) if mode == "truncate" else (c if c <= cap else 0.0)
+                loss, slope = c * loss, c * slope
+            d = logp[k] - ref[k]
+            penalty = {"k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (math.exp(-d) + d - 1, 1 - math.exp(-d))}[kl]
+            value += weight[k] * (loss + kl_coef * penalty[0])
+            grad[index, t] += weight[k] * (slope + kl_coef * penalty[1])
+    return value, grad
+
+
+TERMS = [pair for pair in product(("clipped", "cispo", "reinforce"), ("token", "sequence")) if pair[0] != "reinforce"]
+TERMS.append(("reinforce", "token"))
+
+
+@pytest.mark.parametrize(("objective", "ratio"), TERMS)
+@pytest.mark.parametrize("correction", [None, "token", "sequence"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_equals_the_loops_in_value_and_gradient(objective, ratio, correction, mode) -> None:
+    for kl, dual in (("k1", None), ("k2", 1.3 if objective == "clipped" else None), ("k3", None)):
+        options = {"objective": objective, "ratio": ratio, "dual_clip": dual, "kl_estimator": kl}
+        corrected = {"correction": correction, "correction_mode": mode, "correction_cap": 1.1}
+        rows, loss, _ = scene(
+            **options, **corrected, clip_epsilon=(0.15, 0.25), kl_to_ref_coeff=0.3, entropy_bonus=False
+        )
+        total(loss(pad_rows(rows, pad_token_id=0))).backward()
+        value, grad = reference(
+            rows, loss.actor_network, objective=objective, ratio=ratio, low=0.15, high=0.25, dual=dual, kl=kl,
+            kl_coef=0.3, correction=correction, mode=mode, cap=1.1,
+        )  # fmt: skip
+        assert total(loss(pad_rows(rows, pad_token_id=0))).item() == pytest.approx(value, rel=1e-6)
+        torch.testing.assert_close(loss.actor_network.log_probs.grad, grad, rtol=1e-6, atol=1e-9)
+
+
+def test_three_tokens_by_hand() -> None:
+    """rho = 2, 0.5, 1 with A = 1 and weights 1/3: -(1.2 + 0.5 + 1) / 3; ESS = 3.5^2 / (3 * 5.25); one token clipped."""
+    batch = hand_batch(behaviour=[0.0, -math.log(2), math.log(2), 0.0], advantage=1.0)
+    out = GRPOLoss(Constant([0.0] * 4), entropy_bonus=False)(batch)
+    assert out.loss_objective.item() == pytest.approx(-0.9)
+    assert out.clip_fraction.item() == pytest.approx(1 / 3)
+    assert out.ESS.item() == pytest.approx(3.5**2 / (3 * 5.25))
+    assert out.kl_approx.item() == pytest.approx(0.0, abs=1e-7)
+    # KL(engine, trainer) by k3 with d = log rho: (2 - log 2 - 1) + (0.5 + log 2 - 1) + 0
+    assert out.mismatch_kl.item() == pytest.approx(0.5 / 3)
+
+
+class Constant(nn.Module):
+    """An actor that gives one row of log-probs, whatever the batch."""
+
+    def __init__(self, log_probs: list[float], entropy: list[float] | None = None):
+        super().__init__()
+        self.log_probs = nn.Parameter(torch.tensor([log_probs]))
+        self.extra = None if entropy is None else torch.tensor([entropy])
+
+    def forward(self, td):
+        td.set(keys.LOG_PROBS, self.log_probs)
+        return td if self.extra is None else td.set("entropy", self.extra)
+
+
+def hand_batch(behaviour: list[float], advantage: float) -> TensorDict:
+    """One row: a prompt token, then assistant tokens."""
+    mask = torch.tensor([[False] + [True] * (len(behaviour) - 1)])
+    return TensorDict(
+        {
+            "tokens": {"full": torch.ones(1, len(behaviour), dtype=torch.long)},
+            "masks": {"all_attention_mask": torch.ones_like(mask), "all_assistant_mask": mask},
+            "log_probs": {"full": torch.tensor([behaviour])},
+            "advantage": torch.full((1, 1, 1), advantage),
+        },
+        batch_size=[1],
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- laws
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_invariant_to_the_micro_batch_split(ratio) -> None:
+    rows, loss, _ = scene(**EVERY_TERM, ratio=ratio)
+    whole = run(loss, [pad_rows(rows, pad_token_id=0)])
+    for budget in (1, 15, 30):
+        parts = micro_batches(rows, token_budget=budget)
+        assert len(parts) > 1
+        assert_same_step(run(loss, [pad_rows(part, pad_token_id=0) for part in parts]), whole)
+
+
+def test_invariant_to_order_and_to_laziness() -> None:
+    rows, loss, stream = scene(**EVERY_TERM)
+    whole = run(loss, [pad_rows(rows, pad_token_id=0)])
+    order = torch.randperm(len(rows), generator=stream).tolist()
+    assert_same_step(run(loss, [pad_rows([rows[i] for i in order], pad_token_id=7)]), whole)
+    assert_same_step(run(loss, [lazy_stack(rows, 0)]), whole)
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_neither_padding_nor_nan_off_the_mask_changes_anything(ratio) -> None:
+    rows, loss, _ = scene(**EVERY_TERM, ratio=ratio)
+    clean = pad_rows(rows, pad_token_id=0)
+    whole = run(loss, [clean])
+    wide = TensorDict(batch_size=clean.batch_size)
+    for key, value in clean.items(include_nested=True, leaves_only=True):
+        sequence = value.dim() == 2
+        wide.set(key, torch.nn.functional.pad(value, (0, 5)) if sequence else value)
+    off = ~wide[keys.ASSISTANT_MASK]
+    for key in SEQUENCES:
+        wide.set(key, wide[key].masked_fill(off, torch.nan))
+    with torch.no_grad():
+        for table in (loss.actor_network.log_probs, loss.actor_network.entropy):
+            table[:, : off.shape[1]][off] = torch.nan
+    after = run(loss, [wide])
+    assert after[1].isfinite().all()
+    assert_same_step(after, whole)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"ratio": "sequence"}, {"objective": "cispo"}, {"dual_clip": 3.0}, {"objective": "reinforce"}]
+)
+def test_on_policy_gradient_is_reinforce(options) -> None:
+    """At rho = 1 the gradient of every objective is -w_t A_i for the log-prob of token t, and 0 elsewhere."""
+    stream = generator()
+    rows = set_loss_weights([row.exclude("proximal_log_probs") for row in random_rows(stream, 6)], "sequence")
+    actor = TableActor(rows, stream, shift=0.0)
+    GRPOLoss(actor, **options, entropy_bonus=False)(pad_rows(rows, pad_token_id=0)).loss_objective.backward()
+    for row, grad in zip(rows, actor.log_probs.grad, strict=True):
+        expected = torch.where(row[keys.ASSISTANT_MASK], -row[keys.LOSS_WEIGHT] * row["advantage"].item(), 0.0)
+        torch.testing.assert_close(grad[: len(expected)], expected)
+        assert not grad[len(expected) :].any()
+
+
+def test_gradient_is_zero_exactly_where_the_clip_says() -> None:
+    stream = generator()
+    rows = set_loss_weights([row.exclude("proximal_log_probs") for row in random_rows(stream, 12)], "token")
+    actor = TableActor(rows, stream)
+    out = GRPOLoss(actor, entropy_bonus=False)(pad_rows(rows, pad_token_id=0))
+    out.loss_objective.backward()
+    dead = sum((grad[: len(row[keys.ASSISTANT_MASK])][row[keys.ASSISTANT_MASK]] == 0).sum()
+               for row, grad in zip(rows, actor.log_probs.grad, strict=True))  # fmt: skip
+    assert 0 < dead == out.sums["clip_fraction"]
+
+
+def test_only_loss_entries_carry_a_gradient() -> None:
+    rows, loss, _ = scene(**EVERY_TERM)
+    out = loss(pad_rows(rows, pad_token_id=0))
+    entries = dict(out.to_tensordict().items(include_nested=True, leaves_only=True))
+    live = {name for name, value in entries.items() if value.requires_grad}
+    assert live == {"loss_objective", "loss_kl_to_ref", "loss_kl_to_inference", "loss_entropy"}
+    assert {name for name in entries if str(name).startswith("loss_")} == live
+
+
+def test_diagnostics_of_one_batch_are_means_over_trained_tokens() -> None:
+    rows, loss, _ = scene()
+    batch = pad_rows(rows, pad_token_id=0)
+    out, mask = loss(batch), batch[keys.ASSISTANT_MASK]
+    log_prob = loss.actor_network(batch.copy())[keys.LOG_PROBS].detach()
+    assert out.ESS.item() == pytest.approx(effective_sample_size(log_prob - batch[keys.LOG_PROBS], mask).item())
+    gap = (batch[keys.PROXIMAL_LOG_PROBS] - batch[keys.LOG_PROBS])[mask]
+    assert out.mismatch_kl.item() == pytest.approx((gap.exp() - gap - 1).mean().item())
+    ref = (log_prob - batch[keys.REF_LOG_PROBS])[mask]
+    assert out.kl_to_ref.item() == pytest.approx(((-ref).exp() + ref - 1).mean().item())
+
+
+def test_correction_above_the_cap_is_counted() -> None:
+    """w = 4, 0.5, 0.5 per token with cap 2 and A = 1 on policy: truncated 2 + 0.5 + 0.5, masked 0 + 0.5 + 0.5."""
+    batch = hand_batch(behaviour=[0.0, -math.log(4), math.log(2), math.log(2)], advantage=1.0)
+    batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 4))
+    for mode, expected in (("truncate", -1.0), ("mask", -1 / 3)):
+        loss = GRPOLoss(Constant([0.0] * 4), correction="token", correction_mode=mode, entropy_bonus=False)
+        out = loss(batch)
+        assert out.loss_objective.item() == pytest.approx(expected)
+        assert out.correction_fraction.item() == pytest.approx(1 / 3)
+
+
+def test_tokens_of_weight_zero_take_no_part() -> None:
+    """A dropped row changes neither loss nor diagnostics, however bad its numbers."""
+    stream = generator()
+    rows = random_rows(stream, 6, dtype=torch.float64)
+    rows[2][keys.TRUNCATED] = torch.tensor([True])
+    rows[2][keys.LOG_PROBS] = torch.full_like(rows[2][keys.LOG_PROBS], -torch.inf)
+    loss = GRPOLoss(TableActor(rows, stream), entropy_bonus=False)
+    with_row = step(loss, set_loss_weights(rows, "sequence", drop_truncated=True))
+    without = step(loss, set_loss_weights(rows[:2] + rows[3:], "sequence"))
+    assert with_row == pytest.approx(without)
+
+
+def step(loss: GRPOLoss, rows: list[TensorDict]) -> list[float]:
+    out = loss(pad_rows(rows, pad_token_id=0))
+    return [out.loss_objective.item(), out.ESS.item(), out.clip_fraction.item(), out.sums["tokens"].item()]

@@ -1,0 +1,145 @@
+"""Answers are found where they were asked for, numbers compare exactly, and hostile text costs linear time."""
+
+from __future__ import annotations
+
+import random
+import time
+from fractions import Fraction
+
+import pytest
+
+from sota_grpo.rewards import ANSWER_FORMATS, extract_answer, find_last_number, numbers_equal, parse_number
+
+RNG = random.Random(random.SystemRandom().randrange(1 << 30))
+MEGABYTE = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("18", 18),
+        ("18.00", 18),
+        ("18.", 18),
+        (".5", Fraction(1, 2)),
+        ("1,080", 1080),
+        ("1{,}000{,}000", 1_000_000),
+        ("$1,080.50", Fraction(2161, 2)),
+        ("-$7", -7),
+        ("$-7", -7),
+        ("\u22127", -7),
+        ("- 7", -7),
+        ("20%", 20),
+        ("20\\%", 20),
+        ("3/4", Fraction(3, 4)),
+        ("-3/4", Fraction(-3, 4)),
+        ("\\frac{3}{4}", Fraction(3, 4)),
+        ("\\dfrac{-3}{4}", Fraction(-3, 4)),
+        ("1.5e3", 1500),
+        ("18 dollars per day", 18),
+        ("Mary saw a total of 36 snakes.", 36),
+        ("5 m2", 5),
+        ("x = 5", 5),
+    ],
+)
+def test_numbers_are_read(text: str, value: Fraction | int) -> None:
+    assert parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "none",
+        "5 or 6",
+        "2*3",
+        "10-5",
+        "5^2",
+        "10**10**10",
+        "1/0",
+        "1/2/3",
+        "1,234,5678",
+        "1e99999",
+        "\u0663",
+        "9" * 257,
+    ],
+)
+def test_anything_but_one_number_is_no_number(text: str) -> None:
+    assert parse_number(text) is None
+
+
+def test_parsing_inverts_formatting() -> None:
+    for _ in range(300):
+        cents = RNG.randint(-(10**9), 10**9)
+        sign, value = "-" if cents < 0 else "", Fraction(cents, 100)
+        magnitude = abs(cents)
+        plain = f"{sign}{magnitude // 100}.{magnitude % 100:02d}"
+        grouped = f"{sign}${magnitude // 100:,}.{magnitude % 100:02d}"
+        assert parse_number(plain) == parse_number(grouped) == value
+        assert numbers_equal(plain, grouped)
+        assert not numbers_equal(plain, f"{plain}1")
+
+
+def test_equality_is_exact_and_needs_two_numbers() -> None:
+    assert numbers_equal("0.1", "1/10")
+    assert not numbers_equal("0.3333333333", "1/3")
+    assert not numbers_equal("none", "none")
+    assert not numbers_equal("", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer_format", "answer"),
+    [
+        ("#### 1\n#### 18 \nbye", "hash", "18"),
+        ("####", "hash", None),
+        ("18", "hash", None),
+        ("<answer>1</answer><answer> 2 </answer><answer>3", "tags", "2"),
+        ("<answer>1<answer>2</answer></answer>", "tags", "2"),
+        ("</answer>5<answer>", "tags", None),
+        ("\\boxed{1}, no wait, \\boxed{2}", "boxed", "2"),
+        ("\\boxed{\\frac{1}{2}} and \\boxed{3", "boxed", "\\frac{1}{2}"),
+        ("\\boxed{\\{1\\}}", "boxed", "\\{1\\}"),
+        ("\\boxed{\\boxed{5}}", "boxed", "5"),
+        ("} \\boxed{7} {", "boxed", "7"),
+        ("\\boxed{", "boxed", None),
+        ("first 3, then 4 apples", "last_number", "4"),
+        ("no digits", "last_number", None),
+        ("<answer>1</answer> \\boxed{2} #### 3", "any", "1"),
+        ("#### 3 or \\boxed{2}", "any", "2"),
+        ("#### 3\nso 4", "any", "3"),
+        ("it is 4", "any", "4"),
+        ("", "any", None),
+    ],
+)
+def test_answers_are_found(text: str, answer_format: str, answer: str | None) -> None:
+    assert extract_answer(text, answer_format) == answer
+
+
+@pytest.mark.parametrize("wrapped", ["#### 5", "\\boxed{5}", "<answer>5</answer>", "5"])
+def test_thinking_is_no_answer(wrapped: str) -> None:
+    assert extract_answer(f"<think>{wrapped}</think> I am not sure", "any") is None
+    assert extract_answer(f"{wrapped}</think> I am not sure", "any") is None
+    assert extract_answer(f"Hm <think>{wrapped}", "any") is None
+    assert extract_answer(f"<think>7</think>{wrapped}", "any") == "5"
+
+
+def test_an_unknown_format_is_named() -> None:
+    with pytest.raises(ValueError, match="'last' is not one of tags, boxed, hash, last_number, any"):
+        extract_answer("5", "last")
+
+
+HOSTILE = [
+    "\\boxed{", "{", "}", "\\", "1", "1,", "1,111", ",111", "1/", "-", "$-", " ", "\n", ".1", "1e", "a1",
+    "<answer>", "</answer>", "####", "<think>", "</think>", "<", "\\boxed ", "\\frac{1}{",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("unit", [*HOSTILE, None])
+def test_a_megabyte_of_anything_takes_linear_time(unit: str | None) -> None:
+    text = "".join(RNG.choices(HOSTILE, k=MEGABYTE // 4)) if unit is None else unit * (MEGABYTE // len(unit))
+    began = time.process_time()
+    for answer_format in ANSWER_FORMATS:
+        answer = extract_answer(text, answer_format)
+        assert answer is None or len(answer) < 64 or parse_number(answer) is None
+    find_last_number(text)
+    parse_number(text)
+    assert time.process_time() - began < 15.0  # quadratic time would be hours

@@ -1,0 +1,232 @@
+"""Rewards, reference log-probs and advantages, over ragged and dense rows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torchrl.data import Binary, Composite, NonTensor, Unbounded
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.transforms import Compose
+
+from sota_grpo import keys
+from sota_grpo.collate import pad_rows, row_list
+from sota_grpo.records import Example, Score
+from sota_grpo.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL, ScoreResponse
+from tests.builders import generator, random_rows
+
+WEIGHTS = {"right": 1.0, "short": 0.25}
+
+
+def grade(response: str, example: Example) -> Score:
+    if response == "boom":
+        raise ZeroDivisionError("no answer in this text")
+    if response == "timeout":
+        return Score({}, False, "Timeout: 5 s")
+    if response == "nan":
+        return Score({"right": float("nan"), "short": 0.0}, True)
+    right = response == example.answer + example.extra.get("unit", "")
+    return Score({"right": float(right), "short": float(len(response) < 3)}, right)
+
+
+def text_rows(responses: list[str], answer: str = "4", extra: dict | None = None) -> TensorDictBase:
+    fields = {"query": "2 + 2?", "answer": answer} | ({} if extra is None else {"extra": json.dumps(extra)})
+    return lazy_stack([TensorDict({"text": {"response": text}} | fields) for text in responses], 0)
+
+
+def test_reward_is_the_weighted_sum_of_the_terms() -> None:
+    rows = ScoreResponse(grade, WEIGHTS)(text_rows(["4", "5", "100"]))
+    assert rows[keys.REWARD].tolist() == [[1.25], [0.25], [0.0]]
+    assert rows[(*keys.REWARD_TERMS, "right")].tolist() == [[1.0], [0.0], [0.0]]
+    assert rows[keys.SUCCESS].tolist() == [[True], [False], [False]]
+    assert not rows[keys.REWARD_ERROR].any()
+
+
+def test_the_scorer_sees_the_extra_json() -> None:
+    rows = ScoreResponse(grade, WEIGHTS)(text_rows(["4kg"], extra={"unit": "kg"}))
+    assert rows[keys.SUCCESS].tolist() == [[True]]
+
+
+@pytest.mark.parametrize("bad", ["boom", "timeout", "nan"])
+def test_a_grader_failure_is_counted_and_ends_nothing(bad, caplog) -> None:
+    scorer = ScoreResponse(grade, WEIGHTS)
+    with caplog.at_level(logging.WARNING):
+        rows = scorer(text_rows(["4", bad, bad]))
+    assert rows[keys.REWARD].tolist() == [[1.25], [0.0], [0.0]]
+    assert rows[keys.REWARD_ERROR].tolist() == [[False], [True], [True]]
+    assert rows[keys.SUCCESS].tolist() == [[True], [False], [False]]
+    assert len(caplog.records) == 1, "the same failure is told once"
+
+
+def test_a_grader_with_other_terms_is_a_mistake_of_the_task() -> None:
+    with pytest.raises(KeyError, match="term_weights names"):
+        ScoreResponse(grade, {"right": 1.0})(text_rows(["4"]))
+
+
+# ----------------------------------------------------------------------------------------------- advantage
+
+
+def advantage_loop(rewards: list[float], groups: list[int]) -> list[float]:
+    out = []
+    for reward, group in zip(rewards, groups):
+        own = [r for r, g in zip(rewards, groups) if g == group]
+        out.append((reward - sum(own) / len(own)) / (statistics.stdev(own) + 1e-6))
+    return out
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_advantage_equals_the_loop_in_any_order(dense) -> None:
+    stream = generator()
+    rows = random_rows(stream, 12, group_size=4)
+    rows = [rows[i] for i in torch.randperm(12, generator=stream).tolist()]
+    expected = advantage_loop([row[keys.REWARD].item() for row in rows], [row["group_id"].item() for row in rows])
+    batch = lazy_stack([row.exclude("advantage") for row in rows], 0)
+    if dense:
+        batch = TensorDict({key: batch[key] for key in (keys.REWARD, keys.GROUP_ID)}, batch_size=[12])
+    out = GroupAdvantage()(batch)["advantage"]
+    assert out.shape == (12, 1, 1)
+    assert out.flatten().tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_constant_group_has_advantage_exactly_zero() -> None:
+    rows = TensorDict({"next": {"reward": torch.full((7, 1), 0.3)}, "group_id": torch.zeros(7, dtype=torch.long)}, [7])
+    assert not GroupAdvantage()(rows)["advantage"].any()
+
+
+def test_an_incomplete_group_is_refused_by_id() -> None:
+    rows = lazy_stack([row.exclude("advantage") for row in random_rows(generator(), 8, group_size=4)[:7]], 0)
+    with pytest.raises(ValueError, match=r"group 1 has 3 responses in this batch instead of 4"):
+        GroupAdvantage(group_size=4)(rows)
+
+
+def test_rows_that_have_an_advantage_keep_it() -> None:
+    rows = lazy_stack(random_rows(generator(), 4), 0)
+    before = rows["advantage"].clone()
+    assert torch.equal(GroupAdvantage()(rows[1:])["advantage"], before[1:])
+
+
+# ----------------------------------------------------------------------------------------------- reference
+
+
+class FakeReference:
+    """Log-prob of a token is -1/10 of its id at its own position; NaN on padding, so padding must not be read."""
+
+    def __init__(self) -> None:
+        self.widths: list[int] = []
+
+    def __call__(self, padded: TensorDictBase) -> torch.Tensor:
+        tokens = padded[keys.FULL_TOKENS]
+        self.widths.append(tokens.numel())
+        return torch.where(padded[keys.ATTENTION_MASK], -tokens / 10, torch.nan)
+
+
+@pytest.mark.parametrize("budget", [1, 20, 10_000])
+def test_reference_log_probs_land_on_their_own_tokens(budget) -> None:
+    rows = [row.exclude(keys.REF_LOG_PROBS) for row in random_rows(generator(), 9)]
+    reference, before = FakeReference(), [row[keys.REWARD].item() for row in rows]
+    ReferenceKL(reference, in_reward_coeff=0.5, pad_token_id=0, token_budget=budget)(lazy_stack(rows, 0))
+    for row, reward in zip(rows, before, strict=True):
+        expected, gap = [], 0.0
+        for token, trained, logp in zip(
+            *(row[k].tolist() for k in (keys.FULL_TOKENS, keys.ASSISTANT_MASK, keys.LOG_PROBS))
+        ):
+            expected.append(-token / 10 if trained else 0.0)
+            gap += logp + token / 10 if trained else 0.0
+        assert row[keys.REF_LOG_PROBS].tolist() == pytest.approx(expected)
+        assert row[keys.REWARD].item() == pytest.approx(reward - 0.5 * gap, rel=1e-4, abs=1e-5)
+    assert budget == 1 or max(reference.widths) <= budget
+
+
+def test_without_a_coefficient_the_reward_stays_and_twice_is_once() -> None:
+    rows = [row.exclude(keys.REF_LOG_PROBS) for row in random_rows(generator(), 4)]
+    before = [row[keys.REWARD].clone() for row in rows]
+    ReferenceKL(FakeReference(), pad_token_id=0, token_budget=99)(lazy_stack(rows, 0))
+    assert all(torch.equal(row[keys.REWARD], reward) for row, reward in zip(rows, before, strict=True))
+    again = FakeReference()
+    ReferenceKL(again, in_reward_coeff=1.0, pad_token_id=0, token_budget=99)(lazy_stack(rows, 0))
+    assert again.widths == []
+
+
+def test_dense_rows_get_the_same_reference_log_probs() -> None:
+    rows = [row.exclude(keys.REF_LOG_PROBS) for row in random_rows(generator(), 5)]
+    dense = pad_rows(rows, pad_token_id=0)
+    transform = ReferenceKL(FakeReference(), pad_token_id=0, token_budget=20)
+    transform(dense), transform(lazy_stack(rows, 0))
+    assert torch.equal(dense[keys.REF_LOG_PROBS], pad_rows(rows, pad_token_id=0)[keys.REF_LOG_PROBS])
+
+
+def test_a_broken_reference_is_refused() -> None:
+    rows = lazy_stack([row.exclude(keys.REF_LOG_PROBS) for row in random_rows(generator(), 2)], 0)
+    broken = ReferenceKL(lambda td: td[keys.FULL_TOKENS] * torch.nan, pad_token_id=0, token_budget=99)
+    with pytest.raises(ValueError, match="not finite"):
+        broken(rows)
+
+
+# ------------------------------------------------------------------------------------- penalty, composition
+
+
+def test_overlong_penalty_by_hand() -> None:
+    """max 10, buffer 4: lengths 6, 7, 10, 12 give 0, -1/4, -1, -1, here weighed by 2."""
+    rows = [
+        TensorDict({"masks": {"all_assistant_mask": torch.ones(n).bool()}, "next": {"reward": torch.ones(1)}})
+        for n in (6, 7, 10, 12)
+    ]
+    out = OverlongPenalty(10, 4, weight=2.0)(lazy_stack(rows, 0))
+    assert out[keys.REWARD].tolist() == [[1.0], [0.5], [-1.0], [-1.0]]
+    assert out[(*keys.REWARD_TERMS, "overlong")].tolist() == [[0.0], [-0.25], [-1.0], [-1.0]]
+    with pytest.raises(ValueError, match="buffer_tokens is 11"):
+        OverlongPenalty(10, 11)
+
+
+def test_they_compose_as_a_collectors_postproc() -> None:
+    drop = (keys.REF_LOG_PROBS, "advantage", "query")
+    rows = [row.exclude(*drop) for row in random_rows(generator(), 4, group_size=4)]
+    for row, text in zip(rows, ["4", "5", "boom", "100"], strict=True):
+        row.update({"text": {"response": text}, "query": "2 + 2?", "answer": "4"})
+    postproc = Compose(
+        ScoreResponse(grade, WEIGHTS),
+        OverlongPenalty(100, 10),
+        ReferenceKL(FakeReference(), pad_token_id=0, token_budget=50),
+        GroupAdvantage(scale="none", group_size=4),
+    )
+    out = postproc(lazy_stack(rows, 0))
+    assert out["advantage"].flatten().tolist() == [0.875, -0.125, -0.375, -0.375]
+    assert all(keys.REF_LOG_PROBS in row.keys(True) for row in row_list(out))
+
+
+class Echo(EnvBase):
+    """Two dialogs of one turn: the action is the response's text."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=[2])
+        text = NonTensor(shape=(2,), example_data="")
+        self.observation_spec = Composite(query=text.clone(), answer=text.clone(), shape=(2,))
+        self.action_spec = Composite(text=Composite(response=text.clone(), shape=(2,)), shape=(2,))
+        self.reward_spec = Unbounded(shape=(2, 1))
+        self.done_spec = Binary(n=1, shape=(2, 1), dtype=torch.bool)
+
+    def _reset(self, tensordict=None, **_):
+        return TensorDict({"query": ["2 + 2?"] * 2, "answer": ["4"] * 2, "done": torch.zeros(2, 1).bool()}, [2])
+
+    def _step(self, tensordict):
+        text = {"query": ["2 + 2?"] * 2, "answer": ["4"] * 2}
+        return TensorDict(text | {"reward": torch.zeros(2, 1), "done": torch.ones(2, 1).bool()}, [2])
+
+    def _set_seed(self, seed):
+        return seed
+
+
+def test_score_response_runs_on_an_envs_step() -> None:
+    env = TransformedEnv(Echo(), ScoreResponse(grade, WEIGHTS))
+    td = env.reset().set(("text", "response"), ["4", "5"])
+    assert env.step(td)[keys.REWARD].tolist() == [[1.25], [0.25]]
+
+
+def test_group_advantage_inside_an_env_is_refused() -> None:
+    env = TransformedEnv(Echo(), GroupAdvantage())
+    with pytest.raises(RuntimeError, match="postproc"):
+        env.step(env.reset().set(("text", "response"), ["4", "5"]))
