@@ -129,7 +129,7 @@ def fit(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, phase: Phase, index: int, args: argparse.Namespace
 ) -> None:
     """One supervised phase: AdamW, linear warm-up, cosine decay to a twentieth, gradient norm at most 1."""
-    num_steps, peak_lr = phase.num_steps, phase.peak_lr
+    num_steps, peak_lr, pool_size = phase.num_steps, phase.peak_lr, 8 * args.batch_size
     task = ArithmeticTask(seed=args.seed, num_train=1 << 40)
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = max(1, num_steps // 20)
@@ -142,7 +142,6 @@ def fit(
         [warmup],
     )
     rng, began, step = random.Random(args.seed), time.perf_counter(), 0
-    pool_size = 8 * args.batch_size
     model.train()
     while step < num_steps:
         start = index * (1 << 30) + step * args.batch_size  # every phase has problems of its own
@@ -156,10 +155,8 @@ def fit(
             schedule.step()
             step += 1
             if step % 100 == 0 or step == num_steps:
-                print(
-                    f"{phase.name} step {step} loss {loss.item():.4f} seconds {time.perf_counter() - began:.0f}",
-                    flush=True,
-                )
+                seconds = time.perf_counter() - began
+                print(f"{phase.name} step {step} loss {loss.item():.4f} seconds {seconds:.0f}", flush=True)
             if step == num_steps:
                 break
 
@@ -171,8 +168,8 @@ def sample(
     """One response to each prompt, at temperature 1 or greedy."""
     model.eval()
     batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-    limits = {"max_new_tokens": MAX_RESPONSE_TOKENS, "do_sample": not greedy, "top_k": 0}
-    output = model.generate(**batch, **({} if not greedy else {"temperature": None}), **limits)
+    how = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}  # top_k=0 keeps every token
+    output = model.generate(**batch, max_new_tokens=MAX_RESPONSE_TOKENS, **how)
     return tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -206,9 +203,7 @@ def main() -> None:
     parser.add_argument("--habit-lr", type=float, default=5e-4, help="peak learning rate of phase 3")
     parser.add_argument("--batch-size", type=int, default=64, help="demonstrations of one optimizer step")
     parser.add_argument("--eval-problems", type=int, default=512, help="held-out problems of an evaluation")
-    parser.add_argument(
-        "--work", type=Path, help="keeps the policy after each phase; a phase found there is not redone"
-    )
+    parser.add_argument("--work", type=Path, help="keeps the policy after each phase; one found there is not redone")
     parser.add_argument("--evaluate-only", action="store_true", help="measure the artefact in --out and stop")
     args = parser.parse_args()
     torch.manual_seed(args.seed)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sota_grpo.assembly.learning import make_learner, make_model, make_reference, make_transforms
+from sota_grpo.assembly.learning import add_adapter, make_learner, make_model, make_reference, make_transforms
 from sota_grpo.assembly.rollout import (
     engine_dtype,
     make_env,
@@ -68,18 +68,19 @@ def build(config: Config, run_dir: Path) -> Parts:
     env = make_env(config, task, tokenizer)
     torch.manual_seed(config.seed)
     device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", placement.train[0])
-    model = make_model(config, device)
-    policy = CausalPolicy(
-        model,
-        temperature=config.inference_model.temperature,
-        entropy_grad=config.algorithm.entropy_coef > 0,
-    )
     with ExitStack() as opened:  # closes what was started when a later part fails
+        base = make_model(config, device)
+        engine = start_engine(config, device_type, tokenizer, base)  # it copies the model while that has no adapter
+        opened.callback(engine.close)
+        model = add_adapter(config, base)
+        policy = CausalPolicy(
+            model,
+            temperature=config.inference_model.temperature,
+            entropy_grad=config.algorithm.entropy_coef > 0,
+        )
         reference = make_reference(config, policy, placement, device_type)
         if reference is not None:
             opened.callback(reference.close)
-        engine = start_engine(config, device_type, tokenizer, model)
-        opened.callback(engine.close)
         learner = make_learner(config, policy, tokenizer.pad_token_id, device_type, run_dir)
         parts = Parts(
             task=task,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import nn
+from transformers import PreTrainedModel
 
 from sota_grpo.config import Config
 from sota_grpo.learner import Learner
@@ -21,9 +22,9 @@ from sota_grpo.schedule import LearnerSettings
 from sota_grpo.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 
 
-def make_model(config: Config, device: torch.device) -> nn.Module:
+def make_model(config: Config, device: torch.device) -> PreTrainedModel:
     part: Any = config.train_model
-    model = load_model(
+    return load_model(
         config.model.name,
         dtype="float32" if part.torch_dtype == "auto" else part.torch_dtype,
         attn_implementation=config.model.attn_implementation,
@@ -31,9 +32,12 @@ def make_model(config: Config, device: torch.device) -> nn.Module:
         gradient_checkpointing=part.gradient_checkpointing,
         device=device,
     )
-    if not part.lora.enabled:
-        return model
-    return add_lora(model, r=part.lora.r, alpha=part.lora.alpha, dropout=part.lora.dropout)
+
+
+def add_adapter(config: Config, model: PreTrainedModel) -> nn.Module:
+    """The model itself, or under ``train_model.lora`` its base weights frozen and an adapter to train."""
+    lora = config.train_model.lora
+    return add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout) if lora.enabled else model
 
 
 def make_reference(

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from sota_grpo.config import Config
 from sota_grpo.engines import make_engine, resolve_engine_name
@@ -16,7 +15,6 @@ from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.placement import Placement, Role, place
 from sota_grpo.policy.load import resolve_model_path
-from sota_grpo.policy.lora import base_model
 from sota_grpo.records import Sampling
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.base import Task
@@ -113,11 +111,11 @@ def engine_dtype(name: str, device_type: str) -> str:
     return name if name != "auto" else ("bfloat16" if device_type == "cuda" else "float32")
 
 
-def start_engine(config: Config, device_type: str, tokenizer: Any, model: nn.Module) -> Engine:
+def start_engine(config: Config, device_type: str, tokenizer: Any, model: PreTrainedModel) -> Engine:
     part = config.inference_model
     return make_engine(
         resolve_engine_name(config.engine.name),
-        model=base_model(model),
+        model=model,
         model_path=resolve_model_path(config.model.name),
         dtype=engine_dtype(part.torch_dtype, device_type),
         device=device_type,

@@ -138,7 +138,7 @@ class VLLMEngine:
         )
         request_id = str(next(self._request_ids))
         # The salt keys the prefix cache by version: it cannot be reset while other requests run.
-        prompt = tokens_input(list(request.prompt_ids), cache_salt="x")
+        prompt = tokens_input(list(request.prompt_ids), cache_salt=str(self.version))
         self._engine.add_request(request_id, prompt, params)
         return request_id
 

@@ -87,7 +87,8 @@ How many flowers are cut? | a 2-9 b 3-12 c 3-30 d 2-20 | a*b p+c q-d r/2
 def _parse_row(row: str) -> Template:
     name, question, ranges, steps = (cell.strip() for cell in row.split("|"))
     words = ranges.split()
-    bounds = {key: tuple(int(part) for part in span.split("-")) for key, span in zip(words[::2], words[1::2])}
+    spans = {key: span.partition("-") for key, span in zip(words[::2], words[1::2])}
+    bounds = {key: (int(low), int(high)) for key, (low, _, high) in spans.items()}
     parsed = tuple((step[0], step[1], step[2:]) for step in steps.split())
     return Template(name, question, bounds, parsed)
 

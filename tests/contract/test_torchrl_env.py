@@ -33,6 +33,8 @@ def model() -> Qwen2ForCausalLM:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.3)
+    # the wrapper strips padding from inside a response too, so this random policy must not sample any
+    model.generation_config.suppress_tokens = [config.pad_token_id]
     return model
 
 
@@ -46,14 +48,13 @@ def make_policy(model: Qwen2ForCausalLM) -> TransformersWrapper:
         tokenizer=char_tokenizer(),
         input_mode="tokens",
         generate=True,
-        # the wrapper strips padding tokens from a response, so the policy must not sample them
-        generate_kwargs={"max_new_tokens": MAX_TOKENS, "do_sample": True, "suppress_tokens": [0]},
+        generate_kwargs={"max_new_tokens": MAX_TOKENS, "do_sample": True},
         pad_output=False,
     )
 
 
 def log_probs_of(model: Qwen2ForCausalLM, row: TensorDictBase) -> torch.Tensor:
-    """Of the response tokens, alone and unpadded, over the tokens that the policy may sample."""
+    """Of the response tokens, the row alone and unpadded."""
     full, split = row[keys.FULL_TOKENS], row[keys.PROMPT_TOKENS].shape[0]
     with torch.no_grad():
         logits = model(full[None]).logits[0, split - 1 : -1].float()
