@@ -207,13 +207,37 @@ def entry(mode: str) -> None:
     if os.environ.get("VLLM_USE_V1") == "0":
         print("VLLM_USE_V1=0 is accepted and has no effect: this vLLM has one engine.", file=sys.stderr)
 
+    mistakes = (UserError, CheckpointError, HydraException, OmegaConfBaseException, OSError)
+    codes: list[int] = []
+
     @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="grpo_gsm8k")
     def job(composed: DictConfig) -> None:
         config = OmegaConf.to_object(composed)
         assert isinstance(config, Config)
-        train(config, Path(HydraConfig.get().runtime.output_dir))
+        run_dir = Path(HydraConfig.get().runtime.output_dir)
+        codes.append(_exit_code(lambda: _train_or_interrupt(config, run_dir), mistakes))
 
-    sys.exit(_exit_code(job, (UserError, CheckpointError, HydraException, OmegaConfBaseException, OSError)))
+    codes.append(_exit_code(job, mistakes))
+    sys.exit(max(codes))
+
+
+def _train_or_interrupt(config: Config, run_dir: Path) -> None:
+    """A run that was asked to stop ends the whole command, a sweep's other runs included."""
+    if train(config, run_dir) < num_steps(config):
+        raise KeyboardInterrupt
+
+
+def _exit_code(job: Callable[[], None], mistakes: tuple[type[Exception], ...]) -> int:
+    """Run ``job``; a mistake of the user is one sentence and 2, an interrupt ends the program with 130."""
+    try:
+        job()
+    except mistakes as error:
+        print(f"grpo.py: {error}", file=sys.stderr)
+        return USER_MISTAKE
+    except KeyboardInterrupt:
+        print("grpo.py: interrupted; train.resume=auto continues from the last checkpoint.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    return 0
 
 
 def _quiet_console() -> None:
@@ -223,18 +247,6 @@ def _quiet_console() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("sota_grpo").setLevel(logging.INFO)
     transformers_logging.disable_progress_bar()
-
-
-def _exit_code(job: Callable[[], None], mistakes: tuple[type[Exception], ...]) -> int:
-    try:
-        job()
-    except mistakes as error:
-        print(f"grpo.py: {error}", file=sys.stderr)
-        return USER_MISTAKE
-    except KeyboardInterrupt:
-        print("grpo.py: interrupted; train.resume=auto continues from the last checkpoint.", file=sys.stderr)
-        return INTERRUPTED
-    return 0
 
 
 def _evaluations(path: Path) -> dict[int, dict[str, float]]:

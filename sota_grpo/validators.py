@@ -135,6 +135,17 @@ def devices_are_counted_or_named(config: Config) -> str | None:
     return None
 
 
+def the_kl_in_the_loss_has_a_gradient(config: Config) -> str | None:
+    """The gradient of k1 has mean 0, so as a loss it pulls nowhere (k2 and k3 do)."""
+    in_loss = config.train.kl_coef_in_loss and config.policy.kl_coef > 0
+    if in_loss and config.algorithm.kl_estimator == "k1":
+        return (
+            f"policy.kl_coef={config.policy.kl_coef} with algorithm.kl_estimator=k1 in the loss pulls nowhere: its "
+            "gradient has mean 0; use k2 or k3, or train.kl_coef_in_loss=false."
+        )
+    return None
+
+
 def lockstep_has_no_age(config: Config) -> str | None:
     if config.mode == "sync" and config.train.max_policy_age != 0:
         return (
@@ -176,6 +187,7 @@ RULES: tuple[Rule, ...] = (
     dynamic_sampling_has_group_signal,
     overlong_buffer_fits_the_response,
     devices_are_counted_or_named,
+    the_kl_in_the_loss_has_a_gradient,
     lockstep_has_no_age,
     difficulty_is_one_to_four,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import random
 import threading
@@ -224,6 +225,7 @@ def _start(model_path: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
     """Import vLLM and load the model."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM sets it only after its imports
     if on_cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut in pieces, which CPU generators

@@ -122,7 +122,7 @@ def complete_rows(rows: TensorDictBase) -> TensorDictBase:
     ``collate`` read ``log_probs.full`` and ``masks.all_assistant_mask``. Give it as the collector's ``postproc``.
 
     The log-probs are copied as they are, and ``TransformersWrapper`` of torchrl 0.14.1 writes 0 for the first token of
-    every response: train on proximal log-probs recomputed by the learner, not on these.
+    every response and drops padding tokens that were sampled: train on proximal log-probs recomputed by the learner.
 
     Args:
         rows: lazily stacked rows of any batch shape.

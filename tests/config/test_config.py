@@ -122,6 +122,7 @@ BROKEN = [
     ),
     ("overlong_buffer_fits_the_response", ["algorithm.overlong_buffer=100"], "max_tokens=96"),
     ("devices_are_counted_or_named", ["ref_model.num_devices=1", "ref_model.devices=[0]"], "ref_model"),
+    ("the_kl_in_the_loss_has_a_gradient", ["policy.kl_coef=0.1", "algorithm.kl_estimator=k1"], "k2 or k3"),
     ("lockstep_has_no_age", ["train.max_policy_age=1"], "max_policy_age=1"),
     ("difficulty_is_one_to_four", ["env.difficulty=5"], "env.difficulty=5"),
 ]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.conftest import SMALL, metrics
 
-QUICK = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false")
+QUICK = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false", "env.num_heldout=4")
 
 
 def table(path: Path, rows: list[dict]) -> Path:
@@ -26,7 +26,7 @@ def case_missing_column(tmp: Path) -> tuple[list[str], str]:
 
 
 def case_empty_dataset(tmp: Path) -> tuple[list[str], str]:
-    return ["env.dataset=gsm8k", f"env.dataset_path={table(tmp / 'rows.jsonl', [])}"], "empty"
+    return ["env.dataset=gsm8k", f"env.dataset_path={table(tmp / 'rows.jsonl', [])}"], "has no rows"
 
 
 def case_missing_dataset(tmp: Path) -> tuple[list[str], str]:
