@@ -1,6 +1,11 @@
 """Train in lockstep: ``python grpo.py [--config-name NAME] [key=value ...]``; ``--help`` lists every option."""
 
-from sota_grpo.app import entry
+import os
+
+# OpenMP threads that spin while they wait slow a busy machine down by 10x and more; read when torch loads
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from sota_grpo.app import entry  # noqa: E402
 
 if __name__ == "__main__":
     entry(mode="sync")

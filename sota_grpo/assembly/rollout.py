@@ -120,6 +120,7 @@ def start_engine(config: Config, device_type: str, tokenizer: Any, model: PreTra
         dtype=engine_dtype(part.torch_dtype, device_type),
         device=device_type,
         max_model_len=max_model_len(config),
+        max_rows=config.env.num_envs,
         eos_token_ids=(tokenizer.eos_token_id,),
         pad_token_id=tokenizer.pad_token_id,
         gpu_memory_utilization=part.gpu_memory_utilization,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sota_grpo.engines.base import Engine
 from sota_grpo.errors import UserError
@@ -47,13 +47,10 @@ def make_engine(
     eos_token_ids: Collection[int],
     pad_token_id: int,
     max_model_len: int | None = None,
+    max_rows: int = 256,
     dtype: str = "auto",
     device: str | None = None,
-    gpu_memory_utilization: float = 0.5,
-    enforce_eager: bool | None = None,
-    tensor_parallel_size: int = 1,
-    seed: int = 0,
-    trust_remote_code: bool = False,
+    **vllm_options: Any,
 ) -> Engine:
     """Build the engine called ``name``.
 
@@ -64,9 +61,10 @@ def make_engine(
         eos_token_ids: the tokens that end a response.
         pad_token_id: fills unused cells.
         max_model_len: context in tokens; None takes what the model allows.
+        max_rows: most samples in flight at once.
         dtype: of the engine's weights; ``auto`` is bfloat16 on CUDA and float32 on CPU.
         device: where the transformers engine samples; None: CUDA where there is one. vLLM takes the visible devices.
-        gpu_memory_utilization, enforce_eager, tensor_parallel_size, seed, trust_remote_code: see ``VLLMEngine``.
+        vllm_options: ``gpu_memory_utilization``, ``enforce_eager``, ... of ``VLLMEngine``; the others have no such parts.
 
     Raises:
         UserError: see :func:`resolve_engine_name`.
@@ -77,31 +75,16 @@ def make_engine(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    limits: dict[str, Any] = {"max_model_len": max_model_len, "max_rows": max_rows}
     if kind == "vllm":
         from sota_grpo.engines.vllm_engine import VLLMEngine
 
-        return VLLMEngine(
-            model_path,
-            eos_token_ids=eos_token_ids,
-            max_model_len=max_model_len,
-            dtype=dtype,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enforce_eager=enforce_eager,
-            tensor_parallel_size=tensor_parallel_size,
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-        )
+        return VLLMEngine(model_path, eos_token_ids=eos_token_ids, dtype=dtype, **limits, **vllm_options)
     if kind == "transformers":
         from sota_grpo.engines.hf import TransformersEngine
 
-        return TransformersEngine(
-            model,
-            eos_token_ids=eos_token_ids,
-            pad_token_id=pad_token_id,
-            max_model_len=max_model_len,
-            device=device,
-            dtype=getattr(torch, dtype),
-        )
+        ends: dict[str, Any] = {"eos_token_ids": eos_token_ids, "pad_token_id": pad_token_id}
+        return TransformersEngine(model, **ends, **limits, device=device, dtype=getattr(torch, dtype))
     from sota_grpo.engines.scripted import ScriptedEngine
 
     config = model.config.get_text_config()

@@ -40,6 +40,7 @@ class VLLMEngine:
         eos_token_ids: the tokens that end a response.
         max_model_len: context in tokens; None takes what the model allows.
         dtype: of vLLM's weights, ``float32``, ``bfloat16`` or ``float16``.
+        max_rows: most samples in flight at once.
         gpu_memory_utilization: share of the GPU's memory for weights and cache; unused on CPU.
         enforce_eager: no CUDA graphs; None: only on CPU.
         tensor_parallel_size: GPUs that hold one copy of the model.
@@ -56,6 +57,7 @@ class VLLMEngine:
         eos_token_ids: Collection[int],
         max_model_len: int | None = None,
         dtype: str = "float32",
+        max_rows: int = 256,
         gpu_memory_utilization: float = 0.5,
         enforce_eager: bool | None = None,
         tensor_parallel_size: int = 1,
@@ -74,6 +76,7 @@ class VLLMEngine:
         options: dict[str, Any] = {
             "max_model_len": max_model_len,
             "dtype": dtype,
+            "max_num_seqs": max_rows,
             "gpu_memory_utilization": gpu_memory_utilization,
             "enforce_eager": self._on_cpu if enforce_eager is None else enforce_eager,
             "tensor_parallel_size": tensor_parallel_size,

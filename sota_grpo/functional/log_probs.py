@@ -64,7 +64,7 @@ def chunked_log_probs(
         raise ValueError(f"chunk is {chunk}; it must be at least 1 row.")
     if entropy_grad and not with_entropy:
         raise ValueError("entropy_grad=True needs with_entropy=True: there is no entropy to differentiate.")
-    if torch.is_autocast_enabled(hidden.device.type):
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     log_probs, entropy = _ChunkedLogProbs.apply(
         hidden, weight, bias, targets, float(temperature), chunk, with_entropy, entropy_grad

@@ -156,6 +156,23 @@ def test_autocast_multiplies_in_its_dtype_as_a_linear_layer_does() -> None:
     assert (hidden.grad.double() - wanted).norm() < 0.03 * wanted.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_backward_under_autocast_keeps_the_precision_of_the_forward(dtype: torch.dtype) -> None:
+    hidden, weight, _, targets = problem(dtype)
+    found, _ = chunked_log_probs(hidden, weight, targets, chunk=5)
+    expected = torch.autograd.grad(found.sum(), (hidden, weight), retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(found.sum(), (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(inside, expected))
+
+
+def test_autocast_leaves_float64_as_it_is() -> None:
+    hidden, weight, _, targets = problem()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, _ = chunked_log_probs(hidden, weight, targets)
+    assert torch.equal(found, chunked_log_probs(hidden, weight, targets)[0])
+
+
 class LargestTensor(TorchDispatchMode):
     """Most elements of any tensor that an operator returns."""
 

@@ -79,6 +79,7 @@ def test_clipped_numbers_by_hand() -> None:
     torch.testing.assert_close(clipped_surrogate(ratio.log(), advantage, 0.2, 0.28, 3.0), expected)
     found = clipped_tokens(ratio.log(), advantage, 0.2, 0.28, 3.0)
     assert found.tolist() == [True, False, False, False, False, True, True]
+    assert not clipped_tokens(ratio.log(), torch.zeros_like(ratio), 0.2, 0.28, 3.0).any()
 
 
 @pytest.mark.parametrize("surrogate", ["clipped", "cispo", "sequence"])

@@ -1,0 +1,141 @@
+"""Whole runs in this process: every preset, reference, precision and adapter trains on the real embedded engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sota_grpo.app import train
+from sota_grpo.policy.load import load_model
+from tests.config.test_config import ALGORITHMS, composed
+from tests.e2e.conftest import SMALL, final_weights, metrics
+
+BASE = (*SMALL, "engine=transformers", "check.mode=strict", "eval.mode=off", "train.total_dialog_turns=32")
+ALWAYS = (
+    *("step", "reward", "success", "kl", "entropy", "ess", "clip_fraction", "grad_norm", "policy_age/max"),
+    *("response_tokens/mean", "truncated", "groups/zero_signal", "mismatch_kl", "time/step_s", "time/generate_s"),
+    *("time/score_s", "time/ref_s", "time/learn_s", "time/publish_s", "tokens_per_s", "reward/correct"),
+)
+ROLLOUT = (
+    *("step", "group_id", "sample_id", "query", "answer", "prompt", "response", "reward", "reward_terms"),
+    *("advantage", "truncated", "policy_version"),
+)
+
+
+def run(tmp_path: Path, *overrides: str, config: str = "grpo_cpu") -> list[dict]:
+    assert train(composed(config, *BASE, *overrides), tmp_path / "run") > 0
+    return metrics(tmp_path / "run")
+
+
+def rollouts(tmp_path: Path) -> list[dict]:
+    return [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_preset_trains(algorithm: str, tmp_path: Path) -> None:
+    rows = run(tmp_path, f"algorithm={algorithm}", "policy.kl_coef=0.01")
+    assert [row["step"] for row in rows] == [0, 1]
+    for row in rows:
+        assert set(ALWAYS) <= row.keys()
+        assert row["mismatch_kl"] < 1e-8
+    assert rows[0]["grad_norm"] > 0
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)  # the policy is the reference
+    assert rows[1]["kl"] > 1e-9  # and no longer
+    assert all(set(ROLLOUT) == row.keys() for row in rollouts(tmp_path))
+
+
+def test_the_policy_learns(tmp_path: Path) -> None:
+    rows = run(tmp_path, "env.num_envs=64", "env.repeats=8", "train.dialog_turns_per_batch=64",
+               "train.optim_batch_size=64", "train.total_dialog_turns=640", "inference_model.max_tokens=96",
+               "optimizer.lr=3e-4")  # fmt: skip
+    first, last = (sum(row["reward"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
+    assert last > first + 0.15, [row["reward"] for row in rows]
+
+
+def test_no_reference_no_kl(tmp_path: Path) -> None:
+    rows = run(tmp_path)
+    assert rows[0]["kl"] is None
+    assert rows[0]["time/ref_s"] == 0
+
+
+def test_kl_in_the_reward(tmp_path: Path) -> None:
+    """The first turn has no KL; later the reward is below the graded terms by coefficient times sum of k1."""
+    run(tmp_path, "policy.kl_coef=0.5", "train.kl_coef_in_loss=false", "optimizer.lr=1e-3", "optimizer.warmup_steps=0")
+    rows = rollouts(tmp_path)
+    for row in rows:
+        if row["step"] == 0:
+            assert row["reward"] == pytest.approx(row["reward_terms"]["correct"], abs=1e-4)
+    assert any(abs(row["reward"] - row["reward_terms"]["correct"]) > 1e-3 for row in rows if row["step"] == 1)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("ref_model.process=true",),
+        ("train_model.lora.enabled=true", "train_model.lora.dropout=0.1", "optimizer.lr=1e-2"),
+        ("train_model.lora.enabled=true", "ref_model.process=true", "optimizer.lr=1e-2"),
+        ("train_model.gradient_checkpointing=true",),
+        ("train.epochs=2", "train.optim_batch_size=8"),
+        ("train.epochs=2", "algorithm.correction=token"),
+        ("algorithm.entropy_coef=0.01",),
+        ("algorithm.drop_truncated=true", "algorithm.overlong_buffer=8"),
+    ],
+    ids=lambda overrides: ",".join(overrides),
+)
+def test_variants_train_with_a_reference(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    rows = run(tmp_path, "policy.kl_coef=0.01", "optimizer.warmup_steps=0", *overrides)
+    assert rows[1]["kl"] > 1e-9
+    assert rows[1]["mismatch_kl"] < 1e-8  # what was published, merged adapters included, is what the trainer holds
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains(precision: str, tmp_path: Path) -> None:
+    rows = run(tmp_path, f"train.precision={precision}", "policy.kl_coef=0.01")
+    assert 0 < rows[0]["mismatch_kl"] < 1e-2
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("lora", ["true", "false"])
+def test_the_export_is_the_trained_policy(lora: str, tmp_path: Path) -> None:
+    run(tmp_path, f"train_model.lora.enabled={lora}", "optimizer.lr=1e-2", "optimizer.warmup_steps=0")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf")
+    base = load_model("tiny")
+    moved = [n for (n, a), b in zip(exported.named_parameters(), base.parameters()) if not torch.equal(a, b)]
+    assert any("q_proj" in name for name in moved)
+    if lora == "false":
+        weights = final_weights(tmp_path / "run")
+        for name, value in exported.named_parameters():
+            assert torch.equal(value, weights[f"model.{name}"]), name
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "hf")
+    assert tokenizer.chat_template
+
+
+def test_evaluation_rows_and_their_errors(tmp_path: Path) -> None:
+    rows = run(tmp_path, "eval.mode=on", "eval.every=1", "eval.avg_at_k=2")
+    found = [row for row in rows if "eval/accuracy" in row]
+    assert [row["step"] for row in found] == [0, 1, 2]
+    for row in found:
+        share = row["eval/accuracy"]
+        assert row["eval/stderr"] == pytest.approx(math.sqrt(share * (1 - share) / 7))
+        assert 0 <= row["eval/avg_at_k"] <= 1
+
+
+def test_two_runs_of_one_seed_are_one_run(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        run(tmp_path / name)
+    mine, theirs = (final_weights(tmp_path / name / "run") for name in ("a", "b"))
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert rollouts(tmp_path / "a") == rollouts(tmp_path / "b")
+
+
+def test_wandb_offline_writes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run(tmp_path, "logging.wandb=online")  # no key here: offline, without a question
+    assert list((tmp_path / "run").rglob("*.wandb"))
