@@ -193,7 +193,7 @@ def train(config: Config, run_dir: Path) -> int:
         job.close()
 
 
-def entry(mode: str) -> None:
+def entry() -> None:
     """Command line of ``grpo.py``: Hydra composes the config, mistakes of the user are one sentence and exit code 2."""
     import hydra
     from hydra.core.hydra_config import HydraConfig

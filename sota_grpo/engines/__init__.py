@@ -64,7 +64,7 @@ def make_engine(
         max_rows: most samples in flight at once.
         dtype: of the engine's weights; ``auto`` is bfloat16 on CUDA and float32 on CPU.
         device: where the transformers engine samples; None: CUDA where there is one. vLLM takes the visible devices.
-        vllm_options: ``gpu_memory_utilization``, ``enforce_eager``, ... of ``VLLMEngine``; the others have no such parts.
+        vllm_options: ``gpu_memory_utilization``, ``enforce_eager``, ... of ``VLLMEngine``; the others ignore them.
 
     Raises:
         UserError: see :func:`resolve_engine_name`.
