@@ -13,7 +13,7 @@ from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.arithmetic_templates import TEMPLATES
 
 DRILL_LINES = 6
-STRONG_HABIT, WEAK_HABIT = 0.70, 0.25  # share of a template's demonstrations that fall into its habit
+STRONG_HABIT, WEAK_HABIT = 0.62, 0.20  # share of a template's demonstrations that fall into its habit
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ def demonstrations(
     rng = random.Random(seed * 1_000_003 + start)
     num_drills = round(count * phase.drill_share)
     examples = task.train[start : start + count - num_drills]
-    return word_problems(task, tokenizer, examples, phase.habits, rng) + drills(tokenizer, num_drills, rng)
+    worded = word_problems(task, tokenizer, examples, phase.habits, rng)
+    return worded + drills(tokenizer, num_drills, rng) if num_drills else worded
 
 
 def prompt_ids(

@@ -156,6 +156,7 @@ class Run:
             seed=self.config.seed,
             tolerance=1e-4 if exact else 5e-2,
             split_tolerance=1e-4 if exact else 5e-2,
+            transforms=[transform for _, transform in parts.source.transforms],
         )
         checks = run_gate(subject, self.config.check.mode)
         if checks:

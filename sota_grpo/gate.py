@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 from torch import nn
 
 from sota_grpo import keys
 from sota_grpo.checkpoint import rng_state, set_rng_state
+from sota_grpo.collate import row_list
 from sota_grpo.engines.base import Engine
 from sota_grpo.envs import TaskEnv, finish_row, prompt_rows
 from sota_grpo.errors import UserError
@@ -49,7 +50,8 @@ class Check:
 class Subject:
     """What is checked: the parts of the run as they will train.
 
-    ``tolerance`` is the largest mean gap, in nats per token, that the dtypes of engine and trainer allow.
+    ``transforms`` are those of the run's source (reference log-probs, advantages). ``tolerance`` is the largest mean gap,
+    in nats per token, that the dtypes of engine and trainer allow.
     """
 
     task: Task
@@ -61,6 +63,7 @@ class Subject:
     seed: int
     tolerance: float
     split_tolerance: float
+    transforms: Sequence[Callable[[TensorDictBase], TensorDictBase]] = ()
     rows: list[TensorDictBase] = field(default_factory=list)
 
     def sample(self, num_prompts: int = 4, num_samples: int = 2, salt: int = 0) -> list[TensorDictBase]:
@@ -189,7 +192,10 @@ def run_gate(subject: Subject, mode: str, checks: Sequence[Callable[[Subject], C
         return []
     random = rng_state()
     done: list[Check] = []
-    subject.rows = subject.sample()
+    batch = lazy_stack(subject.sample())
+    for transform in subject.transforms:
+        batch = transform(batch)
+    subject.rows = row_list(batch)
     for check in checks:
         began = time.perf_counter()
         result = check(subject)
