@@ -13,7 +13,7 @@ from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.arithmetic_templates import TEMPLATES
 
 DRILL_LINES = 6
-STRONG_HABIT, WEAK_HABIT = 0.62, 0.20  # share of a template's demonstrations that fall into its habit
+STRONG_HABIT, WEAK_HABIT = 0.67, 0.20  # share of a template's demonstrations that fall into its habit
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Check:
 class Subject:
     """What is checked: the parts of the run as they will train.
 
-    ``transforms`` are those of the run's source (reference log-probs, advantages). ``tolerance`` is the largest mean gap,
+    ``transforms`` are those of the source (reference log-probs, advantages). ``tolerance`` is the largest mean gap,
     in nats per token, that the dtypes of engine and trainer allow.
     """
 

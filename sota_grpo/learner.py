@@ -159,6 +159,8 @@ class Learner:
         """
         generator = torch.Generator().manual_seed(self.seed)
         rows = [row.copy().set(keys.ADVANTAGE, torch.randn((1, 1), generator=generator)) for row in rows]
+        if self.settings.recompute:
+            self._set_proximal(rows)
         with _without_dropout(self.policy):
             self._accumulate(rows, token_budget)
         scale = self.scaler.get_scale()

@@ -33,8 +33,9 @@ def command(run_dir: Path, *overrides: str, config: str = "grpo_cpu") -> list[st
         sys.executable,
         str(ROOT / "grpo.py"),
         f"--config-name={config}",
+        *(flag for flag in overrides if flag.startswith("-")),
         f"hydra.run.dir={run_dir}",
-        *overrides,
+        *(override for override in overrides if not override.startswith("-")),
     ]
 
 

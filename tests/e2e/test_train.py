@@ -77,7 +77,7 @@ def test_kl_in_the_reward(tmp_path: Path) -> None:
     "overrides",
     [
         ("ref_model.process=true",),
-        ("train_model.lora.enabled=true", "train_model.lora.dropout=0.1", "optimizer.lr=1e-2"),
+        ("train_model.lora.enabled=true", "optimizer.lr=1e-2"),
         ("train_model.lora.enabled=true", "ref_model.process=true", "optimizer.lr=1e-2"),
         ("train_model.gradient_checkpointing=true",),
         ("train.epochs=2", "train.optim_batch_size=8"),
@@ -91,6 +91,14 @@ def test_variants_train_with_a_reference(overrides: tuple[str, ...], tmp_path: P
     rows = run(tmp_path, "policy.kl_coef=0.01", "optimizer.warmup_steps=0", *overrides)
     assert rows[1]["kl"] > 1e-9
     assert rows[1]["mismatch_kl"] < 1e-8  # what was published, merged adapters included, is what the trainer holds
+
+
+def test_adapter_dropout_is_real(tmp_path: Path) -> None:
+    """The learner's forward differs from the engine's by the dropout, from the second turn on (``B`` starts at 0)."""
+    rows = run(tmp_path, "train_model.lora.enabled=true", "train_model.lora.dropout=0.1", "optimizer.lr=1e-2",
+               "optimizer.warmup_steps=0")  # fmt: skip
+    assert rows[0]["mismatch_kl"] < 1e-8
+    assert 1e-6 < rows[1]["mismatch_kl"] < 1e-1
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
