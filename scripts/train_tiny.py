@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the habits")
     parser.add_argument("--read-steps", type=int, default=2500, help="optimizer steps of phase 1")
     parser.add_argument("--read-lr", type=float, default=2e-3, help="peak learning rate of phase 1")
-    parser.add_argument("--drill-steps", type=int, default=1200, help="optimizer steps of phase 2")
+    parser.add_argument("--drill-steps", type=int, default=2500, help="optimizer steps of phase 2")
     parser.add_argument("--drill-lr", type=float, default=1.5e-3, help="peak learning rate of phase 2")
     parser.add_argument("--habit-steps", type=int, default=150, help="optimizer steps of phase 3")
     parser.add_argument("--habit-lr", type=float, default=5e-4, help="peak learning rate of phase 3")

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sota_grpo.assembly import Parts, build
-from sota_grpo.checkpoint import CheckpointError, CheckpointStore, rng_state, set_rng_state
+from sota_grpo.checkpoint import CheckpointStore, rng_state, set_rng_state
 from sota_grpo.config import Config, register
 from sota_grpo.errors import UserError
 from sota_grpo.gate import Subject, run_gate
@@ -21,7 +21,7 @@ from sota_grpo.policy.export import save_hf
 from sota_grpo.recording.progress import Progress, closing_table
 from sota_grpo.recording.run_log import METRICS_FILE, RunLog, setup_logging
 from sota_grpo.recording.sinks import WandbSink
-from sota_grpo.runs import mark_finished, open_run
+from sota_grpo.runs import CHECKPOINTS, RunDir, open_run
 from sota_grpo.step_log import StepLog
 from sota_grpo.stopping import StopRequest
 from sota_grpo.validators import validate
@@ -42,18 +42,16 @@ class Run:
 
     Args:
         config: validated.
-        run_dir: where everything is written; under ``train.resume`` perhaps an older one is continued instead.
+        place: where everything is written, locked by the caller for the life of the run.
     """
 
-    def __init__(self, config: Config, run_dir: Path):
+    def __init__(self, config: Config, place: RunDir):
         self.config = config
-        self.run_dir, self.resumed = open_run(run_dir, asdict(config), config.train.resume)
+        self.place, self.run_dir = place, place.path
         self.began = time.perf_counter()
         setup_logging(self.run_dir, config.logging.level)
-        (self.run_dir / "config.yaml").write_text(_as_yaml(config))
-        self.checkpoints = CheckpointStore(self.run_dir / "checkpoints", keep=config.train.keep_checkpoints)
+        self.checkpoints = CheckpointStore(self.run_dir / CHECKPOINTS, keep=config.train.keep_checkpoints)
         self.parts: Parts = build(config, self.run_dir)
-        self.last_saved = -1
 
     def train(self) -> int:
         """Gate, loop, last evaluation, export, closing table. Returns the number of turns done."""
@@ -61,8 +59,9 @@ class Run:
         parts, total = self.parts, num_steps(self.config)
         parts.publisher.publish(parts.learner.version)
         with self._run_log() as self.run_log, Progress(total, first_step=first) as progress, StopRequest() as stop:
-            self.run_log.rewind(first)
             self._check()
+            self.run_log.rewind(first)
+            self.place.start(_as_yaml(self.config))  # not before: a first start that fails leaves no run behind
             self.log = StepLog(self.run_log, progress, parts.tokenizer, lambda: parts.publisher.seconds)
             done = run(
                 parts.source,
@@ -80,16 +79,15 @@ class Run:
 
     def _restore(self) -> int:
         """Load the newest checkpoint of a resumed run; returns the first step to do."""
-        found = self.checkpoints.latest() if self.resumed else None
+        found = self.checkpoints.latest() if self.place.resumed else None
         if found is None:
-            if self.resumed:
-                logger.info("Nothing was saved in %s yet: the run starts again.", self.run_dir)
+            if self.config.train.resume is not None:
+                logger.info("Nothing to continue: starting afresh in %s.", self.run_dir)
             return 0
         step, state = found
         self.parts.learner.load_state_dict(state["learner"])
         self.parts.source.load_state_dict(state["source"])
         set_rng_state(state["rng"])
-        self.last_saved = step
         logger.info("Continuing %s after %d turns.", self.run_dir, step)
         return step
 
@@ -102,7 +100,6 @@ class Run:
             "config": asdict(self.config),
         }
         self.checkpoints.save(turns, state)
-        self.last_saved = turns
         self.log.add_seconds("time/checkpoint_s", time.perf_counter() - began)
 
     def _before(self, step: int) -> None:
@@ -130,8 +127,8 @@ class Run:
         if self.config.eval.mode == "on":
             self._evaluate(turns)
         if self.config.train.export_hf:
-            save_hf(self.parts.model, self.parts.tokenizer, self.run_dir / "hf")
-        mark_finished(self.run_dir)
+            self._export(self.run_dir / "hf")
+        self.place.finish()
         evaluations = _evaluations(self.run_dir / METRICS_FILE)
         text = closing_table(
             evaluations.get(0, {}),
@@ -140,8 +137,17 @@ class Run:
             avg_at_k=self.config.eval.avg_at_k,
             wall_s=time.perf_counter() - self.began,
         )
-        logger.debug("\n%s", text)
+        logger.info("\n%s", text, extra={"file_only": True})  # the console has it already
         print(f"Run directory: {self.run_dir}")
+
+    def _export(self, folder: Path) -> None:
+        try:
+            save_hf(self.parts.model, self.parts.tokenizer, folder)
+        except OSError as error:
+            raise UserError(
+                f"The model cannot be written to {folder} ({error.strerror or error}); free space there, "
+                "train.resume=auto then writes it again."
+            ) from error
 
     def _check(self) -> None:
         parts, began = self.parts, time.perf_counter()
@@ -155,7 +161,6 @@ class Run:
             sampling=parts.sampling,
             seed=self.config.seed,
             tolerance=1e-4 if exact else 5e-2,
-            split_tolerance=1e-4 if exact else 5e-2,
             transforms=[transform for _, transform in parts.source.transforms],
         )
         checks = run_gate(subject, self.config.check.mode)
@@ -185,13 +190,20 @@ class Run:
 
 
 def train(config: Config, run_dir: Path) -> int:
-    """Validate, assemble, train, close. Returns the number of turns done."""
+    """Validate, assemble, train, close. Returns the number of turns done.
+
+    ``run_dir`` is where everything is written; under ``train.resume`` perhaps an older one is continued instead.
+    """
     validate(config)
-    job = Run(config, run_dir)
-    try:
-        return job.train()
-    finally:
-        job.close()
+    with open_run(run_dir, asdict(config), config.train.resume, num_steps=num_steps(config)) as place:
+        if place.finished:
+            print(f"The run in {place.path} is already finished.")
+            return num_steps(config)
+        job = Run(config, place)
+        try:
+            return job.train()
+        finally:
+            job.close()
 
 
 def entry() -> None:
@@ -208,17 +220,26 @@ def entry() -> None:
     if os.environ.get("VLLM_USE_V1") == "0":
         print("VLLM_USE_V1=0 is accepted and has no effect: this vLLM has one engine.", file=sys.stderr)
 
-    mistakes = (UserError, CheckpointError, HydraException, OmegaConfBaseException, OSError)
+    mistakes = (UserError, HydraException, OmegaConfBaseException)
     codes: list[int] = []
+    began = False
 
     @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="grpo_gsm8k")
     def job(composed: DictConfig) -> None:
+        nonlocal began
+        began = True
         config = OmegaConf.to_object(composed)
         assert isinstance(config, Config)
         run_dir = Path(HydraConfig.get().runtime.output_dir)
         codes.append(_exit_code(lambda: _train_or_interrupt(config, run_dir), mistakes))
 
-    codes.append(_exit_code(job, mistakes))
+    try:
+        codes.append(_exit_code(job, mistakes))
+    except OSError as error:  # before the job, Hydra failed to make its directory; inside, it is a bug: a traceback
+        if began:
+            raise
+        print(f"grpo.py: {error}; set hydra.run.dir to a directory that can be written.", file=sys.stderr)
+        codes.append(USER_MISTAKE)
     sys.exit(max(codes))
 
 
@@ -245,7 +266,10 @@ def _quiet_console() -> None:
     """Our own sentences on stderr; of the libraries, only warnings and no progress bars."""
     from transformers.utils import logging as transformers_logging
 
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    console = logging.StreamHandler()
+    console.setLevel(logging.INFO)  # logging.level is that of training.log
+    console.addFilter(lambda record: not getattr(record, "file_only", False))
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[console])
     logging.getLogger("sota_grpo").setLevel(logging.INFO)
     transformers_logging.disable_progress_bar()
 

@@ -16,6 +16,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
+from sota_grpo.collate import row_list
 from sota_grpo.engines.base import Engine
 from sota_grpo.envs import TaskEnv, finish_row, prompt_rows
 from sota_grpo.functional import constant_groups
@@ -174,6 +175,7 @@ class SyncSource:
         num_groups: groups per batch.
         max_policy_age: oldest policy, in published versions, whose tokens may be in a batch; 0 is lockstep.
         refill: replace groups whose rewards are all equal by fresh ones (dynamic sampling, DAPO, arXiv:2503.14476).
+        sleep_engine: free the engine's device as soon as a batch is sampled; the next publish wakes it.
         max_draws: most collections per batch under ``refill``; then the batch is completed with the groups at hand.
     """
 
@@ -186,6 +188,7 @@ class SyncSource:
         max_policy_age: int = 0,
         refill: bool = False,
         max_draws: int = 10,
+        sleep_engine: bool = False,
     ):
         self.collector = collector
         self.transforms = tuple(transforms)
@@ -193,6 +196,7 @@ class SyncSource:
         self.max_policy_age = max_policy_age
         self.refill = refill
         self.max_draws = max_draws
+        self.sleep_engine = sleep_engine
         self._metrics: dict[str, float] = {}
 
     def next_batch(self, version: int) -> TensorDictBase:
@@ -202,45 +206,47 @@ class SyncSource:
             RuntimeError: a token is older than ``max_policy_age`` versions: the engine serves old weights.
         """
         self.collector.seconds = {"generate": 0.0, "score": 0.0}
-        fresh, zero_signal = self._whole_batch()
-        rows = LazyStackedTensorDict.lazy_stack(fresh)
+        fresh, refilled = self._whole_batch()
+        if self.sleep_engine:
+            self.collector.engine.sleep()
         oldest = min(int(row.get(keys.POLICY_VERSION)) for row in fresh)
         if not 0 <= version - oldest <= self.max_policy_age:
             raise RuntimeError(
                 f"A token of policy version {oldest} arrived at version {version}; train.max_policy_age is "
                 f"{self.max_policy_age}."
             )
+        rows = LazyStackedTensorDict.lazy_stack(fresh)
         seconds = dict(self.collector.seconds)
         for phase, transform in self.transforms:
             began = time.perf_counter()
             rows = transform(rows)
             seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
-        self.collector.engine.sleep()
         self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()}
-        self._metrics["groups/zero_signal"] = zero_signal
+        flat = sum(_constant(row_list(rows))) // self.collector.env.repeats
+        self._metrics |= {"groups/zero_signal": flat, "groups/refilled": refilled}
         return rows
 
     def _whole_batch(self) -> tuple[list[TensorDictBase], int]:
-        """``num_groups`` groups, and how many drawn groups had no signal."""
-        kept: list[TensorDictBase] = []
-        spare: list[TensorDictBase] = []
+        """The rows of ``num_groups`` groups in the order drawn, and how many groups were replaced by fresh ones."""
         size = self.collector.env.repeats
-        for _ in range(self.max_draws if self.refill else 1):
+        if not self.refill:
+            return self.collector.collect(self.num_groups), 0
+        kept: list[TensorDictBase] = []
+        flat: list[TensorDictBase] = []
+        for _ in range(self.max_draws):
             rows = self.collector.collect(self.num_groups - len(kept) // size)
             constant = _constant(rows)
-            spare += [row for row, flat in zip(rows, constant) if flat]
-            kept += [row for row, flat in zip(rows, constant) if not flat]
+            flat += [row for row, alike in zip(rows, constant) if alike]
+            kept += [row for row, alike in zip(rows, constant) if not alike]
             if len(kept) == self.num_groups * size:
-                break
+                return kept, len(flat) // size
         missing = self.num_groups * size - len(kept)
-        if self.refill and missing:
-            logger.warning(
-                "After %d collections only %d of %d groups have unequal rewards; the rest carries no gradient.",
-                self.max_draws, len(kept) // size, self.num_groups,
-            )  # fmt: skip
-        batch = kept + spare[len(spare) - missing :] if missing else kept
-        order = sorted(batch, key=lambda row: (int(row.get(keys.GROUP_ID)), int(row.get(keys.SAMPLE_ID))))
-        return order, len(spare) // size
+        logger.warning(
+            "After %d collections only %d of %d groups have unequal rewards; the rest carries no gradient.",
+            *(self.max_draws, len(kept) // size, self.num_groups),
+        )
+        batch = sorted(kept + flat[-missing:], key=lambda row: int(row.get(keys.GROUP_ID)))
+        return batch, (len(flat) - missing) // size
 
     def release(self, batch: TensorDictBase) -> None:
         """Nothing to free: in lockstep the next prompts are drawn when the next batch is asked for."""
@@ -257,7 +263,8 @@ class SyncSource:
 
 
 def _constant(rows: Sequence[TensorDictBase]) -> list[bool]:
-    """For each row, whether all rewards of its group are equal."""
-    rewards = torch.stack([row.get(keys.REWARD).reshape(()) for row in rows])
+    """For each row, whether all graded rewards of its group are equal."""
+    key = keys.GRADED_REWARD if keys.GRADED_REWARD in rows[0].keys(include_nested=True) else keys.REWARD
+    rewards = torch.stack([row.get(key).reshape(()) for row in rows])
     groups = torch.stack([row.get(keys.GROUP_ID).reshape(()) for row in rows])
     return constant_groups(rewards, groups).tolist()

@@ -40,7 +40,9 @@ class AlgorithmConfig:
     ratio: str = opt("token", "importance ratio per token, or per sequence (GSPO)", ("token", "sequence"))
     clip_low: float = opt(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: float = opt(0.2, "the ratio is clipped above 1 + clip_high")
-    dual_clip: float | None = opt(None, "bound on the ratio of tokens with a negative advantage; null: no bound")
+    dual_clip: float | None = opt(
+        None, "objective=clipped: bound above 1 on the ratio where the advantage is negative; null: none"
+    )
     aggregation: str = opt("sequence", "weight of each token in the loss", ("token", "sequence", "constant"))
     kl_estimator: str = opt("k3", "estimator of the KL to the reference", ("k1", "k2", "k3"))
     entropy_coef: float = opt(0.0, "entropy bonus in the loss; 0 only reports the entropy")
@@ -113,7 +115,7 @@ class TrainModelConfig:
 class InferenceModelConfig:
     """The engine's copy of the policy, and how responses are drawn."""
 
-    num_devices: int | None = opt(None, "devices of the engine; null: 1")
+    num_devices: int | None = opt(None, "devices of the engine, its own; null: it shares the learner's")
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     torch_dtype: str = opt("auto", "dtype of the engine's weights; auto is bfloat16 on CUDA, float32 on CPU", DTYPES)
     gpu_memory_utilization: float = opt(0.5, "share of the GPU's memory that vLLM may take")
@@ -130,7 +132,7 @@ class InferenceModelConfig:
 class RefModelConfig:
     """The frozen reference of the KL term; not built when policy.kl_coef is 0."""
 
-    num_devices: int | None = opt(None, "devices of the reference; null: 1")
+    num_devices: int | None = opt(None, "devices of the reference, its own; null: a spare one, else the learner's")
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     torch_dtype: str = opt("auto", "dtype of the reference's weights; auto is that of the learner", DTYPES)
     process: bool = opt(False, "the reference lives in a process of its own")

@@ -25,11 +25,14 @@ from sota_grpo.learner import Learner
 from sota_grpo.publish import Publisher
 from sota_grpo.records import GroupRequest, Sampling, sample_seed
 from sota_grpo.tasks.base import Task
+from sota_grpo.tasks.gsm8k import normalised
 
 logger = logging.getLogger(__name__)
 
 NUM_GRADED = 64  # examples whose gold and empty answers are graded
-PROBE_SCALE = 0.1  # relative size of the change that a push must carry to the engine
+PROBE_SHARE = 0.01  # of each tensor's elements; changed signs move a tensor by 2 sqrt(share), a fifth, of its norm
+EXACT = 1e-3  # a tolerance below it says that engine and trainer both compute in float32
+ROUNDING = 1e-6  # float32's own error in a mean of ratios
 
 
 class CheckError(UserError):
@@ -50,8 +53,8 @@ class Check:
 class Subject:
     """What is checked: the parts of the run as they will train.
 
-    ``transforms`` are those of the source (reference log-probs, advantages). ``tolerance`` is the largest mean gap,
-    in nats per token, that the dtypes of engine and trainer allow.
+    ``transforms`` are those of the source (reference log-probs, advantages). ``tolerance`` is the largest mean gap, in
+    nats per token, that the dtypes of engine and trainer allow; the other bounds follow from it.
     """
 
     task: Task
@@ -62,7 +65,6 @@ class Subject:
     sampling: Sampling
     seed: int
     tolerance: float
-    split_tolerance: float
     transforms: Sequence[Callable[[TensorDictBase], TensorDictBase]] = ()
     rows: list[TensorDictBase] = field(default_factory=list)
 
@@ -105,8 +107,7 @@ def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
 
 def no_held_out_question_is_trained_on(subject: Subject) -> Check:
     """The normalised questions of the two splits are disjoint."""
-    normal = lambda example: " ".join(example.query.lower().split())  # noqa: E731
-    shared = {normal(e) for e in subject.task.heldout} & {normal(e) for e in subject.task.train}
+    shared = {normalised(e.query) for e in subject.task.heldout} & {normalised(e.query) for e in subject.task.train}
     sentence = f"{len(shared)} held-out questions stand in the training split"
     if shared:
         sentence += f", for example {min(shared)[:80]!r}; take them out of one of the two"
@@ -114,61 +115,88 @@ def no_held_out_question_is_trained_on(subject: Subject) -> Check:
 
 
 def engine_and_trainer_agree(subject: Subject) -> Check:
-    """Mean over sampled tokens of |log-prob of the engine - log-prob of the trainer|."""
-    gaps = _gaps(subject.learner, subject.rows)
+    """Mean over sampled tokens of |log-prob of the engine - log-prob of the trainer|, and its largest value.
+
+    The largest may be 20 times the mean that is allowed: 1 nat where a dtype is half precision. A sharp policy hides a
+    wrong temperature in the mean, since most of its tokens are certain under either; see :func:`first_ratio_is_one`.
+    """
+    gaps = subject.learner.log_prob_gaps(subject.rows).abs()
     mean, largest = float(gaps.mean()), float(gaps.max())
     return Check(
         "engine and trainer agree",
-        mean <= subject.tolerance,
+        mean <= subject.tolerance and largest <= 20 * subject.tolerance,
         f"mean log-prob gap {mean:.2g}, largest {largest:.2g}, over {gaps.numel()} tokens "
-        f"(mean allowed {subject.tolerance:g})",
+        f"(allowed {subject.tolerance:g} and {20 * subject.tolerance:g})",
     )
 
 
 def first_ratio_is_one(subject: Subject) -> Check:
-    """The objective's own ratio on fresh samples: effective sample size 1, nothing clipped."""
-    metrics = subject.learner.diagnose(subject.rows)
-    ess = metrics["ess"]
-    allowed = max(20 * subject.tolerance, 1e-3)
+    """The loss's own diagnostics on fresh samples: effective sample size 1, no mismatch, in float32 nothing clipped.
+
+    Normal gaps of mean ``tolerance`` have a variance of pi / 2 of its square, half of which is the mismatch KL and the
+    whole 1 - ESS. So the square is allowed for the one and twice it for the other: 2.5e-3 and 5e-3 in half precision.
+    Measured on the embedded policy (8 rows, 4 seeds): bfloat16 engine and autocast trainer have a mismatch KL up to
+    2.2e-5, 1 - ESS up to 4.3e-5 and a largest gap up to 0.06; an engine at temperature 1 against a trainer at 0.8, both
+    bfloat16, 3.1e-3 to 1.3e-2, 4.5e-3 to 1.2e-2 and 0.69 to 1.96, at a mean gap of only 0.019 to 0.038. How many
+    tokens half precision clips depends on the clip's width (GSPO's 3e-4 is within the rounding): reported only.
+    """
+    found = subject.learner.diagnose(subject.rows)
+    ess, kl, clipped = (found[name] for name in ("ess", "mismatch_kl", "clip_fraction"))
+    assert ess is not None  # every sample has at least one token
+    assert kl is not None
+    assert clipped is not None
+    allowed = max(subject.tolerance**2, ROUNDING)
     return Check(
         "the first ratio is one",
-        abs(1 - ess) <= allowed and metrics["ratio_gap"] <= allowed,
-        f"effective sample size {ess:.6f}, mean |ratio - 1| {metrics['ratio_gap']:.2g} (allowed {allowed:g})",
+        1 - ess <= 2 * allowed and kl <= allowed and (clipped == 0 or subject.tolerance > EXACT),
+        f"effective sample size {ess:.6f} (allowed {1 - 2 * allowed:g}), mismatch KL {kl:.2g} (allowed {allowed:g}), "
+        f"{clipped:.2%} of the tokens clipped",
     )
 
 
 def gradient_does_not_depend_on_the_split(subject: Subject) -> Check:
-    """The gradient of one micro-batch equals the sum over micro-batches of one row each."""
-    whole = subject.learner.gradient(subject.rows, token_budget=1 << 30)
+    """The gradient over micro-batches of several rows equals the sum over micro-batches of one row each."""
+    longest = max(row.get(keys.FULL_TOKENS).shape[-1] for row in subject.rows)
+    together = max(subject.learner.settings.micro_batch_tokens, 2 * longest)  # else each row is alone in both
+    whole = subject.learner.gradient(subject.rows, token_budget=together)
     split = subject.learner.gradient(subject.rows, token_budget=1)
     scale = float(torch.stack([grad.norm() for grad in whole.values()]).norm())
     gap = float(torch.stack([(whole[name] - split[name]).norm() for name in whole]).norm()) / max(scale, 1e-30)
     return Check(
         "the gradient does not depend on the split",
-        scale > 0 and gap <= subject.split_tolerance,
-        f"relative gap {gap:.2g} at gradient norm {scale:.3g} (allowed {subject.split_tolerance:g})",
+        scale > 0 and gap <= subject.tolerance,
+        f"relative gap {gap:.2g} at gradient norm {scale:.3g} (allowed {subject.tolerance:g})",
     )
 
 
 def pushed_weights_landed(subject: Subject) -> Check:
-    """After a push of changed weights the engine samples from them, and from the old ones once those are back."""
+    """After a push of changed weights the engine samples from them, and from the old ones once those are back.
+
+    Every trainable tensor is changed. The gap to the pushed weights may be twice the gap after the push back, or a
+    tenth of the gap to the old ones; in float32 neither is needed, and the gap must stay within the tolerance. A token
+    counts for at most 1 nat, else a few that the old weights find impossible drown the rest.
+
+    Measured on the embedded policy with a bfloat16 engine (8 rows, 5 seeds): the gap to the pushed weights is 0.02 to
+    0.04 of that to the old ones; 0.43 to 1.5 of it when attention, MLP, norms or embeddings are left out of the push.
+    """
     learner, version = subject.learner, subject.learner.version
     kept = _perturb(learner.policy)
     try:
         subject.publisher.publish(version)
-        rows = subject.sample(num_prompts=2, salt=1)
-        new = float(_gaps(learner, rows).mean())
+        rows = subject.sample(salt=1)
+        new = _typical_gap(learner, rows)
     finally:
-        for parameter, value in kept:
-            parameter.data.copy_(value)
-    old = float(_gaps(learner, rows).mean())
+        for parameter, places, values in kept:
+            parameter.data.put_(places, values)
+    old = _typical_gap(learner, rows)
     subject.publisher.publish(version)
-    back = float(_gaps(learner, subject.sample(num_prompts=2)).mean())
-    passed = new <= max(subject.tolerance, old / 10) and back <= subject.tolerance and old > new
+    back = _typical_gap(learner, subject.sample())
+    allowed = subject.tolerance if subject.tolerance < EXACT else max(2 * back, old / 10)
     return Check(
         "pushed weights landed",
-        passed,
-        f"mean log-prob gap {new:.2g} to the pushed weights, {old:.2g} to the old ones, {back:.2g} after the push back",
+        new <= allowed and back <= subject.tolerance and old > new,
+        f"mean log-prob gap {new:.2g} to the pushed weights (allowed {allowed:.2g}), {old:.2g} to the old ones, "
+        f"{back:.2g} after the push back",
     )
 
 
@@ -213,23 +241,25 @@ def run_gate(subject: Subject, mode: str, checks: Sequence[Callable[[Subject], C
     return done
 
 
-def _gaps(learner: Learner, rows: Sequence[TensorDictBase]) -> torch.Tensor:
-    """|engine - trainer| log-prob of every sampled token, flat."""
-    batch = learner.padded(rows)
-    mine = learner.log_probs(batch)
-    theirs, mask = batch.get(keys.LOG_PROBS), batch.get(keys.ASSISTANT_MASK)
-    return (mine - theirs).abs()[mask]
+def _typical_gap(learner: Learner, rows: Sequence[TensorDictBase]) -> float:
+    return float(learner.log_prob_gaps(rows).abs().clamp(max=1.0).mean())
 
 
-def _perturb(policy: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Change the small trainable parameters and the embeddings in place; returns what they were."""
-    named = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
-    chosen = [(n, p) for n, p in named if p.ndim == 1 or "embed_tokens" in n or "lm_head" in n or "lora_B" in n]
+@torch.no_grad()
+def _perturb(policy: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
+    """Change every trainable tensor in place; returns places and old values, with which ``put_`` restores each bit.
+
+    ``PROBE_SHARE`` of its elements, at least one, change their sign (zeros become 1). Noise on all elements would need
+    a copy of the whole model to restore; this keeps 3 to 5 % of its bytes.
+    """
     generator = torch.Generator().manual_seed(0)
     kept = []
-    for _, parameter in chosen or named:
-        kept.append((parameter, parameter.data.clone()))
-        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
-        scale = float(parameter.data.float().std()) if parameter.numel() > 1 else 0.0
-        parameter.data.add_(noise * PROBE_SCALE * (scale or 1.0))
+    for parameter in policy.parameters():
+        if not parameter.requires_grad:
+            continue
+        count = max(1, round(PROBE_SHARE * parameter.numel()))
+        places = torch.randint(parameter.numel(), (count,), generator=generator).to(parameter.device)
+        values = parameter.data.take(places)
+        kept.append((parameter, places, values))
+        parameter.data.put_(places, torch.where(values == 0, 1.0, -values))
     return kept

@@ -27,8 +27,10 @@ TOKEN_VERSION = ("next", "token_version")  # int64 [N, T], policy version that s
 POLICY_VERSION = ("next", "policy_version")  # int64 [N], version of the oldest sampled token of the row
 
 RESPONSE_TEXT = ("text", "response")  # str [N], decoded response without special tokens; written by the env
-REWARD = ("next", "reward")  # f32 [N, 1], weighted sum of the reward terms; written by ScoreResponse
-REWARD_TERMS = ("next", "reward_terms")  # one f32 [N, 1] entry per term name; written by ScoreResponse
+REWARD = ("next", "reward")  # f32 [N, 1], weighted sum of the reward terms, penalties included; by ScoreResponse
+REWARD_TERMS = ("next", "reward_terms")  # one f32 [N, 1] entry per term name; by ScoreResponse and the penalties
+KL_TERM = (*REWARD_TERMS, "kl")  # f32 [N, 1], minus the KL taken off the reward; written by ReferenceKL, if asked to
+GRADED_REWARD = ("next", "graded_reward")  # f32 [N, 1], the reward before the KL was taken off; by ReferenceKL
 SUCCESS = ("next", "success")  # bool [N, 1], the answer is right; written by ScoreResponse
 REWARD_ERROR = ("next", "reward_error")  # bool [N, 1], the grader failed or timed out; written by ScoreResponse
 DONE = ("next", "done")  # bool [N, 1]; written by the env

@@ -16,7 +16,7 @@ from torch import nn
 from sota_grpo import keys
 from sota_grpo.collate import micro_batches, pad_rows, row_list, set_loss_weights
 from sota_grpo.errors import UserError
-from sota_grpo.functional import effective_sample_size, mismatch_kl
+from sota_grpo.functional import mismatch_kl
 from sota_grpo.objectives import GRPOLoss, diagnostic_means
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.recording.metrics import reduce_updates
@@ -87,7 +87,8 @@ class Learner:
         """One turn: ``epochs`` passes over ``rows`` (``[N]`` ragged), one optimizer step per ``optim_batch_size`` rows.
 
         Returns:
-            Metrics of the turn: means over its optimizer steps; ``mismatch_kl`` is that of the weights before it.
+            Metrics of the turn: means over its optimizer steps; ``mismatch_kl`` is that of the weights before it and
+            without dropout. None where there was nothing to measure: no trained token, or no step taken.
 
         Raises:
             NonFiniteStep: a loss or gradient is NaN or infinite.
@@ -96,13 +97,19 @@ class Learner:
         parts = row_list(rows)
         if self.settings.recompute:
             self._set_proximal(parts)
+        clean = None
+        if (
+            _dropouts(self.policy) and not self.settings.recompute
+        ):  # the loss's own forward has dropout, the engine none
+            gaps = self.log_prob_gaps(parts[: self.settings.optim_batch_size])
+            clean = mismatch_kl(gaps, torch.zeros_like(gaps), torch.ones_like(gaps, dtype=torch.bool)).item()
         batches = (batch for epoch in range(self.settings.epochs) for batch in self._mini_batches(parts, epoch))
         steps = [self._step(batch) for batch in batches]
         self.version += 1
         found = reduce_updates(steps)
-        found["mismatch_kl"] = steps[0]["mismatch_kl"]  # the later steps compare with weights that they changed
-        found |= {"optimizer_steps": self.optimizer_steps, "lr": float(self.schedule.get_last_lr()[0])}
-        return found | {"time/learn_s": time.perf_counter() - began}
+        # the later steps compare with weights that they changed
+        found["mismatch_kl"] = steps[0]["mismatch_kl"] if clean is None else clean
+        return found | {"optimizer_steps": self.optimizer_steps, "time/learn_s": time.perf_counter() - began}
 
     def _mini_batches(self, rows: Sequence[TensorDictBase], epoch: int) -> Iterator[list[TensorDictBase]]:
         order: list[int] = list(range(len(rows)))
@@ -112,31 +119,36 @@ class Learner:
         for start in range(0, len(order), self.settings.optim_batch_size):
             yield [rows[index] for index in order[start : start + self.settings.optim_batch_size]]
 
-    def _step(self, rows: Sequence[TensorDictBase]) -> dict[str, float]:
-        """One optimizer step over ``rows``, whatever the number of micro-batches."""
-        metrics = self._accumulate(rows, self.settings.micro_batch_tokens)
+    def _step(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
+        """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
+        losses, metrics = self._accumulate(rows, self.settings.micro_batch_tokens)
+        scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm or math.inf)
-        metrics["grad_norm"] = float(norm)
-        overflow = self.scaler.is_enabled() and not math.isfinite(metrics["grad_norm"]) and self.scaler.get_scale() > 1
-        finite = all(math.isfinite(value) for value in metrics.values())
-        if not finite and not overflow:
-            self._stop_at_non_finite(rows, metrics)
-        self.scaler.step(self.optimizer)
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm or math.inf))
+        skipped = self.scaler.is_enabled() and scale > 1 and not math.isfinite(norm)
+        judged = losses if skipped else {**losses, "grad_norm": norm}
+        if not all(math.isfinite(value) for value in judged.values()):
+            self._stop_at_non_finite(rows, judged)
+        if not skipped:
+            self.scaler.step(self.optimizer)
+            self.schedule.step()
+            self.optimizer_steps += 1
         self.scaler.update()
-        self.schedule.step()
-        self.optimizer_steps += 1
-        # a skipped step has no gradient norm: absent, not infinite
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+        metrics |= {**losses, "grad_norm": None if skipped else norm, "lr": None if skipped else rate}
+        if self.scaler.is_enabled():
+            metrics |= {"skipped_steps": int(skipped), "loss_scale": scale}
+        return metrics
 
-    def _accumulate(self, rows: Sequence[TensorDictBase], token_budget: int) -> dict[str, float]:
-        """Gradient of the whole ``rows`` in ``.grad``, and the loss's own entries, summed over micro-batches."""
+    def _accumulate(
+        self, rows: Sequence[TensorDictBase], token_budget: int, *, keep_truncated: bool = False
+    ) -> tuple[dict[str, float], dict[str, float | None]]:
+        """Gradient of the whole ``rows`` in ``.grad``; the losses, and the diagnostics (None over no trained token)."""
         settings = self.settings
         weighted = set_loss_weights(
             rows,
             settings.aggregation,
             max_response_tokens=settings.max_response_tokens,
-            drop_truncated=settings.drop_truncated,
+            drop_truncated=settings.drop_truncated and not keep_truncated,
         )
         self.policy.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -149,20 +161,12 @@ class Learner:
             self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
             _add(losses, terms)
             _add(sums, dict(out.sums.items()))
-        measured: dict[str, torch.Tensor] = {**losses, **diagnostic_means(sums)}
-        return {METRIC_NAMES.get(name, name): value.item() for name, value in measured.items()}
+        means, measured = _named(diagnostic_means(sums)), bool(sums["tokens"] > 0)
+        return _named(losses), {name: value if measured else None for name, value in means.items()}
 
     def gradient(self, rows: Sequence[TensorDictBase], *, token_budget: int) -> dict[str, torch.Tensor]:
-        """Gradient of one optimizer step over ``rows`` by parameter name; nothing is updated.
-
-        Rows get a random advantage, so that a batch without signal has a gradient too; adapter dropout is off.
-        """
-        generator = torch.Generator().manual_seed(self.seed)
-        rows = [row.copy().set(keys.ADVANTAGE, torch.randn((1, 1), generator=generator)) for row in rows]
-        if self.settings.recompute:
-            self._set_proximal(rows)
-        with _without_dropout(self.policy):
-            self._accumulate(rows, token_budget)
+        """Gradient of one optimizer step over ``rows`` by parameter name; nothing is updated; see :meth:`diagnose`."""
+        self._dry_run(rows, token_budget)
         scale = self.scaler.get_scale()
         found = {
             name: parameter.grad.detach().clone() / scale
@@ -172,17 +176,23 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         return found
 
-    @torch.no_grad()
-    def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float]:
-        """Effective sample size and mean |ratio - 1| of the policy as it stands against the engine's log-probs."""
-        batch = self.padded(rows)
-        log_ratio = self.log_probs(batch) - batch.get(keys.LOG_PROBS)
-        mask = batch.get(keys.ASSISTANT_MASK)
-        return {
-            "ess": float(effective_sample_size(log_ratio, mask)),
-            "ratio_gap": float((log_ratio.exp() - 1).abs()[mask].mean()),
-            "mismatch_kl": float(mismatch_kl(self.log_probs(batch), batch.get(keys.LOG_PROBS), mask)),
-        }
+    def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
+        """The objective's own diagnostics (``ess``, ``clip_fraction``, ``mismatch_kl``, ...) of a step; none is taken.
+
+        Rows get a random advantage, so that a batch without signal has a gradient and clipped tokens too; truncated
+        rows take part, since all may be; adapter dropout is off.
+        """
+        metrics = self._dry_run(rows, self.settings.micro_batch_tokens)
+        self.optimizer.zero_grad(set_to_none=True)
+        return metrics
+
+    def _dry_run(self, rows: Sequence[TensorDictBase], token_budget: int) -> dict[str, float | None]:
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = [row.copy().set(keys.ADVANTAGE, torch.randn((1, 1), generator=generator)) for row in rows]
+        if self.settings.recompute:
+            self._set_proximal(rows)
+        with _without_dropout(self.policy):
+            return self._accumulate(rows, token_budget, keep_truncated=True)[1]
 
     def padded(self, rows: Sequence[TensorDictBase]) -> TensorDictBase:
         """Right-padded ``[N, T]`` batch on the learner's device."""
@@ -198,13 +208,20 @@ class Learner:
         self.policy.train(training)
         return found
 
-    def _set_proximal(self, rows: Sequence[TensorDictBase]) -> None:
-        index = {id(row): row for row in rows}
+    def scored(self, rows: Sequence[TensorDictBase]) -> Iterator[tuple[TensorDictBase, torch.Tensor]]:
+        """Each row, longest first, with its log-probs ``[T_i]`` (on the CPU) as :meth:`log_probs` gives them."""
         for micro in micro_batches(rows, token_budget=self.settings.micro_batch_tokens):
-            found = self.log_probs(self.padded(micro)).cpu()
-            for row, values in zip(micro, found):
-                length = row.get(keys.FULL_TOKENS).shape[-1]
-                index[id(row)].set(keys.PROXIMAL_LOG_PROBS, values[:length].clone())
+            for row, values in zip(micro, self.log_probs(self.padded(micro)).cpu()):
+                yield row, values[: row.get(keys.FULL_TOKENS).shape[-1]].clone()
+
+    def log_prob_gaps(self, rows: Sequence[TensorDictBase]) -> torch.Tensor:
+        """Trainer's minus engine's log-prob of every sampled token, flat, in nats."""
+        gaps = [(own - row.get(keys.LOG_PROBS))[row.get(keys.ASSISTANT_MASK)] for row, own in self.scored(rows)]
+        return torch.cat(gaps)
+
+    def _set_proximal(self, rows: Sequence[TensorDictBase]) -> None:
+        for row, values in self.scored(rows):
+            row.set(keys.PROXIMAL_LOG_PROBS, values)
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The precision of every forward pass, the reference's included."""
@@ -254,19 +271,28 @@ class Learner:
         self.optimizer_steps = state["optimizer_steps"]
 
 
+def _named(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    return {METRIC_NAMES.get(name, name): value.item() for name, value in values.items()}
+
+
 def _add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     for name, value in values.items():
         totals[name] = totals.get(name, 0) + value.detach()
 
 
+def _dropouts(module: nn.Module) -> list[nn.Dropout]:
+    """The dropouts that drop."""
+    return [child for child in module.modules() if isinstance(child, nn.Dropout) and child.p > 0]
+
+
 @contextlib.contextmanager
 def _without_dropout(module: nn.Module) -> Iterator[None]:
     """Every dropout of ``module`` is the identity inside."""
-    dropouts = [(child, child.p) for child in module.modules() if isinstance(child, nn.Dropout)]
-    for child, _ in dropouts:
+    rates = [(child, child.p) for child in _dropouts(module)]
+    for child, _ in rates:
         child.p = 0.0
     try:
         yield
     finally:
-        for child, rate in dropouts:
+        for child, rate in rates:
             child.p = rate

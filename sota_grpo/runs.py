@@ -1,25 +1,45 @@
-"""Run directories: what a run is called, whether it is finished, and which one a resumed command continues."""
+"""Run directories: what a run is called, whether it is finished or alive, and which one a resumed command continues."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from sota_grpo.checkpoint import CheckpointStore
+from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
 
 RUN_FILE = "run.json"
-#: Sections that may differ between a run and its continuation: they change where it is seen, not what it computes.
+CONFIG_FILE = "config.yaml"
+CHECKPOINTS = "checkpoints"
+#: Sections and options that may differ between a run and its continuation: they do not change what is computed.
 FREE_SECTIONS = ("logging",)
-FREE_OPTIONS = (("train", "resume"), ("train", "keep_checkpoints"), ("check", "mode"))
+FREE_OPTIONS = (
+    ("train", "resume"),
+    ("train", "micro_batch_tokens"),
+    ("train", "checkpoint_frequency"),
+    ("train", "keep_checkpoints"),
+    ("train", "export_hf"),
+    ("ref_model", "timeout_s"),
+    ("inference_model", "gpu_memory_utilization"),
+    ("check", "mode"),
+)
+# Folders that Hydra names by the clock, DATE/TIME or DATE/TIME/JOB of a sweep: only these have neighbours to look at.
+_BY_THE_CLOCK = re.compile(r"(?<![^/])\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d(/\d+)?$")
 
 
 def signature(config: Mapping[str, Any]) -> str:
-    """Digest of everything in ``config`` that changes what a run computes.
+    """Digest of everything in ``config`` that changes what a turn computes.
+
+    The engine counts by the name that ``auto`` stands for here. The length of the run counts only where the learning
+    rate depends on it.
 
     >>> a, b = {"seed": 1, "train": {"resume": "auto"}}, {"seed": 1, "train": {"resume": None}}
     >>> signature(a) == signature(b), signature(a) == signature({"seed": 2, "train": {"resume": None}})
@@ -29,81 +49,180 @@ def signature(config: Mapping[str, Any]) -> str:
     for name in FREE_SECTIONS:
         kept.pop(name, None)
     for section, option in FREE_OPTIONS:
-        if isinstance(kept.get(section), dict):
-            kept[section].pop(option, None)
+        kept.get(section, {}).pop(option, None)
+    if kept.get("optimizer", {}).get("schedule") == "constant":
+        kept["train"].pop("total_dialog_turns", None)
+    if "engine" in kept:
+        kept["engine"]["name"] = resolve_engine_name(kept["engine"]["name"])
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None) -> tuple[Path, bool]:
-    """The directory this command works in, and whether it continues what is there.
+class RunDir:
+    """A run directory that belongs to this process until :meth:`close`, or until the process dies however it dies.
 
-    ``resume=None`` starts in ``run_dir``. ``auto`` continues ``run_dir`` when it holds a run, else the newest
-    unfinished run of the same config beside it (``outputs/DATE/TIME``), else starts in ``run_dir``. Anything else is
-    the path of the run to continue.
+    Attributes:
+        path: the directory.
+        resumed: a run was started here before; it goes on.
+        finished: that run has done all the turns asked for.
+    """
+
+    def __init__(self, path: Path, digest: str, num_steps: int, lock: IO[bytes]):
+        record = read_record(path)
+        self.path = path
+        self.resumed = record is not None
+        self.finished = record is not None and bool(record.get("finished")) and record.get("num_steps", 0) >= num_steps
+        self._row = {"signature": digest, "num_steps": num_steps}
+        self._lock = lock
+
+    def start(self, config_yaml: str) -> None:
+        """The run trains from here on. Called before the first step, when nothing that could be mended is left."""
+        self._write(CONFIG_FILE, config_yaml)
+        self._write(RUN_FILE, json.dumps({**self._row, "finished": False}))
+
+    def finish(self) -> None:
+        """``train.resume=auto`` looks for another run from now on."""
+        self._write(RUN_FILE, json.dumps({**self._row, "finished": True}))
+
+    def close(self) -> None:
+        """Let other processes have the directory; idempotent."""
+        self._lock.close()
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            temporary = self.path / f".{name}.tmp"
+            temporary.write_text(text)
+            os.replace(temporary, self.path / name)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+
+def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, num_steps: int) -> RunDir:
+    """The directory this command works in, locked.
+
+    ``resume=None`` starts in ``run_dir``. ``auto`` continues ``run_dir`` when it holds a run; else, of the unfinished
+    runs of the same config beside it (``outputs/DATE/TIME``) in which nobody works, the one that saved a checkpoint
+    last; else it starts in ``run_dir``. Anything else is the path of the run to continue.
+
+    Args:
+        num_steps: turns asked for; a finished run of fewer can be continued by its path.
 
     Raises:
-        UserError: the directory already holds a run, the run named is not there, or its config is another one.
+        UserError: the directory already holds a run, another process works in it, the run named is not there, or its
+            config is another one.
     """
     digest = signature(config)
-    if resume is None:
-        if (run_dir / RUN_FILE).exists():
-            raise UserError(
-                f"{run_dir} already holds a run; continue it with train.resume=auto or choose another hydra.run.dir."
-            )
-        _write(run_dir, digest, finished=False)
-        return run_dir, False
-    found = _find(run_dir, digest) if resume == "auto" else Path(resume)
-    if found is None:
-        _write(run_dir, digest, finished=False)
-        return run_dir, False
-    record = _read(found)
+    if resume == "auto" and not (run_dir / RUN_FILE).exists():
+        beside = _newest_beside(run_dir, digest, num_steps)
+        if beside is not None:
+            _drop_empty(run_dir, beside.path)
+            return beside
+    path = run_dir if resume in (None, "auto") else Path(str(resume))
+    if path is not run_dir and not (path / RUN_FILE).exists():
+        raise UserError(f"train.resume={resume}: there is no run in {path} ({RUN_FILE} is missing).")
+    lock = _lock(path)
+    if lock is None:
+        raise UserError(f"Another process is at work in {path}; stop it first or choose another hydra.run.dir.")
+    sentence = _refusal(path, digest, num_steps, resume)
+    if sentence is not None:
+        lock.close()
+        raise UserError(sentence)
+    if path is not run_dir:
+        _drop_empty(run_dir, path)
+    return RunDir(path, digest, num_steps, lock)
+
+
+def read_record(run_dir: Path) -> dict[str, Any] | None:
+    """What ``run.json`` says: None where there is none, nothing where it is not ours."""
+    try:
+        record = json.loads((run_dir / RUN_FILE).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError):  # of another user, or of another program
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _refusal(path: Path, digest: str, num_steps: int, resume: str | None) -> str | None:
+    """Why this command cannot work in ``path``, which is locked."""
+    record = read_record(path)
     if record is None:
-        raise UserError(f"train.resume={resume}: there is no run in {found} ({RUN_FILE} is missing).")
-    if record["signature"] != digest:
-        raise UserError(
-            f"The run in {found} was started with another config; give the same options as then ({found}/config.yaml)."
+        return None
+    if resume is None:
+        return f"{path} already holds a run; continue it with train.resume=auto or choose another hydra.run.dir."
+    if record.get("signature") != digest:
+        return (
+            f"The run in {path} was started with another config; give the same options as then ({path / CONFIG_FILE})."
         )
-    _drop_empty(run_dir, found)
-    return found, True
-
-
-def mark_finished(run_dir: Path) -> None:
-    """``train.resume=auto`` looks for another run from now on."""
-    record = _read(run_dir) or {}
-    _write(run_dir, record.get("signature", ""), finished=True)
-
-
-def _find(run_dir: Path, digest: str) -> Path | None:
-    if (run_dir / RUN_FILE).exists():
-        return run_dir
-    beside = sorted(run_dir.parent.parent.glob(f"*/*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in beside:
-        record = _read(path.parent)
-        if record and record["signature"] == digest and not record["finished"]:
-            return path.parent
+    if record["num_steps"] > num_steps:
+        return (
+            f"The run in {path} was started for {record['num_steps']} turns and this command asks for {num_steps}; "
+            "train.total_dialog_turns can grow, not shrink."
+        )
     return None
+
+
+def _newest_beside(run_dir: Path, digest: str, num_steps: int) -> RunDir | None:
+    shape = _BY_THE_CLOCK.search(run_dir.as_posix())
+    if shape is None:
+        return None
+    root, depth = Path(run_dir.as_posix()[: shape.start()]), shape[0].count("/") + 1
+    found = [path.parent for path in root.glob("*/" * depth + RUN_FILE) if _BY_THE_CLOCK.search(path.parent.as_posix())]
+    for path in sorted((path for path in found if _goes_on(path, digest, num_steps)), key=_age, reverse=True):
+        lock = _lock(path)
+        if lock is not None and _goes_on(path, digest, num_steps):  # still: its process may just have finished it
+            return RunDir(path, digest, num_steps, lock)
+        if lock is not None:
+            lock.close()
+    return None
+
+
+def _goes_on(path: Path, digest: str, num_steps: int) -> bool:
+    """Whether ``path`` holds an unfinished run that this command would continue."""
+    record = read_record(path) or {}
+    same = record.get("signature") == digest and record["num_steps"] <= num_steps
+    return same and not record["finished"] and os.access(path, os.W_OK)
+
+
+def _age(path: Path) -> tuple[float, float]:
+    """When the run last saved a checkpoint (0: never), and when it was started; a larger one is newer."""
+    saved = [checkpoint for _, checkpoint in CheckpointStore(path / CHECKPOINTS).paths()]
+    return max(map(_modified, saved), default=0.0), _modified(path / RUN_FILE)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # pruned meanwhile by a run that is alive
+        return 0.0
+
+
+def _lock(path: Path) -> IO[bytes] | None:
+    """The open lock file of ``path``, or None while another process has it. The system frees it with the process."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = (path / ".lock").open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    os.register_at_fork(after_in_child=file.close)  # a worker that outlives a killed run must not keep its lock
+    return file
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"The run directory {path} cannot be written ({error.strerror}); set hydra.run.dir.")
 
 
 def _drop_empty(fresh: Path, found: Path) -> None:
     """Remove the directory that was made for this command when another one is continued and nothing else is in it."""
     if fresh.resolve() != found.resolve() and fresh.is_dir() and {p.name for p in fresh.iterdir()} <= {".hydra"}:
         shutil.rmtree(fresh)
-
-
-def _read(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads((run_dir / RUN_FILE).read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def _write(run_dir: Path, digest: str, *, finished: bool) -> None:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        temporary = run_dir / f".{RUN_FILE}.tmp"
-        temporary.write_text(json.dumps({"signature": digest, "finished": finished}))
-        os.replace(temporary, run_dir / RUN_FILE)
-    except OSError as error:
-        raise UserError(
-            f"The run directory {run_dir} cannot be written ({error.strerror}); set hydra.run.dir."
-        ) from error

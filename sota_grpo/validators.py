@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sota_grpo.config import Config, walk
+from sota_grpo.config import Config, EnvConfig, walk
 from sota_grpo.errors import UserError
 
 Rule = Callable[[Config], str | None]
@@ -42,9 +42,15 @@ def every_amount_is_positive(config: Config) -> str | None:
         "optimizer.lr": config.optimizer.lr,
         "train_model.lora.r": config.train_model.lora.r,
         "ref_model.timeout_s": config.ref_model.timeout_s,
+        "algorithm.correction_cap": config.algorithm.correction_cap,
+        "env.max_samples": config.env.max_samples,
+        "inference_model.max_model_len": config.inference_model.max_model_len,
+        "train_model.num_devices": config.train_model.num_devices,
+        "inference_model.num_devices": config.inference_model.num_devices,
+        "ref_model.num_devices": config.ref_model.num_devices,
     }
     for name, value in amounts.items():
-        if value <= 0:
+        if value is not None and value <= 0:
             return f"{name}={value} must be above 0."
     return None
 
@@ -132,6 +138,8 @@ def devices_are_counted_or_named(config: Config) -> str | None:
                 f"{name}.num_devices={part.num_devices} and {name}.devices={list(part.devices)} say the same thing "
                 f"twice; drop one of them."
             )
+        if part.devices is not None and len(part.devices) == 0:
+            return f"{name}.devices=[] names no device; name one or leave it out."
     return None
 
 
@@ -165,12 +173,91 @@ def probabilities_are_shares(config: Config) -> str | None:
     for name, value in (
         ("inference_model.gpu_memory_utilization", config.inference_model.gpu_memory_utilization),
         ("inference_model.top_p", config.inference_model.top_p),
+    ):
+        if not 0 <= value <= 1:
+            return f"{name}={value} must lie between 0 and 1."
+    return None
+
+
+def decays_and_dropout_leave_something(config: Config) -> str | None:
+    """At 1 a moving average never moves, and a dropout drops everything."""
+    for name, value in (
         ("train_model.lora.dropout", config.train_model.lora.dropout),
         ("optimizer.beta1", config.optimizer.beta1),
         ("optimizer.beta2", config.optimizer.beta2),
     ):
-        if not 0 <= value <= 1:
-            return f"{name}={value} must lie between 0 and 1."
+        if not 0 <= value < 1:
+            return f"{name}={value} must be at least 0 and below 1."
+    return None
+
+
+def the_dual_clip_bounds_a_clipped_ratio(config: Config) -> str | None:
+    bound, objective = config.algorithm.dual_clip, config.algorithm.objective
+    if bound is None:
+        return None
+    if objective != "clipped":
+        return (
+            f"algorithm.dual_clip={bound} bounds the ratio of objective=clipped and has no effect on "
+            f"algorithm.objective={objective}; use algorithm.dual_clip=null."
+        )
+    if bound <= 1:
+        return f"algorithm.dual_clip={bound} must be above 1, the ratio of an unchanged policy; use 3.0 or null."
+    return None
+
+
+def reinforce_has_no_ratio(config: Config) -> str | None:
+    if config.algorithm.objective == "reinforce" and config.algorithm.ratio != "token":
+        return (
+            f"algorithm.ratio={config.algorithm.ratio} has no effect on algorithm.objective=reinforce, which has no "
+            "ratio; leave algorithm.ratio=token or use algorithm.objective=clipped."
+        )
+    return None
+
+
+def reinforce_steps_once_per_collection(config: Config) -> str | None:
+    """After the first step the rest of a collection is off-policy, and REINFORCE has no ratio that would say so.
+
+    A correction does not help: it weighs from the behaviour policy to the one *before* the first step.
+    """
+    train = config.train
+    several = train.epochs > 1 or train.optim_batch_size < train.dialog_turns_per_batch
+    if config.algorithm.objective == "reinforce" and several:
+        return (
+            f"algorithm.objective=reinforce is on-policy, but train.epochs={train.epochs} and train.optim_batch_size="
+            f"{train.optim_batch_size} make several steps of a collection of {train.dialog_turns_per_batch}; use "
+            f"train.epochs=1 and train.optim_batch_size={train.dialog_turns_per_batch}, or algorithm.objective=cispo, "
+            "which weighs by the ratio."
+        )
+    return None
+
+
+def the_loss_scaler_has_float32_gradients(config: Config) -> str | None:
+    """fp16 autocast scales the loss, and gradients are unscaled in float32; an adapter's weights are float32 anyway."""
+    dtype = config.train_model.torch_dtype
+    trains_half = dtype in ("float16", "bfloat16") and not config.train_model.lora.enabled
+    if config.train.precision == "fp16" and trains_half:
+        return (
+            f"train.precision=fp16 scales the loss and needs float32 gradients, but train_model.torch_dtype={dtype}; "
+            "use train_model.torch_dtype=float32 or train.precision=bf16."
+        )
+    return None
+
+
+UNREAD_OPTIONS = {
+    "arithmetic": ("dataset_path", "answer_format", "format_weight", "system_prompt"),
+    "gsm8k": ("difficulty",),
+}
+
+
+def options_that_the_task_does_not_read_keep_their_default(config: Config) -> str | None:
+    default, task = EnvConfig(), config.env.dataset
+    for name in UNREAD_OPTIONS.get(task, ()):
+        value, kept = getattr(config.env, name), getattr(default, name)
+        if value != kept:
+            return (
+                f"env.{name}={value} has no effect on env.dataset={task}; leave it at "
+                f"{'null' if kept is None else kept} or choose another env.dataset."
+            )
     return None
 
 
@@ -179,6 +266,7 @@ RULES: tuple[Rule, ...] = (
     every_amount_is_positive,
     every_coefficient_is_not_negative,
     probabilities_are_shares,
+    decays_and_dropout_leave_something,
     a_collection_is_made_of_whole_groups,
     a_collection_is_made_of_whole_optimizer_steps,
     the_run_has_at_least_one_turn,
@@ -190,6 +278,11 @@ RULES: tuple[Rule, ...] = (
     the_kl_in_the_loss_has_a_gradient,
     lockstep_has_no_age,
     difficulty_is_one_to_four,
+    the_dual_clip_bounds_a_clipped_ratio,
+    reinforce_has_no_ratio,
+    reinforce_steps_once_per_collection,
+    the_loss_scaler_has_float32_gradients,
+    options_that_the_task_does_not_read_keep_their_default,
 )
 
 

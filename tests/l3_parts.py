@@ -43,25 +43,35 @@ def make_scripted(env: TaskEnv) -> ScriptedEngine:
     return ScriptedEngine(script, eos_token_id=tokenizer.eos_token_id, max_model_len=2048)
 
 
-def make_subject(tmp_path: Path, *, engine_temperature: float = TEMPERATURE, adapter=None) -> Subject:
+def make_subject(
+    tmp_path: Path,
+    *,
+    engine_temperature: float = TEMPERATURE,
+    adapter=None,
+    engine_dtype: torch.dtype | None = None,
+    max_tokens: int = 32,
+    seed: int = 0,
+    **settings,
+) -> Subject:
+    """``engine_dtype`` or a ``precision`` other than float32 gives the tolerance of half precision."""
     torch.manual_seed(0)
     env = make_env()
     base = load_model("tiny")
     tokenizer = env.tokenizer
-    engine = TransformersEngine(base, eos_token_ids=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id)
+    ids = {"eos_token_ids": [tokenizer.eos_token_id], "pad_token_id": tokenizer.pad_token_id}
+    engine = TransformersEngine(base, dtype=engine_dtype, **ids)
     model = base if adapter is None else adapter(base)
     policy = CausalPolicy(model, temperature=TEMPERATURE)
     loss = GRPOLoss(policy, entropy_bonus=False)
-    settings = LearnerSettings(lr=1e-4, total_steps=4, optim_batch_size=16)
-    learner = Learner(policy, loss, settings, pad_token_id=tokenizer.pad_token_id, dump_dir=tmp_path)
+    chosen = LearnerSettings(**{"lr": 1e-4, "total_steps": 4, "optim_batch_size": 16, **settings})
+    learner = Learner(policy, loss, chosen, pad_token_id=tokenizer.pad_token_id, dump_dir=tmp_path)
     return Subject(
         task=env.task,
         env=env,
         engine=engine,
         learner=learner,
         publisher=Publisher(lambda: engine_weights(model), [engine]),
-        sampling=Sampling(max_tokens=32, temperature=engine_temperature),
-        seed=0,
-        tolerance=1e-4,
-        split_tolerance=1e-4,
+        sampling=Sampling(max_tokens=max_tokens, temperature=engine_temperature),
+        seed=seed,
+        tolerance=1e-4 if engine_dtype is None and chosen.precision == "fp32" else 5e-2,
     )

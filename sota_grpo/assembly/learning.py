@@ -10,7 +10,9 @@ from tensordict import TensorDictBase
 from torch import nn
 from transformers import PreTrainedModel
 
+from sota_grpo.assembly.devices import device_name, reference_has_own_weights
 from sota_grpo.config import Config
+from sota_grpo.errors import UserError
 from sota_grpo.learner import Learner
 from sota_grpo.objectives import GRPOLoss
 from sota_grpo.placement import Placement
@@ -23,15 +25,29 @@ from sota_grpo.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 
 
 def make_model(config: Config, device: torch.device) -> PreTrainedModel:
+    """The policy in training mode on ``device``.
+
+    Raises:
+        UserError: transformers does not know ``model.attn_implementation``, or lacks the package that it needs.
+    """
     part: Any = config.train_model
-    return load_model(
-        config.model.name,
-        dtype="float32" if part.torch_dtype == "auto" else part.torch_dtype,
-        attn_implementation=config.model.attn_implementation,
-        trust_remote_code=config.model.trust_remote_code,
-        gradient_checkpointing=part.gradient_checkpointing,
-        device=device,
-    )
+    attention = config.model.attn_implementation
+    try:
+        return load_model(
+            config.model.name,
+            dtype="float32" if part.torch_dtype == "auto" else part.torch_dtype,
+            attn_implementation=attention,
+            trust_remote_code=config.model.trust_remote_code,
+            gradient_checkpointing=part.gradient_checkpointing,
+            device=device,
+        )
+    except (ValueError, ImportError) as error:
+        if attention is None or not (isinstance(error, ImportError) or "attn_implementation" in str(error)):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model.attn_implementation={attention} cannot be used ({reason}); use sdpa, eager or null."
+        ) from error
 
 
 def add_adapter(config: Config, model: PreTrainedModel) -> nn.Module:
@@ -46,21 +62,31 @@ def make_reference(
     """Nothing at coefficient 0; the base model under the adapter; a copy of its own; or a process of its own."""
     if config.policy.kl_coef == 0:
         return None
-    part, lora, temperature = config.ref_model, config.train_model.lora.enabled, config.inference_model.temperature
-    if lora and part.devices is None and not part.process:
+    if not reference_has_own_weights(config):
         return AdapterOffReference(policy)
-    index = placement.ref[0] if placement.ref else 0
+    part, temperature = config.ref_model, config.inference_model.temperature
     options: dict[str, Any] = {
         "dtype": part.torch_dtype
         if part.torch_dtype != "auto"
         else str(next(policy.parameters()).dtype)[len("torch.") :],
         "attn_implementation": config.model.attn_implementation,
         "trust_remote_code": config.model.trust_remote_code,
-        "device": "cpu" if device_type == "cpu" else f"cuda:{index}",
+        "device": device_name(device_type, placement.ref),
     }
     if part.process:
-        return ProcessReference(config.model.name, temperature=temperature, deadline_s=part.timeout_s, **options)
+        return ProcessReference(
+            config.model.name,
+            temperature=temperature,
+            precision=trainer_precision(config, device_type),
+            deadline_s=part.timeout_s,
+            **options,
+        )
     return FrozenReference(load_model(config.model.name, **options), temperature=temperature)
+
+
+def trainer_precision(config: Config, device_type: str) -> str:
+    """Autocast of the learner and of the reference, which must compute alike: equal weights have a KL of 0."""
+    return {"auto": "bf16" if device_type == "cuda" else "fp32"}.get(config.train.precision, config.train.precision)
 
 
 def make_learner(config: Config, policy: CausalPolicy, pad_token_id: int, device_type: str, run_dir: Path) -> Learner:
@@ -98,7 +124,7 @@ def make_learner(config: Config, policy: CausalPolicy, pad_token_id: int, device
         max_response_tokens=config.inference_model.max_tokens,
         drop_truncated=algorithm.drop_truncated,
         recompute=train.epochs > 1 or algorithm.correction != "none",
-        precision={"auto": "bf16" if device_type == "cuda" else "fp32"}.get(train.precision, train.precision),
+        precision=trainer_precision(config, device_type),
     )
     return Learner(policy, loss, settings, pad_token_id=pad_token_id, dump_dir=run_dir, seed=config.seed)
 
@@ -107,6 +133,8 @@ def make_transforms(config: Config, reference: ReferencePolicy | None, learner: 
     """What happens to a batch between the env and the learner, each with the phase its seconds count to."""
     algorithm: Any = config.algorithm
     found: list[tuple[str, Any]] = []
+    if algorithm.overlong_buffer:  # before the reference, so that the graded reward includes it
+        found.append(("score", OverlongPenalty(config.inference_model.max_tokens, algorithm.overlong_buffer)))
     if reference is not None:
         in_reward = None if config.train.kl_coef_in_loss else config.policy.kl_coef
 
@@ -121,7 +149,5 @@ def make_transforms(config: Config, reference: ReferencePolicy | None, learner: 
             token_budget=config.train.micro_batch_tokens,
         )
         found.append(("ref", transform))
-    if algorithm.overlong_buffer:
-        found.append(("score", OverlongPenalty(config.inference_model.max_tokens, algorithm.overlong_buffer)))
     found.append(("score", GroupAdvantage(algorithm.baseline, algorithm.scale)))
     return found

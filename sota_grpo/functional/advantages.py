@@ -31,12 +31,10 @@ def group_advantages(
     Constant rewards give exactly 0, found by comparing the largest with the smallest reward, never by dividing rounding
     error by ``eps``. What must be constant is the set that the formula looks at:
 
-    - the *group*, when the baseline or the scale is one of the group (nothing tells its members apart);
+    - the *group*, when the baseline or the scale is one of the group (one alone is constant);
     - the *batch*, when the baseline or the scale is one of the batch. A constant group inside a varied batch keeps its
       signal under ``batch_mean`` with ``batch_std`` or ``none``: it was better or worse than the others (REINFORCE++);
     - nothing, for ``none`` with ``none``: the advantage is the reward itself.
-
-    A group of one is a constant group: its advantage is 0 wherever a group term is used.
 
     Args:
         rewards: ``[N]``, one per response.
@@ -74,12 +72,8 @@ def group_advantages(
     index, counts = _group_index(group_ids)
     centred = values - _baseline(values, index, counts, baseline)
     advantages = centred / _scale(values, index, counts, scale, eps)
-    constant = torch.zeros_like(values, dtype=torch.bool)
-    if baseline in ("group_mean", "leave_one_out") or scale == "group_std":
-        constant |= _constant_rows(values, index, counts)
-    if baseline == "batch_mean" or scale == "batch_std":
-        constant |= values.max() == values.min()
-    return torch.where(constant, 0.0, advantages).to(dtype)
+    alike = _told_apart_by_nothing(values, index, counts, baseline, scale)
+    return torch.where(alike, 0.0, advantages).to(dtype)
 
 
 def constant_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -101,6 +95,16 @@ def constant_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     _check_rows(rewards, group_ids)
     index, counts = _group_index(group_ids)
     return _constant_rows(rewards.double(), index, counts)
+
+
+def _told_apart_by_nothing(values: Tensor, index: Tensor, counts: Tensor, baseline: str, scale: str) -> Tensor:
+    """Rows of a constant set ``[N]``, the set being the one that the formula looks at."""
+    constant = torch.zeros_like(values, dtype=torch.bool)
+    if baseline in ("group_mean", "leave_one_out") or scale == "group_std":
+        constant |= _constant_rows(values, index, counts)
+    if baseline == "batch_mean" or scale == "batch_std":
+        constant |= values.max() == values.min()
+    return constant
 
 
 def _group_index(group_ids: Tensor) -> tuple[Tensor, Tensor]:

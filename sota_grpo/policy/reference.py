@@ -26,6 +26,7 @@ from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.lora import adapter_disabled
 
 _IN_KEYS = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK)
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PARENT_POLL_S = 0.5
 _GOODBYE_S = 2.0
 
@@ -52,10 +53,8 @@ class FrozenReference:
     """
 
     def __init__(self, model: nn.Module, *, device: torch.device | str | None = None, temperature: float = 1.0) -> None:
-        frozen = model.requires_grad_(False).eval()
-        self._policy: CausalPolicy | None = CausalPolicy(
-            frozen if device is None else frozen.to(device), temperature=temperature, with_entropy=False
-        )
+        frozen = model.requires_grad_(False).eval().to(device)  # to(None) leaves it where it is
+        self._policy: CausalPolicy | None = CausalPolicy(frozen, temperature=temperature, with_entropy=False)
 
     @classmethod
     def copy_of(
@@ -127,6 +126,7 @@ class ProcessReference:
         model_name: as :func:`sota_grpo.policy.load.load_model` takes it.
         dtype, attn_implementation, trust_remote_code, device: likewise.
         temperature: the policy's sampling temperature.
+        precision: autocast of the worker, ``fp32``, ``bf16`` or ``fp16``; that of the policy makes equal weights equal.
         num_threads: CPU threads of the worker.
         deadline_s: longest wait for one batch.
         start_deadline_s: longest wait for the worker to be ready.
@@ -142,27 +142,23 @@ class ProcessReference:
         trust_remote_code: bool = False,
         device: str = "cpu",
         temperature: float = 1.0,
+        precision: str = "fp32",
         num_threads: int = 1,
         deadline_s: float = 600.0,
         start_deadline_s: float = 600.0,
         name: str = "reference",
     ) -> None:
-        model_options = {
-            "dtype": dtype,
-            "attn_implementation": attn_implementation,
-            "trust_remote_code": trust_remote_code,
-            "device": device,
-        }
+        model_options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+        model_options |= {"trust_remote_code": trust_remote_code, "device": device}
         context = multiprocessing.get_context("spawn")
         self.name = name
-        self._deadline_s = deadline_s
-        self._start_deadline_s = start_deadline_s
+        self._deadline_s, self._start_deadline_s = deadline_s, start_deadline_s
         self._started_at = time.monotonic()
         self._ready = self._closed = False
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve,
-            args=(theirs, os.getpid(), model_name, model_options, temperature, num_threads),
+            args=(theirs, os.getpid(), model_name, model_options, temperature, _AUTOCAST[precision], num_threads),
             name=name,
             daemon=True,
         )
@@ -255,6 +251,7 @@ def _serve(
     model_name: str,
     model_options: dict[str, Any],
     temperature: float,
+    autocast: torch.dtype | None,
     num_threads: int,
 ) -> None:
     """Answer batches until the other end says None or goes away."""
@@ -275,7 +272,9 @@ def _serve(
             return
         if request is None:
             return
-        connection.send(_answer(policy, request, model.device))
+        with torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None):
+            answer = _answer(policy, request, model.device)
+        connection.send(answer)
 
 
 @torch.no_grad()

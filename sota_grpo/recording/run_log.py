@@ -161,7 +161,7 @@ class _TrainingLog(logging.FileHandler):
 def setup_logging(run_dir: str | os.PathLike[str], level: str = "info") -> logging.Handler:
     """Write the records of the ``sota_grpo`` loggers at ``level`` and above to ``training.log``.
 
-    Other handlers and the way to the console stay as they are. Called again, it replaces only its own handler.
+    Other handlers stay as they are and get what they got, INFO and above. Called again, it replaces only its own.
 
     Raises:
         UserError: the log cannot be written.
@@ -174,7 +174,8 @@ def setup_logging(run_dir: str | os.PathLike[str], level: str = "info") -> loggi
         logger.removeHandler(old)
         old.close()
     logger.addHandler(handler)
-    logger.setLevel(level.upper())
+    handler.setLevel(level.upper())
+    logger.setLevel(min(handler.level, logging.INFO))
     return handler
 
 

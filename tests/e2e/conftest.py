@@ -15,6 +15,8 @@ import torch
 from sota_grpo.recording.metrics import is_clock
 
 ROOT = Path(__file__).resolve().parents[2]
+# one thread each: equal bits need equal thread counts (docs/design.md, decision 8)
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL = (
     "env.num_envs=16",
     "env.repeats=4",
@@ -51,7 +53,7 @@ def grpo(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
             stdin=subprocess.DEVNULL,
             cwd=tmp_path,
             timeout=kwargs.pop("timeout", 300),
-            env={**os.environ, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})},
+            env={**ENVIRONMENT, **kwargs.pop("env", {})},
         )
 
     return run

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import SMALL, metrics
+from tests.e2e.conftest import SMALL, metrics, without_clock
 
 QUICK = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false", "env.num_heldout=4")
+LONGER = ("train.resume=auto", "train.total_dialog_turns=80")
 
 
 def table(path: Path, rows: list[dict]) -> Path:
@@ -65,6 +68,7 @@ def test_one_sentence_and_exit_code_2(case, tmp_path: Path, grpo) -> None:
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert expected in done.stderr
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_default_config_without_a_gpu_names_the_command_that_runs_here(tmp_path: Path, grpo) -> None:
@@ -73,6 +77,32 @@ def test_default_config_without_a_gpu_names_the_command_that_runs_here(tmp_path:
     assert "Traceback" not in done.stderr
     assert "GPU" in done.stderr
     assert "python grpo.py --config-name grpo_cpu" in done.stderr
+    corrected = grpo(tmp_path / "run", *QUICK)  # nothing was started there
+    assert corrected.returncode == 0, corrected.stderr
+
+
+def test_a_failed_gate_leaves_no_run(tmp_path: Path, grpo) -> None:
+    options = [option for option in QUICK if option != "check.mode=off"]  # scripted tokens are no policy's
+    done = grpo(tmp_path / "run", *options)
+    assert done.returncode == 2, done.stderr
+    assert "The check before training failed" in done.stderr
+    corrected = grpo(tmp_path / "run", *QUICK)
+    assert corrected.returncode == 0, corrected.stderr
+
+
+def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:
+    """An OSError of the program is not taken for a directory that the user chose badly."""
+    code = (
+        "import sota_grpo.app as app\n"
+        "def deep(config, run_dir): raise OSError('deep inside')\n"
+        "app.train = deep\n"
+        "app.entry()"
+    )
+    arguments = ["--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "in deep" in done.stderr
 
 
 def test_unwritable_output_directory(tmp_path: Path, grpo) -> None:
@@ -80,6 +110,7 @@ def test_unwritable_output_directory(tmp_path: Path, grpo) -> None:
     done = grpo(tmp_path / "file" / "run", *QUICK)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
     assert str(tmp_path / "file") in done.stderr
 
 
@@ -93,24 +124,27 @@ def test_a_run_directory_is_not_overwritten(tmp_path: Path, grpo) -> None:
 
 
 def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, grpo) -> None:
-    options = (*QUICK, "train.checkpoint_frequency=1")
+    options = (*QUICK, "train.checkpoint_frequency=1", "optimizer.schedule=constant")
     assert grpo(tmp_path / "run", *options).returncode == 0
     whole = metrics(tmp_path / "run")
     newest = max((tmp_path / "run" / "checkpoints").glob("checkpoint_*.pt"))
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 0xFF
     newest.write_bytes(data)
-    done = grpo(tmp_path / "run", *options, "train.resume=auto")
+    done = grpo(tmp_path / "run", *options, *LONGER)
     assert done.returncode == 0, done.stderr
     assert newest.name in done.stderr
-    assert len(metrics(tmp_path / "run")) == len(whole)
+    assert "after 3 turns" in done.stderr
+    assert without_clock(metrics(tmp_path / "run")[:4]) == without_clock(whole)
+    assert len(metrics(tmp_path / "run")) == 5
 
 
 def test_all_checkpoints_damaged_is_a_sentence(tmp_path: Path, grpo) -> None:
-    options = (*QUICK, "train.checkpoint_frequency=1")
+    options = (*QUICK, "train.checkpoint_frequency=1", "optimizer.schedule=constant")
     assert grpo(tmp_path / "run", *options).returncode == 0
     for path in (tmp_path / "run" / "checkpoints").glob("checkpoint_*.pt"):
         path.write_bytes(path.read_bytes()[:100])
-    done = grpo(tmp_path / "run", *options, "train.resume=auto")
+    done = grpo(tmp_path / "run", *options, *LONGER)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+    assert "is damaged" in done.stderr

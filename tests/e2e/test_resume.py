@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import subprocess
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.conftest import SMALL, command, final_weights, metrics, without_clock
+from tests.e2e.conftest import ENVIRONMENT, SMALL, command, final_weights, metrics, without_clock
 
 KILLS = 5
 EVERY_TURN = ("train.checkpoint_frequency=1", "train.total_dialog_turns=96")
@@ -70,7 +71,10 @@ def test_killed_run_equals_the_uninterrupted_one(engine: str, tmp_path: Path, gr
     killed = 0
     for attempt in range(KILLS):
         process = subprocess.Popen(
-            command(run_dir, *options, "train.resume=auto"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command(run_dir, *options, "train.resume=auto"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=ENVIRONMENT,
         )
         rows = (run_dir / "metrics.jsonl").read_bytes().count(b"\n") if (run_dir / "metrics.jsonl").exists() else 0
         moments = [
@@ -93,22 +97,64 @@ def test_killed_run_equals_the_uninterrupted_one(engine: str, tmp_path: Path, gr
 def test_resume_finds_the_newest_unfinished_run_by_itself(tmp_path: Path, grpo) -> None:
     options = (*SMALL, *EVERY_TURN, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false")
     first = tmp_path / "outputs" / "2026-01-01" / "10-00-00"
-    process = subprocess.Popen(command(first, *options), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command(first, *options), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT
+    )
     assert kill_when(process, after_rows(first, 2, 0.0))
     second = tmp_path / "outputs" / "2026-01-02" / "10-00-00"
-    done = grpo(second, *options, "train.resume=auto")
+    done = grpo(second, *options, "train.resume=auto", "train.micro_batch_tokens=512")  # an option that is free
     assert done.returncode == 0, done.stderr
+    assert re.search(rf"Continuing {first} after [1-6] turns", done.stderr)
     assert [row["step"] for row in metrics(first)] == list(range(6))
     assert not second.exists()
     again = grpo(second, *options, "train.resume=auto")  # nothing unfinished is left: a fresh run
     assert again.returncode == 0
+    assert f"Nothing to continue: starting afresh in {second}" in again.stderr
     assert [row["step"] for row in metrics(second)] == list(range(6))
+
+
+def test_a_finished_run_is_left_as_it_is_until_it_is_made_longer(tmp_path: Path, grpo) -> None:
+    options = (*SMALL, "engine=scripted", "check.mode=off", "train.export_hf=false", "eval.num_samples=4")
+    options += ("optimizer.schedule=constant",)  # a learning rate that does not depend on the length of the run
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    assert grpo(run_dir, *options).returncode == 0
+    before = metrics(run_dir)
+    again = grpo(tmp_path / "fresh", *options, f"train.resume={run_dir}")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.splitlines() == [f"The run in {run_dir} is already finished."]
+    assert metrics(run_dir) == before
+    longer = (*options, "train.total_dialog_turns=96")
+    assert grpo(tmp_path / "fresh", *longer, f"train.resume={run_dir}").returncode == 0
+    assert grpo(whole, *longer).returncode == 0
+    assert without_clock(metrics(run_dir)) == without_clock(metrics(whole))
+
+
+def test_a_run_that_is_alive_is_not_taken_over(tmp_path: Path, grpo) -> None:
+    options = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.total_dialog_turns=160000")
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        command(run_dir, *options), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT
+    )
+    try:
+        ready = after_rows(run_dir, 1, 0.0)
+        while not ready():
+            time.sleep(0.01)
+        done = grpo(run_dir, *options, "train.resume=auto")
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert done.returncode == 2, done.stderr
+    assert f"Another process is at work in {run_dir}" in done.stderr
+    assert [row["step"] for row in metrics(run_dir)] == list(range(len(metrics(run_dir))))
 
 
 def test_ctrl_c_saves_the_turn_and_exits(tmp_path: Path, grpo) -> None:
     options = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.total_dialog_turns=16000")
     run_dir = tmp_path / "run"
-    process = subprocess.Popen(command(run_dir, *options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command(run_dir, *options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+    )
     ready = after_rows(run_dir, 2, 0.0)
     while not ready():
         time.sleep(0.01)

@@ -104,7 +104,8 @@ def test_refill_replaces_groups_without_signal_and_counts_them() -> None:
     source = SyncSource(make_collector(), [], num_groups=6, refill=True)
     rows = source.next_batch(0)
     assert sorted(set(column(rows, keys.GROUP_ID))) == [1, 2, 4, 5, 7, 8]
-    assert source.metrics()["groups/zero_signal"] == 3
+    assert source.metrics()["groups/refilled"] == 3
+    assert source.metrics()["groups/zero_signal"] == 0
 
 
 def test_refill_gives_up_after_its_bound_and_keeps_the_batch_whole(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,16 +46,113 @@ def test_a_lora_run_passes(tmp_path: Path) -> None:
     assert failed(make_subject(tmp_path, adapter=partial(add_lora, r=4, alpha=8, dropout=0.3))) == []
 
 
+HALF = {
+    "bf16 engine": {"engine_dtype": torch.bfloat16},
+    "bf16 both": {"engine_dtype": torch.bfloat16, "precision": "bf16"},
+    "fp16 both": {"engine_dtype": torch.float16, "precision": "fp16"},
+}
+
+
+@pytest.mark.parametrize("half", HALF)
+def test_the_rounding_of_half_precision_passes(half: str, tmp_path: Path) -> None:
+    for seed in range(2):
+        assert failed(make_subject(tmp_path, max_tokens=96, seed=seed, **HALF[half])) == []
+
+
 def test_another_temperature_in_the_engine_is_found(tmp_path: Path) -> None:
     found = failed(make_subject(tmp_path, engine_temperature=1.0))
     assert "engine and trainer agree" in found
     assert "the first ratio is one" in found
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_another_temperature_is_found_in_half_precision_too(seed: int, tmp_path: Path) -> None:
+    """The policy is sharp: the mean gap passes, what the ratios do does not."""
+    subject = make_subject(tmp_path, engine_temperature=1.0, max_tokens=96, seed=seed, **HALF["bf16 both"])
+    subject.rows = subject.sample()
+    gaps = subject.learner.log_prob_gaps(subject.rows).abs()
+    assert gaps.mean() < subject.tolerance
+    assert not gate.first_ratio_is_one(subject).passed
+
+
+def test_one_token_far_off_is_found(tmp_path: Path) -> None:
+    """One wrong log-prob in some hundred hardly moves the mean."""
+    subject = make_subject(tmp_path, **HALF["bf16 both"])
+    subject.rows = subject.sample()
+    assert gate.engine_and_trainer_agree(subject).passed
+    subject.rows[0][keys.LOG_PROBS][-1] -= 1.2
+    check = gate.engine_and_trainer_agree(subject)
+    assert not check.passed
+    assert "largest 1.2" in check.sentence
+    assert subject.learner.log_prob_gaps(subject.rows).abs().mean() < subject.tolerance
+
+
+def test_a_clipped_token_in_float32_is_found(subject: Subject) -> None:
+    subject.rows = subject.sample()
+    diagnose = subject.learner.diagnose
+    assert gate.first_ratio_is_one(subject).passed
+    subject.learner.diagnose = lambda rows: {**diagnose(rows), "clip_fraction": 0.01}
+    assert not gate.first_ratio_is_one(subject).passed
+
+
+def test_rows_that_are_all_truncated_pass(tmp_path: Path) -> None:
+    """Under ``drop_truncated`` a step on them has no gradient; the check is about the split, not about them."""
+    subject = make_subject(tmp_path, drop_truncated=True, max_tokens=2)
+    assert all(bool(row[keys.TRUNCATED]) for row in subject.sample())
+    assert failed(subject) == []
+
+
+def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = make_subject(tmp_path, micro_batch_tokens=1)
+    padded, seen = subject.learner.padded, []
+    monkeypatch.setattr(subject.learner, "padded", lambda rows: seen.append(len(rows)) or padded(rows))
+    assert failed(subject) == []
+    assert set(seen) == {1, 2}  # two rows at once only where the split is compared
+    subject.learner.settings = replace(subject.learner.settings, micro_batch_tokens=1 << 20)
+    seen.clear()
+    assert gate.gradient_does_not_depend_on_the_split(subject).passed
+    assert sorted(set(seen)) == [1, len(subject.rows)]
+
+
 def test_a_push_that_does_not_land_is_found(subject: Subject) -> None:
     subject.publisher.weights = lambda: []
     subject.engine.update_weights = lambda weights, version: None
     assert failed(subject) == ["pushed weights landed"]
+
+
+ONE = "one matrix"  # within the bound of half precision, found in float32
+FAMILIES = {
+    "attention": lambda name: "self_attn" in name,
+    "mlp": lambda name: "mlp" in name,
+    "norms": lambda name: "norm" in name,
+    "embeddings": lambda name: "embed_tokens" in name or "lm_head" in name,
+    ONE: lambda name: "layers.0.self_attn.q_proj.weight" in name,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "half"),
+    [(family, half) for family in FAMILIES for half in (None, "bf16 engine", "bf16 both") if family != ONE or not half],
+)
+def test_a_family_left_out_of_the_push_is_found(family: str, half: str | None, tmp_path: Path) -> None:
+    subject = make_subject(tmp_path, **(HALF[half] if half else {}))
+    push, first = subject.publisher.weights, {}
+    for name, value in push():
+        first[name] = value.clone()
+    assert any(FAMILIES[family](name) for name in first)
+    subject.publisher.weights = lambda: [(n, first[n] if FAMILIES[family](n) else w) for n, w in push()]
+    assert not gate.pushed_weights_landed(subject).passed
+
+
+def test_every_trainable_tensor_is_moved_and_restored_bit_for_bit(tmp_path: Path) -> None:
+    policy = make_subject(tmp_path, adapter=partial(add_lora, r=2, alpha=4)).learner.policy
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    kept = gate._perturb(policy)
+    moved = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name, p in policy.named_parameters() if p.requires_grad}
+    for parameter, places, values in kept:
+        parameter.data.put_(places, values)
+    assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
 
 
 def test_a_tied_head_that_stays_old_is_found(subject: Subject) -> None:
@@ -115,6 +213,15 @@ def test_a_held_out_question_in_the_training_split_is_found(subject: Subject) ->
     check = gate.no_held_out_question_is_trained_on(subject)
     assert not check.passed
     assert check.sentence.startswith("1 held-out")
+
+
+def test_a_question_in_other_letters_is_the_same_question(subject: Subject) -> None:
+    """By the normal form of the tasks, where a sharp s is a double s."""
+    mine, theirs = (
+        SimpleNamespace(query=query) for query in ("How many Straßen\n are  there?", "how many STRASSEN are there?")
+    )
+    subject.task = SimpleNamespace(train=[mine], heldout=[theirs])
+    assert not gate.no_held_out_question_is_trained_on(subject).passed
 
 
 def test_strict_refuses_warn_goes_on_off_does_nothing(subject: Subject) -> None:

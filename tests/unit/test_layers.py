@@ -19,7 +19,7 @@ LEVELS = {
         *("collectors", "learner", "publish", "checkpoint", "gate", "evaluate", "loop"),
         *("runs", "stopping", "step_log", "schedule"),
     ),
-    4: ("app", "assembly", "cli"),
+    4: ("app", "assembly"),
 }
 LEVEL_OF = {room: level for level, rooms in LEVELS.items() for room in rooms}
 HEAVY = ("vllm", "ray", "wandb", "datasets")

@@ -124,6 +124,22 @@ def test_truncated_rows_can_be_left_out(tmp_path: Path) -> None:
     assert largest_gap(both, alone) < 1e-6
 
 
+def test_a_step_of_truncated_rows_alone_measures_nothing_and_goes_on(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, drop_truncated=True)
+    metrics = learner.update(lazy_stack(make_rows(4, truncated=True)))
+    assert (metrics["loss/objective"], metrics["grad_norm"]) == (0, 0)
+    assert all(metrics[name] is None for name in ("ess", "clip_fraction", "mismatch_kl", "kl_approx"))
+    mixed = learner.update(lazy_stack(make_rows(4) + make_rows(4, truncated=True)))
+    assert 0 < mixed["ess"] < 1  # the mean over the steps that measured it
+
+
+def test_the_dry_run_keeps_truncated_rows(tmp_path: Path) -> None:
+    rows = make_rows(4, truncated=True)
+    found = [make_learner(tmp_path, drop_truncated=drop).gradient(rows, token_budget=50) for drop in (False, True)]
+    assert largest_gap(*found) == 0
+    assert max(float(grad.abs().max()) for grad in found[0].values()) > 0
+
+
 @pytest.mark.parametrize("lora_dropout", [None, 0.3])
 def test_a_resumed_learner_continues_bit_for_bit(lora_dropout: float | None, tmp_path: Path) -> None:
     options = {"schedule": "cosine", "warmup_steps": 2, "lora_dropout": lora_dropout}
@@ -180,7 +196,40 @@ def test_fp16_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path) -> No
     metrics = learner.update(lazy_stack(make_rows()))
     assert largest_gap(before, weights(learner)) == 0
     assert learner.scaler.get_scale() < 2.0**60
-    assert "grad_norm" not in metrics
+    assert (metrics["grad_norm"], metrics["lr"]) == (None, None)
+    assert (metrics["skipped_steps"], metrics["loss_scale"]) == (1, 2.0**60)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_skipped_step_moves_no_schedule_and_no_count(tmp_path: Path) -> None:
+    """The first of three steps overflows: warm-up goes on as if it had not been, with torch's order of calls kept."""
+    learner = make_learner(tmp_path, precision="fp16", schedule="linear", warmup_steps=4)
+    learner.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, backoff_factor=2.0**-50)
+    metrics = learner.update(lazy_stack(make_rows(12)))
+    assert metrics["skipped_steps"] == 1
+    assert metrics["optimizer_steps"] == learner.optimizer_steps == 2
+    assert metrics["lr"] == pytest.approx(1e-3 * 2 / 4)  # the second step of the warm-up
+    assert metrics["grad_norm"] > 0
+    assert metrics["loss_scale"] == 2.0**10
+
+
+@pytest.mark.parametrize("where", ["advantage", "weights"])
+def test_fp16_hides_no_nan(where: str, tmp_path: Path) -> None:
+    learner, rows = make_learner(tmp_path, precision="fp16"), make_rows(4)
+    if where == "advantage":
+        rows[1].set(keys.ADVANTAGE, torch.full((1, 1), float("nan")))
+    else:
+        learner.parameters[-1].data.fill_(float("nan"))
+    scale = learner.scaler.get_scale()
+    with pytest.raises(NonFiniteStep, match="loss/objective"):
+        learner.update(lazy_stack(rows))
+    assert learner.scaler.get_scale() == scale
+
+
+def test_the_rate_reported_is_the_rate_used(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, warmup_steps=10, optim_batch_size=12)
+    assert [learner.update(lazy_stack(make_rows()))["lr"] for _ in range(3)] == pytest.approx([1e-4, 2e-4, 3e-4])
+    assert not {"skipped_steps", "loss_scale"} & learner.update(lazy_stack(make_rows())).keys()
 
 
 def test_dropout_of_adapters_is_real_and_the_gate_looks_past_it(tmp_path: Path) -> None:
@@ -195,6 +244,28 @@ def test_dropout_of_adapters_is_real_and_the_gate_looks_past_it(tmp_path: Path) 
     assert torch.equal(learner.log_probs(batch), learner.log_probs(batch))
     again = [learner.gradient(rows, token_budget=50) for _ in range(2)]
     assert largest_gap(*again) == 0
+
+
+def test_dropout_does_not_enter_the_mismatch(tmp_path: Path) -> None:
+    """Behaviour log-probs that the policy itself gave without dropout: mismatch 0, while the ratios do feel it."""
+    learner, rows = make_learner(tmp_path, lora_dropout=0.5), make_rows()
+    for name, parameter in learner.policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    for row, own in learner.scored(rows):
+        row.set(keys.LOG_PROBS, own)
+    metrics = learner.update(lazy_stack(rows))
+    assert metrics["mismatch_kl"] < 1e-9
+    assert metrics["ess"] < 0.999
+
+
+def test_scores_belong_to_their_rows(tmp_path: Path) -> None:
+    learner, rows = make_learner(tmp_path, micro_batch_tokens=20), make_rows()
+    alone = {id(row): learner.log_probs(learner.padded([row]))[0] for row in rows}
+    found = list(learner.scored(rows))
+    assert {id(row) for row, _ in found} == alone.keys()
+    for row, own in found:
+        torch.testing.assert_close(own, alone[id(row)], rtol=1e-5, atol=1e-5)
 
 
 def test_learning_rate_schedules() -> None:

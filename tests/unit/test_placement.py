@@ -1,4 +1,4 @@
-"""Device sets are disjoint, complete, and never invented."""
+"""Device sets that are asked for are disjoint and complete, none is invented, and the defaults fit every machine."""
 
 from __future__ import annotations
 
@@ -24,6 +24,35 @@ def test_too_many_gives_both_numbers_and_the_fix() -> None:
         place(Role("train_model", 1), Role("inference_model", 3), Role("ref_model", 1), available=4)
 
 
+@pytest.mark.parametrize(
+    ("roles", "available", "fix"),
+    [
+        (({"num_devices": 1}, {"num_devices": 1}, {"num_devices": 1}), 2, "leave inference_model.num_devices out"),
+        (({}, {"devices": [0]}, {"num_devices": 1}), 2, "leave inference_model.devices out"),
+        (({"devices": [0, 1]}, {"num_devices": 1}, {}), 2, "shorten train_model.devices"),
+    ],
+)
+def test_the_fix_names_an_option_that_helps(roles: tuple[dict, dict, dict], available: int, fix: str) -> None:
+    named = [Role(name, **role) for name, role in zip(("train_model", "inference_model", "ref_model"), roles)]
+    with pytest.raises(UserError, match=rf"3 devices .* has {available}; {fix}"):
+        place(*named, available=available)
+
+
+@pytest.mark.parametrize("available", range(6))
+@pytest.mark.parametrize("with_reference", [True, False])
+def test_the_defaults_fit_every_machine(available: int, with_reference: bool) -> None:
+    ref = Role("ref_model") if with_reference else None
+    found = place(Role("train_model"), Role("inference_model"), ref, available=available)
+    spare = 1 if available > 1 else 0
+    assert (found.train, found.inference, found.colocated) == ((0,), (0,), True)
+    assert found.ref == ((spare,) if with_reference else ())
+
+
+def test_an_engine_with_a_device_of_its_own_takes_the_first() -> None:
+    found = place(Role("train_model"), Role("inference_model", 1), Role("ref_model"), available=2)
+    assert (found.train, found.inference, found.ref, found.colocated) == ((1,), (0,), (1,), False)
+
+
 def test_explicit_devices_are_kept_and_the_others_go_around_them() -> None:
     found = place(Role("train_model", devices=[2]), Role("inference_model", 2), None, available=3)
     assert (found.train, found.inference, found.ref) == ((2,), (0, 1), ())
@@ -33,6 +62,17 @@ def test_explicit_devices_are_kept_and_the_others_go_around_them() -> None:
 def test_wrong_indices_are_refused(devices: list[int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         place(Role("train_model", devices=[0]), Role("inference_model", devices=devices), None, available=2)
+
+
+@pytest.mark.parametrize("available", [0, 1])
+@pytest.mark.parametrize("name", ["train_model", "inference_model", "ref_model"])
+def test_an_index_that_does_not_exist_is_refused_where_there_is_one_device(name: str, available: int) -> None:
+    roles = [
+        Role(role, devices=[2] if role == name else None) for role in ("train_model", "inference_model", "ref_model")
+    ]
+    said = rf"{name}\.devices names device 2, and this machine has 1 " if available else "on the CPU, .* has 1 worker"
+    with pytest.raises(UserError, match=said + r".*use " + name + r"\.devices=\[0\]"):
+        place(*roles, available=available)
 
 
 @pytest.mark.parametrize("available", [0, 1])

@@ -277,6 +277,20 @@ def test_a_reference_process_answers_reports_and_meets_its_deadline(saved):
         reference(rows)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_reference_process_computes_in_the_precision_of_the_policy(saved, precision):
+    path, model = saved
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    reference = ProcessReference(path, precision=precision, num_threads=torch.get_num_threads())
+    rows = make_rows([8, 5, 3])
+    with torch.autocast("cpu", dtype=dtype):
+        expected = CausalPolicy(model)(rows)[keys.LOG_PROBS].detach()
+    found = reference(rows)
+    reference.close()
+    assert torch.equal(found, expected)  # so every estimator of the KL is exactly 0
+    assert not torch.equal(found, CausalPolicy(model)(rows)[keys.LOG_PROBS])
+
+
 def test_a_reference_process_that_cannot_load_or_dies_says_why(tmp_path, saved):
     broken, killed = ProcessReference(str(tmp_path)), ProcessReference(saved[0])
     with pytest.raises(ReferenceWorkerError, match=r"failed to start: ModelNotFoundError: .*not a folder"):

@@ -311,6 +311,28 @@ def test_training_log_replaces_its_own_handler_and_nobody_elses(tmp_path):
         logger.handlers[:] = handlers
 
 
+@pytest.mark.parametrize(("level", "written"), [("debug", "012"), ("info", "12"), ("warning", "2")])
+def test_the_level_is_that_of_the_file_and_the_console_stays_at_info(level, written, tmp_path, monkeypatch, capsys):
+    from sota_grpo.app import _quiet_console
+
+    logger = logging.getLogger("sota_grpo")
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logger, "handlers", [])
+    before = logger.level, logging.root.level
+    try:
+        _quiet_console()
+        setup_logging(tmp_path, level)
+        for digit, weight in enumerate((logging.DEBUG, logging.INFO, logging.WARNING)):
+            logging.getLogger("sota_grpo.loop").log(weight, "%d", digit)
+        (handler,) = logger.handlers
+        handler.close()
+    finally:
+        logger.setLevel(before[0])
+        logging.root.setLevel(before[1])
+    assert capsys.readouterr().err.split() == ["1", "2"]
+    assert [line[-1] for line in (tmp_path / "training.log").read_text().splitlines()] == list(written)
+
+
 def test_recording_imports_without_torch_or_wandb():
     code = (
         "import sys, sota_grpo.recording.run_log, sota_grpo.recording.progress, sota_grpo.recording.metrics\n"

@@ -3,65 +3,264 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
-from sota_grpo.runs import RUN_FILE, mark_finished, open_run, signature
+from sota_grpo.runs import CHECKPOINTS, FREE_OPTIONS, RUN_FILE, RunDir, open_run, read_record, signature
 
-CONFIG = {"seed": 1, "train": {"resume": None, "epochs": 1}, "logging": {"level": "info"}}
+CONFIG = {
+    "seed": 1,
+    "engine": {"name": "scripted"},
+    "optimizer": {"schedule": "constant"},
+    "train": {"resume": None, "epochs": 1, "total_dialog_turns": 64},
+    "logging": {"level": "info"},
+}
+OTHER = {**CONFIG, "seed": 2}
+STEPS = 4
 
 
 def run_at(root: Path, day: str, clock: str) -> Path:
     return root / "outputs" / day / clock
 
 
-def test_signature_ignores_what_changes_nothing_that_is_computed() -> None:
-    other = {"seed": 1, "train": {"resume": "auto", "epochs": 1}, "logging": {"level": "debug"}}
-    assert signature(CONFIG) == signature(other)
-    assert signature(CONFIG) != signature({**CONFIG, "train": {"resume": None, "epochs": 2}})
+def opened(run_dir: Path, resume: str | None, config: dict = CONFIG, num_steps: int = STEPS) -> RunDir:
+    return open_run(run_dir, config, resume, num_steps=num_steps)
+
+
+def started(
+    run_dir: Path, config: dict = CONFIG, *, saved_at: int | None = None, at: int = 1000, finished: bool = False
+) -> Path:
+    """A run that was killed, or finished; ``at`` and ``saved_at`` are when it was started and last saved."""
+    with opened(run_dir, None, config) as place:
+        place.start("seed: 1\n")
+        if finished:
+            place.finish()
+    os.utime(run_dir / RUN_FILE, (at, at))
+    if saved_at is not None:
+        (run_dir / CHECKPOINTS).mkdir()
+        path = run_dir / CHECKPOINTS / "checkpoint_000001.pt"
+        path.touch()
+        os.utime(path, (saved_at, saved_at))
+    return run_dir
+
+
+def with_option(section: str, option: str, value: object, config: dict = CONFIG) -> dict:
+    return {**config, section: {**config.get(section, {}), option: value}}
+
+
+# --- what makes two runs the same -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("section", "option"), [*FREE_OPTIONS, ("logging", "level")])
+def test_an_option_that_changes_nothing_that_is_computed_is_free(section: str, option: str) -> None:
+    assert signature(with_option(section, option, 1)) == signature(with_option(section, option, 2))
+
+
+@pytest.mark.parametrize(("section", "option"), [("train", "epochs"), ("eval", "every"), ("train", "optim_batch_size")])
+def test_every_other_option_is_signed(section: str, option: str) -> None:
+    assert signature(with_option(section, option, 1)) != signature(with_option(section, option, 2))
+
+
+def test_the_length_is_signed_where_the_learning_rate_depends_on_it() -> None:
+    for schedule, same in (("constant", True), ("linear", False), ("cosine", False)):
+        config = with_option("optimizer", "schedule", schedule)
+        longer = with_option("train", "total_dialog_turns", 128, config)
+        assert (signature(config) == signature(longer)) is same, schedule
+
+
+def test_the_engine_is_signed_by_the_name_that_auto_stands_for() -> None:
+    auto = with_option("engine", "name", "auto")
+    assert signature(auto) == signature(with_option("engine", "name", resolve_engine_name("auto")))
+    assert signature(auto) != signature(CONFIG)
+    assert auto["engine"]["name"] == "auto"
+
+
+# --- a directory of one's own -----------------------------------------------------------------------------------------
 
 
 def test_a_fresh_command_starts_in_its_own_directory(tmp_path: Path) -> None:
     run_dir = run_at(tmp_path, "2026-01-01", "10-00-00")
-    assert open_run(run_dir, CONFIG, None) == (run_dir, False)
+    with opened(run_dir, None) as place:
+        assert (place.path, place.resumed, place.finished) == (run_dir, False, False)
+        place.start("seed: 1\n")
+    assert (run_dir / "config.yaml").read_text() == "seed: 1\n"
     with pytest.raises(UserError, match="already holds a run"):
-        open_run(run_dir, CONFIG, None)
+        opened(run_dir, None)
+
+
+def test_a_first_start_that_fails_leaves_no_run(tmp_path: Path) -> None:
+    run_dir = run_at(tmp_path, "2026-01-01", "10-00-00")
+    opened(run_dir, None).close()  # never started: the assembly or the gate failed
+    assert not (run_dir / RUN_FILE).exists()
+    with opened(run_dir, None, OTHER) as corrected:
+        assert not corrected.resumed
+    with opened(run_at(tmp_path, "2026-01-02", "10-00-00"), "auto") as place:
+        assert place.path != run_dir
+
+
+def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot be written .*hydra\.run\.dir"):
+        opened(tmp_path / "file" / "run", None)
+
+
+# --- auto -------------------------------------------------------------------------------------------------------------
 
 
 def test_auto_takes_the_newest_unfinished_run_of_the_same_config(tmp_path: Path) -> None:
     runs = [run_at(tmp_path, "2026-01-01", f"1{n}-00-00") for n in range(4)]
     for age, run_dir in enumerate(runs):
-        open_run(run_dir, CONFIG if run_dir != runs[3] else {**CONFIG, "seed": 2}, None)
-        os.utime(run_dir / RUN_FILE, (1000 + age, 1000 + age))
-    mark_finished(runs[2])
+        config = OTHER if run_dir == runs[3] else CONFIG
+        started(run_dir, config, at=1000 + age, finished=run_dir == runs[2])
     fresh = run_at(tmp_path, "2026-01-02", "09-00-00")
     (fresh / ".hydra").mkdir(parents=True)
-    assert open_run(fresh, CONFIG, "auto") == (runs[1], True)
+    with opened(fresh, "auto") as place:
+        assert (place.path, place.resumed, place.finished) == (runs[1], True, False)
     assert not fresh.exists()
 
 
+def test_auto_prefers_the_run_that_saved_last_to_newer_ones_without_progress(tmp_path: Path) -> None:
+    day = "2026-01-01"
+    started(run_at(tmp_path, day, "10-00-00"), at=1, saved_at=10)
+    best = started(run_at(tmp_path, day, "11-00-00"), at=2, saved_at=12)
+    started(run_at(tmp_path, day, "12-00-00"), at=3, saved_at=11)
+    started(run_at(tmp_path, day, "13-00-00"), at=4)
+    with opened(run_at(tmp_path, "2026-01-02", "09-00-00"), "auto") as place:
+        assert place.path == best
+
+
+def test_auto_leaves_a_run_that_is_alive_alone(tmp_path: Path) -> None:
+    old = started(run_at(tmp_path, "2026-01-01", "10-00-00"), saved_at=1)
+    alive = started(run_at(tmp_path, "2026-01-01", "11-00-00"), saved_at=2)
+    fresh = run_at(tmp_path, "2026-01-02", "09-00-00")
+    with opened(alive, "auto"), opened(fresh, "auto") as place:
+        assert place.path == old
+        with opened(fresh, "auto") as third:
+            assert (third.path, third.resumed) == (fresh, False)
+    with opened(fresh, "auto") as place:
+        assert place.path == alive
+
+
 def test_auto_keeps_a_directory_that_holds_anything_else(tmp_path: Path) -> None:
-    old, fresh = run_at(tmp_path, "2026-01-01", "10-00-00"), run_at(tmp_path, "2026-01-02", "09-00-00")
-    open_run(old, CONFIG, None)
+    old, fresh = started(run_at(tmp_path, "2026-01-01", "10-00-00")), run_at(tmp_path, "2026-01-02", "09-00-00")
     fresh.mkdir(parents=True)
     (fresh / "notes.txt").write_text("mine")
-    assert open_run(fresh, CONFIG, "auto") == (old, True)
+    with opened(fresh, "auto") as place:
+        assert place.path == old
     assert (fresh / "notes.txt").read_text() == "mine"
 
 
 def test_auto_without_a_run_starts_fresh(tmp_path: Path) -> None:
     fresh = run_at(tmp_path, "2026-01-02", "09-00-00")
-    assert open_run(fresh, CONFIG, "auto") == (fresh, False)
+    with opened(fresh, "auto") as place:
+        assert (place.path, place.resumed) == (fresh, False)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", "not json", '{"signature": 3}'])
+def test_auto_passes_over_a_run_file_of_another_program(text: str, tmp_path: Path) -> None:
+    foreign, fresh = run_at(tmp_path, "2026-01-01", "10-00-00"), run_at(tmp_path, "2026-01-02", "09-00-00")
+    foreign.mkdir(parents=True)
+    (foreign / RUN_FILE).write_text(text)
+    with opened(fresh, "auto") as place:
+        assert (place.path, place.resumed) == (fresh, False)
+    with pytest.raises(UserError, match="another config"):
+        opened(foreign, "auto")
+
+
+def test_auto_looks_only_beside_directories_named_by_the_clock(tmp_path: Path) -> None:
+    started(tmp_path / "a" / "x", saved_at=1)
+    started(tmp_path / "outputs" / "archive" / "old", saved_at=9)
+    old = started(run_at(tmp_path, "2026-01-01", "10-00-00"), saved_at=1)
+    with opened(run_at(tmp_path, "2026-01-02", "10-00-00"), "auto") as place:
+        assert place.path == old
+    for mine in (tmp_path / "a" / "y", tmp_path / "b" / "y", run_at(tmp_path, "2026-01-01", "mine")):
+        with opened(mine, "auto") as place:
+            assert (place.path, place.resumed) == (mine, False)
+
+
+def test_auto_finds_the_same_job_of_an_earlier_sweep(tmp_path: Path) -> None:
+    earlier = started(tmp_path / "multirun" / "2026-01-01" / "10-00-00" / "1", saved_at=1)
+    started(tmp_path / "multirun" / "2026-01-01" / "10-00-00" / "0", OTHER, saved_at=2)
+    with opened(tmp_path / "multirun" / "2026-01-02" / "09-00-00" / "1", "auto") as place:
+        assert place.path == earlier
+
+
+# --- a run by its name ------------------------------------------------------------------------------------------------
 
 
 def test_a_named_run_must_be_there_and_of_the_same_config(tmp_path: Path) -> None:
     fresh = run_at(tmp_path, "2026-01-02", "09-00-00")
     with pytest.raises(UserError, match="there is no run in"):
-        open_run(fresh, CONFIG, str(tmp_path / "nowhere"))
-    old = run_at(tmp_path, "2026-01-01", "10-00-00")
-    open_run(old, CONFIG, None)
+        opened(fresh, str(tmp_path / "nowhere"))
+    assert not (tmp_path / "nowhere").exists()
+    old = started(run_at(tmp_path, "2026-01-01", "10-00-00"))
     with pytest.raises(UserError, match="another config"):
-        open_run(fresh, {**CONFIG, "seed": 5}, str(old))
-    assert open_run(fresh, CONFIG, str(old)) == (old, True)
+        opened(fresh, str(old), OTHER)
+    with opened(fresh, str(old)) as place:
+        assert (place.path, place.resumed) == (old, True)
+
+
+def test_a_run_that_is_alive_is_refused_by_name_and_in_its_own_directory(tmp_path: Path) -> None:
+    run_dir = started(tmp_path / "run")
+    with opened(run_dir, "auto"):
+        for own, resume in ((run_dir, "auto"), (run_dir, None), (tmp_path / "fresh", str(run_dir))):
+            with pytest.raises(UserError, match="Another process is at work"):
+                opened(own, resume)
+    opened(run_dir, "auto").close()
+
+
+def test_a_killed_process_frees_its_run_whatever_it_left_behind(tmp_path: Path) -> None:
+    """The process dies by SIGKILL; a worker that it had forked lives on."""
+    code = (
+        "import os, signal, sys, time; from pathlib import Path; from sota_grpo.runs import open_run\n"
+        f"place = open_run(Path(sys.argv[1]), {CONFIG!r}, None, num_steps=4); place.start('')\n"
+        "worker = os.fork()\n"
+        "if not worker: time.sleep(60); os._exit(0)\n"
+        "print(worker, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        with pytest.raises(UserError, match="Another process is at work"):
+            opened(tmp_path / "run", "auto")
+        process.kill()
+        process.wait()
+        try:
+            with opened(tmp_path / "run", "auto") as place:
+                assert place.resumed
+        finally:
+            os.kill(worker, 9)
+
+
+# --- finished runs ----------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_finished_until_more_turns_are_asked_for(tmp_path: Path) -> None:
+    run_dir = started(tmp_path / "run", finished=True)
+    fresh = tmp_path / "fresh"
+    for own, resume in ((run_dir, "auto"), (fresh, str(run_dir))):
+        with opened(own, resume) as place:
+            assert place.finished
+        with opened(own, resume, num_steps=STEPS + 1) as place:
+            assert place.resumed
+            assert not place.finished
+    with opened(fresh, str(run_dir), num_steps=STEPS + 1) as place:
+        place.start("")
+        record = read_record(run_dir)
+        assert record is not None
+        assert (record["num_steps"], record["finished"]) == (STEPS + 1, False)
+
+
+def test_a_run_does_not_become_shorter(tmp_path: Path) -> None:
+    run_dir = started(run_at(tmp_path, "2026-01-01", "10-00-00"), saved_at=1)
+    with pytest.raises(UserError, match="started for 4 turns and this command asks for 3"):
+        opened(tmp_path / "fresh", str(run_dir), num_steps=STEPS - 1)
+    fresh = run_at(tmp_path, "2026-01-02", "10-00-00")
+    with opened(fresh, "auto", num_steps=STEPS - 1) as place:
+        assert place.path == fresh

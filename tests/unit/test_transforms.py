@@ -159,6 +159,26 @@ def test_dense_rows_get_the_same_reference_log_probs() -> None:
     assert torch.equal(dense[keys.REF_LOG_PROBS], pad_rows(rows, pad_token_id=0)[keys.REF_LOG_PROBS])
 
 
+@pytest.mark.parametrize("noise", [1e-6, 1e-2])
+def test_kl_noise_in_the_reward_stays_noise(noise: float) -> None:
+    """Rewards 0 0 | 1 0 and a KL of ``noise`` on row 1 alone: only the second group is scaled to unit variance."""
+    rows = random_rows(generator(), 4, group_size=2)
+    for index, (row, reward) in enumerate(zip(rows, [0.0, 0.0, 1.0, 0.0])):
+        del row["advantage"], row["next", "ref_log_probs"]
+        row.set(keys.REWARD, torch.tensor([reward]))
+        mask = row[keys.ASSISTANT_MASK]
+        row.set(keys.LOG_PROBS, torch.where(mask, noise / mask.sum() if index == 1 else 0.0, 0.0))
+    reference = ReferenceKL(
+        lambda padded: torch.zeros(padded[keys.FULL_TOKENS].shape), in_reward_coeff=1.0, pad_token_id=0, token_budget=99
+    )
+    batch = GroupAdvantage()(reference(lazy_stack(rows)))
+    column = {key: [float(row[key]) for row in batch.unbind(0)] for key in (keys.KL_TERM, keys.REWARD, keys.ADVANTAGE)}
+    assert column[keys.KL_TERM] == pytest.approx([0, -noise, 0, 0], abs=1e-9)
+    assert column[keys.REWARD] == pytest.approx([0, -noise, 1, 0], abs=1e-9)
+    half = 0.5**0.5
+    assert column[keys.ADVANTAGE] == pytest.approx([noise / 2, -noise / 2, half, -half], rel=1e-3)
+
+
 def test_a_broken_reference_is_refused() -> None:
     rows = lazy_stack([row.exclude(keys.REF_LOG_PROBS) for row in random_rows(generator(), 2)], 0)
     broken = ReferenceKL(lambda td: td[keys.FULL_TOKENS] * torch.nan, pad_token_id=0, token_budget=99)

@@ -1,0 +1,203 @@
+"""From a config to the parts: each on its device, and a mistake is a sentence before anything slow begins."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from sota_grpo import assembly, engines
+from sota_grpo.assembly import Parts, learning
+from sota_grpo.assembly.devices import make_placement, reference_has_own_weights, resolve_device
+from sota_grpo.assembly.learning import make_model, make_reference
+from sota_grpo.assembly.rollout import end_token_ids, task_of
+from sota_grpo.config import Config
+from sota_grpo.engines import resolve_engine_name
+from sota_grpo.errors import UserError
+from sota_grpo.placement import Placement
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.load import load_model, load_tokenizer
+from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
+
+
+def config_of(*overrides: str) -> Config:
+    base = ["model.name=tiny", "device=cpu", "env.dataset=arithmetic", "engine.name=transformers"]
+    found = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist([*base, *overrides]))
+    config = OmegaConf.to_object(found)
+    assert isinstance(config, Config)
+    return config
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend that this machine has so many GPUs."""
+
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+
+    return pretend
+
+
+@pytest.fixture
+def with_vllm(monkeypatch):
+    monkeypatch.setattr(engines, "find_spec", lambda name: object())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_the_defaults_run_on_every_number_of_gpus(count, gpus, with_vllm) -> None:
+    gpus(count)
+    found = make_placement(config_of("policy.kl_coef=0.1", "engine.name=vllm"), "cuda")
+    assert (found.train, found.inference, found.colocated) == ((0,), (0,), True)
+    assert found.ref == (min(1, count - 1),)
+
+
+def test_vllm_in_process_is_refused_where_it_cannot_reach_its_gpu(gpus, with_vllm) -> None:
+    gpus(2)
+    placed = ("inference_model.devices=[1]", "train_model.devices=[0]")
+    with pytest.raises(UserError, match=r"GPU 1; use .*CUDA_VISIBLE_DEVICES.* or engine=transformers"):
+        make_placement(config_of("engine.name=vllm", *placed), "cuda")
+    assert make_placement(config_of("engine.name=transformers", *placed), "cuda").inference == (1,)
+    counted = make_placement(config_of("engine.name=vllm", "inference_model.num_devices=1"), "cuda")
+    assert (counted.train, counted.inference, counted.colocated) == ((1,), (0,), False)
+
+
+@pytest.mark.parametrize("role", ["train_model", "inference_model", "ref_model"])
+def test_lockstep_gives_every_role_one_device(role: str) -> None:
+    with pytest.raises(UserError, match=rf"{role}.devices asks for 2 .* use {role}.num_devices=1"):
+        make_placement(config_of("policy.kl_coef=0.1", f"{role}.devices=[0,1]"), "cpu")
+    with pytest.raises(UserError, match=r"on the CPU, .* has 1 worker"):
+        make_placement(config_of("policy.kl_coef=0.1", f"{role}.devices=[2]"), "cpu")
+
+
+class Stop(Exception):
+    """The test has seen enough."""
+
+
+def test_learner_and_engine_are_built_on_the_devices_of_their_placement(monkeypatch, tmp_path) -> None:
+    built: dict[str, object] = {}
+
+    def model_on(config, device):
+        built["learner"] = device
+        return load_model("tiny")
+
+    def engine_on(config, device, tokenizer, model):
+        built["engine"] = device
+        raise Stop
+
+    monkeypatch.setattr(assembly, "resolve_device", lambda config: "cuda")
+    monkeypatch.setattr(assembly, "make_placement", lambda config, kind: Placement((2,), (1,), (), colocated=False))
+    monkeypatch.setattr(assembly, "make_model", model_on)
+    monkeypatch.setattr(assembly, "start_engine", engine_on)
+    with pytest.raises(Stop):
+        assembly.build(config_of(), tmp_path)
+    assert built == {"learner": torch.device("cuda:2"), "engine": "cuda:1"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "apart"),
+    [
+        (["train_model.lora.enabled=true"], False),
+        (["train_model.lora.enabled=true", "ref_model.num_devices=1"], True),
+        (["train_model.lora.enabled=true", "ref_model.devices=[0]"], True),
+        (["train_model.lora.enabled=true", "ref_model.process=true"], True),
+        ([], True),
+    ],
+)
+def test_placement_and_reference_agree_on_whose_weights_it_has(overrides, apart, monkeypatch) -> None:
+    config = config_of("policy.kl_coef=0.1", "train.precision=bf16", "ref_model.timeout_s=7", *overrides)
+    process = Mock()
+    monkeypatch.setattr(learning, "ProcessReference", process)
+    base = load_model("tiny")
+    policy = CausalPolicy(add_lora(base, r=2, alpha=4) if config.train_model.lora.enabled else base)
+    placement = make_placement(config, "cpu")
+    assert placement.ref == ((0,) if apart else ())
+    reference = make_reference(config, policy, placement, "cpu")
+    if config.ref_model.process:
+        assert reference is process.return_value
+        assert process.call_args.kwargs["precision"] == "bf16"
+        assert process.call_args.kwargs["deadline_s"] == 7
+    else:
+        assert type(reference) is (FrozenReference if apart else AdapterOffReference)
+    config.policy.kl_coef = 0.0
+    assert not reference_has_own_weights(config)
+    assert make_reference(config, policy, placement, "cpu") is None
+
+
+def test_a_mistyped_model_folder_is_not_reported_as_a_missing_gpu(gpus) -> None:
+    gpus(0)
+    with pytest.raises(UserError, match=r"model.name=/no/such/dir is not a folder"):
+        resolve_device(config_of("model.name=/no/such/dir", "device=auto"))
+    with pytest.raises(UserError, match="needs a CUDA GPU"):
+        resolve_device(config_of("model.name=some/model", "device=auto"))
+    assert resolve_device(config_of("device=auto")) == "cpu"
+
+
+def test_vllm_is_not_taken_for_the_cpu_of_a_machine_with_a_gpu(gpus, with_vllm) -> None:
+    gpus(1)
+    assert resolve_engine_name("auto", device="cpu") == "transformers"
+    assert resolve_engine_name("auto", device="cuda") == "vllm"
+    with pytest.raises(UserError, match="use engine=transformers or device=cuda"):
+        resolve_engine_name("vllm", device="cpu")
+    gpus(0)
+    assert resolve_engine_name("vllm", device="cpu") == resolve_engine_name("auto", device="cpu") == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("of_tokenizer", "of_model", "expected"), [(2, 2, (2,)), (2, [7, 2], (2, 7)), (2, None, (2,)), (None, 9, (9,))]
+)
+def test_every_end_token_of_the_model_ends_a_response(of_tokenizer, of_model, expected) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=of_model))
+    assert end_token_ids(SimpleNamespace(eos_token_id=of_tokenizer), model) == expected
+
+
+def test_a_model_without_end_token_is_refused_and_the_embedded_one_has_one() -> None:
+    with pytest.raises(UserError, match="no end token"):
+        end_token_ids(SimpleNamespace(eos_token_id=None), SimpleNamespace(generation_config=None))
+    assert end_token_ids(load_tokenizer("tiny"), load_model("tiny")) == (load_tokenizer("tiny").eos_token_id,)
+
+
+def test_an_unknown_attention_is_a_sentence() -> None:
+    with pytest.raises(UserError, match=r"model.attn_implementation=swift cannot be used .*use sdpa, eager or null"):
+        make_model(config_of("model.attn_implementation=swift"), torch.device("cpu"))
+
+
+def test_arithmetic_trains_on_the_first_examples_only_when_asked() -> None:
+    few, all_of_them = task_of(config_of("env.max_samples=5")), task_of(config_of())
+    assert list(few.train) == list(all_of_them.train[:5])
+    assert len(few.heldout) == len(all_of_them.heldout)
+
+
+def test_missing_wandb_is_found_before_anything_is_loaded(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(assembly, "find_spec", lambda name: None)
+    monkeypatch.setattr(assembly, "load_tokenizer", Mock(side_effect=Stop))
+    with pytest.raises(UserError, match=r"logging.wandb=online needs wandb.*logging.wandb=disabled"):
+        assembly.build(config_of("logging.wandb=online"), tmp_path)
+    for mode in ("offline", "disabled"):  # offline goes on without a copy
+        with pytest.raises(Stop):
+            assembly.build(config_of(f"logging.wandb={mode}"), tmp_path)
+
+
+@pytest.mark.parametrize(("mode", "asked", "warned"), [("on", 9, True), ("on", 8, False), ("off", 9, False)])
+def test_fewer_held_out_problems_than_asked_for_are_said(mode, asked, warned, monkeypatch) -> None:
+    config = config_of("env.num_heldout=8", f"eval.num_samples={asked}")
+    config.eval.mode = mode  # in YAML ``on`` is a truth value
+    logger = Mock()
+    monkeypatch.setattr(assembly, "logger", logger)
+    evaluator = assembly._evaluator(config, task_of(config), Mock(), Mock())
+    assert len(evaluator.examples) == 8
+    said = [call.args[0] % call.args[1:] for call in logger.warning.call_args_list]
+    assert said == (["eval.num_samples=9, and only 8 problems are held out: 8 are measured."] if warned else [])
+
+
+def test_the_reference_is_closed_though_the_engine_fails_to() -> None:
+    engine, reference = Mock(), Mock()
+    engine.close.side_effect = RuntimeError("the engine is stuck")
+    others = {name: Mock() for name in Parts.__dataclass_fields__ if name not in ("engine", "reference")}
+    with pytest.raises(RuntimeError, match="stuck"):
+        Parts(engine=engine, reference=reference, **others).close()
+    reference.close.assert_called_once_with()

@@ -1,0 +1,58 @@
+"""The metrics of a batch, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from sota_grpo.recording.metrics import declared
+from sota_grpo.step_log import batch_metrics
+
+
+def row(prompt: int, response: int, reward: float, advantage: float, version: int, cut: bool) -> TensorDict:
+    length = prompt + response
+    return TensorDict(
+        {
+            "tokens": {"full": torch.zeros(length, dtype=torch.long)},
+            "masks": {"all_assistant_mask": torch.arange(length) >= prompt},
+            "advantage": torch.tensor([[advantage]]),
+            "next": {
+                "reward": torch.tensor([reward]),
+                "reward_terms": {"correct": torch.tensor([reward]), "std": torch.tensor([7.0])},
+                "success": torch.tensor([reward > 0.5]),
+                "reward_error": torch.tensor([False]),
+                "truncated": torch.tensor([cut]),
+                "policy_version": torch.tensor(version),
+            },
+        }
+    )
+
+
+def test_four_rows() -> None:
+    rows = [row(3, 2, 1.0, 0.5, 4, False), row(3, 4, 0.0, -0.5, 5, True)]
+    rows += [row(5, 6, 1.0, 0.0, 5, False), row(5, 8, 1.0, 0.0, 5, False)]
+    for entry in rows:
+        del entry["next", "reward_terms", "std"]
+    found = batch_metrics(lazy_stack(rows), version=5)
+    expected = {
+        "reward": 0.75,
+        "reward/std": 3**0.5 / 4,  # of 1 0 1 1
+        "reward/correct": 0.75,
+        "success": 0.75,
+        "reward_errors": 0,
+        "advantage": 0.25,
+        "truncated": 0.25,
+        "response_tokens/mean": 5,
+        "response_tokens/max": 8,
+        "prompt_tokens/mean": 4,
+        "policy_age/mean": 0.25,
+        "policy_age/max": 1,
+    }
+    assert found == pytest.approx(expected)
+    assert all(declared(name) for name in found)
+
+
+def test_a_term_that_would_hide_another_metric_is_refused() -> None:
+    with pytest.raises(ValueError, match="std"):
+        batch_metrics(lazy_stack([row(1, 1, 1.0, 0.0, 0, False)]), version=0)

@@ -1,0 +1,76 @@
+"""What the tiny policy was trained on: habits that earn nothing, true drills, targets that are the response."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+import sota_grpo
+from sota_grpo.records import Example
+from sota_grpo.tasks.arithmetic import ArithmeticTask
+from sota_grpo.tasks.arithmetic_templates import TEMPLATES
+
+PACKAGE = Path(sota_grpo.__file__).parent
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import tiny_demonstrations as demos  # noqa: E402  (scripts are not a package)
+
+SEED = random.SystemRandom().randrange(1 << 30)
+THREE_STEPS = Example("?", "3*4=12\n12-5=7\n7+9=16\n#### 16", {"template": "x", "numbers": {"a": 3}, "num_steps": 3})
+
+
+@pytest.mark.parametrize(
+    ("habit", "response"),
+    [
+        ("guess", "#### 3"),
+        ("first_step", "3*4=12\n#### 12"),
+        ("last_step", "3*4=12\n12-5=7\n#### 7"),
+        ("no_marker", "3*4=12\n12-5=7\n7+9=16\nThe answer is 16."),
+    ],
+)
+def test_each_habit_worked_by_hand(habit: str, response: str) -> None:
+    assert demos.fall_into(habit, THREE_STEPS, random.Random(SEED)) == response
+    assert not ArithmeticTask().score(response, THREE_STEPS).success
+
+
+def test_every_habit_is_strong_on_some_template_and_weak_on_some_problem_of_every_length() -> None:
+    habits = {name: demos.habit_of(name) for name in TEMPLATES}
+    strong = {habit for habit, share in habits.values() if share == demos.STRONG_HABIT}
+    assert strong == {"guess", "first_step", "last_step", "no_marker"}
+    for num_steps in (1, 2, 3, 4):
+        shares = [share for name, (_, share) in habits.items() if len(TEMPLATES[name].steps) == num_steps]
+        assert set(shares) == {demos.STRONG_HABIT, demos.WEAK_HABIT}
+        assert shares.count(demos.STRONG_HABIT) > len(shares) / 2
+
+
+def test_habits_almost_never_earn_the_reward() -> None:
+    task, rng = ArithmeticTask(seed=SEED, num_train=1000), random.Random(SEED)
+    lucky = 0
+    for example in task.train:
+        habit, _ = demos.habit_of(example.extra["template"])
+        lucky += task.score(demos.fall_into(habit, example, rng), example).success
+    assert lucky < 20  # a guess may name the right number by luck
+
+
+def test_drill_lines_are_true() -> None:
+    rng = random.Random(SEED)
+    for _ in range(1000):
+        expression, value = demos.drill_line(rng).split("=")
+        symbol = next(symbol for symbol in "+-*/" if symbol in expression)
+        left, right = map(int, expression.split(symbol))
+        assert int(value) == {"+": left + right, "-": left - right, "*": left * right, "/": left / right}[symbol]
+
+
+def test_targets_are_the_response_and_nothing_else() -> None:
+    task, tokenizer = ArithmeticTask(seed=SEED), AutoTokenizer.from_pretrained(PACKAGE / "assets" / "tiny")
+    (demo,) = demos.word_problems(task, tokenizer, task.train[:1], habits=False, rng=random.Random(SEED))
+    learned = [token for token, target in zip(demo.ids, demo.is_target) if target]
+    assert tokenizer.decode(learned) == f"{task.gold_response(task.train[0])}<|im_end|>"
+    (drill,) = demos.drills(tokenizer, 1, random.Random(SEED))
+    learned = [token for token, target in zip(drill.ids, drill.is_target) if target]
+    lines = tokenizer.decode(drill.ids).split("assistant\n")[1].splitlines()
+    assert tokenizer.decode(learned).splitlines() == [line.split("=")[1] for line in lines]
+    assert len(lines) == demos.DRILL_LINES
