@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from sota_grpo.assembly import Parts, build
 from sota_grpo.checkpoint import CheckpointStore, rng_state, set_rng_state
 from sota_grpo.config import Config, register
@@ -89,6 +91,9 @@ class Run:
         self.parts.source.load_state_dict(state["source"])
         set_rng_state(state["rng"])
         logger.info("Continuing %s after %d turns.", self.run_dir, step)
+        before, now = state["num_threads"], torch.get_num_threads()
+        if before != now:
+            logger.warning("The run had %d CPU threads and has %d now: equal up to rounding only.", before, now)
         return step
 
     def _save(self, turns: int) -> None:
@@ -97,6 +102,7 @@ class Run:
             "learner": self.parts.learner.state_dict(),
             "source": self.parts.source.state_dict(),
             "rng": rng_state(),
+            "num_threads": torch.get_num_threads(),
             "config": asdict(self.config),
         }
         self.checkpoints.save(turns, state)

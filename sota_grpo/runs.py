@@ -53,7 +53,7 @@ def signature(config: Mapping[str, Any]) -> str:
     if kept.get("optimizer", {}).get("schedule") == "constant":
         kept["train"].pop("total_dialog_turns", None)
     if "engine" in kept:
-        kept["engine"]["name"] = resolve_engine_name(kept["engine"]["name"])
+        kept["engine"]["name"] = resolve_engine_name(kept["engine"]["name"], device=config.get("device"))
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -80,6 +80,16 @@ def test_the_engine_is_signed_by_the_name_that_auto_stands_for() -> None:
     assert auto["engine"]["name"] == "auto"
 
 
+def test_the_engine_is_resolved_for_the_device_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes the GPU, so on a machine that has both ``device=cpu`` turns auto into transformers."""
+    monkeypatch.setattr("sota_grpo.engines.find_spec", lambda name: object())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for device, engine in (("cpu", "transformers"), ("cuda", "vllm")):
+        config = {**CONFIG, "device": device}
+        auto, named = (signature(with_option("engine", "name", name, config)) for name in ("auto", engine))
+        assert auto == named, device
+
+
 # --- a directory of one's own -----------------------------------------------------------------------------------------
 
 
