@@ -35,6 +35,8 @@ def test_a_sweep_runs_every_value(tmp_path: Path, grpo) -> None:
         *SMALL,
         *options,
         "optimizer.lr=1e-4,1e-5",
+        "optimizer.schedule=constant",
+        "optimizer.warmup_steps=0",
         "policy.kl_coef=0.01",
     )
     assert done.returncode == 0, done.stderr
