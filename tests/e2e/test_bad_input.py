@@ -110,8 +110,7 @@ def test_unwritable_output_directory(tmp_path: Path, grpo) -> None:
     done = grpo(tmp_path / "file" / "run", *QUICK)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert str(tmp_path / "file") in done.stderr
+    assert str(tmp_path / "file") in done.stderr.splitlines()[-1]  # vLLM, where installed, says a line of its own
 
 
 def test_a_run_directory_is_not_overwritten(tmp_path: Path, grpo) -> None:

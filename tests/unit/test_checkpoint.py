@@ -162,6 +162,11 @@ def test_an_unwritable_directory_is_a_sentence(tmp_path):
         CheckpointStore(tmp_path / "file" / "run").save(0, _state(0))
 
 
+# a server forks the writers: a fork of this process would inherit the threads of engines that other tests started
+SPAWNER = multiprocessing.get_context("forkserver")
+SPAWNER.set_forkserver_preload([__name__])
+
+
 def _save_for_ever(directory: str, first: int) -> None:
     store = CheckpointStore(directory, keep=2)
     for step in range(first, first + 10_000):
@@ -175,7 +180,7 @@ def test_kill_9_at_random_moments_always_leaves_a_loadable_checkpoint(tmp_path):
     for attempt in range(60):
         if attempt >= 15 and killed_mid_save:
             break
-        writer = multiprocessing.get_context("fork").Process(target=_save_for_ever, args=(str(tmp_path), newest + 1))
+        writer = SPAWNER.Process(target=_save_for_ever, args=(str(tmp_path), newest + 1))
         writer.start()
         while writer.is_alive() and store.paths()[0][0] <= newest:  # a busy machine may start it late
             time.sleep(0.001)
