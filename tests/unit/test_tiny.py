@@ -28,7 +28,7 @@ def model() -> PreTrainedModel:
 
 
 def random_text(rng: random.Random) -> str:
-    """Assigned characters without marks: the order of marks depends on the Unicode version, and two are at work here."""
+    """Assigned characters without marks: the order of marks depends on the Unicode version, and two are at work."""
     planes = [(0x00, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF)]
     drawn = [chr(rng.randint(*rng.choice(planes))) for _ in range(rng.randint(0, 60))]
     return "".join(letter for letter in drawn if unicodedata.category(letter) not in ("Mn", "Mc", "Me", "Cn"))
