@@ -1,4 +1,4 @@
-# make demo    train the embedded policy on this machine (creates .venv, installs, about 10 minutes in all)
+# make demo    train the embedded policy on this machine (creates .venv, installs, five minutes in all)
 # make test    every test that this machine can run, real vLLM CPU engine included
 # make lint type e2e clean
 PYTHON ?= python3
