@@ -14,10 +14,11 @@ PACKAGE = ROOT / "sota_grpo"
 LEVELS = {
     0: ("functional", "keys", "records", "config", "validators", "errors"),
     1: ("objectives", "loss_inputs", "transforms", "collate"),
-    2: ("engines", "envs", "tasks", "rewards", "policy", "placement", "recording", "assets"),
+    2: ("engines", "envs", "tasks", "rewards", "policy", "placement", "recording", "assets", "workers"),
     3: (
         *("collectors", "learner", "publish", "checkpoint", "gate", "evaluate", "loop"),
         *("runs", "stopping", "step_log", "schedule"),
+        *("async_source", "group_buffer", "learner_ranks", "remote_learner", "fleet_engine", "simulation"),
     ),
     4: ("app", "assembly"),
 }

@@ -99,8 +99,8 @@ def test_architecture(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, greedy: bool) -> float:
-    """Share of 128 held-out problems, drawn afresh, that one response to each solves."""
-    task = ArithmeticTask(seed=SEED, num_heldout=128)
+    """Share of 512 held-out problems, drawn afresh, that one response to each solves (standard error 0.022)."""
+    task = ArithmeticTask(seed=SEED, num_heldout=512)
     texts = [
         tokenizer.apply_chat_template(task.messages(example), tokenize=False, add_generation_prompt=True)
         for example in task.heldout
@@ -115,5 +115,6 @@ def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, greedy:
 def test_starting_accuracy_lies_in_the_documented_band(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    assert 0.15 < accuracy(model, tokenizer, greedy=True) < 0.60
-    assert 0.25 < accuracy(model, tokenizer, greedy=False) < 0.65
+    # over ten seeds 0.52 and 0.45 were measured; five standard errors to each side
+    assert 0.40 < accuracy(model, tokenizer, greedy=True) < 0.64
+    assert 0.33 < accuracy(model, tokenizer, greedy=False) < 0.57

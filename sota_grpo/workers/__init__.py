@@ -1,0 +1,1 @@
+"""Processes that work for a run: how they are started, spoken to, watched, replaced and ended."""
