@@ -59,7 +59,13 @@ class AlgorithmConfig:
 class EngineConfig:
     """The inference engine."""
 
-    name: str = opt("auto", "engine; auto is vllm where it is installed", ("auto", "vllm", "transformers", "scripted"))
+    name: str = opt(
+        "auto",
+        "engine; auto is vllm where it is installed",
+        ("auto", "vllm", "transformers", "scripted", "vllm_server", "sglang_server"),
+    )
+    url: str | None = opt(None, "servers only: one that runs already, http://HOST:PORT; null starts one on loopback")
+    api_key: str | None = opt(None, "servers only: key of the server behind engine.url")
 
 
 @dataclass
@@ -79,6 +85,8 @@ class EnvConfig:
     format_weight: float = opt(0.0, "reward for an answer in the asked form, beside the 1.0 for a right one")
     system_prompt: str | None = opt(None, "replaces the task's own system prompt; an empty text leaves it out")
     difficulty: int = opt(4, "arithmetic only: most steps of a problem, 1 to 4")
+    reward_workers: int = opt(1, "processes that grade responses where workers collect (mode=async)")
+    reward_timeout_s: float = opt(60.0, "longest time for grading a group; a grader that takes longer is killed")
 
 
 @dataclass
@@ -104,10 +112,11 @@ class LoraConfig:
 class TrainModelConfig:
     """The learner's copy of the policy."""
 
-    num_devices: int | None = opt(None, "devices of the learner; null: 1")
+    num_devices: int | None = opt(None, "devices of the learner, an FSDP2 rank on each; null: 1")
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     torch_dtype: str = opt("auto", "dtype in which the weights are kept; auto is float32", DTYPES)
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass: less memory, more time")
+    timeout_s: float = opt(600.0, "several devices: longest silence of a rank before the run ends with its name")
     lora: LoraConfig = part(LoraConfig, "low-rank adapters")
 
 
@@ -115,8 +124,12 @@ class TrainModelConfig:
 class InferenceModelConfig:
     """The engine's copy of the policy, and how responses are drawn."""
 
-    num_devices: int | None = opt(None, "devices of the engine, its own; null: it shares the learner's")
+    num_devices: int | None = opt(
+        None, "devices of the engines, their own, one engine on each; null: in lockstep it shares the learner's, else 1"
+    )
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
+    tensor_parallel_size: int = opt(1, "GPUs that hold one copy of the model; num_devices counts all of them")
+    timeout_s: float = opt(120.0, "longest silence of an engine before it is replaced (mode=async) or the run ends")
     torch_dtype: str = opt("auto", "dtype of the engine's weights; auto is bfloat16 on CUDA, float32 on CPU", DTYPES)
     gpu_memory_utilization: float = opt(0.5, "share of the GPU's memory that vLLM may take")
     max_model_len: int | None = opt(None, "context: prompt plus response tokens; null: what the model allows")
@@ -135,7 +148,7 @@ class RefModelConfig:
     num_devices: int | None = opt(None, "devices of the reference, its own; null: a spare one, else the learner's")
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     torch_dtype: str = opt("auto", "dtype of the reference's weights; auto is that of the learner", DTYPES)
-    process: bool = opt(False, "the reference lives in a process of its own")
+    process: bool = opt(False, "lockstep: the reference lives in a process of its own, as it always does in mode=async")
     timeout_s: float = opt(600.0, "longest wait for an answer of the reference process")
 
 
@@ -172,6 +185,10 @@ class TrainConfig:
     precision: str = opt("auto", "autocast of the learner; auto is bf16 on CUDA", ("auto", "fp32", "bf16", "fp16"))
     kl_coef_in_loss: bool = opt(True, "the KL term stands in the loss; false: it is subtracted from the reward")
     max_policy_age: int = opt(0, "oldest policy, in published versions, whose tokens may be trained on")
+    weight_update_frequency: int | None = opt(
+        None, "mode=async: optimizer steps between two publishes; null: those of dialog_turns_per_batch"
+    )
+    grace_s: float = opt(25.0, "after SIGTERM: longest wait for the turn at hand before the run ends without its work")
     checkpoint_frequency: int = opt(25, "turns of the loop between checkpoints; 0: only the last")
     keep_checkpoints: int = opt(3, "checkpoints kept")
     export_hf: bool = opt(True, "write the trained model to hf/ at the end")
@@ -186,6 +203,14 @@ class EvalConfig:
     every: int = opt(0, "turns of the loop between evaluations; 0: only at the start and at the end")
     num_samples: int = opt(256, "held-out problems")
     avg_at_k: int = opt(4, "responses per problem at temperature 1 beside the greedy one; 0: greedy only")
+
+
+@dataclass
+class RayConfig:
+    """The cluster on which workers run (mode=async, or several devices for a role)."""
+
+    address: str | None = opt(None, "a running cluster (HOST:PORT, auto); null starts one on this machine")
+    start_timeout_s: float = opt(300.0, "longest wait for the cluster's resources, and for a worker to start")
 
 
 @dataclass
@@ -211,7 +236,7 @@ class Config:
     """One run."""
 
     seed: int = opt(0, "every random stream of the run derives from it")
-    mode: str = opt("sync", "lockstep or concurrent collection; set by the entry script", ("sync",))
+    mode: str = opt("sync", "lockstep or concurrent collection; set by the entry script", ("sync", "async"))
     device: str = opt(
         "auto",
         "auto is CUDA where there is one; a hub model is only trained on CPU if told so",
@@ -228,6 +253,7 @@ class Config:
     optimizer: OptimizerConfig = part(OptimizerConfig, "AdamW")
     train: TrainConfig = part(TrainConfig, "amounts")
     eval: EvalConfig = part(EvalConfig, "evaluation")
+    ray: RayConfig = part(RayConfig, "cluster")
     check: CheckConfig = part(CheckConfig, "gate")
     logging: LoggingConfig = part(LoggingConfig, "logs")
 
@@ -237,6 +263,20 @@ def register() -> None:
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=Config)
+
+
+def turn_size(config: Config) -> int:
+    """Responses trained on between two publishes, one turn of the loop.
+
+    >>> config = Config(mode="async")
+    >>> config.train.optim_batch_size, config.train.weight_update_frequency = 64, 2
+    >>> turn_size(config)
+    128
+    """
+    frequency = config.train.weight_update_frequency
+    if config.mode == "async" and frequency is not None:
+        return frequency * config.train.optim_batch_size
+    return config.train.dialog_turns_per_batch
 
 
 def walk(config: Any = None, prefix: str = "") -> list[tuple[str, Any, Any]]:

@@ -20,14 +20,20 @@ RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
 #: Sections and options that may differ between a run and its continuation: they do not change what is computed.
-FREE_SECTIONS = ("logging",)
+FREE_SECTIONS = ("logging", "ray")
+ROLES = ("train_model", "inference_model", "ref_model")
 FREE_OPTIONS = (
     ("train", "resume"),
     ("train", "micro_batch_tokens"),
     ("train", "checkpoint_frequency"),
     ("train", "keep_checkpoints"),
     ("train", "export_hf"),
-    ("ref_model", "timeout_s"),
+    ("train", "grace_s"),
+    *((role, option) for role in ROLES for option in ("num_devices", "devices", "timeout_s")),
+    ("env", "reward_workers"),
+    ("env", "reward_timeout_s"),
+    ("engine", "url"),
+    ("engine", "api_key"),
     ("inference_model", "gpu_memory_utilization"),
     ("check", "mode"),
 )

@@ -194,6 +194,33 @@ BROKEN = [
     ("devices_are_counted_or_named", ["ref_model.num_devices=1", "ref_model.devices=[0]"], "ref_model"),
     ("the_kl_in_the_loss_has_a_gradient", ["policy.kl_coef=0.1", "algorithm.kl_estimator=k1"], "k2 or k3"),
     ("lockstep_has_no_age", ["train.max_policy_age=1"], "max_policy_age=1"),
+    (
+        "lockstep_publishes_after_every_collection",
+        ["train.weight_update_frequency=2"],
+        "weight_update_frequency=2",
+    ),
+    (
+        "a_publish_is_made_of_whole_groups",
+        ["mode=async", "train.optim_batch_size=12", "train.weight_update_frequency=1"],
+        "train.optim_batch_size=16",
+    ),
+    (
+        "an_old_policy_needs_a_ratio",
+        ["mode=async", "algorithm=rloo"],
+        "train.max_policy_age=0",
+    ),
+    (
+        "a_copy_of_the_model_fills_its_devices",
+        ["inference_model.num_devices=5", "inference_model.tensor_parallel_size=2"],
+        "inference_model.num_devices=4",
+    ),
+    ("a_url_belongs_to_a_server", ["engine=scripted", "engine.url=http://127.0.0.1:1"], "engine=vllm_server"),
+    ("a_url_belongs_to_a_server", ["engine=vllm_server", "engine.api_key=x"], "engine.url"),
+    (
+        "a_url_is_one_engine",
+        ["engine=vllm_server", "engine.url=http://127.0.0.1:1", "inference_model.num_devices=2"],
+        "leave inference_model.num_devices and devices out",
+    ),
     ("difficulty_is_one_to_four", ["env.difficulty=5"], "env.difficulty=5"),
     ("every_amount_is_positive", ["algorithm.correction_cap=0"], "algorithm.correction_cap=0"),
     ("every_amount_is_positive", ["env.max_samples=0"], "env.max_samples=0"),
@@ -243,7 +270,7 @@ BROKEN = [
 @pytest.mark.parametrize(("rule", "overrides", "expected"), BROKEN, ids=[f"{case[0]}-{case[1][-1]}" for case in BROKEN])
 def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected: str) -> None:
     config = composed("grpo_cpu", *overrides)
-    sentence = getattr(validators, rule)(config)
+    sentence = {found.__name__: found for found in validators.RULES}[rule](config)
     assert sentence is not None
     assert expected in sentence
     assert re.search(r"[.]$", sentence)

@@ -1,20 +1,8 @@
-"""Rules that a config must keep, each named as the rule it states.
-
-A rule returns None, or one sentence that gives the values involved and the smallest fix. None of them edits anything.
-"""
+"""The rules about amounts, sampling, the objective and the task."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from sota_grpo.config import Config, EnvConfig, walk
-from sota_grpo.errors import UserError
-
-Rule = Callable[[Config], str | None]
-
-
-class ConfigError(UserError, ValueError):
-    """The config cannot be run; the message says why and what to change."""
+from sota_grpo.config import Config, EnvConfig, turn_size, walk
 
 
 def every_choice_is_one_of_its_values(config: Config) -> str | None:
@@ -48,6 +36,13 @@ def every_amount_is_positive(config: Config) -> str | None:
         "train_model.num_devices": config.train_model.num_devices,
         "inference_model.num_devices": config.inference_model.num_devices,
         "ref_model.num_devices": config.ref_model.num_devices,
+        "inference_model.tensor_parallel_size": config.inference_model.tensor_parallel_size,
+        "train.weight_update_frequency": config.train.weight_update_frequency,
+        "env.reward_workers": config.env.reward_workers,
+        "env.reward_timeout_s": config.env.reward_timeout_s,
+        "train_model.timeout_s": config.train_model.timeout_s,
+        "inference_model.timeout_s": config.inference_model.timeout_s,
+        "ray.start_timeout_s": config.ray.start_timeout_s,
     }
     for name, value in amounts.items():
         if value is not None and value <= 0:
@@ -68,14 +63,14 @@ def a_collection_is_made_of_whole_groups(config: Config) -> str | None:
         ("train.dialog_turns_per_batch", config.train.dialog_turns_per_batch),
         ("env.num_envs", config.env.num_envs),
     ):
-        if value % repeats:
+        if value % repeats and not (name.startswith("train") and config.train.weight_update_frequency):
             nearest = max(repeats, round(value / repeats) * repeats)
             return f"{name}={value} is not divisible by the group size env.repeats={repeats}; use {name}={nearest}."
     return None
 
 
 def a_collection_is_made_of_whole_optimizer_steps(config: Config) -> str | None:
-    turns, size = config.train.dialog_turns_per_batch, config.train.optim_batch_size
+    turns, size = turn_size(config), config.train.optim_batch_size
     if turns % size:
         return (
             f"train.dialog_turns_per_batch={turns} is not divisible by train.optim_batch_size={size}; "
@@ -85,10 +80,10 @@ def a_collection_is_made_of_whole_optimizer_steps(config: Config) -> str | None:
 
 
 def the_run_has_at_least_one_turn(config: Config) -> str | None:
-    total, turns = config.train.total_dialog_turns, config.train.dialog_turns_per_batch
+    total, turns = config.train.total_dialog_turns, turn_size(config)
     if total < turns:
         return (
-            f"train.total_dialog_turns={total} is less than one collection of train.dialog_turns_per_batch={turns}; "
+            f"train.total_dialog_turns={total} is less than one turn of the loop, {turns} responses; "
             f"use train.total_dialog_turns={turns} or a smaller collection."
         )
     return None
@@ -130,19 +125,6 @@ def overlong_buffer_fits_the_response(config: Config) -> str | None:
     return None
 
 
-def devices_are_counted_or_named(config: Config) -> str | None:
-    for name in ("train_model", "inference_model", "ref_model"):
-        part = getattr(config, name)
-        if part.num_devices is not None and part.devices is not None:
-            return (
-                f"{name}.num_devices={part.num_devices} and {name}.devices={list(part.devices)} say the same thing "
-                f"twice; drop one of them."
-            )
-        if part.devices is not None and len(part.devices) == 0:
-            return f"{name}.devices=[] names no device; name one or leave it out."
-    return None
-
-
 def the_kl_in_the_loss_has_a_gradient(config: Config) -> str | None:
     """The gradient of k1 has mean 0, so as a loss it pulls nowhere (k2 and k3 do)."""
     in_loss = config.train.kl_coef_in_loss and config.policy.kl_coef > 0
@@ -150,15 +132,6 @@ def the_kl_in_the_loss_has_a_gradient(config: Config) -> str | None:
         return (
             f"policy.kl_coef={config.policy.kl_coef} with algorithm.kl_estimator=k1 in the loss pulls nowhere: its "
             "gradient has mean 0; use k2 or k3, or train.kl_coef_in_loss=false."
-        )
-    return None
-
-
-def lockstep_has_no_age(config: Config) -> str | None:
-    if config.mode == "sync" and config.train.max_policy_age != 0:
-        return (
-            f"train.max_policy_age={config.train.max_policy_age} has no meaning in lockstep, where every token comes "
-            "from the newest policy; leave it at 0."
         )
     return None
 
@@ -220,12 +193,12 @@ def reinforce_steps_once_per_collection(config: Config) -> str | None:
     A correction does not help: it weighs from the behaviour policy to the one *before* the first step.
     """
     train = config.train
-    several = train.epochs > 1 or train.optim_batch_size < train.dialog_turns_per_batch
+    several = train.epochs > 1 or train.optim_batch_size < turn_size(config)
     if config.algorithm.objective == "reinforce" and several:
         return (
             f"algorithm.objective=reinforce is on-policy, but train.epochs={train.epochs} and train.optim_batch_size="
-            f"{train.optim_batch_size} make several steps of a collection of {train.dialog_turns_per_batch}; use "
-            f"train.epochs=1 and train.optim_batch_size={train.dialog_turns_per_batch}, or algorithm.objective=cispo, "
+            f"{train.optim_batch_size} make several steps of a collection of {turn_size(config)}; use "
+            f"train.epochs=1 and train.optim_batch_size={turn_size(config)}, or algorithm.objective=cispo, "
             "which weighs by the ratio."
         )
     return None
@@ -259,36 +232,3 @@ def options_that_the_task_does_not_read_keep_their_default(config: Config) -> st
                 f"{'null' if kept is None else kept} or choose another env.dataset."
             )
     return None
-
-
-RULES: tuple[Rule, ...] = (
-    every_choice_is_one_of_its_values,
-    every_amount_is_positive,
-    every_coefficient_is_not_negative,
-    probabilities_are_shares,
-    decays_and_dropout_leave_something,
-    a_collection_is_made_of_whole_groups,
-    a_collection_is_made_of_whole_optimizer_steps,
-    the_run_has_at_least_one_turn,
-    sampling_is_the_policys_own_distribution,
-    a_group_baseline_has_siblings,
-    dynamic_sampling_has_group_signal,
-    overlong_buffer_fits_the_response,
-    devices_are_counted_or_named,
-    the_kl_in_the_loss_has_a_gradient,
-    lockstep_has_no_age,
-    difficulty_is_one_to_four,
-    the_dual_clip_bounds_a_clipped_ratio,
-    reinforce_has_no_ratio,
-    reinforce_steps_once_per_collection,
-    the_loss_scaler_has_float32_gradients,
-    options_that_the_task_does_not_read_keep_their_default,
-)
-
-
-def validate(config: Config) -> None:
-    """Raise :class:`ConfigError` with the sentence of the first rule that ``config`` breaks."""
-    for rule in RULES:
-        sentence = rule(config)
-        if sentence:
-            raise ConfigError(sentence)
