@@ -17,10 +17,10 @@ from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
 from sota_grpo.collate import row_list
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines.base import Generates
 from sota_grpo.envs import TaskEnv, finish_row, prompt_rows
 from sota_grpo.functional import constant_groups
-from sota_grpo.records import GroupOutput, GroupRequest, Sampling, sample_seed
+from sota_grpo.records import Example, GroupOutput, GroupRequest, Sampling, sample_seed
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class RolloutCollector(BaseCollector):
     """Draws prompts, samples a group of responses to each, and returns the graded rows.
 
-    One class over any :class:`~sota_grpo.engines.base.Engine`. A group is graded while the engine still generates the
+    One class over any :class:`~sota_grpo.engines.base.Generates`. A group is graded while the engine still generates the
     others. Rows come out in the order in which their prompts were drawn, whatever the order in which they finished.
 
     Args:
@@ -55,7 +55,7 @@ class RolloutCollector(BaseCollector):
     def __init__(
         self,
         env: TaskEnv,
-        engine: Engine,
+        engine: Generates,
         *,
         sampling: Sampling,
         dialog_turns_per_batch: int,
@@ -89,26 +89,19 @@ class RolloutCollector(BaseCollector):
             group_id: prompt_rows(group_id, example, self.env.prompt_ids(example), self.env.repeats)
             for group_id, example in draws
         }
-        requests = [self._request(group_id, rows) for group_id, rows in prompts.items()]
+        requests = [group_request(self.env, self._seed, group_id, example) for group_id, example in draws]
         finished: dict[int, list[TensorDictBase]] = {}
         began = time.perf_counter()
         scoring = 0.0
         for output in self.engine.generate(requests, self.sampling):
             arrived = time.perf_counter()
-            finished[output.group_id] = self._finish(prompts[output.group_id], output)
+            rows = finish_group(prompts[output.group_id], output, self.env.tokenizer)
+            finished[output.group_id] = self.env.grade(rows)
             scoring += time.perf_counter() - arrived
         self.seconds["score"] += scoring
         self.seconds["generate"] += time.perf_counter() - began - scoring
         self._collected += num_groups * self.env.repeats
         return [row for group_id in prompts for row in finished[group_id]]
-
-    def _request(self, group_id: int, rows: Sequence[TensorDictBase]) -> GroupRequest:
-        prompt = rows[0].get(keys.PROMPT_TOKENS).tolist()
-        return GroupRequest(group_id, tuple(prompt), len(rows), sample_seed(self._seed, group_id))
-
-    def _finish(self, prompts: Sequence[TensorDictBase], output: GroupOutput) -> list[TensorDictBase]:
-        rows = [finish_row(row, sample, self.env.tokenizer) for row, sample in zip(prompts, output.samples)]
-        return self.env.grade(rows)
 
     def iterator(self) -> Iterator[TensorDictBase]:
         """Yield batches of ``dialog_turns_per_batch`` rows until ``total_dialog_turns`` have been collected."""
@@ -209,20 +202,11 @@ class SyncSource:
         fresh, refilled = self._whole_batch()
         if self.sleep_engine:
             self.collector.engine.sleep()
-        oldest = min(int(row.get(keys.POLICY_VERSION)) for row in fresh)
-        if not 0 <= version - oldest <= self.max_policy_age:
-            raise RuntimeError(
-                f"A token of policy version {oldest} arrived at version {version}; train.max_policy_age is "
-                f"{self.max_policy_age}."
-            )
-        rows = LazyStackedTensorDict.lazy_stack(fresh)
+        require_age(fresh, version, self.max_policy_age)
         seconds = dict(self.collector.seconds)
-        for phase, transform in self.transforms:
-            began = time.perf_counter()
-            rows = transform(rows)
-            seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
+        rows = apply_transforms(self.transforms, LazyStackedTensorDict.lazy_stack(fresh), seconds)
         self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()}
-        flat = sum(_constant(row_list(rows))) // self.collector.env.repeats
+        flat = sum(constant_rows(row_list(rows))) // self.collector.env.repeats
         self._metrics |= {"groups/zero_signal": flat, "groups/refilled": refilled}
         return rows
 
@@ -235,7 +219,7 @@ class SyncSource:
         flat: list[TensorDictBase] = []
         for _ in range(self.max_draws):
             rows = self.collector.collect(self.num_groups - len(kept) // size)
-            constant = _constant(rows)
+            constant = constant_rows(rows)
             flat += [row for row, alike in zip(rows, constant) if alike]
             kept += [row for row, alike in zip(rows, constant) if not alike]
             if len(kept) == self.num_groups * size:
@@ -262,7 +246,42 @@ class SyncSource:
         self.collector.load_state_dict(state)
 
 
-def _constant(rows: Sequence[TensorDictBase]) -> list[bool]:
+def group_request(env: TaskEnv, seed: int, group_id: int, example: Example) -> GroupRequest:
+    """What an engine is asked for a drawn prompt; its random stream derives from ``(seed, group_id)`` alone."""
+    return GroupRequest(group_id, env.prompt_ids(example), env.repeats, sample_seed(seed, group_id))
+
+
+def finish_group(prompts: Sequence[TensorDictBase], output: GroupOutput, tokenizer: Any) -> list[TensorDictBase]:
+    """The rows of a sampled group, one per sample, not graded yet."""
+    return [finish_row(row, sample, tokenizer) for row, sample in zip(prompts, output.samples, strict=True)]
+
+
+def require_age(rows: Sequence[TensorDictBase], version: int, max_policy_age: int) -> None:
+    """Assert the bound on the age of every row's oldest token.
+
+    Raises:
+        RuntimeError: a token is older than ``max_policy_age`` versions, or all are newer than ``version``.
+    """
+    oldest = min(int(row.get(keys.POLICY_VERSION)) for row in rows)
+    if not 0 <= version - oldest <= max_policy_age:
+        raise RuntimeError(
+            f"A token of policy version {oldest} arrived at version {version}; train.max_policy_age is "
+            f"{max_policy_age}."
+        )
+
+
+def apply_transforms(
+    transforms: Sequence[tuple[str, Transform]], rows: TensorDictBase, seconds: dict[str, float]
+) -> TensorDictBase:
+    """``rows`` after each ``(phase, transform)`` in order, whose time is added to ``seconds[phase]``."""
+    for phase, transform in transforms:
+        began = time.perf_counter()
+        rows = transform(rows)
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
+    return rows
+
+
+def constant_rows(rows: Sequence[TensorDictBase]) -> list[bool]:
     """For each row, whether all graded rewards of its group are equal."""
     key = keys.GRADED_REWARD if keys.GRADED_REWARD in rows[0].keys(include_nested=True) else keys.REWARD
     rewards = torch.stack([row.get(key).reshape(()) for row in rows])

@@ -86,7 +86,7 @@ class EnvConfig:
     system_prompt: str | None = opt(None, "replaces the task's own system prompt; an empty text leaves it out")
     difficulty: int = opt(4, "arithmetic only: most steps of a problem, 1 to 4")
     reward_workers: int = opt(1, "processes that grade responses where workers collect (mode=async)")
-    reward_timeout_s: float = opt(60.0, "longest time for grading a group; a grader that takes longer is killed")
+    reward_timeout_s: float = opt(60.0, "longest time for grading a group, then each of its responses alone; the grader is killed")
 
 
 @dataclass

@@ -5,3 +5,11 @@ from __future__ import annotations
 
 class UserError(Exception):
     """Something outside the program is wrong; printed without a traceback, the exit code is 2."""
+
+    exit_code = 2
+
+
+class RunFailed(UserError):
+    """The run cannot go on though nothing is wrong with the config: a process died, a disk is full, nobody answers."""
+
+    exit_code = 1

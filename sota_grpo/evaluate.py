@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines.base import Generates
 from sota_grpo.envs import TaskEnv
 from sota_grpo.records import Example, GroupRequest, Sampling, sample_seed
 
@@ -50,7 +50,7 @@ class Evaluator:
     def __init__(
         self,
         env: TaskEnv,
-        engine: Engine,
+        engine: Generates,
         examples: Sequence[Example],
         *,
         max_tokens: int,

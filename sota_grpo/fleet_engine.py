@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sota_grpo.engines.checks import response_rooms
+from sota_grpo.policy.adapter_pack import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.fleet import Fleet
@@ -28,17 +29,26 @@ class FleetEngine:
         name: of the engines behind it.
         max_model_len: context in tokens.
         share: makes a large value available to every worker (:meth:`~sota_grpo.workers.base.Launcher.share`).
-        deadline_s: longest wait for a group or for a push.
+        deadline_s: longest wait of a push for one worker.
+        base: the weights under an adapter, packed once, where the learner publishes its adapter only.
     """
 
     def __init__(
-        self, fleet: Fleet, *, name: str, max_model_len: int, share: Callable[[Any], Any], deadline_s: float
+        self,
+        fleet: Fleet,
+        *,
+        name: str,
+        max_model_len: int,
+        share: Callable[[Any], Any],
+        deadline_s: float,
+        base: Callable[[], WeightPack] | None = None,
     ):
         self.fleet = fleet
         self.name = name
         self.max_model_len = max_model_len
         self.version = 0
         self._share = share
+        self.base = base
         self._deadline_s = deadline_s
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
@@ -51,7 +61,6 @@ class FleetEngine:
 
         Raises:
             ValueError: a prompt leaves no room for a response; nothing was sampled then.
-            TimeoutError: no group was finished for ``deadline_s``.
         """
         response_rooms(requests, sampling, self.max_model_len)
         return self._stream(requests, sampling)
@@ -60,30 +69,33 @@ class FleetEngine:
         done: queue.SimpleQueue[Future[GroupOutput]] = queue.SimpleQueue()
         for request in requests:
             self.fleet.submit(request, sampling).add_done_callback(done.put)
-        for received in range(len(requests)):
-            try:
-                found = done.get(timeout=self._deadline_s)
-            except queue.Empty:
-                raise TimeoutError(
-                    f"The rollout workers finished {received} of {len(requests)} groups and then none for "
-                    f"{self._deadline_s:g} s; raise inference_model.timeout_s if responses take that long."
-                ) from None
-            yield found.result()
+        for _ in requests:  # each is answered: the fleet replaces workers that are silent
+            yield done.get().result()
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | AdapterPack, version: int) -> None:
         """Push to every worker, in flight; returns when each one's next token comes from the new weights.
 
         Raises:
             RuntimeError: a worker serves another version afterwards.
         """
-        pack = weights if isinstance(weights, WeightPack) else WeightPack.of(weights)
-        served = self.fleet.broadcast(
-            "update_weights", self._share(pack), version, deadline_s=self._deadline_s, sticky=True
-        )
+        if isinstance(weights, AdapterPack):
+            self._send_base()
+        elif not isinstance(weights, WeightPack):
+            weights = WeightPack.of(weights)
+        served = self._broadcast("update_weights", self._share(weights), version)
         wrong = sorted({found for found in served if found != version})
         if wrong:
             raise RuntimeError(f"Rollout workers serve versions {wrong} after a push of {version}.")
         self.version = version
+
+    def _send_base(self) -> None:
+        """What the adapter is merged into, once; a worker that starts later gets it before its first adapter."""
+        if self.base is not None:
+            base, self.base = self.base(), None
+            self._broadcast("set_base", self._share(base))
+
+    def _broadcast(self, method: str, *args: Any) -> list[Any]:
+        return self.fleet.broadcast(method, *args, deadline_s=self._deadline_s, sticky=True)
 
     def sleep(self) -> None:
         """Nothing: these engines have their own devices."""

@@ -10,27 +10,26 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
-from torch import nn
 
 from sota_grpo import keys
 from sota_grpo.checkpoint import rng_state, set_rng_state
 from sota_grpo.collate import row_list
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines.base import Generates
 from sota_grpo.envs import TaskEnv, finish_row, prompt_rows
 from sota_grpo.errors import UserError
-from sota_grpo.learner import Learner
 from sota_grpo.publish import Publisher
 from sota_grpo.records import GroupRequest, Sampling, sample_seed
+from sota_grpo.schedule import LearnerSettings
 from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.gsm8k import normalised
 
 logger = logging.getLogger(__name__)
 
 NUM_GRADED = 64  # examples whose gold and empty answers are graded
-PROBE_SHARE = 0.01  # of each tensor's elements; changed signs move a tensor by 2 sqrt(share), a fifth, of its norm
 EXACT = 1e-3  # a tolerance below it says that engine and trainer both compute in float32
 ROUNDING = 1e-6  # float32's own error in a mean of ratios
 
@@ -49,6 +48,23 @@ class Check:
     seconds: float = 0.0
 
 
+class Answers(Protocol):
+    """What the gate asks of a learner, in this process or another: see :class:`sota_grpo.learner.Learner`."""
+
+    settings: LearnerSettings
+    version: int
+
+    def log_prob_gaps(self, rows: Sequence[TensorDictBase]) -> torch.Tensor: ...
+
+    def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]: ...
+
+    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> tuple[float, float]: ...
+
+    def perturb(self) -> None: ...
+
+    def restore(self) -> None: ...
+
+
 @dataclass
 class Subject:
     """What is checked: the parts of the run as they will train.
@@ -59,8 +75,8 @@ class Subject:
 
     task: Task
     env: TaskEnv
-    engine: Engine
-    learner: Learner
+    engine: Generates
+    learner: Answers
     publisher: Publisher
     sampling: Sampling
     seed: int
@@ -158,14 +174,11 @@ def gradient_does_not_depend_on_the_split(subject: Subject) -> Check:
     """The gradient over micro-batches of several rows equals the sum over micro-batches of one row each."""
     longest = max(row.get(keys.FULL_TOKENS).shape[-1] for row in subject.rows)
     together = max(subject.learner.settings.micro_batch_tokens, 2 * longest)  # else each row is alone in both
-    whole = subject.learner.gradient(subject.rows, token_budget=together)
-    split = subject.learner.gradient(subject.rows, token_budget=1)
-    scale = float(torch.stack([grad.norm() for grad in whole.values()]).norm())
-    gap = float(torch.stack([(whole[name] - split[name]).norm() for name in whole]).norm()) / max(scale, 1e-30)
+    norm, gap = subject.learner.gradient_gap(subject.rows, (together, 1))
     return Check(
         "the gradient does not depend on the split",
-        scale > 0 and gap <= subject.tolerance,
-        f"relative gap {gap:.2g} at gradient norm {scale:.3g} (allowed {subject.tolerance:g})",
+        norm > 0 and gap <= subject.tolerance,
+        f"relative gap {gap:.2g} at gradient norm {norm:.3g} (allowed {subject.tolerance:g})",
     )
 
 
@@ -180,14 +193,13 @@ def pushed_weights_landed(subject: Subject) -> Check:
     0.04 of that to the old ones; 0.43 to 1.5 of it when attention, MLP, norms or embeddings are left out of the push.
     """
     learner, version = subject.learner, subject.learner.version
-    kept = _perturb(learner.policy)
+    learner.perturb()
     try:
         subject.publisher.publish(version)
         rows = subject.sample(salt=1)
         new = _typical_gap(learner, rows)
     finally:
-        for parameter, places, values in kept:
-            parameter.data.put_(places, values)
+        learner.restore()
     old = _typical_gap(learner, rows)
     subject.publisher.publish(version)
     back = _typical_gap(learner, subject.sample())
@@ -241,25 +253,5 @@ def run_gate(subject: Subject, mode: str, checks: Sequence[Callable[[Subject], C
     return done
 
 
-def _typical_gap(learner: Learner, rows: Sequence[TensorDictBase]) -> float:
+def _typical_gap(learner: Answers, rows: Sequence[TensorDictBase]) -> float:
     return float(learner.log_prob_gaps(rows).abs().clamp(max=1.0).mean())
-
-
-@torch.no_grad()
-def _perturb(policy: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
-    """Change every trainable tensor in place; returns places and old values, with which ``put_`` restores each bit.
-
-    ``PROBE_SHARE`` of its elements, at least one, change their sign (zeros become 1). Noise on all elements would need
-    a copy of the whole model to restore; this keeps 3 to 5 % of its bytes.
-    """
-    generator = torch.Generator().manual_seed(0)
-    kept = []
-    for parameter in policy.parameters():
-        if not parameter.requires_grad:
-            continue
-        count = max(1, round(PROBE_SHARE * parameter.numel()))
-        places = torch.randint(parameter.numel(), (count,), generator=generator).to(parameter.device)
-        values = parameter.data.take(places)
-        kept.append((parameter, places, values))
-        parameter.data.put_(places, torch.where(values == 0, 1.0, -values))
-    return kept

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,16 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.collate import micro_batches, pad_rows, row_list, set_loss_weights
+from sota_grpo.collate import pad_rows, row_list, set_loss_weights
 from sota_grpo.errors import UserError
+from sota_grpo.forward_passes import ForwardPasses
 from sota_grpo.functional import mismatch_kl
 from sota_grpo.objectives import GRPOLoss, diagnostic_means
 from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.dropout import dropouts, without_dropout
+from sota_grpo.policy.probe import Changed, perturb, restore
+from sota_grpo.policy.sharding import Ranks, reduce_gradients
+from sota_grpo.policy.shards import divided, gathered, load_optimizer_state, local, optimizer_state, replicated
 from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.records import sample_seed
 from sota_grpo.schedule import LearnerSettings, learning_rate_factor
@@ -36,7 +40,7 @@ class NonFiniteStep(UserError):
     """A loss or a gradient was not finite; the batch that caused it lies beside the run."""
 
 
-class Learner:
+class Learner(ForwardPasses):
     """Trains ``policy`` with ``loss``.
 
     Contract. Consumes: complete batches of graded rows. Produces: new weights, ``version`` raised by one per
@@ -49,6 +53,8 @@ class Learner:
         pad_token_id: fills the padding.
         dump_dir: where a batch that gave a non-finite step is written.
         seed: order of the rows in the second and later epochs.
+        ranks: the processes that train this policy together, each of which holds a part of it (see
+            :func:`sota_grpo.policy.sharding.shard`) and is given the same calls with the same rows. None: this one.
     """
 
     def __init__(
@@ -60,17 +66,18 @@ class Learner:
         pad_token_id: int,
         dump_dir: Path,
         seed: int = 0,
+        ranks: Ranks | None = None,
     ):
-        self.policy = policy
+        super().__init__(policy, settings, pad_token_id, ranks)
         self.loss = loss
-        self.settings = settings
-        self.pad_token_id = pad_token_id
         self.dump_dir = dump_dir
         self.seed = seed
         self.version = 0
         self.optimizer_steps = 0
-        self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        self.device = self.parameters[0].device
+        # the scorer's names: they are those of checkpoints
+        self.trainable = {name: p for name, p in policy.scorer.named_parameters() if p.requires_grad}
+        self.parameters = list(self.trainable.values())
+        self.changed: list[Changed] = []
         self.optimizer = torch.optim.AdamW(
             self.parameters,
             lr=settings.lr,
@@ -98,9 +105,7 @@ class Learner:
         if self.settings.recompute:
             self._set_proximal(parts)
         clean = None
-        if (
-            _dropouts(self.policy) and not self.settings.recompute
-        ):  # the loss's own forward has dropout, the engine none
+        if dropouts(self.policy) and not self.settings.recompute:  # the loss's own forward has dropout, the engine none
             gaps = self.log_prob_gaps(parts[: self.settings.optim_batch_size])
             clean = mismatch_kl(gaps, torch.zeros_like(gaps), torch.ones_like(gaps, dtype=torch.bool)).item()
         batches = (batch for epoch in range(self.settings.epochs) for batch in self._mini_batches(parts, epoch))
@@ -124,7 +129,7 @@ class Learner:
         losses, metrics = self._accumulate(rows, self.settings.micro_batch_tokens)
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
         self.scaler.unscale_(self.optimizer)
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm or math.inf))
+        norm = float(replicated(nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm or math.inf)))
         skipped = self.scaler.is_enabled() and scale > 1 and not math.isfinite(norm)
         judged = losses if skipped else {**losses, "grad_norm": norm}
         if not all(math.isfinite(value) for value in judged.values()):
@@ -154,27 +159,55 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         losses: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
-        for micro in micro_batches(weighted, token_budget=token_budget):
+        parts = self.own_micro_batches(weighted, token_budget)
+        for index, (micro, real) in enumerate(parts, start=1):
+            reduce_gradients(self.policy, now=index == len(parts) or not self.ranks.reduce_once)
+            batch = self.padded(micro)
+            if not real:
+                batch.get(keys.LOSS_WEIGHT).zero_()
             with self.autocast():
-                out = self.loss(self.padded(micro))
+                out = self.loss(batch)
             terms = {name: value for name, value in out.items() if name.startswith("loss_")}
             self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
             _add(losses, terms)
             _add(sums, dict(out.sums.items()))
+        losses, sums = self.ranks.sums(losses), self.ranks.sums(sums)
         means, measured = _named(diagnostic_means(sums)), bool(sums["tokens"] > 0)
         return _named(losses), {name: value if measured else None for name, value in means.items()}
 
     def gradient(self, rows: Sequence[TensorDictBase], *, token_budget: int) -> dict[str, torch.Tensor]:
-        """Gradient of one optimizer step over ``rows`` by parameter name; nothing is updated; see :meth:`diagnose`."""
+        """This rank's part of the gradient of one step over ``rows``, by parameter; nothing is updated.
+
+        See :meth:`diagnose`.
+        """
         self._dry_run(rows, token_budget)
         scale = self.scaler.get_scale()
         found = {
-            name: parameter.grad.detach().clone() / scale
-            for name, parameter in self.policy.named_parameters()
+            name: local(parameter.grad.detach()).clone() / scale
+            for name, parameter in self.trainable.items()
             if parameter.grad is not None
         }
         self.optimizer.zero_grad(set_to_none=True)
         return found
+
+    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> tuple[float, float]:
+        """Norm of :meth:`gradient` under the first budget, and its relative distance from that under the second."""
+        one, other = (self.gradient(rows, token_budget=budget) for budget in token_budgets)
+        norm = self._norm(one.values())
+        return norm, self._norm([one[name] - other[name] for name in one]) / max(norm, 1e-30)
+
+    def _norm(self, parts: Iterable[torch.Tensor]) -> float:
+        own = torch.stack([part.norm() for part in parts]).norm()
+        return float(own if self.ranks.size == 1 else self.ranks.sum(own.double().square()).sqrt())
+
+    def perturb(self) -> None:
+        """Change every trainable tensor, in place, until :meth:`restore`."""
+        self.changed = perturb(self.parameters)
+
+    def restore(self) -> None:
+        """Take back each bit of :meth:`perturb`."""
+        restore(self.changed)
+        self.changed = []
 
     def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
         """The objective's own diagnostics (``ess``, ``clip_fraction``, ``mismatch_kl``, ...) of a step; none is taken.
@@ -191,49 +224,18 @@ class Learner:
         rows = [row.copy().set(keys.ADVANTAGE, torch.randn((1, 1), generator=generator)) for row in rows]
         if self.settings.recompute:
             self._set_proximal(rows)
-        with _without_dropout(self.policy):
+        with without_dropout(self.policy):
             return self._accumulate(rows, token_budget, keep_truncated=True)[1]
-
-    def padded(self, rows: Sequence[TensorDictBase]) -> TensorDictBase:
-        """Right-padded ``[N, T]`` batch on the learner's device."""
-        return pad_rows(rows, pad_token_id=self.pad_token_id).to(self.device)
-
-    @torch.no_grad()
-    def log_probs(self, batch: TensorDictBase) -> torch.Tensor:
-        """Log-probs ``[N, T]`` of a padded batch without dropout, 0 off the assistant mask."""
-        training = self.policy.training
-        self.policy.eval()
-        with self.autocast():
-            found = self.policy(batch.select(*self.policy.in_keys)).get(keys.LOG_PROBS)
-        self.policy.train(training)
-        return found
-
-    def scored(self, rows: Sequence[TensorDictBase]) -> Iterator[tuple[TensorDictBase, torch.Tensor]]:
-        """Each row, longest first, with its log-probs ``[T_i]`` (on the CPU) as :meth:`log_probs` gives them."""
-        for micro in micro_batches(rows, token_budget=self.settings.micro_batch_tokens):
-            for row, values in zip(micro, self.log_probs(self.padded(micro)).cpu()):
-                yield row, values[: row.get(keys.FULL_TOKENS).shape[-1]].clone()
-
-    def log_prob_gaps(self, rows: Sequence[TensorDictBase]) -> torch.Tensor:
-        """Trainer's minus engine's log-prob of every sampled token, flat, in nats."""
-        gaps = [(own - row.get(keys.LOG_PROBS))[row.get(keys.ASSISTANT_MASK)] for row, own in self.scored(rows)]
-        return torch.cat(gaps)
 
     def _set_proximal(self, rows: Sequence[TensorDictBase]) -> None:
         for row, values in self.scored(rows):
             row.set(keys.PROXIMAL_LOG_PROBS, values)
 
-    def autocast(self) -> contextlib.AbstractContextManager:
-        """The precision of every forward pass, the reference's included."""
-        if self.settings.precision == "fp32":
-            return contextlib.nullcontext()
-        dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
-        return torch.autocast(self.device.type, dtype=dtype)
-
     def _stop_at_non_finite(self, rows: Sequence[TensorDictBase], metrics: dict[str, float]) -> None:
         path = self.dump_dir / f"non_finite_step_{self.optimizer_steps}.pt"
-        batch = pad_rows(rows, pad_token_id=self.pad_token_id)
-        torch.save({"batch": batch.to_dict(), "metrics": metrics}, path)
+        if self.ranks.leads:
+            batch = pad_rows(rows, pad_token_id=self.pad_token_id)
+            torch.save({"batch": batch.to_dict(), "metrics": metrics}, path)
         bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
         raise NonFiniteStep(
             f"Optimizer step {self.optimizer_steps} is not finite ({bad}); it changed no weight, and its batch is in "
@@ -241,11 +243,13 @@ class Learner:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Trainable parameters, optimizer, schedule, scaler and counters, all of plain types."""
-        trainable = {name: p.detach() for name, p in self.policy.named_parameters() if p.requires_grad}
+        """Trainable parameters, optimizer, schedule, scaler and counters, all of plain types.
+
+        Its form is the same for any number of ranks. Of several all must take part, and rank 0's alone is whole.
+        """
         return {
-            "model": trainable,
-            "optimizer": self.optimizer.state_dict(),
+            "model": {name: gathered(parameter.detach()) for name, parameter in self.trainable.items()},
+            "optimizer": optimizer_state(self.optimizer),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "version": self.version,
@@ -253,18 +257,17 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue bit for bit from :meth:`state_dict`."""
-        own = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
-        missing = own.keys() ^ state["model"].keys()
+        """Continue from :meth:`state_dict`, bit for bit on as many ranks; every rank is given the whole."""
+        missing = self.trainable.keys() ^ state["model"].keys()
         if missing:
             raise UserError(
                 f"The checkpoint and the model differ in {len(missing)} trainable parameters, for example "
                 f"{min(missing)}; resume with the model.name and train_model.lora of the run that wrote it."
             )
         with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(state["model"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+            for name, parameter in self.trainable.items():
+                parameter.copy_(divided(state["model"][name], parameter))
+        load_optimizer_state(self.optimizer, state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(state["scaler"])
         self.version = state["version"]
@@ -278,21 +281,3 @@ def _named(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
 def _add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     for name, value in values.items():
         totals[name] = totals.get(name, 0) + value.detach()
-
-
-def _dropouts(module: nn.Module) -> list[nn.Dropout]:
-    """The dropouts that drop."""
-    return [child for child in module.modules() if isinstance(child, nn.Dropout) and child.p > 0]
-
-
-@contextlib.contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Every dropout of ``module`` is the identity inside."""
-    rates = [(child, child.p) for child in _dropouts(module)]
-    for child, _ in rates:
-        child.p = 0.0
-    try:
-        yield
-    finally:
-        for child, rate in rates:
-            child.p = rate

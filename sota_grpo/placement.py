@@ -42,9 +42,7 @@ class Placement:
     colocated: bool
 
 
-def place(
-    train: Role, inference: Role, ref: Role | None, *, available: int, concurrent: bool = False
-) -> Placement:
+def place(train: Role, inference: Role, ref: Role | None, *, available: int, concurrent: bool = False) -> Placement:
     """Devices for the roles: disjoint for those that ask for devices, shared by those that ask for nothing.
 
     An engine that asks for nothing shares the learner's devices, because in lockstep the two never work at the same
@@ -68,7 +66,7 @@ def place(
     """
     if available == 0:
         counted = [tuple(role.devices or range(role.count)) if role else () for role in (train, inference, ref)]
-        return Placement(*counted, colocated=True)
+        return Placement(counted[0], counted[1], counted[2], colocated=True)
     total = available
     # The engine chooses first: vLLM inside this process can only take the first device.
     roles = [role for role in (inference, train, ref) if role is not None]

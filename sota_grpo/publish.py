@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
-
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines.base import Generates
 
 
 class Publisher:
@@ -17,11 +16,12 @@ class Publisher:
     Unblocked by: the last engine's answer. When an engine fails its exception ends the run.
 
     Args:
-        weights: named tensors under the names of the base model, adapters merged, ``lm_head.weight`` included.
+        weights: named tensors under the names of the base model, adapters merged, ``lm_head.weight`` included; or the
+            adapter alone, for engines that merge it (:class:`~sota_grpo.policy.adapter_pack.AdapterPack`).
         engines: who receives them.
     """
 
-    def __init__(self, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], engines: Sequence[Engine]):
+    def __init__(self, weights: Callable[[], Any], engines: Sequence[Generates]):
         self.weights = weights
         self.engines = tuple(engines)
         self.seconds = 0.0

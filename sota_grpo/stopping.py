@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 logger = logging.getLogger(__name__)
 
+_LAST_S = 5.0  # for closing workers, before the process ends itself; theirs end when it is gone
+
+
+class Interrupted(Exception):
+    """A stop was asked for while the run waited; nothing was taken, so the state can be saved as it stands."""
+
 
 class StopRequest:
     """A context in which the first SIGINT or SIGTERM only sets :attr:`asked`; a second one interrupts at once.
+
+    A preempted node sends SIGTERM and, some time later, SIGKILL. When the turn at hand takes longer than ``grace_s``
+    after SIGTERM, it is interrupted as by a second signal, so that the run still ends in good order; the last
+    checkpoint is then the place to go on from. Where even that is not heeded, the process ends itself.
+
+    Args:
+        grace_s: longest wait for the turn at hand after SIGTERM; None waits for ever.
 
     >>> with StopRequest() as stop:
     ...     stop.asked
     False
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float | None = None) -> None:
         self.asked = False
+        self._grace_s = grace_s
+        self._timers: list[threading.Timer] = []
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
@@ -29,9 +47,24 @@ class StopRequest:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        for timer in self._timers:
+            timer.cancel()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
         logger.warning("%s: stopping after this turn; once more stops at once.", signal.Signals(number).name)
+        if number == signal.SIGTERM and self._grace_s is not None:
+            self._after(self._grace_s, self._interrupt)
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, action)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def _interrupt(self) -> None:
+        logger.warning("The turn at hand takes longer than train.grace_s=%g; it is given up.", self._grace_s)
+        self._after(_LAST_S, lambda: os._exit(128 + signal.SIGTERM))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # reaches a blocking call too

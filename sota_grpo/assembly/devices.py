@@ -1,7 +1,10 @@
-"""Where the parts of a run stand: the kind of device, and the index of each role."""
+"""Where the parts of a run stand: the kind of device, the index of each role, this process or others."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,8 +12,22 @@ import torch
 from sota_grpo.config import Config
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
-from sota_grpo.placement import Placement, Role, place
+from sota_grpo.placement import Placement, Role, describe, place
 from sota_grpo.policy.load import resolve_model_path
+
+logger = logging.getLogger(__name__)
+
+SERVERS = ("vllm_server", "sglang_server")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stands where. ``workers``: collection, reference and several ranks live in processes of their own."""
+
+    device_type: str
+    placement: Placement
+    engine: str
+    workers: bool
 
 
 def resolve_device(config: Config) -> str:
@@ -21,6 +38,8 @@ def resolve_device(config: Config) -> str:
             asked to train on the CPU.
     """
     model = resolve_model_path(config.model.name)  # a mistyped folder is not a model from the hub
+    if config.device == "cuda" and config.ray.address is not None:
+        return "cuda"  # of the cluster; this machine may have none
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
             raise UserError("device=cuda, and this machine has no CUDA device; use device=cpu.")
@@ -40,38 +59,62 @@ def reference_has_own_weights(config: Config) -> bool:
     is asked to stand apart: in a process or on a device of its own.
     """
     part = config.ref_model
-    stands_apart = part.process or part.num_devices is not None or part.devices is not None
+    stands_apart = part.process or part.num_devices is not None or part.devices is not None or wants_workers(config)
     return config.policy.kl_coef > 0 and (stands_apart or not config.train_model.lora.enabled)
 
 
-def make_placement(config: Config, device_type: str) -> Placement:
-    """One device for each role of the lockstep mode.
+def wants_workers(config: Config) -> bool:
+    """Whether the run needs other processes: concurrent collection, several devices for a role, or a cluster."""
+    ref = Role("ref_model", config.ref_model.num_devices, config.ref_model.devices)
+    several = any(role.count > role.default for role in (*_roles(config), ref))
+    return several or config.mode == "async" or config.ray.address is not None
+
+
+def _roles(config: Config) -> list[Role]:
+    train, inference = config.train_model, config.inference_model
+    return [
+        Role("train_model", train.num_devices, train.devices),
+        Role("inference_model", inference.num_devices, inference.devices, default=inference.tensor_parallel_size),
+    ]
+
+
+def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | None = None) -> Plan:
+    """A device for everything, or for lockstep on one machine this process with one device for each role.
+
+    With one GPU collection and training take turns on it, whatever the mode.
+
+    Args:
+        num_gpus: GPUs that there are, asked only where the device is CUDA; None: those of this machine.
 
     Raises:
-        UserError: more than one device for a role, what :func:`place` refuses, or an engine that is not installed or
-            cannot reach its device.
+        UserError: what :func:`place` refuses, or an engine that is not installed or cannot reach its device.
     """
-    train, inference, ref = config.train_model, config.inference_model, config.ref_model
-    learner = Role("train_model", train.num_devices, train.devices)
-    engine = Role("inference_model", inference.num_devices, inference.devices)
-    reference = Role("ref_model", ref.num_devices, ref.devices) if reference_has_own_weights(config) else None
-    for role in (learner, engine, reference):
-        if role is not None and role.count > 1:
-            raise UserError(
-                f"{role.option} asks for {role.count} devices, and the lockstep mode gives every role 1; "
-                f"use {role.name}.num_devices=1 or leave both options out."
-            )
-    engine_name = resolve_engine_name(config.engine.name, device=device_type)
-    available = torch.cuda.device_count() if device_type == "cuda" else 0
-    found = place(learner, engine, reference, available=available)
-    index = found.inference[0]
-    if index and engine_name == "vllm":
+    learner, engines = _roles(config)
+    ref = Role("ref_model", config.ref_model.num_devices, config.ref_model.devices)
+    reference = ref if reference_has_own_weights(config) else None
+    engine = resolve_engine_name(config.engine.name, device=device_type)
+    workers = wants_workers(config)
+    available = (num_gpus or torch.cuda.device_count)() if device_type == "cuda" else 0
+    found = place(learner, engines, reference, available=available, concurrent=workers)
+    if engines.default > 1 and device_type == "cpu":
+        raise UserError(
+            f"inference_model.tensor_parallel_size={engines.default} needs GPUs; use inference_model.num_devices="
+            f"{engines.default} engines on the CPU."
+        )
+    if workers and device_type == "cuda" and found.colocated:
+        logger.info("One GPU: collection and training take turns on it, in lockstep.")
+        workers = False
+    if not workers and device_type == "cuda" and found.inference[0] and engine == "vllm":
         raise UserError(
             f"engine=vllm runs in this process, where it can only take the first visible GPU (0), and inference_model "
-            f"is placed on GPU {index}; use inference_model.devices=[0] with CUDA_VISIBLE_DEVICES in another order, or "
-            f"engine=transformers."
+            f"is placed on GPU {found.inference[0]}; use inference_model.devices=[0] with CUDA_VISIBLE_DEVICES in "
+            f"another order, or engine=transformers."
         )
-    return found
+    if ref.asked and config.policy.kl_coef == 0:
+        logger.info("%s has no effect: with policy.kl_coef=0 no reference is built.", ref.option)
+    if workers:
+        logger.info("Placement: %s.", describe(found, device_type))
+    return Plan(device_type, found, engine, workers)
 
 
 def device_name(device_type: str, indices: tuple[int, ...]) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sota_grpo.assembly.devices import device_name, reference_has_own_weights
-from sota_grpo.config import Config
+from sota_grpo.config import Config, turn_size
 from sota_grpo.errors import UserError
 from sota_grpo.learner import Learner
 from sota_grpo.objectives import GRPOLoss
@@ -19,9 +19,12 @@ from sota_grpo.placement import Placement
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.reference import AdapterOffReference, FrozenReference, ProcessReference, ReferencePolicy
+from sota_grpo.policy.reference import AdapterOffReference, FrozenReference, ReferencePolicy
+from sota_grpo.policy.reference_service import ReferenceService
+from sota_grpo.policy.sharding import Ranks
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
+from sota_grpo.workers.processes import ProcessLauncher
 
 
 def make_model(config: Config, device: torch.device) -> PreTrainedModel:
@@ -56,6 +59,15 @@ def add_adapter(config: Config, model: PreTrainedModel) -> nn.Module:
     return add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout) if lora.enabled else model
 
 
+def make_policy(config: Config, model: nn.Module) -> CausalPolicy:
+    """The policy whose log-probs are trained, under the temperature that it is sampled with."""
+    return CausalPolicy(
+        model,
+        temperature=config.inference_model.temperature,
+        entropy_grad=config.algorithm.entropy_coef > 0,
+    )
+
+
 def make_reference(
     config: Config, policy: CausalPolicy, placement: Placement, device_type: str
 ) -> ReferencePolicy | None:
@@ -66,22 +78,27 @@ def make_reference(
         return AdapterOffReference(policy)
     part, temperature = config.ref_model, config.inference_model.temperature
     options: dict[str, Any] = {
-        "dtype": part.torch_dtype
-        if part.torch_dtype != "auto"
-        else str(next(policy.parameters()).dtype)[len("torch.") :],
+        "dtype": reference_dtype(config),
         "attn_implementation": config.model.attn_implementation,
         "trust_remote_code": config.model.trust_remote_code,
         "device": device_name(device_type, placement.ref),
     }
     if part.process:
-        return ProcessReference(
-            config.model.name,
-            temperature=temperature,
-            precision=trainer_precision(config, device_type),
-            deadline_s=part.timeout_s,
-            **options,
-        )
+        service = {
+            "model_name": config.model.name,
+            "temperature": temperature,
+            "precision": trainer_precision(config, device_type),
+            "token_budget": config.train.micro_batch_tokens,
+            "num_threads": 1,
+        }
+        return ReferenceService.start(ProcessLauncher(), service | options, timeout_s=part.timeout_s)
     return FrozenReference(load_model(config.model.name, **options), temperature=temperature)
+
+
+def reference_dtype(config: Config) -> Any:
+    """Of the reference's weights: that of the learner's where the config leaves it open."""
+    own, learners = config.ref_model.torch_dtype, config.train_model.torch_dtype
+    return own if own != "auto" else ("float32" if learners == "auto" else learners)
 
 
 def trainer_precision(config: Config, device_type: str) -> str:
@@ -89,10 +106,17 @@ def trainer_precision(config: Config, device_type: str) -> str:
     return {"auto": "bf16" if device_type == "cuda" else "fp32"}.get(config.train.precision, config.train.precision)
 
 
-def make_learner(config: Config, policy: CausalPolicy, pad_token_id: int, device_type: str, run_dir: Path) -> Learner:
+def make_learner(
+    config: Config,
+    policy: CausalPolicy,
+    pad_token_id: int,
+    device_type: str,
+    run_dir: Path,
+    ranks: Ranks | None = None,
+) -> Learner:
+    """The learner of this process; with ``ranks`` one of several that train the policy together."""
     algorithm: Any = config.algorithm  # its words are validated choices
-    train, optimizer = config.train, config.optimizer
-    steps_per_turn = train.epochs * (train.dialog_turns_per_batch // train.optim_batch_size)
+    train = config.train
     loss = GRPOLoss(
         policy,
         clip_epsilon=(algorithm.clip_low, algorithm.clip_high),
@@ -107,7 +131,16 @@ def make_learner(config: Config, policy: CausalPolicy, pad_token_id: int, device
         correction_mode=algorithm.correction_mode,
         correction_cap=algorithm.correction_cap,
     )
-    settings = LearnerSettings(
+    settings = make_settings(config, device_type)
+    return Learner(policy, loss, settings, pad_token_id=pad_token_id, dump_dir=run_dir, seed=config.seed, ranks=ranks)
+
+
+def make_settings(config: Config, device_type: str) -> LearnerSettings:
+    """How the learner steps, in plain values."""
+    algorithm: Any = config.algorithm
+    train, optimizer = config.train, config.optimizer
+    steps_per_turn = train.epochs * (turn_size(config) // train.optim_batch_size)
+    return LearnerSettings(
         lr=optimizer.lr,
         weight_decay=optimizer.weight_decay,
         beta1=optimizer.beta1,
@@ -116,7 +149,7 @@ def make_learner(config: Config, policy: CausalPolicy, pad_token_id: int, device
         clip_grad_norm=optimizer.clip_grad_norm,
         schedule=optimizer.schedule,
         warmup_steps=optimizer.warmup_steps,
-        total_steps=steps_per_turn * (train.total_dialog_turns // train.dialog_turns_per_batch),
+        total_steps=steps_per_turn * (train.total_dialog_turns // turn_size(config)),
         optim_batch_size=train.optim_batch_size,
         epochs=train.epochs,
         micro_batch_tokens=train.micro_batch_tokens,
@@ -126,15 +159,11 @@ def make_learner(config: Config, policy: CausalPolicy, pad_token_id: int, device
         recompute=train.epochs > 1 or algorithm.correction != "none",
         precision=trainer_precision(config, device_type),
     )
-    return Learner(policy, loss, settings, pad_token_id=pad_token_id, dump_dir=run_dir, seed=config.seed)
 
 
 def make_transforms(config: Config, reference: ReferencePolicy | None, learner: Learner) -> list[tuple[str, Any]]:
     """What happens to a batch between the env and the learner, each with the phase its seconds count to."""
-    algorithm: Any = config.algorithm
-    found: list[tuple[str, Any]] = []
-    if algorithm.overlong_buffer:  # before the reference, so that the graded reward includes it
-        found.append(("score", OverlongPenalty(config.inference_model.max_tokens, algorithm.overlong_buffer)))
+    found = make_overlong(config)  # before the reference, so that the graded reward includes it
     if reference is not None:
         in_reward = None if config.train.kl_coef_in_loss else config.policy.kl_coef
 
@@ -149,5 +178,16 @@ def make_transforms(config: Config, reference: ReferencePolicy | None, learner: 
             token_budget=config.train.micro_batch_tokens,
         )
         found.append(("ref", transform))
-    found.append(("score", GroupAdvantage(algorithm.baseline, algorithm.scale)))
-    return found
+    return found + make_advantage(config)
+
+
+def make_overlong(config: Config) -> list[tuple[str, Any]]:
+    """The penalty on length, where there is one."""
+    buffer = config.algorithm.overlong_buffer
+    return [("score", OverlongPenalty(config.inference_model.max_tokens, buffer))] if buffer else []
+
+
+def make_advantage(config: Config) -> list[tuple[str, Any]]:
+    """What the reward is compared with, over the whole batch."""
+    algorithm: Any = config.algorithm
+    return [("score", GroupAdvantage(algorithm.baseline, algorithm.scale))]

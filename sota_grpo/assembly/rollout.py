@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
+from sota_grpo.assembly.devices import SERVERS
 from sota_grpo.config import Config
 from sota_grpo.engines import make_engine, resolve_engine_name
 from sota_grpo.engines.base import Engine
@@ -70,7 +72,7 @@ def engine_dtype(name: str, device_type: str) -> str:
     return name if name != "auto" else ("bfloat16" if device_type == "cuda" else "float32")
 
 
-def end_token_ids(tokenizer: Any, model: PreTrainedModel) -> tuple[int, ...]:
+def end_token_ids(tokenizer: Any, generation_config: Any) -> tuple[int, ...]:
     """The tokens that end a response: the tokenizer's, and those of the model's generation config.
 
     Chat models often have more than one: Llama 3 ends a turn with another token than a document.
@@ -78,28 +80,56 @@ def end_token_ids(tokenizer: Any, model: PreTrainedModel) -> tuple[int, ...]:
     Raises:
         UserError: neither names one, so that no response could end.
     """
-    named = getattr(model.generation_config, "eos_token_id", None)
+    named = getattr(generation_config, "eos_token_id", None)
     found = {tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])} - {None}
     if not found:
         raise UserError("The model names no end token; set eos_token in its tokenizer_config.json.")
     return tuple(sorted(found))
 
 
-def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedModel) -> Engine:
+def generation_config_of(config: Config) -> GenerationConfig:
+    """The model's own, or what its config says where it has none."""
+    name, trust = resolve_model_path(config.model.name), config.model.trust_remote_code
+    try:
+        return GenerationConfig.from_pretrained(name)
+    except OSError:  # not every model has one
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(name, trust_remote_code=trust))
+
+
+def engine_options(config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path) -> dict[str, Any]:
+    """Plain values from which :func:`sota_grpo.workers.rollout.rollout_servant` builds an engine in its own process."""
     part = config.inference_model
+    return {
+        "engine": engine,
+        "model_name": config.model.name,
+        "dtype": engine_dtype(part.torch_dtype, device_type),
+        "device": device_type,
+        "max_model_len": max_model_len(config),
+        "max_rows": config.env.num_envs,
+        "eos_token_ids": end_token_ids(tokenizer, generation_config_of(config)),
+        "pad_token_id": tokenizer.pad_token_id,
+        "gpu_memory_utilization": part.gpu_memory_utilization,
+        "enforce_eager": part.enforce_eager,
+        "tensor_parallel_size": part.tensor_parallel_size,
+        "trust_remote_code": config.model.trust_remote_code,
+        "seed": config.seed,
+        **server_options(config, engine, run_dir),
+    }
+
+
+def server_options(config: Config, engine: str, run_dir: Path) -> dict[str, Any]:
+    """What an engine behind HTTP needs to know; nothing for the others."""
+    if engine not in SERVERS:
+        return {}
+    return {"url": config.engine.url, "api_key": config.engine.api_key, "log_dir": str(run_dir)}
+
+
+def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedModel, run_dir: Path) -> Engine:
+    """The engine of a run in one process; it copies ``model``, which has no adapter yet."""
     device_type = device.partition(":")[0]
+    name = resolve_engine_name(config.engine.name, device=device_type)
+    options = engine_options(config, name, device_type, tokenizer, run_dir)
+    del options["engine"], options["model_name"]
     return make_engine(
-        resolve_engine_name(config.engine.name, device=device_type),
-        model=model,
-        model_path=resolve_model_path(config.model.name),
-        dtype=engine_dtype(part.torch_dtype, device_type),
-        device=device,
-        max_model_len=max_model_len(config),
-        max_rows=config.env.num_envs,
-        eos_token_ids=end_token_ids(tokenizer, model),
-        pad_token_id=tokenizer.pad_token_id,
-        gpu_memory_utilization=part.gpu_memory_utilization,
-        enforce_eager=part.enforce_eager,
-        trust_remote_code=config.model.trust_remote_code,
-        seed=config.seed,
+        name, model=model, model_path=resolve_model_path(config.model.name), **options | {"device": device}
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from importlib.util import find_spec
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from sota_grpo.engines.base import Engine
@@ -11,6 +12,8 @@ from sota_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from sota_grpo.engines.scripted import Duration, Script
 
 __all__ = ["ENGINE_NAMES", "Engine", "make_engine", "resolve_engine_name"]
 
@@ -48,54 +51,125 @@ def resolve_engine_name(name: str, *, device: str | None = None) -> str:
     return name
 
 
-def make_engine(
-    name: str,
-    *,
-    model: PreTrainedModel,
-    model_path: str,
-    eos_token_ids: Collection[int],
-    pad_token_id: int,
-    max_model_len: int | None = None,
-    max_rows: int = 256,
-    dtype: str = "auto",
-    device: str | None = None,
-    **vllm_options: Any,
-) -> Engine:
+def make_engine(name: str, *, dtype: str = "auto", device: str | None = None, **options: Any) -> Engine:
     """Build the engine called ``name``.
 
     Args:
         name: ``auto``, ``vllm``, ``transformers`` or ``scripted``.
-        model: the policy, without adapters; transformers copies it, scripted reads its vocabulary.
-        model_path: folder or hub id from which vLLM loads the same policy.
-        eos_token_ids: the tokens that end a response.
-        pad_token_id: fills unused cells.
-        max_model_len: context in tokens; None takes what the model allows.
-        max_rows: most samples in flight at once.
         dtype: of the engine's weights; ``auto`` is bfloat16 on CUDA and float32 on CPU.
         device: where the transformers engine samples; None: CUDA where there is one. vLLM takes the first visible GPU.
-        vllm_options: ``gpu_memory_utilization``, ``enforce_eager``, ... of ``VLLMEngine``; the others ignore them.
+        options: for all engines, ``model_path`` (folder or hub id of the policy), ``eos_token_ids`` (the tokens that
+            end a response), ``pad_token_id`` (fills unused cells), ``max_model_len`` (context in tokens; None takes
+            what the model allows), ``max_rows`` (most samples in flight at once) and ``trust_remote_code`` (run Python
+            code that the model's repository brings along). ``model`` is the policy without adapters where the caller
+            has it in memory: transformers copies it, scripted reads its vocabulary, and without it both read
+            ``model_path``, as vLLM always does. ``attn_implementation`` is for a model that transformers loads;
+            ``script`` and ``duration_s`` for ``ScriptedEngine``; ``gpu_memory_utilization``, ``enforce_eager``,
+            ``tensor_parallel_size`` and ``seed`` for ``VLLMEngine``. An engine ignores the options of the others.
 
     Raises:
         UserError: see :func:`resolve_engine_name`.
+        TypeError: an option that no engine has, or a missing one.
     """
     import torch
 
     kind = resolve_engine_name(name, device=device)
+    known = {parameter for build in _BUILDERS.values() for parameter in signature(build).parameters}
+    if unknown := sorted(options.keys() - known):
+        raise TypeError(f"No engine has the option {unknown[0]}; the options are {', '.join(sorted(known - {'_'}))}.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
-    limits: dict[str, Any] = {"max_model_len": max_model_len, "max_rows": max_rows}
-    if kind == "vllm":
-        from sota_grpo.engines.vllm_engine import VLLMEngine
+    return _BUILDERS[kind](dtype=dtype, device=device, **options)
 
-        return VLLMEngine(model_path, eos_token_ids=eos_token_ids, dtype=dtype, **limits, **vllm_options)
-    if kind == "transformers":
-        from sota_grpo.engines.hf import TransformersEngine
 
-        ends: dict[str, Any] = {"eos_token_ids": eos_token_ids, "pad_token_id": pad_token_id}
-        return TransformersEngine(model, **ends, **limits, device=device, dtype=getattr(torch, dtype))
+def _vllm(
+    *,
+    model_path: str,
+    eos_token_ids: Collection[int],
+    dtype: str,
+    max_model_len: int | None = None,
+    max_rows: int = 256,
+    gpu_memory_utilization: float = 0.5,
+    enforce_eager: bool | None = None,
+    tensor_parallel_size: int = 1,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    **_: Any,
+) -> Engine:
+    from sota_grpo.engines.vllm_engine import VLLMEngine
+
+    return VLLMEngine(
+        model_path,
+        eos_token_ids=eos_token_ids,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        max_rows=max_rows,
+        gpu_memory_utilization=gpu_memory_utilization,
+        enforce_eager=enforce_eager,
+        tensor_parallel_size=tensor_parallel_size,
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _transformers(
+    *,
+    model_path: str,
+    eos_token_ids: Collection[int],
+    pad_token_id: int,
+    dtype: Any,
+    device: str,
+    model: PreTrainedModel | None = None,
+    max_model_len: int | None = None,
+    max_rows: int = 256,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    **_: Any,
+) -> Engine:
+    import torch
+
+    from sota_grpo.engines.hf import TransformersEngine
+    from sota_grpo.policy.load import load_model
+
+    load: dict[str, Any] = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
+    return TransformersEngine(
+        load_model(model_path, dtype=dtype, **load) if model is None else model,
+        eos_token_ids=eos_token_ids,
+        pad_token_id=pad_token_id,
+        max_model_len=max_model_len,
+        max_rows=max_rows,
+        device=device,
+        dtype=getattr(torch, dtype),
+        copy_model=model is not None,
+    )
+
+
+def _scripted(
+    *,
+    model_path: str,
+    eos_token_ids: Collection[int],
+    model: PreTrainedModel | None = None,
+    max_model_len: int | None = None,
+    trust_remote_code: bool = False,
+    script: Script | None = None,
+    duration_s: Duration = 0.0,
+    **_: Any,
+) -> Engine:
+    """A script needs the size of the vocabulary and the context, so of a model on disk only the config is read."""
+    from transformers import AutoConfig
+
     from sota_grpo.engines.scripted import ScriptedEngine
 
-    config = model.config.get_text_config()
-    context = max_model_len or config.max_position_embeddings
-    return ScriptedEngine(eos_token_id=min(eos_token_ids), vocab_size=config.vocab_size, max_model_len=context)
+    whole = model.config if model else AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    config = whole.get_text_config()
+    return ScriptedEngine(
+        script,
+        eos_token_id=min(eos_token_ids),
+        vocab_size=config.vocab_size,
+        duration_s=duration_s,
+        max_model_len=max_model_len or config.max_position_embeddings,
+    )
+
+
+_BUILDERS: dict[str, Callable[..., Engine]] = {"vllm": _vllm, "transformers": _transformers, "scripted": _scripted}

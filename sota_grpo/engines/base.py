@@ -16,13 +16,15 @@ from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 
 
 @runtime_checkable
-class Engine(Protocol):
-    """What a collector needs of an inference engine.
+class Generates(Protocol):
+    """What the gate, the evaluation, the publisher and the collector need: one engine, or many behind one front.
 
-    ``generate`` yields each group once, as soon as all its samples are complete, in any order. A prompt that leaves no
-    room for one token in the context raises ``ValueError`` before anything is sampled. ``update_weights`` returns when
-    the next sampled token comes from the new weights; ``version`` then equals the version given. ``close`` is
-    idempotent and leaves no process behind.
+    ``generate`` yields each of its groups once, as soon as all its samples are complete, in any order. Several streams
+    may be open at once, in one thread or in several; a stream that is dropped takes its groups along. A prompt that
+    leaves no room for one token in the context raises ``ValueError`` before anything is taken in.
+
+    ``update_weights`` returns when the next sampled token of everything in flight comes from the new weights;
+    ``version`` then equals the version given. ``close`` is idempotent and leaves no process behind.
     """
 
     name: str
@@ -38,3 +40,22 @@ class Engine(Protocol):
     def wake(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Engine(Generates, Protocol):
+    """An inference engine that a pump can drive; :class:`~sota_grpo.engines.stepping.SteppingEngine` helps.
+
+    ``add`` takes groups in and returns a ticket for each; equal group ids may be in flight under several tickets.
+    ``step`` moves everything in flight on by about one token and returns what ended, each ticket once.
+    ``num_in_flight`` counts the groups added and not yet returned; ``abort`` forgets them all.
+    """
+
+    @property
+    def num_in_flight(self) -> int: ...
+
+    def add(self, requests: Sequence[GroupRequest], sampling: Sampling) -> list[int]: ...
+
+    def step(self) -> list[tuple[int, GroupOutput]]: ...
+
+    def abort(self) -> None: ...

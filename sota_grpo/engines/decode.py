@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sota_grpo.engines.sampling import draw, sampled_log_probs, uniforms
-from sota_grpo.records import GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
 DECODE_ATTENTION = "sota_grpo_decode"
 _SHRINK_BELOW = 0.75  # the batch is compacted when less than this share of its rows is still alive
@@ -103,7 +103,8 @@ class GroupDecoder:
         [pad, 7]   ->   rows 0, 1 = samples 0, 1 of group 0
         [8,   9]   ->   rows 2, 3 = samples 0, 1 of group 1
 
-    after which every row owns a copy of its prompt's keys and values and all rows are at the same column.
+    after which every row owns a copy of its prompt's keys and values and all rows are at the same column. A step runs
+    the model first and samples then, so every token comes from the weights that the model has at its step.
 
     Args:
         model: the causal language model.
@@ -129,11 +130,14 @@ class GroupDecoder:
         seeds = [sample_seed(request.seed, i) for request in requests for i in range(request.num_samples)]
         num_rows, horizon = len(seeds), max(rooms)
         self._model = model
+        self._requests = list(requests)
+        self._pad_token_id = pad_token_id
         self._sampling = sampling
         self._eos_token_ids = eos_token_ids.to(device)
-        self._group_of_row = group_of_row.tolist()
+        self._group_of_row: list[int] = group_of_row.tolist()
         self._first_row = (counts.cumsum(0) - counts).tolist()
-        self._open_samples = counts.tolist()
+        self._open_samples: list[int] = counts.tolist()  # of each group; 0 once it has ended or was dropped
+        self._dropped: list[int] = []
         self._versions: list[int] = []
         self._rooms = torch.tensor(rooms)[group_of_row].to(device)
         self._uniforms = uniforms(torch.tensor(seeds), horizon).to(device)
@@ -145,21 +149,29 @@ class GroupDecoder:
         self._rows = torch.arange(num_rows, device=device)
         self._living = torch.ones(num_rows, dtype=torch.bool, device=device)
         self._num_living = num_rows
-        self._prefill(requests, group_of_row.to(device), horizon, pad_token_id)
 
     @property
     def active(self) -> bool:
-        """True while a row is still being sampled."""
-        return self._num_living > 0
+        """True while a group is still being sampled."""
+        return any(self._open_samples)
 
-    @torch.inference_mode()
-    def _prefill(
-        self, requests: Sequence[GroupRequest], group_of_row: torch.Tensor, horizon: int, pad_token_id: int
-    ) -> None:
-        device = group_of_row.device
+    @property
+    def num_rows(self) -> int:
+        """Rows that the batch holds now: those still sampled, and those that ended since it was last compacted."""
+        return len(self._rows)
+
+    def drop(self, group: int) -> None:
+        """Stop sampling a group that nobody waits for; its rows leave the batch at the next step."""
+        self._open_samples[group] = 0
+        self._dropped.append(group)
+
+    def _prefill(self) -> torch.Tensor:
+        """Compute every prompt once; the logits of every row's first token."""
+        requests, device, pad = self._requests, self._rows.device, self._pad_token_id
+        group_of_row = torch.tensor(self._group_of_row, device=device)[self._rows]
         lengths = torch.tensor([len(request.prompt_ids) for request in requests])
         width = int(lengths.max())
-        ids = torch.tensor([[pad_token_id] * (width - len(r.prompt_ids)) + list(r.prompt_ids) for r in requests])
+        ids = torch.tensor([[pad] * (width - len(r.prompt_ids)) + list(r.prompt_ids) for r in requests])
         mask = (torch.arange(width) >= (width - lengths)[:, None]).long()
         self._cache = Cache(layer_class_to_replicate=GrowingLayer)
         logits = self._model(
@@ -171,17 +183,20 @@ class GroupDecoder:
             logits_to_keep=1,
         ).logits[:, -1]
         self._cache.reorder_cache(group_of_row)  # type: ignore[arg-type]
-        self._logits = logits[group_of_row]
         self._column = width
         self._positions = lengths.to(device)[group_of_row][:, None]
-        responses = torch.ones((len(group_of_row), horizon), dtype=torch.int64, device=device)
+        responses = torch.ones((len(group_of_row), self._tokens.shape[1]), dtype=torch.int64, device=device)
         self._mask = torch.cat([mask.to(device)[group_of_row], responses], dim=1)
+        return logits[group_of_row]
 
     @torch.inference_mode()
     def step(self, version: int) -> list[int]:
         """Sample one token of every living row from the weights called ``version``; return the groups that ended."""
         t = len(self._versions)
-        log_probs = sampled_log_probs(self._logits, self._sampling)
+        if self._dropped:
+            self._end_dropped_rows()
+        logits = self._advance() if t else self._prefill()
+        log_probs = sampled_log_probs(logits, self._sampling)
         if self._sampling.temperature > 0:
             tokens = draw(log_probs, self._uniforms[self._rows, t])
         else:
@@ -189,10 +204,14 @@ class GroupDecoder:
         self._tokens[self._rows, t] = tokens
         self._log_probs[self._rows, t] = log_probs.gather(1, tokens[:, None]).squeeze(1)
         self._versions.append(version)
-        ended_groups = self._end_rows(tokens, t + 1)
-        if self.active:
-            self._advance(tokens)
-        return ended_groups
+        self._last_tokens = tokens
+        return self._end_rows(tokens, t + 1)
+
+    def _end_dropped_rows(self) -> None:
+        dropped = [row for row, group in enumerate(self._group_of_row) if group in self._dropped]
+        self._living = self._living & ~torch.isin(self._rows, torch.tensor(dropped, device=self._rows.device))
+        self._num_living = int(self._living.sum())
+        self._dropped = []
 
     def _end_rows(self, tokens: torch.Tensor, length: int) -> list[int]:
         at_eos = torch.isin(tokens, self._eos_token_ids)
@@ -214,15 +233,16 @@ class GroupDecoder:
                 ended_groups.append(group)
         return ended_groups
 
-    def _advance(self, tokens: torch.Tensor) -> None:
-        """Feed ``tokens`` to the model, without the rows that have ended once those are many."""
+    def _advance(self) -> torch.Tensor:
+        """Feed the last tokens to the model, without the rows that have ended once those are many."""
+        tokens = self._last_tokens
         if self._num_living < _SHRINK_BELOW * len(self._rows):
             keep = self._living.nonzero().squeeze(1)
             self._cache.reorder_cache(keep)  # type: ignore[arg-type]
             tokens, self._rows, self._living = tokens[keep], self._rows[keep], self._living[keep]
             self._mask, self._positions = self._mask[keep], self._positions[keep]
         self._column += 1
-        self._logits = self._model(
+        logits = self._model(
             input_ids=tokens[:, None],
             attention_mask=self._mask[:, : self._column],
             position_ids=self._positions,
@@ -230,9 +250,10 @@ class GroupDecoder:
             use_cache=True,
         ).logits[:, -1]
         self._positions = self._positions + 1
+        return logits
 
-    def samples(self, group: int) -> tuple[Sample, ...]:
-        """The samples of a group that has ended, on CPU, by sample index."""
+    def output(self, group: int) -> GroupOutput:
+        """A group that has ended, its samples on CPU."""
         first = self._first_row[group]
         last = self._first_row[group + 1] if group + 1 < len(self._first_row) else len(self._group_of_row)
         lengths = self._lengths[first:last].tolist()
@@ -242,7 +263,7 @@ class GroupDecoder:
         log_probs = self._log_probs[first:last, :longest].cpu()
         versions = torch.tensor(self._versions[:longest])
         # Clones: a sample must neither pin the whole batch nor be an inference tensor, which autograd refuses.
-        return tuple(
+        samples = tuple(
             Sample(
                 token_ids=tokens[i, :length].clone(),
                 log_probs=log_probs[i, :length].clone(),
@@ -251,3 +272,4 @@ class GroupDecoder:
             )
             for i, length in enumerate(lengths)
         )
+        return GroupOutput(self._requests[group].group_id, samples)

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from sota_grpo.engines.checks import response_rooms
 from sota_grpo.engines.sampling import uniforms
+from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
 Script = Callable[[GroupRequest, int, int], Sequence[int]]
+Duration = float | Callable[[GroupRequest], float]
+_LONGEST_SLEEP_S = 0.002  # so that a push of weights need not wait for a long group
 
 
-class ScriptedEngine:
+@dataclass(frozen=True)
+class _Flight:
+    request: GroupRequest
+    room: int
+    sampling: Sampling
+    version: int
+
+
+class ScriptedEngine(SteppingEngine):
     """Answers sample ``i`` of a request under policy ``version`` with ``script(request, i, version)``.
 
     A response ends at its first EOS, which is added where the script has none, and is truncated where the engine has
     no room for it. With ``ignore_eos`` it is repeated until it fills the room. The version of a whole group is the one
-    that was served when :meth:`generate` began.
+    that was served when it was taken in, also where another one is pushed before it ends.
 
     Args:
         script: token ids of a response; without one, uniform draws over ``vocab_size`` tokens (EOS among them), from
@@ -29,7 +41,8 @@ class ScriptedEngine:
         eos_token_id: ends a response.
         vocab_size: number of tokens of the default script.
         log_prob: reported for every token; without it, the default script's ``-log(vocab_size)``.
-        duration_s: seconds that a group takes, all groups of a call in parallel; groups come out shortest first.
+        duration_s: seconds that a group takes, or a function of its request; all groups in flight pass in parallel, and
+            the one that ends first comes out first.
         max_model_len: context in tokens, prompt and response together.
 
     >>> engine = ScriptedEngine(lambda request, sample, version: [5, 6 + sample], eos_token_id=0)
@@ -47,9 +60,10 @@ class ScriptedEngine:
         eos_token_id: int = 0,
         vocab_size: int = 32,
         log_prob: float | None = None,
-        duration_s: Callable[[GroupRequest], float] | None = None,
+        duration_s: Duration = 0.0,
         max_model_len: int = 4096,
     ):
+        super().__init__()
         self.version = 0
         self.max_model_len = max_model_len
         self.checksum: float | None = None  # sum of all pushed weights; None before the first push
@@ -58,47 +72,56 @@ class ScriptedEngine:
         self._vocab_size = vocab_size
         self._log_prob = -math.log(vocab_size) if log_prob is None else log_prob
         self._duration_s = duration_s
+        self._flying: list[tuple[float, int, _Flight]] = []  # a heap by end (monotonic seconds), then ticket
 
-    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
-        """Yield each group once, in the order of their durations (ties in the order given).
+    def _require_open(self) -> None:
+        """A script has nothing to close."""
 
-        Raises:
-            ValueError: a prompt leaves no room for a response.
-        """
-        rooms = response_rooms(requests, sampling, self.max_model_len)
-        durations = [self._duration_s(request) if self._duration_s else 0.0 for request in requests]
-        order = sorted(range(len(requests)), key=durations.__getitem__)
-        outputs = [self._group(request, room, sampling) for request, room in zip(requests, rooms)]
-        return self._stream([(durations[i], outputs[i]) for i in order])
+    def _start(
+        self, tickets: Sequence[int], requests: Sequence[GroupRequest], rooms: Sequence[int], sampling: Sampling
+    ) -> None:
+        now = time.monotonic()
+        for ticket, request, room in zip(tickets, requests, rooms):
+            duration = self._duration_s(request) if callable(self._duration_s) else self._duration_s
+            heapq.heappush(self._flying, (now + duration, ticket, _Flight(request, room, sampling, self.version)))
 
-    def _stream(self, timed: Iterable[tuple[float, GroupOutput]]) -> Iterator[GroupOutput]:
-        began = time.monotonic()
-        for duration, output in timed:
-            wait = began + duration - time.monotonic()
-            if duration > 0 and wait > 0:
-                time.sleep(wait)
-            yield output
+    def _step(self) -> Iterable[tuple[int, GroupOutput]]:
+        wait = self._flying[0][0] - time.monotonic()
+        if wait > 0:
+            time.sleep(min(wait, _LONGEST_SLEEP_S))
+        now = time.monotonic()
+        ended = []
+        while self._flying and self._flying[0][0] <= now:
+            _, ticket, flight = heapq.heappop(self._flying)
+            ended.append((ticket, self._group(flight)))
+        return ended
 
-    def _group(self, request: GroupRequest, room: int, sampling: Sampling) -> GroupOutput:
-        greedy = sampling.temperature == 0
+    def _drop(self, tickets: Collection[int]) -> None:
+        gone = set(tickets)
+        self._flying = [entry for entry in self._flying if entry[1] not in gone]
+        heapq.heapify(self._flying)
+
+    def _group(self, flight: _Flight) -> GroupOutput:
+        request, room, version = flight.request, flight.room, flight.version
+        greedy = flight.sampling.temperature == 0
         samples = []
         for index in range(request.num_samples):
-            ids = self._ended(self._script(request, 0 if greedy else index, self.version))
-            if sampling.ignore_eos:
+            ids = self._ended(self._script(request, 0 if greedy else index, version))
+            if flight.sampling.ignore_eos:
                 ids = list(itertools.islice(itertools.cycle(ids), room + 1))
-            samples.append(self._sample(ids, room))
+            samples.append(self._sample(ids, room, version))
         return GroupOutput(group_id=request.group_id, samples=tuple(samples))
 
     def _ended(self, script: Sequence[int]) -> list[int]:
         body = itertools.takewhile(lambda token: token != self._eos_token_id, script)
         return [*body, self._eos_token_id]
 
-    def _sample(self, ids: list[int], room: int) -> Sample:
+    def _sample(self, ids: list[int], room: int, version: int) -> Sample:
         kept = ids[:room]
         return Sample(
             token_ids=torch.tensor(kept, dtype=torch.int64),
             log_probs=torch.full((len(kept),), self._log_prob, dtype=torch.float32),
-            versions=torch.full((len(kept),), self.version, dtype=torch.int64),
+            versions=torch.full((len(kept),), version, dtype=torch.int64),
             truncated=len(ids) > room,
         )
 
@@ -109,8 +132,9 @@ class ScriptedEngine:
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take ``version`` and remember the sum of the weights."""
-        self.checksum = math.fsum(float(tensor.detach().double().sum()) for _, tensor in weights)
-        self.version = version
+        checksum = math.fsum(float(tensor.detach().double().sum()) for _, tensor in weights)
+        with self._turn():
+            self.checksum, self.version = checksum, version
 
     def sleep(self) -> None:
         """Nothing to free."""
@@ -119,4 +143,5 @@ class ScriptedEngine:
         """Nothing to restore."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Forget what is in flight."""
+        self.abort()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import random
-import threading
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,20 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from sota_grpo.engines.checks import checked_weights, response_rooms, tied_names
+from sota_grpo.engines.checks import checked_weights, tied_names
+from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
 _CPU_BLOCK_TOKENS = 32  # vLLM's default on CPU is 128: prompts below that would share nothing
 
 
-class VLLMEngine:
+class VLLMEngine(SteppingEngine):
     """Samples with vLLM 0.32 inside this process: one request per group (``n`` samples), prompts shared by its cache.
 
     Sample ``i`` of a request is drawn from vLLM's own stream of seed ``sample_seed(request.seed) + i``; equal calls
     give equal tokens as long as vLLM batches them alike. Log-probs are those of the sampled (processed) distribution.
 
     Contract. Consumes: requests. Produces: groups, as their last sample ends. Waits for: nothing. Weights may be
-    pushed from another thread, or between two groups: running requests go on with the new weights, and every token
+    pushed from another thread, or between two steps: running requests go on with the new weights, and every token
     carries the version that sampled it. Cached prompts of an older version are never used for a new group.
 
     Environment, set before vLLM is imported: ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` always (weights are handed over as
@@ -64,13 +63,11 @@ class VLLMEngine:
         seed: int = 0,
         trust_remote_code: bool = False,
     ):
+        super().__init__()
         self.version = 0
         self._on_cpu = not torch.cuda.is_available()
         self._eos_token_ids = sorted(eos_token_ids)
-        self._lock = threading.Lock()
-        self._request_ids = itertools.count()
-        self._finished: dict[str, Any] = {}
-        self._abandoned: list[str] = []
+        self._requests: dict[int, GroupRequest] = {}  # in flight, by ticket; vLLM knows them as str(ticket)
         self._asleep = False
         self._tensor_parallel_size = tensor_parallel_size
         options: dict[str, Any] = {
@@ -90,37 +87,15 @@ class VLLMEngine:
         self._engine.set_weight_version("0")
         self._shapes, self._tied = _expected_weights(self._engine.model_config.hf_config, trust_remote_code)
 
-    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
-        """Yield each group once, when its last sample has ended.
+    def _start(
+        self, tickets: Sequence[int], requests: Sequence[GroupRequest], rooms: Sequence[int], sampling: Sampling
+    ) -> None:
+        self._wake_now()
+        for ticket, request, room in zip(tickets, requests, rooms):
+            self._requests[ticket] = request
+            self._add_request(str(ticket), request, room, sampling)
 
-        Raises:
-            ValueError: a prompt leaves no room for a response; nothing was sampled then.
-            RuntimeError: the engine is closed.
-        """
-        rooms = response_rooms(requests, sampling, self.max_model_len)
-        self._open_engine()
-        return self._stream(requests, rooms, sampling)
-
-    def _stream(self, requests: Sequence[GroupRequest], rooms: list[int], sampling: Sampling) -> Iterator[GroupOutput]:
-        self.wake()
-        waiting: dict[str, GroupRequest] = {}
-        try:
-            with self._lock:
-                for request, room in zip(requests, rooms):
-                    waiting[self._add(request, room, sampling)] = request
-            while waiting:
-                with self._lock:
-                    self._step()
-                    ready = [request_id for request_id in waiting if request_id in self._finished]
-                    outputs = [(waiting.pop(request_id), self._finished.pop(request_id)) for request_id in ready]
-                for request, output in outputs:
-                    yield _group_output(request, output)
-        finally:
-            # A consumer that stops early leaves these behind. They are dropped by the next call rather than here:
-            # the garbage collector may end this generator in the middle of a step, where the lock is held.
-            self._abandoned.extend(waiting)
-
-    def _add(self, request: GroupRequest, room: int, sampling: Sampling) -> str:
+    def _add_request(self, request_id: str, request: GroupRequest, room: int, sampling: Sampling) -> None:
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -140,27 +115,24 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        request_id = str(next(self._request_ids))
         # The salt keys the prefix cache by version: it cannot be reset while other requests run.
         prompt = tokens_input(list(request.prompt_ids), cache_salt=str(self.version))
         self._engine.add_request(request_id, prompt, params)
-        return request_id
 
-    def _drop_abandoned(self) -> None:
-        while self._abandoned:
-            request_id = self._abandoned.pop()
-            self._finished.pop(request_id, None)
-            self._engine.abort_request([request_id])
-
-    def _step(self) -> None:
-        self._drop_abandoned()
+    def _step(self) -> Iterable[tuple[int, GroupOutput]]:
         # On CPU the only compiled function counts ranks that nobody reads; compiling it takes seconds per process.
         eager = torch.compiler.set_stance("force_eager") if self._on_cpu else contextlib.nullcontext()
         with eager:
             outputs = self._engine.step()
-        self._finished.update({output.request_id: output for output in outputs if output.finished})
+        ended = {int(output.request_id): output for output in outputs if output.finished}
+        return [(ticket, _group_output(self._requests.pop(ticket), output)) for ticket, output in ended.items()]
 
-    def _open_engine(self) -> Any:
+    def _drop(self, tickets: Collection[int]) -> None:
+        for ticket in tickets:
+            if self._requests.pop(ticket, None) is not None:
+                self._engine.abort_request([str(ticket)])
+
+    def _require_open(self) -> Any:
         if self._engine is None:
             raise RuntimeError("This engine is closed; build a new one to sample again.")
         return self._engine
@@ -174,14 +146,13 @@ class VLLMEngine:
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was copied then.
         """
-        engine = self._open_engine()
+        engine = self._require_open()
         given = checked_weights(weights, self._shapes, self._tied, tied_required=True)
         pairs = [(name, tensor.detach()) for name, tensor in given.items()]
         if self._tensor_parallel_size > 1:  # the workers are other processes: the tensors travel as bytes
             pairs = [(name, tensor.cpu()) for name, tensor in pairs]
-        with self._lock:
-            self._wake_locked()
-            self._drop_abandoned()
+        with self._turn():
+            self._wake_now()
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
             if not engine.has_unfinished_requests():
                 engine.reset_prefix_cache()
@@ -194,31 +165,34 @@ class VLLMEngine:
         Raises:
             RuntimeError: requests are running; they would be lost.
         """
-        with self._lock:
-            engine = self._open_engine()
+        with self._turn():
+            engine = self._require_open()
             if self._on_cpu or self._asleep:
                 return
-            self._drop_abandoned()
-            if engine.has_unfinished_requests():
-                raise RuntimeError("The vLLM engine was asked to sleep while it samples; consume all groups first.")
+            if self._baskets:
+                raise RuntimeError(
+                    f"The vLLM engine was asked to sleep with {len(self._baskets)} groups in flight; consume or abort "
+                    "them first."
+                )
             engine.sleep(level=1)
             self._asleep = True
 
     def wake(self) -> None:
         """Undo :meth:`sleep`; sampling and pushing do it by themselves."""
-        with self._lock:
-            self._wake_locked()
+        with self._turn():
+            self._wake_now()
 
-    def _wake_locked(self) -> None:
+    def _wake_now(self) -> None:
         if self._asleep:
-            self._open_engine().wake_up()
+            self._require_open().wake_up()
             self._asleep = False
 
     def close(self) -> None:
         """Shut vLLM down and free its memory; idempotent."""
         if self._engine is None:
             return
-        with self._lock, _process_state_restored():
+        with self._turn(), _process_state_restored():
+            self._forget_all()
             self._engine.engine_core.shutdown()
             self._engine = None
             self._llm = None

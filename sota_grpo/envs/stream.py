@@ -28,6 +28,8 @@ class PromptStream:
     [(0, '0 + 1?'), (1, '1 + 1?'), (2, '2 + 1?'), (3, '0 + 1?')]
     >>> stream.state_dict()
     {'seed': 0, 'num_examples': 3, 'epoch': 1, 'position': 1, 'next_group_id': 4}
+    >>> stream.example_of(2).query
+    '2 + 1?'
     """
 
     def __init__(self, examples: Sequence[Example], *, seed: int = 0, shuffle: bool = True):
@@ -35,6 +37,8 @@ class PromptStream:
             raise ValueError("there are no examples to draw prompts from; give a task with at least one.")
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
         self.next_group_id = 0
+        self._first_group_id = 0  # of the draws under this seed
+        self._orders: dict[int, list[int]] = {}
         self._start_epoch(0)
 
     def draw(self, num_groups: int) -> list[tuple[int, Example]]:
@@ -48,9 +52,25 @@ class PromptStream:
             self.next_group_id += 1
         return drawn
 
+    def example_of(self, group_id: int) -> Example:
+        """The example that was drawn as ``group_id``; changes nothing.
+
+        Raises:
+            ValueError: no prompt has been drawn under that id with the stream's present seed.
+        """
+        if not self._first_group_id <= group_id < self.next_group_id:
+            raise ValueError(
+                f"group {group_id} is not of this stream: under its seed it has drawn the groups "
+                f"{self._first_group_id} to {self.next_group_id - 1}."
+            )
+        epoch, position = divmod(group_id - self._first_group_id, len(self.examples))
+        return self.examples[self._order_of(epoch)[position]]
+
     def reseed(self, seed: int) -> None:
         """Start over with another seed; group ids go on, so that they stay unique."""
         self.seed = seed
+        self._first_group_id = self.next_group_id
+        self._orders.clear()
         self._start_epoch(0)
 
     def state_dict(self) -> dict[str, int]:
@@ -79,12 +99,21 @@ class PromptStream:
         self._start_epoch(state_dict["epoch"])
         self._position = state_dict["position"]
         self.next_group_id = state_dict["next_group_id"]
+        self._first_group_id = self.next_group_id - self._epoch * len(self.examples) - self._position
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch, self._position = epoch, 0
-        count = len(self.examples)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(sample_seed(self.seed, epoch))
-            self._order = torch.randperm(count, generator=generator).tolist()
-        else:
-            self._order = list(range(count))
+        self._order = self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        """The permutation of ``epoch``; the last two are kept, for groups in flight reach into the epoch before."""
+        if epoch not in self._orders:
+            while len(self._orders) > 1:
+                self._orders.pop(next(iter(self._orders)))
+            count = len(self.examples)
+            order = list(range(count))
+            if self.shuffle:
+                generator = torch.Generator().manual_seed(sample_seed(self.seed, epoch))
+                order = torch.randperm(count, generator=generator).tolist()
+            self._orders[epoch] = order
+        return self._orders[epoch]

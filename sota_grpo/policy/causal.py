@@ -25,7 +25,7 @@ class CausalPolicy(TensorDictModuleBase):
     elsewhere. The LM head runs only at the positions that predict an assistant token, chunk by chunk, so no
     ``[N, T, V]`` tensor exists. Softmax and log are float32; autocast is the caller's.
 
-    Wrap the model before sharding it, and shard this module rather than the model: the head's weight is read here.
+    To spread it over ranks see :func:`sota_grpo.policy.sharding.shard`.
 
     Args:
         model: a transformers causal language model, with or without LoRA.
@@ -68,13 +68,17 @@ class CausalPolicy(TensorDictModuleBase):
             raise ValueError(f"temperature is {temperature}, but log-probabilities need one above 0")
         self.in_keys = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
-        self.model = model
-        self.temperature = temperature
-        self.with_entropy = with_entropy
-        self.entropy_grad = entropy_grad
-        self.chunk = chunk
-        self.softcap: float | None = _softcap(base_model(model))
-        _require_linear_head(base_model(model), self.softcap)
+        self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, chunk)
+
+    @property
+    def model(self) -> nn.Module:
+        """The causal language model, with or without LoRA."""
+        return self.scorer.model
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the decoder."""
+        return base_model(self.model).config.get_text_config().hidden_size
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return a shallow copy of the right-padded rows ``[N, T]`` with the out-keys set.
@@ -98,6 +102,29 @@ class CausalPolicy(TensorDictModuleBase):
         if bool(assistant_mask[:, 0].any()):
             row = int(assistant_mask[:, 0].nonzero()[0])
             raise ValueError(f"row {row} begins with an assistant token, which nothing predicts; give it a prompt")
+        return self.scorer(tokens, attention_mask, assistant_mask)
+
+
+class Scorer(nn.Module):
+    """What computes inside a :class:`CausalPolicy`: tensors in, tensors out, so that it can be sharded.
+
+    Every computation goes through ``forward``, whose hooks gather the parameters of a sharded policy.
+    """
+
+    def __init__(self, model: nn.Module, temperature: float, with_entropy: bool, entropy_grad: bool, chunk: int):
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.with_entropy = with_entropy
+        self.entropy_grad = entropy_grad
+        self.chunk = chunk
+        self.softcap: float | None = _softcap(base_model(model))
+        _require_linear_head(base_model(model), self.softcap)
+
+    def forward(
+        self, tokens: torch.Tensor, attention_mask: torch.Tensor, assistant_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :meth:`CausalPolicy.log_probs`."""
         predicted = assistant_mask[:, 1:]
         hidden = self._hidden(tokens, attention_mask)[:, :-1][predicted]
         log_probs, entropy = self._head(hidden, tokens[:, 1:][predicted])

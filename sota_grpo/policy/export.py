@@ -16,7 +16,7 @@ def save_hf(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: str
     """Write weights (LoRA merged, safetensors), configuration, tokenizer and chat template to ``directory``.
 
     ``AutoModelForCausalLM.from_pretrained(directory)`` and vLLM load it. The folder is written beside the old one
-    and takes its place when it is complete.
+    and takes its place when it is complete. Of a sharded model every rank takes part, and rank 0 writes.
 
     Args:
         model: a causal language model, with or without LoRA; not changed.
@@ -28,13 +28,16 @@ def save_hf(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: str
         ValueError: ``directory`` holds something that is not an export (no ``config.json``), so is not replaced.
     """
     target = Path(directory)
+    weights = dict(engine_weights(model))  # before anything can fail: other ranks may be taking part
+    if not weights:  # another rank's
+        return target
     if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
         raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     replaced = target.with_name(f".{target.name}.{os.getpid()}.old")
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        base_model(model).save_pretrained(partial, state_dict=dict(engine_weights(model)))
+        base_model(model).save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
         _swap(partial, target, replaced)
     finally:

@@ -4,6 +4,7 @@ engine needs of them: plain merged weights under the model's own names, computed
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
@@ -13,6 +14,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from transformers import PreTrainedModel
+
+from sota_grpo.policy.shards import gathered
 
 _ALL_LINEAR = "all-linear"
 
@@ -78,6 +81,9 @@ def engine_weights(model: nn.Module, *, base: bool = True) -> Iterator[tuple[str
     ``W``; the parameters being trained are not touched. A head that is tied to the embedding comes as its own
     ``lm_head.weight`` too: engines that process weights at load time keep the old head otherwise.
 
+    Of a sharded model every rank must exhaust the iterator: the weights are gathered one by one, and rank 0 alone is
+    given them, on the CPU. Adapters are merged in parts, before.
+
     Args:
         model: a causal language model, with or without LoRA.
         base: False leaves out what training cannot change: parameters that are frozen and have no adapter.
@@ -93,9 +99,21 @@ def engine_weights(model: nn.Module, *, base: bool = True) -> Iterator[tuple[str
     ['model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight']
     """
     inner = base_model(model)
+    uses = Counter(id(value) for value in inner.state_dict(keep_vars=True).values())
+    tied: dict[int, torch.Tensor | None] = {}  # gathered once, by all ranks alike
+    for name, value in _merged_parts(inner, base):
+        whole = tied[id(value)] if id(value) in tied else gathered(value)
+        if uses[id(value)] > 1:
+            tied[id(value)] = whole
+        if whole is not None:
+            yield name, whole.detach()
+
+
+def _merged_parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of :func:`engine_weights` as this rank holds them."""
     adapted = {name: module for name, module in inner.named_modules() if isinstance(module, LoraLinear)}
     trainable = {name for name, value in inner.named_parameters(remove_duplicate=False) if value.requires_grad}
-    for name, value in inner.state_dict().items():
+    for name, value in inner.state_dict(keep_vars=True).items():
         if ".lora_A." in name or ".lora_B." in name:
             continue
         owner, inside_adapter, leaf = name.partition(".base_layer.")

@@ -73,6 +73,12 @@ _DECLARED = (
     Metric("groups/zero_signal", "sum", "Groups whose rewards are all equal.", "groups"),
     Metric("groups/refilled", "sum", "Groups without signal that dynamic sampling replaced.", "groups"),
     Metric("groups/trained", "sum", "Groups in the batch.", "groups"),
+    Metric(
+        "groups/in_flight", "last", "Groups being sampled, graded or at the reference when a batch was taken.", "groups"
+    ),
+    Metric("groups/ready", "last", "Finished groups left in the buffer when a batch was taken.", "groups"),
+    Metric("workers/restarts", "last", "Worker processes that were replaced since the run began.", "processes"),
+    Metric("workers/requeued", "last", "Tasks given to another worker because theirs was lost.", "tasks"),
     Metric("mismatch_kl", "mean", "KL(engine, trainer) of the same weights, no dropout, k3, per token.", "nats"),
     Metric("eval/accuracy", "last", "Held-out accuracy of the greedy answer.", "share"),
     Metric("eval/stderr", "last", "Standard error of eval/accuracy over problems.", "share"),
@@ -82,7 +88,8 @@ _DECLARED = (
     Metric("time/step_s", "sum", "Wall-clock time of the whole turn.", "s"),
     Metric("time/generate_s", "sum", "Time in which responses were being sampled.", "s"),
     Metric("time/score_s", "sum", "Time in which rewards were waited for.", "s"),
-    Metric("time/ref_s", "sum", "Time of the reference model's forward.", "s"),
+    Metric("time/ref_s", "sum", "Time in which reference log-probs were being computed.", "s"),
+    Metric("time/wait_s", "sum", "Time in which the learner waited for a batch; beside it the phases overlap.", "s"),
     Metric("time/learn_s", "sum", "Time of forward, backward and optimizer steps.", "s"),
     Metric("time/publish_s", "sum", "Time until every engine served the new weights.", "s"),
     Metric("time/checkpoint_s", "sum", "Time to write a checkpoint.", "s"),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from sota_grpo.records import Example, Score
+from sota_grpo.scoring import Scorer
 
 
 @runtime_checkable
 class Task(Protocol):
     """The protocol that envs, the gate and the evaluator rely on.
 
-    ``term_weights`` gives the weight of each reward term: reward = sum(weight * term). ``score`` is pure and the task
-    is picklable, so that grading can move to a worker process. ``gold_response`` is a response that must earn the
+    ``term_weights`` gives the weight of each reward term: reward = sum(weight * term). ``score`` is pure (it reads
+    its arguments and the task's settings, never its examples) and the task is picklable, so that grading can move to a
+    worker process (:func:`scorer_of`). ``gold_response`` is a response that must earn the
     full reward.
     """
 
@@ -27,3 +30,18 @@ class Task(Protocol):
     def score(self, response: str, example: Example) -> Score: ...
 
     def gold_response(self, example: Example) -> str: ...
+
+
+def scorer_of(task: Task) -> Scorer:
+    """``task.score`` of the task without its examples, which a grader's process has no use for.
+
+    >>> import pickle
+    >>> from sota_grpo.tasks import make_task
+    >>> task = make_task("arithmetic", num_train=4, num_heldout=4)
+    >>> score = pickle.loads(pickle.dumps(scorer_of(task)))
+    >>> score(task.gold_response(task.train[0]), task.train[0]) == task.score(task.train[0].answer, task.train[0])
+    True
+    """
+    bare = copy.copy(task)
+    bare.train = bare.heldout = ()
+    return bare.score

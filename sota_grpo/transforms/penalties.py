@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -63,30 +63,58 @@ class ReferenceKL(RowTransform):
         self.pad_token_id, self.token_budget = pad_token_id, token_budget
 
     def _write(self, rows: TensorDictBase) -> None:
-        listed, found = row_list(rows), dict[int, Tensor]()
-        for part in micro_batches(listed, token_budget=self.token_budget):
-            with torch.no_grad():
-                log_probs = self.reference(pad_rows(part, pad_token_id=self.pad_token_id))
-            for row, values in zip(part, log_probs, strict=True):
-                mask = row.get(keys.ASSISTANT_MASK)
-                own = values[: mask.shape[0]].detach().to(mask.device, torch.float32)
-                found[id(row)] = torch.where(mask, own, 0.0)
-        ordered = [found[id(row)] for row in listed]
-        if not bool(torch.stack([values.isfinite().all() for values in ordered]).all()):
-            raise ValueError(
-                "the reference gave a log-prob that is not finite for a trainable token; check its weights."
-            )
-        write_rows(rows, keys.REF_LOG_PROBS, ordered)
-        if self.in_reward_coeff is not None:
-            gaps = [
-                torch.where(row.get(keys.ASSISTANT_MASK), row.get(keys.LOG_PROBS) - ref, 0.0).sum()
-                for row, ref in zip(listed, ordered, strict=True)
-            ]
-            reward = rows.get(keys.REWARD)
-            penalty = -self.in_reward_coeff * torch.stack(gaps).reshape(reward.shape)
-            rows.set(keys.KL_TERM, penalty)
-            rows.set(keys.GRADED_REWARD, reward.clone())
-            rows.set(keys.REWARD, reward + penalty)
+        found = reference_log_probs(
+            self.reference, row_list(rows), pad_token_id=self.pad_token_id, token_budget=self.token_budget
+        )
+        write_reference(rows, found, in_reward_coeff=self.in_reward_coeff)
+
+
+@torch.no_grad()
+def reference_log_probs(
+    reference: Callable[[TensorDictBase], Tensor],
+    rows: Sequence[TensorDictBase],
+    *,
+    pad_token_id: int,
+    token_budget: int,
+) -> list[Tensor]:
+    """The reference's log-probs of every row, f32 ``[T_i]``, 0 off the assistant mask, on the device of the row.
+
+    Args:
+        reference: right-padded rows in, ``[N, T]`` out.
+        rows: ragged rows.
+        pad_token_id: padding of the tokens.
+        token_budget: padded tokens of one forward pass.
+    """
+    found = dict[int, Tensor]()
+    for part in micro_batches(rows, token_budget=token_budget):
+        log_probs = reference(pad_rows(part, pad_token_id=pad_token_id))
+        for row, values in zip(part, log_probs, strict=True):
+            mask = row.get(keys.ASSISTANT_MASK)
+            own = values[: mask.shape[0]].detach().to(mask.device, torch.float32)
+            found[id(row)] = torch.where(mask, own, 0.0)
+    return [found[id(row)] for row in rows]
+
+
+def write_reference(rows: TensorDictBase, log_probs: Sequence[Tensor], *, in_reward_coeff: float | None) -> None:
+    """Write the reference's log-probs, one ``[T_i]`` per row, and what follows from them: see :class:`ReferenceKL`.
+
+    Raises:
+        ValueError: a log-prob is not finite.
+    """
+    if not all(bool(values.isfinite().all()) for values in log_probs):
+        raise ValueError("the reference gave a log-prob that is not finite for a trainable token; check its weights.")
+    write_rows(rows, keys.REF_LOG_PROBS, log_probs)
+    if in_reward_coeff is None:
+        return
+    gaps = [
+        torch.where(row.get(keys.ASSISTANT_MASK), row.get(keys.LOG_PROBS) - ref, 0.0).sum()
+        for row, ref in zip(row_list(rows), log_probs, strict=True)
+    ]
+    reward = rows.get(keys.REWARD)
+    penalty = -in_reward_coeff * torch.stack(gaps).reshape(reward.shape)
+    rows.set(keys.KL_TERM, penalty)
+    rows.set(keys.GRADED_REWARD, reward.clone())
+    rows.set(keys.REWARD, reward + penalty)
 
 
 class OverlongPenalty(RowTransform):

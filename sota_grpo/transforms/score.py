@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +12,8 @@ from tensordict import TensorDictBase
 from sota_grpo import keys
 from sota_grpo.collate import row_list
 from sota_grpo.records import Example, Score
+from sota_grpo.scoring import FailureLog, Scorer, guarded_score
 from sota_grpo.transforms.base import RowTransform
-
-logger = logging.getLogger(__name__)
 
 
 class ScoreResponse(RowTransform):
@@ -44,52 +41,55 @@ class ScoreResponse(RowTransform):
 
     written_key = keys.SUCCESS
 
-    def __init__(self, score: Callable[[str, Example], Score], term_weights: Mapping[str, float]) -> None:
+    def __init__(self, score: Scorer, term_weights: Mapping[str, float]) -> None:
         names = list(term_weights)
         super().__init__(
             in_keys=[keys.RESPONSE_TEXT, keys.QUERY, keys.ANSWER],
             out_keys=[keys.REWARD, keys.SUCCESS, keys.REWARD_ERROR, *((*keys.REWARD_TERMS, name) for name in names)],
         )
         self.score, self.term_weights = score, dict(term_weights)
-        self._reported: set[str] = set()
+        self._failures = FailureLog()
 
     def _write(self, rows: TensorDictBase) -> None:
-        scores = [self._grade(row) for row in row_list(rows)]
-        terms = {name: torch.tensor([[score.terms[name]] for score in scores]) for name in self.term_weights}
-        weighted = [weight * terms[name].double() for name, weight in self.term_weights.items()]
-        for name, values in terms.items():
-            rows.set((*keys.REWARD_TERMS, name), values)
-        rows.set(keys.REWARD, torch.stack(weighted).sum(0).float())
-        rows.set(keys.SUCCESS, torch.tensor([[score.success] for score in scores]))
-        rows.set(keys.REWARD_ERROR, torch.tensor([[score.error is not None] for score in scores]))
-
-    def _grade(self, row: TensorDictBase) -> Score:
-        extra = row.get(keys.EXTRA, None)
-        response, query, answer = (_text(row.get(key)) for key in self.in_keys)
-        return self.guarded(response, Example(query, answer, {} if extra is None else json.loads(_text(extra))))
+        write_scores(rows, [self.guarded(*graded_text(row)) for row in row_list(rows)], self.term_weights)
 
     def guarded(self, response: str, example: Example) -> Score:
         """The score of one response; a failed grader is reported in ``error`` with all terms 0, and raises nothing."""
-        try:
-            score = self.score(response, example)
-        except Exception as error:  # the grader reads model text: whatever it trips over must not end the run
-            return self._failed(f"{type(error).__name__}: {error}")
-        if score.error is not None:
-            return self._failed(score.error)
-        if set(score.terms) != set(self.term_weights):
-            raise KeyError(
-                f"the grader returned the terms {sorted(score.terms)} but term_weights names "
-                f"{sorted(self.term_weights)}; make them the same."
-            )
-        if not all(math.isfinite(value) for value in score.terms.values()):
-            return self._failed(f"ValueError: a term is not finite: {dict(score.terms)}")
-        return Score({name: float(value) for name, value in score.terms.items()}, bool(score.success))
+        return self._failures.add(guarded_score(self.score, self.term_weights, response, example))
 
-    def _failed(self, error: str) -> Score:
-        kind = error.partition(":")[0]
-        logger.log(logging.DEBUG if kind in self._reported else logging.WARNING, "grader failed: %s", error)
-        self._reported.add(kind)
-        return Score(dict.fromkeys(self.term_weights, 0.0), False, error)
+
+def graded_text(row: TensorDictBase) -> tuple[str, Example]:
+    """What a grader reads of a finished row: the response's text, and the example that it answers.
+
+    >>> from tensordict import TensorDict
+    >>> graded_text(TensorDict({"text": {"response": "4"}, "query": "2+2?", "answer": "#### 4"}))
+    ('4', Example(query='2+2?', answer='#### 4', extra={}))
+    """
+    extra = row.get(keys.EXTRA, None)
+    response, query, answer = (_text(row.get(key)) for key in (keys.RESPONSE_TEXT, keys.QUERY, keys.ANSWER))
+    return response, Example(query, answer, {} if extra is None else json.loads(_text(extra)))
+
+
+def write_scores(rows: TensorDictBase, scores: Sequence[Score], term_weights: Mapping[str, float]) -> None:
+    """Write one score per row, in place: ``reward = sum_k weight_k * term_k`` (in float64), terms, success and error.
+
+    Args:
+        rows: a batch of ``N`` rows, lazily stacked or dense.
+        scores: one per row, each with the terms that ``term_weights`` names.
+
+    >>> from tensordict import TensorDict
+    >>> rows = TensorDict(batch_size=[2])
+    >>> write_scores(rows, [Score({"right": 1.0}, True), Score({"right": 0.0}, False, "Timeout: 5 s")], {"right": 2.0})
+    >>> rows["next", "reward"].tolist(), rows["next", "reward_error"].tolist()
+    ([[2.0], [0.0]], [[False], [True]])
+    """
+    terms = {name: torch.tensor([[score.terms[name]] for score in scores]) for name in term_weights}
+    weighted = [weight * terms[name].double() for name, weight in term_weights.items()]
+    for name, values in terms.items():
+        rows.set((*keys.REWARD_TERMS, name), values)
+    rows.set(keys.REWARD, torch.stack(weighted).sum(0).float())
+    rows.set(keys.SUCCESS, torch.tensor([[score.success] for score in scores]))
+    rows.set(keys.REWARD_ERROR, torch.tensor([[score.error is not None] for score in scores]))
 
 
 def _text(value: Any) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sota_grpo.errors import RunFailed
 
-class WorkerDied(RuntimeError):
+
+class WorkerDied(RunFailed, RuntimeError):
     """A worker is gone, hangs, or says that it cannot go on; the message names it and the cause."""
 
 
@@ -51,7 +53,10 @@ class Worker(Protocol):
 class Launcher(Protocol):
     """Starts workers of one kind, and shares large values with them."""
 
-    def start(self, name: str, spec: ServantSpec, **placement: Any) -> Worker: ...
+    @property
+    def start(self) -> Callable[..., Worker]:
+        """``start(name, spec, **placement)``; what a placement is, each launcher says."""
+        ...
 
     def share(self, value: Any) -> Any:
         """A handle that may be given to ``call`` in place of ``value`` and is sent to every worker once."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from sota_grpo.engines import Engine, make_engine
-from sota_grpo.records import GroupRequest, Sampling
+from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 from tests.engine_rigs import (
     CONTEXT,
     EOS,
@@ -100,7 +102,7 @@ def test_ignore_eos_samples_to_the_limit(engine: Engine):
 
 
 def test_equal_calls_give_equal_samples_and_siblings_differ(engine: Engine):
-    requests = ragged_requests()
+    requests = ragged_requests(seed=5)  # fixed: two siblings that both begin with EOS would be equal
     first, second = (generate(engine, requests, SAMPLING) for _ in range(2))
     assert token_lists(first) == token_lists(second)
     for group, output in first.items():
@@ -176,3 +178,91 @@ def test_it_samples_the_same_after_sleep_and_wake(engine: Engine):
     engine.sleep()
     engine.wake()
     assert token_lists(generate(engine, requests, SAMPLING)) == expected
+
+
+def drained(engine: Engine, tickets: list[int]) -> dict[int, GroupOutput]:
+    """Steps until every ticket has come out, once."""
+    found: dict[int, GroupOutput] = {}
+    while engine.num_in_flight:
+        for ticket, output in engine.step():
+            assert ticket not in found
+            found[ticket] = output
+    assert found.keys() == set(tickets)
+    return found
+
+
+def test_stepping_gives_what_a_stream_gives(engine: Engine):
+    requests = ragged_requests(seed=4)  # fixed: vLLM's rounding may flip one token in a million
+    expected = token_lists(generate(engine, requests, SAMPLING))
+    tickets = engine.add(requests, SAMPLING)
+    assert engine.num_in_flight == len(set(tickets)) == len(requests)
+    found = drained(engine, tickets)
+    assert [found[ticket].group_id for ticket in tickets] == [request.group_id for request in requests]
+    assert token_lists({output.group_id: output for output in found.values()}) == expected
+    assert engine.step() == []
+
+
+def test_equal_group_ids_are_told_apart_by_their_tickets(engine: Engine):
+    first, second = ragged_requests(1, 2, seed=1)[0], ragged_requests(2, 2, seed=2)[0]
+    assert first.group_id == second.group_id
+    expected = [token_lists(generate(engine, [request], SAMPLING)) for request in (first, second)]
+    tickets = [*engine.add([first], SAMPLING), *engine.add([second], SAMPLING)]
+    found = drained(engine, tickets)
+    assert [token_lists({found[ticket].group_id: found[ticket]}) for ticket in tickets] == expected
+    assert expected[0] != expected[1]
+
+
+def test_a_refused_request_leaves_nothing_in_flight(engine: Engine):
+    long = GroupRequest(group_id=9, prompt_ids=(5,) * CONTEXT, num_samples=1, seed=0)
+    with pytest.raises(ValueError, match="group 9"):
+        engine.add([*ragged_requests(), long], SAMPLING)
+    assert engine.num_in_flight == 0
+    assert engine.step() == []
+
+
+def test_two_streams_at_once_and_a_stepper_get_their_own_groups(engine: Engine):
+    calls = [(ragged_requests(n, 2, seed=n), Sampling(max_tokens=10 * n)) for n in (2, 3, 4)]
+    expected = [token_lists(generate(engine, *call)) for call in calls]
+    tickets = engine.add(*calls[0])
+    streams = [engine.generate(*call) for call in calls[1:]]
+    outputs: list[list[GroupOutput]] = [[], []]
+    for turn in itertools.cycle((0, 1)):
+        outputs[turn] += itertools.islice(streams[turn], 1)
+        if [len(found) for found in outputs] == [3, 4]:
+            break
+    added = drained(engine, tickets).values()
+    found = [token_lists({output.group_id: output for output in part}) for part in (added, *outputs)]
+    assert found == expected
+
+
+def test_streams_of_two_threads_get_their_own_groups(engine: Engine):
+    calls = [(ragged_requests(n, 2, seed=n), Sampling(max_tokens=20)) for n in (3, 4)]
+    expected = [token_lists(generate(engine, *call)) for call in calls]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda call: token_lists(generate(engine, *call)), calls))
+    assert found == expected
+
+
+SHORT = GroupRequest(group_id=0, prompt_ids=(5,) * (CONTEXT - 3), num_samples=1, seed=0)  # room for 3 tokens
+LONG = Sampling(max_tokens=40, ignore_eos=True)
+
+
+def test_a_stream_that_is_left_takes_its_groups_along(engine: Engine):
+    tickets = engine.add(ragged_requests(1, 2), LONG)
+    stream = engine.generate([SHORT, *ragged_requests(2)], LONG)
+    next(stream)
+    del stream
+    assert engine.num_in_flight == len(tickets)
+    drained(engine, tickets)
+
+
+def test_abort_forgets_everything(engine: Engine):
+    engine.add(ragged_requests(2), LONG)
+    stream = engine.generate([SHORT, *ragged_requests(2)], LONG)
+    next(stream)
+    engine.abort()
+    assert engine.num_in_flight == 0
+    assert engine.step() == []
+    if engine.name != "scripted":  # its groups take no time: they had all ended
+        with pytest.raises(RuntimeError, match=r"2 groups .* dropped by abort"):
+            next(stream)

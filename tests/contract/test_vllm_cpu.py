@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupRequest, Sampling
+from sota_grpo.workers.rollout import rollout_servant
 from tests.engine_rigs import (
     EOS,
+    PAD,
     VOCAB,
     changed_weights,
     generate,
@@ -161,3 +164,26 @@ def test_a_group_alone_gives_the_tokens_it_gives_in_a_batch(rig: Rig):
     for request in requests:
         alone = token_lists(generate(rig.engine, [request], Sampling(max_tokens=20)))
         assert alone[request.group_id] == together[request.group_id]
+
+
+def test_a_rollout_worker_pushes_under_a_running_group(tmp_path: Path):
+    model = tiny_model(seed=7)
+    model.save_pretrained(tmp_path)
+    ends = {"eos_token_ids": (EOS,), "pad_token_id": PAD}
+    servant = rollout_servant(
+        engine="vllm", model_name=str(tmp_path), dtype="float32", max_rows=8, num_threads=1, **ends
+    )
+    try:
+        (long,) = ragged_requests(1, 2)
+        running = servant.run(long, Sampling(max_tokens=150, ignore_eos=True))
+        weights = changed_weights(model)
+        assert servant.update_weights(WeightPack.of(weights.items()), 5).result(60.0) == 5
+        assert not running.done()
+        model.load_state_dict(weights)
+        requests = ragged_requests(3, 2)
+        futures = [servant.run(request, Sampling(max_tokens=20)) for request in requests]
+        outputs = {output.group_id: output for output in (future.result(60.0) for future in futures)}
+        assert largest_gap(model, requests, outputs, 1.0) < 1e-5
+        assert int(running.result(60.0).samples[0].versions[-1]) == 5
+    finally:
+        servant.close()

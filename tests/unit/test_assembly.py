@@ -10,10 +10,10 @@ import torch
 from omegaconf import OmegaConf
 
 from sota_grpo import assembly, engines
-from sota_grpo.assembly import Parts, learning
-from sota_grpo.assembly.devices import make_placement, reference_has_own_weights, resolve_device
+from sota_grpo.assembly import Parts, common, learning, local
+from sota_grpo.assembly.devices import Plan, make_plan, reference_has_own_weights, resolve_device
 from sota_grpo.assembly.learning import make_model, make_reference
-from sota_grpo.assembly.rollout import end_token_ids, task_of
+from sota_grpo.assembly.rollout import end_token_ids, generation_config_of, task_of
 from sota_grpo.config import Config
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
@@ -51,27 +51,52 @@ def with_vllm(monkeypatch):
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_the_defaults_run_on_every_number_of_gpus(count, gpus, with_vllm) -> None:
     gpus(count)
-    found = make_placement(config_of("policy.kl_coef=0.1", "engine.name=vllm"), "cuda")
-    assert (found.train, found.inference, found.colocated) == ((0,), (0,), True)
+    plan = make_plan(config_of("policy.kl_coef=0.1", "engine.name=vllm"), "cuda")
+    found = plan.placement
+    assert (found.train, found.inference, found.colocated, plan.workers) == ((0,), (0,), True, False)
     assert found.ref == (min(1, count - 1),)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_async_runs_on_every_number_of_gpus(count, gpus, with_vllm) -> None:
+    """One GPU: in turns. More: the engine has its own."""
+    gpus(count)
+    plan = make_plan(config_of("mode=async", "policy.kl_coef=0.1", "engine.name=vllm"), "cuda")
+    found = plan.placement
+    assert plan.workers == (count > 1)
+    assert found.train == ((1,) if count > 1 else (0,))
+    assert (found.inference, found.ref) == ((0,), ((2,) if count > 2 else found.train))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "workers"),
+    [
+        ([], False),
+        (["mode=async"], True),
+        (["train_model.num_devices=2"], True),
+        (["inference_model.num_devices=2"], True),
+        (["ref_model.devices=[2,3]"], True),
+        (["ray.address=auto"], True),
+        (["train_model.num_devices=1", "inference_model.num_devices=1", "ref_model.num_devices=1"], False),
+    ],
+)
+def test_other_processes_are_there_only_where_something_asks_for_them(overrides, workers) -> None:
+    assert make_plan(config_of("policy.kl_coef=0.1", *overrides), "cpu").workers == workers
+
+
+def test_a_model_over_several_gpus_is_refused_on_the_cpu() -> None:
+    with pytest.raises(UserError, match=r"tensor_parallel_size=2 needs GPUs; use inference_model.num_devices=2"):
+        make_plan(config_of("inference_model.tensor_parallel_size=2"), "cpu")
 
 
 def test_vllm_in_process_is_refused_where_it_cannot_reach_its_gpu(gpus, with_vllm) -> None:
     gpus(2)
     placed = ("inference_model.devices=[1]", "train_model.devices=[0]")
     with pytest.raises(UserError, match=r"GPU 1; use .*CUDA_VISIBLE_DEVICES.* or engine=transformers"):
-        make_placement(config_of("engine.name=vllm", *placed), "cuda")
-    assert make_placement(config_of("engine.name=transformers", *placed), "cuda").inference == (1,)
-    counted = make_placement(config_of("engine.name=vllm", "inference_model.num_devices=1"), "cuda")
+        make_plan(config_of("engine.name=vllm", *placed), "cuda")
+    assert make_plan(config_of("engine.name=transformers", *placed), "cuda").placement.inference == (1,)
+    counted = make_plan(config_of("engine.name=vllm", "inference_model.num_devices=1"), "cuda").placement
     assert (counted.train, counted.inference, counted.colocated) == ((1,), (0,), False)
-
-
-@pytest.mark.parametrize("role", ["train_model", "inference_model", "ref_model"])
-def test_lockstep_gives_every_role_one_device(role: str) -> None:
-    with pytest.raises(UserError, match=rf"{role}.devices asks for 2 .* use {role}.num_devices=1"):
-        make_placement(config_of("policy.kl_coef=0.1", f"{role}.devices=[0,1]"), "cpu")
-    with pytest.raises(UserError, match=r"on the CPU, .* has 1 worker"):
-        make_placement(config_of("policy.kl_coef=0.1", f"{role}.devices=[2]"), "cpu")
 
 
 class Stop(Exception):
@@ -85,14 +110,15 @@ def test_learner_and_engine_are_built_on_the_devices_of_their_placement(monkeypa
         built["learner"] = device
         return load_model("tiny")
 
-    def engine_on(config, device, tokenizer, model):
+    def engine_on(config, device, tokenizer, model, run_dir):
         built["engine"] = device
         raise Stop
 
     monkeypatch.setattr(assembly, "resolve_device", lambda config: "cuda")
-    monkeypatch.setattr(assembly, "make_placement", lambda config, kind: Placement((2,), (1,), (), colocated=False))
-    monkeypatch.setattr(assembly, "make_model", model_on)
-    monkeypatch.setattr(assembly, "start_engine", engine_on)
+    plan = Plan("cuda", Placement((2,), (1,), (), colocated=False), "transformers", workers=False)
+    monkeypatch.setattr(assembly, "make_plan", lambda *_: plan)
+    monkeypatch.setattr(local, "make_model", model_on)
+    monkeypatch.setattr(local, "start_engine", engine_on)
     with pytest.raises(Stop):
         assembly.build(config_of(), tmp_path)
     assert built == {"learner": torch.device("cuda:2"), "engine": "cuda:1"}
@@ -110,17 +136,17 @@ def test_learner_and_engine_are_built_on_the_devices_of_their_placement(monkeypa
 )
 def test_placement_and_reference_agree_on_whose_weights_it_has(overrides, apart, monkeypatch) -> None:
     config = config_of("policy.kl_coef=0.1", "train.precision=bf16", "ref_model.timeout_s=7", *overrides)
-    process = Mock()
-    monkeypatch.setattr(learning, "ProcessReference", process)
+    start = Mock()
+    monkeypatch.setattr(learning.ReferenceService, "start", start)
     base = load_model("tiny")
     policy = CausalPolicy(add_lora(base, r=2, alpha=4) if config.train_model.lora.enabled else base)
-    placement = make_placement(config, "cpu")
+    placement = make_plan(config, "cpu").placement
     assert placement.ref == ((0,) if apart else ())
     reference = make_reference(config, policy, placement, "cpu")
     if config.ref_model.process:
-        assert reference is process.return_value
-        assert process.call_args.kwargs["precision"] == "bf16"
-        assert process.call_args.kwargs["deadline_s"] == 7
+        assert reference is start.return_value
+        assert start.call_args.args[1]["precision"] == "bf16"
+        assert start.call_args.kwargs["timeout_s"] == 7
     else:
         assert type(reference) is (FrozenReference if apart else AdapterOffReference)
     config.policy.kl_coef = 0.0
@@ -151,14 +177,15 @@ def test_vllm_is_not_taken_for_the_cpu_of_a_machine_with_a_gpu(gpus, with_vllm) 
     ("of_tokenizer", "of_model", "expected"), [(2, 2, (2,)), (2, [7, 2], (2, 7)), (2, None, (2,)), (None, 9, (9,))]
 )
 def test_every_end_token_of_the_model_ends_a_response(of_tokenizer, of_model, expected) -> None:
-    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=of_model))
-    assert end_token_ids(SimpleNamespace(eos_token_id=of_tokenizer), model) == expected
+    assert end_token_ids(SimpleNamespace(eos_token_id=of_tokenizer), SimpleNamespace(eos_token_id=of_model)) == expected
 
 
 def test_a_model_without_end_token_is_refused_and_the_embedded_one_has_one() -> None:
     with pytest.raises(UserError, match="no end token"):
-        end_token_ids(SimpleNamespace(eos_token_id=None), SimpleNamespace(generation_config=None))
-    assert end_token_ids(load_tokenizer("tiny"), load_model("tiny")) == (load_tokenizer("tiny").eos_token_id,)
+        end_token_ids(SimpleNamespace(eos_token_id=None), None)
+    tokenizer = load_tokenizer("tiny")
+    assert end_token_ids(tokenizer, generation_config_of(config_of())) == (tokenizer.eos_token_id,)
+    assert end_token_ids(tokenizer, load_model("tiny").generation_config) == (tokenizer.eos_token_id,)
 
 
 def test_an_unknown_attention_is_a_sentence() -> None:
@@ -187,17 +214,17 @@ def test_fewer_held_out_problems_than_asked_for_are_said(mode, asked, warned, mo
     config = config_of("env.num_heldout=8", f"eval.num_samples={asked}")
     config.eval.mode = mode  # in YAML ``on`` is a truth value
     logger = Mock()
-    monkeypatch.setattr(assembly, "logger", logger)
-    evaluator = assembly._evaluator(config, task_of(config), Mock(), Mock())
+    monkeypatch.setattr(common, "logger", logger)
+    evaluator = common.make_evaluator(config, task_of(config), Mock(), Mock())
     assert len(evaluator.examples) == 8
     said = [call.args[0] % call.args[1:] for call in logger.warning.call_args_list]
     assert said == (["eval.num_samples=9, and only 8 problems are held out: 8 are measured."] if warned else [])
 
 
-def test_the_reference_is_closed_though_the_engine_fails_to() -> None:
+def test_every_part_is_closed_though_another_fails_to() -> None:
     engine, reference = Mock(), Mock()
-    engine.close.side_effect = RuntimeError("the engine is stuck")
-    others = {name: Mock() for name in Parts.__dataclass_fields__ if name not in ("engine", "reference")}
+    reference.close.side_effect = RuntimeError("the reference is stuck")
+    others = {name: Mock() for name in Parts.__dataclass_fields__ if name != "opened"}
     with pytest.raises(RuntimeError, match="stuck"):
-        Parts(engine=engine, reference=reference, **others).close()
-    reference.close.assert_called_once_with()
+        Parts(opened=[engine, reference], **others).close()
+    engine.close.assert_called_once_with()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
+import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import sota_grpo.engines as engines
 from sota_grpo.engines import resolve_engine_name
@@ -16,8 +22,9 @@ from sota_grpo.engines.decode import GroupDecoder
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.engines.sampling import draw, sampled_log_probs, uniforms
 from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.engines.stepping import FairLock
 from sota_grpo.errors import UserError
-from sota_grpo.records import GroupRequest, Sampling
+from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 from tests.engine_rigs import (
     EOS,
     PAD,
@@ -173,6 +180,145 @@ def test_weights_pushed_between_groups_continue_the_running_ones():
     assert any(set(sample.versions.tolist()) == {0, 1} for sample in rest)
 
 
+def test_a_push_between_two_steps_holds_from_the_next_token_on():
+    """Log-probs by hand: old weights over a plain cache, then new weights over the same cache, token by token."""
+    old, new = tiny_model(seed=3), tiny_model(seed=3)
+    new.load_state_dict(changed_weights(old))
+    engine = hf_engine(old)
+    requests, num_before = ragged_requests(3, 2), 5
+    tickets = engine.add(requests, Sampling(max_tokens=12, ignore_eos=True))
+    for _ in range(num_before):
+        assert engine.step() == []
+    engine.update_weights(new.state_dict().items(), 6)
+    found = {}
+    while engine.num_in_flight:
+        found.update(engine.step())
+    for ticket, request in zip(tickets, requests):
+        for sample in found[ticket].samples:
+            assert sample.versions.tolist() == [0] * num_before + [6] * (12 - num_before)
+            expected = handed_over_log_probs(old, new, request.prompt_ids, sample.token_ids, num_before)
+            torch.testing.assert_close(sample.log_probs, expected, rtol=0.0, atol=1e-5)
+            wrong = handed_over_log_probs(old, new, request.prompt_ids, sample.token_ids, num_before + 1)
+            assert float((sample.log_probs - wrong).abs().max()) > 1e-4
+
+
+@torch.no_grad()
+def handed_over_log_probs(old, new, prompt: tuple[int, ...], response: torch.Tensor, num_before: int) -> torch.Tensor:
+    ids, cache, found = torch.tensor([prompt]), DynamicCache(), []
+    for t, token in enumerate(response):
+        model = old if t < num_before else new
+        found.append(model(ids, past_key_values=cache).logits[0, -1].log_softmax(-1)[token])
+        ids = token[None, None]
+    return torch.stack(found)
+
+
+def test_a_call_gives_equal_bits_whatever_else_is_in_flight():
+    engine = hf_engine(tiny_model(), max_rows=30)
+    calls = [(ragged_requests(n, 3), Sampling(max_tokens=40)) for n in (3, 4, 8)]  # the last one comes in two parts
+    alone = [generate(engine, *call) for call in calls]
+    tickets = [(engine.add(*call), engine.step())[0] for call in calls]
+    found: dict[int, GroupOutput] = {}
+    while engine.num_in_flight:
+        found.update(engine.step())
+    for numbers, expected in zip(tickets, alone):
+        for output in map(found.__getitem__, numbers):
+            for a, b in zip(output.samples, expected[output.group_id].samples, strict=True):
+                assert torch.equal(a.token_ids, b.token_ids)
+                assert torch.equal(a.log_probs, b.log_probs)
+
+
+def test_waiting_groups_start_as_soon_as_they_fit_under_max_rows():
+    """Three rows each and room for eight: two groups run, and the next starts in the step after one has ended."""
+    engine = hf_engine(tiny_model(), max_rows=8)
+    lengths = [10, 11, 12, 13, 14, 15]
+    tickets = []
+    for i, length in enumerate(lengths):
+        request, sampling = GroupRequest(i, (5, 6, 7), 3, seed=i), Sampling(max_tokens=length, ignore_eos=True)
+        tickets += engine.add([request], sampling)
+    ended_at = {}
+    for step in itertools.count(1):
+        ended_at |= dict.fromkeys((ticket for ticket, _ in engine.step()), step)
+        if not engine.num_in_flight:
+            break
+    assert [ended_at[ticket] for ticket in tickets] == [10, 11, 10 + 12, 11 + 13, 22 + 14, 24 + 15]
+
+
+def test_an_abandoned_stream_frees_its_memory():
+    engine = hf_engine(tiny_model())
+    stream = engine.generate(ragged_requests(6, 2), Sampling(max_tokens=80))
+    next(stream)
+    (decoder,) = [weakref.ref(decoder) for _, decoder in engine._running]
+    del stream
+    assert decoder() is None
+
+
+def test_a_dropped_group_leaves_the_batch_and_the_others_stay():
+    model, sampling = tiny_model(), Sampling(max_tokens=12, ignore_eos=True)
+    requests = ragged_requests(2, 4, seed=6)
+    ends, pad = torch.tensor([EOS]), PAD
+    expected = generate(hf_engine(model), requests, sampling)[101]
+    decoder = GroupDecoder(model, requests, sampling, [12, 12], ends, pad)
+    for _ in range(4):
+        decoder.step(0)
+    decoder.drop(0)
+    ended = [decoder.step(0) for _ in range(8)]
+    assert decoder.num_rows == 4
+    assert ended == [[]] * 7 + [[1]]
+    assert not decoder.active
+    kept = decoder.output(1)
+    assert [s.token_ids.tolist() for s in kept.samples] == [s.token_ids.tolist() for s in expected.samples]
+
+
+def test_the_lock_goes_to_those_who_waited_in_their_order():
+    lock, order, threads = FairLock(), [], []
+
+    def enter(number: int) -> None:
+        with lock:
+            order.append(number)
+
+    with lock:
+        for number in range(4):
+            threads.append(threading.Thread(target=enter, args=(number,)))
+            threads[-1].start()
+            while len(lock._waiting) <= number:
+                time.sleep(0.001)
+    with lock:  # asked for at once after the release, yet behind the four
+        assert order == [0, 1, 2, 3]
+    for thread in threads:
+        thread.join()
+
+
+def test_only_one_thread_holds_the_lock():
+    lock, inside, most = FairLock(), [0], [0]
+
+    def enter(_: int) -> None:
+        for _ in range(300):
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                assert not lock.try_acquire()
+                inside[0] -= 1
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(enter, range(4)))
+    assert most == [1]
+    assert lock.try_acquire()
+
+
+def test_a_push_is_not_starved_by_a_thread_that_samples():
+    engine = hf_engine(model := tiny_model())
+    weights = list(changed_weights(model).items())
+    with ThreadPoolExecutor(1) as pool:
+        sampling = pool.submit(generate, engine, ragged_requests(4, 4), Sampling(max_tokens=130, ignore_eos=True))
+        while not engine.num_in_flight:
+            time.sleep(0.001)
+        for version in range(1, 11):
+            engine.update_weights(weights, version)
+        assert not sampling.done()
+        versions = [sample.versions for output in sampling.result().values() for sample in output.samples]
+    assert all(set(seen.tolist()) >= {10} and (seen.diff() >= 0).all() for seen in versions)
+
+
 def test_parity_holds_after_a_push_and_the_given_model_is_not_touched():
     model, target = tiny_model(seed=3), tiny_model(seed=3)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -243,6 +389,37 @@ def test_scripted_groups_come_out_shortest_first_and_take_their_time():
     requests = [GroupRequest(i, (2,), 1, seed=i) for i in range(3)]
     assert [output.group_id for output in engine.generate(requests, Sampling(max_tokens=2))] == [2, 1, 0]
     assert 0.15 <= time.monotonic() - began < 1.0
+
+
+def test_a_scripted_group_keeps_the_version_it_was_taken_in_with_and_steps_are_short():
+    engine = ScriptedEngine(duration_s=0.3)
+    (ticket,) = engine.add([GroupRequest(0, (2,), 1, seed=0)], Sampling(max_tokens=2))
+    engine.update_weights([], 1)
+    steps, found = [], []
+    while engine.num_in_flight:
+        began = time.monotonic()
+        found += engine.step()
+        steps.append(time.monotonic() - began)
+    assert len(steps) >= 8
+    assert sorted(steps)[len(steps) // 2] < 0.02
+    assert [number for number, _ in found] == [ticket]
+    assert set(found[0][1].samples[0].versions.tolist()) == {0}
+
+
+def test_make_engine_loads_the_model_where_none_is_given(tmp_path: Path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    options = {"model_path": str(tmp_path), "eos_token_ids": [EOS], "pad_token_id": PAD, "device": "cpu"}
+    requests, sampling = ragged_requests(2, 2), Sampling(max_tokens=10)
+    for name in ("transformers", "scripted"):
+        given, loaded = (engines.make_engine(name, model=part, **options) for part in (model, None))
+        assert token_lists(generate(given, requests, sampling)) == token_lists(generate(loaded, requests, sampling))
+        assert given.max_model_len == loaded.max_model_len == 160
+
+
+def test_an_option_that_no_engine_has_is_refused():
+    with pytest.raises(TypeError, match=r"No engine has the option max_row; .* max_rows"):
+        engines.make_engine("scripted", model_path="tiny", eos_token_ids=[EOS], pad_token_id=PAD, max_row=3)
 
 
 def test_the_scripted_engine_remembers_what_was_pushed():

@@ -145,13 +145,13 @@ def test_a_family_left_out_of_the_push_is_found(family: str, half: str | None, t
 
 
 def test_every_trainable_tensor_is_moved_and_restored_bit_for_bit(tmp_path: Path) -> None:
-    policy = make_subject(tmp_path, adapter=partial(add_lora, r=2, alpha=4)).learner.policy
+    learner = make_subject(tmp_path, adapter=partial(add_lora, r=2, alpha=4)).learner
+    policy = learner.policy
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    kept = gate._perturb(policy)
+    learner.perturb()
     moved = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name, p in policy.named_parameters() if p.requires_grad}
-    for parameter, places, values in kept:
-        parameter.data.put_(places, values)
+    learner.restore()
     assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
 
 
@@ -170,14 +170,14 @@ def test_a_tied_head_that_stays_old_is_found(subject: Subject) -> None:
 
 def test_a_mean_of_micro_batch_means_is_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commonest mistake of the field: each micro-batch normalised by itself."""
-    from sota_grpo import learner
+    from sota_grpo import forward_passes
 
-    whole = learner.micro_batches
+    whole = forward_passes.micro_batches
 
     def renormalised(rows, *, token_budget):
         return [set_loss_weights(part, "token") for part in whole(rows, token_budget=token_budget)]
 
-    monkeypatch.setattr(learner, "micro_batches", renormalised)
+    monkeypatch.setattr(forward_passes, "micro_batches", renormalised)
     assert failed(subject) == ["the gradient does not depend on the split"]
 
 

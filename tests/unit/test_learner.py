@@ -86,6 +86,15 @@ def test_gradient_depends_on_no_row_order(tmp_path: Path) -> None:
     assert largest_gap(first, second) < 1e-5 * scale
 
 
+def test_the_gradient_gap_is_the_distance_of_two_gradients(tmp_path: Path) -> None:
+    learner, rows = make_learner(tmp_path), make_rows()
+    one, other = (learner.gradient(rows, token_budget=budget) for budget in (1 << 20, 13))
+    norm = sum(float(grad.double().square().sum()) for grad in one.values()) ** 0.5
+    gap = sum(float((one[name].double() - other[name]).square().sum()) for name in one) ** 0.5 / norm
+    assert learner.gradient_gap(rows, (1 << 20, 13)) == (pytest.approx(norm, rel=1e-5), pytest.approx(gap, rel=1e-2))
+    assert learner.gradient_gap(rows, (13, 13))[1] == 0
+
+
 def test_metrics_depend_on_no_micro_batch_size(tmp_path: Path) -> None:
     rows = make_rows()
     found = []

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 
 import pytest
@@ -19,7 +14,7 @@ from sota_grpo.policy import load
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.export import save_hf
 from sota_grpo.policy.load import ModelNotFoundError, load_model, load_tokenizer, resolve_model_path
-from sota_grpo.policy.reference import FrozenReference, ProcessReference, ReferenceWorkerError
+from sota_grpo.policy.reference import FrozenReference
 from tests.unit.tiny_models import FAMILIES, SIZES, VOCAB, make_model, make_rows, make_tokenizer, repad
 
 
@@ -253,74 +248,3 @@ def test_a_frozen_reference_does_not_follow_the_policy():
     reference.close()
     with pytest.raises(RuntimeError, match="closed"):
         reference(rows)
-
-
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_reference_process_answers_reports_and_meets_its_deadline(saved):
-    path, model = saved
-    reference = ProcessReference(path, temperature=0.7, deadline_s=20.0, name="ref-a")
-    rows = make_rows([8, 5, 3])
-    expected = CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS].detach()
-    torch.testing.assert_close(reference(rows), expected)
-    bad = rows.clone()
-    bad[keys.ASSISTANT_MASK][0, 0] = True
-    with pytest.raises(ReferenceWorkerError, match=r"'ref-a' \(pid \d+\) failed on a batch: ValueError: row 0 begins"):
-        reference(bad)
-    torch.testing.assert_close(reference(rows), expected)
-    reference._deadline_s = 0.3
-    os.kill(reference.pid, signal.SIGSTOP)
-    with pytest.raises(ReferenceWorkerError, match=r"'ref-a' .* did not answer a batch of \[3, 8\] in 0.3 s"):
-        reference(rows)
-    assert not _is_running(reference.pid)
-    reference.close()
-    with pytest.raises(ReferenceWorkerError, match="was closed"):
-        reference(rows)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_reference_process_computes_in_the_precision_of_the_policy(saved, precision):
-    path, model = saved
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    reference = ProcessReference(path, precision=precision, num_threads=torch.get_num_threads())
-    rows = make_rows([8, 5, 3])
-    with torch.autocast("cpu", dtype=dtype):
-        expected = CausalPolicy(model)(rows)[keys.LOG_PROBS].detach()
-    found = reference(rows)
-    reference.close()
-    assert torch.equal(found, expected)  # so every estimator of the KL is exactly 0
-    assert not torch.equal(found, CausalPolicy(model)(rows)[keys.LOG_PROBS])
-
-
-def test_a_reference_process_that_cannot_load_or_dies_says_why(tmp_path, saved):
-    broken, killed = ProcessReference(str(tmp_path)), ProcessReference(saved[0])
-    with pytest.raises(ReferenceWorkerError, match=r"failed to start: ModelNotFoundError: .*not a folder"):
-        broken.wait_ready()
-    killed.wait_ready()
-    os.kill(killed.pid, signal.SIGKILL)
-    with pytest.raises(ReferenceWorkerError, match="died with exit code -9"):
-        killed(make_rows([4]))
-
-
-def test_no_reference_process_outlives_its_trainer(saved):
-    trainer = (
-        "import os, signal, sys\n"
-        "from sota_grpo.policy.reference import ProcessReference\n"
-        "reference = ProcessReference(sys.argv[1])\n"
-        "reference.wait_ready()\n"
-        "print(reference.pid, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", trainer, saved[0]], capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    deadline = time.monotonic() + 10
-    while _is_running(int(done.stdout)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _is_running(int(done.stdout))
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -1,0 +1,151 @@
+"""What running collection beside learning saves, and what the control plane costs, in real time.
+
+An engine and a learner of equal duration, both only asleep, so that what is left over is this program's own work:
+``python -m benchmarks.overlap``. One step is 16 groups x 8 samples x 64 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+
+from sota_grpo.async_source import AsyncSource
+from sota_grpo.collectors import RolloutCollector, SyncSource
+from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.envs import TaskEnv
+from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.tasks import make_task
+from sota_grpo.transforms import GroupAdvantage
+
+GROUPS, SAMPLES, TOKENS = 16, 8, 64
+SAMPLING = Sampling(max_tokens=TOKENS, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Medians over steps, in seconds, and what follows from them.
+
+    Args:
+        phase_s: duration of generation, and of learning, by themselves.
+        sync_s, async_s: time per step.
+        ratio: ``async_s / sync_s``; perfect overlap gives 0.5.
+        overhead: ``(async_s - phase_s) / async_s``, the share of a step in which neither phase's time passes.
+    """
+
+    phase_s: float
+    sync_s: float
+    async_s: float
+    ratio: float
+    overhead: float
+
+
+def make_env() -> TaskEnv:
+    env = TaskEnv(make_task("arithmetic"), load_tokenizer("tiny"), num_envs=GROUPS * SAMPLES, repeats=SAMPLES)
+    for example in env.task.train[: 8 * GROUPS]:
+        env.prompt_ids(example)  # a run has tokenised its prompts before it starts
+    return env
+
+
+def make_engine(env: TaskEnv) -> ScriptedEngine:
+    return ScriptedEngine(lambda request, index, version: [7, 8, 9], eos_token_id=env.tokenizer.eos_token_id)
+
+
+def steps(source: object, set_version: Callable[[int], None], learn_s: float, num_steps: int) -> list[float]:
+    """Seconds of each turn of the loop; the first, which finds nothing in flight, is left out."""
+    found, began = [], time.perf_counter()
+    for step in range(num_steps + 1):
+        batch = source.next_batch(step)  # type: ignore[attr-defined]
+        time.sleep(learn_s)
+        set_version(step + 1)
+        source.release(batch)  # type: ignore[attr-defined]
+        now = time.perf_counter()
+        found.append(now - began)
+        began = now
+    return found[1:]
+
+
+class SleepingEngine:
+    """Finishes a group every ``group_s`` seconds: an engine at its full rate, whatever is queued."""
+
+    def __init__(self, engine: ScriptedEngine, group_s: float):
+        self.engine, self._group_s = engine, group_s
+        self._queue: queue.SimpleQueue[tuple[GroupRequest, Future[GroupOutput]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def sample(self, request: GroupRequest) -> Future[GroupOutput]:
+        future: Future[GroupOutput] = Future()
+        self._queue.put((request, future))
+        return future
+
+    def _work(self) -> None:
+        due = 0.0
+        while (job := self._queue.get()) is not None:
+            request, future = job
+            due = max(due, time.perf_counter()) + self._group_s
+            output = next(iter(self.engine.generate([request], SAMPLING)))
+            time.sleep(max(0.0, due - time.perf_counter()))
+            future.set_result(output)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+
+def measure_sync(phase_s: float, num_steps: int) -> float:
+    env = make_env()
+    engine = make_engine(env)
+    order: dict[int, float] = {}
+    engine._duration_s = lambda request: order.setdefault(  # the groups of a call end one after the other
+        request.group_id, (request.group_id % GROUPS + 1) * phase_s / GROUPS
+    )
+    collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=GROUPS * SAMPLES)
+    source = SyncSource(collector, [("score", GroupAdvantage())], num_groups=GROUPS)
+    return statistics.median(steps(source, lambda version: setattr(engine, "version", version), phase_s, num_steps))
+
+
+def measure_async(phase_s: float, num_steps: int, max_policy_age: int = 1) -> float:
+    env = make_env()
+    engine = make_engine(env)
+    worker = SleepingEngine(engine, phase_s / GROUPS)
+    source = AsyncSource(
+        env,
+        worker.sample,
+        num_groups=GROUPS,
+        max_policy_age=max_policy_age,
+        version=lambda: engine.version,
+        transforms=[("score", GroupAdvantage())],
+    )
+    try:
+        found = steps(source, lambda version: setattr(engine, "version", version), phase_s, num_steps)
+    finally:
+        source.close()
+        worker.close()
+    return statistics.median(found)
+
+
+def measure(phase_s: float = 0.3, num_steps: int = 10) -> Overlap:
+    """Sync and async in turn, on this machine as busy as it is."""
+    sync_s = measure_sync(phase_s, num_steps)
+    async_s = measure_async(phase_s, num_steps)
+    return Overlap(phase_s, sync_s, async_s, async_s / sync_s, (async_s - phase_s) / async_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--phase-s", type=float, default=0.3)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    for name, value in asdict(measure(options.phase_s, options.steps)).items():
+        print(f"{name:10s} {value:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Where the workers of a run are started: Ray, with a bundle for each, or this process for engines that are servers."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sota_grpo.assembly.devices import SERVERS, Plan
+from sota_grpo.config import Config
+from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.workers.base import Launcher, ServantSpec, Worker
+from sota_grpo.workers.fleet import starter
+from sota_grpo.workers.threads import ThreadLauncher
+
+
+class Cluster:
+    """The launchers of a run and the places of its workers.
+
+    On this machine alone a worker sees the GPUs that the plan gives it; on a running cluster Ray chooses them. The
+    learner is one of the workers where it has several ranks, or where there is a cluster.
+
+    Args:
+        config, plan: of the run.
+        run_dir: where servers that are started here write their logs.
+
+    Raises:
+        UserError: Ray is needed and not installed, or the cluster does not have what the plan asks for.
+    """
+
+    def __init__(self, config: Config, plan: Plan, run_dir: Path):
+        self._config, self._plan, self._run_dir = config, plan, run_dir
+        self._on_cluster = config.ray.address is not None
+        per_engine = config.inference_model.tensor_parallel_size
+        gpus = plan.placement.inference
+        self._engines = [gpus[i : i + per_engine] for i in range(0, len(gpus), per_engine)]
+        self._references = [(index,) for index in plan.placement.ref]
+        ranks = plan.placement.train if self._on_cluster or len(plan.placement.train) > 1 else ()
+        self._ranks = [(index,) for index in ranks]
+        self._threads = ThreadLauncher()
+        in_ray = [*([] if plan.engine in SERVERS else self._engines), *self._references, *self._ranks]
+        self._ray = self._start_ray(in_ray) if in_ray else None
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._engines)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the learner in processes of their own; 0 where it lives in this one."""
+        return len(self._ranks)
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of each process that computes, so that together they have as many as there are cores."""
+        busy = len(self._engines) + len(self._references) + max(1, len(self._ranks))
+        return max(1, len(os.sched_getaffinity(0)) // busy) if hasattr(os, "sched_getaffinity") else 1
+
+    def share(self, value: Any) -> Any:
+        """See :meth:`~sota_grpo.workers.base.Launcher.share`."""
+        return value if self._ray is None else self._ray.share(value)
+
+    def start_rollout(self, spec: ServantSpec) -> Callable[[int], Worker]:
+        if self._plan.engine in SERVERS:
+            return starter(self._threads, "rollout", spec)
+        return self._starter("rollout", spec, self._engines, first=0)
+
+    def start_reference(self, spec: ServantSpec) -> Callable[[int], Worker]:
+        return self._starter("reference", spec, self._references, first=len(self._in_ray_engines))
+
+    def start_ranks(self) -> list[Worker]:
+        """One worker for each rank of the learner; they find each other by themselves."""
+        first = len(self._in_ray_engines) + len(self._references)
+        meeting = self._meeting_point(first)
+        found = []
+        for rank, gpus in enumerate(self._ranks):
+            spec = ServantSpec(
+                "sota_grpo.assembly.ranks:learner_servant",
+                {
+                    "config": self._config,
+                    "rank": rank,
+                    "size": len(self._ranks),
+                    "init_method": meeting,
+                    "device_type": self._plan.device_type,
+                    "num_threads": self.threads,
+                    "run_dir": str(self._run_dir),
+                },
+            )
+            found.append(self._starter("learner", spec, [gpus], first=first + rank, names=[f"learner-{rank}"])(0))
+        return found
+
+    @property
+    def _in_ray_engines(self) -> Sequence[tuple[int, ...]]:
+        return [] if self._plan.engine in SERVERS else self._engines
+
+    def _meeting_point(self, bundle: int) -> str:
+        """Where the ranks meet: a file on one machine, an address of rank 0's machine on a cluster."""
+        if not self._on_cluster:
+            return f"file://{tempfile.gettempdir()}/sota_grpo_{uuid.uuid4().hex}"
+        assert self._ray is not None
+        host = self._ray.start("address", ServantSpec("sota_grpo.assembly.ranks:AddressServant"), bundle=bundle)
+        try:
+            return f"tcp://{host.call('address').result(self._config.ray.start_timeout_s)}"
+        finally:
+            host.kill()
+
+    def _starter(
+        self,
+        role: str,
+        spec: ServantSpec,
+        devices: Sequence[tuple[int, ...]],
+        *,
+        first: int,
+        names: Sequence[str] = (),
+    ) -> Callable[[int], Worker]:
+        assert self._ray is not None
+        placements = [{"bundle": first + slot, **self._placed(gpus)} for slot, gpus in enumerate(devices)]
+        if names:
+            launcher: Launcher = self._ray
+            return lambda slot: launcher.start(names[slot], spec, **placements[slot])
+        return starter(self._ray, role, spec, placements)
+
+    def _placed(self, gpus: Sequence[int]) -> Mapping[str, Any]:
+        if self._plan.device_type == "cpu":
+            return {"threads": self.threads, "env": {"OMP_WAIT_POLICY": "PASSIVE"}}
+        if self._on_cluster:
+            return {"num_gpus": len(gpus)}
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        return {"env": visible}
+
+    def _start_ray(self, places: Sequence[tuple[int, ...]]) -> Any:
+        if find_spec("ray") is None:
+            raise UserError(
+                "mode=async, several devices and ray.address need Ray, which is not installed: "
+                "`pip install 'sota-grpo[ray]'`, or run grpo.py with one device for each role."
+            )
+        from sota_grpo.workers.ray_cluster import RayLauncher
+
+        by_ray = self._on_cluster and self._plan.device_type == "cuda"
+        bundles = [{"CPU": 1.0, "GPU": float(len(gpus))} if by_ray else {"CPU": 1.0} for gpus in places]
+        try:
+            return RayLauncher(bundles, address=self._config.ray.address, deadline_s=self._config.ray.start_timeout_s)
+        except TimeoutError as error:
+            raise RunFailed(str(error)) from error
+        except ConnectionError as error:
+            raise UserError(
+                f"ray.address={self._config.ray.address} does not answer ({error}); start it with `ray start --head`, "
+                "or leave ray.address out."
+            ) from error
+
+    def close(self) -> None:
+        """End what is left of the workers; idempotent."""
+        self._threads.close()
+        if self._ray is not None:
+            self._ray.close()
+
+
+def visible_gpus(config: Config) -> int:
+    """GPUs of this machine, or of the running cluster."""
+    if config.ray.address is None:
+        return torch.cuda.device_count()
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address=config.ray.address, log_to_driver=False)
+    return int(ray.cluster_resources().get("GPU", 0))

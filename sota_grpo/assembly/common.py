@@ -1,0 +1,45 @@
+"""What every kind of run is put together with."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from sota_grpo.assembly.learning import trainer_precision
+from sota_grpo.assembly.rollout import engine_dtype
+from sota_grpo.config import Config
+from sota_grpo.engines.base import Generates
+from sota_grpo.envs import TaskEnv
+from sota_grpo.evaluate import Evaluator
+from sota_grpo.policy.lora import engine_weights
+from sota_grpo.publish import Publisher
+from sota_grpo.tasks.base import Task
+
+logger = logging.getLogger(__name__)
+
+
+def make_evaluator(config: Config, task: Task, env: TaskEnv, engine: Generates) -> Evaluator:
+    asked, found = config.eval.num_samples, len(task.heldout)
+    if config.eval.mode == "on" and found < asked:
+        logger.warning("eval.num_samples=%d, and only %d problems are held out: %d are measured.", asked, found, found)
+    return Evaluator(
+        env,
+        engine,
+        task.heldout[:asked],
+        max_tokens=config.inference_model.max_tokens,
+        avg_at_k=config.eval.avg_at_k,
+        seed=config.seed,
+    )
+
+
+def make_publisher(model: nn.Module, engine: Generates) -> Publisher:
+    """Merged weights of ``model``, pushed to ``engine``."""
+    return Publisher(lambda: engine_weights(model), [engine])
+
+
+def numerics_are_exact(config: Config, device_type: str) -> bool:
+    """Whether engine and trainer both compute in float32, so that their log-probs differ by rounding only."""
+    engine = engine_dtype(config.inference_model.torch_dtype, device_type)
+    trainer = config.train_model.torch_dtype
+    return engine == "float32" and trainer_precision(config, device_type) == "fp32" and trainer in ("auto", "float32")

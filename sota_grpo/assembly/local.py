@@ -1,0 +1,84 @@
+"""A run in one process: learner, engine and source take turns (the reference may have a process of its own)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sota_grpo.assembly.common import make_evaluator, make_publisher, numerics_are_exact
+from sota_grpo.assembly.devices import Plan, device_name
+from sota_grpo.assembly.learning import (
+    add_adapter,
+    make_learner,
+    make_model,
+    make_policy,
+    make_reference,
+    make_transforms,
+)
+from sota_grpo.assembly.parts import Parts
+from sota_grpo.assembly.rollout import make_sampling, start_engine
+from sota_grpo.collectors import RolloutCollector, SyncSource
+from sota_grpo.config import Config, turn_size
+from sota_grpo.engines.base import Engine
+from sota_grpo.envs import TaskEnv
+from sota_grpo.policy.export import save_hf
+from sota_grpo.tasks.base import Task
+
+
+def build_local(config: Config, plan: Plan, task: Task, env: TaskEnv, tokenizer: Any, run_dir: Path) -> Parts:
+    """Assemble the run. What was started is closed again when a later part fails."""
+    device_type, placement = plan.device_type, plan.placement
+    with ExitStack() as opened:
+        base = make_model(config, torch.device(device_name(device_type, placement.train)))
+        # the engine copies the model while that has no adapter
+        engine = start_engine(config, device_name(device_type, placement.inference), tokenizer, base, run_dir)
+        opened.callback(engine.close)
+        model = add_adapter(config, base)
+        policy = make_policy(config, model)
+        reference = make_reference(config, policy, placement, device_type)
+        if reference is not None:
+            opened.callback(reference.close)
+        learner = make_learner(config, policy, tokenizer.pad_token_id, device_type, run_dir)
+        transforms = make_transforms(config, reference, learner)
+        parts = Parts(
+            task=task,
+            env=env,
+            tokenizer=tokenizer,
+            engine=engine,
+            learner=learner,
+            publisher=make_publisher(model, engine),
+            source=_source(config, env, engine, transforms, placement.colocated and device_type == "cuda"),
+            evaluator=make_evaluator(config, task, env, engine),
+            sampling=make_sampling(config),
+            transforms=transforms,
+            export=lambda folder: save_hf(model, tokenizer, folder),
+            exact=numerics_are_exact(config, device_type),
+            opened=[engine] if reference is None else [engine, reference],
+        )
+        opened.pop_all()
+    return parts
+
+
+def _source(
+    config: Config, env: TaskEnv, engine: Engine, transforms: list[tuple[str, Any]], sleep_engine: bool
+) -> SyncSource:
+    collector = RolloutCollector(
+        env,
+        engine,
+        sampling=make_sampling(config),
+        dialog_turns_per_batch=turn_size(config),
+        total_dialog_turns=config.train.total_dialog_turns,
+        seed=config.seed,
+    )
+    return SyncSource(
+        collector,
+        transforms,
+        num_groups=turn_size(config) // config.env.repeats,
+        max_policy_age=config.train.max_policy_age,
+        refill=config.algorithm.dynamic_sampling,
+        max_draws=config.algorithm.dynamic_sampling_max_draws,
+        sleep_engine=sleep_engine,
+    )

@@ -1,0 +1,274 @@
+"""A run over several processes: rollout, reference and reward workers, and perhaps a learner of several ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+
+from sota_grpo.assembly.cluster import Cluster
+from sota_grpo.assembly.common import make_evaluator, numerics_are_exact
+from sota_grpo.assembly.devices import Plan, device_name
+from sota_grpo.assembly.learning import (
+    add_adapter,
+    make_advantage,
+    make_learner,
+    make_model,
+    make_overlong,
+    make_policy,
+    make_settings,
+    reference_dtype,
+    trainer_precision,
+)
+from sota_grpo.assembly.parts import Closable, Parts
+from sota_grpo.assembly.rollout import engine_options, make_sampling, max_model_len
+from sota_grpo.async_source import AsyncSource
+from sota_grpo.collate import row_list
+from sota_grpo.config import Config, turn_size
+from sota_grpo.envs import TaskEnv
+from sota_grpo.fleet_engine import FleetEngine
+from sota_grpo.learner import Learner
+from sota_grpo.policy.adapter_pack import AdapterPack, base_pack
+from sota_grpo.policy.export import save_hf
+from sota_grpo.policy.load import resolve_model_path
+from sota_grpo.policy.lora import engine_weights
+from sota_grpo.policy.reference_service import ReferenceService
+from sota_grpo.publish import Publisher
+from sota_grpo.remote_learner import RemoteLearner
+from sota_grpo.rewards.grading import GradingPool
+from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.transforms import ReferenceKL
+from sota_grpo.workers.base import ServantSpec
+from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.futures import promised, resolve
+from sota_grpo.workers.processes import ProcessLauncher
+from sota_grpo.workers.reward import reward_spec
+
+WAIT_S = 3600.0  # longest wait for any sign of life from any group; dead and hung workers are found much sooner
+
+
+class _Crew:
+    """What is started, in order; each closed again when a later one fails to start."""
+
+    def __init__(self) -> None:
+        self.parts: list[Closable] = []
+        self._opened = ExitStack()
+
+    def __enter__(self) -> _Crew:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is not None:
+            self._opened.close()
+
+    def add(self, part: Any) -> Any:
+        self.parts.append(part)
+        self._opened.callback(part.close)
+        return part
+
+
+def build_workers(
+    config: Config,
+    plan: Plan,
+    task: Task,
+    env: TaskEnv,
+    tokenizer: Any,
+    run_dir: Path,
+    should_stop: Callable[[], bool],
+) -> Parts:
+    """Start everything at once, then wait for it. What was started is ended again when a later part fails."""
+    with _Crew() as crew:
+        cluster: Cluster = crew.add(Cluster(config, plan, run_dir))
+        fleet: Fleet = crew.add(_rollout_fleet(config, plan, tokenizer, cluster, run_dir))
+        engine = FleetEngine(
+            fleet,
+            name=plan.engine,
+            max_model_len=max_model_len(config),
+            share=cluster.share,
+            deadline_s=config.inference_model.timeout_s,
+        )
+        reference = crew.add(_reference(config, plan, tokenizer, cluster)) if plan.placement.ref else None
+        grading = crew.add(_grading(config, task, crew.add(ProcessLauncher())))
+        learner, publisher, export = _learning(config, plan, tokenizer, cluster, engine, run_dir, crew)
+        started = [fleet, grading.fleet, *([reference.fleet] if reference else [])]
+        for waited in started:
+            waited.wait_ready()
+        source = crew.add(_source(config, env, engine, grading, reference, started, should_stop))
+        return Parts(
+            task=task,
+            env=env,
+            tokenizer=tokenizer,
+            engine=engine,
+            learner=learner,
+            publisher=publisher,
+            source=source,
+            evaluator=make_evaluator(config, task, env, engine),
+            sampling=make_sampling(config),
+            transforms=[
+                *make_overlong(config),
+                *_reference_transform(config, reference, tokenizer),
+                *make_advantage(config),
+            ],
+            export=export,
+            exact=numerics_are_exact(config, plan.device_type),
+            opened=crew.parts,
+        )
+
+
+def _source(
+    config: Config,
+    env: TaskEnv,
+    engine: FleetEngine,
+    grading: GradingPool,
+    reference: ReferenceService | None,
+    fleets: list[Fleet],
+    should_stop: Callable[[], bool],
+) -> AsyncSource:
+    sampling = make_sampling(config)
+    return AsyncSource(
+        env,
+        lambda request: engine.submit(request, sampling),
+        num_groups=turn_size(config) // config.env.repeats,
+        max_policy_age=config.train.max_policy_age,
+        version=lambda: engine.version,
+        grade=_graded_by(grading, make_overlong(config)),
+        reference=reference.submit if reference else None,
+        transforms=make_advantage(config),
+        seed=config.seed,
+        refill=config.algorithm.dynamic_sampling,
+        max_draws=config.algorithm.dynamic_sampling_max_draws,
+        should_stop=should_stop,
+        wait_deadline_s=WAIT_S,
+        metrics_extra=_counts(fleets),
+    )
+
+
+def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path) -> Fleet:
+    count = cluster.num_engines
+    rows = max(config.env.repeats, config.env.num_envs // count)
+    options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir) | {"max_rows": rows}
+    if plan.device_type == "cpu":
+        options["num_threads"] = cluster.threads
+    spec = ServantSpec("sota_grpo.workers.rollout:rollout_servant", options)
+    return Fleet(
+        "rollout",
+        cluster.start_rollout(spec),
+        count,
+        capacity=max(1, rows // config.env.repeats),
+        silence_s=config.inference_model.timeout_s,
+        start_deadline_s=config.ray.start_timeout_s,
+    )
+
+
+def _reference(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster) -> ReferenceService:
+    options = {
+        "model_name": resolve_model_path(config.model.name),
+        "dtype": reference_dtype(config),
+        "attn_implementation": config.model.attn_implementation,
+        "trust_remote_code": config.model.trust_remote_code,
+        "device": plan.device_type,
+        "num_threads": cluster.threads if plan.device_type == "cpu" else None,
+        "temperature": config.inference_model.temperature,
+        "precision": trainer_precision(config, plan.device_type),
+        "token_budget": config.train.micro_batch_tokens,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    count = len(plan.placement.ref)
+    fleet = Fleet(
+        "reference",
+        cluster.start_reference(ServantSpec("sota_grpo.workers.reference:reference_servant", options)),
+        count,
+        capacity=2,  # the next group is there when one is answered
+        silence_s=config.ref_model.timeout_s,
+        start_deadline_s=config.ray.start_timeout_s,
+    )
+    in_reward = None if config.train.kl_coef_in_loss else config.policy.kl_coef
+    return ReferenceService(fleet, num_workers=count, in_reward_coeff=in_reward)
+
+
+def _grading(config: Config, task: Task, launcher: ProcessLauncher) -> GradingPool:
+    return GradingPool(
+        starter(launcher, "reward", reward_spec(scorer_of(task), task.term_weights)),
+        config.env.reward_workers,
+        term_weights=task.term_weights,
+        timeout_s=config.env.reward_timeout_s,
+    )
+
+
+def _graded_by(
+    grading: GradingPool, overlong: list[tuple[str, Any]]
+) -> Callable[[list[TensorDictBase]], Future[list[TensorDictBase]]]:
+    """Rewards of a group, the length penalty included: the reference's KL in the reward comes after it."""
+
+    def grade(rows: list[TensorDictBase]) -> Future[list[TensorDictBase]]:
+        done = promised()
+
+        def penalised(found: Future[list[TensorDictBase]]) -> list[TensorDictBase]:
+            batch: TensorDictBase = lazy_stack(found.result())
+            for _, transform in overlong:
+                batch = transform(batch)
+            return row_list(batch)
+
+        grading.grade(rows).add_done_callback(lambda found: resolve(done, lambda: penalised(found)))
+        return done
+
+    return grade if overlong else grading.grade
+
+
+def _reference_transform(config: Config, reference: ReferenceService | None, tokenizer: Any) -> list[tuple[str, Any]]:
+    """The reference as the gate asks it: over a whole batch, waiting for the answer."""
+    if reference is None:
+        return []
+    transform = ReferenceKL(
+        reference,
+        in_reward_coeff=None if config.train.kl_coef_in_loss else config.policy.kl_coef,
+        pad_token_id=tokenizer.pad_token_id,
+        token_budget=config.train.micro_batch_tokens,
+    )
+    return [("ref", transform)]
+
+
+def _learning(
+    config: Config,
+    plan: Plan,
+    tokenizer: Any,
+    cluster: Cluster,
+    engine: FleetEngine,
+    run_dir: Path,
+    crew: _Crew,
+) -> tuple[Learner | RemoteLearner, Publisher, Callable[[Path], object]]:
+    """The learner in this process, or its facade over the ranks; what publishes its weights; what exports them."""
+    if cluster.num_ranks:
+        remote: RemoteLearner = crew.add(
+            RemoteLearner(
+                cluster.start_ranks(),
+                make_settings(config, plan.device_type),
+                share=cluster.share,
+                silence_s=config.train_model.timeout_s,
+                start_deadline_s=config.ray.start_timeout_s,
+            )
+        )
+        return remote, Publisher(remote.weights, [engine]), remote.export_hf
+    if plan.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cluster.threads)
+    model = add_adapter(config, make_model(config, torch.device(device_name(plan.device_type, plan.placement.train))))
+    learner = make_learner(config, make_policy(config, model), tokenizer.pad_token_id, plan.device_type, run_dir)
+    if config.train_model.lora.enabled:
+        engine.base = lambda: base_pack(model)
+        publisher = Publisher(lambda: AdapterPack.of(model), [engine])
+    else:
+        publisher = Publisher(lambda: engine_weights(model), [engine])
+    return learner, publisher, lambda folder: save_hf(model, tokenizer, folder)
+
+
+def _counts(fleets: list[Fleet]) -> Callable[[], dict[str, float]]:
+    return lambda: {
+        "workers/restarts": sum(fleet.restarts for fleet in fleets),
+        "workers/requeued": sum(fleet.requeued for fleet in fleets),
+    }

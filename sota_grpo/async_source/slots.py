@@ -1,0 +1,180 @@
+"""Who holds a slot, and which groups are due: the rules that bound the age, without threads or clocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from sota_grpo.async_source.refill import Group, Refill
+from sota_grpo.envs.stream import PromptStream
+from sota_grpo.functional import max_groups_admitted
+from sota_grpo.group_buffer import GroupBuffer
+
+Rows = list[TensorDictBase]
+
+
+def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: Mapping[int, int]) -> bool:
+    """Whether the ``num_groups`` oldest admitted groups are finished (rule 3; within one version the order is free).
+
+    Args:
+        num_groups: groups per batch.
+        admitted: groups that hold a slot and were not given out, by admission version.
+        finished: those of them that are finished.
+
+    >>> oldest_are_finished(2, {0: 1, 1: 3}, {1: 3}), oldest_are_finished(2, {0: 1, 1: 3}, {0: 1, 1: 1})
+    (False, True)
+    """
+    missing = num_groups
+    for version in sorted(version for version, count in admitted.items() if count):
+        if finished.get(version, 0) < min(missing, admitted[version]):
+            return False
+        missing -= admitted[version]
+        if missing <= 0:
+            return True
+    return False
+
+
+class Slots:
+    """The groups between the draw of their prompt and the end of their turn; not thread-safe.
+
+    A slot is held by a group in flight (``in_flight``), finished (in ``buffer``), flat and not replaced (in
+    ``refill``), or given out by :meth:`take` and not yet freed by :meth:`release`.
+
+    Args:
+        stream: prompts.
+        num_groups: groups per batch.
+        max_policy_age: slots are ``(max_policy_age + 1) * num_groups``.
+        version: the version under which a group is admitted.
+        max_draws: of :class:`Refill`.
+
+    Raises:
+        ValueError: an age below 0, or no group per batch.
+    """
+
+    def __init__(
+        self,
+        stream: PromptStream,
+        *,
+        num_groups: int,
+        max_policy_age: int,
+        version: Callable[[], int],
+        max_draws: int,
+    ):
+        self.num_groups, self.max_policy_age = num_groups, max_policy_age
+        self.count = max_groups_admitted(max_policy_age, num_groups)
+        self.buffer = GroupBuffer(self.count)
+        self.refill = Refill(num_groups=num_groups, slots=self.count, max_draws=max_draws)
+        self.in_flight: dict[int, Group] = {}
+        self._in_flight_versions: Counter[int] = Counter()
+        self._stream, self._version = stream, version
+        self._given_out = 0
+
+    def fill(self) -> list[Group]:
+        """New groups for all free slots, and in place of flat groups as far as the turn allows."""
+        held = len(self.in_flight) + len(self.buffer) + self.refill.num_held + self._given_out
+        return [self._admit(*self.refill.begin_draw()) for _ in range(self.count - held)] + self._replace()
+
+    def flat(self, group: Group, rows: Rows) -> list[Group]:
+        """``group`` has no signal; the fresh groups that replace it or others."""
+        self._land(group)
+        self.refill.add(group, rows)
+        return self._replace()
+
+    def finish(self, group: Group, rows: Rows) -> None:
+        """``group`` is finished and waits in the buffer."""
+        self._land(group)
+        self.buffer.add_group(rows, version=group.version)
+
+    def batch_stands(self) -> bool:
+        """Whether the groups that the next batch must have are finished."""
+        admitted = self._in_flight_versions + self.buffer.versions + self.refill.held_versions()
+        return oldest_are_finished(self.num_groups, admitted, self.buffer.versions)
+
+    def settle(self) -> list[tuple[Group, Rows]]:
+        """The flat groups that stay, if the next batch waits for nothing else; they are in flight again."""
+        held = self.refill.held_versions()
+        done = self.buffer.versions + held
+        if not held or not oldest_are_finished(self.num_groups, self._in_flight_versions + done, done):
+            return []
+        kept = self.refill.settle()
+        for group, _ in kept:
+            self._launch(group)
+        return kept
+
+    def take(self) -> TensorDictBase:
+        """Give out the next batch, which stands.
+
+        Raises:
+            RuntimeError: the batch before was not released.
+        """
+        self.require_released()
+        rows = self.buffer.take(self.num_groups)
+        self._given_out = self.num_groups
+        return rows
+
+    def require_released(self) -> None:
+        """Raise RuntimeError while a batch is given out: its slots are held, so the next one might never stand."""
+        if self._given_out:
+            raise RuntimeError("a batch was asked for before the last one was released; release it after the publish.")
+
+    def release(self) -> list[Group]:
+        """The slots of the batch given out are free and the engines serve its weights; the groups that get them."""
+        self._given_out = 0
+        self.refill.start_turn()
+        return self.fill()
+
+    def _replace(self) -> list[Group]:
+        fresh = []
+        while self.refill.may_draw():
+            fresh.append(self._admit(*self.refill.replace()))
+        return fresh
+
+    def _admit(self, turn: int, index: int) -> Group:
+        ((group_id, example),) = self._stream.draw(1)
+        return self._launch(Group(group_id, example, self._version(), turn, index))
+
+    def _launch(self, group: Group) -> Group:
+        self.in_flight[group.group_id] = group
+        self._in_flight_versions[group.version] += 1
+        return group
+
+    def _land(self, group: Group) -> None:
+        del self.in_flight[group.group_id]
+        self._in_flight_versions[group.version] -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the prompts, groups in flight by id, finished groups with their rows."""
+        return {
+            "num_groups": self.num_groups,
+            "max_policy_age": self.max_policy_age,
+            "stream": self._stream.state_dict(),
+            "in_flight": [[g.group_id, g.version, g.turn, g.index] for g in self.in_flight.values()],
+            "finished": self.buffer.state_dict(),
+            "refill": self.refill.state_dict(),
+            "released": self._given_out == 0,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken; a batch that was given out counts as trained and released.
+
+        Raises:
+            ValueError: the state is of another batch size, or of a larger ``max_policy_age``: its groups would
+                become older than these slots allow.
+        """
+        saved = (state["num_groups"], state["max_policy_age"])
+        if saved[0] != self.num_groups or saved[1] > self.max_policy_age:
+            raise ValueError(
+                f"the saved run has {saved[0]} groups per batch and train.max_policy_age={saved[1]}, this one "
+                f"{self.num_groups} and {self.max_policy_age}; resume with the same (a larger age is allowed)."
+            )
+        self._stream.load_state_dict(state["stream"])
+        self.in_flight, self._in_flight_versions = {}, Counter()
+        for group_id, *place in sorted(state["in_flight"]):
+            self._launch(Group(group_id, self._stream.example_of(group_id), *place))
+        self.buffer.load_state_dict(state["finished"])
+        self.refill.load_state_dict(state["refill"], self._stream.example_of)
+        if not state["released"]:
+            self.refill.start_turn()

@@ -1,0 +1,300 @@
+"""The engine over HTTP: groups become requests to an inference server, weights a file that the server reads.
+
+Token ids in, token ids out; no Ray, no inference library in this process. What differs between servers, paths and the
+form of requests and answers, is a :class:`~sota_grpo.engines.server_dialect.Dialect`; the rest is here.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from sota_grpo.engines.checks import checked_weights
+from sota_grpo.engines.server_dialect import Deadlines, Dialect, Order, Versions
+from sota_grpo.engines.server_http import HttpClient, ServerError, ServerSilent
+from sota_grpo.engines.server_process import ServerProcess
+from sota_grpo.engines.stepping import SteppingEngine
+from sota_grpo.engines.weight_files import WeightFolder
+from sota_grpo.errors import UserError
+from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling
+
+_STEP_S = 0.05  # a step waits so long for a finished group
+_PROBE_EVERY_S = 10.0  # a server that finishes nothing for so long is asked whether it still works
+_DEATH_SHOWS_S = 5.0  # a broken connection may be the first sign of a death that the launcher sees a moment later
+_ABORT_S = 5.0  # closing waits so long for a server of somebody else to take the aborts
+_MAX_CONNECTIONS = 512
+
+
+class ServerEngine(SteppingEngine):
+    """Samples with an inference server: one request per group, each waited for by a thread of its own.
+
+    Contract. Consumes: requests. Produces: groups, as the server answers. Waits for: an answer, at most 50 ms per
+    step. Unblocked by: a finished group, :meth:`close`. When the server dies, hangs, answers nonsense or fails to load
+    weights, the step or push raises and the engine stays broken: its weights would be unknown. Weights may be pushed
+    while groups are in flight; they go on, and every token has the version that sampled it.
+
+    A group that is on its way to the server at the very moment of a push may read cached keys and values of its prompt
+    from the weights before; it is then like a group that was in flight.
+
+    Args:
+        client: of the server.
+        dialect: what the server speaks.
+        shapes: of every weight of the model.
+        tied: for each tied weight, the one it shares its values with.
+        eos_token_ids: the tokens that end a response.
+        max_model_len: context in tokens; None takes what the server allows.
+        max_rows: most samples of one group, and most requests at the same time.
+        process: the server, where it is ours to end.
+        weight_folder: where pushes are written; None makes one, for weights as they come.
+        can_sleep: the server was started so that it can free its memory.
+        deadlines: of every wait.
+
+    Raises:
+        UserError: the server lacks something, or its context is too short; the server is ended then if it is ours.
+    """
+
+    def __init__(
+        self,
+        client: HttpClient,
+        dialect: Dialect,
+        *,
+        shapes: dict[str, torch.Size],
+        tied: dict[str, str],
+        eos_token_ids: Collection[int],
+        max_model_len: int | None = None,
+        max_rows: int = 256,
+        process: ServerProcess | None = None,
+        weight_folder: WeightFolder | None = None,
+        can_sleep: bool = False,
+        deadlines: Deadlines | None = None,
+    ):
+        super().__init__()
+        self.name = dialect.name
+        self.version = 0
+        self._client, self._dialect, self._process = client, dialect, process
+        self._shapes, self._tied, self._max_rows = shapes, tied, max_rows
+        self._stop_token_ids = tuple(sorted(eos_token_ids))
+        self._deadlines = deadlines or Deadlines()
+        self._weights = weight_folder or WeightFolder(shapes, None)
+        self._versions = Versions(secrets.token_hex(4))
+        self._can_sleep, self._asleep, self._closed = can_sleep, False, False
+        self._failure: Exception | None = None
+        self._num_pushes = 0
+        self._may_send = threading.Event()
+        self._may_send.set()
+        self._sent: dict[int, tuple[GroupRequest, int, Sampling]] = {}  # in flight, by ticket
+        self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, tuple[Sample, ...] | Exception]] = queue.SimpleQueue()
+        self._dropped: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._num_senders = 0
+        self._last_answer_at = time.monotonic()
+        self._aborter: threading.Thread | None = None
+        try:
+            self.max_model_len = self._connect(max_model_len)
+        except BaseException:
+            self.close()
+            raise
+        self._aborter = threading.Thread(target=self._abort_dropped, name=f"{self.name}-abort", daemon=True)
+        self._aborter.start()
+
+    def _connect(self, max_model_len: int | None) -> int:
+        try:
+            allowed = self._dialect.connect(self._client, self._deadlines, self._versions.label(0))
+        except ServerError as error:
+            raise self._explained(error, "before it was used") from error
+        if max_model_len is not None and max_model_len > allowed:
+            raise UserError(
+                f"The server at {self._client.url} has a context of {allowed} tokens, max_model_len={max_model_len}; "
+                "start it with more, or ask for less."
+            )
+        return max_model_len or allowed
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("This engine is closed; build a new one to sample again.")
+        if self._failure is not None:
+            raise RuntimeError(f"This engine is broken and has to be built anew: {self._failure}") from self._failure
+
+    def _start(
+        self, tickets: Sequence[int], requests: Sequence[GroupRequest], rooms: Sequence[int], sampling: Sampling
+    ) -> None:
+        for request in requests:
+            if request.num_samples > self._max_rows:
+                raise ValueError(
+                    f"Group {request.group_id} asks for {request.num_samples} samples and the server computes "
+                    f"max_rows={self._max_rows} at once; raise max_rows."
+                )
+            self._dialect.refuse(request, sampling)
+        self._wake_now()
+        if not self._sent:
+            self._last_answer_at = time.monotonic()
+        for ticket, request, room in zip(tickets, requests, rooms):
+            self._sent[ticket] = (request, room, sampling)
+            self._waiting.put(ticket)
+        while self._num_senders < min(len(self._sent), self._max_rows, _MAX_CONNECTIONS):
+            self._num_senders += 1
+            threading.Thread(target=self._send, name=f"{self.name}-{self._num_senders}", daemon=True).start()
+
+    def _send(self) -> None:
+        while (ticket := self._waiting.get()) is not None:
+            self._may_send.wait()
+            if (job := self._sent.get(ticket)) is None:
+                continue
+            request, room, sampling = job
+            order = Order(
+                name=self._name(ticket),
+                request=request,
+                room=room,
+                sampling=sampling,
+                stop_token_ids=() if sampling.ignore_eos else self._stop_token_ids,
+                cache_salt=f"{self._versions.token}-{self._num_pushes}",
+                version=self.version,
+            )
+            try:
+                samples = self._dialect.generate(self._client, order, self._versions, self._deadlines.generate)
+            except Exception as error:  # it belongs to whoever steps
+                self._answers.put((ticket, error))
+            else:
+                self._answers.put((ticket, samples))
+
+    def _name(self, ticket: int) -> str:
+        return f"{self._versions.token}-{ticket}"
+
+    def _step(self) -> list[tuple[int, GroupOutput]]:
+        ended = []
+        wait_s = _STEP_S
+        while True:
+            try:
+                ticket, answer = self._answers.get(timeout=wait_s) if wait_s else self._answers.get_nowait()
+            except queue.Empty:
+                break
+            wait_s = 0.0
+            self._last_answer_at = time.monotonic()
+            job = self._sent.pop(ticket, None)
+            if job is None:
+                continue  # aborted
+            if isinstance(answer, Exception):
+                self._fail(answer, "while it sampled")
+            else:
+                ended.append((ticket, GroupOutput(group_id=job[0].group_id, samples=answer)))
+        if not ended:
+            self._check_alive()
+        return ended
+
+    def _check_alive(self) -> None:
+        if self._process is not None and self._process.has_ended():
+            self._fail(self._process.died("while it sampled"), "")
+        if time.monotonic() - self._last_answer_at < _PROBE_EVERY_S:
+            return
+        try:
+            self._dialect.probe(self._client, self._deadlines.control)
+        except ServerError as error:
+            self._fail(error, "while it sampled")
+        self._last_answer_at = time.monotonic()
+
+    def _fail(self, error: Exception, doing: str) -> None:
+        self._failure = self._explained(error, doing)
+        raise self._failure from (None if self._failure is error else error)
+
+    def _explained(self, error: Exception, doing: str) -> Exception:
+        """The server's death instead of a broken connection that came from it."""
+        lost = isinstance(error, ServerSilent) and self._process is not None
+        if lost and self._process is not None and self._process.has_ended(within_s=_DEATH_SHOWS_S):
+            return self._process.died(doing)
+        return error
+
+    def _drop(self, tickets: Collection[int]) -> None:
+        for ticket in tickets:
+            if (job := self._sent.pop(ticket, None)) is not None:
+                self._dropped.put((ticket, job[0].num_samples))
+
+    def _abort_dropped(self) -> None:
+        while (dropped := self._dropped.get()) is not None:
+            ticket, num_samples = dropped
+            try:
+                self._dialect.abort(self._client, self._name(ticket), num_samples, self._deadlines.control)
+            except ServerError:
+                continue  # a server that is gone samples nothing; the next step says so
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace every weight; the next token of every group in flight comes from them.
+
+        Raises:
+            ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was pushed then.
+            OSError: no room for the file of weights; nothing was pushed then.
+            ServerError: the server did not load them.
+            ServerDied: it ended.
+        """
+        self._require_open()
+        folder = self._weights.write(checked_weights(weights, self._shapes, self._tied, tied_required=True))
+        try:
+            with self._turn():
+                self._require_open()
+                self._wake_now()
+                self._push(str(folder), version)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _push(self, folder: str, version: int) -> None:
+        self._may_send.clear()
+        label = self._versions.label(version)
+        try:
+            self._dialect.push(self._client, folder, label, self._deadlines, idle=not self._sent)
+            self._num_pushes += 1
+            self.version = version
+        except ServerError as error:
+            self._fail(error, "while it loaded weights")
+        finally:
+            self._may_send.set()
+
+    def sleep(self) -> None:
+        """Have a server that was started for it free GPU memory; else nothing.
+
+        Raises:
+            RuntimeError: groups are in flight; they would be lost.
+        """
+        with self._turn():
+            self._require_open()
+            if not self._can_sleep or self._asleep:
+                return
+            if self._sent:
+                raise RuntimeError(
+                    f"The {self.name} engine was asked to sleep with {len(self._sent)} groups in flight; consume or "
+                    "abort them first."
+                )
+            self._dialect.sleep(self._client, self._deadlines.control)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`; sampling and pushing do it by themselves."""
+        with self._turn():
+            self._wake_now()
+
+    def _wake_now(self) -> None:
+        if self._asleep:
+            self._require_open()
+            self._dialect.wake(self._client, self._deadlines.control)
+            self._asleep = False
+
+    def close(self) -> None:
+        """End a server that was started here, drop the groups in flight of any other; idempotent."""
+        with self._turn():
+            if self._closed:
+                return
+            self._forget_all()
+            self._closed = True
+            for _ in range(self._num_senders):
+                self._waiting.put(None)
+            self._dropped.put(None)
+            if self._process is not None:
+                self._process.close()
+            elif self._aborter is not None:
+                self._aborter.join(_ABORT_S)  # it goes on without us: it should not go on for us
+            self._client.close()
+            self._weights.close()

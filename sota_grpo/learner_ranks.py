@@ -1,0 +1,120 @@
+"""One rank of a learner, in a process of its own: what :class:`sota_grpo.remote_learner.RemoteLearner` talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from sota_grpo.learner import Learner
+from sota_grpo.policy.export import save_hf
+from sota_grpo.policy.lora import engine_weights
+from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.records import sample_seed
+from sota_grpo.workers.packing import RowPack, StatePack
+from sota_grpo.workers.servant_thread import ServantThread
+
+Item = TypeVar("Item")
+
+
+class LearnerServant:
+    """A :class:`sota_grpo.learner.Learner` as a servant (see :class:`sota_grpo.workers.base.ServantSpec`).
+
+    Contract. Consumes: the same calls, in the same order, as the other ranks' servants. Produces: futures; what is
+    gathered (states, weights) is rank 0's answer and None on the others. Waits for: the other ranks, in every
+    collective. When one of them dies this one waits for it until it is killed, or until the deadline of the process
+    group.
+
+    Everything that computes runs on one thread, on which the learner is built too: collectives must not overlap, and
+    the choice of a CUDA device belongs to a thread.
+
+    Args:
+        make_learner: joins the other ranks and builds this rank's learner
+            (:func:`sota_grpo.policy.sharding.join_ranks`, :func:`sota_grpo.policy.sharding.shard`).
+        tokenizer: written beside the exported model; None where nothing is exported.
+    """
+
+    def __init__(self, make_learner: Callable[[], Learner], tokenizer: PreTrainedTokenizerBase | None = None):
+        self.tokenizer = tokenizer
+        self._thread = ServantThread("learner")
+        self.learner: Learner = self._thread.submit(make_learner).result()
+        self.learner.policy.register_forward_hook(lambda *_: self._thread.progress())
+
+    def update(self, rows: RowPack) -> Future[dict[str, float | None]]:
+        """:meth:`Learner.update`. The random stream, which adapters' dropout reads, is this turn's and this rank's."""
+
+        def update() -> dict[str, float | None]:
+            learner = self.learner
+            torch.manual_seed(sample_seed(learner.seed, learner.version, learner.ranks.rank))
+            return learner.update(rows.rows())
+
+        return self._thread.submit(update)
+
+    def state_dict(self) -> Future[StatePack | None]:
+        """:meth:`Learner.state_dict`."""
+
+        def state_dict() -> StatePack | None:
+            state = self.learner.state_dict()
+            return StatePack.of(state) if self.learner.ranks.leads else None
+
+        return self._thread.submit(state_dict)
+
+    def load_state_dict(self, state: StatePack) -> Future[None]:
+        """:meth:`Learner.load_state_dict`."""
+        return self._thread.submit(lambda: self.learner.load_state_dict(state.state()))
+
+    def weights(self, base: bool = True) -> Future[WeightPack | None]:
+        """What engines load: :func:`sota_grpo.policy.lora.engine_weights`."""
+
+        def weights() -> WeightPack | None:
+            pack = WeightPack.of(self._ticking(engine_weights(self.learner.policy.model, base=base)))
+            return pack if self.learner.ranks.leads else None
+
+        return self._thread.submit(weights)
+
+    def export_hf(self, folder: str) -> Future[None]:
+        """:func:`sota_grpo.policy.export.save_hf`, written by rank 0."""
+        if self.tokenizer is None:
+            raise ValueError("this learner was built without a tokenizer, which an export needs")
+        tokenizer = self.tokenizer
+        return self._thread.submit(lambda: save_hf(self.learner.policy.model, tokenizer, folder) and None)
+
+    def log_prob_gaps(self, rows: RowPack) -> Future[torch.Tensor]:
+        """:meth:`Learner.log_prob_gaps`."""
+        return self._thread.submit(lambda: self.learner.log_prob_gaps(rows.rows()))
+
+    def base_log_probs(self, rows: RowPack) -> Future[torch.Tensor]:
+        """:meth:`Learner.base_log_probs`, joined over the rows."""
+        return self._thread.submit(lambda: torch.cat(self.learner.base_log_probs(rows.rows())))
+
+    def diagnose(self, rows: RowPack) -> Future[dict[str, float | None]]:
+        """:meth:`Learner.diagnose`."""
+        return self._thread.submit(lambda: self.learner.diagnose(rows.rows()))
+
+    def gradient_gap(self, rows: RowPack, token_budgets: tuple[int, int]) -> Future[tuple[float, float]]:
+        """:meth:`Learner.gradient_gap`."""
+        return self._thread.submit(lambda: self.learner.gradient_gap(rows.rows(), token_budgets))
+
+    def perturb(self) -> Future[None]:
+        """:meth:`Learner.perturb`."""
+        return self._thread.submit(self.learner.perturb)
+
+    def restore(self) -> Future[None]:
+        """:meth:`Learner.restore`."""
+        return self._thread.submit(self.learner.restore)
+
+    def ping(self) -> float:
+        """Seconds since the last forward pass or gathered weight of a call that is running; 0 when idle."""
+        return self._thread.silent_s()
+
+    def close(self) -> None:
+        """End after what is queued."""
+        self._thread.close()
+
+    def _ticking(self, items: Iterable[Item]) -> Iterator[Item]:
+        for item in items:
+            self._thread.progress()
+            yield item

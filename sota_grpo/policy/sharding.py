@@ -1,0 +1,147 @@
+"""A policy over several processes (FSDP2): each rank keeps a part of every parameter, gradient and optimizer moment.
+
+One rank is the same code with nothing to share: :class:`Ranks` of size 1 calls no collective.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from sota_grpo.policy.lora import base_model
+
+if TYPE_CHECKING:
+    from sota_grpo.policy.causal import CausalPolicy
+
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train one policy together, as one of them sees them.
+
+    Args:
+        rank: this process.
+        size: how many there are.
+        device: where this rank computes.
+        reduce_once: the gradient of an optimizer step is summed over the ranks once, after its last micro-batch, which
+            needs room for the gradient of the whole model on every rank (4 bytes per float32 parameter). False sums
+            after every micro-batch: more traffic, and each rank holds its own part only.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    reduce_once: bool = True
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for all: gathered values and files are its."""
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, on each of them; collective.
+
+        >>> Ranks().sum(torch.tensor([1.0, 2.0])).tolist()
+        [1.0, 2.0]
+        """
+        if self.size == 1:
+            return values
+        total = values.detach().to(self.device, copy=True)
+        dist.all_reduce(total)
+        return total
+
+    def sums(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Each scalar summed over all ranks, in float64 and one message; every rank gives the same names.
+
+        >>> Ranks().sums({"tokens": torch.tensor(3.0)})
+        {'tokens': tensor(3.)}
+        """
+        if self.size == 1:
+            return dict(values)
+        total = self.sum(torch.stack([value.detach().double() for value in values.values()]))
+        return dict(zip(values, total.unbind()))
+
+
+def join_ranks(
+    rank: int,
+    size: int,
+    *,
+    init_method: str,
+    device: torch.device | str,
+    timeout_s: float = 1800.0,
+    reduce_once: bool = True,
+) -> Ranks:
+    """Make this process one of ``size`` ranks; returns when all have come. Once per process.
+
+    gloo joins CPUs, NCCL GPUs. On a loopback address gloo listens on loopback only.
+
+    Args:
+        rank: of this process, from 0.
+        size: how many processes join.
+        init_method: where they meet: ``tcp://host:port``; or, for processes of one machine, ``file:///path`` of a file
+            that does not exist yet.
+        device: where this rank computes.
+        timeout_s: longest wait for the others, here and in every collective.
+        reduce_once: see :class:`Ranks`.
+
+    Raises:
+        torch.distributed.DistError: the others did not come in time.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    host = init_method.removeprefix("tcp://").rpartition(":")[0]
+    if sys.platform == "linux" and (init_method.startswith("file://") or host in _LOOPBACK):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return Ranks(rank, size, device, reduce_once)
+
+
+def shard(policy: CausalPolicy, ranks: Ranks) -> None:
+    """Leave this rank its part of every parameter, in place; what computes gathers one decoder layer at a time.
+
+    The parameters may lie on the CPU: each layer moves to the ranks' device on its own, so that no device ever holds
+    the whole model. Gradients are sums over the ranks, not means. Do this before an optimizer is built. With one rank
+    nothing happens.
+    """
+    if ranks.size == 1:
+        return
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    scorer = policy.scorer
+    for module in [*_layers(policy.model), scorer]:
+        # the outermost too: what stayed gathered would be computed with after the weights have changed
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+
+
+def reduce_gradients(policy: CausalPolicy, now: bool) -> None:
+    """Whether the next backward pass sums the gradients over the ranks, or keeps them for a later one to do so."""
+    if isinstance(policy.scorer, FSDPModule):
+        policy.scorer.set_requires_gradient_sync(now)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers: what transformers itself keeps together when it spreads a model over devices."""
+    inner = base_model(model)
+    names = set(inner._no_split_modules or ())
+    return [module for module in inner.modules() if type(module).__name__ in names]

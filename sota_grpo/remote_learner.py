@@ -1,0 +1,192 @@
+"""The learner as the driver sees it when it lives in other processes: one facade over all ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from tensordict import TensorDictBase
+
+from sota_grpo import keys
+from sota_grpo.collate import row_list
+from sota_grpo.errors import RunFailed
+from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.schedule import LearnerSettings
+from sota_grpo.workers.base import Worker, WorkerDied
+from sota_grpo.workers.packing import RowPack, StatePack
+
+_PINGS_PER_SILENCE = 4
+_LONGEST_PING_PAUSE_S = 10.0
+
+
+class LearnerDied(RunFailed):
+    """A rank of the learner is gone or hangs, so none can go on; the message names it and the cause."""
+
+
+class RemoteLearner:
+    """:class:`sota_grpo.learner.Learner` over the ranks that ``workers`` run, for the loop, the gate and checkpoints.
+
+    Contract. Consumes: calls, from any thread. Produces: rank 0's answers. Waits for: every rank, as long as each shows
+    progress. Every rank is given every call with the same arguments and in one order, because their collectives must
+    match. When a rank dies, or shows no progress for ``silence_s``, the others would wait for it for ever: all are
+    killed and :class:`LearnerDied` names the one and the cause. An exception that all ranks survive is raised as it is.
+
+    Args:
+        workers: one per rank, in the order of the ranks; each runs a
+            :class:`sota_grpo.learner_ranks.LearnerServant`.
+        settings: those of the ranks' learners.
+        share: makes a large argument travel once, as :meth:`sota_grpo.workers.base.Launcher.share` does.
+        silence_s: longest time without progress: one micro-batch, or one optimizer step, or one gathered state.
+        start_deadline_s: longest wait for all ranks to be there with their model.
+        grace_s: after one rank's exception, how long the others may take to answer.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        settings: LearnerSettings,
+        *,
+        share: Callable[[Any], Any] = lambda value: value,
+        silence_s: float = 600.0,
+        start_deadline_s: float = 1800.0,
+        grace_s: float = 10.0,
+    ):
+        self.workers = tuple(workers)
+        self.settings = settings
+        self.version = 0
+        self._share = share
+        self._silence_s, self._start_deadline_s, self._grace_s = silence_s, start_deadline_s, grace_s
+        self._began = time.monotonic()
+        self._ready = False
+        self._order = threading.Lock()
+
+    def wait_ready(self) -> None:
+        """Return when every rank has built its learner; the first call does this by itself.
+
+        Raises:
+            LearnerDied: one did not, or not within ``start_deadline_s``.
+        """
+        if self._ready:
+            return
+        answers = [worker.call("ping") for worker in self.workers]
+        left_s = self._start_deadline_s - (time.monotonic() - self._began)
+        pending = wait(answers, timeout=max(0.0, left_s), return_when=FIRST_EXCEPTION).not_done
+        failed = [index for index, answer in enumerate(answers) if answer.done() and answer.exception()]
+        if failed:
+            self._die(failed[0], str(answers[failed[0]].exception()), answers[failed[0]].exception())
+        if pending:
+            late = [index for index, answer in enumerate(answers) if answer in pending]
+            self._die(late[0], f"was not ready after {self._start_deadline_s:g} s")
+        self._ready = True
+
+    def update(self, rows: TensorDictBase) -> dict[str, float | None]:
+        """:meth:`Learner.update`, with the time that the driver waited; the rows are left as they are."""
+        began = time.perf_counter()
+        found = self._call("update", self._packed(rows))
+        self.version += 1
+        return found | {"time/learn_s": time.perf_counter() - began}
+
+    def state_dict(self) -> dict[str, Any]:
+        """:meth:`Learner.state_dict`: one form for any number of ranks, one included."""
+        return self._call("state_dict").state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """:meth:`Learner.load_state_dict`, of whatever number of ranks the state is."""
+        self._call("load_state_dict", self._share(StatePack.of(state)))
+        self.version = state["version"]
+
+    def weights(self, *, base: bool = True) -> WeightPack:
+        """What engines load, as :func:`sota_grpo.policy.lora.engine_weights` gives it."""
+        return self._call("weights", base)
+
+    def export_hf(self, folder: Path) -> None:
+        """:func:`sota_grpo.policy.export.save_hf`, written on the machine of rank 0; raises what it raises."""
+        self._call("export_hf", str(folder))
+
+    def log_prob_gaps(self, rows: Sequence[TensorDictBase]) -> torch.Tensor:
+        """:meth:`Learner.log_prob_gaps`."""
+        return self._call("log_prob_gaps", self._packed(rows))
+
+    def base_log_probs(self, rows: Sequence[TensorDictBase] | TensorDictBase) -> list[torch.Tensor]:
+        """:meth:`Learner.base_log_probs`: each row's log-probs ``[T_i]`` without the adapter."""
+        flat = self._call("base_log_probs", self._packed(rows))
+        return list(flat.split([row.get(keys.FULL_TOKENS).shape[-1] for row in row_list(rows)]))
+
+    def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
+        """:meth:`Learner.diagnose`."""
+        return self._call("diagnose", self._packed(rows))
+
+    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> tuple[float, float]:
+        """:meth:`Learner.gradient_gap`."""
+        return self._call("gradient_gap", self._packed(rows), token_budgets)
+
+    def perturb(self) -> None:
+        """:meth:`Learner.perturb`."""
+        self._call("perturb")
+
+    def restore(self) -> None:
+        """:meth:`Learner.restore`."""
+        self._call("restore")
+
+    def close(self) -> None:
+        """End every rank at once; idempotent."""
+        for worker in self.workers:
+            worker.kill()
+
+    def _packed(self, rows: Sequence[TensorDictBase] | TensorDictBase) -> Any:
+        return self._share(RowPack.of(row_list(rows)))
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Rank 0's answer, when all have answered.
+
+        Raises:
+            LearnerDied: a rank died or hangs, or failed where the others wait for it.
+            Exception: what rank 0 raised, else the first other rank that raised, when all ranks have answered.
+        """
+        self.wait_ready()
+        with self._order:
+            answers = [worker.call(method, *args) for worker in self.workers]
+        self._wait(answers)
+        failed = [index for index, answer in enumerate(answers) if answer.done() and answer.exception()]
+        if not failed:
+            return answers[0].result()
+        # whoever is still waiting may be waiting for the rank that failed, or about to say why it did
+        pending = wait(answers, timeout=self._grace_s).not_done
+        errors = {index: answer.exception() for index, answer in enumerate(answers) if answer not in pending}
+        died = [index for index, error in errors.items() if isinstance(error, WorkerDied)]
+        if died or pending:
+            index = (died or failed)[0]
+            self._die(index, str(errors[index]) or type(errors[index]).__name__, errors[index])
+        raise next(error for error in errors.values() if error)
+
+    def _wait(self, answers: Sequence[Future[Any]]) -> None:
+        """Return when all have answered or one has failed; meanwhile every rank is asked for signs of progress."""
+        pings: dict[int, Future[Any]] = {}
+        asked: dict[int, float] = {}
+        pause_s = min(self._silence_s / _PINGS_PER_SILENCE, _LONGEST_PING_PAUSE_S)
+        while wait(answers, timeout=pause_s, return_when=FIRST_EXCEPTION).not_done:
+            if any(answer.done() and answer.exception() for answer in answers):
+                return
+            now = time.monotonic()
+            mute = {index: now - asked[index] for index, ping in pings.items() if not ping.done()}
+            stuck = {index: ping.result() for index, ping in pings.items() if ping.done() and not ping.exception()}
+            if max([*mute.values(), *stuck.values()], default=0.0) > self._silence_s:
+                # the ranks that wait for a stopped one are stuck too, but they answer
+                suspects = mute or stuck
+                what = "does not answer" if mute else "makes no progress"
+                self._die(max(suspects, key=suspects.__getitem__), f"it {what}, for {self._silence_s:g} s")
+            for index, worker in enumerate(self.workers):
+                if index not in mute:
+                    pings[index], asked[index] = worker.call("ping"), now
+
+    def _die(self, index: int, what: str, cause: BaseException | None = None) -> NoReturn:
+        self.close()
+        raise LearnerDied(
+            f"The learner ended, because its rank {index} ({self.workers[index].name}) failed: {what}; "
+            "train.resume=auto continues from the last checkpoint."
+        ) from cause

@@ -1,0 +1,118 @@
+"""What travels to the ranks of a learner and back, in one flat buffer each: rows, and the state of a learner.
+
+A pickle of a thousand rows describes and copies every tensor of each: 2.7 MB and 1.8 s for rows that pack into 0.2 MB
+in 0.06 s. A :class:`sota_grpo.policy.weight_pack.WeightPack` travels as one buffer, by reference where the transport
+allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from sota_grpo import keys
+from sota_grpo.policy.weight_pack import WeightPack
+
+Key = str | tuple[str, ...]
+
+_COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # they stand in the full tokens
+
+
+@dataclass(frozen=True)
+class RowPack:
+    """The tensors of ragged rows, each entry joined over the rows; text stays behind.
+
+    >>> rows = [TensorDict({"tokens": {"full": torch.arange(n)}}) for n in (1, 2)]
+    >>> [row["tokens", "full"].tolist() for row in RowPack.of(rows).rows()]
+    [[0], [0, 1]]
+    """
+
+    columns: WeightPack
+    shapes: Mapping[Key, Sequence[torch.Size]]
+
+    @classmethod
+    def of(cls, rows: Sequence[TensorDictBase]) -> RowPack:
+        """Pack rows that have the same entries.
+
+        Raises:
+            ValueError: there is no row, or an entry of the first row is missing in another.
+        """
+        if not rows:
+            raise ValueError("RowPack.of got no rows; a batch needs at least one.")
+        found = rows[0].items(include_nested=True, leaves_only=True)
+        names = [name for name, value in found if isinstance(value, torch.Tensor) and name not in _COPIES]
+        columns, shapes = [], {}
+        for name in names:
+            values = [row.get(name, None) for row in rows]
+            missing = [index for index, value in enumerate(values) if value is None]
+            if missing:
+                raise ValueError(f"{name} is missing in row {missing[0]}; write it to all rows of a batch or to none.")
+            shapes[name] = [value.shape for value in values]
+            columns.append((str(name), torch.cat([value.reshape(-1) for value in values])))
+        return cls(WeightPack.of(columns), shapes)
+
+    def rows(self) -> list[TensorDictBase]:
+        """The rows again, as views that are not to be written into."""
+        columns = dict(self.columns.tensors())
+        split = {}
+        for name, shapes in self.shapes.items():
+            parts = columns[str(name)].split([shape.numel() for shape in shapes])
+            split[name] = [part.view(shape) for part, shape in zip(parts, shapes)]
+        count = len(next(iter(self.shapes.values())))
+        rows: list[TensorDictBase] = []
+        for index in range(count):
+            row = TensorDict({})
+            for name, parts in split.items():
+                row.set(name, parts[index])
+            rows.append(row)
+        return rows
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Stands where a tensor was."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class StatePack:
+    """Nested dicts, lists and tuples with tensors and plain values, the tensors in one buffer.
+
+    >>> StatePack.of({"model": {"w": torch.ones(2)}, "betas": (0.9, 0.99)}).state()
+    {'model': {'w': tensor([1., 1.])}, 'betas': (0.9, 0.99)}
+    """
+
+    tensors: WeightPack
+    rest: Any
+
+    @classmethod
+    def of(cls, state: Any) -> StatePack:
+        """Pack ``state``; its tensors are copied to the CPU."""
+        found: list[tuple[str, torch.Tensor]] = []
+
+        def emptied(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            found.append((str(len(found)), value))
+            return _Tensor(found[-1][0])
+
+        rest = _mapped(state, emptied)
+        return cls(WeightPack.of(found), rest)
+
+    def state(self) -> Any:
+        """What was packed; its tensors are views that are not to be written into."""
+        tensors = dict(self.tensors.tensors())
+        return _mapped(self.rest, lambda value: tensors[value.name] if isinstance(value, _Tensor) else value)
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _mapped(item, change) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, change) for item in value)
+    return change(value)

@@ -1,0 +1,284 @@
+"""Workers that are processes of this machine, started afresh (never forked) and spoken to through a socket pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from sota_grpo.workers.base import ServantSpec
+from sota_grpo.workers.host import PID_METHOD, Host, OpenCalls, child_environment, die_with_parent, outcome, portable
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
+    "from sota_grpo.workers.processes import serve_child; serve_child(int(sys.argv[3]), int(sys.argv[4]))"
+)
+_PARENT_POLL_S = 0.5
+_EXIT_S = 1.0  # from the end of the socket to the end of the process
+_REAP_S = 10.0  # longest wait of kill() for the kernel
+
+
+class ProcessWorker:
+    """A servant in a process of its own (:class:`~.base.Worker`).
+
+    Contract. One thread writes the calls, so that a stopped process holds nobody up; one reads the answers. The end of
+    the process, however it comes, fails what is open with its exit code or signal; the process is reaped, and whatever
+    it had started in its session is killed with it. Arguments are pickled by :meth:`call`, large buffers by reference:
+    leave arrays unchanged until the call is answered.
+
+    Args:
+        name: in messages and in ``ps``.
+        spec: what the process runs.
+        environment: of the process, whole.
+        spawner: the one thread that starts processes (see :class:`ProcessLauncher`).
+    """
+
+    def __init__(
+        self, name: str, spec: ServantSpec, environment: Mapping[str, str], spawner: ThreadPoolExecutor
+    ) -> None:
+        self.name = name
+        self._calls = OpenCalls(name)
+        self._spawner = spawner  # kept: the process dies with the thread that started it
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = spawner.submit(_spawn, name, theirs.fileno(), environment).result()
+        self._socket = ours
+        self._connection = Connection(os.dup(ours.fileno()))
+        self._outbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        self._outbox.put(_Message.of((name,), spec))
+        self._writer = threading.Thread(target=self._write, name=f"calls to {name}", daemon=True)
+        self._writer.start()
+        self._reader = threading.Thread(target=self._read, name=f"answers of {name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        number, future = self._calls.open()
+        if method == PID_METHOD:
+            self._calls.resolve(number, True, self.pid)
+        elif not future.done():
+            try:
+                self._outbox.put(_Message.of((number, method), args))
+            except Exception as error:  # arguments that cannot be pickled are this call's failure
+                self._calls.resolve(number, False, error)
+        return future
+
+    def kill(self) -> None:
+        self._signal_group()
+        self._calls.fail(f"(pid {self.pid}) was killed")
+        if threading.current_thread() is not self._reader:
+            self._reader.join(_REAP_S)
+
+    def _signal_group(self) -> None:
+        with suppress(ProcessLookupError):  # it has ended and been reaped
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                message.send(self._connection)
+            except OSError:  # it is gone; the reader says so
+                return
+
+    def _read(self) -> None:
+        death = os.pidfd_open(self._process.pid) if hasattr(os, "pidfd_open") else None
+        watched: list[Any] = [self._connection] if death is None else [self._connection, death]
+        try:
+            while True:
+                if self._connection not in wait(watched):
+                    # Something that the process left behind may hold its end of the socket open: end it here.
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                (number, succeeded), message = _Message.receive(self._connection)
+                self._resolve(number, succeeded, message)
+        except (EOFError, OSError):
+            self._bury()
+        finally:
+            if death is not None:
+                os.close(death)
+
+    def _resolve(self, number: int, succeeded: bool, message: _Message) -> None:
+        try:
+            value = message.load()
+        except Exception as error:  # an answer whose class this process lacks is that call's failure, not the worker's
+            succeeded, value = False, error
+        self._calls.resolve(number, succeeded, value)
+
+    def _bury(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)
+        self._signal_group()
+        self._calls.fail(f"(pid {self.pid}) {_ending(self._process.wait())}")
+        self._outbox.put(None)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._writer.join()  # the descriptor may mean another file as soon as it is closed
+        self._socket.close()
+        self._connection.close()
+
+
+class ProcessLauncher:
+    """Starts :class:`ProcessWorker` (:class:`~.base.Launcher`).
+
+    Processes are started by one thread that lives as long as the launcher: Linux then kills them the moment that this
+    process dies, even by SIGKILL and even while they hold the interpreter lock; elsewhere they notice within a second.
+    A process ignores Ctrl-C: whoever started it decides when it ends.
+
+    >>> launcher = ProcessLauncher()
+    >>> worker = launcher.start("counter-0", ServantSpec("collections:Counter", {"a": 2}), threads=1)
+    >>> worker.call("total").result(timeout=60)
+    2
+    >>> launcher.close()
+    """
+
+    def __init__(self) -> None:
+        self._spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
+        self._workers: weakref.WeakSet[ProcessWorker] = weakref.WeakSet()
+
+    def start(
+        self, name: str, spec: ServantSpec, *, env: Mapping[str, str] | None = None, threads: int | None = None
+    ) -> ProcessWorker:
+        """Start a worker.
+
+        Args:
+            name: in messages and in ``ps``.
+            spec: what it runs.
+            env: variables set before the process imports anything.
+            threads: of OpenMP, hence of torch; None leaves it to the environment.
+        """
+        worker = ProcessWorker(name, spec, {**os.environ, **child_environment(env, threads)}, self._spawner)
+        self._workers.add(worker)
+        return worker
+
+    def share(self, value: Any) -> Any:
+        """A handle for ``call``: the value is pickled here, once, and sent with every call that names the handle."""
+        return _Shared(value)
+
+    def close(self) -> None:
+        for worker in list(self._workers):
+            worker.kill()
+        self._spawner.shutdown(wait=False)
+
+
+class _Message:
+    """A head that always can be read, a pickled body, and the body's large buffers beside it."""
+
+    def __init__(self, head: tuple[Any, ...], body: bytes, buffers: list[Any]) -> None:
+        self._head, self._body, self._buffers = head, body, buffers
+
+    @classmethod
+    def of(cls, head: tuple[Any, ...], value: Any) -> _Message:
+        buffers: list[pickle.PickleBuffer] = []
+        body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        return cls(head, body, [buffer.raw() for buffer in buffers])
+
+    def send(self, connection: Connection) -> None:
+        connection.send_bytes(pickle.dumps((self._head, [len(buffer) for buffer in self._buffers])))
+        connection.send_bytes(self._body)
+        for buffer in self._buffers:
+            connection.send_bytes(buffer)
+
+    @classmethod
+    def receive(cls, connection: Connection) -> tuple[tuple[Any, ...], _Message]:
+        head, sizes = pickle.loads(connection.recv_bytes())
+        body, buffers = connection.recv_bytes(), [bytearray(size) for size in sizes]
+        for buffer in buffers:
+            connection.recv_bytes_into(buffer)
+        return head, cls(head, body, buffers)
+
+    def load(self) -> Any:
+        return pickle.loads(self._body, buffers=self._buffers)
+
+
+class _Shared:
+    """A value that is pickled once, however often it is sent; at the other end it is the value."""
+
+    def __init__(self, value: Any) -> None:
+        self._message = _Message.of((), value)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        message = self._message
+        return _unshare, (message._body, [pickle.PickleBuffer(buffer) for buffer in message._buffers])
+
+
+def _unshare(body: bytes, buffers: list[Any]) -> Any:
+    return pickle.loads(body, buffers=buffers)
+
+
+def _spawn(name: str, fd: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", _BOOT, name, json.dumps(sys.path), str(fd), str(os.getpid())]
+    return subprocess.Popen(
+        command, pass_fds=(fd,), stdin=subprocess.DEVNULL, start_new_session=True, env=dict(environment)
+    )
+
+
+def _ending(code: int) -> str:
+    """How a process ended, in words.
+
+    >>> _ending(3), _ending(-11)
+    ('ended with exit code 3', 'was ended by SIGSEGV')
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    hint = "; the kernel sends it when memory runs out" if -code == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}"
+
+
+def serve_child(fd: int, parent_pid: int) -> None:
+    """The life of a worker's process: the servant on the main thread, where it may use signals; calls on another."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_parent(parent_pid)
+    connection = Connection(fd)
+    (name,), message = _Message.receive(connection)
+    host = Host(name, message.load)
+    threading.Thread(target=_relay, args=(connection, host), daemon=True).start()
+    host.serve()
+
+
+def _relay(connection: Connection, host: Host) -> None:
+    """Hand calls to the host, in their order, until the other end is gone."""
+    lock = threading.Lock()
+
+    def answer(number: int, future: Future[Any]) -> None:
+        succeeded, value = outcome(host.name, future)
+        try:
+            message = _Message.of((number, succeeded), value)
+        except Exception as error:  # a result that cannot be pickled is that call's failure
+            message = _Message.of((number, False), portable(host.name, error))
+        with lock, suppress(OSError):  # the other end is gone: this process is about to end
+            message.send(connection)
+
+    try:
+        while True:
+            (number, method), message = _Message.receive(connection)
+            host.post(method, message.load).add_done_callback(partial(answer, number))
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """Never outlive the parent, whatever the servant is at."""
+    die_with_parent()
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(_PARENT_POLL_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()

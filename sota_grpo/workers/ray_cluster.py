@@ -1,0 +1,270 @@
+"""Workers that are Ray actors, on this machine alone or on a running cluster."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pickle
+import signal
+import sys
+import threading
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import cache, partial
+from multiprocessing.connection import wait
+from typing import Any
+
+from sota_grpo.workers.base import ServantSpec
+from sota_grpo.workers.guardian import descendants, guard
+from sota_grpo.workers.host import OpenCalls, child_environment
+from sota_grpo.workers.ray_actor import HostActor, Place, Shared, machine_id, pack
+
+_GONE_S = 10.0  # longest wait of kill() for the kernel
+# Ray's own switches: every service of a cluster that this process starts listens on 127.0.0.1 only.
+_LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+_NO_IDLE_WORKERS = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
+
+
+class RayWorker:
+    """A servant in a Ray actor (:class:`~.base.Worker`).
+
+    Contract. Ray starts the calls of an asynchronous actor in any order; so they are numbered here and put in order
+    there. Arguments are pickled by :meth:`call`; large ones that several workers need are given as handles of
+    :meth:`RayLauncher.share`, each an argument by itself. Arrays arrive read-only and uncopied. Ray never restarts the
+    actor: whoever owns the worker decides.
+    """
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self.pid: int | None = None  # until the actor has said it
+        self._actor = actor
+        self._calls = OpenCalls(name)
+        self._lock = threading.Lock()
+        self._sent = 0
+        self._process: int | None = None  # a descriptor of the actor's process, where that runs on this machine
+        actor.place.remote().future().add_done_callback(self._placed)
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        number, future = self._calls.open()
+        if future.done():
+            return future
+        try:
+            packed = pack(args)
+        except Exception as error:  # arguments that cannot be pickled are this call's failure
+            self._calls.resolve(number, False, error)
+            return future
+        try:
+            with self._lock:
+                answer = self._actor.call.remote(self._sent, method, *packed)
+                self._sent += 1
+        except Exception as error:  # Ray itself is gone or refuses
+            self._calls.fail(f"cannot be reached: {_one_line(error)}")
+        else:
+            answer.future().add_done_callback(partial(self._answered, number))
+        return future
+
+    def kill(self) -> None:
+        """End the actor's process and free its place.
+
+        On this machine the process is sent SIGKILL, which stopped ones obey too, and is gone on return. On another one
+        Ray ends it: at once, or after some seconds when it does not obey.
+        """
+        import ray
+
+        self._calls.fail(f"(pid {self.pid}) was killed")
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        with suppress(Exception):  # the actor, or Ray itself, may be gone already
+            ray.kill(self._actor)
+        if process is not None:
+            wait([process], _GONE_S)
+            os.close(process)
+
+    def _placed(self, answer: Future[Place]) -> None:
+        if answer.exception() is None:  # otherwise every other call says why
+            self._locate(answer.result())
+
+    def _locate(self, place: Place) -> None:
+        """Learn the actor's process; every answer says where it came from, so none arrives before this is known."""
+        with self._lock:
+            if self.pid is not None or self._calls.dead is not None:
+                return
+            self.pid, machine = place
+            if machine == machine_id() and hasattr(os, "pidfd_open"):
+                with suppress(ProcessLookupError):
+                    self._process = os.pidfd_open(self.pid)
+
+    def _answered(self, number: int, answer: Future[tuple[Place, bool, Any]]) -> None:
+        from ray.exceptions import RayTaskError
+
+        error = answer.exception()
+        if error is None:
+            place, succeeded, value = answer.result()
+            self._locate(place)
+            self._calls.resolve(number, succeeded, value)
+        elif isinstance(error, RayTaskError):  # a result that cannot be pickled
+            self._calls.resolve(number, False, error.cause or error)
+        else:
+            self._calls.fail(f"(pid {self.pid}) is gone: {_one_line(error)}")
+
+
+class RayLauncher:
+    """Starts :class:`RayWorker` in the bundles of one placement group (:class:`~.base.Launcher`).
+
+    Without an address, a cluster of this machine is started: its services listen on loopback only, and die with this
+    process, even by SIGKILL. It must then be made on the main thread: Linux kills Ray's processes when the thread ends
+    that started them. A process that is connected to Ray already keeps its connection, and its cluster. On a cluster
+    that runs already, this package must be importable on every node; :meth:`close` leaves that cluster running.
+
+    Args:
+        bundles: what each place has, such as ``{"CPU": 1, "GPU": 1}``. A cluster that is started here declares as many
+            logical CPUs as they ask for, however few the machine has.
+        address: of a running cluster (``"auto"``, ``"host:6379"``); None starts one.
+        strategy: how Ray spreads the bundles over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
+        deadline_s: longest wait for all bundles.
+        object_store_bytes: of a cluster that is started here; None leaves it to Ray (30 % of the memory).
+
+    Raises:
+        TimeoutError: the cluster did not give the bundles; the message says what was asked and what there is.
+    """
+
+    def __init__(
+        self,
+        bundles: Sequence[Mapping[str, float]],
+        *,
+        address: str | None = None,
+        strategy: str = "PACK",
+        deadline_s: float = 120.0,
+        object_store_bytes: int | None = None,
+    ) -> None:
+        self._bundles = [dict(bundle) for bundle in bundles]
+        self._workers: weakref.WeakSet[RayWorker] = weakref.WeakSet()
+        self._closed = False
+        ray = _imported_ray(local=address is None)
+        self._owns_ray = not ray.is_initialized()
+        self._guardian = None
+        if self._owns_ray:
+            before = descendants(os.getpid())
+            _connect(ray, address, math.ceil(sum(bundle.get("CPU", 0) for bundle in bundles)), object_store_bytes)
+            # A killed driver takes Ray's node manager with it, whose agents then go on for a minute.
+            self._guardian = guard(descendants(os.getpid()) - before) if address is None else None
+        self._group = ray.util.placement_group(self._bundles, strategy=strategy)
+        if not self._group.wait(deadline_s):
+            there = f"the cluster has {_counts(ray.cluster_resources())}, free {_counts(ray.available_resources())}"
+            self.close()
+            raise TimeoutError(
+                f"Ray did not give {self._bundles} ({strategy}) within {deadline_s:g} s; {there}. "
+                "Ask for fewer devices, add nodes, or wait until others are done."
+            )
+
+    def start(
+        self,
+        name: str,
+        spec: ServantSpec,
+        *,
+        bundle: int,
+        num_gpus: float = 0,
+        env: Mapping[str, str] | None = None,
+        threads: int | None = None,
+    ) -> RayWorker:
+        """Start a worker in a bundle; it waits there until an earlier one has freed its GPUs.
+
+        Args:
+            name: in messages.
+            spec: what it runs.
+            bundle: which of the launcher's.
+            num_gpus: of the bundle's; the actor sees these only.
+            env: variables set before its process starts.
+            threads: of OpenMP, hence of torch; None leaves it to Ray.
+        """
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_concurrency": 10_000}
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, bundle)
+        if variables := child_environment(env, threads):
+            options["runtime_env"] = {"env_vars": variables}
+        actor = _actor_class().options(**options).remote(name, pickle.dumps(spec), sys.path)
+        worker = RayWorker(name, actor)
+        self._workers.add(worker)
+        return worker
+
+    def share(self, value: Any) -> Any:
+        """A handle for ``call``: the value lies in Ray's object store, and crosses to each node once."""
+        import ray
+
+        return Shared(ray.put(value))
+
+    def close(self) -> None:
+        """End the workers that are left, and the cluster if it was started here."""
+        import ray
+
+        if self._closed:
+            return
+        self._closed = True
+        for worker in list(self._workers):
+            worker.kill()
+        with suppress(Exception):  # the cluster may be gone; there is nothing to give back then
+            ray.util.remove_placement_group(self._group)
+        if self._owns_ray:
+            ray.shutdown()
+        if self._guardian is not None:
+            self._guardian.kill()
+            self._guardian.wait()
+
+
+@cache
+def _actor_class() -> Any:
+    import ray
+
+    return ray.remote(HostActor)
+
+
+def _imported_ray(local: bool) -> Any:
+    """Ray, which reads at its import whether it keeps to loopback."""
+    if local:
+        os.environ.update(_LOCAL_ENVIRONMENT)
+    import ray
+    from ray._private import ray_constants
+
+    if local:
+        ray_constants.ENABLE_RAY_CLUSTER = False  # for the case that something else had imported Ray before
+    return ray
+
+
+def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: int | None) -> None:
+    """Call ``ray.init``, which would otherwise take over the process's SIGTERM."""
+    options: dict[str, Any] = {"address": address or "local"}
+    if address is None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("A local Ray dies with the thread that starts it: make the RayLauncher on the main one.")
+        options |= {"num_cpus": max(num_cpus, 1), "object_store_memory": object_store_bytes}
+        options |= {"include_dashboard": False, "_system_config": _NO_IDLE_WORKERS, "_node_ip_address": "127.0.0.1"}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(**options, namespace=f"sota_grpo_{uuid.uuid4().hex}", log_to_driver=False, logging_level=logging.ERROR)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _counts(resources: Mapping[str, float]) -> str:
+    found = {key: resources.get(key, 0) for key in ("CPU", "GPU")}
+    return ", ".join(f"{value:g} {key}" for key, value in found.items())
+
+
+def _one_line(error: BaseException) -> str:
+    """Ray's cause without its list of common causes.
+
+    >>> _one_line(RuntimeError("The actor died.\\n  pid: 1\\nThe actor is dead because it left. Some common causes: a"))
+    'The actor is dead because it left.'
+    """
+    text = " ".join(str(error).split())
+    text = text[max(text.find("The actor is dead because"), 0) :]
+    return text.partition(" Some common causes")[0][:500]

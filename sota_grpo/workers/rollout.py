@@ -1,0 +1,277 @@
+"""A rollout engine as a servant: one thread owns it, everybody else gets futures."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sota_grpo.engines import make_engine
+from sota_grpo.engines.base import Engine
+from sota_grpo.policy.adapter_pack import AdapterPack
+from sota_grpo.policy.load import resolve_model_path
+from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.workers.base import WorkerDied
+from sota_grpo.workers.futures import promised
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Run:
+    request: GroupRequest
+    sampling: Sampling
+    future: Future[GroupOutput] = field(default_factory=promised)
+
+
+@dataclass(frozen=True)
+class _Call:
+    action: Callable[[Engine], Any]
+    future: Future[Any] = field(default_factory=promised)
+
+
+class RolloutServant:
+    """Drives an engine step by step on a thread of its own, which also builds it: the pump.
+
+    Contract. Consumes: requests and weights. Produces: futures of groups and of versions. Waits for: the next call,
+    and only while nothing is in flight. Between two steps the pump does all calls that have come, in their order: so
+    weights land in the middle of running groups, and after one step at most. Requests that came together are added
+    together. What a call raises as ``ValueError`` is its caller's; any other exception of the engine breaks the
+    servant: every open future and every later call fails with :class:`WorkerDied` and the cause, and the engine is
+    closed. Callbacks of the futures run on the pump and must be quick.
+
+    Args:
+        make_engine: builds the engine.
+
+    Raises:
+        Exception: whatever ``make_engine()`` raised.
+
+    >>> from sota_grpo.engines.scripted import ScriptedEngine
+    >>> servant = RolloutServant(lambda: ScriptedEngine(lambda request, sample, version: [5, 6]))
+    >>> output = servant.run(GroupRequest(3, (1, 2), num_samples=1, seed=0), Sampling(max_tokens=8)).result()
+    >>> output.group_id, output.samples[0].token_ids.tolist()
+    (3, [5, 6, 0])
+    >>> servant.close()
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine]):
+        self._inbox: queue.SimpleQueue[_Run | _Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._open: set[Future[Any]] = set()
+        self._base: WeightPack | None = None
+        self._refusal: WorkerDied | None = None
+        self._since: float | None = None  # when the step or call at hand began; None while there is nothing to do
+        started: Future[None] = promised()
+        self._thread = threading.Thread(target=self._live, args=(make_engine, started), name="pump", daemon=True)
+        self._thread.start()
+        started.result()
+
+    def run(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
+        """Sample one group; ``ValueError`` where its prompt leaves no room for a response."""
+        return self._submit(_Run(request, sampling))
+
+    def set_base(self, pack: WeightPack) -> Future[None]:
+        """Keep the weights that adapters are merged into from now on (a view of memory that workers may share)."""
+
+        def keep(engine: Engine) -> None:
+            self._base = pack
+
+        return self._submit(_Call(keep))
+
+    def update_weights(self, pack: WeightPack | AdapterPack, version: int) -> Future[int]:
+        """Push weights under the running groups; the version that the engine serves from the next token on.
+
+        Args:
+            pack: all weights, or an adapter on the weights of :meth:`set_base`.
+            version: what they are called.
+        """
+
+        def push(engine: Engine) -> int:
+            if isinstance(pack, AdapterPack):
+                if self._base is None:
+                    raise ValueError("An adapter came before the weights that it is an adapter of; call set_base.")
+                engine.update_weights(pack.merged(self._base), version)
+            else:
+                engine.update_weights(pack.tensors(), version)
+            return engine.version
+
+        return self._submit(_Call(push))
+
+    def sleep(self) -> Future[None]:
+        """Free device memory until :meth:`wake`; ``ValueError`` while groups are in flight."""
+
+        def sleep(engine: Engine) -> None:
+            if engine.num_in_flight:
+                raise ValueError(f"The engine has {engine.num_in_flight} groups in flight; wait for them, then sleep.")
+            engine.sleep()
+
+        return self._submit(_Call(sleep))
+
+    def wake(self) -> Future[None]:
+        """Undo :meth:`sleep`."""
+        return self._submit(_Call(lambda engine: engine.wake()))
+
+    def ping(self) -> float:
+        """Seconds for which the step or call at hand has been running; 0 when there is nothing to do.
+
+        Raises:
+            WorkerDied: the servant is broken or closed.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """End the pump and close the engine; what is open fails. An engine that hangs is left behind."""
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                self._refuse(WorkerDied(f"This rollout worker is closed; its engine hung for {timeout_s:g} s."))
+
+    def _submit(self, job: _Run | _Call) -> Future[Any]:
+        with self._lock:
+            if self._refusal is None:
+                self._open.add(job.future)
+                self._inbox.put(job)
+                return job.future
+        job.future.set_exception(self._refusal)
+        return job.future
+
+    def _settle(self, future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+        with self._lock:
+            is_open = future in self._open
+            self._open.discard(future)
+        if not is_open:  # refused by close() while the engine hung
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def _refuse(self, refusal: WorkerDied) -> None:
+        with self._lock:
+            self._refusal = self._refusal or refusal
+            left, self._open = self._open, set()
+        for future in left:
+            future.set_exception(self._refusal)
+
+    def _live(self, make_engine: Callable[[], Engine], started: Future[None]) -> None:
+        try:
+            engine = make_engine()
+        except BaseException as error:  # the constructor raises it in the thread of the caller
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        try:
+            self._pump(engine)
+            self._refuse(WorkerDied("This rollout worker is closed."))
+        except BaseException as error:  # nothing above would see it; the callers do, through their futures
+            self._refuse(_death(engine, error))
+        try:
+            engine.close()
+        except Exception:  # an engine that has failed may fail again, and its caller knows the first cause
+            _log.exception("The %s engine could not be closed.", engine.name)
+
+    def _pump(self, engine: Engine) -> None:
+        flying: dict[int, Future[GroupOutput]] = {}
+        while True:
+            for job in _bundled(self._drain(wait=not engine.num_in_flight)):
+                self._since = time.monotonic()
+                if job is None:
+                    return
+                if isinstance(job, _Call):
+                    self._call(engine, job)
+                else:
+                    flying.update(self._add(engine, job))
+            if engine.num_in_flight:
+                self._since = time.monotonic()
+                for ticket, output in engine.step():
+                    self._settle(flying.pop(ticket), output)
+
+    def _drain(self, *, wait: bool) -> Iterator[_Run | _Call | None]:
+        """What has come; where there is nothing else to do, wait for the first."""
+        if wait:
+            self._since = None
+            yield self._inbox.get()
+        while not self._inbox.empty():
+            yield self._inbox.get()
+
+    def _call(self, engine: Engine, job: _Call) -> None:
+        try:
+            result = job.action(engine)
+        except ValueError as error:
+            self._settle(job.future, error=error)
+        else:
+            self._settle(job.future, result)
+
+    def _add(self, engine: Engine, runs: Sequence[_Run]) -> dict[int, Future[GroupOutput]]:
+        """The futures by ticket. An engine refuses all or none: where it refuses, each is tried alone."""
+        try:
+            tickets = engine.add([run.request for run in runs], runs[0].sampling)
+        except ValueError as error:
+            if len(runs) > 1:
+                return {ticket: future for run in runs for ticket, future in self._add(engine, [run]).items()}
+            self._settle(runs[0].future, error=error)
+            return {}
+        return dict(zip(tickets, (run.future for run in runs)))
+
+
+def _bundled(jobs: Iterable[_Run | _Call | None]) -> Iterator[Sequence[_Run] | _Call | None]:
+    """The jobs in their order, neighbouring runs of one sampling together."""
+    for sampling, neighbours in itertools.groupby(jobs, key=lambda job: getattr(job, "sampling", None)):
+        if sampling is None:
+            yield from neighbours  # type: ignore[misc]
+        else:
+            yield list(neighbours)  # type: ignore[arg-type]
+
+
+def _death(engine: Engine, error: BaseException) -> WorkerDied:
+    refusal = WorkerDied(f"The {engine.name} engine failed and cannot go on ({type(error).__name__}: {error}).")
+    refusal.add_note("".join(traceback.format_exception(error)).rstrip())
+    refusal.__cause__ = error.with_traceback(None)  # its frames would keep the engine's memory
+    return refusal
+
+
+def rollout_servant(
+    *,
+    engine: str,
+    model_name: str,
+    eos_token_ids: Collection[int],
+    pad_token_id: int,
+    num_threads: int | None = None,
+    **options: Any,
+) -> RolloutServant:
+    """Build a rollout worker's servant from plain values.
+
+    Args:
+        engine: ``vllm``, ``transformers``, ``scripted``, ...
+        model_name: as in :func:`~sota_grpo.policy.load.resolve_model_path`; the engine loads it by itself.
+        eos_token_ids: the tokens that end a response.
+        pad_token_id: fills unused cells.
+        num_threads: CPU threads of this process, for torch; None leaves them.
+        options: of :func:`~sota_grpo.engines.make_engine`: ``dtype``, ``device``, ``max_model_len``, ``max_rows``, ...
+
+    Raises:
+        UserError: the engine or the model is not there.
+    """
+    model_path = resolve_model_path(model_name)
+
+    def build() -> Engine:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        ends: dict[str, Any] = {"eos_token_ids": eos_token_ids, "pad_token_id": pad_token_id}
+        return make_engine(engine, model_path=model_path, **ends, **options)
+
+    return RolloutServant(build)

@@ -1,0 +1,129 @@
+"""The book-keeping of a fleet: places for workers, the tasks that they have, who is least loaded, what is due when."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sota_grpo.workers.base import Worker
+from sota_grpo.workers.futures import promised
+
+
+@dataclass(eq=False)
+class Task:
+    """One call that any worker may answer. ``number`` is its place in the queue, kept when it is queued again."""
+
+    number: int
+    args: tuple[Any, ...]
+    future: Future[Any] = field(default_factory=promised)
+    workers_lost: int = 0
+    since_s: float = 0.0
+
+    def __lt__(self, other: Task) -> bool:
+        return self.number < other.number
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place for one worker at a time. ``life`` counts them: what an earlier one still says is not listened to."""
+
+    role: str
+    index: int
+    life: int = 0
+    worker: Worker | None = None
+    state: Literal["starting", "ready", "retired"] = "starting"
+    tasks: dict[int, Task] = field(default_factory=dict)  # oldest first
+    failed_starts: int = 0  # in a row
+    has_run: bool = False
+    heard_s: float = 0.0  # when it last answered a ping
+    is_pinged: bool = False  # and has not answered yet
+    is_timed: bool = False  # a timer looks at its oldest task
+    answers_owed: int = 0  # before it is ready
+
+    @property
+    def who(self) -> str:
+        return f"{self.role} worker {self.index}" if self.worker is None else self.worker.name
+
+
+class Rota:
+    """Finds the ready slot with the fewest tasks in O(1), as loads go up and down by one.
+
+    Take a slot out before its tasks change and put it back afterwards.
+
+    Args:
+        capacity: tasks that a slot may have; a full one is not offered.
+
+    >>> rota, busy, idle = Rota(2), Slot("a", 0, tasks={7: Task(7, ())}), Slot("a", 1)
+    >>> rota.put(busy), rota.put(idle), rota.least().index
+    (None, None, 1)
+    """
+
+    def __init__(self, capacity: int) -> None:
+        # A plain dict, whose first entry is taken out again and again, looks past all that were taken before.
+        self._slots_by_load: list[OrderedDict[int, Slot]] = [OrderedDict() for _ in range(capacity)]
+        self._lowest = capacity  # no slot has a smaller load
+
+    def put(self, slot: Slot) -> None:
+        load = len(slot.tasks)
+        if load < len(self._slots_by_load):
+            self._slots_by_load[load][slot.index] = slot
+            self._lowest = min(self._lowest, load)
+
+    def take(self, slot: Slot) -> None:
+        load = len(slot.tasks)
+        if load < len(self._slots_by_load):
+            self._slots_by_load[load].pop(slot.index, None)
+
+    def least(self) -> Slot | None:
+        """The slot that waited longest among those with the fewest tasks; None when all are full."""
+        while self._lowest < len(self._slots_by_load):
+            if slots := self._slots_by_load[self._lowest]:
+                return next(iter(slots.values()))
+            self._lowest += 1
+        return None
+
+
+class Timers:
+    """Functions and when they are due, on a clock that stands still while nobody could have looked at it.
+
+    A stopped driver (SIGSTOP, a suspended laptop) finds every deadline passed when it goes on, and its workers are not
+    to blame: what :meth:`take_due` is late by, beyond ``max_late_s``, is not counted as time.
+
+    >>> timers = Timers(max_late_s=1.0)
+    >>> timers.at(timers.now_s(), print, "due")
+    >>> function, args = timers.take_due()
+    >>> function(*args), timers.take_due()
+    due
+    (None, None)
+    """
+
+    def __init__(self, max_late_s: float) -> None:
+        self._max_late_s = max_late_s
+        self._away_s = 0.0
+        self._count = 0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+
+    def now_s(self) -> float:
+        return time.monotonic() - self._away_s
+
+    def at(self, due_s: float, function: Callable[..., None], *args: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (due_s, self._count, function, args))
+
+    def wait_s(self) -> float | None:
+        """Seconds until the next one is due; None when there is none."""
+        return max(0.0, self._heap[0][0] - self.now_s()) if self._heap else None
+
+    def take_due(self) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+        """The function that is due, if one is, with its arguments."""
+        if not self._heap or (late_s := self.now_s() - self._heap[0][0]) < 0:
+            return None
+        if late_s > self._max_late_s:
+            self._away_s += late_s
+        _, _, function, args = heapq.heappop(self._heap)
+        return function, args

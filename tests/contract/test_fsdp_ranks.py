@@ -1,0 +1,260 @@
+"""Two real ranks (FSDP2 over gloo, one process each) train, score, save and answer the gate as one rank does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sota_grpo import keys
+from sota_grpo.checkpoint import CheckpointStore
+from sota_grpo.collate import row_list
+from sota_grpo.learner import Learner, NonFiniteStep
+from sota_grpo.policy.lora import engine_weights
+from sota_grpo.policy.sharding import Ranks
+from sota_grpo.recording.metrics import is_clock
+from sota_grpo.remote_learner import LearnerDied, RemoteLearner
+from sota_grpo.workers.base import ServantSpec
+from sota_grpo.workers.packing import RowPack
+from sota_grpo.workers.processes import ProcessLauncher, ProcessWorker
+from tests.rank_rigs import build_learner, learner_settings, ragged_rows
+
+CLOSE = {"rtol": 0.0, "atol": 1e-5}
+
+
+@dataclass
+class Pair:
+    """Two processes, and whatever learner they have at the moment."""
+
+    workers: list[ProcessWorker]
+    launcher: ProcessLauncher
+    folder: Path
+
+    def learner(self, *, reduce_once: bool = True, **options: Any) -> RemoteLearner:
+        self.ask("build", reduce_once, options)
+        kept = {name: value for name, value in options.items() if name in ("precision", "micro_batch_tokens")}
+        return RemoteLearner(self.workers, learner_settings(**kept), share=self.launcher.share)
+
+    def one(self, **options: Any) -> Learner:
+        return build_learner(Ranks(), str(self.folder), **options)
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """The answers of both ranks."""
+        answers = [worker.call(method, *args) for worker in self.workers]
+        return [answer.result(timeout=60) for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder, launcher = tmp_path_factory.mktemp("ranks"), ProcessLauncher()
+    place = {"size": 2, "init_method": f"file://{folder}/meeting", "dump_dir": str(folder)}
+    specs = [ServantSpec("tests.rank_rigs:bench", {"rank": rank, **place}) for rank in range(2)]
+    yield Pair([launcher.start(f"learner-{n}", spec, threads=1) for n, spec in enumerate(specs)], launcher, folder)
+    launcher.close()
+
+
+def assert_equal_weights(two: RemoteLearner, one: Learner, **tolerance: float) -> None:
+    mine, theirs = dict(two.weights().tensors()), dict(engine_weights(one.policy.model))
+    assert list(mine) == list(theirs)
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, **(tolerance or CLOSE), msg=lambda text, name=name: name + text)
+
+
+def measured(metrics: dict[str, float | None]) -> dict[str, float | None]:
+    return {name: value for name, value in metrics.items() if not is_clock(name)}
+
+
+KINDS = {
+    "plain": {},
+    "one row per pass, a sum after each, no clip": {
+        "micro_batch_tokens": 1,
+        "reduce_once": False,
+        "clip_grad_norm": 0.0,
+        "checkpointing": True,
+    },
+    "proximal, two epochs, weights by token": {"epochs": 2, "recompute": True, "aggregation": "token"},
+    "lora, proximal, two epochs, checkpointing": {"lora": True, "epochs": 2, "recompute": True, "checkpointing": True},
+    "bf16": {"precision": "bf16", "lr": 1e-4},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_updates_equal_one_ranks(kind: str, pair: Pair) -> None:
+    """11 rows in steps of 5, 5 and 1: shares are uneven, and in the last step one rank has no row at all."""
+    options = dict(KINDS[kind])
+    two = pair.learner(**options)
+    options.pop("reduce_once", None)
+    one = pair.one(**options)
+    before = {name: value.clone() for name, value in engine_weights(one.policy.model)}
+    for turn in range(3):
+        rows = ragged_rows(11 - turn)
+        found, expected = measured(two.update(rows)), measured(one.update(rows))
+        close = 1e-5 if kind != "bf16" else 2e-2
+        assert found == pytest.approx(expected, rel=close, abs=close)
+    moved = max(float((value - before[name]).abs().max()) for name, value in engine_weights(one.policy.model))
+    assert moved > 1e-4
+    # half precision adds other row sets in another order, and Adam turns a changed sign of a tiny gradient into a step
+    assert_equal_weights(two, one, **({} if kind != "bf16" else {"rtol": 0.0, "atol": 2.5 * 9 * 1e-4}))
+    assert two.version == one.version == 3
+
+
+def test_each_rank_keeps_half(pair: Pair) -> None:
+    two, one = pair.learner(), pair.one()
+    two.update(ragged_rows(4))
+    whole = sum(parameter.numel() for parameter in one.parameters)
+    kept = pair.ask("num_elements")
+    assert [sum(part) for part in zip(*kept)] == [whole, whole]
+    assert max(parameters for parameters, _ in kept) < 0.51 * whole
+
+
+def test_gradients_are_summed_once_per_step_where_memory_allows(pair: Pair) -> None:
+    rows = RowPack.of(row_list(ragged_rows(5, longest=5)))
+    counts = {}
+    for once in (True, False):
+        pair.learner(reduce_once=once, micro_batch_tokens=1)
+        (counts[once], same) = pair.ask("num_reductions", rows)
+        assert counts[once] == same
+    assert counts == {True: 3, False: 9}  # two layers and what is around them; 5 rows, so one rank has 3 micro-batches
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_checkpoint_changes_the_number_of_ranks(lora: bool, pair: Pair, tmp_path: Path) -> None:
+    """Two ranks, then one, then two: as one rank without a break."""
+    options = {"lora": lora, "schedule": "cosine", "warmup_steps": 2}
+    batches = [ragged_rows(9) for _ in range(3)]
+    whole, first, second = pair.one(**options), pair.learner(**options), pair.one(**options)
+    for batch in batches:
+        whole.update(batch.clone())
+    first.update(batches[0])
+    CheckpointStore(tmp_path).save(1, first.state_dict())
+    second.load_state_dict(CheckpointStore(tmp_path).latest()[1])
+    second.update(batches[1])
+    CheckpointStore(tmp_path).save(2, second.state_dict())
+    third = pair.learner(**options)
+    third.load_state_dict(CheckpointStore(tmp_path).latest()[1])
+    assert third.version == 2
+    metrics = third.update(batches[2])
+    assert_equal_weights(third, whole)
+    assert (third.version, metrics["optimizer_steps"]) == (3, whole.optimizer_steps)
+    left, right = shapes(third.state_dict()), shapes(whole.state_dict())
+    assert left == right
+
+
+def shapes(value: Any) -> Any:
+    """What a state looks like, without its numbers."""
+    if isinstance(value, dict):
+        return {name: shapes(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [shapes(item) for item in value]
+    return (type(value), value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value)
+
+
+def test_a_resumed_pair_continues_bit_for_bit_under_dropout(pair: Pair) -> None:
+    options = {"lora": True, "dropout": 0.4}
+    batches = [ragged_rows(7) for _ in range(2)]
+    whole = pair.learner(**options)
+    whole.update(batches[0])
+    state = whole.state_dict()
+    whole.update(batches[1])
+    expected = dict(whole.weights().tensors())
+    resumed = pair.learner(**options)
+    resumed.load_state_dict(state)
+    resumed.update(batches[1])
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.weights().tensors())
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_gate_is_answered_alike(lora: bool, pair: Pair) -> None:
+    options = {"lora": lora, "recompute": lora}
+    two, one, rows = pair.learner(**options), pair.one(**options), ragged_rows(7)
+    if lora:  # first, so that the adapter is off when the ranks gather their layers for the first time
+        for found, expected in zip(two.base_log_probs(rows), one.base_log_probs(row_list(rows)), strict=True):
+            torch.testing.assert_close(found, expected, **CLOSE)
+    listed = row_list(rows)
+    torch.testing.assert_close(two.log_prob_gaps(listed), one.log_prob_gaps(listed), **CLOSE)
+    assert two.diagnose(listed) == pytest.approx(one.diagnose(listed), rel=1e-5)
+    (norm, gap), (expected_norm, _) = (learner.gradient_gap(listed, (1000, 1)) for learner in (two, one))
+    assert norm == pytest.approx(expected_norm, rel=1e-5)
+    assert gap < 1e-5
+    assert_equal_weights(two, one)  # all that changed nothing
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_probe_moves_every_trainable_tensor_and_restores_each_bit(lora: bool, pair: Pair) -> None:
+    two, one, rows = pair.learner(lora=lora), pair.one(lora=lora), row_list(ragged_rows(6))
+    before, gaps = two.state_dict()["model"], two.log_prob_gaps(rows)
+    two.perturb()
+    state = two.state_dict()
+    assert not any(torch.equal(state["model"][name], value) for name, value in before.items())
+    one.load_state_dict(state)
+    torch.testing.assert_close(two.log_prob_gaps(rows), one.log_prob_gaps(rows), **CLOSE)  # it is scored with, too
+    pushed = dict(two.weights(base=False).tensors())
+    two.restore()
+    assert all(torch.equal(value, before[name]) for name, value in two.state_dict()["model"].items())
+    assert torch.equal(two.log_prob_gaps(rows), gaps)
+    assert not any(torch.equal(value, pushed[name]) for name, value in two.weights(base=False).tensors())
+
+
+def test_an_export_is_the_merged_model_and_a_refused_one_leaves_the_ranks_alive(pair: Pair, tmp_path: Path) -> None:
+    two, one, rows = pair.learner(lora=True), pair.one(lora=True), ragged_rows(6)
+    two.update(rows)
+    one.update(rows)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="not empty"):
+        two.export_hf(taken)
+    two.export_hf(tmp_path / "hf")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    for name, value in engine_weights(one.policy.model):
+        torch.testing.assert_close(reloaded[name], value, **CLOSE)
+
+
+def test_a_step_that_is_not_finite_stops_both_ranks_with_unchanged_weights(pair: Pair) -> None:
+    two, rows = pair.learner(), ragged_rows(5)
+    row_list(rows)[3].set(keys.ADVANTAGE, torch.full((1, 1), float("nan")))
+    with pytest.raises(NonFiniteStep, match=r"non_finite_step_0\.pt"):
+        two.update(rows)
+    assert_equal_weights(two, pair.one(), rtol=0.0, atol=0.0)
+    assert torch.isnan(torch.load(pair.folder / "non_finite_step_0.pt")["batch"]["advantage"]).any()
+
+
+def test_fp16_scales_and_skips_alike(pair: Pair) -> None:
+    two = pair.learner(precision="fp16")
+    state = two.state_dict()
+    state["scaler"]["scale"] = 2.0**60
+    two.load_state_dict(state)
+    before = dict(two.weights().tensors())
+    found = two.update(ragged_rows(5))
+    assert (found["skipped_steps"], found["grad_norm"], found["optimizer_steps"]) == (1, None, 0)
+    assert all(torch.equal(value, before[name]) for name, value in two.weights().tensors())
+    state["scaler"]["scale"] = 2.0**10
+    two.load_state_dict(state)
+    one = pair.one(precision="fp16")
+    one.load_state_dict(state)
+    rows = ragged_rows(5)
+    assert two.update(rows)["grad_norm"] == pytest.approx(one.update(rows)["grad_norm"], rel=1e-2)
+
+
+def test_a_killed_rank_ends_the_other_and_is_named(pair: Pair) -> None:
+    """The last one: the processes do not come back."""
+    two = pair.learner()
+    two.wait_ready()
+    began = time.monotonic()
+    os.kill(pair.workers[1].pid, signal.SIGKILL)
+    with pytest.raises(LearnerDied, match=r"rank 1 \(learner-1\).*SIGKILL.*train\.resume=auto"):
+        two.update(ragged_rows(5))
+    assert time.monotonic() - began < 20
+    with pytest.raises(LearnerDied):
+        two.state_dict()
+    for worker in pair.workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker.pid, 0)

@@ -1,0 +1,176 @@
+"""The engine over HTTP with a real vLLM server on CPU: parity, pushes in flight, who may ask, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import urllib3
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import sota_grpo
+from sota_grpo.engines.server import ServerEngine
+from sota_grpo.engines.server_dialect import ServerOptions
+from sota_grpo.engines.server_process import ServerDied
+from sota_grpo.engines.server_start import server_engine
+from sota_grpo.records import GroupRequest, Sampling
+from tests.engine_rigs import changed_weights, generate, largest_gap, ragged_requests, reference_log_probs, token_lists
+from tests.process_rigs import members, wait_for
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="these bounds are for float32 on a CPU"),
+]
+POLICY = str(Path(sota_grpo.__file__).parent / "assets" / "tiny")
+EOS = 2
+
+
+class Rig:
+    """One vLLM server with the embedded policy, whose head is tied, and transformers' model of the same weights."""
+
+    def __init__(self, log_path: Path):
+        self.log_path = log_path
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(POLICY).eval()
+        options = ServerOptions(POLICY, eos_token_ids=[EOS], max_rows=64, max_model_len=1024, log_path=log_path)
+        self.engine: ServerEngine = server_engine("vllm_server", options)
+        assert self.engine._process is not None
+        self.group = self.engine._process.pid
+
+    def push(self, seed: int) -> None:
+        weights = changed_weights(self.model, seed)
+        self.engine.update_weights(weights.items(), self.engine.version + 1)
+        self.model.load_state_dict(weights)
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    rig = Rig(tmp_path_factory.mktemp("run") / "vllm_server.log")
+    yield rig
+    rig.engine.close()
+    assert members(rig.group) == []
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_log_probs_equal_transformers(rig: Rig, temperature: float):
+    requests = ragged_requests(6, 4)
+    outputs = generate(rig.engine, requests, Sampling(max_tokens=40, temperature=temperature))
+    assert largest_gap(rig.model, requests, outputs, temperature or 1.0) < 1e-4
+
+
+def test_log_probs_equal_transformers_after_each_push(rig: Rig):
+    requests = ragged_requests(6, 4)
+    for seed in (1, 2):
+        before = generate(rig.engine, requests, Sampling(max_tokens=40))
+        rig.push(seed)
+        assert largest_gap(rig.model, requests, before, 1.0) > 0.01
+        after = generate(rig.engine, requests, Sampling(max_tokens=40))
+        assert largest_gap(rig.model, requests, after, 1.0) < 1e-4
+        versions = {int(v) for output in after.values() for sample in output.samples for v in sample.versions}
+        assert versions == {rig.engine.version}
+
+
+def test_a_cached_prompt_of_old_weights_is_not_used_after_a_push(rig: Rig):
+    prompt = tuple(torch.randint(2, 500, (200,)).tolist())  # several blocks of the prompt cache
+    request = GroupRequest(group_id=0, prompt_ids=prompt, num_samples=4, seed=9)
+    generate(rig.engine, [request], Sampling(max_tokens=8))
+    rig.push(3)
+    outputs = generate(rig.engine, [request], Sampling(max_tokens=8))
+    assert largest_gap(rig.model, [request], outputs, 1.0) < 1e-4
+
+
+def test_a_push_while_groups_run_is_seen_in_their_versions_and_ends_none(rig: Rig):
+    old = rig.engine.version
+    requests = [GroupRequest(group_id=i, prompt_ids=(30 + i, 4, 5), num_samples=2, seed=i) for i in range(3)]
+    short = GroupRequest(group_id=9, prompt_ids=(40, 4), num_samples=1, seed=9)
+    before = AutoModelForCausalLM.from_pretrained(POLICY).eval()
+    before.load_state_dict(rig.model.state_dict())
+    rig.engine.add(requests, Sampling(max_tokens=600, ignore_eos=True))
+    rig.engine.add([short], Sampling(max_tokens=20, ignore_eos=True))
+    ended = []
+    while not ended:
+        ended += rig.engine.step()  # the short one: by then the long ones have about 20 tokens
+    assert [output.group_id for _, output in ended] == [9]
+    rig.push(4)
+    while rig.engine.num_in_flight:
+        ended += rig.engine.step()
+    assert sorted(output.group_id for _, output in ended) == [0, 1, 2, 9]
+    for _, output in ended[1:]:
+        for sample in output.samples:
+            num_old = int((sample.versions == old).sum())
+            assert 0 < num_old < 600
+            assert sample.versions.tolist() == [old] * num_old + [old + 1] * (600 - num_old)
+            first = sample.token_ids[:num_old]
+            wanted = reference_log_probs(before, requests[output.group_id].prompt_ids, first, 1.0)
+            assert float((wanted - sample.log_probs[:num_old]).abs().max()) < 1e-4
+
+
+def test_equal_calls_give_equal_samples_and_siblings_differ(rig: Rig):
+    requests = ragged_requests(4, 3, seed=3)  # fixed: rounding may flip one token in a million
+    first, second = (token_lists(generate(rig.engine, requests, Sampling(max_tokens=20))) for _ in range(2))
+    assert first == second
+    assert all(len({tuple(sample) for sample in samples}) == 3 for samples in first.values())
+
+
+def test_responses_end_at_a_stop_token_or_are_truncated(rig: Rig):
+    outputs = generate(rig.engine, ragged_requests(6, 6, seed=1), Sampling(max_tokens=60, temperature=1.5))
+    samples = [sample for output in outputs.values() for sample in output.samples]
+    for sample in samples:
+        assert EOS not in sample.token_ids[:-1]
+        assert sample.truncated == (int(sample.token_ids[-1]) != EOS)
+        assert len(sample.token_ids) == 60 or not sample.truncated
+    assert {sample.truncated for sample in samples} == {True, False}
+
+
+def test_an_aborted_group_frees_the_server(rig: Rig):
+    endless = GroupRequest(group_id=1, prompt_ids=(5, 6), num_samples=60, seed=1)
+    rig.engine.add([endless], Sampling(max_tokens=900, ignore_eos=True))
+    for _ in range(5):
+        rig.engine.step()
+    rig.engine.abort()
+    assert rig.engine.num_in_flight == 0
+    metrics = rig.engine._client.get  # vLLM's own count of what runs
+    wait_for(lambda: "num_requests_running{" in (text := metrics("/metrics", timeout_s=5)) and _running(text) == 0)
+
+
+def _running(metrics: str) -> float:
+    lines = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def test_nobody_else_on_the_machine_can_push_weights(rig: Rig):
+    url = rig.engine._client.url
+    assert url.startswith("http://127.0.0.1:")
+    for path in ("/collective_rpc", "/pause", "/update_weight_version", "/inference/v1/generate", "/v1/models"):
+        assert urllib3.request("POST", url + path, json={}, timeout=10, retries=False).status == 401
+    key = rig.engine._client._headers["Authorization"].removeprefix("Bearer ")
+    for pid in members(rig.group):
+        assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def step_for_ever(engine: ServerEngine) -> None:
+    while True:
+        engine.step()
+
+
+def test_a_killed_server_ends_the_step_with_its_log_and_leaves_nothing(rig: Rig):
+    folder = rig.engine._weights.path
+    rig.engine.add([GroupRequest(1, (5, 6), num_samples=4, seed=1)], Sampling(max_tokens=900, ignore_eos=True))
+    for _ in range(3):
+        rig.engine.step()
+    launcher, server, *others = members(rig.group)
+    assert launcher == rig.group
+    assert others  # vLLM's engine is a process of its own
+    os.kill(server, signal.SIGKILL)
+    with pytest.raises(ServerDied, match="ended while it sampled") as caught:
+        step_for_ever(rig.engine)
+    assert str(rig.log_path) in str(caught.value)
+    assert "killed by signal 9" in str(caught.value)
+    rig.engine.close()
+    assert members(rig.group) == []
+    assert not folder.exists()

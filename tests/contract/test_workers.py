@@ -1,0 +1,358 @@
+"""One contract for workers that are threads, processes and Ray actors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sota_grpo.workers.base import Launcher, Worker, WorkerDied
+from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.guardian import descendants
+from sota_grpo.workers.host import ConstructionFailed
+from sota_grpo.workers.processes import ProcessLauncher
+from sota_grpo.workers.threads import ThreadLauncher
+from tests.servants import spec
+
+WAIT_S = 60.0
+LINUX = sys.platform == "linux"
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (extra: ray)")
+
+
+class Place:
+    """A launcher and how to start a worker with it; each worker gets a bundle of its own where there are bundles."""
+
+    def __init__(self, kind: str, launcher: Launcher) -> None:
+        self.kind, self.launcher = kind, launcher
+        self.count = 0
+
+    def start(self, factory: str = "echo", env: dict[str, str] | None = None, **options: Any) -> Worker:
+        self.count += 1
+        placement: dict[str, Any] = {} if self.kind == "thread" else {"env": env, "threads": 1}
+        if self.kind == "ray":
+            placement["bundle"] = self.count % 2
+        return self.launcher.start(f"echo-{self.count}", spec(factory, **options), **placement)
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[dict[str, Place]]:
+    found = {"thread": Place("thread", ThreadLauncher()), "process": Place("process", ProcessLauncher())}
+    if find_spec("ray") is not None:
+        from sota_grpo.workers.ray_cluster import RayLauncher
+
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        found["ray"] = Place("ray", RayLauncher([{"CPU": 1}] * 2, object_store_bytes=80 * 2**20))
+        assert signal.getsignal(signal.SIGTERM) is on_sigterm
+    yield found
+    for place in found.values():
+        place.launcher.close()
+        place.launcher.close()  # idempotent
+
+
+@pytest.fixture(scope="module", params=["thread", "process", pytest.param("ray", marks=needs_ray)])
+def place(request: pytest.FixtureRequest, places: dict[str, Place]) -> Place:
+    return places[request.param]
+
+
+@pytest.fixture(scope="module", params=["process", pytest.param("ray", marks=needs_ray)])
+def apart(request: pytest.FixtureRequest, places: dict[str, Place]) -> Place:
+    """A place whose workers are processes."""
+    return places[request.param]
+
+
+@pytest.fixture(scope="module")
+def worker(place: Place) -> Iterator[Worker]:
+    worker = place.start()
+    yield worker
+    worker.kill()
+
+
+@pytest.fixture(scope="module")
+def steady(apart: Place) -> Iterator[Worker]:
+    """A process that no test ends."""
+    worker = apart.start(env={"SOTA_GRPO_TEST": "yes"})
+    yield worker
+    worker.kill()
+
+
+@pytest.fixture
+def own(apart: Place) -> Iterator[Worker]:
+    """A worker that a test may end."""
+    worker = apart.start()
+    worker.call("ping").result(WAIT_S)
+    yield worker
+    worker.kill()
+
+
+def is_gone(pid: int | None) -> bool:
+    """Neither running, nor stopped, nor a zombie of ours."""
+    assert pid is not None
+    until = time.monotonic() + 5.0
+    while time.monotonic() < until:
+        stat = Path(f"/proc/{pid}/stat")
+        if not stat.exists():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_calls_start_in_order_and_wait_for_the_construction(place: Place) -> None:
+    worker = place.start("slow_echo", seconds=0.3)
+    noted = [worker.call("note", number) for number in range(50)]
+    assert worker.call("notes").result(WAIT_S) == list(range(50))
+    assert all(future.done() for future in noted)
+    worker.kill()
+
+
+def test_a_long_call_does_not_hold_up_a_quick_one(worker: Worker) -> None:
+    never = worker.call("never")
+    slow = worker.call("run", "slow", 0.5)
+    assert worker.call("run", "quick").result(WAIT_S) == ("quick", 0)
+    assert not slow.done()
+    assert slow.result(WAIT_S) == ("slow", 0)
+    assert not never.done()
+
+
+def test_exceptions_keep_their_type(worker: Worker) -> None:
+    with pytest.raises(KeyError, match="missing"):
+        worker.call("fail", "key").result(WAIT_S)
+    with pytest.raises(ZeroDivisionError, match="later"):
+        worker.call("fail_later").result(WAIT_S)
+    with pytest.raises(WorkerDied, match="engine is broken"):
+        worker.call("cannot_go_on").result(WAIT_S)
+    with pytest.raises(AttributeError, match="no_such_method"):
+        worker.call("no_such_method").result(WAIT_S)
+    with pytest.raises(AttributeError, match="private"):
+        worker.call("_lock").result(WAIT_S)
+    # the worker goes on
+    assert worker.call("ping").result(WAIT_S) == 0.0
+
+
+def test_a_construction_that_raises_fails_every_call_with_its_cause(place: Place, tmp_path: Path) -> None:
+    worker = place.start("broken", tries=str(tmp_path / "tries"))
+    for _ in range(2):
+        with pytest.raises(ConstructionFailed, match=r"echo-.*RuntimeError: no such model"):
+            worker.call("ping").result(WAIT_S)
+    worker.kill()
+
+
+def test_a_factory_that_does_not_exist_is_named(place: Place) -> None:
+    worker = place.start("no_such_factory")
+    with pytest.raises(ConstructionFailed, match="no_such_factory"):
+        worker.call("ping").result(WAIT_S)
+    worker.kill()
+
+
+def test_kill_fails_open_and_later_calls_and_is_idempotent(place: Place) -> None:
+    worker = place.start()
+    assert worker.call("ping").result(WAIT_S) == 0.0
+    never = worker.call("never")
+    worker.kill()
+    with pytest.raises(WorkerDied, match=worker.name):
+        never.result(0.1)
+    with pytest.raises(WorkerDied):
+        worker.call("ping").result(0.1)
+    worker.kill()
+
+
+def test_a_shared_value_arrives_as_itself(place: Place, worker: Worker) -> None:
+    array = np.random.default_rng().standard_normal(200_000)
+    handle = place.launcher.share(array)
+    for times in (2, 3):
+        doubled, total = worker.call("double", handle, times).result(WAIT_S)
+        np.testing.assert_array_equal(doubled, array * times)
+        assert total == float(array.sum())
+    np.testing.assert_array_equal(worker.call("double", array[::2], 2).result(WAIT_S)[0], array[::2] * 2)
+    assert worker.call("double", np.empty(0), 2).result(WAIT_S)[0].size == 0
+
+
+# What only processes can show
+
+
+def test_unpicklable_arguments_and_results_fail_their_call_only(steady: Worker) -> None:
+    with pytest.raises(Exception, match="pickle"):
+        steady.call("note", lambda: None).result(WAIT_S)
+    with pytest.raises(TypeError, match="pickle"):
+        steady.call("lock").result(WAIT_S)
+    with pytest.raises(RuntimeError, match="Refused: 3: because"):
+        steady.call("fail", "odd").result(WAIT_S)
+    assert steady.call("notes").result(WAIT_S) == []
+
+
+def test_a_remote_traceback_comes_along(steady: Worker) -> None:
+    error = steady.call("fail", "key").exception(WAIT_S)
+    assert error is not None
+    assert "servants.py" in "".join(error.__notes__)
+
+
+def test_printing_does_not_disturb(steady: Worker) -> None:
+    text = "x" * 70_000
+    assert steady.call("speak", text).result(WAIT_S) == text
+
+
+def test_pid_and_environment_are_its_own(steady: Worker) -> None:
+    assert steady.call("__pid__").result(WAIT_S) == steady.pid != os.getpid()  # type: ignore[attr-defined]
+    assert steady.call("variable", "SOTA_GRPO_TEST").result(WAIT_S) == "yes"
+    assert steady.call("variable", "OMP_NUM_THREADS").result(WAIT_S) == "1"
+
+
+def test_ctrl_c_is_for_the_driver(steady: Worker) -> None:
+    os.kill(steady.pid, signal.SIGINT)  # type: ignore[attr-defined]
+    time.sleep(0.2)
+    assert steady.call("ping").result(WAIT_S) == 0.0
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["running", "stopped"])
+def test_kill_ends_the_process_at_once(own: Worker, stop: bool) -> None:
+    pid, never = own.pid, own.call("never")
+    assert pid is not None
+    if stop:
+        os.kill(pid, signal.SIGSTOP)
+        own.call("note", np.zeros(2_000_000))  # more than any socket buffers: whoever sends it is held up
+    began = time.monotonic()
+    own.kill()
+    assert is_gone(pid)
+    assert time.monotonic() - began < 3.0
+    assert isinstance(never.exception(0.1), WorkerDied)
+
+
+def test_kill_from_outside_is_noticed(own: Worker) -> None:
+    never, pid = own.call("never"), own.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=str(pid)):
+        never.result(10.0)
+    assert is_gone(pid)
+
+
+def test_an_exit_code_is_told(places: dict[str, Place]) -> None:
+    worker = places["process"].start()
+    with pytest.raises(WorkerDied, match="exit code 5"):
+        worker.call("exit", 5).result(WAIT_S)
+
+
+def test_a_servant_of_a_process_is_on_its_main_thread(places: dict[str, Place]) -> None:
+    worker = places["process"].start()
+    assert worker.call("thread_is_main").result(WAIT_S)
+    worker.kill()
+
+
+# What Ray alone can show
+
+
+@needs_ray
+def test_bundles_that_do_not_exist_are_refused_in_words(places: dict[str, Place]) -> None:
+    from sota_grpo.workers.ray_cluster import RayLauncher
+
+    with pytest.raises(TimeoutError, match=r"'GPU': 64.*the cluster has 2 CPU, 0 GPU, free 0 CPU"):
+        RayLauncher([{"CPU": 1, "GPU": 64}], deadline_s=0.5)
+    worker = places["ray"].start()  # and the cluster, which that launcher did not start, is still there
+    assert worker.call("ping").result(WAIT_S) == 0.0
+    worker.kill()
+
+
+@needs_ray
+def test_a_fleet_of_actors_outlives_them(places: dict[str, Place]) -> None:
+    placements = [{"bundle": 0, "threads": 1}, {"bundle": 1, "threads": 1}]
+    start = starter(places["ray"].launcher, "echo", spec(), placements)
+    fleet = Fleet("echo", start, 2, capacity=2, silence_s=2.0)
+    fleet.wait_ready()
+    weights = places["ray"].launcher.share(3)
+    assert fleet.broadcast("update", weights, deadline_s=WAIT_S, sticky=True) == [3, 3]
+    futures = [fleet.submit(task, 0.2) for task in range(12)]
+    first, second = fleet.pids
+    assert first is not None
+    assert second is not None
+    os.kill(first, signal.SIGKILL)
+    os.kill(second, signal.SIGSTOP)
+    assert [future.result(WAIT_S) for future in futures] == [(task, 3) for task in range(12)]
+    assert fleet.restarts == 2
+    fleet.close()
+    assert is_gone(first)
+    assert is_gone(second)
+
+
+@needs_ray
+@pytest.mark.skipif(not LINUX, reason="reads /proc")
+def test_a_local_ray_listens_on_loopback_only(places: dict[str, Place]) -> None:
+    import ray
+
+    session = Path(ray._private.worker._global_node.get_session_dir_path()).name
+    pids = [pid for pid in descendants(os.getpid()) if session in command(pid) or command(pid).startswith("ray::")]
+    assert len(pids) >= 3
+    addresses = {address for pid in pids for address in listening(pid)}
+    assert addresses, "nothing listens; this test looks at the wrong processes"
+    assert {address for address in addresses if address not in LOOPBACK} == set()
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def listening(pid: int) -> set[str]:
+    """Local addresses (as /proc writes them) of the TCP sockets on which a process listens."""
+    try:
+        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return set()
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+PROCESS_DRIVER = """
+from sota_grpo.workers.processes import ProcessLauncher
+launcher = ProcessLauncher()
+placements = [{}, {}]
+"""
+RAY_DRIVER = """
+from sota_grpo.workers.ray_cluster import RayLauncher
+launcher = RayLauncher([{"CPU": 1}] * 2, object_store_bytes=80 * 2**20)
+placements = [{"bundle": 0}, {"bundle": 1}]
+"""
+DRIVER = """
+import os, signal, sys, time
+from tests.servants import spec
+workers = [launcher.start(f"echo-{i}", spec(), **placement) for i, placement in enumerate(placements)]
+for worker in workers:
+    worker.call("ping").result(60)
+os.kill(workers[1].pid, signal.SIGSTOP)  # a worker that cannot do anything about its end
+print("ready", *[worker.pid for worker in workers], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not LINUX, reason="reads /proc")
+@pytest.mark.parametrize("head", [PROCESS_DRIVER, pytest.param(RAY_DRIVER, marks=needs_ray)], ids=["process", "ray"])
+def test_nothing_outlives_a_killed_driver(head: str) -> None:
+    code = textwrap.dedent(head + DRIVER)
+    driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+    assert driver.stdout is not None
+    line = driver.stdout.readline()
+    assert line.startswith("ready")
+    pids = descendants(driver.pid)
+    assert {int(pid) for pid in line.split()[1:]} <= pids
+    began = time.monotonic()
+    driver.kill()
+    driver.wait()
+    left = {pid for pid in pids if not is_gone(pid)}
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+    assert time.monotonic() - began < 5.0

@@ -1,0 +1,28 @@
+"""Who is alive in a process group, and waiting for something to become true."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def members(group: int) -> list[int]:
+    """Living processes of a process group, from /proc."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, _, process_group = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:3]
+            except OSError:
+                continue
+            if int(process_group) == group and state != "Z":
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def wait_for(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

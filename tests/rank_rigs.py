@@ -1,0 +1,147 @@
+"""Learners over several ranks: ragged rows, one learner for any number of ranks, and what a rank's process runs."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sota_grpo import keys
+from sota_grpo.learner import Learner
+from sota_grpo.learner_ranks import LearnerServant
+from sota_grpo.objectives import GRPOLoss
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.load import enable_gradient_checkpointing
+from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.sharding import Ranks, join_ranks, shard
+from sota_grpo.policy.shards import local
+from sota_grpo.schedule import LearnerSettings
+from sota_grpo.workers.packing import RowPack
+from tests.unit.tiny_models import VOCAB, make_model, make_tokenizer
+
+
+def ragged_rows(count: int, *, longest: int = 12) -> LazyStackedTensorDict:
+    """Fresh random rows as a source gives them, with reference log-probs and text."""
+    rows = []
+    for index in range(count):
+        prompt, response = int(torch.randint(1, 5, ())), int(torch.randint(1, longest, ()))
+        length = prompt + response
+        assistant = torch.arange(length) >= prompt
+        near = lambda assistant=assistant, length=length: torch.where(  # noqa: E731
+            assistant, -3.6 + 0.2 * torch.randn(length), 0.0
+        )
+        row = TensorDict(
+            {
+                keys.FULL_TOKENS: torch.randint(3, VOCAB, (length,)),
+                keys.ATTENTION_MASK: torch.ones(length, dtype=torch.bool),
+                keys.ASSISTANT_MASK: assistant,
+                keys.LOG_PROBS: near(),
+                keys.REF_LOG_PROBS: near(),
+                keys.ADVANTAGE: torch.randn(1, 1),
+                keys.GROUP_ID: torch.tensor(index // 4),
+                keys.SAMPLE_ID: torch.tensor(index % 4),
+                keys.TRUNCATED: torch.tensor([False]),
+            }
+        )
+        row.set_non_tensor(keys.RESPONSE_TEXT, f"answer {index}")
+        rows.append(row)
+    return lazy_stack(rows)
+
+
+def learner_settings(**settings: Any) -> LearnerSettings:
+    chosen = {"lr": 1e-3, "total_steps": 40, "optim_batch_size": 5, "micro_batch_tokens": 40, **settings}
+    return LearnerSettings(**chosen)
+
+
+def build_learner(
+    ranks: Ranks,
+    dump_dir: str,
+    *,
+    lora: bool = False,
+    dropout: float = 0.0,
+    checkpointing: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Learner:
+    """The same random weights on every rank and for every number of ranks; adapters as after some training."""
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        model = make_model().to(dtype).train()
+        if checkpointing:
+            enable_gradient_checkpointing(model)
+        if lora:
+            model = add_lora(model, r=3, alpha=6, dropout=dropout)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_B" in name:
+                        parameter.normal_(0.0, 0.1)
+    policy = CausalPolicy(model, temperature=0.8)
+    shard(policy, ranks)
+    loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=0.05)
+    return Learner(policy, loss, learner_settings(**settings), pad_token_id=0, dump_dir=Path(dump_dir), ranks=ranks)
+
+
+class Reductions(TorchDispatchMode):
+    """Counts the sums of gradients over the ranks, whatever torch's version calls the function."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Bench:
+    """One rank's servant whose learner can be replaced, so that many laws need two processes only."""
+
+    def __init__(self, rank: int, size: int, init_method: str, dump_dir: str) -> None:
+        self.place = {"rank": rank, "size": size, "init_method": init_method}
+        self.dump_dir = dump_dir
+        self.ranks: Ranks | None = None
+        self.servant: LearnerServant | None = None
+
+    def build(self, reduce_once: bool, options: dict[str, Any]) -> None:
+        """Put another learner in place."""
+
+        def make() -> Learner:
+            if self.ranks is None:
+                self.ranks = join_ranks(**self.place, device="cpu", timeout_s=60)
+            ranks = Ranks(self.ranks.rank, self.ranks.size, reduce_once=reduce_once)
+            return build_learner(ranks, self.dump_dir, **options)
+
+        self.servant = LearnerServant(make, make_tokenizer())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["servant"], name)
+
+    def ping(self) -> float:
+        return 0.0 if self.servant is None else self.servant.ping()
+
+    def num_reductions(self, rows: RowPack) -> Future[int]:
+        """How often one update sums gradients over the ranks."""
+
+        def count() -> int:
+            with Reductions() as reductions:
+                self.servant.learner.update(rows.rows())
+            return reductions.count
+
+        return self.servant._thread.submit(count)
+
+    def num_elements(self) -> Future[tuple[int, int]]:
+        """Elements that this rank keeps: of its parameters, and of its optimizer's moments."""
+
+        def count() -> tuple[int, int]:
+            learner = self.servant.learner
+            moments = [entry["exp_avg"] for entry in learner.optimizer.state.values()]
+            parameters = learner.policy.parameters()
+            return sum(local(p).numel() for p in parameters), sum(local(m).numel() for m in moments)
+
+        return self.servant._thread.submit(count)
+
+
+def bench(**options: Any) -> Bench:
+    return Bench(**options)

@@ -1,0 +1,136 @@
+"""Servants that need no model, for the tests of workers and fleets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.workers.base import ServantSpec, WorkerDied
+
+
+class Refused(ValueError):
+    """An exception class of its own, with a constructor that pickle cannot repeat."""
+
+    def __init__(self, number: int, *, reason: str) -> None:
+        super().__init__(f"{number}: {reason}")
+
+
+class Echo:
+    """Answers at once, later, never, or dies; remembers what it was told."""
+
+    def __init__(self, version: int = 0, quiet_s: float = 0.0) -> None:
+        self.version = version
+        self.seen: list[Any] = []
+        self._quiet_s = quiet_s
+        self._lock = threading.Lock()
+
+    def ping(self) -> float:
+        return self._quiet_s
+
+    def close(self) -> None:
+        self.seen.append("closed")
+
+    def run(self, task: Any, delay_s: float = 0.0) -> Future[tuple[Any, int]]:
+        """``(task, version when it was started)`` after a while."""
+        future: Future[tuple[Any, int]] = Future()
+        answer = (task, self.version)
+        threading.Timer(delay_s, future.set_result, [answer]).start()
+        return future
+
+    def note(self, value: Any) -> None:
+        self.seen.append(value)
+
+    def notes(self) -> list[Any]:
+        return self.seen
+
+    def update(self, version: int, delay_s: float = 0.0) -> Future[int]:
+        if version < 0:
+            raise ValueError(f"version {version} is negative")
+        self.version = version
+        future: Future[int] = Future()
+        threading.Timer(delay_s, future.set_result, [version]).start()
+        return future
+
+    def never(self) -> Future[None]:
+        return Future()
+
+    def block(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def fail(self, kind: str) -> None:
+        raise {"key": KeyError("missing"), "odd": Refused(3, reason="because")}[kind]
+
+    def fail_later(self) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_exception(ZeroDivisionError("later"))
+        return future
+
+    def cannot_go_on(self) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_exception(WorkerDied("the engine is broken"))
+        return future
+
+    def lock(self) -> Any:
+        return self._lock
+
+    def double(self, array: Any, times: int) -> tuple[Any, float]:
+        return array * times, float(array.sum())
+
+    def speak(self, text: str) -> str:
+        print(text, flush=True)
+        print(text, file=sys.stderr, flush=True)
+        return text
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def thread_is_main(self) -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    def exit(self, code: int) -> None:
+        os._exit(code)
+
+    def stop_self(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def echo(**options: Any) -> Echo:
+    return Echo(**options)
+
+
+def slow_echo(seconds: float) -> Echo:
+    time.sleep(seconds)
+    return Echo()
+
+
+def broken(tries: str) -> Echo:
+    """Raises, after leaving a trace of every try."""
+    with Path(tries).open("a") as file:
+        file.write("x")
+    raise RuntimeError("no such model")
+
+
+def dies(tries: str) -> Echo:
+    """The process ends while the servant is constructed."""
+    with Path(tries).open("a") as file:
+        file.write("x")
+    os._exit(7)
+
+
+def works_once(tries: str) -> Echo:
+    """The second construction raises, as where a device is still taken; the third works."""
+    with Path(tries).open("a") as file:
+        file.write("x")
+    if Path(tries).stat().st_size == 2:
+        raise RuntimeError("device busy")
+    return Echo()
+
+
+def spec(factory: str = "echo", **options: Any) -> ServantSpec:
+    return ServantSpec(f"tests.servants:{factory}", options)

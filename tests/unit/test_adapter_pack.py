@@ -1,0 +1,34 @@
+"""An adapter that travels alone and is merged where it lands equals the merged weights, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sota_grpo.policy.adapter_pack import AdapterPack, base_pack
+from sota_grpo.policy.lora import add_lora, engine_weights
+from tests.engine_rigs import tiny_model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_merged_at_the_engine_equals_merged_at_the_learner(dtype: torch.dtype, tied: bool) -> None:
+    model = add_lora(tiny_model(tied=tied).to(dtype), r=3, alpha=7)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    base = base_pack(model)
+    found, expected = dict(AdapterPack.of(model).merged(base)), dict(engine_weights(model))
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert any(not torch.equal(found[name], weight) for name, weight in base.tensors())
+
+
+def test_the_adapter_is_a_fraction_of_the_model() -> None:
+    model = add_lora(tiny_model(), r=1, alpha=1)
+    assert AdapterPack.of(model).pack.num_bytes < 0.1 * base_pack(model).num_bytes
+
+
+def test_a_model_without_adapter_is_refused() -> None:
+    with pytest.raises(ValueError, match="no adapter"):
+        AdapterPack.of(tiny_model())

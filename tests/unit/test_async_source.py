@@ -1,0 +1,487 @@
+"""The asynchronous source: lockstep's batches at age 0, the age bound at any other, every prompt exactly once."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+
+from benchmarks.overlap import measure
+from sota_grpo import keys
+from sota_grpo.async_source import AsyncSource
+from sota_grpo.checkpoint import CheckpointStore
+from sota_grpo.collectors import RolloutCollector, SyncSource
+from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.envs import TaskEnv
+from sota_grpo.recording.metrics import declared
+from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.stopping import Interrupted
+from sota_grpo.transforms import GroupAdvantage
+from tests.l3_parts import make_env
+from tests.unit.test_group_buffer import same
+
+SAMPLING = Sampling(max_tokens=24)
+REPEATS = 3
+
+
+def small_env() -> TaskEnv:
+    return make_env(num_envs=REPEATS, repeats=REPEATS, num_train=23)
+
+
+def random_engine(env: TaskEnv, *, right: float, seed: int) -> ScriptedEngine:
+    """Answers rightly with chance ``right``, by the request's own seed and the version; wrong ones differ in length."""
+    gold = {env.prompt_ids(one): env.tokenizer(env.task.gold_response(one))["input_ids"] for one in env.task.train}
+    gold = {prompt: ids[-20:] for prompt, ids in gold.items()}  # the end has the answer
+
+    def script(request: GroupRequest, index: int, version: int) -> list[int]:
+        draw = random.Random(sample_seed(seed, request.seed, index, version))
+        return gold[request.prompt_ids] if draw.random() < right else [5] * draw.randint(1, 9)
+
+    return ScriptedEngine(script, eos_token_id=env.tokenizer.eos_token_id, max_model_len=2048)
+
+
+class Desk:
+    """Takes requests and finishes them when it is told to, in any order."""
+
+    def __init__(self, engine: ScriptedEngine):
+        self.engine = engine
+        self.asked: list[int] = []
+        self.open: dict[int, tuple[GroupRequest, Future[GroupOutput]]] = {}
+
+    def __call__(self, request: GroupRequest) -> Future[GroupOutput]:
+        future: Future[GroupOutput] = Future()
+        self.asked.append(request.group_id)
+        self.open[request.group_id] = (request, future)
+        return future
+
+    def finish(self, group_id: int) -> None:
+        request, future = self.open.pop(group_id)
+        future.set_result(next(iter(self.engine.generate([request], SAMPLING))))
+
+    def finish_any(self) -> None:
+        self.finish(random.choice(list(self.open)))
+
+
+class Rig:
+    """A source that is stepped by hand over a desk."""
+
+    def __init__(self, *, right: float = 0.5, seed: int = 0, num_groups: int = 4, max_policy_age: int = 0, **options):
+        self.env = small_env()
+        self.engine = random_engine(self.env, right=right, seed=seed)
+        self.desk = Desk(self.engine)
+        self.source = AsyncSource(
+            self.env,
+            self.desk,
+            **{
+                "num_groups": num_groups,
+                "max_policy_age": max_policy_age,
+                "version": lambda: self.engine.version,
+                "transforms": [("score", GroupAdvantage())],
+                "seed": seed,
+                "threaded": False,
+                **options,
+            },
+        )
+
+    def turn(self, version: int, *, choose: Callable[[], None] | None = None, ahead: int = 0):
+        """One turn of the loop; ``ahead`` more groups finish while the learner learns."""
+        while not self.source.stands():
+            if not self.source.pump():  # flat groups that stay are handled without anything finishing
+                (choose or self.desk.finish_any)()
+        batch = self.source.next_batch(version)
+        for _ in range(min(ahead, len(self.desk.open))):
+            self.desk.finish_any()
+            self.source.pump()
+        self.engine.version = version + 1
+        self.source.release(batch)
+        return batch
+
+
+def ids(batch) -> list[int]:
+    """The groups of a batch in its order; each must be whole."""
+    found = [int(row.get(keys.GROUP_ID)) for row in batch.unbind(0)]
+    assert [int(row.get(keys.SAMPLE_ID)) for row in batch.unbind(0)] == list(range(REPEATS)) * (len(found) // REPEATS)
+    assert found == [group for group in found[::REPEATS] for _ in range(REPEATS)]
+    return found[::REPEATS]
+
+
+def lockstep(*, right: float, seed: int, turns: int, num_groups: int, refill: bool, max_draws: int) -> list:
+    """(batch, metrics) of each turn of :class:`SyncSource`."""
+    env = small_env()
+    engine = random_engine(env, right=right, seed=seed)
+    collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=REPEATS * num_groups, seed=seed)
+    transforms = [("score", GroupAdvantage())]
+    source = SyncSource(collector, transforms, num_groups=num_groups, refill=refill, max_draws=max_draws)
+    found = []
+    for version in range(turns):
+        engine.version = version
+        found.append((source.next_batch(version), source.metrics()))
+    return found
+
+
+def require_equal(batches: list, expected: list, context: str) -> None:
+    for turn, (batch, (other, _)) in enumerate(zip(batches, expected)):
+        assert ids(batch) == ids(other), f"{context}, turn {turn}"
+        assert all(same(one, two) for one, two in zip(batch.unbind(0), other.unbind(0))), f"{context}, turn {turn}"
+
+
+@pytest.mark.parametrize("refill", [False, True])
+def test_at_age_0_the_batches_are_those_of_lockstep_bit_for_bit(refill: bool) -> None:
+    for _ in range(12):
+        seed, right = random.getrandbits(30), random.choice([0.0, 0.05, 0.2, 0.5, 0.9, 1.0])
+        num_groups, max_draws = random.randint(1, 6), random.randint(1, 4)
+        context = f"seed {seed}, right {right}, num_groups {num_groups}, max_draws {max_draws}"
+        chosen = {"right": right, "seed": seed, "num_groups": num_groups, "refill": refill, "max_draws": max_draws}
+        expected = lockstep(turns=4, **chosen)
+        rig = Rig(**chosen)
+        found = []
+        for turn, (_, metrics) in enumerate(expected):
+            found.append(rig.turn(turn))
+            own = rig.source.metrics()
+            for name in ("groups/refilled", "groups/zero_signal"):
+                assert own[name] == metrics[name], f"{name}: {context}, turn {turn}"
+        require_equal(found, expected, context)
+        assert sorted(rig.desk.asked) == list(range(len(rig.desk.asked)))
+
+
+def mixed(rig: Rig, admitted: dict[int, int]) -> Callable[[], None]:
+    """Finish a random group whose tokens come from the version of its admission and later ones, up to now."""
+
+    def finish() -> None:
+        group_id = random.choice(list(rig.desk.open))
+        request, future = rig.desk.open.pop(group_id)
+        output = next(iter(rig.engine.generate([request], SAMPLING)))
+        first, now = admitted[group_id], rig.engine.version
+        samples = []
+        for sample in output.samples:
+            versions = torch.randint(first, now + 1, sample.versions.shape).sort().values
+            samples.append(Sample(sample.token_ids, sample.log_probs, versions, sample.truncated))
+        future.set_result(GroupOutput(group_id, tuple(samples)))
+
+    return finish
+
+
+@pytest.mark.parametrize("max_policy_age", [0, 1, 3])
+def test_no_order_of_finishing_exceeds_the_age(max_policy_age: int) -> None:
+    """next_batch itself raises above the bound; the worst case reaches it, and every token keeps its version."""
+    worst = 0
+    for _ in range(4):
+        rig = Rig(
+            num_groups=random.randint(1, 3),
+            max_policy_age=max_policy_age,
+            refill=random.random() < 0.5,
+            max_draws=random.randint(1, 3),
+            right=random.choice([0.1, 0.5]),
+            seed=random.getrandbits(30),
+        )
+        admitted: dict[int, int] = {}
+        take = rig.desk.__call__
+
+        def ask(request: GroupRequest, take=take, rig=rig, admitted=admitted) -> Future[GroupOutput]:
+            admitted[request.group_id] = rig.engine.version
+            return take(request)
+
+        rig.source._pipeline._services = type(rig.source._pipeline._services)(ask)
+        for turn in range(12):
+            batch = rig.turn(turn, choose=mixed(rig, admitted), ahead=random.randint(0, 6))
+            for row in batch.unbind(0):
+                versions = row.get(keys.TOKEN_VERSION)[row.get(keys.ASSISTANT_MASK)]
+                assert int(row.get(keys.POLICY_VERSION)) == versions.min()
+                assert admitted[int(row.get(keys.GROUP_ID))] <= versions.min()
+                assert versions.max() <= turn
+                worst = max(worst, turn - int(versions.min()))
+    assert worst == max_policy_age
+
+
+def test_a_token_above_the_age_is_refused() -> None:
+    rig = Rig()
+    rig.engine.version = -1  # an engine that serves older weights than it says
+    with pytest.raises(RuntimeError, match="policy version -1 arrived at version 0"):
+        rig.turn(0)
+
+
+def test_a_batch_waits_for_the_oldest_group_while_younger_ones_are_finished() -> None:
+    """K = 2, age 1: four slots. Groups 0..3 are admitted at version 0, 4 and 5 at version 1, so turn 1 needs two of
+    the four; when 0 has not finished, turn 1 takes 3, and turn 2 waits for 0 although 4 and 5 are there."""
+    rig = Rig(num_groups=2, max_policy_age=1)
+    rig.source.stands()
+    script = iter([1, 2, 3])
+    assert ids(rig.turn(0, choose=lambda: rig.desk.finish(next(script)))) == [1, 2]
+    assert rig.desk.asked == [0, 1, 2, 3, 4, 5]
+    for group_id in (3, 4, 5):
+        rig.desk.finish(group_id)
+    rig.source.pump()
+    assert not rig.source.stands()
+    assert len(rig.source._slots.buffer) == 3
+    rig.desk.finish(0)
+    rig.source.pump()
+    assert ids(rig.source.next_batch(1)) == [0, 3]
+
+
+def test_slots_are_freed_by_release_and_not_by_taking() -> None:
+    rig = Rig(num_groups=3, max_policy_age=1)
+    while not rig.source.stands():
+        rig.desk.finish_any()
+        rig.source.pump()
+    batch = rig.source.next_batch(0)
+    assert len(rig.desk.asked) == 6
+    with pytest.raises(RuntimeError, match="before the last one was released"):
+        rig.source.next_batch(1)
+    rig.engine.version = 1
+    rig.source.release(batch)
+    assert len(rig.desk.asked) == 9
+
+
+def reload(rig: Rig, tmp_path, **options) -> Rig:
+    """A new source over what the old one saved, with futures of its own."""
+    CheckpointStore(tmp_path).save(0, {"source": rig.source.state_dict()})
+    _, state = CheckpointStore(tmp_path).latest()
+    fresh = Rig(**options)
+    fresh.engine.version = rig.engine.version
+    fresh.source.load_state_dict(state["source"])
+    return fresh
+
+
+@pytest.mark.parametrize("max_policy_age", [0, 2])
+@pytest.mark.parametrize("refill", [False, True])
+def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age: int, refill: bool) -> None:
+    options = {
+        "num_groups": 3,
+        "max_policy_age": max_policy_age,
+        "refill": refill,
+        "max_draws": 3,
+        "right": 0.15,
+        "seed": random.getrandbits(30),
+    }
+    rig, trained, replaced, kept = Rig(**options), [], 0, 0
+    turns = 14
+    for turn in range(turns):
+        while not rig.source.stands():
+            if random.random() < 0.2:
+                finished = len(rig.source._slots.buffer)
+                rig = reload(rig, tmp_path, **options)
+                assert len(rig.source._slots.buffer) == finished  # with their rows: nobody samples them again
+                kept += finished
+                continue
+            if not rig.source.pump():
+                rig.desk.finish_any()
+        batch = rig.source.next_batch(turn)
+        trained += [(batch, rig.source.metrics())]
+        replaced += rig.source.metrics()["groups/refilled"]
+        rig.engine.version = turn + 1
+        if random.random() < 0.3:
+            rig = reload(rig, tmp_path, **options)  # a batch that was given out counts as trained
+        else:
+            rig.source.release(batch)
+    rig.source.stands()
+    taken = [group for batch, _ in trained for group in ids(batch)]
+    slots = rig.source._slots
+    left = [*slots.in_flight, *(group for _, group, _ in slots.buffer._writer.due())]
+    held = slots.refill.num_held
+    assert len(set(taken + left)) == len(taken + left)
+    assert kept > 0
+    drawn = rig.env.stream.next_group_id
+    assert set(taken + left) <= set(range(drawn))
+    assert drawn == len(taken) + len(left) + held + replaced + slots.refill.num_replaced
+    if not refill:
+        assert sorted(taken + left) == list(range(drawn))
+    for batch, _ in trained:
+        for row in batch.unbind(0):
+            assert row[keys.QUERY] == rig.env.stream.example_of(int(row.get(keys.GROUP_ID))).query
+    if max_policy_age == 0:
+        chosen = {name: options[name] for name in ("right", "seed", "num_groups", "refill", "max_draws")}
+        expected = lockstep(turns=turns, **chosen)
+        require_equal([batch for batch, _ in trained], expected, f"seed {options['seed']}")
+
+
+def test_pending_groups_are_asked_for_first_and_in_order(tmp_path) -> None:
+    rig = Rig(num_groups=2, max_policy_age=2)
+    rig.turn(0, ahead=2)
+    pending = sorted(rig.desk.open)
+    fresh = reload(rig, tmp_path, num_groups=2, max_policy_age=3)  # a larger age has room for two more
+    fresh.source.stands()
+    assert fresh.desk.asked == [*pending, 8, 9]
+
+
+def test_a_state_of_another_shape_or_too_late_is_refused() -> None:
+    state = Rig(max_policy_age=1).source.state_dict()
+    for options in ({"num_groups": 5, "max_policy_age": 1}, {"max_policy_age": 0}):
+        with pytest.raises(ValueError, match="resume with the same"):
+            Rig(**options).source.load_state_dict(state)
+    rig = Rig(max_policy_age=1)
+    rig.source.stands()
+    with pytest.raises(RuntimeError, match="load before the first batch"):
+        rig.source.load_state_dict(state)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_stop_interrupts_the_wait_and_changes_nothing(threaded: bool) -> None:
+    stop = threading.Event()
+    rig = Rig(threaded=threaded, should_stop=stop.is_set)
+    threading.Timer(0.15, stop.set).start()
+    began = time.monotonic()
+    with pytest.raises(Interrupted):
+        rig.source.next_batch(0)
+    assert time.monotonic() - began < 5.0
+    state = rig.source.state_dict()
+    assert [numbers[0] for numbers in state["in_flight"]] == [0, 1, 2, 3]
+    assert state["released"]
+    stop.clear()
+    for group_id in range(4):
+        rig.desk.finish(group_id)
+    assert ids(rig.source.next_batch(0)) == [0, 1, 2, 3]
+    rig.source.close()
+
+
+def test_a_wait_in_which_nothing_moves_ends_with_a_count_by_stage() -> None:
+    rig = Rig(wait_deadline_s=0.1, grade=lambda rows: Future())
+    rig.source.stands()
+    rig.desk.finish(0)
+    rig.source.pump()
+    with pytest.raises(
+        TimeoutError, match="3 groups are being sampled, 1 graded, 0 are at the reference, 0 are finished"
+    ):
+        rig.source.next_batch(0)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("stage", ["sample", "asking", "grade", "reference"])
+def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, threaded: bool) -> None:
+    cause = KeyError("the cause")
+    error = RuntimeError(f"{stage} failed")
+    error.__cause__ = cause
+
+    def failing(rows) -> Future:
+        future: Future = Future()
+        future.set_exception(error)
+        return future
+
+    def refuse(request: GroupRequest) -> Future:
+        raise error
+
+    options = {} if stage in ("sample", "asking") else {stage: failing}
+    rig = Rig(threaded=threaded, **options)
+    services = rig.source._pipeline._services
+    chosen = {"sample": failing, "asking": refuse}.get(stage)
+    if chosen is not None:
+        rig.source._pipeline._services = type(services)(chosen)
+    else:
+        rig.source.stands()
+        for group_id in range(4):
+            rig.desk.finish(group_id)
+    with pytest.raises(RuntimeError, match="failed") as found:
+        rig.source.next_batch(0)
+    assert found.value is error
+    assert found.value.__cause__ is cause
+    with pytest.raises(RuntimeError, match="failed"):
+        rig.source.next_batch(0)
+    assert len(rig.source.state_dict()["in_flight"]) == 4  # nothing is lost
+    rig.source.close()
+
+
+def test_graders_and_reference_work_group_by_group_and_never_on_replaced_groups() -> None:
+    """Groups 0, 1, ... are sent to the reference as they are graded, flat ones not, and rows may be other objects."""
+    graded: list[int] = []
+    referred: list[int] = []
+    rig = Rig(num_groups=3, refill=True, right=0.3, seed=random.getrandbits(30), max_draws=50)
+
+    def answer(rows, log: list[int], write) -> Future:
+        log.append(int(rows[0].get(keys.GROUP_ID)))
+        future: Future = Future()
+        future.set_result([write(row.clone()) for row in rows])
+        return future
+
+    def grade(rows) -> Future:
+        return answer(rig.env.grade(rows), graded, lambda row: row)
+
+    def refer(rows) -> Future:
+        return answer(rows, referred, lambda row: row.set(keys.REF_LOG_PROBS, row.get(keys.LOG_PROBS) - 1))
+
+    services = rig.source._pipeline._services
+    rig.source._pipeline._services = type(services)(services.sample, grade, refer)
+    batch = rig.turn(0)
+    assert sorted(graded) == list(range(rig.desk.asked[2] + 1 + int(rig.source.metrics()["groups/refilled"])))
+    assert sorted(referred) == ids(batch)
+    for row in batch.unbind(0):
+        torch.testing.assert_close(row.get(keys.REF_LOG_PROBS), row.get(keys.LOG_PROBS) - 1)
+        assert keys.ADVANTAGE in row
+
+
+def test_draws_beyond_the_bound_keep_flat_groups_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is ever right, four groups, three rounds: 12 draws, and the last four of them are the batch."""
+    rig = Rig(refill=True, right=0.0, max_draws=3)
+    assert ids(rig.turn(0)) == [8, 9, 10, 11]
+    assert "12 draws are spent: 4 groups" in caplog.text
+    assert rig.source.metrics()["groups/refilled"] == 8
+    assert rig.source.metrics()["groups/zero_signal"] == 4
+
+
+@pytest.mark.parametrize("max_policy_age", [1, 3])
+def test_no_turn_draws_more_than_its_rounds_when_nothing_has_a_signal(max_policy_age: int) -> None:
+    rig = Rig(refill=True, right=0.0, max_draws=3, num_groups=4, max_policy_age=max_policy_age)
+    slots = 4 * (max_policy_age + 1)
+    drawn = 0
+    for turn in range(6):
+        rig.turn(turn, ahead=random.randint(0, 8))
+        fresh, drawn = len(rig.desk.asked) - drawn, len(rig.desk.asked)
+        # release() at the end of a turn draws 4 for the next, and may replace what is held over
+        assert fresh <= (slots if turn == 0 else 0) + 2 * 2 * 4 + 4
+
+
+def test_metrics_are_in_the_glossary_and_count_what_is_left() -> None:
+    rig = Rig(num_groups=2, max_policy_age=2, metrics_extra=lambda: {"groups/trained": 7.0})
+    rig.source.stands()
+    for group_id in (0, 1, 2):
+        rig.desk.finish(group_id)
+    rig.source.pump()
+    rig.source.next_batch(0)
+    metrics = rig.source.metrics()
+    assert all(declared(name).name == name for name in metrics)
+    assert (metrics["groups/in_flight"], metrics["groups/ready"], metrics["groups/trained"]) == (3, 1, 7.0)
+    assert {"time/wait_s", "time/generate_s", "time/score_s"} <= set(metrics)
+    assert metrics["time/generate_s"] > 0
+
+
+def test_threads_that_finish_at_random_moments_give_every_prompt_once() -> None:
+    """Real threads: twelve turns with age 2, groups of random durations, batches of the bound's age."""
+    env = small_env()
+    engine = random_engine(env, right=0.5, seed=0)
+
+    def generate(request: GroupRequest) -> GroupOutput:
+        time.sleep(random.random() / 100)
+        return next(iter(engine.generate([request], SAMPLING)))
+
+    seen: list[int] = []
+    with ThreadPoolExecutor(4) as pool:
+        source = AsyncSource(
+            env,
+            lambda request: pool.submit(generate, request),
+            num_groups=3,
+            max_policy_age=2,
+            version=lambda: engine.version,
+            refill=True,
+            max_draws=4,
+        )
+        for turn in range(12):
+            batch = source.next_batch(turn)
+            seen += ids(batch)
+            engine.version = turn + 1
+            source.release(batch)
+        source.close()
+    assert len(seen) == len(set(seen)) == 36
+    assert not [thread for thread in threading.enumerate() if thread.name == "conductor" and thread.is_alive()]
+
+
+def test_generation_and_learning_overlap() -> None:
+    """Equal durations of engine and learner: at most 0.6 of lockstep's time per step, 5 % of it control plane. The
+    machine may be busy, so the best of a few attempts counts."""
+    for _ in range(4):
+        found = measure(phase_s=0.25, num_steps=5)
+        if found.ratio <= 0.6 and found.overhead <= 0.05:
+            return
+    raise AssertionError(found)

@@ -1,0 +1,508 @@
+"""A fleet answers every task exactly once, whatever happens to its workers."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sota_grpo.workers import slots
+from sota_grpo.workers.base import Worker, WorkerDied
+from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.processes import ProcessLauncher
+from sota_grpo.workers.slots import Timers
+from sota_grpo.workers.threads import ThreadLauncher
+from tests.servants import spec
+
+WAIT_S = 30.0
+
+
+def until(condition: Callable[[], Any], seconds: float = WAIT_S) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "this did not happen in time"
+        time.sleep(0.005)
+
+
+class Puppet:
+    """A worker whose answers the test gives. Pings and ``update`` are answered at once unless it is mute."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.open: dict[Any, Future[Any]] = {}
+        self.mute: set[str] = set()
+        self.quiet_s = 0.0
+        self.killed = False
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.calls.append((method, args))
+        if self.killed:
+            future.set_exception(WorkerDied(f"{self.name} is dead"))
+        elif method in ("ping", "update") and method not in self.mute:
+            future.set_result(self.quiet_s if method == "ping" else (self.name, *args))
+        else:
+            self.open[args[0] if args else method] = future
+        return future
+
+    def kill(self) -> None:
+        self.killed = True
+        for future in self.open.values():
+            if not future.done():
+                future.set_exception(WorkerDied(f"{self.name} was killed"))
+
+    @property
+    def tasks(self) -> list[Any]:
+        return [args[0] for method, args in self.calls if method == "run"]
+
+
+class Stage:
+    """Starts puppets: ``puppets[slot]`` are those of a slot, oldest first."""
+
+    def __init__(self) -> None:
+        self.puppets: dict[int, list[Puppet]] = {}
+        self.prepare: Callable[[Puppet], None] = lambda puppet: None
+        self.fleets: list[Fleet] = []
+
+    def fleet(self, count: int, capacity: int = 2, **options: Any) -> Fleet:
+        fleet = Fleet("puppet", self.start, count, capacity=capacity, **options)
+        self.fleets.append(fleet)
+        fleet.wait_ready()
+        return fleet
+
+    def start(self, index: int) -> Puppet:
+        before = self.puppets.setdefault(index, [])
+        puppet = Puppet(f"puppet-{index}.{len(before)}")
+        self.prepare(puppet)
+        before.append(puppet)
+        return puppet
+
+    def now(self, index: int) -> Puppet:
+        return self.puppets[index][-1]
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    yield stage
+    for fleet in stage.fleets:
+        fleet.close()
+
+
+# Dispatch
+
+
+def test_tasks_go_to_the_least_loaded_worker_and_never_beyond_its_capacity(stage: Stage) -> None:
+    fleet = stage.fleet(3, capacity=2)
+    futures = [fleet.submit(number) for number in range(8)]
+    until(lambda: sum(len(stage.now(index).tasks) for index in range(3)) == 6)
+    assert sorted(stage.now(index).tasks for index in range(3)) == [[0, 3], [1, 4], [2, 5]]
+    worker = next(stage.now(index) for index in range(3) if 1 in stage.now(index).tasks)
+    worker.open[1].set_result("one")
+    assert futures[1].result(WAIT_S) == "one"
+    until(lambda: worker.tasks == [1, 4, 6])
+    worker.open[4].set_result("four")
+    until(lambda: worker.tasks == [1, 4, 6, 7])
+    assert sum(len(stage.now(index).tasks) for index in range(3)) == 8
+
+
+def test_an_exception_is_the_clients_and_the_worker_stays(stage: Stage) -> None:
+    fleet = stage.fleet(1)
+    future = fleet.submit("task")
+    until(lambda: stage.now(0).open)
+    stage.now(0).open["task"].set_exception(KeyError("missing"))
+    with pytest.raises(KeyError, match="missing"):
+        future.result(WAIT_S)
+    assert fleet.restarts == 0
+
+
+def test_tasks_of_a_dead_worker_go_first_in_their_order(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    fleet = stage.fleet(2, capacity=2)
+    futures = [fleet.submit(number) for number in range(8)]
+    until(lambda: len(stage.now(0).tasks) + len(stage.now(1).tasks) == 4)
+    first, second = stage.now(0), stage.now(1)
+    mine = list(first.tasks)
+    first.kill()
+    until(lambda: len(stage.puppets[0]) == 2 and len(stage.now(0).tasks) == 2)
+    assert stage.now(0).tasks == mine == sorted(mine)
+    for number in second.tasks:
+        second.open[number].set_result(number)
+    until(lambda: second.tasks[2:] == [4, 5])
+    assert (fleet.restarts, fleet.requeued) == (1, 2)
+    assert not any(futures[number].done() for number in mine)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [f"{first.name} is replaced: {first.name} was killed. Tasks queued again: 2; given up: 0."]
+
+
+def test_what_a_replaced_worker_says_is_ignored(stage: Stage) -> None:
+    fleet = stage.fleet(1, capacity=2, task_deadline_s=0.2)
+    late = fleet.submit("late")
+    until(lambda: stage.now(0).tasks)
+    old = stage.now(0)
+    old.kill = lambda: None  # type: ignore[method-assign]  # a worker that goes on for a while
+    with pytest.raises(TimeoutError):
+        late.result(WAIT_S)
+    again = fleet.submit("again")
+    until(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks == ["again"])
+    old.open["late"].set_result("from the old one")
+    stage.now(0).open["again"].set_result("from the new one")
+    assert again.result(WAIT_S) == "from the new one"
+
+
+def test_a_task_that_takes_too_long_fails_and_its_neighbours_are_queued_again(stage: Stage) -> None:
+    fleet = stage.fleet(1, capacity=2, task_deadline_s=0.3)
+    stuck = fleet.submit("stuck")
+    time.sleep(0.15)
+    other = fleet.submit("other")
+    with pytest.raises(TimeoutError, match=r"puppet-0\.0 was at one task for more than 0\.3 s"):
+        stuck.result(WAIT_S)
+    until(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks == ["other"])
+    stage.now(0).open["other"].set_result("done")
+    assert other.result(WAIT_S) == "done"
+    assert (fleet.restarts, fleet.requeued) == (1, 1)
+
+
+def test_a_task_that_kills_its_workers_is_given_up(stage: Stage) -> None:
+    fleet = stage.fleet(1, max_attempts=3)
+    poison = fleet.submit("poison")
+    for life in range(3):
+        until(lambda life=life: len(stage.puppets[0]) == life + 1 and stage.now(0).tasks == ["poison"])
+        stage.now(0).kill()
+    with pytest.raises(WorkerDied, match=r"3 puppet workers that died, at last puppet-0\.2"):
+        poison.result(WAIT_S)
+    assert (fleet.restarts, fleet.requeued) == (3, 2)
+
+
+# Silence
+
+
+def test_a_worker_without_progress_is_replaced(stage: Stage) -> None:
+    fleet = stage.fleet(1, silence_s=0.4)
+    fleet.submit("task")
+    until(lambda: stage.now(0).tasks)
+    time.sleep(0.6)
+    assert fleet.restarts == 0  # it answers, and is not quiet for too long
+    stage.now(0).quiet_s = 0.5
+    until(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks == ["task"], seconds=1.0)
+
+
+def test_a_worker_that_answers_no_ping_is_replaced_within_the_silence(stage: Stage) -> None:
+    stage.fleet(1, silence_s=0.8)
+    stage.now(0).mute.add("ping")
+    began = time.monotonic()
+    until(lambda: len(stage.puppets[0]) == 2, seconds=2.0)
+    assert 0.4 < time.monotonic() - began < 1.2
+
+
+def test_time_stands_still_while_the_driver_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 100.0}
+    monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
+    timers, fired = Timers(max_late_s=1.0), []
+    timers.at(timers.now_s() + 10.0, fired.append, "first")
+    timers.at(timers.now_s() + 60.0, fired.append, "second")
+    clock["now"] += 10.5  # late, but not as if nobody had looked
+    assert timers.take_due() == (fired.append, ("first",))
+    assert timers.wait_s() == 49.5
+    clock["now"] += 49.5 + 1000.0
+    assert timers.take_due() == (fired.append, ("second",))
+    assert timers.now_s() == 160.0
+
+
+# Broadcasts
+
+
+def test_broadcast_answers_slot_by_slot(stage: Stage) -> None:
+    fleet = stage.fleet(3)
+    answers = fleet.broadcast("update", 7, deadline_s=WAIT_S)
+    assert answers == [("puppet-0.0", 7), ("puppet-1.0", 7), ("puppet-2.0", 7)]
+
+
+def test_the_newest_sticky_call_comes_before_a_replacements_first_task(stage: Stage) -> None:
+    fleet = stage.fleet(1)
+    for version in (1, 2):
+        fleet.broadcast("update", version, deadline_s=WAIT_S, sticky=True)
+    fleet.broadcast("update", 3, deadline_s=WAIT_S)  # not sticky
+    fleet.submit("task")
+    until(lambda: stage.now(0).tasks)
+    stage.now(0).kill()
+    until(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks)
+    calls = [call for call in stage.now(0).calls if call[0] != "ping"]
+    assert calls == [("update", (2,)), ("run", ("task",))]
+
+
+def test_a_sticky_broadcast_reaches_a_worker_that_does_not_exist_yet(stage: Stage) -> None:
+    fleet = stage.fleet(2, capacity=1)
+    gate = threading.Event()
+    stage.prepare = lambda puppet: gate.wait(WAIT_S) and None
+    fleet.submit("first")
+    until(lambda: stage.now(0).tasks)
+    stage.now(0).kill()
+    until(lambda: fleet.restarts == 1)
+    assert fleet.broadcast("update", 2, deadline_s=WAIT_S, sticky=True) == [("puppet-1.0", 2)]
+    fleet.submit("second")
+    gate.set()
+    until(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks)
+    assert [call for call in stage.now(0).calls if call[0] != "ping"] == [("update", (2,)), ("run", ("second",))]
+
+
+def test_a_sticky_broadcast_reaches_a_worker_that_is_being_constructed(stage: Stage) -> None:
+    fleet = stage.fleet(2, capacity=1)
+    fleet.broadcast("update", 1, deadline_s=WAIT_S, sticky=True)
+    stage.prepare = lambda puppet: puppet.mute.update({"ping", "update"})
+    fleet.submit("first")
+    until(lambda: stage.now(0).tasks)
+    stage.now(0).kill()
+    until(lambda: len(stage.puppets[0]) == 2 and len(stage.now(0).calls) == 2)
+    assert fleet.broadcast("update", 2, deadline_s=WAIT_S, sticky=True) == [("puppet-1.0", 2)]
+    fleet.submit("second")
+    worker = stage.now(0)
+    worker.mute.clear()
+    for answered in (1, "ping"):
+        worker.open[answered].set_result(0.0)
+    time.sleep(0.05)
+    assert not worker.tasks  # it does not hold the second one yet
+    worker.open[2].set_result(2)
+    until(lambda: worker.tasks)
+    updates_first = [call for call in worker.calls if call[0] != "ping"]
+    assert updates_first == [("update", (1,)), ("update", (2,)), ("run", ("second",))]
+
+
+def test_a_late_worker_is_replaced_and_left_out(stage: Stage) -> None:
+    fleet = stage.fleet(2)
+    stage.now(0).mute.add("update")
+    assert fleet.broadcast("update", 1, deadline_s=0.2, sticky=True) == [("puppet-1.0", 1)]
+    until(lambda: len(stage.puppets[0]) == 2 and ("update", (1,)) in stage.now(0).calls)
+    assert stage.puppets[0][0].killed
+
+
+def test_a_broadcast_that_nobody_answers_names_who_was_late(stage: Stage) -> None:
+    fleet = stage.fleet(2)
+    for index in range(2):
+        stage.now(index).mute.add("update")
+    with pytest.raises(TimeoutError, match=r"update within 0\.2 s; late: puppet-0\.0, puppet-1\.0"):
+        fleet.broadcast("update", 1, deadline_s=0.2)
+    assert fleet.restarts == 2
+
+
+def test_where_all_died_the_replacement_is_asked(stage: Stage) -> None:
+    fleet = stage.fleet(1)
+    stage.now(0).mute.add("update")
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.extend(fleet.broadcast("update", 1, deadline_s=WAIT_S)))
+    asking.start()
+    until(lambda: 1 in stage.now(0).open)
+    stage.now(0).kill()
+    asking.join(WAIT_S)
+    assert answers == [("puppet-0.1", 1)]
+
+
+def test_a_refused_sticky_broadcast_is_raised_and_forgotten() -> None:
+    launcher = ThreadLauncher()
+    fleet = Fleet("echo", starter(launcher, "echo", spec()), 2, capacity=1, silence_s=0.4)
+    fleet.broadcast("update", 4, deadline_s=WAIT_S, sticky=True)
+    with pytest.raises(ValueError, match="version -1 is negative"):
+        fleet.broadcast("update", -1, deadline_s=WAIT_S, sticky=True)
+    fleet._supervisor.slots[0].worker.kill()  # type: ignore[union-attr]
+    until(lambda: fleet.names == ["echo-0.1", "echo-1"])
+    assert {fleet.submit(task, 0.1).result(WAIT_S) for task in "ab"} == {("a", 4), ("b", 4)}
+    fleet.close()
+
+
+def test_a_callback_cannot_wait_for_a_broadcast(stage: Stage) -> None:
+    fleet = stage.fleet(1)
+    raised: list[BaseException] = []
+
+    def wait(_: Future[Any]) -> None:
+        try:
+            fleet.broadcast("ping", deadline_s=1.0)
+        except RuntimeError as error:
+            raised.append(error)
+
+    future = fleet.submit("task")
+    future.add_done_callback(wait)
+    until(lambda: stage.now(0).open)
+    stage.now(0).open["task"].set_result(None)
+    until(lambda: raised)
+    assert "own thread" in str(raised[0])
+
+
+# Starting and ending
+
+
+def test_a_construction_that_raises_is_not_tried_again_at_the_start(tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+    fleet = Fleet("echo", starter(ThreadLauncher(), "echo", spec("broken", tries=str(tries))), 1, capacity=1)
+    future = fleet.submit("task")
+    with pytest.raises(WorkerDied, match=r"echo-0 is given up after 1 start that failed, 0 left: .*no such model"):
+        fleet.wait_ready()
+    with pytest.raises(WorkerDied, match="no such model"):
+        future.result(WAIT_S)
+    with pytest.raises(WorkerDied, match="no such model"):
+        fleet.submit("later").result(WAIT_S)
+    with pytest.raises(WorkerDied, match="no such model"):
+        fleet.broadcast("ping", deadline_s=1.0)
+    assert tries.read_text() == "x"
+    fleet.close()
+
+
+def test_a_worker_that_dies_as_it_starts_is_tried_so_often(tmp_path: Path) -> None:
+    tries, launcher = tmp_path / "tries", ProcessLauncher()
+    start = starter(launcher, "echo", spec("dies", tries=str(tries)))
+    fleet = Fleet("echo", start, 1, capacity=1, max_start_failures=3)
+    with pytest.raises(
+        WorkerDied, match=r"after 3 starts that failed, 0 left: echo-0\.2 \(pid \d+\) ended with exit code 7"
+    ):
+        fleet.wait_ready()
+    assert tries.read_text() == "xxx"
+    fleet.close()
+    launcher.close()
+
+
+def test_a_replacement_whose_construction_raises_is_tried_again(tmp_path: Path) -> None:
+    launcher = ThreadLauncher()
+    start = starter(launcher, "echo", spec("works_once", tries=str(tmp_path / "tries")))
+    fleet = Fleet("echo", start, 1, capacity=1, silence_s=0.4)
+    fleet.wait_ready()
+    fleet._supervisor.slots[0].worker.kill()  # type: ignore[union-attr]
+    assert fleet.submit("task").result(WAIT_S) == ("task", 0)
+    assert fleet.names == ["echo-0.2"]
+    fleet.close()
+
+
+def test_a_start_that_takes_too_long_counts_as_failed() -> None:
+    began = time.monotonic()
+    start = starter(ThreadLauncher(), "echo", spec("slow_echo", seconds=60.0))
+    fleet = Fleet("echo", start, 1, capacity=1, start_deadline_s=0.2, max_start_failures=2)
+    with pytest.raises(WorkerDied, match=r"after 2 starts .* it was not ready within 0\.2 s"):
+        fleet.wait_ready()
+    assert time.monotonic() - began < 5.0
+    fleet.close()
+
+
+def test_others_go_on_when_a_slot_is_given_up(stage: Stage) -> None:
+    fleet = stage.fleet(2, capacity=1, max_start_failures=2)
+
+    def fails(puppet: Puppet) -> None:
+        raise OSError("no device")
+
+    stage.prepare = fails
+    first, second = fleet.submit("first"), fleet.submit("second")
+    until(lambda: stage.now(0).tasks and stage.now(1).tasks)
+    stage.now(0).kill()
+    until(lambda: fleet._supervisor.slots[0].state == "retired")
+    stage.now(1).open["second"].set_result(2)
+    until(lambda: stage.now(1).tasks == ["second", "first"])
+    stage.now(1).open["first"].set_result(1)
+    assert (first.result(WAIT_S), second.result(WAIT_S)) == (1, 2)
+
+
+def test_close_fails_what_is_open_and_what_comes_later(stage: Stage) -> None:
+    fleet = stage.fleet(1, capacity=1)
+    futures = [fleet.submit(number) for number in range(3)]
+    until(lambda: stage.now(0).tasks)
+    fleet.close()
+    fleet.close()
+    futures.append(fleet.submit("later"))
+    for future in futures:
+        with pytest.raises(WorkerDied, match="the puppet fleet was closed"):
+            future.result(0.1)
+    with pytest.raises(WorkerDied, match="closed"):
+        fleet.broadcast("ping", deadline_s=1.0)
+    assert stage.now(0).killed
+
+
+def test_a_worker_that_arrives_after_the_end_is_killed(stage: Stage) -> None:
+    gate, closing = threading.Event(), threading.Event()
+    stage.prepare = lambda puppet: gate.wait(WAIT_S) and None
+    fleet = Fleet("puppet", stage.start, 1, capacity=1)
+    until(lambda: 0 in stage.puppets)
+    threading.Thread(target=lambda: (fleet.close(), closing.set())).start()
+    time.sleep(0.05)
+    gate.set()
+    assert closing.wait(WAIT_S)
+    assert stage.now(0).killed
+    with pytest.raises(WorkerDied, match="closed"):
+        fleet.wait_ready()
+
+
+# Real processes
+
+
+class Processes:
+    """A fleet of processes, and every pid it ever had."""
+
+    def __init__(self, count: int, **options: Any) -> None:
+        self.launcher = ProcessLauncher()
+        self.pids: list[int] = []
+        start = starter(self.launcher, "echo", spec(), [{"threads": 1}] * count)
+
+        def recorded(index: int) -> Worker:
+            worker = start(index)
+            self.pids.append(worker.pid)  # type: ignore[attr-defined]
+            return worker
+
+        self.fleet = Fleet("echo", recorded, count, **options)
+        self.fleet.wait_ready()
+
+    def close(self) -> None:
+        self.fleet.close()
+        self.launcher.close()
+        assert not [pid for pid in self.pids if Path(f"/proc/{pid}").exists()], "a process was left"
+
+
+def test_every_task_is_answered_once_under_random_kills() -> None:
+    seed = secrets.randbits(32)
+    dice = random.Random(seed)
+    processes = Processes(3, capacity=2, silence_s=2.0)
+    fleet = processes.fleet
+    answered: list[Any] = []
+    fleet.broadcast("update", 1, deadline_s=WAIT_S, sticky=True)
+    futures = [fleet.submit(task, dice.uniform(0.0, 0.15)) for task in range(30)]
+    for future in futures:
+        future.add_done_callback(lambda done: answered.append(done.exception() or done.result()))
+    for kind in (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
+        time.sleep(dice.uniform(0.0, 0.15))
+        with suppress(ProcessLookupError):  # the one that was drawn is dead already
+            os.kill(dice.choice([pid for pid in fleet.pids if pid is not None]), kind)
+    for future in futures:
+        future.exception(WAIT_S)
+    until(lambda: len(answered) == 30)
+    processes.close()
+    assert sorted(answered) == [(task, 1) for task in range(30)], f"seed {seed}"
+
+
+def test_a_stopped_process_is_found_within_the_silence_and_replaced() -> None:
+    processes = Processes(2, capacity=1, silence_s=1.0)
+    fleet = processes.fleet
+    stopped = fleet.pids[0]
+    assert stopped is not None
+    futures = [fleet.submit(task, 0.05) for task in range(4)]
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    until(lambda: fleet.restarts == 1)
+    assert time.monotonic() - began < 1.5
+    assert sorted(future.result(WAIT_S) for future in futures) == [(task, 0) for task in range(4)]
+    assert stopped not in fleet.pids
+    processes.close()
+
+
+def test_a_process_that_dies_idle_is_replaced() -> None:
+    processes = Processes(1, capacity=1, silence_s=1.0)
+    assert processes.fleet.pids[0] is not None
+    os.kill(processes.fleet.pids[0], signal.SIGKILL)
+    until(lambda: processes.fleet.restarts == 1)
+    assert processes.fleet.submit("task").result(WAIT_S) == ("task", 0)
+    assert processes.fleet.names == ["echo-0.1"]
+    processes.close()

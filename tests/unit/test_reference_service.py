@@ -1,0 +1,169 @@
+"""A reference in other processes answers what a reference here answers, and survives its workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase, lazy_stack
+
+from sota_grpo import keys
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.export import save_hf
+from sota_grpo.policy.reference import FrozenReference
+from sota_grpo.policy.reference_service import ReferenceService
+from sota_grpo.transforms import ReferenceKL
+from sota_grpo.workers.base import ServantSpec, WorkerDied
+from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.processes import ProcessLauncher
+from sota_grpo.workers.reference import RaggedRows, ReferenceServant, reference_servant
+from sota_grpo.workers.threads import ThreadLauncher
+from tests.builders import generator, random_rows
+from tests.unit.tiny_models import make_model, make_rows, make_tokenizer
+
+BUDGET = 24
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.nn.Module]:
+    model = make_model("llama", vocab_size=64)
+    return str(save_hf(model, make_tokenizer(), tmp_path_factory.mktemp("model") / "llama")), model
+
+
+def service_of(launcher: Any, path: str, num_workers: int, **settings: Any) -> ReferenceService:
+    options = {"model_name": path, "temperature": 0.7, "token_budget": BUDGET, "num_threads": torch.get_num_threads()}
+    return ReferenceService.start(launcher, options, num_workers=num_workers, **{"timeout_s": 60.0} | settings)
+
+
+def groups_of_rows(count: int) -> list[list[TensorDictBase]]:
+    """Groups of 4 siblings, graded, without what the reference writes."""
+    rows = [row.exclude(keys.REF_LOG_PROBS, "advantage") for row in random_rows(generator(), 4 * count, group_size=4)]
+    return [rows[start : start + 4] for start in range(0, len(rows), 4)]
+
+
+@pytest.fixture
+def in_threads() -> Iterator[ThreadLauncher]:
+    launcher = ThreadLauncher()
+    yield launcher
+    launcher.close()
+
+
+def written_here(model: torch.nn.Module, groups: list[list[TensorDictBase]], coeff: float | None = None):
+    """Copies of the rows after the transform of the lockstep loop, all in one batch."""
+    copies = [row.clone() for rows in groups for row in rows]
+    here = FrozenReference.copy_of(model, temperature=0.7)
+    ReferenceKL(here, in_reward_coeff=coeff, pad_token_id=0, token_budget=1000)(lazy_stack(copies))
+    return copies
+
+
+def assert_equal_rows(rows: list[TensorDictBase], expected: list[TensorDictBase]) -> None:
+    for row, copy in zip(rows, expected, strict=True):
+        assert set(row.keys(True, True)) == set(copy.keys(True, True))
+        for key in (keys.REF_LOG_PROBS, keys.REWARD, keys.KL_TERM, keys.GRADED_REWARD):
+            if key in copy.keys(True, True):
+                torch.testing.assert_close(row[key], copy[key], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("coeff", [None, 0.3])
+def test_submitted_groups_equal_the_transform(saved, in_threads, coeff) -> None:
+    path, model = saved
+    service = service_of(in_threads, path, 2, in_reward_coeff=coeff)
+    groups = groups_of_rows(7)
+    expected = written_here(model, groups, coeff)
+    for rows, future in zip(groups, [service.submit(rows) for rows in groups], strict=True):
+        assert all(one is other for one, other in zip(future.result(60), rows, strict=True))
+    assert_equal_rows([row for rows in groups for row in rows], expected)
+    again = service.submit(groups[0])
+    assert again.done(), "rows that have reference log-probs pass at once"
+    service.close()
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_call_equals_the_reference_here_in_any_order_of_the_rows(saved, in_threads, num_workers) -> None:
+    path, model = saved
+    service = service_of(in_threads, path, num_workers)
+    rows = make_rows([5, 12, 1, 8, 2], width=14, holes=True)
+    found = service(rows)
+    expected = FrozenReference.copy_of(model, temperature=0.7)(rows)
+    assert found.shape == rows[keys.FULL_TOKENS].shape
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert (service(rows[2:3]) == 0).all(), "a prompt alone has nothing to answer"
+    service.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_servant_computes_in_the_precision_of_the_policy(saved, precision) -> None:
+    """Bit for bit where the padding is the same, so that every estimator of the KL is exactly 0."""
+    path, model = saved
+    servant = reference_servant(model_name=path, temperature=0.7, precision=precision, token_budget=BUDGET)
+    rows = make_rows([8, 5, 3])
+    with torch.autocast("cpu", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
+        expected = CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS].detach()
+    cut = [row[:length] for row, length in zip(rows.auto_batch_size_(2).unbind(0), (8, 5, 3))]
+    found = servant.run(RaggedRows.of(cut)).result(60)
+    servant.close()
+    for values, row, length in zip(found, expected, (8, 5, 3), strict=True):
+        assert values.tolist() == row[:length].tolist()
+    assert not torch.equal(expected, CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS])
+    with pytest.raises(ValueError, match="precision is 'half'"):
+        ReferenceServant(model, temperature=1.0, precision="half", token_budget=1)
+
+
+class NanServant:
+    """A reference whose weights are broken."""
+
+    def run(self, rows: RaggedRows) -> list[Any]:
+        return [torch.full((length,), torch.nan).numpy() for length in rows.lengths.tolist()]
+
+    def ping(self) -> float:
+        return 0.0
+
+
+def test_what_is_wrong_with_rows_or_weights_reaches_whoever_waits(saved, in_threads) -> None:
+    service = service_of(in_threads, saved[0], 1)
+    bad, good = groups_of_rows(2)
+    bad[1][keys.ASSISTANT_MASK][0] = True
+    futures = service.submit(bad), service.submit(good)
+    with pytest.raises(ValueError, match=r"row \d begins with an assistant token"):
+        futures[0].result(60)
+    assert futures[1].result(60) is not None
+    service.close()
+
+    start = starter(in_threads, "reference", ServantSpec(f"{__name__}:NanServant"))
+    service = ReferenceService(Fleet("reference", start, 1, capacity=1), num_workers=1, in_reward_coeff=0.3)
+    with pytest.raises(ValueError, match="not finite"):
+        service.submit(good := groups_of_rows(1)[0]).result(60)
+    assert keys.REF_LOG_PROBS not in good[0].keys(True)
+    service.close()
+
+
+def test_a_reference_process_that_stops_is_replaced_and_its_rows_answered(saved) -> None:
+    path, model = saved
+    launcher = ProcessLauncher()
+    service = service_of(launcher, path, 1, timeout_s=3.0, placements=[{"threads": 1}])
+    service.wait_ready()
+    groups = groups_of_rows(12)
+    expected = written_here(model, groups)
+    (stopped,) = service.fleet.pids
+    os.kill(stopped, signal.SIGSTOP)
+    for future in [service.submit(rows) for rows in groups]:
+        future.result(120)
+    assert_equal_rows([row for rows in groups for row in rows], expected)
+    assert service.fleet.restarts >= 1
+    assert stopped not in service.fleet.pids
+    rows = make_rows([9, 4])
+    torch.testing.assert_close(service(rows), FrozenReference.copy_of(model, temperature=0.7)(rows))
+    service.close()
+    launcher.close()
+
+
+def test_a_model_that_does_not_load_is_named_at_once(tmp_path, in_threads) -> None:
+    service = service_of(in_threads, str(tmp_path), 2)
+    with pytest.raises(WorkerDied, match=r"not a folder with a config.json"):
+        service.wait_ready()
+    service.close()

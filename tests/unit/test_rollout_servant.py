@@ -1,0 +1,303 @@
+"""The pump: results as of the bare engine, weights that land in flight, silence that grows, failures that reach all."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sota_grpo.engines import Engine
+from sota_grpo.engines.hf import TransformersEngine
+from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.errors import UserError
+from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.workers.base import WorkerDied
+from sota_grpo.workers.rollout import RolloutServant, rollout_servant
+from tests.engine_rigs import (
+    CONTEXT,
+    EOS,
+    PAD,
+    changed_weights,
+    generate,
+    largest_gap,
+    ragged_requests,
+    tiny_model,
+    token_lists,
+)
+
+REQUEST = GroupRequest(group_id=0, prompt_ids=(5, 6), num_samples=2, seed=3)
+NO_WEIGHTS = WeightPack.of([])
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[Callable[[], Engine]], RolloutServant]]:
+    servants: list[RolloutServant] = []
+
+    def start(make_engine: Callable[[], Engine]) -> RolloutServant:
+        servants.append(RolloutServant(make_engine))
+        return servants[-1]
+
+    yield start
+    for servant in servants:
+        servant.close(timeout_s=5.0)
+
+
+def hf_engine(model: torch.nn.Module) -> TransformersEngine:
+    return TransformersEngine(model, eos_token_ids=[EOS], pad_token_id=PAD)
+
+
+class HeldEngine(ScriptedEngine):
+    """Its steps wait until ``go`` is set, and fail when ``failure`` is."""
+
+    def __init__(self, **options: object):
+        super().__init__(**options)
+        self.go, self.stepping = threading.Event(), threading.Event()
+        self.failure: BaseException | None = None
+        self.num_steps = 0
+        self.num_steps_at_push: list[int] = []
+        self.closed = False
+
+    def step(self) -> list[tuple[int, GroupOutput]]:
+        self.num_steps += 1
+        self.stepping.set()
+        self.go.wait(10.0)
+        if self.failure is not None:
+            raise self.failure
+        return super().step()
+
+    def update_weights(self, weights, version: int) -> None:
+        self.num_steps_at_push.append(self.num_steps)
+        super().update_weights(weights, version)
+
+    def close(self) -> None:
+        super().close()
+        self.closed = True
+
+
+def outputs_of(futures: list[Future[GroupOutput]]) -> dict[int, GroupOutput]:
+    return {output.group_id: output for output in (future.result(20.0) for future in futures)}
+
+
+@pytest.mark.parametrize("kind", ["transformers", "scripted"])
+def test_many_runs_at_once_give_what_the_bare_engine_gives(kind: str, start):
+    model = tiny_model()
+    make = {"transformers": lambda: hf_engine(model), "scripted": lambda: ScriptedEngine(eos_token_id=EOS)}[kind]
+    requests, sampling = ragged_requests(8, 3, seed=2), Sampling(max_tokens=40)  # fixed: rounding may flip a token
+    servant = start(make)
+    found = outputs_of([servant.run(request, sampling) for request in requests])
+    assert token_lists(found) == token_lists(generate(make(), requests, sampling))
+
+
+def test_equal_group_ids_under_two_samplings_reach_their_own_callers(start):
+    servant = start(lambda: ScriptedEngine(duration_s=0.02))
+    samplings = [Sampling(max_tokens=length, ignore_eos=True) for length in (3, 9, 9, 3)]
+    futures = [servant.run(REQUEST, sampling) for sampling in samplings]
+    assert [len(future.result(5.0).samples[0].token_ids) for future in futures] == [3, 9, 9, 3]
+
+
+def test_requests_that_wait_are_added_together(start):
+    engine = HeldEngine()
+    batches: list[int] = []
+    add = engine.add
+    engine.add = lambda requests, sampling: batches.append(len(requests)) or add(requests, sampling)
+    servant = start(lambda: engine)
+    first = servant.run(REQUEST, Sampling(max_tokens=2))
+    assert engine.stepping.wait(5.0)
+    others = [servant.run(replace(REQUEST, group_id=i), Sampling(max_tokens=2)) for i in range(1, 6)]
+    engine.go.set()
+    assert len(outputs_of([first, *others])) == 6
+    assert batches == [1, 5]
+
+
+def test_weights_land_while_a_group_runs_and_serve_its_next_tokens(start):
+    model, target = tiny_model(), tiny_model()
+    target.load_state_dict(weights := changed_weights(model))
+    servant = start(lambda: hf_engine(model))
+    long = servant.run(ragged_requests(1, 4)[0], Sampling(max_tokens=150, ignore_eos=True))
+    assert servant.update_weights(WeightPack.of(weights.items()), 7).result(5.0) == 7
+    assert not long.done()
+    after = ragged_requests(3, 2)
+    futures = [servant.run(request, Sampling(max_tokens=10)) for request in after]
+    assert largest_gap(target, after, outputs_of(futures), 1.0) < 1e-5
+    for sample in long.result(20.0).samples:
+        assert (sample.versions.diff() >= 0).all()
+        assert int(sample.versions[-1]) == 7
+
+
+def test_a_push_waits_for_one_step_at_most(start):
+    engine = HeldEngine(duration_s=10.0)
+    engine.go.set()
+    servant = start(lambda: engine)
+    servant.run(REQUEST, Sampling(max_tokens=2))
+    assert engine.stepping.wait(5.0)
+    for version in range(1, 21):
+        future = servant.update_weights(NO_WEIGHTS, version)
+        before = engine.num_steps
+        assert future.result(5.0) == version
+        assert engine.num_steps_at_push[-1] - before <= 1
+
+
+def test_calls_take_effect_in_their_order(start):
+    engine = HeldEngine(duration_s=0.01)
+    servant = start(lambda: engine)
+    blocked = servant.run(REQUEST, Sampling(max_tokens=2))
+    assert engine.stepping.wait(5.0)
+    runs = []
+    for version in (1, 2, 3):
+        servant.update_weights(NO_WEIGHTS, version)
+        runs.append(servant.run(REQUEST, Sampling(max_tokens=2)))
+    engine.go.set()
+    versions = [int(run.result(5.0).samples[0].versions[0]) for run in (blocked, *runs)]
+    assert versions == [0, 1, 2, 3]
+
+
+def test_ping_is_0_when_idle_and_small_at_work_and_grows_when_a_step_hangs(start):
+    engine = HeldEngine(duration_s=0.2)
+    servant = start(lambda: engine)
+    assert servant.ping() == 0.0
+    engine.go.set()
+    working = servant.run(REQUEST, Sampling(max_tokens=2))
+    seen = []
+    while not working.done():
+        seen.append(servant.ping())
+        time.sleep(0.005)
+    assert sorted(seen)[len(seen) // 2] < 0.1  # most pings: a busy machine may hold up a few
+    deadline = time.monotonic() + 5.0
+    while servant.ping() > 0.0:
+        assert time.monotonic() < deadline
+    engine.go.clear()
+    engine.stepping.clear()
+    servant.run(REQUEST, Sampling(max_tokens=2))
+    assert engine.stepping.wait(5.0)
+    first = servant.ping()
+    time.sleep(0.1)
+    assert servant.ping() >= first + 0.09
+    engine.go.set()
+
+
+def test_a_failing_step_fails_everything_with_its_cause(start):
+    engine = HeldEngine()
+    engine.failure = MemoryError("no room for 7 GiB")
+    servant = start(lambda: engine)
+    flying = servant.run(REQUEST, Sampling(max_tokens=2))
+    assert engine.stepping.wait(5.0)
+    waiting = [servant.run(REQUEST, Sampling(max_tokens=2)), servant.update_weights(NO_WEIGHTS, 1), servant.sleep()]
+    engine.go.set()
+    for future in [flying, *waiting]:
+        with pytest.raises(WorkerDied, match=r"scripted engine failed.*MemoryError: no room for 7 GiB"):
+            future.result(5.0)
+    for later in (servant.run(REQUEST, Sampling(max_tokens=2)), servant.update_weights(NO_WEIGHTS, 1)):
+        with pytest.raises(WorkerDied, match="no room for 7 GiB"):
+            later.result(5.0)
+    with pytest.raises(WorkerDied, match="no room for 7 GiB") as caught:
+        servant.ping()
+    assert caught.value.__cause__ is engine.failure
+    assert "in step" in pickle.loads(pickle.dumps(caught.value)).__notes__[0]
+    servant.close()
+    assert engine.closed
+
+
+def test_a_failing_push_breaks_the_servant_and_a_refused_one_does_not(start):
+    model = tiny_model()
+    servant = start(lambda: hf_engine(model))
+    with pytest.raises(ValueError, match="weights are missing"):
+        servant.update_weights(NO_WEIGHTS, 1).result(5.0)
+    assert len(servant.run(REQUEST, Sampling(max_tokens=2)).result(5.0).samples) == 2
+
+    @dataclass
+    class Torn:
+        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            raise OSError("shared memory is gone")
+
+    with pytest.raises(WorkerDied, match="OSError: shared memory is gone"):
+        servant.update_weights(Torn(), 1).result(5.0)
+    with pytest.raises(WorkerDied):
+        servant.run(REQUEST, Sampling(max_tokens=2)).result(5.0)
+
+
+def test_a_refused_request_fails_alone(start):
+    engine = HeldEngine(max_model_len=CONTEXT)
+    servant = start(lambda: engine)
+    first = servant.run(REQUEST, Sampling(max_tokens=2))
+    assert engine.stepping.wait(5.0)  # so that the next three are added together
+    requests = [REQUEST, replace(REQUEST, prompt_ids=(5,) * CONTEXT), REQUEST]
+    good, long, fine = (servant.run(request, Sampling(max_tokens=2)) for request in requests)
+    engine.go.set()
+    with pytest.raises(ValueError, match=f"{CONTEXT} tokens"):
+        long.result(5.0)
+    assert all(len(future.result(5.0).samples) == 2 for future in (first, good, fine))
+
+
+def test_it_sleeps_only_when_nothing_is_in_flight(start):
+    busy, idle = (start(lambda: ScriptedEngine(duration_s=60.0)) for _ in range(2))
+    busy.run(REQUEST, Sampling(max_tokens=2))
+    with pytest.raises(ValueError, match="1 groups in flight"):
+        busy.sleep().result(5.0)
+    assert idle.sleep().result(5.0) is idle.wake().result(5.0) is None
+
+
+def test_close_fails_what_is_open_and_ends_the_thread(start):
+    engine = HeldEngine(duration_s=60.0)
+    engine.go.set()
+    servant = start(lambda: engine)
+    run = servant.run(REQUEST, Sampling(max_tokens=2))
+    servant.close()
+    servant.close()
+    with pytest.raises(WorkerDied, match="closed"):
+        run.result(0.0)
+    assert engine.closed
+    assert not servant._thread.is_alive()
+
+
+def test_close_does_not_wait_for_ever_for_an_engine_that_hangs(start):
+    engine = HeldEngine()
+    servant = start(lambda: engine)
+    run = servant.run(REQUEST, Sampling(max_tokens=2))
+    assert engine.stepping.wait(5.0)
+    servant.close(timeout_s=0.05)
+    with pytest.raises(WorkerDied, match=r"hung for 0\.05 s"):
+        run.result(0.0)
+    engine.go.set()
+
+
+def test_the_engine_is_built_on_the_pump_and_its_failure_raised_by_the_constructor(start):
+    places: list[str] = []
+    start(lambda: places.append(threading.current_thread().name) or ScriptedEngine())
+    assert places == ["pump"]
+
+    def failing() -> Engine:
+        raise UserError("no such model")
+
+    with pytest.raises(UserError, match="no such model"):
+        RolloutServant(failing)
+
+
+def two_tokens(request: GroupRequest, index: int, version: int) -> list[int]:
+    return [10 + index, 20 + version]
+
+
+def test_the_factory_takes_plain_values(tmp_path: Path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    shared = {"model_name": str(tmp_path), "eos_token_ids": (EOS,), "pad_token_id": PAD, "device": "cpu"}
+    options = pickle.loads(pickle.dumps({**shared, "engine": "scripted", "script": two_tokens, "duration_s": 0.05}))
+    servant = rollout_servant(**options)
+    began = time.monotonic()
+    output = servant.run(REQUEST, Sampling(max_tokens=8)).result(5.0)
+    assert time.monotonic() - began >= 0.05
+    assert [sample.token_ids.tolist() for sample in output.samples] == [[10, 20, EOS], [11, 20, EOS]]
+    servant.close()
+
+    servant = rollout_servant(engine="transformers", **shared, dtype="float32", max_rows=6, attn_implementation="sdpa")
+    requests = ragged_requests(3, 2)
+    found = outputs_of([servant.run(request, Sampling(max_tokens=10)) for request in requests])
+    assert largest_gap(model, requests, found, 1.0) < 1e-5
+    servant.close()

@@ -1,0 +1,417 @@
+"""The engines over HTTP against stand-ins of the servers: what is asked, what is read, and everything that breaks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from sota_grpo.engines import server as server_module
+from sota_grpo.engines.base import Engine
+from sota_grpo.engines.server import ServerEngine
+from sota_grpo.engines.server_dialect import Deadlines, Dialect
+from sota_grpo.engines.server_http import HttpClient, ServerError
+from sota_grpo.engines.sglang_server import SGLangDialect
+from sota_grpo.engines.vllm_server import VLLMDialect
+from sota_grpo.errors import UserError
+from sota_grpo.records import GroupOutput, GroupRequest, Sampling, sample_seed
+from tests.process_rigs import wait_for
+from tests.unit.fake_servers import CONTEXT, FakeServer, FakeSGLang, FakeVLLM
+
+SHAPES = {"embed": torch.Size([5, 2]), "head": torch.Size([5, 2]), "norm": torch.Size([2])}
+SAMPLING = Sampling(max_tokens=6)
+GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
+
+
+class Rigs:
+    """Engines and the stand-ins behind them; all are closed at the end of the test."""
+
+    def __init__(self, stack: ExitStack):
+        self._stack = stack
+
+    def engine(self, fake: FakeServer, *, key: str | None = None, **options: object) -> ServerEngine:
+        running = fake if fake.url else self._stack.enter_context(fake.running())
+        dialect: Dialect = VLLMDialect() if isinstance(fake, FakeVLLM) else SGLangDialect()
+        client = HttpClient(running.url, api_key=key)
+        defaults = {"shapes": SHAPES, "tied": {"head": "embed"}, "eos_token_ids": [3, 1]}
+        engine = ServerEngine(client, dialect, **(defaults | options))  # type: ignore[arg-type]
+        self._stack.callback(engine.close)
+        return engine
+
+
+@pytest.fixture
+def rigs() -> Iterator[Rigs]:
+    with ExitStack() as stack:
+        yield Rigs(stack)
+
+
+def fake_of(kind: str) -> FakeServer:
+    return FakeVLLM() if kind == "vllm" else FakeSGLang()
+
+
+def weights(value: float = 1.0) -> dict[str, torch.Tensor]:
+    embed = torch.full((5, 2), value)
+    return {"embed": embed, "head": embed, "norm": torch.zeros(2)}
+
+
+def request(first_token: int, *, group: int = 0, num_samples: int = 2, seed: int = 8) -> GroupRequest:
+    return GroupRequest(group_id=group, prompt_ids=(first_token, 5, 6), num_samples=num_samples, seed=seed)
+
+
+def steps_until(engine: ServerEngine, count: int = 1) -> list[tuple[int, GroupOutput]]:
+    ended: list[tuple[int, GroupOutput]] = []
+    deadline = time.monotonic() + 10
+    while len(ended) < count and time.monotonic() < deadline:
+        ended += engine.step()
+    assert len(ended) == count
+    return ended
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_group_goes_out_as_ids_and_comes_back_as_samples(rigs: Rigs, kind: str):
+    fake = fake_of(kind)
+    engine = rigs.engine(fake)
+    assert isinstance(engine, Engine)
+    assert engine.max_model_len == CONTEXT
+    (ticket,) = engine.add([request(9, group=77, num_samples=3)], SAMPLING)
+    assert engine.num_in_flight == 1
+    ((ended, output),) = steps_until(engine)
+    assert (ended, output.group_id, len(output.samples), engine.num_in_flight) == (ticket, 77, 3, 0)
+    tokens = [sample.token_ids.tolist() for sample in output.samples]
+    assert len({tuple(ids) for ids in tokens}) == 3
+    for sample in output.samples:
+        assert sample.token_ids.dtype == sample.versions.dtype == torch.int64
+        torch.testing.assert_close(sample.log_probs, -sample.token_ids / 1000)
+        assert sample.versions.tolist() == [0] * 6
+
+
+def test_what_vllm_is_asked(rigs: Rigs):
+    fake = FakeVLLM()
+    engine = rigs.engine(fake)
+    sampling = Sampling(max_tokens=100, temperature=0.5, top_p=0.9, top_k=4)
+    engine.add([request(9, num_samples=3, seed=8)], sampling)
+    ((_, output),) = steps_until(engine)
+    asked = fake.bodies(GENERATE["vllm"])[-1]
+    assert asked["token_ids"] == [9, 5, 6]
+    assert asked["sampling_params"] == {
+        "n": 3,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 4,
+        "max_tokens": CONTEXT - 3,
+        "seed": sample_seed(8),
+        "stop_token_ids": [1, 3],
+        "ignore_eos": False,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    # the stand-in sends the choices in reverse; index 1 ended for length, 0 and 2 at a stop token
+    assert [sample.truncated for sample in output.samples] == [False, True, False]
+
+
+def test_greedy_siblings_are_one_sample_of_vllm(rigs: Rigs):
+    fake = FakeVLLM()
+    engine = rigs.engine(fake)
+    (output,) = engine.generate([request(9, num_samples=3)], Sampling(max_tokens=4, temperature=0.0))
+    assert fake.bodies(GENERATE["vllm"])[-1]["sampling_params"]["n"] == 1
+    assert len({tuple(sample.token_ids.tolist()) for sample in output.samples}) == 1
+    assert len(output.samples) == 3
+
+
+def test_what_sglang_is_asked(rigs: Rigs):
+    fake = FakeSGLang()
+    engine = rigs.engine(fake)
+    list(engine.generate([request(9, num_samples=2, seed=8)], Sampling(max_tokens=7, temperature=0.5, ignore_eos=True)))
+    (asked,) = fake.bodies("/generate")
+    assert asked["input_ids"] == [[9, 5, 6]] * 2
+    assert asked["return_logprob"] is True
+    assert [name.rpartition(".")[2] for name in asked["rid"]] == ["0", "1"]
+    params = asked["sampling_params"]
+    seeds = [each.pop("sampling_seed") for each in params]
+    assert seeds == [sample_seed(8, index) % 2**31 for index in range(2)]
+    assert params[0] == params[1]
+    assert (params[0]["temperature"], params[0]["max_new_tokens"], params[0]["ignore_eos"]) == (0.5, 7, True)
+    assert params[0]["stop_token_ids"] == []
+
+
+@pytest.mark.parametrize("sampling", [Sampling(max_tokens=4, top_k=5), Sampling(max_tokens=4, top_p=0.9)])
+def test_sglang_is_not_asked_for_log_probs_that_it_cannot_tell(rigs: Rigs, sampling: Sampling):
+    fake = FakeSGLang()
+    engine = rigs.engine(fake)
+    with pytest.raises(ValueError, match="before top-p and top-k"):
+        engine.add([request(9)], sampling)
+    assert (engine.num_in_flight, fake.bodies("/generate")) == (0, [])
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_groups_come_back_in_the_order_in_which_they_end(rigs: Rigs, kind: str):
+    fake = fake_of(kind)
+    fake.held = {20: threading.Event(), 21: threading.Event()}
+    engine = rigs.engine(fake)
+    slow, middle, fast = engine.add([request(20), request(21), request(22)], SAMPLING)
+    assert steps_until(engine)[0][0] == fast
+    fake.held[21].set()
+    assert steps_until(engine)[0][0] == middle
+    fake.held[20].set()
+    assert steps_until(engine)[0][0] == slow
+
+
+def test_a_step_without_anything_in_flight_does_not_wait(rigs: Rigs):
+    engine = rigs.engine(FakeVLLM())
+    start = time.monotonic()
+    assert [engine.step() for _ in range(20)] == [[]] * 20
+    assert time.monotonic() - start < 0.5
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_push_reaches_what_is_in_flight(rigs: Rigs, kind: str):
+    fake = fake_of(kind)
+    fake.held = {20: threading.Event()}
+    engine = rigs.engine(fake)
+    engine.add([request(20, num_samples=1)], SAMPLING)
+    wait_for(lambda: fake.num_sampling == 1)
+    engine.update_weights(weights(2.5).items(), 7)
+    assert engine.version == 7
+    assert sorted(fake.weights) == sorted(SHAPES)  # the tied head is in the file under its own name
+    assert fake.weights["head"].tolist() == [[2.5, 2.5]] * 5
+    fake.held[20].set()
+    ((_, output),) = steps_until(engine)
+    assert output.samples[0].versions.tolist() == [0, 0, 0, 7, 7, 7]
+
+
+def test_an_sglang_that_tells_no_spans_gets_the_oldest_version_for_all_tokens(rigs: Rigs):
+    fake = FakeSGLang(spans=False)
+    fake.held = {20: threading.Event()}
+    engine = rigs.engine(fake)
+    engine.add([request(20)], SAMPLING)
+    wait_for(lambda: fake.num_sampling == 1)
+    engine.update_weights(weights().items(), 7)
+    fake.held[20].set()
+    ((_, output),) = steps_until(engine)
+    assert output.samples[0].versions.tolist() == [0] * 6
+    (after,) = engine.generate([request(22)], SAMPLING)
+    assert after.samples[0].versions.tolist() == [7] * 6
+
+
+@pytest.mark.parametrize(("kind", "field"), [("vllm", "cache_salt"), ("sglang", "extra_key")])
+def test_cached_prompts_are_kept_apart_by_engine_and_push(rigs: Rigs, kind: str, field: str):
+    fake = fake_of(kind)
+    salts = []
+    for engine in (rigs.engine(fake), rigs.engine(fake)):
+        for version in (3, 3):  # a version that is pushed twice may have other weights the second time
+            engine.update_weights(weights().items(), version)
+            list(engine.generate([request(22)], SAMPLING))
+            salts.append(str(fake.bodies(GENERATE[kind])[-1][field]))
+    assert len(set(salts)) == 4
+
+
+def test_vllm_is_frozen_while_it_loads_and_its_file_is_gone_afterwards(rigs: Rigs):
+    fake = FakeVLLM()
+    engine = rigs.engine(fake)
+    fake.calls.clear()
+    engine.update_weights(weights().items(), 1)
+    assert fake.paths() == [
+        "/pause?mode=keep&clear_cache=false",
+        "/collective_rpc",
+        "/update_weight_version",
+        "/resume",
+    ]
+    folder = fake.bodies("/collective_rpc")[0]["kwargs"]["weights_path"]
+    with pytest.raises(FileNotFoundError):
+        fake.load(folder)
+
+
+def test_sglang_flushes_its_cache_only_when_nothing_is_in_flight(rigs: Rigs):
+    fake = FakeSGLang()
+    fake.held = {20: threading.Event()}
+    engine = rigs.engine(fake)
+    engine.update_weights(weights().items(), 1)
+    engine.add([request(20)], SAMPLING)
+    engine.update_weights(weights().items(), 2)
+    pushes = fake.bodies("/update_weights_from_disk")
+    assert [push["flush_cache"] for push in pushes] == [True, False]
+    assert [push["abort_all_requests"] for push in pushes] == [False, False]
+    assert fake.bodies("/pause_generation") == [{"mode": "in_place"}] * 2
+    fake.held[20].set()
+
+
+def test_wrong_weights_are_refused_before_the_server_hears_of_them(rigs: Rigs):
+    fake = FakeVLLM()
+    engine = rigs.engine(fake)
+    fake.calls.clear()
+    partial = weights()
+    del partial["head"]
+    with pytest.raises(ValueError, match="missing from the push, the first is head"):
+        engine.update_weights(partial.items(), 1)
+    assert (fake.calls, engine.version) == ([], 0)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_abort_ends_the_request_in_the_server_too(rigs: Rigs, kind: str):
+    fake = fake_of(kind)
+    fake.held = {20: threading.Event()}
+    engine = rigs.engine(fake)
+    engine.add([request(20)], SAMPLING)
+    wait_for(lambda: fake.num_sampling == 1)
+    engine.abort()
+    assert engine.num_in_flight == 0
+    asked = fake.bodies(GENERATE[kind])[-1]
+    names = [asked["request_id"]] if kind == "vllm" else asked["rid"]
+    wait_for(lambda: set(names) <= fake.aborted)
+    (output,) = engine.generate([request(22, group=5)], SAMPLING)  # the engine is as good as new
+    assert output.group_id == 5
+
+
+def test_a_group_that_somebody_else_aborted_is_an_error(rigs: Rigs):
+    fake = FakeVLLM()
+    fake.held = {20: threading.Event()}
+    engine = rigs.engine(fake)
+    engine.add([request(20)], SAMPLING)
+    wait_for(lambda: fake.num_sampling == 1)
+    fake.aborted.add(fake.bodies(GENERATE["vllm"])[-1]["request_id"])
+    with pytest.raises(ServerError, match="finish_reason=abort"):
+        steps_until(engine)
+
+
+def test_a_connection_that_the_server_closed_is_opened_again(rigs: Rigs):
+    fake = FakeVLLM()
+    engine = rigs.engine(fake)
+    fake.hang_up_once = {GENERATE["vllm"], "/collective_rpc"}
+    engine.update_weights(weights().items(), 1)
+    (output,) = engine.generate([request(22)], SAMPLING)
+    assert output.samples[0].versions.tolist() == [1] * 6
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_error_of_the_server_names_what_was_asked_and_breaks_the_engine(rigs: Rigs, kind: str):
+    fake = fake_of(kind)
+    engine = rigs.engine(fake)
+    fake.answers[GENERATE[kind]] = lambda _: (500, {"error": {"message": "EngineCore has a problem"}})
+    engine.add([request(9)], SAMPLING)
+    with pytest.raises(
+        ServerError, match=rf"POST {fake.url}{GENERATE[kind]} .* status 500: .*EngineCore has a problem"
+    ):
+        steps_until(engine)
+    with pytest.raises(RuntimeError, match=r"broken and has to be built anew: POST .*status 500"):
+        engine.add([request(9)], SAMPLING)
+
+
+def test_an_answer_in_another_form_is_an_error_that_shows_it(rigs: Rigs):
+    fake = FakeVLLM()
+    engine = rigs.engine(fake)
+    fake.answers[GENERATE["vllm"]] = lambda _: (200, {"choices": [{"index": 0, "text": "hello"}]})
+    engine.add([request(9)], SAMPLING)
+    with pytest.raises(ServerError, match=r"a form this client does not know.*hello"):
+        steps_until(engine)
+
+
+def test_a_silent_server_is_told_by_url_and_seconds(rigs: Rigs):
+    fake = FakeVLLM()
+    fake.held = {20: threading.Event()}
+    engine = rigs.engine(fake, deadlines=Deadlines(generate=0.2))
+    engine.add([request(20)], SAMPLING)
+    with pytest.raises(ServerError, match=rf"POST {fake.url}/inference/v1/generate was not answered within 0.2 s"):
+        steps_until(engine)
+    fake.held[20].set()
+
+
+@pytest.mark.parametrize(("kind", "path"), [("vllm", "/weight_info"), ("sglang", "/health_generate")])
+def test_a_hung_server_is_found_long_before_a_group_is_due(
+    rigs: Rigs, kind: str, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server_module, "_PROBE_EVERY_S", 0.1)
+    fake = fake_of(kind)
+    fake.held = {20: threading.Event()}
+    engine = rigs.engine(fake, deadlines=Deadlines(control=0.3))
+    engine.add([request(20)], SAMPLING)
+    for _ in range(5):
+        engine.step()  # it works, and answers: no error however long a group takes
+    release = threading.Event()
+    fake.answers[path] = lambda _: (200, release.wait(10))
+    with pytest.raises(ServerError, match=rf"GET {fake.url}{path} was not answered within 0.3 s"):
+        steps_until(engine)
+    release.set()
+    fake.held[20].set()
+
+
+@pytest.mark.parametrize(("kind", "path", "go_on"), [
+    ("vllm", "/collective_rpc", "/resume"),
+    ("sglang", "/update_weights_from_disk", "/continue_generation"),
+])  # fmt: skip
+def test_weights_that_did_not_load_break_the_engine_and_leave_the_server_running(
+    rigs: Rigs, kind: str, path: str, go_on: str
+):
+    fake = fake_of(kind)
+    engine = rigs.engine(fake)
+    fake.answers[path] = lambda _: (400 if kind == "sglang" else 500, {"success": False, "message": "out of memory"})
+    fake.calls.clear()
+    with pytest.raises(ServerError, match="out of memory"):
+        engine.update_weights(weights().items(), 1)
+    assert fake.paths()[-1] == go_on
+    assert engine.version == 0
+    with pytest.raises(RuntimeError, match="has to be built anew"):
+        engine.generate([request(9)], SAMPLING)
+
+
+def test_weights_of_somebody_else_in_the_server_are_found(rigs: Rigs):
+    fake = FakeVLLM()
+    mine, other = rigs.engine(fake), rigs.engine(fake)
+    other.update_weights(weights().items(), 1)
+    mine.add([request(9)], SAMPLING)
+    with pytest.raises(RuntimeError, match=r"which this engine never gave.*a server of its own"):
+        steps_until(mine)
+
+
+def test_a_server_that_wants_another_key_is_named(rigs: Rigs):
+    with pytest.raises(UserError, match=r"refused the key; set engine.api_key"):
+        rigs.engine(FakeVLLM(key="right"), key="wrong")
+    rigs.engine(FakeVLLM(key="right"), key="right").close()
+
+
+@pytest.mark.parametrize(("kind", "path", "advice"), [
+    ("vllm", "/update_weight_version", "VLLM_SERVER_DEV_MODE=1"),
+    ("vllm", "/inference/v1/generate", "--enable-scale-out"),
+    ("sglang", "/continue_generation", "use a newer SGLang"),
+])  # fmt: skip
+def test_a_server_without_what_is_needed_is_refused_with_the_remedy(rigs: Rigs, kind: str, path: str, advice: str):
+    fake = fake_of(kind)
+    del fake.answers[path]
+    with pytest.raises(UserError, match=f"lacks what a trainer needs .*{path}.*404.*{advice}"):
+        rigs.engine(fake)
+
+
+def test_a_vllm_that_reports_raw_log_probs_is_refused(rigs: Rigs):
+    fake = FakeVLLM()
+    fake.trial_log_prob = -0.25
+    with pytest.raises(UserError, match=r"log-prob of -0\.25.*--logprobs-mode processed_logprobs"):
+        rigs.engine(fake)
+
+
+def test_a_context_longer_than_the_servers_is_refused(rigs: Rigs):
+    with pytest.raises(UserError, match=f"context of {CONTEXT} tokens, max_model_len={CONTEXT + 1}"):
+        rigs.engine(FakeVLLM(), max_model_len=CONTEXT + 1)
+    assert rigs.engine(FakeVLLM(), max_model_len=20).max_model_len == 20
+
+
+def test_more_samples_than_the_server_computes_at_once_are_refused(rigs: Rigs):
+    engine = rigs.engine(FakeVLLM(), max_rows=3)
+    with pytest.raises(ValueError, match="asks for 4 samples and the server computes max_rows=3"):
+        engine.add([request(9, num_samples=3), request(9, num_samples=4)], SAMPLING)
+    assert engine.num_in_flight == 0
+
+
+def test_a_closed_engine_says_so_and_its_requests_are_aborted(rigs: Rigs):
+    fake = FakeVLLM()
+    fake.held = {20: threading.Event()}
+    engine = rigs.engine(fake)
+    engine.add([request(20)], SAMPLING)
+    wait_for(lambda: fake.num_sampling == 1)
+    engine.close()
+    engine.close()
+    assert fake.aborted == {fake.bodies(GENERATE["vllm"])[-1]["request_id"]}
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.add([request(22)], SAMPLING)

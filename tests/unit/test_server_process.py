@@ -1,0 +1,200 @@
+"""Servers as child processes: started, guarded, told of when they die, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sota_grpo.engines.serve import KEY_VARIABLE, RequireKey
+from sota_grpo.engines.server_dialect import ServerOptions
+from sota_grpo.engines.server_process import ServerDied, ServerProcess, start_server
+from sota_grpo.engines.sglang_server import SGLangDialect
+from sota_grpo.engines.vllm_server import VLLMDialect
+from sota_grpo.engines.weight_files import WeightFolder
+from tests.process_rigs import members, wait_for
+
+SERVER = """
+import http.server, os, subprocess, sys
+port = int(sys.argv[1])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *_): pass
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, "server", os.getpid(), flush=True)
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def start(folder: Path, script: str = SERVER, *, start_s: float = 20.0) -> tuple[ServerProcess, str, str]:
+    scratch = folder / "scratch"
+    scratch.mkdir(exist_ok=True)
+    return start_server(
+        lambda port, _: [sys.executable, "-c", script, str(port)],
+        lambda key: {KEY_VARIABLE: key},
+        log_path=folder / "logs" / "server.log",
+        scratch=scratch,
+        start_s=start_s,
+    )
+
+
+def test_closing_ends_the_server_its_children_and_its_scratch_folder(tmp_path: Path):
+    process, url, key = start(tmp_path)
+    assert url.startswith("http://127.0.0.1:")
+    assert len(key) >= 32
+    assert len(members(process.pid)) == 3  # launcher, server, the server's child
+    assert os.getsid(process.pid) == process.pid  # a Ctrl-C in this terminal does not reach it
+    assert not process.has_ended()
+    process.close()
+    process.close()
+    assert members(process.pid) == []
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_killed_server_is_told_with_the_end_of_its_log_and_takes_its_children_along(tmp_path: Path):
+    process, _, _ = start(tmp_path)
+    words = (tmp_path / "logs" / "server.log").read_text().split()
+    os.kill(int(words[3]), signal.SIGKILL)
+    assert process.has_ended(within_s=5.0)
+    assert members(process.pid) == []
+    error = process.died("while it sampled")
+    assert isinstance(error, ServerDied)
+    assert "ended while it sampled" in str(error)
+    assert "killed by signal 9" in str(error)
+    assert str(tmp_path / "logs" / "server.log") in str(error)
+
+
+def test_a_killed_launcher_takes_the_server_along(tmp_path: Path):
+    process, _, _ = start(tmp_path)
+    os.kill(process.pid, signal.SIGKILL)
+    wait_for(process.has_ended)
+    wait_for(lambda: members(process.pid) == [])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_server_ends_when_its_trainer_is_killed(tmp_path: Path):
+    trainer = f"""
+import sys, time
+sys.path.insert(0, {str(Path.cwd())!r})
+from pathlib import Path
+from tests.unit.test_server_process import start
+process, _, _ = start(Path({str(tmp_path)!r}))
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", trainer], stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        group = int(running.stdout.readline())
+        assert len(members(group)) == 3
+        running.kill()
+    wait_for(lambda: members(group) == [])
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_server_that_does_not_stop_when_asked_is_killed(tmp_path: Path):
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER
+    process, _, _ = start(tmp_path, stubborn)
+    process.close(grace_s=0.3)
+    assert members(process.pid) == []
+
+
+def test_a_start_that_fails_shows_the_cause_from_far_above_the_last_lines(tmp_path: Path):
+    script = "print('ValueError: no room for the cache')\nfor i in range(40): print('line', i)\nraise SystemExit(1)"
+    with pytest.raises(ServerDied, match=r"ended before it was ready") as caught:
+        start(tmp_path, script)
+    assert "ValueError: no room for the cache" in str(caught.value)
+    assert "line 39" in str(caught.value)
+    assert "line 20" not in str(caught.value)
+    assert "ended with exit code 1" in str(caught.value)
+
+
+def test_a_start_that_takes_too_long_is_ended_and_told(tmp_path: Path):
+    script = "import os, time; print('loading', os.getpgid(0), flush=True); time.sleep(600)"
+    with pytest.raises(TimeoutError, match=r"not ready after 1 s .*\n(.*\n)*loading") as caught:
+        start(tmp_path, script, start_s=1.0)
+    group = int(str(caught.value).split("loading ")[1].split()[0])
+    assert members(group) == []
+
+
+def test_a_port_that_was_taken_in_between_is_replaced(tmp_path: Path):
+    flag = tmp_path / "tried"
+    script = f"""
+import pathlib, sys
+flag = pathlib.Path({str(flag)!r})
+if not flag.exists():
+    flag.touch(); sys.exit("OSError: [Errno 98] Address already in use")
+{SERVER}"""
+    process, _, _ = start(tmp_path, script)
+    assert flag.exists()
+    assert (tmp_path / "scratch").is_dir()
+    process.close()
+
+
+def test_every_path_but_health_needs_the_key(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(KEY_VARIABLE, "right")
+    reached = []
+
+    async def app(scope: dict, receive: object, send: object) -> None:
+        reached.append(scope["path"])
+
+    def status(path: str, key: str | None) -> int | None:
+        sent: list[dict] = []
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "path": path, "headers": headers}
+        asyncio.run(RequireKey(app)(scope, None, send))
+        return sent[0]["status"] if sent else None
+
+    assert status("/collective_rpc", None) == 401
+    assert status("/pause", "wrong") == 401
+    assert status("/health", None) is None
+    assert status("/collective_rpc", "right") is None
+    assert reached == ["/health", "/collective_rpc"]
+
+
+def test_a_guard_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    with pytest.raises(RuntimeError, match="open to every user"):
+        RequireKey(lambda *_: None)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("dialect", [VLLMDialect(), SGLangDialect()])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_no_command_line_shows_the_key(dialect: VLLMDialect | SGLangDialect, on_cpu: bool, tmp_path: Path):
+    options = ServerOptions("model", eos_token_ids=[1], dtype="bfloat16", max_rows=33, max_model_len=77)
+    command = dialect.command(options, 1234, "the-secret", tmp_path, on_cpu=on_cpu)
+    assert not [word for word in command if "the-secret" in word]
+    for flag, value in {"--host": "127.0.0.1", "--port": "1234", "--dtype": "bfloat16"}.items():
+        assert command[command.index(flag) + 1] == value
+    assert {"33", "77"} <= set(command)
+    for file in tmp_path.iterdir():
+        assert file.stat().st_mode & 0o077 == 0
+    environment = dialect.environment(options, "the-secret", on_cpu=on_cpu)
+    told = "the-secret" in environment.values() or "the-secret" in (tmp_path / "server.yaml").read_text()
+    assert told
+
+
+def test_pushed_weights_are_cast_once_and_only_this_user_can_read_them():
+    folder = WeightFolder({"w": torch.Size([3])}, torch.bfloat16)
+    from safetensors.torch import load_file
+
+    row = torch.tensor([1.0, 2.0, 1.0 + 2**-12])
+    view = torch.arange(6.0).reshape(2, 3).t()  # not contiguous
+    push = folder.write({"w": row, "tied": row, "view": view})
+    assert push.stat().st_mode & 0o077 == 0
+    read = load_file(push / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in read.items()} == dict.fromkeys(("w", "tied", "view"), torch.bfloat16)
+    assert read["w"].tolist() == read["tied"].tolist() == [1.0, 2.0, 1.0]
+    assert read["view"].tolist() == view.tolist()
+    folder.close()
+    folder.close()

@@ -1,0 +1,242 @@
+"""Shares are balanced, ranks make equally many passes, what travels arrives, no rank is waited for in vain.
+
+Two real ranks: ``tests/contract/test_fsdp_ranks.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from sota_grpo import keys
+from sota_grpo.collate import micro_batches, row_list
+from sota_grpo.forward_passes import ForwardPasses
+from sota_grpo.functional.balance import balanced_shares, row_cost
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.sharding import Ranks
+from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.remote_learner import LearnerDied, RemoteLearner
+from sota_grpo.workers.base import WorkerDied
+from sota_grpo.workers.packing import RowPack, StatePack
+from tests.rank_rigs import learner_settings, ragged_rows
+from tests.unit.tiny_models import make_model
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 8])
+def test_no_share_exceeds_another_by_more_than_the_largest_cost(num_shares: int) -> None:
+    for _ in range(50):
+        costs = [row_cost(random.randint(1, 4000), 512) for _ in range(random.randint(0, 40))]
+        shares = balanced_shares(costs, num_shares)
+        assert sorted(itertools.chain(*shares)) == list(range(len(costs)))
+        loads = [sum(costs[index] for index in share) for share in shares]
+        assert max(loads) - min(loads) <= max(costs, default=0)
+        assert shares == balanced_shares(costs, num_shares)
+
+
+def test_shares_are_within_a_third_of_the_best_ones() -> None:
+    """Against every way to share out (Graham's bound)."""
+    for _ in range(20):
+        costs = [random.randint(1, 30) for _ in range(7)]
+        best = min(
+            max(sum(cost for cost, share in zip(costs, way) if share == one) for one in range(3))
+            for way in itertools.product(range(3), repeat=len(costs))
+        )
+        found = max(sum(costs[index] for index in share) for share in balanced_shares(costs, 3))
+        assert found <= (4 / 3 - 1 / 9) * best + 1e-9
+
+
+def test_the_cost_is_that_of_a_decoder_layer() -> None:
+    """12 H^2 weights and attention over T tokens: 24 H^2 T + 4 H T^2 operations, up to a constant factor."""
+    for hidden, length in ((64, 10), (512, 3000), (4096, 32_000)):
+        flops = 24 * hidden**2 * length + 4 * hidden * length**2
+        assert row_cost(length, hidden) * 4 * hidden == flops
+
+
+@pytest.mark.parametrize("count", [1, 2, 13])
+def test_ranks_make_equally_many_passes_over_every_row_once(count: int) -> None:
+    policy, rows = CausalPolicy(make_model()), row_list(ragged_rows(count))
+    settings = learner_settings()
+    parts = [ForwardPasses(policy, settings, 0, Ranks(rank, 3)).own_micro_batches(rows, 30) for rank in range(3)]
+    assert len({len(part) for part in parts}) == 1
+    seen = Counter(id(row) for part in parts for micro, real in part if real for row in micro)
+    assert seen == Counter(map(id, rows))
+    shortest = min(row[keys.FULL_TOKENS].shape[0] for row in rows)
+    for micro, real in itertools.chain(*parts):
+        longest = max(row[keys.FULL_TOKENS].shape[0] for row in micro)
+        assert len(micro) * longest <= 30
+        assert real or (len(micro), longest) == (1, shortest)
+    alone = ForwardPasses(policy, settings, 0, None).own_micro_batches(rows, 30)
+    assert alone == [(part, True) for part in micro_batches(rows, token_budget=30)]
+
+
+def test_rows_arrive_without_their_text() -> None:
+    rows = row_list(ragged_rows(9))
+    found = pickle.loads(pickle.dumps(RowPack.of(rows), protocol=5)).rows()
+    for mine, theirs in zip(rows, found, strict=True):
+        names = {name for name, value in mine.items(True, True) if isinstance(value, torch.Tensor)}
+        assert set(theirs.keys(True, True)) == names == set(mine.keys(True, True)) - {keys.RESPONSE_TEXT}
+        for name in names:
+            assert torch.equal(theirs[name], mine[name])
+            assert theirs[name].dtype == mine[name].dtype
+
+
+def test_rows_that_differ_in_their_entries_are_refused() -> None:
+    rows = [TensorDict({"a": torch.zeros(2), "b": torch.zeros(1)}), TensorDict({"a": torch.zeros(1)})]
+    with pytest.raises(ValueError, match="b is missing in row 1"):
+        RowPack.of(rows)
+
+
+def test_a_state_arrives_as_it_was() -> None:
+    state = {
+        "model": {"w": torch.randn(3, 2), "h": torch.randn(4).bfloat16()},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"betas": (0.9, 0.99), "lr": None}]},
+    }
+    found = pickle.loads(pickle.dumps(StatePack.of(state), protocol=5)).state()
+    torch.testing.assert_close(found, state, rtol=0, atol=0)
+    assert found["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    assert found["optimizer"]["state"][0]["step"].shape == ()
+
+
+class Rank:
+    """A worker whose answers the test gives: ``answers[method]`` is called on a thread of its own."""
+
+    def __init__(self, number: int, **answers: Any) -> None:
+        self.name = f"learner-{number}"
+        self.answers: dict[str, Any] = {"ping": lambda: 0.0, **answers}
+        self.killed = threading.Event()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        self.calls.append((method, *args))
+        future: Future[Any] = Future()
+
+        def answer() -> None:
+            try:
+                future.set_result(self.answers[method]())
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=answer, daemon=True).start()
+        return future
+
+    def kill(self) -> None:
+        self.killed.set()
+
+    def never(self) -> None:
+        """The answer of a rank that waits until it is killed."""
+        self.killed.wait()
+        raise WorkerDied(f"{self.name} was killed")
+
+
+def facade(*ranks: Rank, **changes: float) -> RemoteLearner:
+    options = {"silence_s": 0.4, "start_deadline_s": 1.0, "grace_s": 0.2, **changes}
+    return RemoteLearner(ranks, learner_settings(), **options)
+
+
+def failing(error: Exception) -> Any:
+    def answer() -> None:
+        raise error
+
+    return answer
+
+
+def test_a_rank_that_does_not_answer_is_named_though_the_others_are_stuck_too() -> None:
+    ranks = [Rank(number) for number in range(3)]
+    remote = facade(*ranks)
+    remote.wait_ready()
+    began = time.monotonic()
+    for rank in ranks:
+        rank.answers["perturb"] = rank.never
+    for stuck in (ranks[0], ranks[2]):
+        stuck.answers["ping"] = lambda: time.monotonic() - began
+    ranks[1].answers["ping"] = ranks[1].never
+    with pytest.raises(LearnerDied, match=r"rank 1 \(learner-1\).*does not answer"):
+        remote.perturb()
+    assert time.monotonic() - began < 2
+    assert all(rank.killed.is_set() for rank in ranks)
+
+
+def test_ranks_that_make_no_progress_are_ended() -> None:
+    ranks = [Rank(number) for number in range(2)]
+    remote = facade(*ranks)
+    remote.wait_ready()
+    began = time.monotonic()
+    for rank in ranks:
+        rank.answers |= {"perturb": rank.never, "ping": lambda: time.monotonic() - began}
+    with pytest.raises(LearnerDied, match="makes no progress"):
+        remote.perturb()
+    assert all(rank.killed.is_set() for rank in ranks)
+
+
+def test_slow_ranks_that_make_progress_are_waited_for() -> None:
+    pack = WeightPack.of([("w", torch.ones(1))])
+    ranks = [Rank(0, weights=lambda: time.sleep(1.2) or pack), Rank(1, weights=lambda: time.sleep(1.0))]
+    assert facade(*ranks).weights() is pack
+    assert not any(rank.killed.is_set() for rank in ranks)
+
+
+def test_an_error_that_all_survive_is_raised_as_it_is() -> None:
+    ranks = [Rank(0, restore=failing(ValueError("rank 0's"))), Rank(1, restore=lambda: None)]
+    with pytest.raises(ValueError, match="rank 0's"):
+        facade(*ranks).restore()
+    assert not any(rank.killed.is_set() for rank in ranks)
+
+
+def test_an_error_for_which_the_others_wait_ends_all() -> None:
+    ranks = [Rank(0), Rank(1, restore=failing(ValueError("a row without a prompt")))]
+    ranks[0].answers["restore"] = ranks[0].never
+    with pytest.raises(LearnerDied, match=r"rank 1 .*a row without a prompt.*train\.resume=auto"):
+        facade(*ranks).restore()
+    assert all(rank.killed.is_set() for rank in ranks)
+
+
+def test_the_dead_rank_is_named_and_not_the_one_that_noticed_first() -> None:
+    def late() -> None:
+        time.sleep(0.1)
+        raise WorkerDied("learner-1 was ended by SIGKILL")
+
+    ranks = [Rank(0, restore=failing(RuntimeError("connection closed by peer"))), Rank(1, restore=late)]
+    with pytest.raises(LearnerDied, match=r"rank 1 .*SIGKILL"):
+        facade(*ranks).restore()
+
+
+@pytest.mark.parametrize(
+    ("ping", "message"),
+    [(failing(WorkerDied("learner-1 could not be constructed: no such model")), "no such model"), (None, "not ready")],
+)
+def test_a_rank_that_does_not_start_is_a_sentence(ping: Any, message: str) -> None:
+    ranks = [Rank(0), Rank(1)]
+    ranks[1].answers["ping"] = ping or ranks[1].never
+    with pytest.raises(LearnerDied, match=rf"rank 1 \(learner-1\).*{message}"):
+        facade(*ranks, start_deadline_s=0.3).update(ragged_rows(2))
+    assert all(rank.killed.is_set() for rank in ranks)
+
+
+def test_every_rank_is_given_the_calls_of_all_threads_in_one_order() -> None:
+
+    class Slow(Rank):
+        def call(self, method: str, *args: Any) -> Future[Any]:
+            time.sleep(0.002 * random.random())
+            return super().call(method, *args)
+
+    ranks = [Slow(number, perturb=lambda: None, restore=lambda: None) for number in range(3)]
+    remote = facade(*ranks)
+    calls = [remote.perturb, remote.restore] * 25
+    threads = [threading.Thread(target=lambda part=calls[n::4]: [call() for call in part]) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    orders = [[call for call in rank.calls if call[0] != "ping"] for rank in ranks]
+    assert orders[0] == orders[1] == orders[2]
+    assert len(orders[0]) == 50
