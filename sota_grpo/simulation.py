@@ -70,11 +70,15 @@ class Scenario:
         factor = draw.lognormvariate(-(self.sigma**2) / 2, self.sigma)  # of mean 1
         return max(1, round(self.response_tokens * min(factor, _TAIL)))
 
+    def group_s(self, group_size: int) -> float:
+        """Mean seconds in which a worker samples one group: those of its longest response."""
+        draw = random.Random(self.seed)
+        longest = [max(self.length(draw) for _ in range(group_size)) for _ in range(2000)]
+        return statistics.fmean(longest) * self.token_s
+
     def batch_s(self, group_size: int) -> float:
         """Seconds in which all workers, never idle, sample the groups of one step."""
-        draw = random.Random(self.seed)
-        groups = [max(self.length(draw) for _ in range(group_size)) for _ in range(2000)]
-        return statistics.fmean(groups) * self.token_s * self.num_groups / (self.num_workers * self.groups_per_worker)
+        return self.group_s(group_size) * self.num_groups / (self.num_workers * self.groups_per_worker)
 
 
 @dataclass(frozen=True)

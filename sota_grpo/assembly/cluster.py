@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from sota_grpo.assembly.devices import SERVERS, Plan
+from sota_grpo.assembly.devices import Plan
 from sota_grpo.config import Config
+from sota_grpo.engines import SERVERS
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.workers.base import Launcher, ServantSpec, Worker
 from sota_grpo.workers.fleet import starter
@@ -68,8 +69,18 @@ class Cluster:
 
     def start_rollout(self, spec: ServantSpec) -> Callable[[int], Worker]:
         if self._plan.engine in SERVERS:
-            return starter(self._threads, "rollout", spec)
+            return self._server_starter(spec)
         return self._starter("rollout", spec, self._engines, first=0)
+
+    def _server_starter(self, spec: ServantSpec) -> Callable[[int], Worker]:
+        """A thread of this process talks to each server; the server itself is a process of its own."""
+        logs = [{"log_path": str(self._run_dir / f"{self._plan.engine}-{i}.log")} for i in range(self.num_engines)]
+        places = [{"environment": dict(self._placed(gpus).get("env", {}))} for gpus in self._engines]
+        starts = [
+            starter(self._threads, "rollout", ServantSpec(spec.factory, {**spec.options, **log, **place}))
+            for log, place in zip(logs, places)
+        ]
+        return lambda slot: starts[slot](slot)
 
     def start_reference(self, spec: ServantSpec) -> Callable[[int], Worker]:
         return self._starter("reference", spec, self._references, first=len(self._in_ray_engines))
@@ -165,8 +176,6 @@ def visible_gpus(config: Config) -> int:
     """GPUs of this machine, or of the running cluster."""
     if config.ray.address is None:
         return torch.cuda.device_count()
-    import ray
+    from sota_grpo.workers.ray_cluster import cluster_gpus
 
-    if not ray.is_initialized():
-        ray.init(address=config.ray.address, log_to_driver=False)
-    return int(ray.cluster_resources().get("GPU", 0))
+    return cluster_gpus(config.ray.address)

@@ -17,8 +17,6 @@ from sota_grpo.policy.load import resolve_model_path
 
 logger = logging.getLogger(__name__)
 
-SERVERS = ("vllm_server", "sglang_server")
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -7,9 +7,8 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from sota_grpo.assembly.devices import SERVERS
 from sota_grpo.config import Config
-from sota_grpo.engines import make_engine, resolve_engine_name
+from sota_grpo.engines import SERVERS, make_engine, resolve_engine_name
 from sota_grpo.engines.base import Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
@@ -121,7 +120,12 @@ def server_options(config: Config, engine: str, run_dir: Path) -> dict[str, Any]
     """What an engine behind HTTP needs to know; nothing for the others."""
     if engine not in SERVERS:
         return {}
-    return {"url": config.engine.url, "api_key": config.engine.api_key, "log_dir": str(run_dir)}
+    return {
+        "url": config.engine.url,
+        "api_key": config.engine.api_key,
+        "log_path": str(run_dir / f"{engine}.log"),
+        "timeout_s": config.inference_model.timeout_s,
+    }
 
 
 def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedModel, run_dir: Path) -> Engine:

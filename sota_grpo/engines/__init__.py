@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
     from sota_grpo.engines.scripted import Duration, Script
 
-__all__ = ["ENGINE_NAMES", "Engine", "make_engine", "resolve_engine_name"]
+__all__ = ["ENGINE_NAMES", "SERVERS", "Engine", "make_engine", "resolve_engine_name"]
 
-ENGINE_NAMES = ("vllm", "transformers", "scripted")
+SERVERS = ("vllm_server", "sglang_server")
+ENGINE_NAMES = ("vllm", "transformers", "scripted", *SERVERS)
 
 
 def resolve_engine_name(name: str, *, device: str | None = None) -> str:
@@ -55,7 +56,7 @@ def make_engine(name: str, *, dtype: str = "auto", device: str | None = None, **
     """Build the engine called ``name``.
 
     Args:
-        name: ``auto``, ``vllm``, ``transformers`` or ``scripted``.
+        name: ``auto``, ``vllm``, ``transformers``, ``scripted``, ``vllm_server`` or ``sglang_server``.
         dtype: of the engine's weights; ``auto`` is bfloat16 on CUDA and float32 on CPU.
         device: where the transformers engine samples; None: CUDA where there is one. vLLM takes the first visible GPU.
         options: for all engines, ``model_path`` (folder or hub id of the policy), ``eos_token_ids`` (the tokens that
@@ -65,7 +66,8 @@ def make_engine(name: str, *, dtype: str = "auto", device: str | None = None, **
             has it in memory: transformers copies it, scripted reads its vocabulary, and without it both read
             ``model_path``, as vLLM always does. ``attn_implementation`` is for a model that transformers loads;
             ``script`` and ``duration_s`` for ``ScriptedEngine``; ``gpu_memory_utilization``, ``enforce_eager``,
-            ``tensor_parallel_size`` and ``seed`` for ``VLLMEngine``. An engine ignores the options of the others.
+            ``tensor_parallel_size`` and ``seed`` for ``VLLMEngine`` and servers; ``url``, ``api_key``, ``log_path``,
+            ``environment`` and ``timeout_s`` for servers only. An engine ignores the options of the others.
 
     Raises:
         UserError: see :func:`resolve_engine_name`.
@@ -172,4 +174,54 @@ def _scripted(
     )
 
 
-_BUILDERS: dict[str, Callable[..., Engine]] = {"vllm": _vllm, "transformers": _transformers, "scripted": _scripted}
+def _server(name: str) -> Callable[..., Engine]:
+    def build(
+        *,
+        model_path: str,
+        eos_token_ids: Collection[int],
+        dtype: str,
+        max_model_len: int | None = None,
+        max_rows: int = 256,
+        gpu_memory_utilization: float = 0.5,
+        enforce_eager: bool | None = None,
+        tensor_parallel_size: int = 1,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        url: str | None = None,
+        api_key: str | None = None,
+        log_path: str = "server.log",
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = 120.0,
+        **_: Any,
+    ) -> Engine:
+        from sota_grpo.engines.server_dialect import Deadlines, ServerOptions
+        from sota_grpo.engines.server_start import server_engine
+
+        options = ServerOptions(
+            model_path,
+            eos_token_ids=eos_token_ids,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_rows=max_rows,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager,
+            tensor_parallel_size=tensor_parallel_size,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+            url=url,
+            api_key=api_key,
+            log_path=log_path,
+            environment=environment or {},
+            deadlines=Deadlines(control=timeout_s),
+        )
+        return server_engine(name, options)
+
+    return build
+
+
+_BUILDERS: dict[str, Callable[..., Engine]] = {
+    "vllm": _vllm,
+    "transformers": _transformers,
+    "scripted": _scripted,
+    **{name: _server(name) for name in SERVERS},
+}

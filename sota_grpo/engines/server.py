@@ -181,6 +181,8 @@ class ServerEngine(SteppingEngine):
                 continue  # aborted
             if isinstance(answer, Exception):
                 self._fail(answer, "while it sampled")
+            elif len(answer) != job[0].num_samples:
+                self._fail(ServerError(f"The server answered {job[0].num_samples} samples with {len(answer)}."), "")
             else:
                 ended.append((ticket, GroupOutput(group_id=job[0].group_id, samples=answer)))
         if not ended:
@@ -204,10 +206,8 @@ class ServerEngine(SteppingEngine):
 
     def _explained(self, error: Exception, doing: str) -> Exception:
         """The server's death instead of a broken connection that came from it."""
-        lost = isinstance(error, ServerSilent) and self._process is not None
-        if lost and self._process is not None and self._process.has_ended(within_s=_DEATH_SHOWS_S):
-            return self._process.died(doing)
-        return error
+        process = self._process if isinstance(error, ServerSilent) else None
+        return error if process is None or not process.has_ended(within_s=_DEATH_SHOWS_S) else process.died(doing)
 
     def _drop(self, tickets: Collection[int]) -> None:
         for ticket in tickets:

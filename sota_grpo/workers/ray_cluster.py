@@ -23,6 +23,7 @@ from sota_grpo.workers.guardian import descendants, guard
 from sota_grpo.workers.host import OpenCalls, child_environment
 from sota_grpo.workers.ray_actor import HostActor, Place, Shared, machine_id, pack
 
+_OBEY_S = 1.0  # longest wait of kill() for Ray
 _GONE_S = 10.0  # longest wait of kill() for the kernel
 # Ray's own switches: every service of a cluster that this process starts listens on 127.0.0.1 only.
 _LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -70,21 +71,22 @@ class RayWorker:
     def kill(self) -> None:
         """End the actor's process and free its place.
 
-        On this machine the process is sent SIGKILL, which stopped ones obey too, and is gone on return. On another one
-        Ray ends it: at once, or after some seconds when it does not obey.
+        Ray ends it: at once, or on another machine after some seconds when it does not obey. On this one it is then
+        sent SIGKILL, which stopped processes obey too, and is gone on return. (Ray first, because it reports every
+        process that ends without its doing on the console.)
         """
         import ray
 
         self._calls.fail(f"(pid {self.pid}) was killed")
         with self._lock:
             process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
         with suppress(Exception):  # the actor, or Ray itself, may be gone already
             ray.kill(self._actor)
         if process is not None:
-            wait([process], _GONE_S)
+            if not wait([process], _OBEY_S):
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                wait([process], _GONE_S)
             os.close(process)
 
     def _placed(self, answer: Future[Place]) -> None:
@@ -113,6 +115,14 @@ class RayWorker:
             self._calls.resolve(number, False, error.cause or error)
         else:
             self._calls.fail(f"(pid {self.pid}) is gone: {_one_line(error)}")
+
+
+def cluster_gpus(address: str) -> int:
+    """GPUs of a running cluster; connects to it."""
+    ray = _imported_ray(local=False)
+    if not ray.is_initialized():
+        _connect(ray, address, 0, None)
+    return int(ray.cluster_resources().get("GPU", 0))
 
 
 class RayLauncher:
@@ -190,7 +200,7 @@ class RayLauncher:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, bundle)
         if variables := child_environment(env, threads):
             options["runtime_env"] = {"env_vars": variables}
-        actor = _actor_class().options(**options).remote(name, pickle.dumps(spec), sys.path)
+        actor = _actor_class(name.partition("-")[0]).options(**options).remote(name, pickle.dumps(spec), sys.path)
         worker = RayWorker(name, actor)
         self._workers.add(worker)
         return worker
@@ -220,10 +230,11 @@ class RayLauncher:
 
 
 @cache
-def _actor_class() -> Any:
+def _actor_class(role: str) -> Any:
+    """The actor under the name that ``ps`` shows: ``ray::rollout``."""
     import ray
 
-    return ray.remote(HostActor)
+    return ray.remote(type(role, (HostActor,), {}))
 
 
 def _imported_ray(local: bool) -> Any:

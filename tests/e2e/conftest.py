@@ -30,10 +30,10 @@ SMALL = (
 )
 
 
-def command(run_dir: Path, *overrides: str, config: str = "grpo_cpu") -> list[str]:
+def command(run_dir: Path, *overrides: str, config: str = "grpo_cpu", script: str = "grpo.py") -> list[str]:
     return [
         sys.executable,
-        str(ROOT / "grpo.py"),
+        str(ROOT / script),
         f"--config-name={config}",
         *(flag for flag in overrides if flag.startswith("-")),
         f"hydra.run.dir={run_dir}",
@@ -45,9 +45,11 @@ def command(run_dir: Path, *overrides: str, config: str = "grpo_cpu") -> list[st
 def grpo(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     """Run ``grpo.py`` to its end; stdin is closed, so that a prompt would fail."""
 
-    def run(run_dir: Path, *overrides: str, config: str = "grpo_cpu", **kwargs) -> subprocess.CompletedProcess:
+    def run(
+        run_dir: Path, *overrides: str, config: str = "grpo_cpu", script: str = "grpo.py", **kwargs
+    ) -> subprocess.CompletedProcess:
         return subprocess.run(
-            command(run_dir, *overrides, config=config),
+            command(run_dir, *overrides, config=config, script=script),
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,

@@ -309,6 +309,16 @@ def test_an_answer_in_another_form_is_an_error_that_shows_it(rigs: Rigs):
         steps_until(engine)
 
 
+def test_fewer_samples_than_were_asked_for_are_an_error(rigs: Rigs):
+    fake = FakeSGLang()
+    engine = rigs.engine(fake)
+    whole = fake.answers["/generate"]
+    fake.answers["/generate"] = lambda body: (200, whole(body)[1][:1])
+    engine.add([request(9, num_samples=2)], SAMPLING)
+    with pytest.raises(ServerError, match="answered 2 samples with 1"):
+        steps_until(engine)
+
+
 def test_a_silent_server_is_told_by_url_and_seconds(rigs: Rigs):
     fake = FakeVLLM()
     fake.held = {20: threading.Event()}

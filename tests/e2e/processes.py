@@ -1,0 +1,70 @@
+"""The processes below a run, as the system sees them: to kill, to stop, and to prove that none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def _stat(pid: int) -> tuple[int, str, str] | None:
+    """Parent, state and command line; None when the process is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(fields[1]), fields[0], text
+
+
+def table() -> dict[int, tuple[int, str, str]]:
+    """Every process of this machine that is not a zombie."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return {pid: row for pid in pids if (row := _stat(pid)) is not None and row[1] != "Z"}
+
+
+def below(root: int) -> dict[int, str]:
+    """Command lines of all descendants of ``root``."""
+    rows = table()
+    found: dict[int, str] = {}
+    frontier = [root]
+    while frontier:
+        parent = frontier.pop()
+        for pid, (above, _, text) in rows.items():
+            if above == parent and pid not in found:
+                found[pid] = text
+                frontier.append(pid)
+    return found
+
+
+def workers(root: int) -> dict[int, str]:
+    """The worker processes of the run ``root``: Ray's actors, and what the process launcher started."""
+    return {
+        pid: text
+        for pid, text in below(root).items()
+        if text.startswith(("ray::rollout", "ray::reference", "ray::learner")) or "serve_child" in text
+    }
+
+
+def hit(pid: int, number: int) -> bool:
+    """Send a signal; False when the process had gone."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def require_gone(pids: set[int], within_s: float = 20.0) -> None:
+    """Fail unless every process is gone (or another program has its number) after so many seconds."""
+    before = {pid: row[2] for pid, row in table().items() if pid in pids}
+    limit = time.monotonic() + within_s
+    left = before
+    while left and time.monotonic() < limit:
+        time.sleep(0.2)
+        now = table()
+        left = {pid: text for pid, text in left.items() if pid in now and now[pid][2] == text}
+    for pid in left:
+        hit(pid, signal.SIGKILL)
+    assert not left, f"left behind: {left}"

@@ -1,0 +1,66 @@
+"""Whole runs of ``grpo-async.py``: real Ray, real engines, real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.conftest import SMALL, final_weights, metrics, without_clock
+
+pytest.importorskip("ray", reason="needs Ray (the extra ray)")
+ASYNC = "grpo-async.py"
+QUIET = ("check.mode=off", "eval.mode=off", "train.export_hf=false")
+
+
+def trained_ages(run_dir: Path) -> list[float]:
+    return [row["policy_age/max"] for row in metrics(run_dir) if "policy_age/max" in row]
+
+
+def test_at_age_0_it_equals_lockstep_bit_for_bit(tmp_path: Path, grpo) -> None:
+    """The scripted engine's tokens depend on the version, so a push that is missed or early shows; the entropy bonus
+    gives random answers a gradient."""
+    options = (*SMALL, *QUIET, "engine=scripted", "algorithm.entropy_coef=0.1", "train.optim_batch_size=8")
+    sync = grpo(tmp_path / "sync", *options)
+    assert sync.returncode == 0, sync.stderr
+    concurrent = grpo(tmp_path / "async", *options, "train.max_policy_age=0", script=ASYNC)
+    assert concurrent.returncode == 0, concurrent.stderr
+    expected, found = (without_clock(metrics(tmp_path / name)) for name in ("sync", "async"))
+    assert [{name: row[name] for name in wanted} for row, wanted in zip(found, expected, strict=True)] == expected
+    rollouts = [(tmp_path / name / "rollouts.jsonl").read_text() for name in ("sync", "async")]
+    assert rollouts[0] == rollouts[1]
+    mine, theirs = final_weights(tmp_path / "async"), final_weights(tmp_path / "sync")
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert expected[0]["grad_norm"] > 0
+
+
+def test_ranks_references_and_engines_of_their_own(tmp_path: Path, grpo) -> None:
+    """Two of each: it trains, the gate passes, no token is older than the bound; then it goes on with one of each."""
+    options = (*SMALL, "engine=transformers", "policy.kl_coef=0.001", "optimizer.schedule=constant", "eval.every=0")
+    two = ("train_model.num_devices=2", "ref_model.num_devices=2", "inference_model.num_devices=2")
+    first = grpo(tmp_path / "run", *options, *two, script=ASYNC)
+    assert first.returncode == 0, first.stderr
+    assert "Placement: 2 learner ranks, 2 engines, 2 reference workers on the CPU." in first.stderr
+    assert "Checks before training: 6 of 6 passed" in first.stdout
+    assert max(trained_ages(tmp_path / "run")) == 1  # the bound of mode=async, reached
+    assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
+    more = ("train.total_dialog_turns=128", f"train.resume={tmp_path / 'run'}")
+    second = grpo(tmp_path / "again", *options, *more, script=ASYNC)
+    assert second.returncode == 0, second.stderr
+    rows = [row for row in metrics(tmp_path / "run") if "reward" in row]
+    assert [row["step"] for row in rows] == list(range(8))
+    groups = [json.loads(line)["group_id"] for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert sorted(set(groups)) == list(range(32))  # each prompt once, over the break too
+
+
+@pytest.mark.vllm
+def test_the_command_of_the_readme_with_real_vllm(tmp_path: Path, grpo) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM (the CPU build will do)")
+    options = (*SMALL, "engine=vllm", "train.total_dialog_turns=32", "eval.every=0", "eval.avg_at_k=0")
+    found = grpo(tmp_path / "run", *options, "inference_model.num_devices=2", script=ASYNC, env={"VLLM_USE_V1": "0"})
+    assert found.returncode == 0, found.stderr
+    assert "VLLM_USE_V1=0 is accepted" in found.stderr
+    assert "Checks before training: 6 of 6 passed" in found.stdout
+    assert len(trained_ages(tmp_path / "run")) == 2

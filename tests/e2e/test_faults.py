@@ -1,0 +1,170 @@
+"""A killed process costs time, never data: workers, ranks and the driver itself, by SIGKILL, SIGSTOP and SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ENVIRONMENT, command, metrics
+from tests.e2e.processes import below, hit, require_gone, workers
+
+pytest.importorskip("ray", reason="needs Ray (the extra ray)")
+ROLES = ("ray::rollout", "ray::reference", "serve_child")
+RUN = (
+    "env.num_envs=32",
+    "env.repeats=4",
+    "train.dialog_turns_per_batch=16",
+    "train.optim_batch_size=16",
+    "inference_model.max_tokens=32",
+    "engine=transformers",
+    "policy.kl_coef=0.001",
+    "optimizer.schedule=constant",
+    "check.mode=off",
+    "eval.mode=off",
+    "train.export_hf=false",
+)
+
+
+def epoch_of(num_prompts: int) -> tuple[str, str]:
+    """Options of a run that trains every one of so many prompts once."""
+    return f"env.max_samples={num_prompts}", f"train.total_dialog_turns={4 * num_prompts}"
+
+
+@contextmanager
+def started(run_dir: Path, *options: str) -> Iterator[subprocess.Popen]:
+    """A run of ``grpo-async.py``; whatever it started is gone afterwards, or the test fails."""
+    seen: set[int] = set()
+    log = (run_dir.parent / "console.log").open("ab")
+    line = command(run_dir, *RUN, *options, script="grpo-async.py")
+    run = subprocess.Popen(line, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=ENVIRONMENT)
+    run.seen = seen
+    try:
+        yield run
+    finally:
+        seen |= set(below(run.pid))
+        if run.poll() is None:
+            run.kill()
+            run.wait()
+        require_gone(seen)
+
+
+def console(run_dir: Path) -> str:
+    return (run_dir.parent / "console.log").read_text()
+
+
+def wait_for(condition: Callable[[], object], run: subprocess.Popen, within_s: float = 120.0) -> object:
+    limit = time.monotonic() + within_s
+    while time.monotonic() < limit:
+        run.seen |= set(below(run.pid))
+        if found := condition():
+            return found
+        assert run.poll() is None, "the run ended early"
+        time.sleep(0.02)
+    raise AssertionError("what was waited for never came")
+
+
+def turns(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def require_every_prompt_once(run_dir: Path, num_prompts: int) -> None:
+    """Every group of the epoch was trained in one turn, and the groups are the prompts, each once."""
+    rows = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    assert sorted({row["group_id"] for row in rows}) == list(range(num_prompts))
+    turns_of = Counter(group for group, _ in {(row["group_id"], row["step"]) for row in rows})
+    assert set(turns_of.values()) == {1}
+    assert len({row["query"] for row in rows}) == num_prompts
+    trained = [row for row in metrics(run_dir) if "groups/trained" in row]
+    assert [row["step"] for row in trained] == list(range(num_prompts // 4))
+    assert {row["groups/trained"] for row in trained} == {4}
+    assert max(row["policy_age/max"] for row in trained) <= 1
+
+
+@pytest.mark.timeout(500)
+def test_twenty_killed_workers_cost_no_prompt(tmp_path: Path) -> None:
+    num_prompts, seed = 480, time.time_ns()
+    dice, run_dir = random.Random(seed), tmp_path / "run"
+    with started(run_dir, *epoch_of(num_prompts)) as run:
+        wait_for(lambda: turns(run_dir) >= 1, run)
+        for number in range(20):
+            role = ROLES[number % 3]
+            time.sleep(dice.uniform(0.0, 1.5))
+            wait_for(lambda role=role: kill_one(run, role, dice), run)
+        assert run.wait(300) == 0, console(run_dir)
+    require_every_prompt_once(run_dir, num_prompts)
+    assert metrics(run_dir)[-1]["workers/restarts"] >= 18, seed  # two may fall after the last turn
+    assert not any(row["reward_errors"] for row in metrics(run_dir))
+
+
+def kill_one(run: subprocess.Popen, role: str, dice: random.Random) -> bool:
+    found = [pid for pid, text in workers(run.pid).items() if role in text]
+    return bool(found) and hit(dice.choice(found), signal.SIGKILL)
+
+
+def test_a_hung_engine_is_found_and_replaced(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with started(run_dir, *epoch_of(80), "inference_model.timeout_s=6") as run:
+        wait_for(lambda: turns(run_dir) >= 2, run)
+        (engine,) = [pid for pid, text in workers(run.pid).items() if "ray::rollout" in text]
+        hit(engine, signal.SIGSTOP)
+        began = time.monotonic()
+        wait_for(lambda: engine not in below(run.pid), run, within_s=30)
+        assert time.monotonic() - began < 12  # its deadline of 6 s, and what a loaded machine adds
+        assert run.wait(120) == 0, console(run_dir)
+    require_every_prompt_once(run_dir, 80)
+
+
+def test_killed_drivers_lose_and_repeat_no_prompt(tmp_path: Path) -> None:
+    """A checkpoint every second turn; the kills fall anywhere, finished groups of the checkpoint are not sampled again."""
+    num_prompts, run_dir = 160, tmp_path / "run"
+    dice = random.Random(time.time_ns())
+    options = (*epoch_of(num_prompts), "train.checkpoint_frequency=2", "train.resume=auto")
+    for _ in range(3):
+        with started(run_dir, *options) as run:
+            goal = turns(run_dir) + dice.randint(2, 8)
+            wait_for(lambda goal=goal: turns(run_dir) >= goal, run)
+            time.sleep(dice.uniform(0.0, 0.5))
+            run.kill()
+            run.wait()
+    with started(run_dir, *options) as run:
+        assert run.wait(200) == 0, console(run_dir)
+    require_every_prompt_once(run_dir, num_prompts)
+    assert console(run_dir).count("Continuing") == 3
+
+
+def test_a_preempted_run_saves_and_ends_within_its_grace(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with started(run_dir, *epoch_of(400), "train.checkpoint_frequency=0") as run:
+        wait_for(lambda: turns(run_dir) >= 2, run)
+        began = time.monotonic()
+        run.terminate()
+        assert run.wait(60) == 130
+        assert time.monotonic() - began < 25
+    (saved,) = (run_dir / "checkpoints").glob("checkpoint_*.pt")
+    assert int(saved.stem.partition("_")[2]) == turns(run_dir)
+
+
+def test_a_dead_rank_ends_the_run_with_its_name_and_resuming_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = (*epoch_of(40), "policy.kl_coef=0", "train.checkpoint_frequency=1")
+    with started(run_dir, *options, "train_model.num_devices=2") as run:
+        wait_for(lambda: turns(run_dir) >= 3, run)
+        victim = random.choice([pid for pid, text in workers(run.pid).items() if "ray::learner" in text])
+        hit(victim, signal.SIGKILL)
+        assert run.wait(60) == 1, console(run_dir)
+    last = console(run_dir).splitlines()[-1]
+    assert "The learner ended, because its rank" in last
+    assert "train.resume=auto continues from the last checkpoint" in last
+    with started(run_dir, *options, "train.resume=auto") as run:  # on one rank now
+        assert run.wait(120) == 0, console(run_dir)
+    require_every_prompt_once(run_dir, 40)
