@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class RolloutCollector(BaseCollector):
     """Draws prompts, samples a group of responses to each, and returns the graded rows.
 
-    One class over any :class:`~sota_grpo.engines.base.Generates`. A group is graded while the engine still generates the
-    others. Rows come out in the order in which their prompts were drawn, whatever the order in which they finished.
+    One class over any :class:`~sota_grpo.engines.base.Generates`. A group is graded while the engine still generates
+    the others. Rows come out in the order in which their prompts were drawn, whatever the order in which they finished.
 
     Args:
         env: the :class:`~sota_grpo.envs.TaskEnv` that draws, tokenises and grades.

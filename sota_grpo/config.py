@@ -10,19 +10,10 @@ key fails before anything else happens. Rules that involve several options are i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
-
-def opt(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A config field: its default, what it changes, and the values it accepts when they are few."""
-    return field(default=default, metadata={"help": text, "choices": choices})
-
-
-def part(factory: type, text: str) -> Any:
-    """A config field that is a section, or a list, of its own."""
-    return field(default_factory=factory, metadata={"help": text, "choices": None})
-
+from sota_grpo.options import leaves, opt, part
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -86,7 +77,9 @@ class EnvConfig:
     system_prompt: str | None = opt(None, "replaces the task's own system prompt; an empty text leaves it out")
     difficulty: int = opt(4, "arithmetic only: most steps of a problem, 1 to 4")
     reward_workers: int = opt(1, "processes that grade responses where workers collect (mode=async)")
-    reward_timeout_s: float = opt(60.0, "longest time for grading a group, then each of its responses alone; the grader is killed")
+    reward_timeout_s: float = opt(
+        60.0, "longest time for grading a group, then each of its responses alone; the grader is killed"
+    )
 
 
 @dataclass
@@ -279,16 +272,10 @@ def turn_size(config: Config) -> int:
     return config.train.dialog_turns_per_batch
 
 
-def walk(config: Any = None, prefix: str = "") -> list[tuple[str, Any, Any]]:
+def walk(config: Any = None) -> list[tuple[str, Any, Any]]:
     """Every leaf option as ``(dotted name, dataclass field, value)``, in the order of the schema.
 
     >>> [name for name, _, _ in walk()][:3]
     ['seed', 'mode', 'device']
     """
-    node = Config() if config is None else config
-    found: list[tuple[str, Any, Any]] = []
-    for item in fields(node):
-        value = getattr(node, item.name)
-        name = prefix + item.name
-        found += walk(value, name + ".") if is_dataclass(value) else [(name, item, value)]
-    return found
+    return leaves(Config() if config is None else config)
