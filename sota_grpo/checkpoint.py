@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 import numpy as np
 import torch
 
-from sota_grpo.errors import UserError
+from sota_grpo.errors import RunFailed
 
 _MAGIC = b"SGRPOck1"
 _FOOTER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
@@ -34,7 +34,7 @@ _READ_BYTES = 1 << 22
 logger = logging.getLogger(__name__)
 
 
-class CheckpointError(UserError, RuntimeError):
+class CheckpointError(RunFailed, RuntimeError):
     """A checkpoint could not be written or read; the message says which, why, and what to do."""
 
 

@@ -13,10 +13,11 @@ import math
 import numbers
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sota_grpo.errors import UserError
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.recording.metrics import declared
 from sota_grpo.recording.sinks import Sink
 
@@ -118,7 +119,8 @@ class RunLog:
     def close(self, exit_code: int = 0) -> None:
         """Close the files and the sinks; ``exit_code`` tells the sinks whether the run succeeded. Idempotent."""
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # what a full disk refused was told when it was written
+                file.close()
         for sink in self._sinks:
             sink.close(exit_code)
 
@@ -129,8 +131,14 @@ class RunLog:
         self.close(0 if kind is None else 1)
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._files[name].write(b"".join(map(_line, rows)))
-        self._files[name].flush()
+        try:
+            self._files[name].write(b"".join(map(_line, rows)))
+            self._files[name].flush()
+        except OSError as error:
+            raise RunFailed(
+                f"{self._paths[name]} cannot be written ({error.strerror}); free space there, then train.resume=auto "
+                "continues from the last checkpoint."
+            ) from error
 
 
 def best_and_worst(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

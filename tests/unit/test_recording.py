@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sota_grpo.errors import UserError
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.recording.metrics import METRICS, declared, is_clock, reduce_updates, term_metric
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog, best_and_worst, setup_logging
 from sota_grpo.recording.sinks import Sink
@@ -313,7 +313,7 @@ def test_training_log_replaces_its_own_handler_and_nobody_elses(tmp_path):
 
 @pytest.mark.parametrize(("level", "written"), [("debug", "012"), ("info", "12"), ("warning", "2")])
 def test_the_level_is_that_of_the_file_and_the_console_stays_at_info(level, written, tmp_path, monkeypatch, capsys):
-    from sota_grpo.app import _quiet_console
+    from sota_grpo.entry import _quiet_console
 
     logger = logging.getLogger("sota_grpo")
     monkeypatch.setattr(logging.root, "handlers", [])
@@ -339,3 +339,9 @@ def test_recording_imports_without_torch_or_wandb():
         "assert not {'torch', 'wandb', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_full_disk_is_a_sentence_and_closing_says_nothing_more(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log, pytest.raises(RunFailed, match=r"metrics.jsonl cannot be written .No space left"):
+        log._files["metrics.jsonl"] = open("/dev/full", "ab")  # noqa: SIM115
+        log.write_step(0, {"reward": 0.5})
