@@ -79,7 +79,12 @@ _DECLARED = (
     Metric("groups/ready", "last", "Finished groups left in the buffer when a batch was taken.", "groups"),
     Metric("workers/restarts", "last", "Worker processes that were replaced since the run began.", "processes"),
     Metric("workers/requeued", "last", "Tasks given to another worker because theirs was lost.", "tasks"),
-    Metric("mismatch_kl", "mean", "KL(engine, trainer) of the same weights, no dropout, k3, per token.", "nats"),
+    Metric(
+        "mismatch_kl",
+        "mean",
+        "KL(engine, trainer), no dropout, k3, per token; tokens of an older policy (policy_age) bring its drift along.",
+        "nats",
+    ),
     Metric("eval/accuracy", "last", "Held-out accuracy of the greedy answer.", "share"),
     Metric("eval/stderr", "last", "Standard error of eval/accuracy over problems.", "share"),
     Metric("eval/avg_at_k", "last", "Held-out accuracy, mean of k samples at temperature 1.", "share"),

@@ -14,6 +14,7 @@ import torch
 from benchmarks.overlap import measure
 from sota_grpo import keys
 from sota_grpo.async_source import AsyncSource
+from sota_grpo.async_source.refill import Group, Refill
 from sota_grpo.checkpoint import CheckpointStore
 from sota_grpo.collectors import RolloutCollector, SyncSource
 from sota_grpo.engines.scripted import ScriptedEngine
@@ -431,6 +432,25 @@ def test_no_turn_draws_more_than_its_rounds_when_nothing_has_a_signal(max_policy
         fresh, drawn = len(rig.desk.asked) - drawn, len(rig.desk.asked)
         # release() at the end of a turn draws 4 for the next, and may replace what is held over
         assert fresh <= (slots if turn == 0 else 0) + 2 * 2 * 4 + 4
+
+
+def test_a_flat_group_of_an_earlier_turn_is_replaced_as_one_of_the_first_round() -> None:
+    """K = 2, age 1, two rounds. Turn 1 draws four groups, turn 2 two more; then group 3 of turn 1 comes out flat: one
+    draw. Its replacement is flat too, of round 1 still: one more. That one is of round 2, the last."""
+    refill = Refill(num_groups=2, slots=4, max_draws=2)
+    refill.start_turn()
+    older = [Group(number, None, 0, *refill.begin_draw()) for number in range(4)]
+    refill.start_turn()
+    assert [refill.begin_draw(), refill.begin_draw()] == [(2, 0), (2, 1)]
+    refill.add(older[3], [])
+    assert refill.may_draw()
+    first = Group(6, None, 1, *refill.replace())
+    assert not refill.may_draw()
+    refill.add(first, [])
+    assert refill.may_draw()
+    refill.add(Group(7, None, 1, *refill.replace()), [])
+    assert not refill.may_draw()
+    assert [group.group_id for group, _ in refill.settle()] == [7]
 
 
 def test_metrics_are_in_the_glossary_and_count_what_is_left() -> None:
