@@ -11,9 +11,12 @@ import gc
 import pstats
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from sota_grpo.checkpoint import CheckpointStore
 from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.simulation import Outcome, Scenario, Simulation
@@ -71,8 +74,9 @@ def _control_row(env: TaskEnv, scenario: Scenario, repeat: int) -> Sequence[obje
 
 
 def memory(groups: int) -> None:
-    """Resident memory of groups in flight and of finished groups, each case in a process of its own."""
+    """Memory of groups in flight, finished and in a checkpoint, each case in a process of its own."""
     header = ("groups", "group size", "tokens", "KiB per group in flight", "KiB per finished group")
+    header = (*header, "KiB per group in a checkpoint", "ms per group to save")
     found = []
     for size, tokens in ((8, 16), (8, 512), (16, 16)):
         command = [sys.executable, "-m", "benchmarks.scale", "memory-case"]
@@ -92,7 +96,13 @@ def memory_case(groups: int, size: int, tokens: int) -> None:
         simulation.clock.run_next()
         simulation.source.pump()
     finished = resident_kib()
-    print(f"{(admitted - before) / groups:.1f} {(finished - before) / groups:.1f}")
+    began = time.thread_time()
+    with tempfile.TemporaryDirectory() as folder:
+        path = CheckpointStore(folder).save(0, simulation.source.state_dict())
+        saved = path.stat().st_size / 1024
+    seconds = time.thread_time() - began
+    sizes = (admitted - before, finished - before, saved)
+    print(*(f"{size / groups:.1f}" for size in sizes), f"{1e3 * seconds / groups:.2f}")
 
 
 def resident_kib() -> float:
@@ -124,6 +134,7 @@ def draw(found: Sequence[tuple[float, float, int, Outcome]], path: Path) -> None
     import matplotlib
 
     matplotlib.use("svg")
+    matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 3, figsize=(10, 3.2))
@@ -139,7 +150,7 @@ def draw(found: Sequence[tuple[float, float, int, Outcome]], path: Path) -> None
         axis.grid(alpha=0.3)
     axes[0].legend(title="generation / learning", fontsize=8, title_fontsize=8)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def profile() -> None:

@@ -14,6 +14,7 @@ from sota_grpo.policy.adapter_pack import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.fleet import Fleet
+from sota_grpo.workers.weight_transfer import WeightTransfer
 
 
 class FleetEngine:
@@ -72,21 +73,32 @@ class FleetEngine:
         for _ in requests:  # each is answered: the fleet replaces workers that are silent
             yield done.get().result()
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | AdapterPack, version: int) -> None:
+    def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]] | AdapterPack | WeightTransfer, version: int
+    ) -> None:
         """Push to every worker, in flight; returns when each one's next token comes from the new weights.
+
+        Args:
+            weights: the tensors; or an adapter; or what brings the learner's weights by itself.
+            version: what they are called.
 
         Raises:
             RuntimeError: a worker serves another version afterwards.
         """
-        if isinstance(weights, AdapterPack):
-            self._send_base()
-        elif not isinstance(weights, WeightPack):
-            weights = WeightPack.of(weights)
-        served = self._broadcast("update_weights", self._share(weights), version)
+        if isinstance(weights, WeightTransfer):
+            served = weights.push(version)
+        else:
+            served = self._broadcast("update_weights", self._share(self._packed(weights)), version)
         wrong = sorted({found for found in served if found != version})
         if wrong:
             raise RuntimeError(f"Rollout workers serve versions {wrong} after a push of {version}.")
         self.version = version
+
+    def _packed(self, weights: Iterable[tuple[str, torch.Tensor]] | AdapterPack) -> WeightPack | AdapterPack:
+        if isinstance(weights, AdapterPack):
+            self._send_base()
+            return weights
+        return weights if isinstance(weights, WeightPack) else WeightPack.of(weights)
 
     def _send_base(self) -> None:
         """What the adapter is merged into, once; a worker that starts later gets it before its first adapter."""

@@ -16,6 +16,7 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import sample_seed
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.servant_thread import ServantThread
+from sota_grpo.workers.weight_group import Meeting, WeightLayout, WeightSender
 
 Item = TypeVar("Item")
 
@@ -42,6 +43,8 @@ class LearnerServant:
         self._thread = ServantThread("learner")
         self.learner: Learner = self._thread.submit(make_learner).result()
         self.learner.policy.register_forward_hook(lambda *_: self._thread.progress())
+        leads = self.learner.ranks.leads
+        self._sender = WeightSender(self.learner.policy.model, leads=leads, progress=self._thread.progress)
 
     def update(self, rows: RowPack) -> Future[dict[str, float | None]]:
         """:meth:`Learner.update`. The random stream, which adapters' dropout reads, is this turn's and this rank's."""
@@ -74,6 +77,18 @@ class LearnerServant:
             return pack if self.learner.ranks.leads else None
 
         return self._thread.submit(weights)
+
+    def weight_layout(self) -> Future[WeightLayout]:
+        """:meth:`WeightSender.weight_layout`."""
+        return self._thread.submit(self._sender.weight_layout)
+
+    def send_weights(self, meeting: Meeting | None, version: int) -> Future[str | None]:
+        """:meth:`WeightSender.send_weights`."""
+        return self._thread.submit(self._sender.send_weights, meeting, version)
+
+    def kept_weights(self) -> tuple[WeightPack, int]:
+        """:meth:`WeightSender.kept_weights`, at once, whatever the learner is at."""
+        return self._sender.kept_weights()
 
     def export_hf(self, folder: str) -> Future[None]:
         """:func:`sota_grpo.policy.export.save_hf`, written by rank 0."""

@@ -19,6 +19,7 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.workers.base import Worker, WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
+from sota_grpo.workers.weight_group import Meeting, WeightLayout
 
 _PINGS_PER_SILENCE = 4
 _LONGEST_PING_PAUSE_S = 10.0
@@ -103,6 +104,18 @@ class RemoteLearner:
     def weights(self, *, base: bool = True) -> WeightPack:
         """What engines load, as :func:`sota_grpo.policy.lora.engine_weights` gives it."""
         return self._call("weights", base)
+
+    def weight_layout(self) -> WeightLayout:
+        """:meth:`sota_grpo.workers.weight_group.WeightSender.weight_layout` of rank 0."""
+        return self._call("weight_layout")
+
+    def send_weights(self, meeting: Meeting | None, version: int) -> str | None:
+        """:meth:`sota_grpo.workers.weight_group.WeightSender.send_weights`, by rank 0."""
+        return self._call("send_weights", meeting, version)
+
+    def kept_weights(self) -> tuple[WeightPack, int]:
+        """Rank 0's copy of what it sent last; another thread may ask while the ranks compute."""
+        return self.workers[0].call("kept_weights").result(self._silence_s)
 
     def export_hf(self, folder: Path) -> None:
         """:func:`sota_grpo.policy.export.save_hf`, written on the machine of rank 0; raises what it raises."""

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from sota_grpo.workers.base import WorkerDied
-from sota_grpo.workers.futures import promised
+from sota_grpo.workers.futures import promised, resolve
 from sota_grpo.workers.slots import Slot, Timers
+
+
+class OnDemand:
+    """Arguments of a sticky call that are made when a worker first needs them, on a thread of their own.
+
+    Args:
+        make: gives the arguments; called again only after it has raised.
+
+    >>> arguments = OnDemand(lambda: (1, 2))
+    >>> arguments.made().result()
+    (1, 2)
+    """
+
+    def __init__(self, make: Callable[[], tuple[Any, ...]]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: Future[tuple[Any, ...]] | None = None
+
+    def made(self) -> Future[tuple[Any, ...]]:
+        """The arguments, some day."""
+        with self._lock:
+            if self._made is None or (self._made.done() and self._made.exception()):
+                self._made = promised()
+                threading.Thread(target=resolve, args=(self._made, self._make), name="on demand", daemon=True).start()
+            return self._made
+
+
+Sticky = tuple[Any, ...] | OnDemand
 
 
 @dataclass(eq=False)
@@ -19,7 +48,7 @@ class Broadcast:
     method: str
     args: tuple[Any, ...]
     deadline_s: float  # for each worker, from when it is asked
-    previous: tuple[Any, ...] | None = None  # sticky arguments that these replaced
+    previous: Sticky | None = None  # sticky arguments that these replaced
     waiting: dict[int, int] = field(default_factory=dict)  # slot -> life
     answers: dict[int, Any] = field(default_factory=dict)  # slot -> answer
     refusals: list[BaseException] = field(default_factory=list)
@@ -57,7 +86,7 @@ class Broadcasts:
         lose: Callable[[Slot, str], None],
         max_deaths: int,
     ) -> None:
-        self.sticky: dict[str, tuple[Any, ...]] = {}
+        self.sticky: dict[str, Sticky] = {}
         self._role, self._slots, self._timers, self._ask, self._lose = role, slots, timers, ask, lose
         self._max_deaths = max_deaths
         self._open: list[Broadcast] = []

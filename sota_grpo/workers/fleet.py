@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from sota_grpo.workers.base import Launcher, ServantSpec, Worker, WorkerDied
-from sota_grpo.workers.broadcasts import Broadcast
+from sota_grpo.workers.broadcasts import Broadcast, Sticky
 from sota_grpo.workers.slots import Slot, Task
 from sota_grpo.workers.supervisor import Limits, Supervisor
 
@@ -161,6 +161,15 @@ class Fleet:
         if not self._post(self._supervisor.open, broadcast, sticky):
             raise self._closed()
         return broadcast.future.result()
+
+    def keep(self, method: str, args: Sticky) -> None:
+        """As a sticky broadcast, but those that are ready are not asked: they have it already.
+
+        Args:
+            method: of the servant.
+            args: or what makes them when the first worker needs them.
+        """
+        self._post(self._supervisor.keep, method, args)
 
     def close(self) -> None:
         """Kill every worker and fail what is open; idempotent."""

@@ -23,6 +23,7 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.futures import promised
+from sota_grpo.workers.weight_group import Meeting, WeightLayout, WeightReceiver
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class RolloutServant:
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
         self._base: WeightPack | None = None
+        self._receiver = WeightReceiver()
         self._refusal: WorkerDied | None = None
         self._since: float | None = None  # when the step or call at hand began; None while there is nothing to do
         started: Future[None] = promised()
@@ -107,6 +109,24 @@ class RolloutServant:
 
         return self._submit(_Call(push))
 
+    def weight_member(self) -> str:
+        """What this worker is called in a :class:`~sota_grpo.workers.weight_group.Meeting`."""
+        return self._receiver.member
+
+    def receive_weights(self, meeting: Meeting, layout: WeightLayout, version: int) -> None:
+        """Take part in a broadcast of weights, between two steps, and push them; :meth:`served` tells how it went."""
+
+        def receive(engine: Engine) -> None:
+            weights = self._receiver.receive(meeting, layout, self._progress)
+            if weights is not None:
+                engine.update_weights(weights, version)
+
+        self._submit(_Call(receive))
+
+    def served(self) -> Future[tuple[int, str | None]]:
+        """The version of the next token, once what came before is done; and why the last broadcast failed, if so."""
+        return self._submit(_Call(lambda engine: (engine.version, self._receiver.failure)))
+
     def sleep(self) -> Future[None]:
         """Free device memory until :meth:`wake`; ``ValueError`` while groups are in flight."""
 
@@ -139,6 +159,9 @@ class RolloutServant:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 self._refuse(WorkerDied(f"This rollout worker is closed; its engine hung for {timeout_s:g} s."))
+
+    def _progress(self) -> None:
+        self._since = time.monotonic()
 
     def _submit(self, job: _Run | _Call) -> Future[Any]:
         with self._lock:

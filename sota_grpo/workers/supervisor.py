@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from sota_grpo.workers.base import Worker, WorkerDied
-from sota_grpo.workers.broadcasts import Broadcast, Broadcasts
+from sota_grpo.workers.broadcasts import Broadcast, Broadcasts, OnDemand, Sticky
 from sota_grpo.workers.host import ConstructionFailed
 from sota_grpo.workers.slots import Rota, Slot, Task, Timers
 
@@ -95,9 +95,22 @@ class Supervisor:
         self.restarts += 1
         self.begin(slot, min(_FIRST_PAUSE_S * 2 ** (slot.failed_starts - 1), _LONGEST_PAUSE_S))
 
-    def _prepare(self, slot: Slot, method: str, args: tuple[Any, ...]) -> None:
+    def _prepare(self, slot: Slot, method: str, args: Sticky) -> None:
         slot.answers_owed += 1
-        self._ask(slot, method, args, self._prepared)
+        if isinstance(args, OnDemand):
+            args.made().add_done_callback(partial(self._post, self._made, slot, slot.life, method, args))
+        else:
+            self._ask(slot, method, args, self._prepared)
+
+    def _made(self, slot: Slot, life: int, method: str, args: OnDemand, made: Future[Any]) -> None:
+        if slot.life != life:
+            return
+        if self._broadcasts.sticky.get(method) is not args:  # newer ones are on their way to this worker
+            self._one_less(slot)
+        elif error := made.exception():
+            self.start_failed(slot, life, error)
+        else:
+            self._ask(slot, method, made.result(), self._prepared)
 
     def _prepared(self, slot: Slot, life: int, future: Future[Any]) -> None:
         if slot.life != life:
@@ -106,6 +119,9 @@ class Supervisor:
         if error is not None:
             self.start_failed(slot, life, error)
             return
+        self._one_less(slot)
+
+    def _one_less(self, slot: Slot) -> None:
         slot.answers_owed -= 1
         if slot.answers_owed == 0:
             self._welcome(slot)
@@ -246,9 +262,18 @@ class Supervisor:
             broadcast.future.set_exception(self.dead)
             return
         self._broadcasts.open(broadcast, sticky)
+        if sticky:
+            self._prepare_starting(broadcast.method, broadcast.args)
+
+    def keep(self, method: str, args: Sticky) -> None:
+        """Call ``method`` on workers that are not ready yet, and on those that start later, before their first task."""
+        self._broadcasts.sticky[method] = args
+        self._prepare_starting(method, args)
+
+    def _prepare_starting(self, method: str, args: Sticky) -> None:
         for slot in self.slots:
-            if sticky and slot.state == "starting" and slot.worker is not None:
-                self._prepare(slot, broadcast.method, broadcast.args)
+            if slot.state == "starting" and slot.worker is not None:
+                self._prepare(slot, method, args)
 
     def end(self, cause: WorkerDied) -> None:
         """Kill every worker, and fail what is open and what comes later."""

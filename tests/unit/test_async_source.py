@@ -344,10 +344,12 @@ def test_a_wait_in_which_nothing_moves_ends_with_a_count_by_stage() -> None:
     rig.source.stands()
     rig.desk.finish(0)
     rig.source.pump()
+    began = time.monotonic()
     with pytest.raises(
         TimeoutError, match="3 groups are being sampled, 1 graded, 0 are at the reference, 0 are finished"
     ):
         rig.source.next_batch(0)
+    assert 0.1 <= time.monotonic() - began < 5.0
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -450,7 +452,11 @@ def test_a_flat_group_of_an_earlier_turn_is_replaced_as_one_of_the_first_round()
     assert refill.may_draw()
     refill.add(Group(7, None, 1, *refill.replace()), [])
     assert not refill.may_draw()
-    assert [group.group_id for group, _ in refill.settle()] == [7]
+    again = Refill(num_groups=2, slots=4, max_draws=2)
+    again.load_state_dict(refill.state_dict(), lambda group_id: None)
+    before, after = ({name: value for name, value in vars(one).items() if name != "_pool"} for one in (refill, again))
+    assert before == after
+    assert [group.group_id for group, _ in again.settle()] == [7]
 
 
 def test_metrics_are_in_the_glossary_and_count_what_is_left() -> None:
@@ -498,10 +504,10 @@ def test_threads_that_finish_at_random_moments_give_every_prompt_once() -> None:
 
 
 def test_generation_and_learning_overlap() -> None:
-    """Equal durations of engine and learner: at most 0.6 of lockstep's time per step, 5 % of it control plane. The
-    machine may be busy, so the best of a few attempts counts."""
+    """Equal durations of engine and learner: at most 0.6 of lockstep's time per step, 5 % of it control plane. A busy
+    machine only adds to a step, so the best step of each counts, and the best of a few attempts."""
     for _ in range(4):
-        found = measure(phase_s=0.25, num_steps=5)
+        found = measure(phase_s=0.3, num_steps=4, typical=min)
         if found.ratio <= 0.6 and found.overhead <= 0.05:
             return
     raise AssertionError(found)
