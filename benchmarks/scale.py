@@ -54,23 +54,56 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[str]) -> None:
 
 
 def control(max_workers: int, gc_tuned: bool, repeat: int) -> None:
-    """CPU time of the control plane, and how many workers one process can serve; the best of ``repeat`` runs."""
+    """CPU time of the control plane, and how many workers one process can serve; the best of ``repeat`` runs.
+
+    Above 100 workers one run is long enough.
+    """
     if gc_tuned:
         tune_gc()
     env = make_env(8)
     cases = [(tokens, workers) for tokens in (16, 512) for workers in (10, 100, 1000) if workers <= max_workers]
-    header = ("workers", "in flight", "tokens", "groups/s", "main ms/group", "conductor ms/group")
+    header = ("workers", "in flight", "tokens", "groups/s", "main ms/group", "conductor ms/group", "of it gc")
     rows = (_control_row(env, fleet(workers, response_tokens=float(tokens)), repeat) for tokens, workers in cases)
     table(rows, (*header, "step s (virtual)", "share of step", "workers served"))
 
 
 def _control_row(env: TaskEnv, scenario: Scenario, repeat: int) -> Sequence[object]:
-    one = max((Simulation(env, scenario).run() for _ in range(repeat)), key=lambda found: found.groups_per_cpu_s)
+    times = repeat if scenario.num_workers < 1000 else 1
+    runs = [_run_and_watch_gc(env, scenario) for _ in range(times)]
+    one, swept = max(runs, key=lambda run: run[0].groups_per_cpu_s)
     served = one.groups_per_cpu_s * scenario.group_s(env.repeats) / scenario.groups_per_worker
     per_group = [f"{1e3 * seconds / scenario.num_groups:.2f}" for seconds in (one.main_s, one.conductor_s)]
     share = f"{(one.main_s + one.conductor_s) / one.step_s:.0%}"
     size = (scenario.num_workers, one.most_in_flight, f"{scenario.response_tokens:g}")
-    return (*size, f"{one.groups_per_cpu_s:.0f}", *per_group, f"{one.step_s:.2f}", share, f"{served:.0f}")
+    return (
+        *size,
+        f"{one.groups_per_cpu_s:.0f}",
+        *per_group,
+        f"{swept:.0%}",
+        f"{one.step_s:.2f}",
+        share,
+        f"{served:.0f}",
+    )
+
+
+def _run_and_watch_gc(env: TaskEnv, scenario: Scenario) -> tuple[Outcome, float]:
+    """What came of it, and the share of the CPU time that went into Python's garbage collector."""
+    began, spent = 0.0, 0.0
+
+    def watch(phase: str, info: object) -> None:
+        nonlocal began, spent
+        if phase == "start":
+            began = time.thread_time()
+        else:
+            spent += time.thread_time() - began
+
+    started = time.thread_time()
+    gc.callbacks.append(watch)
+    try:
+        found = Simulation(env, scenario).run()
+    finally:
+        gc.callbacks.remove(watch)
+    return found, spent / (time.thread_time() - started)
 
 
 def memory(groups: int) -> None:
@@ -174,7 +207,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["control", "memory", "memory-case", "staleness", "profile"])
     parser.add_argument("--max-workers", type=int, default=1000, help="control: largest fleet")
-    parser.add_argument("--repeat", type=int, default=1, help="control: runs per case, of which the best counts")
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="control: runs per case below 1,000 workers; the best counts"
+    )
     parser.add_argument("--gc", action="store_true", help="control: with Python's garbage collector tuned")
     parser.add_argument("--groups", type=int, default=2000, help="memory: groups held")
     parser.add_argument("--size", type=int, default=8)

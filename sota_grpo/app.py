@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from sota_grpo.stopping import Interrupted, StopRequest
 from sota_grpo.validators import validate
 
 logger = logging.getLogger(__name__)
+
+CONTINUES = "train.resume=auto continues from the last checkpoint"
 
 
 def num_steps(config: Config) -> int:
@@ -199,17 +202,23 @@ def train(config: Config, run_dir: Path) -> int:
     """Validate, assemble, train, close. Returns the number of turns done.
 
     ``run_dir`` is where everything is written; under ``train.resume`` perhaps an older one is continued instead.
+
+    Raises:
+        UserError: the run cannot start, or it cannot go on (``RunFailed``).
+        KeyboardInterrupt: it was interrupted; the text says how to go on, where anything was saved.
     """
     validate(config)
     with open_run(run_dir, asdict(config), config.train.resume, num_steps=num_steps(config)) as place:
         if place.finished:
             print(f"The run in {place.path} is already finished.")
             return num_steps(config)
-        job = Run(config, place)
         try:
-            return job.train()
-        finally:
-            job.close()
+            with closing(Run(config, place)) as job:
+                return job.train()
+        except KeyboardInterrupt:
+            if CheckpointStore(place.path / CHECKPOINTS).paths():
+                raise KeyboardInterrupt(CONTINUES) from None
+            raise
 
 
 def _evaluations(path: Path) -> dict[int, dict[str, float]]:

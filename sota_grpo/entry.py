@@ -1,14 +1,17 @@
-"""The command line: Hydra in front of :func:`sota_grpo.app.train`, and what the program says when it ends."""
+"""The command line: Hydra in front of :func:`sota_grpo.app.train`, and what the program says when it ends.
+
+Nothing heavy is imported before Hydra has read the command line: ``--help`` is quick, and Ctrl-C is heeded from the
+start.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sota_grpo.app import num_steps, train
 from sota_grpo.config import Config, register
 from sota_grpo.errors import UserError
 
@@ -19,8 +22,34 @@ USER_MISTAKE, INTERRUPTED = 2, 130
 def entry(mode: str) -> None:
     """Command line of ``grpo.py`` (``sync``) and ``grpo-async.py`` (``async``).
 
-    Hydra composes the config; mistakes of the user are one sentence and exit code 2.
+    Hydra composes the config; mistakes of the user are one sentence and exit code 2, an interrupt is one and 130.
     """
+    sys.argv[1:] = with_mode(sys.argv[1:], mode)
+    try:
+        code = _run()
+    except KeyboardInterrupt as stop:  # its text says what is left
+        print(f"{_program()}: interrupted; {str(stop) or 'nothing was saved'}.", file=sys.stderr)
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
+    """``arguments`` with ``mode=...``, beside the first override: the parser wants all overrides in one place.
+
+    >>> with_mode(["--config-name", "grpo_cpu", "seed=1", "--multirun"], "async")
+    ['--config-name', 'grpo_cpu', 'mode=async', 'seed=1', '--multirun']
+    >>> with_mode(["mode=sync"], "async"), with_mode(["--help"], "async")
+    (['mode=sync'], ['--help', 'mode=async'])
+    """
+    if any(argument.startswith("mode=") for argument in arguments):
+        return list(arguments)
+    overrides = [i for i, given in enumerate(arguments) if given[:1] == "~" or (given[:1] != "-" and "=" in given)]
+    first = overrides[0] if overrides else len(arguments)
+    return [*arguments[:first], f"mode={mode}", *arguments[first:]]
+
+
+def _run() -> int:
+    """The exit code of the command: the highest of its runs."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
@@ -28,10 +57,7 @@ def entry(mode: str) -> None:
     from omegaconf.errors import OmegaConfBaseException
 
     register()
-    if not any(argument.startswith("mode=") for argument in sys.argv[1:]):
-        sys.argv.append(f"mode={mode}")
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # this function prints the sentence itself
-    _quiet_console()
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # this module prints the sentence itself
     if os.environ.get("VLLM_USE_V1") == "0":
         print("VLLM_USE_V1=0 is accepted and has no effect: this vLLM has one engine.", file=sys.stderr)
 
@@ -43,6 +69,7 @@ def entry(mode: str) -> None:
     def job(composed: DictConfig) -> None:
         nonlocal began
         began = True
+        _quiet_console()
         config = OmegaConf.to_object(composed)
         assert isinstance(config, Config)
         run_dir = Path(HydraConfig.get().runtime.output_dir)
@@ -55,33 +82,29 @@ def entry(mode: str) -> None:
             raise
         print(f"{_program()}: {error}; set hydra.run.dir to a directory that can be written.", file=sys.stderr)
         codes.append(USER_MISTAKE)
-    sys.exit(max(codes))
+    return max(codes)
 
 
 def _train_or_interrupt(config: Config, run_dir: Path) -> None:
     """A run that was asked to stop ends the whole command, a sweep's other runs included."""
+    from sota_grpo.app import CONTINUES, num_steps, train
+
     if train(config, run_dir) < num_steps(config):
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(CONTINUES)
 
 
 def _exit_code(job: Callable[[], None], mistakes: tuple[type[Exception], ...]) -> int:
-    """Run ``job``; what the user can mend is one sentence and 2, a run that cannot go on is one and 1.
-
-    An interrupt ends the program with 130.
-    """
+    """Run ``job``; what the user can mend is one sentence and 2, a run that cannot go on is one and 1."""
     try:
         job()
     except mistakes as error:
         print(f"{_program()}: {error}", file=sys.stderr)
         return getattr(error, "exit_code", USER_MISTAKE)
-    except KeyboardInterrupt:
-        print(f"{_program()}: interrupted; train.resume=auto continues from the last checkpoint.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
     return 0
 
 
 def _quiet_console() -> None:
-    """Our own sentences on stderr; of the libraries, only warnings and no progress bars."""
+    """Our own sentences on stderr; of the libraries, only warnings, each once, and no progress bars."""
     from transformers.utils import logging as transformers_logging
 
     console = logging.StreamHandler()
@@ -89,6 +112,7 @@ def _quiet_console() -> None:
     console.addFilter(lambda record: not getattr(record, "file_only", False))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[console])
     logging.getLogger("sota_grpo").setLevel(logging.INFO)
+    logging.getLogger("huggingface_hub").propagate = False  # it prints by itself
     transformers_logging.disable_progress_bar()
 
 

@@ -16,7 +16,8 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import sample_seed
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.servant_thread import ServantThread
-from sota_grpo.workers.weight_group import Meeting, WeightLayout, WeightSender
+from sota_grpo.workers.weight_ends import WeightLayout, WeightSender
+from sota_grpo.workers.weight_group import Meeting
 
 Item = TypeVar("Item")
 

@@ -19,7 +19,8 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.workers.base import Worker, WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
-from sota_grpo.workers.weight_group import Meeting, WeightLayout
+from sota_grpo.workers.weight_ends import WeightLayout
+from sota_grpo.workers.weight_group import Meeting
 
 _PINGS_PER_SILENCE = 4
 _LONGEST_PING_PAUSE_S = 10.0
@@ -106,11 +107,11 @@ class RemoteLearner:
         return self._call("weights", base)
 
     def weight_layout(self) -> WeightLayout:
-        """:meth:`sota_grpo.workers.weight_group.WeightSender.weight_layout` of rank 0."""
+        """:meth:`sota_grpo.workers.weight_ends.WeightSender.weight_layout` of rank 0."""
         return self._call("weight_layout")
 
     def send_weights(self, meeting: Meeting | None, version: int) -> str | None:
-        """:meth:`sota_grpo.workers.weight_group.WeightSender.send_weights`, by rank 0."""
+        """:meth:`sota_grpo.workers.weight_ends.WeightSender.send_weights`, by rank 0."""
         return self._call("send_weights", meeting, version)
 
     def kept_weights(self) -> tuple[WeightPack, int]:

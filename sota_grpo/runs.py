@@ -35,6 +35,7 @@ FREE_OPTIONS = (
     ("engine", "url"),
     ("engine", "api_key"),
     ("inference_model", "gpu_memory_utilization"),
+    ("inference_model", "weight_transfer"),
     ("check", "mode"),
 )
 # Folders that Hydra names by the clock, DATE/TIME or DATE/TIME/JOB of a sweep: only these have neighbours to look at.

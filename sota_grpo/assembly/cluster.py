@@ -58,6 +58,15 @@ class Cluster:
         return len(self._ranks)
 
     @property
+    def host(self) -> str:
+        """This process's address as its workers see it."""
+        if not self._on_cluster:
+            return "127.0.0.1"
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    @property
     def threads(self) -> int:
         """CPU threads of each process that computes, so that together they have as many as there are cores."""
         busy = len(self._engines) + len(self._references) + max(1, len(self._ranks))

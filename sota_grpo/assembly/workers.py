@@ -49,6 +49,8 @@ from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.futures import promised, resolve
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.reward import reward_spec
+from sota_grpo.workers.weight_ends import WeightSender
+from sota_grpo.workers.weight_transfer import WeightTransfer
 
 WAIT_S = 3600.0  # longest wait for any sign of life from any group; dead and hung workers are found much sooner
 
@@ -254,7 +256,8 @@ def _learning(
                 start_deadline_s=config.ray.start_timeout_s,
             )
         )
-        return remote, Publisher(remote.weights, [engine]), remote.export_hf
+        collective = _collective(config, plan, cluster, engine, remote, crew)
+        return remote, collective or Publisher(remote.weights, [engine]), remote.export_hf
     if plan.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cluster.threads)
     model = add_adapter(config, make_model(config, torch.device(device_name(plan.device_type, plan.placement.train))))
@@ -263,8 +266,29 @@ def _learning(
         engine.base = lambda: base_pack(model)
         publisher = Publisher(lambda: AdapterPack.of(model), [engine])
     else:
-        publisher = Publisher(lambda: engine_weights(model), [engine])
+        collective = _collective(config, plan, cluster, engine, WeightSender(model), crew)
+        publisher = collective or Publisher(lambda: engine_weights(model), [engine])
     return learner, publisher, lambda folder: save_hf(model, tokenizer, folder)
+
+
+def _collective(
+    config: Config, plan: Plan, cluster: Cluster, engine: FleetEngine, sender: Any, crew: _Crew
+) -> Publisher | None:
+    """A publisher that broadcasts the weights, where the config asks for one."""
+    part = config.inference_model
+    if part.weight_transfer != "collective":
+        return None
+    transfer = crew.add(
+        WeightTransfer(
+            engine.fleet,
+            sender,
+            share=cluster.share,
+            backend="nccl" if plan.device_type == "cuda" else "gloo",
+            deadline_s=part.timeout_s,
+            host=cluster.host,
+        )
+    )
+    return Publisher(lambda: transfer, [engine])
 
 
 def _counts(fleets: list[Fleet]) -> Callable[[], dict[str, float]]:

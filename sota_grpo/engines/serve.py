@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 KEY_VARIABLE = "VLLM_API_KEY"  # vLLM reads it too; a command line would show it to every user of the machine
+LAUNCHER_SAYS = "[launcher] server process "
 _LOOK_EVERY_S = 0.2
 _GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -61,7 +62,7 @@ def _how_it_ended(returncode: int) -> str:
 
 
 def _say(what: str, server: subprocess.Popen[bytes]) -> None:
-    print(f"[launcher] server process {server.pid}: {what}", flush=True)
+    print(f"\n{LAUNCHER_SAYS}{server.pid}: {what}", flush=True)
 
 
 def _die_with_launcher() -> Callable[[], None] | None:

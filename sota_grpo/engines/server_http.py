@@ -8,13 +8,13 @@ from urllib.parse import urlsplit
 
 import urllib3
 
-from sota_grpo.errors import UserError
+from sota_grpo.errors import RunFailed, UserError
 
 _CONNECT_S = 10.0
 _SHOWN_CHARACTERS = 400
 
 
-class ServerError(RuntimeError):
+class ServerError(RunFailed, RuntimeError):
     """The server answered with an error, or with something that cannot be right; ``status`` is the HTTP one."""
 
     def __init__(self, message: str, status: int | None = None):

@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import sota_grpo
+from sota_grpo.engines.serve import LAUNCHER_SAYS
 from sota_grpo.engines.server_http import HttpClient, ServerError
+from sota_grpo.errors import RunFailed
 
 logger = logging.getLogger(__name__)
 
@@ -24,16 +26,18 @@ _LAUNCHER = Path(__file__).with_name("serve.py")
 _PORT_TRIES = 3
 _POLL_S = 0.2
 _BURIAL_S = 3.0
-_LAST_LINES = 15
-_FIRST_ERRORS = 6
-_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): \S")
-_NOISE = ("nanobind", " - leaked ", "resource_tracker", " - ... skipped remainder")
+_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): \S.*")
+_LONGEST_ERROR = 300
 # What this process says about itself would mislead a server that has processes of its own.
 _NOT_INHERITED = ("VLLM_ENABLE_V1_MULTIPROCESSING", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class ServerDied(RuntimeError):
-    """The server's process has ended; the message has the last lines of its log."""
+class ServerDied(RunFailed, RuntimeError):
+    """The server's process has ended; the message has the cause, as far as its log tells it."""
+
+
+class ServerLate(RunFailed, TimeoutError):
+    """The server's process lives, and did not answer in time."""
 
 
 class ServerProcess:
@@ -95,21 +99,19 @@ class ServerProcess:
                 os.killpg(self._launcher.pid, 0)
                 time.sleep(0.02)
 
-    def account(self) -> str:
-        """What the log since this start says went wrong, and its last lines."""
+    def cause(self) -> str:
+        """How it ended, as its launcher says, and the first error in the log since this start."""
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
             lines = log.read().decode(errors="replace").splitlines()
-        told = [line for line in lines if not any(noise in line for noise in _NOISE)]
-        last = told[-_LAST_LINES:]
-        # The cause is often told by a process that ended first, far above the last lines.
-        errors = list(dict.fromkeys(line for line in told[:-_LAST_LINES] if _ERROR.search(line)))[:_FIRST_ERRORS]
-        before = [f"The first errors in {self.log_path}:", *errors] if errors else []
-        return "\n".join([*before, f"The last lines of {self.log_path}:", *last])
+        ended = next((line.partition(": ")[2] for line in lines if line.startswith(LAUNCHER_SAYS)), "")
+        # The cause is often told by a process that ended first, far above the last lines; warnings quote errors too.
+        errors = (found[0] for line in lines if "WARNING" not in line and (found := _ERROR.search(line)))
+        return ", ".join(filter(None, [ended, next(errors, "")[:_LONGEST_ERROR]])) or "killed, its launcher too"
 
     def died(self, doing: str) -> ServerDied:
         """The error to raise when it has ended while ``doing`` something."""
-        return ServerDied(f"The inference server ended {doing}. {self.account()}")
+        return ServerDied(f"The inference server ended {doing} ({self.cause()}); what it said is in {self.log_path}.")
 
     def close(self, *, grace_s: float = 10.0) -> None:
         """End all processes of the server; idempotent."""
@@ -143,7 +145,7 @@ def start_server(
 
     Raises:
         ServerDied: it ended before it answered.
-        TimeoutError: it did not answer in time; it was ended then.
+        ServerLate: it did not answer in time; it was ended then.
     """
     for attempt in range(1, _PORT_TRIES + 1):
         port, key = _free_port(), secrets.token_urlsafe(32)
@@ -171,8 +173,9 @@ def _wait_until_healthy(process: ServerProcess, client: HttpClient, start_s: flo
             client.get("/health", timeout_s=5.0)
         except ServerError as error:  # not there yet, or there and still loading
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"The inference server was not ready after {start_s:g} s ({error}). {process.account()}"
+                raise ServerLate(
+                    f"The inference server was not ready after {start_s:g} s ({str(error).rstrip('.')}); "
+                    f"what it said is in {process.log_path}."
                 ) from error
             time.sleep(_POLL_S)
         else:

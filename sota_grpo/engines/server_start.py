@@ -30,7 +30,7 @@ def server_engine(name: str, options: ServerOptions) -> ServerEngine:
     Raises:
         UserError: the server's package is not installed, or the server lacks something.
         ServerDied: the server ended while it started.
-        TimeoutError: it was not ready in time.
+        ServerLate: it was not ready in time.
 
     >>> server_engine("sglang_server", ServerOptions("model", eos_token_ids=[1], url="localhost"))
     Traceback (most recent call last):
@@ -57,7 +57,11 @@ def _start(dialect: Dialect, options: ServerOptions) -> ServerEngine:
     try:
         process, url, key = start_server(
             lambda port, key: dialect.command(options, port, key, folder.path, on_cpu=on_cpu),
-            lambda key: {**dialect.environment(options, key, on_cpu=on_cpu), **options.environment},
+            lambda key: {
+                "TMPDIR": str(folder.path),  # sockets and meeting points that a killed server leaves behind
+                **dialect.environment(options, key, on_cpu=on_cpu),
+                **options.environment,
+            },
             log_path=Path(options.log_path),
             scratch=folder.path,
             start_s=options.deadlines.start,

@@ -92,3 +92,25 @@ def a_url_is_one_engine(config: Config) -> str | None:
             "start engines on; leave inference_model.num_devices and devices out."
         )
     return None
+
+
+def a_broadcast_of_weights_has_whole_engines(config: Config) -> str | None:
+    """Members of the broadcast are the learner and one process per engine, and full weights travel."""
+    part = config.inference_model
+    if part.weight_transfer != "collective":
+        return None
+    if config.engine.name in ("vllm_server", "sglang_server"):
+        return f"inference_model.weight_transfer=collective does not reach engine={config.engine.name}; leave it out."
+    if config.train_model.lora.enabled:
+        return "inference_model.weight_transfer=collective sends whole weights; an adapter is small: leave it out."
+    if part.tensor_parallel_size > 1:
+        return (
+            f"inference_model.weight_transfer=collective sends to engines of one device, and tensor_parallel_size="
+            f"{part.tensor_parallel_size}; leave it out."
+        )
+    if config.train_model.timeout_s <= part.timeout_s:
+        return (
+            f"train_model.timeout_s={config.train_model.timeout_s} must be above inference_model.timeout_s="
+            f"{part.timeout_s}, the longest that a rank waits for an engine in a broadcast."
+        )
+    return None

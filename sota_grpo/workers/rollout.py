@@ -23,7 +23,8 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.futures import promised
-from sota_grpo.workers.weight_group import Meeting, WeightLayout, WeightReceiver
+from sota_grpo.workers.weight_ends import WeightLayout, WeightReceiver
+from sota_grpo.workers.weight_group import Meeting
 
 _log = logging.getLogger(__name__)
 
@@ -110,15 +111,14 @@ class RolloutServant:
         return self._submit(_Call(push))
 
     def weight_member(self) -> str:
-        """What this worker is called in a :class:`~sota_grpo.workers.weight_group.Meeting`."""
+        """The name of this worker in a :class:`~sota_grpo.workers.weight_group.Meeting`."""
         return self._receiver.member
 
     def receive_weights(self, meeting: Meeting, layout: WeightLayout, version: int) -> None:
         """Take part in a broadcast of weights, between two steps, and push them; :meth:`served` tells how it went."""
 
         def receive(engine: Engine) -> None:
-            weights = self._receiver.receive(meeting, layout, self._progress)
-            if weights is not None:
+            if (weights := self._receiver.receive(meeting, layout, self._progress)) is not None:
                 engine.update_weights(weights, version)
 
         self._submit(_Call(receive))

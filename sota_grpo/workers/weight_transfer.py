@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from sota_grpo.workers.broadcasts import OnDemand
 from sota_grpo.workers.fleet import Fleet
-from sota_grpo.workers.weight_group import Meeting, SendsWeights, WeightLayout
+from sota_grpo.workers.weight_ends import SendsWeights, WeightLayout
+from sota_grpo.workers.weight_group import Meeting
 
 logger = logging.getLogger(__name__)
 _MAX_FAILURES = 3  # in a row, while no worker was lost
@@ -23,7 +24,7 @@ class WeightTransfer:
     """Gives the learner's weights to every rollout worker of a fleet by one broadcast.
 
     Contract. Consumes: versions to push. Produces: workers that serve them. Waits for: every live worker, at each slice
-    for ``deadline_s / 2``, and then for its engine to load them. When one dies or hangs meanwhile, or cannot be reached,
+    for ``deadline_s / 2``, and then for its engine to load them. When one dies or hangs meanwhile, or is out of reach,
     the weights of this version go to all through the object store instead, out of the copy that the learner keeps; the
     next version is sent to a new group of those that live then. A worker that starts in between gets that copy. Where
     nobody was lost and it failed all the same, three times in a row, the object store is used from then on.
@@ -35,6 +36,7 @@ class WeightTransfer:
         backend: ``nccl`` where learner and workers each have a GPU, else ``gloo``.
         deadline_s: longest wait for one worker.
         host: this process's address, as workers and learner reach it; the store listens there only.
+        slice_bytes: of one message.
     """
 
     def __init__(
@@ -46,16 +48,19 @@ class WeightTransfer:
         backend: Literal["gloo", "nccl"],
         deadline_s: float,
         host: str = "127.0.0.1",
+        slice_bytes: int = 64 << 20,
     ):
         self._fleet, self._sender, self._share, self._backend = fleet, sender, share, backend
         self._deadline_s, self._stall_s = deadline_s, deadline_s / 2  # a worker that waits is not silent
+        self._slice_bytes = slice_bytes
         self._layout: WeightLayout | None = None
         self._meeting: Meeting | None = None
         self._failures = 0
         with socket.create_server((host, 0)) as listener:
-            self._address = listener.getsockname()[:2]
+            self._host, self._port = host, listener.getsockname()[1]
             self._store: Any = dist.TCPStore(
-                *self._address,
+                host,
+                self._port,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=self._stall_s),
@@ -70,7 +75,7 @@ class WeightTransfer:
         """
         restarts, is_tried = self._fleet.restarts, self._failures < _MAX_FAILURES
         meeting = self._gather(version) if is_tried else None
-        failure = self._sender.send_weights(meeting, version)
+        failure = self._sender.send_weights(meeting, version) or (None if meeting else "no worker answered")
         newest = OnDemand(self._newest)
         self._fleet.keep("update_weights", newest)
         answers = [] if meeting is None else self._served(self._stall_s if failure else self._deadline_s)
@@ -86,7 +91,7 @@ class WeightTransfer:
                 "Version %d goes to the rollout workers through the object store, because its broadcast failed (%s; "
                 "workers lost: %d)%s.",
                 version,
-                "; ".join(sorted(map(str, reasons))) or "no answer",
+                "; ".join(sorted(map(str, reasons))) or "a worker came later",
                 lost,
                 ", and so do all later ones" * (self._failures == _MAX_FAILURES),
             )
@@ -105,8 +110,8 @@ class WeightTransfer:
         try:
             members = tuple(sorted(self._fleet.broadcast("weight_member", deadline_s=self._stall_s)))
             if self._meeting is None or self._meeting.members != members:
-                place = (*self._address, uuid.uuid4().hex, members)
-                self._meeting = Meeting(*place, backend=self._backend, stall_s=self._stall_s)
+                name, limits = uuid.uuid4().hex, (self._stall_s, self._slice_bytes)
+                self._meeting = Meeting(self._host, self._port, name, members, self._backend, *limits)
             call = ("receive_weights", self._meeting, self._layout, version)
             self._fleet.broadcast(*call, deadline_s=self._stall_s)
         except TimeoutError:  # all were mute and are being replaced

@@ -217,6 +217,15 @@ BROKEN = [
     ),
     ("a_url_belongs_to_a_server", ["engine=scripted", "engine.url=http://127.0.0.1:1"], "engine=vllm_server"),
     ("a_url_belongs_to_a_server", ["engine=vllm_server", "engine.api_key=x"], "engine.url"),
+    *(
+        ("a_broadcast_of_weights_has_whole_engines", ["inference_model.weight_transfer=collective", override], said)
+        for override, said in (
+            ("engine=vllm_server", "does not reach engine=vllm_server"),
+            ("train_model.lora.enabled=true", "an adapter is small"),
+            ("inference_model.tensor_parallel_size=2", "tensor_parallel_size=2"),
+            ("train_model.timeout_s=60", "train_model.timeout_s=60.0 must be above"),
+        )
+    ),
     (
         "a_url_is_one_engine",
         ["engine=vllm_server", "engine.url=http://127.0.0.1:1", "inference_model.num_devices=2"],

@@ -93,9 +93,9 @@ def test_a_failed_gate_leaves_no_run(tmp_path: Path, grpo) -> None:
 def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:
     """An OSError of the program is not taken for a directory that the user chose badly."""
     code = (
-        "import sota_grpo.entry as entry\n"
+        "import sota_grpo.app as app, sota_grpo.entry as entry\n"
         "def deep(config, run_dir): raise OSError('deep inside')\n"
-        "entry.train = deep\n"
+        "app.train = deep\n"
         "entry.entry('sync')"
     )
     arguments = ["--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}"]

@@ -1,0 +1,143 @@
+"""Weights by broadcast between processes: every bit lands, in flight; who dies or hangs meanwhile holds nobody up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import wait
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from sota_grpo.fleet_engine import FleetEngine
+from sota_grpo.policy.lora import engine_weights
+from sota_grpo.publish import Publisher
+from sota_grpo.records import Sampling
+from sota_grpo.workers.base import ServantSpec
+from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.processes import ProcessLauncher
+from sota_grpo.workers.weight_ends import WeightSender
+from sota_grpo.workers.weight_transfer import WeightTransfer
+from tests.engine_rigs import CONTEXT, ragged_requests, tiny_model
+from tests.process_rigs import wait_for
+from tests.weight_rigs import TOKENS_HELD, resources
+
+DEADLINE_S = 6.0
+
+
+@dataclass
+class Rig:
+    """A learner in this process, two rollout workers in processes of their own."""
+
+    model: torch.nn.Module
+    fleet: Fleet
+    engine: FleetEngine
+    transfer: WeightTransfer
+    publisher: Publisher
+    version: int = 0
+
+    def train(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+
+    def publish(self) -> dict[str, torch.Tensor]:
+        """New weights to all; what engines that compute in float32 must have then."""
+        self.train()
+        self.version += 1
+        self.publisher.publish(self.version)
+        return {name: weight.float().clone() for name, weight in engine_weights(self.model)}
+
+    def assert_served(self, weights: dict[str, torch.Tensor], count: int) -> None:
+        assert [served for served, _ in self.fleet.broadcast("served", deadline_s=60)] == [self.version] * count
+        for pack, total in self.fleet.broadcast("weights", deadline_s=60):
+            found = dict(pack.tensors())
+            assert total == 2.5
+            assert found.keys() == weights.keys()
+            assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    launcher = ProcessLauncher()
+    start = starter(launcher, "rollout", ServantSpec("tests.weight_rigs:watched_rollout"), [{"threads": 1}] * 2)
+    fleet = Fleet("rollout", start, 2, capacity=4)
+    model = tiny_model(seed=3).train()
+    model.model.layers[0].to(torch.bfloat16)  # weights of both dtypes travel
+    transfer = WeightTransfer(
+        fleet,
+        WeightSender(model),
+        share=launcher.share,
+        backend="gloo",
+        deadline_s=DEADLINE_S,
+        slice_bytes=1 << 14,  # 18 slices
+    )
+    engine = FleetEngine(fleet, name="transformers", max_model_len=CONTEXT, share=launcher.share, deadline_s=DEADLINE_S)
+    fleet.wait_ready()
+    yield Rig(model, fleet, engine, transfer, Publisher(lambda: transfer, [engine]))
+    fleet.close()
+    transfer.close()
+    launcher.close()
+
+
+def test_every_bit_lands_under_running_groups(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    sampling = Sampling(max_tokens=3 * TOKENS_HELD, ignore_eos=True)
+    groups = [rig.engine.submit(request, sampling) for request in ragged_requests(4, 2)]
+    wait_for(lambda: min(rig.fleet.broadcast("num_steps", deadline_s=60)) == TOKENS_HELD, 60)
+    weights = rig.publish()
+    assert not wait(groups, timeout=60).not_done
+    for group in groups:
+        for sample in group.result().samples:
+            old = int((sample.versions == 0).sum())
+            assert 1 <= old <= TOKENS_HELD
+            assert sample.versions.tolist() == [0] * old + [1] * (3 * TOKENS_HELD - old)
+    rig.assert_served(weights, 2)
+    assert not caplog.records
+    assert rig.fleet.restarts == 0
+
+
+def test_many_transfers_leave_nothing_behind(rig: Rig) -> None:
+    rig.publish()
+    name = rig.transfer._meeting.group
+    before = resources(), rig.fleet.broadcast("resources", deadline_s=60)
+    for _ in range(5):
+        weights = rig.publish()
+    assert rig.transfer._meeting.group == name  # one group for all of them
+    for _ in range(5):
+        rig.transfer._meeting = None  # a new one each time
+        weights = rig.publish()
+    rig.assert_served(weights, 2)
+    wait_for(lambda: (resources(), rig.fleet.broadcast("resources", deadline_s=60)) == before)
+
+
+def test_a_killed_worker_is_done_without_and_its_successor_gets_the_version_that_was_announced(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.fleet.broadcast("arm", rig.fleet.pids[0], "SIGKILL", 4, deadline_s=60)
+    began = time.monotonic()
+    weights = rig.publish()
+    assert time.monotonic() - began < DEADLINE_S / 2  # noticed at once, no deadline was needed
+    assert "through the object store" in caplog.text
+    assert "workers lost: 1" in caplog.text
+    rig.assert_served(weights, 1)
+    caplog.clear()
+    weights = rig.publish()  # to the other one alone, by broadcast again: nobody needs a copy until the new one comes
+    rig.train()  # the next turn has begun: what the learner holds now was never announced
+    wait_for(lambda: len(rig.fleet.broadcast("ping", deadline_s=60)) == 2, 60)
+    rig.assert_served(weights, 2)
+    rig.assert_served(rig.publish(), 2)  # by a group of the two that live now
+    assert not caplog.records
+    assert rig.fleet.restarts == 1
+
+
+def test_a_stopped_worker_is_found_within_the_deadline(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    rig.fleet.broadcast("arm", rig.fleet.pids[1], "SIGSTOP", 4, deadline_s=60)
+    began = time.monotonic()
+    weights = rig.publish()
+    assert time.monotonic() - began < DEADLINE_S + 3
+    assert "has not answered" in caplog.text
+    assert "workers lost: 1" in caplog.text
+    rig.assert_served(weights, 1)

@@ -1,0 +1,199 @@
+"""How weights are laid out and cut for a broadcast, and what the driver does where there is no way to broadcast."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from sota_grpo.policy.lora import engine_weights
+from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.workers.base import ServantSpec
+from sota_grpo.workers.broadcasts import OnDemand
+from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.threads import ThreadLauncher
+from sota_grpo.workers.weight_ends import WeightLayout, WeightSender, _filled
+from sota_grpo.workers.weight_transfer import WeightTransfer
+from tests.engine_rigs import tiny_model
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Tensors of several dtypes and shapes, an empty one, a scalar, and one under two names."""
+    state = {
+        "bytes": torch.randint(256, (int(torch.randint(1, 300, ())),), dtype=torch.uint8),
+        "none": torch.empty(0, 3),
+        "scalar": torch.randn(()),
+        "half": torch.randn(7, 5).to(torch.bfloat16),
+        "turned": torch.randn(6, 4).T,
+        "large": torch.randn(int(torch.randint(1, 400, ())), dtype=torch.float64),
+    }
+    return state | {"tied": state["half"]}
+
+
+def test_slices_of_any_size_are_the_bytes_of_the_weights() -> None:
+    state = random_state()
+    layout = WeightLayout.of(state)
+    unique = [(name, value) for name, value in state.items() if name != "tied"]
+    for slice_bytes in (64, 192, 1 << 20):
+        kept = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        parts = [part.clone() for part in _filled(unique, layout, kept, slice_bytes, torch.device("cpu"))]
+        assert [part.numel() for part in parts] == [part.numel() for part in kept.split(slice_bytes)]
+        for whole in (torch.cat(parts), kept):  # what is sent, and the copy that stays
+            found = dict(layout.views(whole))
+            assert list(found) == list(state)
+            assert all(torch.equal(found[name], state[name]) for name in state)
+        assert found["tied"].data_ptr() == found["half"].data_ptr()
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("default_group")
+def test_sharded_weights_are_kept_whole_under_the_engines_names() -> None:
+    model = tiny_model(seed=5)
+    expected = {name: weight.clone() for name, weight in engine_weights(model)}
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    sender = WeightSender(fully_shard(model, mesh=init_device_mesh("cpu", (1,))))
+    assert sender.send_weights(None, 3) is None
+    pack, version = sender.kept_weights()
+    found = dict(pack.tensors())
+    assert version == 3
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Unreachable:
+    """A rollout worker to which no broadcast finds its way, and which says so at once."""
+
+    def __init__(self, reachable: bool) -> None:
+        self.reachable, self.version, self.calls = reachable, 0, []
+
+    def ping(self) -> float:
+        return 0.0
+
+    def run(self) -> int:
+        return self.version
+
+    def weight_member(self) -> str:
+        return "one"
+
+    def receive_weights(self, meeting: Any, layout: Any, version: int) -> None:
+        self.calls.append(("receive", version))
+        self.version = version if self.reachable else self.version
+
+    def update_weights(self, pack: WeightPack, version: int) -> int:
+        self.calls.append(("update", version, dict(pack.tensors())["w"].item()))
+        self.version = version
+        return version
+
+    def served(self) -> tuple[int, str | None]:
+        return self.version, None if self.reachable else "no route"
+
+    def told(self) -> list[tuple[Any, ...]]:
+        return self.calls
+
+
+def unreachable(reachable: bool) -> Unreachable:
+    return Unreachable(reachable)
+
+
+class Learner:
+    """Its weight is its version; it sends nothing."""
+
+    copies = 0
+
+    def weight_layout(self) -> WeightLayout:
+        return WeightLayout.of({"w": torch.zeros(())})
+
+    def send_weights(self, meeting: Any, version: int) -> str | None:
+        self.kept = WeightPack.of([("w", torch.tensor(float(version)))]), version
+        return None
+
+    def kept_weights(self) -> tuple[WeightPack, int]:
+        self.copies += 1
+        return self.kept
+
+
+def start(reachable: bool) -> tuple[Fleet, WeightTransfer, Learner]:
+    spec = ServantSpec("tests.unit.test_weight_transfer:unreachable", {"reachable": reachable})
+    fleet = Fleet("rollout", starter(ThreadLauncher(), "rollout", spec), 1, capacity=1)
+    fleet.wait_ready()
+    learner = Learner()
+    share = lambda value: value  # noqa: E731
+    return fleet, WeightTransfer(fleet, learner, share=share, backend="gloo", deadline_s=30.0), learner
+
+
+def test_where_no_broadcast_gets_through_the_object_store_is_used_and_after_three_times_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet, transfer, _ = start(reachable=False)
+    for version in (1, 2, 3, 4):
+        assert transfer.push(version) == [version]
+    tried = [call for version in (1, 2, 3) for call in (("receive", version), ("update", version, version))]
+    assert fleet.broadcast("told", deadline_s=30) == [[*tried, ("update", 4, 4)]]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 3
+    assert all("no route" in record.getMessage() for record in caplog.records)
+    assert "and so do all later ones" in caplog.records[2].getMessage()
+    fleet.close()
+    transfer.close()
+
+
+def test_a_copy_is_made_when_a_successor_starts_and_not_before() -> None:
+    fleet, transfer, learner = start(reachable=True)
+    for version in (1, 2):
+        assert transfer.push(version) == [version]
+    assert learner.copies == 0
+    fleet._supervisor.slots[0].worker.kill()
+    assert fleet.submit().result(30) == 2
+    assert fleet.broadcast("told", deadline_s=30) == [[("update", 2, 2)]]
+    assert learner.copies == 1
+    fleet.close()
+    transfer.close()
+
+
+def test_arguments_on_demand_are_made_once_and_again_only_after_a_failure() -> None:
+    tries = []
+
+    def make() -> tuple[int]:
+        tries.append(0)
+        if len(tries) == 1:
+            raise OSError("not yet")
+        return (len(tries),)
+
+    arguments = OnDemand(make)
+    with pytest.raises(OSError, match="not yet"):
+        arguments.made().result(30)
+    assert [arguments.made().result(30) for _ in range(3)] == [(2,)] * 3
+
+
+def test_a_copy_that_is_late_does_not_replace_newer_weights() -> None:
+    fleet, transfer, _ = start(reachable=True)
+    asked, go = threading.Event(), threading.Event()
+
+    def old() -> tuple[WeightPack, int]:
+        asked.set()
+        assert go.wait(30)
+        return WeightPack.of([("w", torch.tensor(1.0))]), 1
+
+    fleet.keep("update_weights", OnDemand(old))
+    fleet._supervisor.slots[0].worker.kill()
+    first_task = fleet.submit()
+    assert asked.wait(30)
+    fleet.keep("update_weights", OnDemand(lambda: (WeightPack.of([("w", torch.tensor(2.0))]), 2)))
+    go.set()
+    assert first_task.result(30) == 2
+    assert fleet.broadcast("told", deadline_s=30) == [[("update", 2, 2)]]
+    fleet.close()
+    transfer.close()
