@@ -108,8 +108,12 @@ def _run_and_watch_gc(env: TaskEnv, scenario: Scenario) -> tuple[Outcome, float]
 
 def memory(groups: int) -> None:
     """Memory of groups in flight, finished and in a checkpoint, each case in a process of its own."""
-    header = ("groups", "group size", "tokens", "KiB per group in flight", "KiB per finished group")
-    header = (*header, "KiB per group in a checkpoint", "ms per group to save")
+    case = ("groups", "group size", "tokens")
+    header = (
+        *case,
+        *(f"KiB per group {where}" for where in ("in flight", "finished", "saved")),
+        "ms per group to save",
+    )
     found = []
     for size, tokens in ((8, 16), (8, 512), (16, 16)):
         command = [sys.executable, "-m", "benchmarks.scale", "memory-case"]

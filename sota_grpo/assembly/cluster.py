@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.workers.base import Launcher, ServantSpec, Worker
 from sota_grpo.workers.fleet import starter
 from sota_grpo.workers.threads import ThreadLauncher
+
+_ANSWER_S = 10.0  # longest wait for a sign of life at ray.address
 
 
 class Cluster:
@@ -155,13 +158,10 @@ class Cluster:
         return {"env": visible}
 
     def _start_ray(self, places: Sequence[tuple[int, ...]]) -> Any:
-        if find_spec("ray") is None:
-            raise UserError(
-                "mode=async, several devices and ray.address need Ray, which is not installed: "
-                "`pip install 'sota-grpo[ray]'`, or run grpo.py with one device for each role."
-            )
+        require_ray()
         from sota_grpo.workers.ray_cluster import RayLauncher
 
+        require_answer(self._config.ray.address)
         by_ray = self._on_cluster and self._plan.device_type == "cuda"
         bundles = [{"CPU": 1.0, "GPU": float(len(gpus))} if by_ray else {"CPU": 1.0} for gpus in places]
         try:
@@ -169,10 +169,7 @@ class Cluster:
         except TimeoutError as error:
             raise RunFailed(str(error)) from error
         except ConnectionError as error:
-            raise UserError(
-                f"ray.address={self._config.ray.address} does not answer ({error}); start it with `ray start --head`, "
-                "or leave ray.address out."
-            ) from error
+            raise _no_cluster(self._config.ray.address, error) from error
 
     def close(self) -> None:
         """End what is left of the workers; idempotent."""
@@ -185,6 +182,41 @@ def visible_gpus(config: Config) -> int:
     """GPUs of this machine, or of the running cluster."""
     if config.ray.address is None:
         return torch.cuda.device_count()
+    require_ray()
+    require_answer(config.ray.address)
     from sota_grpo.workers.ray_cluster import cluster_gpus
 
-    return cluster_gpus(config.ray.address)
+    try:
+        return cluster_gpus(config.ray.address)
+    except ConnectionError as error:
+        raise _no_cluster(config.ray.address, error) from error
+
+
+def require_ray() -> None:
+    """Raise :class:`UserError` where Ray is not installed."""
+    if find_spec("ray") is None:
+        raise UserError(
+            "mode=async, several devices and ray.address need Ray, which is not installed: "
+            "`pip install 'sota-grpo[ray]'`, or run grpo.py with one device for each role."
+        )
+
+
+def require_answer(address: str | None) -> None:
+    """Find a mistyped ``HOST:PORT`` in seconds; Ray itself tries for minutes.
+
+    Raises:
+        UserError: nobody listens there.
+    """
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str | None, error: Exception) -> UserError:
+    return UserError(
+        f"ray.address={address} does not answer ({error}); start it with `ray start --head`, or leave ray.address out."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from sota_grpo.config import Config
 from sota_grpo.engines import SERVERS, make_engine, resolve_engine_name
 from sota_grpo.engines.base import Engine
 from sota_grpo.envs import TaskEnv
-from sota_grpo.errors import UserError
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import resolve_model_path
 from sota_grpo.records import Sampling
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.base import Task
+
+logger = logging.getLogger(__name__)
 
 
 def task_of(config: Config) -> Task:
@@ -129,11 +132,21 @@ def server_options(config: Config, engine: str, run_dir: Path) -> dict[str, Any]
 
 
 def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedModel, run_dir: Path) -> Engine:
-    """The engine of a run in one process; it copies ``model``, which has no adapter yet."""
+    """The engine of a run in one process; it copies ``model``, which has no adapter yet.
+
+    Raises:
+        RunFailed: vLLM does not start here; its traceback is in the log of the run.
+    """
     device_type = device.partition(":")[0]
     name = resolve_engine_name(config.engine.name, device=device_type)
     options = engine_options(config, name, device_type, tokenizer, run_dir)
     del options["engine"], options["model_name"]
-    return make_engine(
-        name, model=model, model_path=resolve_model_path(config.model.name), **options | {"device": device}
-    )
+    options |= {"model": model, "model_path": resolve_model_path(config.model.name), "device": device}
+    try:
+        return make_engine(name, **options)
+    except (ValueError, RuntimeError) as error:  # of vLLM: no memory, a model or dtype that it does not serve
+        if name != "vllm" or isinstance(error, UserError):
+            raise
+        logger.error("engine=vllm cannot start.", exc_info=error, extra={"file_only": True})
+        reason = " ".join(str(error).split())
+        raise RunFailed(f"engine=vllm cannot start ({type(error).__name__}: {reason}).") from error

@@ -99,11 +99,15 @@ class ServerProcess:
                 os.killpg(self._launcher.pid, 0)
                 time.sleep(0.02)
 
-    def cause(self) -> str:
-        """How it ended, as its launcher says, and the first error in the log since this start."""
+    def said(self) -> str:
+        """The log since this start."""
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
-            lines = log.read().decode(errors="replace").splitlines()
+            return log.read().decode(errors="replace")
+
+    def cause(self) -> str:
+        """How it ended, as its launcher says, and the first error that it told."""
+        lines = self.said().splitlines()
         ended = next((line.partition(": ")[2] for line in lines if line.startswith(LAUNCHER_SAYS)), "")
         # The cause is often told by a process that ended first, far above the last lines; warnings quote errors too.
         errors = (found[0] for line in lines if "WARNING" not in line and (found := _ERROR.search(line)))
@@ -147,14 +151,15 @@ def start_server(
         ServerDied: it ended before it answered.
         ServerLate: it did not answer in time; it was ended then.
     """
+    logger.info("An inference server is started; what it says goes to %s.", log_path)
     for attempt in range(1, _PORT_TRIES + 1):
         port, key = _free_port(), secrets.token_urlsafe(32)
         process = ServerProcess(make_command(port, key), environment(key), log_path, scratch)
         url = f"http://127.0.0.1:{port}"
         try:
             _wait_until_healthy(process, HttpClient(url, api_key=key), start_s)
-        except ServerDied as error:
-            if attempt == _PORT_TRIES or "address already in use" not in str(error).lower():
+        except ServerDied:
+            if attempt == _PORT_TRIES or "address already in use" not in process.said().lower():
                 raise
             logger.warning("Another program took port %d before the server did; trying the next one.", port)
             scratch.mkdir(mode=0o700, exist_ok=True)

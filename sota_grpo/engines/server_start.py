@@ -10,7 +10,7 @@ import torch
 
 from sota_grpo.engines.server import ServerEngine
 from sota_grpo.engines.server_dialect import Dialect, ServerOptions
-from sota_grpo.engines.server_http import HttpClient
+from sota_grpo.engines.server_http import HttpClient, ServerError, ServerSilent
 from sota_grpo.engines.server_process import start_server
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.vllm_server import VLLMDialect
@@ -41,8 +41,18 @@ def server_engine(name: str, options: ServerOptions) -> ServerEngine:
     if options.url is None:
         return _start(dialect, options)
     client = HttpClient(options.url, api_key=options.api_key, max_connections=options.max_rows + _CONTROL_CONNECTIONS)
+    _require_answer(client, options.deadlines.control)
     shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)
     return ServerEngine(client, dialect, shapes=shapes, tied=tied, **_limits(options))
+
+
+def _require_answer(client: HttpClient, timeout_s: float) -> None:
+    try:
+        client.get("/health", timeout_s=timeout_s)
+    except ServerSilent as error:
+        raise UserError(f"No server answers at engine.url={client.url}; start it first, or mend the url.") from error
+    except ServerError:
+        return  # it is there, and says what it lacks when it is asked for more
 
 
 def _start(dialect: Dialect, options: ServerOptions) -> ServerEngine:
@@ -54,11 +64,13 @@ def _start(dialect: Dialect, options: ServerOptions) -> ServerEngine:
     on_cpu = not torch.cuda.is_available()
     shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)
     folder = WeightFolder(shapes, getattr(torch, options.dtype))
+    # A killed server leaves sockets and meeting points behind. On a GPU the temporary folder keeps compiled code too.
+    leavings = "TMPDIR" if on_cpu else "VLLM_RPC_BASE_PATH"
     try:
         process, url, key = start_server(
             lambda port, key: dialect.command(options, port, key, folder.path, on_cpu=on_cpu),
             lambda key: {
-                "TMPDIR": str(folder.path),  # sockets and meeting points that a killed server leaves behind
+                leavings: str(folder.path),
                 **dialect.environment(options, key, on_cpu=on_cpu),
                 **options.environment,
             },

@@ -14,6 +14,10 @@ class WorkerDied(RunFailed, RuntimeError):
     """A worker is gone, hangs, or says that it cannot go on; the message names it and the cause."""
 
 
+class WorkerLate(RunFailed, TimeoutError):
+    """Nobody answered in time, and replacing who was late did not help; the message names them."""
+
+
 @dataclass(frozen=True)
 class ServantSpec:
     """What a worker runs: ``factory(**options)``, called once in the worker's own process.

@@ -8,9 +8,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from sota_grpo.workers.base import WorkerDied
+from sota_grpo.workers.base import WorkerDied, WorkerLate
 from sota_grpo.workers.futures import promised, resolve
 from sota_grpo.workers.slots import Slot, Timers
+
+_MAX_LATE = 2  # times that a slot's worker may be late before the call itself is taken to be hopeless
 
 
 class OnDemand:
@@ -59,7 +61,7 @@ class Broadcast:
     @property
     def needs_another(self) -> bool:
         """Nobody is asked and nobody has said anything: the next worker that is ready is to be asked."""
-        return not (self.waiting or self.answers or self.refusals or self.late)
+        return not (self.waiting or self.answers or self.refusals)
 
 
 class Broadcasts:
@@ -146,8 +148,9 @@ class Broadcasts:
             self._lose(slot, f"it has not answered {broadcast.method} within {broadcast.deadline_s:g} s")
 
     def _conclude(self, broadcast: Broadcast, why: str) -> None:
-        """Answer when nobody is left to wait for; where all have died, wait for a replacement, up to a limit."""
-        if broadcast.waiting or (broadcast.needs_another and broadcast.deaths < self._max_deaths):
+        """Answer when nobody is left to wait for; where all are lost, wait for a replacement, up to a limit."""
+        hopeless = broadcast.deaths >= self._max_deaths or len(broadcast.late) >= _MAX_LATE * len(self._slots)
+        if broadcast.waiting or (broadcast.needs_another and not hopeless):
             return
         self._open.remove(broadcast)
         if broadcast.refusals:
@@ -157,10 +160,11 @@ class Broadcasts:
             broadcast.future.set_result([answer for _, answer in sorted(broadcast.answers.items())])
         elif broadcast.late:
             late = f"No {self._role} worker answered {broadcast.method} within {broadcast.deadline_s:g} s"
-            broadcast.future.set_exception(TimeoutError(f"{late}; late: {', '.join(broadcast.late)}"))
+            broadcast.future.set_exception(WorkerLate(f"{late}; late: {', '.join(broadcast.late)}"))
         else:
             died = f"{broadcast.deaths} {self._role} workers died at {broadcast.method}, at last: {why}"
             broadcast.future.set_exception(WorkerDied(died))
+        broadcast.args, broadcast.previous, broadcast.answers = (), None, {}  # a timer may hold the broadcast for long, and weights are large
 
     def _forget(self, broadcast: Broadcast) -> None:
         """A worker refused it: those that start later get what came before."""

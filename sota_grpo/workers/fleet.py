@@ -143,7 +143,7 @@ class Fleet:
         """``method(*args)`` on every live worker; returns their answers, slot by slot.
 
         A worker that dies, or has not answered ``deadline_s`` after it was asked, is replaced and left out of the
-        answer. When all that were asked have died, the next replacement is asked instead.
+        answer. When all that were asked are lost, the next replacement is asked instead, up to a limit.
 
         Args:
             method: of the servant.
@@ -151,7 +151,7 @@ class Fleet:
             sticky: every worker that starts later gets the newest sticky call of each method before its first task.
 
         Raises:
-            TimeoutError: nobody answered, and somebody was late.
+            WorkerLate: nobody answered, the replacements neither (a TimeoutError).
             WorkerDied: nobody answered, or the fleet was closed or has no slot left.
             Exception: what the method raised on a worker; a sticky call is then forgotten again.
         """

@@ -105,8 +105,8 @@ class StatePack:
         return cls(WeightPack.of(found), rest)
 
     def state(self) -> Any:
-        """What was packed; its tensors are views that are not to be written into."""
-        tensors = dict(self.tensors.tensors())
+        """What was packed, each tensor in memory of its own: ``torch.save`` refuses one memory under two dtypes."""
+        tensors = {name: tensor.clone() for name, tensor in self.tensors.tensors()}
         return _mapped(self.rest, lambda value: tensors[value.name] if isinstance(value, _Tensor) else value)
 
 

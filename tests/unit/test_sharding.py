@@ -240,3 +240,10 @@ def test_every_rank_is_given_the_calls_of_all_threads_in_one_order() -> None:
     orders = [[call for call in rank.calls if call[0] != "ping"] for rank in ranks]
     assert orders[0] == orders[1] == orders[2]
     assert len(orders[0]) == 50
+
+
+def test_a_packed_state_of_several_dtypes_can_be_saved(tmp_path) -> None:
+    state = {"weight": torch.randn(3).bfloat16(), "step": torch.tensor(2.0), "ids": torch.arange(3)}
+    torch.save(StatePack.of(state).state(), tmp_path / "state.pt")
+    found = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert all(torch.equal(found[name], value) for name, value in state.items())
