@@ -126,6 +126,8 @@ class Run:
 
     def _after(self, turns: int) -> bool:
         frequency = self.config.train.checkpoint_frequency
+        if self.stop.asked:
+            self.stop.turn_is_over()
         if (frequency and turns % frequency == 0) or turns == num_steps(self.config) or self.stop.asked:
             self._save(turns)
         if self.stop.asked:

@@ -19,6 +19,8 @@ from sota_grpo import keys
 from sota_grpo.collate import row_list
 from sota_grpo.engines.base import Generates
 from sota_grpo.envs import TaskEnv, finish_row, prompt_rows
+from sota_grpo.envs.stream import before_draws
+from sota_grpo.errors import UserError
 from sota_grpo.functional import constant_groups
 from sota_grpo.records import Example, GroupOutput, GroupRequest, Sampling, sample_seed
 
@@ -243,7 +245,8 @@ class SyncSource:
         return dict(self.collector.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.collector.load_state_dict(state)
+        """Go on where ``state`` was taken, by this class or by a source with workers in lockstep."""
+        self.collector.load_state_dict(_in_lockstep(state) if "in_flight" in state else state)
 
 
 def group_request(env: TaskEnv, seed: int, group_id: int, example: Example) -> GroupRequest:
@@ -287,3 +290,13 @@ def constant_rows(rows: Sequence[TensorDictBase]) -> list[bool]:
     rewards = torch.stack([row.get(key).reshape(()) for row in rows])
     groups = torch.stack([row.get(keys.GROUP_ID).reshape(()) for row in rows])
     return constant_groups(rewards, groups).tolist()
+
+
+def _in_lockstep(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a source with workers as a position in the prompts: those in flight are drawn again."""
+    ids = [group_id for group_id, *_ in state["in_flight"]]
+    if state["finished"]["groups"] or (stream := before_draws(state["stream"], ids)) is None:
+        raise UserError(
+            "Workers had finished groups that this run would lose; resume it in the mode it was started in."
+        )
+    return {"stream": stream, "collected": 0}

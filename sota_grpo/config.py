@@ -109,6 +109,9 @@ class TrainModelConfig:
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     torch_dtype: str = opt("auto", "dtype in which the weights are kept; auto is float32", DTYPES)
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass: less memory, more time")
+    shard_gradients: bool = opt(
+        False, "several devices: sum gradients after every micro-batch; less memory per rank, more traffic"
+    )
     timeout_s: float = opt(600.0, "several devices: longest silence of a rank before the run ends with its name")
     lora: LoraConfig = part(LoraConfig, "low-rank adapters")
 

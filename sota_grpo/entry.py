@@ -17,6 +17,7 @@ from sota_grpo.errors import UserError
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "config"
 USER_MISTAKE, INTERRUPTED = 2, 130
+_TAKE_A_VALUE = ("-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir", "--experimental-rerun")
 
 
 def entry(mode: str) -> None:
@@ -34,18 +35,20 @@ def entry(mode: str) -> None:
 
 
 def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
-    """``arguments`` with ``mode=...``, beside the first override: the parser wants all overrides in one place.
+    """``arguments`` with ``mode=...`` where it is not given, and all overrides first: Hydra wants them in one place.
 
-    >>> with_mode(["--config-name", "grpo_cpu", "seed=1", "--multirun"], "async")
-    ['--config-name', 'grpo_cpu', 'mode=async', 'seed=1', '--multirun']
-    >>> with_mode(["mode=sync"], "async"), with_mode(["--help"], "async")
-    (['mode=sync'], ['--help', 'mode=async'])
+    >>> with_mode(["--config-name", "grpo_cpu", "seed=1", "--multirun", "env.repeats=4,8"], "async")
+    ['mode=async', 'seed=1', 'env.repeats=4,8', '--config-name', 'grpo_cpu', '--multirun']
+    >>> with_mode(["mode=sync"], "async"), with_mode(["--config-dir", "a=b"], "async")
+    (['mode=sync'], ['mode=async', '--config-dir', 'a=b'])
     """
-    if any(argument.startswith("mode=") for argument in arguments):
-        return list(arguments)
-    overrides = [i for i, given in enumerate(arguments) if given[:1] == "~" or (given[:1] != "-" and "=" in given)]
-    first = overrides[0] if overrides else len(arguments)
-    return [*arguments[:first], f"mode={mode}", *arguments[first:]]
+    overrides, options = [], []
+    for before, given in zip(["", *arguments], arguments):
+        is_override = given[:1] == "~" or (given[:1] != "-" and "=" in given)
+        (overrides if is_override and before not in _TAKE_A_VALUE else options).append(given)
+    if not any(override.startswith("mode=") for override in overrides):
+        overrides.insert(0, f"mode={mode}")
+    return [*overrides, *options]
 
 
 def _run() -> int:

@@ -36,6 +36,7 @@ FREE_OPTIONS = (
     ("engine", "api_key"),
     ("inference_model", "gpu_memory_utilization"),
     ("inference_model", "weight_transfer"),
+    ("train_model", "shard_gradients"),
     ("check", "mode"),
 )
 # Folders that Hydra names by the clock, DATE/TIME or DATE/TIME/JOB of a sweep: only these have neighbours to look at.

@@ -47,6 +47,10 @@ class StopRequest:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        self.turn_is_over()
+
+    def turn_is_over(self) -> None:
+        """The grace was for the turn; what is saved after it is not given up."""
         for timer in self._timers:
             timer.cancel()
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,8 @@ class Cluster:
         ranks = plan.placement.train if self._on_cluster or len(plan.placement.train) > 1 else ()
         self._ranks = [(index,) for index in ranks]
         self._threads = ThreadLauncher()
+        self._folder = tempfile.TemporaryDirectory(prefix="sota_grpo_")  # where ranks on this machine meet
+        self._meeting_file: Path | None = None
         in_ray = [*([] if plan.engine in SERVERS else self._engines), *self._references, *self._ranks]
         self._ray = self._start_ray(in_ray) if in_ray else None
 
@@ -125,7 +126,8 @@ class Cluster:
     def _meeting_point(self, bundle: int) -> str:
         """Where the ranks meet: a file on one machine, an address of rank 0's machine on a cluster."""
         if not self._on_cluster:
-            return f"file://{tempfile.gettempdir()}/sota_grpo_{uuid.uuid4().hex}"
+            self._meeting_file = Path(tempfile.gettempdir()) / f"sota_grpo_{uuid.uuid4().hex}"
+            return f"file://{self._meeting_file}"
         assert self._ray is not None
         host = self._ray.start("address", ServantSpec("sota_grpo.assembly.ranks:AddressServant"), bundle=bundle)
         try:
@@ -154,69 +156,58 @@ class Cluster:
             return {"threads": self.threads, "env": {"OMP_WAIT_POLICY": "PASSIVE"}}
         if self._on_cluster:
             return {"num_gpus": len(gpus)}
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        return {"env": visible}
+        return {
+            "env": {"CUDA_VISIBLE_DEVICES": visible_names(gpus), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        }
 
     def _start_ray(self, places: Sequence[tuple[int, ...]]) -> Any:
-        require_ray()
-        from sota_grpo.workers.ray_cluster import RayLauncher
-
-        require_answer(self._config.ray.address)
         by_ray = self._on_cluster and self._plan.device_type == "cuda"
         bundles = [{"CPU": 1.0, "GPU": float(len(gpus))} if by_ray else {"CPU": 1.0} for gpus in places]
-        try:
+        with _ray_mistakes(self._config.ray.address):
+            from sota_grpo.workers.ray_cluster import RayLauncher
+
             return RayLauncher(bundles, address=self._config.ray.address, deadline_s=self._config.ray.start_timeout_s)
-        except TimeoutError as error:
-            raise RunFailed(str(error)) from error
-        except ConnectionError as error:
-            raise _no_cluster(self._config.ray.address, error) from error
 
     def close(self) -> None:
         """End what is left of the workers; idempotent."""
         self._threads.close()
         if self._ray is not None:
             self._ray.close()
+        if self._meeting_file is not None:  # killed ranks leave it behind
+            self._meeting_file.unlink(missing_ok=True)
 
 
 def visible_gpus(config: Config) -> int:
     """GPUs of this machine, or of the running cluster."""
     if config.ray.address is None:
         return torch.cuda.device_count()
-    require_ray()
-    require_answer(config.ray.address)
-    from sota_grpo.workers.ray_cluster import cluster_gpus
+    with _ray_mistakes(config.ray.address):
+        from sota_grpo.workers.ray_cluster import cluster_gpus
 
-    try:
         return cluster_gpus(config.ray.address)
-    except ConnectionError as error:
-        raise _no_cluster(config.ray.address, error) from error
 
 
-def require_ray() -> None:
-    """Raise :class:`UserError` where Ray is not installed."""
+def visible_names(gpus: Sequence[int]) -> str:
+    """``CUDA_VISIBLE_DEVICES`` for a worker: the plan counts the devices that this process sees, from 0."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = seen.split(",") if seen else None
+    return ",".join(names[index].strip() if names else str(index) for index in gpus)
+
+
+@contextmanager
+def _ray_mistakes(address: str | None) -> Iterator[None]:
+    """Ray's absence and its silence as sentences."""
     if find_spec("ray") is None:
         raise UserError(
             "mode=async, several devices and ray.address need Ray, which is not installed: "
             "`pip install 'sota-grpo[ray]'`, or run grpo.py with one device for each role."
         )
-
-
-def require_answer(address: str | None) -> None:
-    """Find a mistyped ``HOST:PORT`` in seconds; Ray itself tries for minutes.
-
-    Raises:
-        UserError: nobody listens there.
-    """
-    host, _, port = (address or "").rpartition(":")
-    if not host or not port.isdecimal():
-        return
     try:
-        socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=_ANSWER_S).close()
-    except (OSError, OverflowError) as error:
-        raise _no_cluster(address, error) from error
-
-
-def _no_cluster(address: str | None, error: Exception) -> UserError:
-    return UserError(
-        f"ray.address={address} does not answer ({error}); start it with `ray start --head`, or leave ray.address out."
-    )
+        yield
+    except ConnectionError as error:
+        raise UserError(
+            f"ray.address={address} does not answer ({error}); start it with `ray start --head`, or leave ray.address "
+            "out."
+        ) from error
+    except TimeoutError as error:
+        raise RunFailed(str(error)) from error

@@ -99,6 +99,8 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
             f"inference_model.tensor_parallel_size={engines.default} needs GPUs; use inference_model.num_devices="
             f"{engines.default} engines on the CPU."
         )
+    if config.ray.address is not None and device_type == "cuda":
+        _require_disjoint(found, available)
     if workers and device_type == "cuda" and found.colocated:
         logger.info("One GPU: collection and training take turns on it, in lockstep.")
         workers = False
@@ -113,6 +115,16 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
     if workers:
         logger.info("Placement: %s.", describe(found, device_type))
     return Plan(device_type, found, engine, workers)
+
+
+def _require_disjoint(found: Placement, available: int) -> None:
+    """On a cluster Ray gives each GPU to one process."""
+    taken = [*found.train, *found.inference, *found.ref]
+    if len(set(taken)) < len(taken):
+        raise UserError(
+            f"On a cluster every role needs GPUs of its own: {len(taken)} in all, and this one has {available}; add "
+            "nodes, set policy.kl_coef=0 for a run without reference, or leave ray.address out."
+        )
 
 
 def device_name(device_type: str, indices: tuple[int, ...]) -> str:

@@ -44,7 +44,12 @@ def learner_servant(
         model = add_adapter(config, make_model(config, torch.device("cpu") if size > 1 else device))
         policy = make_policy(config, model)
         ranks = join_ranks(
-            rank, size, init_method=init_method, device=device, timeout_s=max(60.0, config.train_model.timeout_s)
+            rank,
+            size,
+            init_method=init_method,
+            device=device,
+            timeout_s=max(60.0, config.train_model.timeout_s),
+            reduce_once=not config.train_model.shard_gradients,
         )
         shard(policy, ranks)
         return make_learner(config, policy, tokenizer.pad_token_id, device_type, Path(run_dir), ranks)

@@ -46,7 +46,7 @@ from sota_grpo.tasks.base import Task, scorer_of
 from sota_grpo.transforms import ReferenceKL
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.fleet import Fleet, starter
-from sota_grpo.workers.futures import promised, resolve
+from sota_grpo.workers.futures import promised
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.reward import reward_spec
 from sota_grpo.workers.weight_ends import WeightSender
@@ -139,8 +139,8 @@ def _source(
         num_groups=turn_size(config) // config.env.repeats,
         max_policy_age=config.train.max_policy_age,
         version=lambda: engine.version,
-        grade=_graded_by(grading, make_overlong(config)),
-        reference=reference.submit if reference else None,
+        grade=grading.grade,
+        reference=_completed_by(reference, make_overlong(config)),
         transforms=make_advantage(config),
         seed=config.seed,
         refill=config.algorithm.dynamic_sampling,
@@ -203,24 +203,25 @@ def _grading(config: Config, task: Task, launcher: ProcessLauncher) -> GradingPo
     )
 
 
-def _graded_by(
-    grading: GradingPool, overlong: list[tuple[str, Any]]
-) -> Callable[[list[TensorDictBase]], Future[list[TensorDictBase]]]:
-    """Rewards of a group, the length penalty included: the reference's KL in the reward comes after it."""
+def _completed_by(
+    reference: ReferenceService | None, overlong: list[tuple[str, Any]]
+) -> Callable[[list[TensorDictBase]], Future[list[TensorDictBase]]] | None:
+    """What a group goes through once it is graded and kept: the length penalty, then the reference, which may subtract
+    the KL from the reward. Whether a group is flat is judged before, as in lockstep."""
+    if not overlong:
+        return reference.submit if reference else None
 
-    def grade(rows: list[TensorDictBase]) -> Future[list[TensorDictBase]]:
+    def complete(rows: list[TensorDictBase]) -> Future[list[TensorDictBase]]:
+        batch: TensorDictBase = lazy_stack(rows)
+        for _, transform in overlong:
+            batch = transform(batch)
+        if reference is not None:
+            return reference.submit(row_list(batch))
         done = promised()
-
-        def penalised(found: Future[list[TensorDictBase]]) -> list[TensorDictBase]:
-            batch: TensorDictBase = lazy_stack(found.result())
-            for _, transform in overlong:
-                batch = transform(batch)
-            return row_list(batch)
-
-        grading.grade(rows).add_done_callback(lambda found: resolve(done, lambda: penalised(found)))
+        done.set_result(row_list(batch))
         return done
 
-    return grade if overlong else grading.grade
+    return complete
 
 
 def _reference_transform(config: Config, reference: ReferenceService | None, tokenizer: Any) -> list[tuple[str, Any]]:

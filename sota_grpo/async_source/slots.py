@@ -160,15 +160,20 @@ class Slots:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken; a batch that was given out counts as trained and released.
 
+        A state of :class:`~sota_grpo.collectors.SyncSource`, which has nothing in flight, is a position in the prompts.
+
         Raises:
             ValueError: the state is of another batch size, or of a larger ``max_policy_age``: its groups would
                 become older than these slots allow.
         """
+        if "in_flight" not in state:
+            self._stream.load_state_dict(state["stream"])
+            return
         saved = (state["num_groups"], state["max_policy_age"])
         if saved[0] != self.num_groups or saved[1] > self.max_policy_age:
             raise ValueError(
                 f"the saved run has {saved[0]} groups per batch and train.max_policy_age={saved[1]}, this one "
-                f"{self.num_groups} and {self.max_policy_age}; resume with the same (a larger age is allowed)."
+                f"{self.num_groups} and {self.max_policy_age}; resume with the same."
             )
         self._stream.load_state_dict(state["stream"])
         self.in_flight, self._in_flight_versions = {}, Counter()

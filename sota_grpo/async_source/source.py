@@ -20,6 +20,7 @@ from sota_grpo.collectors import apply_transforms, constant_rows, require_age
 from sota_grpo.envs import TaskEnv
 from sota_grpo.records import GroupOutput, GroupRequest
 from sota_grpo.stopping import Interrupted
+from sota_grpo.workers.base import WorkerLate
 
 logger = logging.getLogger(__name__)
 
@@ -236,11 +237,10 @@ class AsyncSource:
         if silent <= self.wait_deadline_s:
             return
         counts = self._pipeline.clock.counts
-        raise TimeoutError(
+        raise WorkerLate(
             f"Nothing resolved for {silent:.1f} s while a batch of {self.num_groups} groups was waited for: "
             f"{counts[SAMPLE]} groups are being sampled, {counts[GRADE]} graded, {counts[REFERENCE]} are at the "
-            f"reference, {len(self._slots.buffer)} are finished. Look at what the workers say, or give a group more "
-            "time (wait_deadline_s)."
+            f"reference, {len(self._slots.buffer)} are finished; training.log says what the workers said."
         )
 
     def _keep(self, group: Group, rows: Rows) -> bool:

@@ -246,7 +246,9 @@ def _expected_weights(hf_config: Any, trust_remote_code: bool) -> tuple[dict[str
     """Names and shapes of the model's ``state_dict()``, and its tied names, without allocating it."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    from sota_grpo.policy.load import MODEL_LOCK
+
+    with MODEL_LOCK, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
     return {name: tensor.shape for name, tensor in model.state_dict().items()}, tied_names(model)
 

@@ -20,8 +20,10 @@ def expected_weights(model_path: str, *, trust_remote_code: bool) -> tuple[dict[
     """Names and shapes of the model's ``state_dict()``, and its tied names, without allocating it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from sota_grpo.policy.load import MODEL_LOCK
+
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
+    with MODEL_LOCK, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return {name: tensor.shape for name, tensor in model.state_dict().items()}, tied_names(model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -81,6 +82,10 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, token: str | N
     return tokenizer
 
 
+#: transformers replaces torch's initialisers while it builds a model, for all threads: one model at a time.
+MODEL_LOCK = threading.Lock()
+
+
 def load_model(
     name: str,
     *,
@@ -115,7 +120,8 @@ def load_model(
     options: dict[str, Any] = {"config": config, "dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    model = _from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options)
+    with MODEL_LOCK:
+        model = _from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options)
     if gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model.to(device).train()

@@ -164,7 +164,7 @@ class Broadcasts:
         else:
             died = f"{broadcast.deaths} {self._role} workers died at {broadcast.method}, at last: {why}"
             broadcast.future.set_exception(WorkerDied(died))
-        broadcast.args, broadcast.previous, broadcast.answers = (), None, {}  # a timer may hold the broadcast for long, and weights are large
+        broadcast.args, broadcast.previous = (), None  # a timer holds the broadcast for long, and weights are large
 
     def _forget(self, broadcast: Broadcast) -> None:
         """A worker refused it: those that start later get what came before."""

@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import uuid
@@ -23,6 +24,7 @@ from sota_grpo.workers.guardian import descendants, guard
 from sota_grpo.workers.host import OpenCalls, child_environment
 from sota_grpo.workers.ray_actor import HostActor, Place, Shared, machine_id, pack
 
+_LISTENER_S = 10.0  # longest wait for a cluster's address to accept
 _OBEY_S = 1.0  # longest wait of kill() for Ray
 _GONE_S = 10.0  # longest wait of kill() for the kernel
 # Ray's own switches: every service of a cluster that this process starts listens on 127.0.0.1 only.
@@ -252,6 +254,7 @@ def _imported_ray(local: bool) -> Any:
 def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: int | None) -> None:
     """Call ``ray.init``, which would otherwise take over the process's SIGTERM."""
     options: dict[str, Any] = {"address": address or "local"}
+    _require_listener(address)
     if address is None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("A local Ray dies with the thread that starts it: make the RayLauncher on the main one.")
@@ -263,6 +266,17 @@ def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: i
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _require_listener(address: str | None) -> None:
+    """Ray itself tries for many minutes to reach an address where nobody listens."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or "/" in host or not port.isdigit():  # auto, ray://..., local
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_LISTENER_S).close()
+    except OSError as error:
+        raise ConnectionError(str(error)) from error
 
 
 def _counts(resources: Mapping[str, float]) -> str:

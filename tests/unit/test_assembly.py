@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tensordict import TensorDict
 
-from sota_grpo import assembly, engines
-from sota_grpo.assembly import Parts, common, learning, local
+from sota_grpo import assembly, engines, keys
+from sota_grpo.assembly import Parts, common, learning, local, workers
+from sota_grpo.assembly.cluster import visible_gpus, visible_names
 from sota_grpo.assembly.devices import Plan, make_plan, reference_has_own_weights, resolve_device
-from sota_grpo.assembly.learning import make_model, make_reference
+from sota_grpo.assembly.learning import make_model, make_overlong, make_reference
 from sota_grpo.assembly.rollout import end_token_ids, generation_config_of, task_of
+from sota_grpo.collectors import constant_rows
 from sota_grpo.config import Config
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
@@ -228,3 +232,49 @@ def test_every_part_is_closed_though_another_fails_to() -> None:
     with pytest.raises(RuntimeError, match="stuck"):
         Parts(opened=[engine, reference], **others).close()
     engine.close.assert_called_once_with()
+
+
+@pytest.mark.parametrize(("seen", "names"), [(None, "0,2"), ("4,5,6", "4,6"), ("GPU-a, GPU-b, GPU-c", "GPU-a,GPU-c")])
+def test_workers_get_the_gpus_that_this_process_was_given(seen, names, monkeypatch) -> None:
+    if seen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert visible_names((0, 2)) == names
+
+
+def test_on_a_cluster_every_role_needs_gpus_of_its_own(with_vllm) -> None:
+    config = config_of("mode=async", "policy.kl_coef=0.1", "engine.name=vllm", "ray.address=auto")
+    with pytest.raises(UserError, match=r"3 in all, and this one has 2; .*policy.kl_coef=0"):
+        make_plan(config, "cuda", lambda: 2)
+    with pytest.raises(UserError, match="this one has 1"):
+        make_plan(config, "cuda", lambda: 1)
+    assert make_plan(config, "cuda", lambda: 3).workers
+
+
+def test_an_address_where_no_cluster_listens_is_a_quick_sentence() -> None:
+    pytest.importorskip("ray", reason="needs Ray (the extra ray)")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(UserError, match=rf"ray.address={address} does not answer .*ray start --head"):
+            visible_gpus(config_of(f"ray.address={address}"))
+
+
+def test_the_length_penalty_does_not_make_a_flat_group_worth_training() -> None:
+    """Dynamic sampling judges the graded reward; the penalty comes after it, as in lockstep."""
+    rows = [
+        TensorDict(
+            {
+                "masks": {"all_assistant_mask": torch.arange(10) >= 10 - length},
+                "next": {"reward": torch.zeros(1), "reward_terms": {"right": torch.zeros(1)}},
+            }
+        )
+        for length in (2, 8)
+    ]
+    assert all(constant_rows([row.set(keys.GROUP_ID, torch.tensor(0)) for row in rows]))
+    overlong = make_overlong(config_of("inference_model.max_tokens=8", "algorithm.overlong_buffer=4"))
+    complete = workers._completed_by(None, overlong)
+    assert complete is not None
+    assert [float(row.get(keys.REWARD)) for row in complete(rows).result()] == [0.0, -1.0]
+    assert workers._completed_by(None, []) is None

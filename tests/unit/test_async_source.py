@@ -19,6 +19,7 @@ from sota_grpo.checkpoint import CheckpointStore
 from sota_grpo.collectors import RolloutCollector, SyncSource
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import TaskEnv
+from sota_grpo.errors import UserError
 from sota_grpo.recording.metrics import declared
 from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 from sota_grpo.stopping import Interrupted
@@ -148,6 +149,32 @@ def test_at_age_0_the_batches_are_those_of_lockstep_bit_for_bit(refill: bool) ->
                 assert own[name] == metrics[name], f"{name}: {context}, turn {turn}"
         require_equal(found, expected, context)
         assert sorted(rig.desk.asked) == list(range(len(rig.desk.asked)))
+
+
+def test_lockstep_and_workers_continue_each_other() -> None:
+    """A run in lockstep may go on with workers, and back, prompts and seeds the same."""
+    seed = random.randrange(10**6)
+    whole = [batch for batch, _ in lockstep(right=0.5, seed=seed, turns=6, num_groups=4, refill=False, max_draws=1)]
+    env = small_env()
+    engine = random_engine(env, right=0.5, seed=seed)
+    collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=4 * REPEATS, seed=seed)
+    sync = SyncSource(collector, [("score", GroupAdvantage())], num_groups=4)
+    for _ in range(2):
+        sync.next_batch(0)
+    rig = Rig(right=0.5, seed=seed)
+    rig.source.load_state_dict(sync.state_dict())
+    rig.engine.version = 2
+    found = [rig.turn(version) for version in (2, 3)]
+    assert [ids(batch) for batch in found] == [ids(batch) for batch in whole[2:4]]
+    sync.load_state_dict(rig.source.state_dict())
+    assert [ids(sync.next_batch(0)) for _ in range(2)] == [ids(batch) for batch in whole[4:]]
+    ahead = Rig(right=0.5, seed=seed, max_policy_age=1)
+    ahead.turn(0)
+    while ahead.desk.open:
+        ahead.desk.finish_any()
+        ahead.source.pump()
+    with pytest.raises(UserError, match="Workers had finished groups"):
+        sync.load_state_dict(ahead.source.state_dict())
 
 
 def mixed(rig: Rig, admitted: dict[int, int]) -> Callable[[], None]:

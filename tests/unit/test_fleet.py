@@ -53,7 +53,8 @@ class Puppet:
         if self.killed:
             future.set_exception(WorkerDied(f"{self.name} is dead"))
         elif method in ("ping", "update") and method not in self.mute:
-            future.set_result(self.quiet_s if method == "ping" else (self.name, *args))
+            echo = tuple(arg for arg in args if isinstance(arg, int))
+            future.set_result(self.quiet_s if method == "ping" else (self.name, *echo))
         else:
             self.open[args[0] if args else method] = future
         return future

@@ -342,6 +342,7 @@ def test_recording_imports_without_torch_or_wandb():
 
 
 def test_a_full_disk_is_a_sentence_and_closing_says_nothing_more(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as log, pytest.raises(RunFailed, match=r"metrics.jsonl cannot be written .No space left"):
+    with RunLog(tmp_path) as log:
         log._files["metrics.jsonl"] = open("/dev/full", "ab")  # noqa: SIM115
-        log.write_step(0, {"reward": 0.5})
+        with pytest.raises(RunFailed, match=r"metrics.jsonl cannot be written .No space left"):
+            log.write_step(0, {"reward": 0.5})
