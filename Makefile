@@ -1,6 +1,7 @@
 # make demo    train the embedded policy on this machine (creates .venv, installs, five minutes in all)
-# make test    every test that this machine can run, real vLLM CPU engine included
-# make lint type e2e clean
+# make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones
+# make slow    the tests that take minutes each (twenty killed workers, killed drivers)
+# make lint type e2e bench clean
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ SEED ?= 0
 # vLLM 0.32 pins this torch, on CPU and CUDA alike; installed first, so that no newer build is pulled in
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint type e2e clean
+.PHONY: demo test slow lint type e2e bench clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11")'
@@ -28,10 +29,17 @@ demo: $(VENV)/.base
 	$(BIN)/python grpo.py --config-name grpo_cpu seed=$(SEED)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+slow: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 e2e: $(VENV)/.test
-	$(BIN)/python -m pytest tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e
+
+bench: $(VENV)/.test
+	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.scale control
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

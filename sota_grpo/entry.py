@@ -42,7 +42,8 @@ def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
     >>> with_mode(["mode=sync"], "async"), with_mode(["--config-dir", "a=b"], "async")
     (['mode=sync'], ['mode=async', '--config-dir', 'a=b'])
     """
-    overrides, options = [], []
+    overrides: list[str] = []
+    options: list[str] = []
     for before, given in zip(["", *arguments], arguments):
         is_override = given[:1] == "~" or (given[:1] != "-" and "=" in given)
         (overrides if is_override and before not in _TAKE_A_VALUE else options).append(given)

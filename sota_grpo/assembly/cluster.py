@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -19,8 +20,6 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.workers.base import Launcher, ServantSpec, Worker
 from sota_grpo.workers.fleet import starter
 from sota_grpo.workers.threads import ThreadLauncher
-
-_ANSWER_S = 10.0  # longest wait for a sign of life at ray.address
 
 
 class Cluster:
@@ -47,7 +46,6 @@ class Cluster:
         ranks = plan.placement.train if self._on_cluster or len(plan.placement.train) > 1 else ()
         self._ranks = [(index,) for index in ranks]
         self._threads = ThreadLauncher()
-        self._folder = tempfile.TemporaryDirectory(prefix="sota_grpo_")  # where ranks on this machine meet
         self._meeting_file: Path | None = None
         in_ray = [*([] if plan.engine in SERVERS else self._engines), *self._references, *self._ranks]
         self._ray = self._start_ray(in_ray) if in_ray else None

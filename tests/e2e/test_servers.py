@@ -1,0 +1,129 @@
+"""Training against real inference servers: no Ray, a server per engine, and what becomes of the run when one is killed.
+
+Each test is one run, so that a server is started three times in all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ENVIRONMENT, SMALL, command, metrics
+from tests.e2e.processes import below, hit, require_gone
+
+pytest.importorskip("vllm", reason="needs vLLM (the CPU build will do)")
+pytestmark = pytest.mark.vllm
+SERVED = (*SMALL, "engine=vllm_server", "eval.mode=off", "train.export_hf=false", "optimizer.schedule=constant")
+
+
+class Running:
+    """A run in a process of its own, and everything that it ever started."""
+
+    def __init__(self, run_dir: Path, *options: str, script: str):
+        self.run_dir = run_dir
+        self.seen: dict[int, str] = {}
+        line = command(run_dir, *SERVED, *options, script=script)
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(line, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=ENVIRONMENT)
+
+    @property
+    def _log(self) -> Path:
+        return self.run_dir.with_suffix(".console")
+
+    @property
+    def console(self) -> str:
+        return self._log.read_text()
+
+    def look(self) -> None:
+        self.seen |= below(self.process.pid)
+
+    def wait_for(self, condition: Callable[[], object], within_s: float = 120.0) -> None:
+        limit = time.monotonic() + within_s
+        while not condition():
+            assert self.process.poll() is None, self.console
+            assert time.monotonic() < limit, self.console
+            self.look()
+            time.sleep(0.05)
+
+    def end(self, within_s: float = 120.0) -> int:
+        limit = time.monotonic() + within_s
+        while self.process.poll() is None and time.monotonic() < limit:
+            self.look()
+            time.sleep(0.05)
+        return self.process.wait(0)
+
+    def turns(self) -> int:
+        path = self.run_dir / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def launchers(self) -> list[str]:
+        """Command lines of what watches over the servers."""
+        return [text for text in self.seen.values() if "engines/serve.py" in text]
+
+    def kill_server(self) -> None:
+        launchers = {pid for pid, text in self.seen.items() if "engines/serve.py" in text}
+        (server,) = {pid for launcher in launchers for pid in below(launcher) if "api_server" in self.seen.get(pid, "")}
+        assert hit(server, signal.SIGKILL)
+
+
+@contextmanager
+def running(run_dir: Path, *options: str, script: str) -> Iterator[Running]:
+    """Whatever the run started is gone afterwards, and so are the folders it shared with servers; or the test fails."""
+    run = Running(run_dir, *options, script=script)
+    try:
+        yield run
+    finally:
+        run.look()
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()
+        require_gone(set(run.seen))
+    assert not any("raylet" in text or "gcs_server" in text for text in run.seen.values())
+    folders = [Path(re.search(r"--scratch (\S+)", text)[1]) for text in run.launchers()]
+    assert folders
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_lockstep_trains_on_a_server_and_ends_with_its_death(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with running(run_dir, "train.total_dialog_turns=16000", script="grpo.py") as run:
+        run.wait_for(lambda: run.turns() >= 3)
+        run.kill_server()
+        assert run.end(60) == 1
+    assert "Checks before training: 6 of 6 passed" in run.console
+    rows = metrics(run_dir)
+    assert all(row["mismatch_kl"] < 1e-8 and row["policy_age/max"] == 0 for row in rows)  # every push was served
+    assert max(row["grad_norm"] for row in rows) > 0
+    assert "Traceback" not in run.console
+    last = run.console.splitlines()[-1]
+    assert re.fullmatch(
+        r"grpo\.py: The inference server ended while it (sampled|loaded weights) \(killed by signal 9.*\); "
+        rf"what it said is in {run_dir}/vllm_server\.log\.",
+        last,
+    ), last
+
+
+def test_async_replaces_a_killed_server_and_trains_every_prompt_once(tmp_path: Path) -> None:
+    run_dir, num_prompts = tmp_path / "run", 160
+    amount = (f"env.max_samples={num_prompts}", f"train.total_dialog_turns={4 * num_prompts}")
+    with running(run_dir, *amount, "check.mode=off", script="grpo-async.py") as run:
+        run.wait_for(lambda: run.turns() >= 5)
+        run.kill_server()
+        assert run.end() == 0, run.console
+    rows = metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(num_prompts // 4))
+    assert rows[-1]["workers/restarts"] == 1
+    assert max(row["policy_age/max"] for row in rows) == 1  # the bound of mode=async, reached and kept
+    assert max(row["mismatch_kl"] for row in rows) < 0.1  # the new server has the newest weights, not the first
+    rollouts = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    assert sorted({row["group_id"] for row in rollouts}) == list(range(num_prompts))
+    assert len({(row["group_id"], row["step"]) for row in rollouts}) == num_prompts  # each in one turn
+    assert len({row["query"] for row in rollouts}) == num_prompts
