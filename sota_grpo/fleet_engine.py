@@ -21,9 +21,9 @@ class FleetEngine:
     """What the gate, the evaluation, the publisher and the source see of the rollout workers.
 
     Contract. Consumes: requests, one group at a time. Produces: groups, from whichever worker had room. Waits for:
-    workers, at most ``deadline_s`` without any answer. Unblocked by: the next finished group. When a worker dies or is
-    silent, the fleet replaces it, gives the new one the newest weights, and asks again for the groups it had; a push
-    returns when every worker that is alive serves the version.
+    workers, as long as each shows progress. Unblocked by: the next finished group. When a worker dies or is silent, the
+    fleet replaces it, gives the new one the newest weights, and asks again for the groups it had; a push returns when
+    every worker that is alive serves the version. A stream that is dropped is sampled to its end all the same.
 
     Args:
         fleet: rollout workers (:class:`~sota_grpo.workers.rollout.RolloutServant`).

@@ -127,7 +127,7 @@ def test_a_hung_engine_is_found_and_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_drivers_lose_and_repeat_no_prompt(tmp_path: Path) -> None:
-    """A checkpoint every second turn, kills anywhere; the checkpoint's finished groups are not sampled again."""
+    """A checkpoint every second turn, kills anywhere."""
     num_prompts, run_dir = 160, tmp_path / "run"
     dice = random.Random(time.time_ns())
     options = (*epoch_of(num_prompts), "train.checkpoint_frequency=2", "train.resume=auto")
