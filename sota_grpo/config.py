@@ -130,7 +130,7 @@ class InferenceModelConfig:
         "how weights reach engines in workers: shared memory, or a broadcast (NCCL on CUDA, gloo on CPU)",
         ("object_store", "collective"),
     )
-    timeout_s: float = opt(120.0, "engines in workers and servers: longest silence before one is replaced, or the run ends")
+    timeout_s: float = opt(120.0, "workers and servers: longest silence of an engine before it is replaced")
     torch_dtype: str = opt("auto", "dtype of the engine's weights; auto is bfloat16 on CUDA, float32 on CPU", DTYPES)
     gpu_memory_utilization: float = opt(0.5, "share of the GPU's memory that vLLM may take")
     max_model_len: int | None = opt(None, "context: prompt plus response tokens; null: what the model allows")

@@ -112,17 +112,17 @@ def test_lockstep_trains_on_a_server_and_ends_with_its_death(tmp_path: Path) -> 
 
 
 def test_async_replaces_a_killed_server_and_trains_every_prompt_once(tmp_path: Path) -> None:
-    run_dir, num_prompts = tmp_path / "run", 160
+    run_dir, num_prompts = tmp_path / "run", 64
     amount = (f"env.max_samples={num_prompts}", f"train.total_dialog_turns={4 * num_prompts}")
     with running(run_dir, *amount, "check.mode=off", script="grpo-async.py") as run:
-        run.wait_for(lambda: run.turns() >= 5)
+        run.wait_for(lambda: run.turns() >= 3)
         run.kill_server()
         assert run.end() == 0, run.console
     rows = metrics(run_dir)
     assert [row["step"] for row in rows] == list(range(num_prompts // 4))
     assert rows[-1]["workers/restarts"] == 1
-    assert max(row["policy_age/max"] for row in rows) == 1  # the bound of mode=async, reached and kept
-    assert max(row["mismatch_kl"] for row in rows) < 0.1  # the new server has the newest weights, not the first
+    assert max(row["policy_age/max"] for row in rows) == 1  # the new server got newer weights than those it loads
+    assert all(row["mismatch_kl"] < 1e-8 for row in rows if row["policy_age/max"] == 0)
     rollouts = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     assert sorted({row["group_id"] for row in rollouts}) == list(range(num_prompts))
     assert len({(row["group_id"], row["step"]) for row in rollouts}) == num_prompts  # each in one turn
