@@ -1,6 +1,6 @@
 # make demo    train the embedded policy on this machine (creates .venv, installs, five minutes in all)
 # make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones
-# make slow    the tests that take minutes each (twenty killed workers, killed drivers)
+# make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server)
 # make lint type e2e bench clean
 PYTHON ?= python3
 VENV ?= .venv

@@ -76,7 +76,7 @@ class HttpClient:
         try:
             response = self._request(method, path, body, timeout_s)
         except urllib3.exceptions.ReadTimeoutError:
-            raise ServerSilent(f"{asked} was not answered within {timeout_s:g} s.") from None
+            raise ServerSilent(f"The server is silent: {asked} was not answered within {timeout_s:g} s.") from None
         except urllib3.exceptions.HTTPError as error:
             raise ServerSilent(f"{asked} found no server, or it hung up: {error}.") from error
         if not 200 <= response.status < 300:

@@ -18,6 +18,7 @@ from tests.e2e.conftest import ENVIRONMENT, command, metrics
 from tests.e2e.processes import below, hit, require_gone, workers
 
 pytest.importorskip("ray", reason="needs Ray (the extra ray)")
+pytestmark = pytest.mark.slow
 ROLES = ("ray::rollout", "ray::reference", "serve_child")
 RUN = (
     "env.num_envs=32",
@@ -90,7 +91,6 @@ def require_every_prompt_once(run_dir: Path, num_prompts: int) -> None:
     assert max(row["policy_age/max"] for row in trained) <= 1
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(580)
 def test_twenty_killed_workers_cost_no_prompt(tmp_path: Path) -> None:
     num_prompts, seed = 480, time.time_ns()
@@ -125,7 +125,6 @@ def test_a_hung_engine_is_found_and_replaced(tmp_path: Path) -> None:
     require_every_prompt_once(run_dir, 80)
 
 
-@pytest.mark.slow
 def test_killed_drivers_lose_and_repeat_no_prompt(tmp_path: Path) -> None:
     """A checkpoint every second turn, kills anywhere."""
     num_prompts, run_dir = 160, tmp_path / "run"

@@ -20,7 +20,7 @@ from tests.e2e.conftest import ENVIRONMENT, SMALL, command, metrics
 from tests.e2e.processes import below, hit, require_gone
 
 pytest.importorskip("vllm", reason="needs vLLM (the CPU build will do)")
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 SERVED = (*SMALL, "engine=vllm_server", "eval.mode=off", "train.export_hf=false", "optimizer.schedule=constant")
 
 

@@ -1,0 +1,123 @@
+"""The command line: what it makes of its arguments, and what it says and returns however a run ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import sota_grpo.app
+from sota_grpo import entry
+from sota_grpo.app import CONTINUES, train
+from sota_grpo.assembly import rollout
+from sota_grpo.config import Config
+from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.policy.load import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Run the command line in this process with ``train`` in place of the real one; returns the exit code."""
+    monkeypatch.setattr(entry, "_quiet_console", lambda: None)
+
+    def run(train: Callable[[Config, Path], int], *arguments: str, mode: str = "sync") -> int:
+        monkeypatch.setattr(sota_grpo.app, "train", train)
+        places = (f"hydra.run.dir={tmp_path / 'run'}", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+        monkeypatch.setattr(sys, "argv", ["grpo.py", "--config-name", "grpo_cpu", *arguments, *places])
+        with pytest.raises(SystemExit) as ended:
+            entry.entry(mode)
+        return ended.value.code
+
+    return run
+
+
+def test_overrides_may_stand_on_both_sides_of_an_option(command) -> None:
+    found: list[Config] = []
+
+    def train(config: Config, run_dir: Path) -> int:
+        found.append(config)
+        return sota_grpo.app.num_steps(config)
+
+    assert command(train, "seed=3", "--multirun", "env.repeats=4,8", mode="async") == 0
+    assert [(config.mode, config.seed, config.env.repeats) for config in found] == [("async", 3, 4), ("async", 3, 8)]
+    assert command(train, "mode=sync", mode="async") == 0
+    assert found[-1].mode == "sync"
+
+
+@pytest.mark.parametrize(("error", "code"), [(UserError("Mend it."), 2), (RunFailed("It died."), 1)])
+def test_what_ends_a_run_is_one_sentence(error: Exception, code: int, command, capsys: pytest.CaptureFixture) -> None:
+    def train(config: Config, run_dir: Path) -> int:
+        raise error
+
+    assert command(train) == code
+    assert capsys.readouterr().err == f"grpo.py: {error}\n"
+
+
+@pytest.mark.parametrize("how", ["between two turns", "at once"])
+def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.CaptureFixture) -> None:
+    calls = []
+
+    def train(config: Config, run_dir: Path) -> int:
+        calls.append(run_dir)
+        if how == "at once":
+            raise KeyboardInterrupt
+        return 1
+
+    assert command(train, "--multirun", "seed=1,2") == 130
+    assert len(calls) == 1
+    assert (
+        f"grpo.py: interrupted; {'nothing was saved' if how == 'at once' else CONTINUES}.\n" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_interrupted_run_says_whether_it_can_go_on(
+    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*_: object, **__: object) -> None:
+        if saved:
+            (tmp_path / "checkpoints").mkdir()
+            (tmp_path / "checkpoints" / "checkpoint_000004.pt").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sota_grpo.app, "build", build)
+    config = Config(device="cpu")
+    config.model.name = "tiny"
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        train(config, tmp_path)
+    assert str(stopped.value) == (CONTINUES if saved else "")
+
+
+def test_help_and_early_interrupts_need_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['grpo.py', '--help']\n"
+        "from sota_grpo.entry import entry\n"
+        "try: entry('sync')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "total_dialog_turns" in done.stdout
+
+
+def test_vllm_that_does_not_start_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, **_: object) -> None:
+        raise ValueError("no room\n  for the cache")
+
+    monkeypatch.setattr(rollout, "make_engine", fail)
+    monkeypatch.setattr(rollout, "resolve_engine_name", lambda name, device: name)
+    config = Config(device="cpu")
+    config.model.name = "tiny"
+    tokenizer = load_tokenizer("tiny")
+    config.engine.name = "vllm"
+    with pytest.raises(RunFailed, match=r"^engine=vllm cannot start \(ValueError: no room for the cache\)\.$"):
+        rollout.start_engine(config, "cpu", tokenizer, None, tmp_path)
+    config.engine.name = "transformers"  # ours: what it raises is a bug, and keeps its traceback
+    with pytest.raises(ValueError, match="no room"):
+        rollout.start_engine(config, "cpu", tokenizer, None, tmp_path)
