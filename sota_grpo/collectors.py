@@ -296,7 +296,5 @@ def _in_lockstep(state: dict[str, Any]) -> dict[str, Any]:
     """The state of a source with workers as a position in the prompts: those in flight are drawn again."""
     stream = before_draws(state["stream"], [group_id for group_id, *_ in state["in_flight"]])
     if stream is None or state["finished"]["groups"]:
-        raise UserError(
-            "Workers had finished groups that this run would lose; resume it in the mode it was started in."
-        )
+        raise UserError("Workers had finished groups that this run would lose; resume it in its first mode.")
     return {"stream": stream, "collected": 0}
