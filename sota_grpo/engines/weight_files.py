@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -49,6 +50,8 @@ class WeightFolder:
         num_bytes = sum(math.prod(shape) for shape in shapes.values()) * (dtype or torch.float32).itemsize
         roomy = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > num_bytes
         self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=_SHARED_MEMORY if roomy else None))
+        # also when the process ends while the thread that owns this is busy
+        self._delete = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def write(self, weights: Mapping[str, torch.Tensor]) -> Path:
         """A new folder with all weights in ``model.safetensors``, as a model's folder has them; yours to delete.
@@ -68,5 +71,5 @@ class WeightFolder:
         return folder
 
     def close(self) -> None:
-        """Delete everything; idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Delete everything; idempotent, and done at the end of this process too."""
+        self._delete()

@@ -198,3 +198,15 @@ def test_pushed_weights_are_cast_once_and_only_this_user_can_read_them():
     assert read["view"].tolist() == view.tolist()
     folder.close()
     folder.close()
+
+
+def test_a_folder_that_nobody_closed_goes_with_its_process():
+    code = (
+        "import torch\n"
+        "from sota_grpo.engines.weight_files import WeightFolder\n"
+        "folder = WeightFolder({'w': torch.Size([1])}, None)\n"
+        "print(folder.write({'w': torch.ones(1)}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "push-" in done.stdout
+    assert not Path(done.stdout.strip()).parent.exists()
