@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -162,7 +163,7 @@ def _from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any
     path = resolve_model_path(name)
     try:
         return load(path, **options)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # not there, or damaged
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFoundError(
             f"model.name={name} could not be loaded from {path} ({reason}); give the folder of a saved model, "
