@@ -25,7 +25,7 @@ from sota_grpo.publish import Publisher
 from sota_grpo.records import GroupRequest, Sampling, sample_seed
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.tasks.base import Task
-from sota_grpo.tasks.gsm8k import normalised
+from sota_grpo.tasks.splits import normalised
 
 logger = logging.getLogger(__name__)
 

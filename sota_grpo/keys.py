@@ -28,11 +28,13 @@ POLICY_VERSION = ("next", "policy_version")  # int64 [N], version of the oldest 
 
 RESPONSE_TEXT = ("text", "response")  # str [N], decoded response without special tokens; written by the env
 REWARD = ("next", "reward")  # f32 [N, 1], weighted sum of the reward terms, penalties included; by ScoreResponse
-REWARD_TERMS = ("next", "reward_terms")  # one f32 [N, 1] entry per term name; by ScoreResponse and the penalties
+REWARD_TERMS = ("next", "reward_terms")  # one f32 [N, 1] entry per term that applies; by ScoreResponse, penalties
 KL_TERM = (*REWARD_TERMS, "kl")  # f32 [N, 1], minus the KL taken off the reward; written by ReferenceKL, if asked to
 GRADED_REWARD = ("next", "graded_reward")  # f32 [N, 1], the reward before the KL was taken off; by ReferenceKL
 SUCCESS = ("next", "success")  # bool [N, 1], the answer is right; written by ScoreResponse
 REWARD_ERROR = ("next", "reward_error")  # bool [N, 1], the grader failed or timed out; written by ScoreResponse
+REWARD_TIMEOUT = ("next", "reward_timeout")  # bool [N, 1], it timed out; written by ScoreResponse
+REWARD_INFO = ("next", "reward_info")  # JSON text [N], what else the grader found; written by ScoreResponse
 DONE = ("next", "done")  # bool [N, 1]; written by the env
 TERMINATED = ("next", "terminated")  # bool [N, 1]; written by the env
 TRUNCATED = ("next", "truncated")  # bool [N, 1], the engine stopped for length; written by the env

@@ -21,11 +21,22 @@ class Example:
 
 @dataclass(frozen=True)
 class Score:
-    """The graded response: reward terms by name, whether it is right, and why the grader failed, if it did."""
+    """The graded response.
 
-    terms: Mapping[str, float]
+    Args:
+        terms: reward terms by name; None is a term that does not apply to this response and weighs nothing.
+        success: whether the response is right.
+        error: why the grader failed, if it did.
+        info: what else it found (JSON-serialisable); numbers are logged as metrics, all of it stands in the rollouts.
+        reply: the turn (``role``, ``content``) that answers the response where a dialog of several turns goes on; None
+            ends it.
+    """
+
+    terms: Mapping[str, float | None]
     success: bool
     error: str | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    reply: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,25 +63,30 @@ class GroupRequest:
     """One prompt to be sampled ``num_samples`` times.
 
     Sample ``i`` is drawn from the random stream ``sample_seed(seed, i)``, so that it depends on no other request.
+    ``example`` is what a dialog of several turns is graded against between its turns; engines do not read it.
     """
 
     group_id: int
     prompt_ids: tuple[int, ...]
     num_samples: int
     seed: int
+    example: Example | None = None
 
 
 @dataclass(frozen=True)
 class Sample:
     """One response: ids ``[R]`` (EOS included), log-probs ``[R]`` f32, policy version of each token ``[R]``.
 
-    ``truncated`` is True when the engine stopped for length, never inferred from the ids.
+    ``truncated`` is True when the engine stopped for length, never inferred from the ids. In a dialog of several turns
+    ``assistant_mask`` ``[R]`` is False on the tokens of user and tool turns, whose log-prob is 0 and whose version is
+    -1; None means that the policy produced every token.
     """
 
     token_ids: torch.Tensor
     log_probs: torch.Tensor
     versions: torch.Tensor
     truncated: bool
+    assistant_mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

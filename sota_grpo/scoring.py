@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from sota_grpo.records import Example, Score
 
@@ -32,7 +33,7 @@ def guarded_score(score: Scorer, term_names: Collection[str], response: str, exa
     ...     value = float(response) / float(example.answer)
     ...     return Score({"ratio": value}, success=value == 1)
     >>> guarded_score(ratio, ["ratio"], "2", Example("8 / 2?", "4"))
-    Score(terms={'ratio': 0.5}, success=False, error=None)
+    Score(terms={'ratio': 0.5}, success=False, error=None, info={}, reply=None)
     >>> guarded_score(ratio, ["ratio"], "two", Example("8 / 2?", "4")).terms
     {'ratio': 0.0}
     """
@@ -47,16 +48,17 @@ def guarded_score(score: Scorer, term_names: Collection[str], response: str, exa
             f"the grader returned the terms {sorted(found.terms)} but term_weights names {sorted(term_names)}; "
             "make them the same."
         )
-    if not all(math.isfinite(value) for value in found.terms.values()):
+    if not all(value is None or math.isfinite(value) for value in found.terms.values()):
         return failed_score(term_names, f"ValueError: a term is not finite: {dict(found.terms)}")
-    return Score({name: float(value) for name, value in found.terms.items()}, bool(found.success))
+    terms = {name: None if value is None else float(value) for name, value in found.terms.items()}
+    return replace(found, terms=terms, success=bool(found.success))
 
 
 def failed_score(term_names: Collection[str], error: str) -> Score:
     """The score of a response whose grader failed: every term 0, no success, the reason beside it.
 
     >>> failed_score(["right"], "TimeoutError: 5 s")
-    Score(terms={'right': 0.0}, success=False, error='TimeoutError: 5 s')
+    Score(terms={'right': 0.0}, success=False, error='TimeoutError: 5 s', info={}, reply=None)
     """
     return Score(dict.fromkeys(term_names, 0.0), False, error)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from sota_grpo import keys
-from sota_grpo.recording.metrics import term_metric
+from sota_grpo.recording.metrics import info_metric, is_number, term_metric
 from sota_grpo.recording.progress import Progress
 from sota_grpo.recording.run_log import RunLog
 
@@ -29,6 +31,7 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
         "reward/std": reward.std(correction=0),
         "success": _column(batch, keys.SUCCESS).mean(),
         "reward_errors": _column(batch, keys.REWARD_ERROR).sum(),
+        "reward_timeouts": _column(batch, keys.REWARD_TIMEOUT).sum(),
         "advantage": _column(batch, keys.ADVANTAGE).abs().mean(),
         "truncated": _column(batch, keys.TRUNCATED).mean(),
         "response_tokens/mean": lengths.mean(),
@@ -37,9 +40,28 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
         "policy_age/mean": age.mean(),
         "policy_age/max": age.max(),
     }
-    for name in sorted(batch[0].get(keys.REWARD_TERMS).keys()):
-        found[term_metric(name)] = _column(batch, (*keys.REWARD_TERMS, name)).mean()
-    return {name: float(value) for name, value in found.items()}
+    means = {name: float(value) for name, value in found.items()}
+    terms = [_terms(row) for row in batch.unbind(0)]
+    numbers = [{name: value for name, value in _info(row).items() if is_number(value)} for row in batch.unbind(0)]
+    means |= {term_metric(name): value for name, value in _means(terms).items()}
+    return means | {info_metric(name): value for name, value in _means(numbers).items()}
+
+
+def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over the entries that have it."""
+    found: dict[str, list[float]] = {}
+    for entry in entries:
+        for name, value in entry.items():
+            found.setdefault(name, []).append(float(value))
+    return {name: statistics.fmean(found[name]) for name in sorted(found)}
+
+
+def _terms(row: TensorDictBase) -> dict[str, float]:
+    return {name: float(value) for name, value in row.get(keys.REWARD_TERMS).items()}
+
+
+def _info(row: TensorDictBase) -> dict[str, Any]:
+    return json.loads(row[keys.REWARD_INFO])
 
 
 def _column(batch: TensorDictBase, key: Any) -> torch.Tensor:
@@ -55,15 +77,24 @@ def rollout_rows(batch: TensorDictBase, tokenizer: Any) -> list[dict[str, Any]]:
             "query": row[keys.QUERY],
             "answer": row[keys.ANSWER],
             "prompt": tokenizer.decode(row.get(keys.PROMPT_TOKENS).tolist()),
-            "response": row[keys.RESPONSE_TEXT],
+            "response": _dialog(row, tokenizer),
             "reward": float(row.get(keys.REWARD)),
-            "reward_terms": {name: float(value) for name, value in row.get(keys.REWARD_TERMS).items()},
+            "reward_terms": _terms(row),
+            "reward_info": _info(row),
             "advantage": float(row.get(keys.ADVANTAGE)),
             "truncated": bool(row.get(keys.TRUNCATED)),
             "policy_version": int(row.get(keys.POLICY_VERSION)),
         }
         for row in batch.unbind(0)
     ]
+
+
+def _dialog(row: TensorDictBase, tokenizer: Any) -> str:
+    """The response as it was graded; where user or tool turns stand in it, all of it with the marks of its turns."""
+    response = row.get(keys.RESPONSE_TOKENS)
+    if bool(row.get(keys.ASSISTANT_MASK)[-len(response) :].all()):
+        return row[keys.RESPONSE_TEXT]
+    return tokenizer.decode(response.tolist())
 
 
 class StepLog:

@@ -59,8 +59,8 @@ def prompt_rows(group_id: int, example: Example, prompt_ids: Sequence[int], repe
 def finish_row(row: TensorDictBase, sample: Sample, tokenizer: Any) -> TensorDictBase:
     """``row`` with its response: the ids as they were sampled, masks, log-probs, versions, text, done.
 
-    The text is decoded for grading and reading only; nothing is ever tokenised again. The result is a new row that
-    shares the prompt's tensors and texts with ``row``.
+    The text is decoded for grading and reading only; nothing is ever tokenised again. In a dialog of several turns it
+    is that of the last one. The result is a new row that shares the prompt's tensors and texts with ``row``.
 
     Args:
         row: of :func:`prompt_rows`.
@@ -71,24 +71,36 @@ def finish_row(row: TensorDictBase, sample: Sample, tokenizer: Any) -> TensorDic
     response = sample.token_ids
     past_prompt = (prompt.shape[0], 0)  # every entry starts with the prompt, where nothing was sampled
     attention = torch.ones(prompt.shape[0] + response.shape[0], dtype=torch.bool)
+    produced = attention[prompt.shape[0] :] if sample.assistant_mask is None else sample.assistant_mask
+    last = response[last_turn(produced)]
     return TensorDict(
         {
             **dict(row.items()),
             "tokens": {"prompt": prompt, "response": response, "full": torch.cat([prompt, response])},
             "masks": {
                 "all_attention_mask": attention,
-                "all_assistant_mask": pad(attention[prompt.shape[0] :], past_prompt, value=False),
+                "all_assistant_mask": pad(produced, past_prompt, value=False),
             },
             "log_probs": {"full": pad(sample.log_probs.float(), past_prompt)},
-            "text": {"response": NonTensorData(tokenizer.decode(response.tolist(), skip_special_tokens=True))},
+            "text": {"response": NonTensorData(tokenizer.decode(last.tolist(), skip_special_tokens=True))},
             "next": {
                 "token_version": pad(sample.versions.long(), past_prompt, value=-1),
-                "policy_version": sample.versions.min().long(),
+                "policy_version": sample.versions[produced].min().long(),
                 **done_entries(sample.truncated),
             },
         },
         batch_size=[],
     )
+
+
+def last_turn(assistant_mask: torch.Tensor) -> slice:
+    """Where the last turn of the policy stands in a response.
+
+    >>> last_turn(torch.tensor([True, False, True, True]))
+    slice(2, 4, None)
+    """
+    others = (~assistant_mask).nonzero()
+    return slice(int(others[-1]) + 1 if len(others) else 0, len(assistant_mask))
 
 
 def done_entries(truncated: bool) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ all the rest.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,11 @@ class Metric:
 
 
 _TERM = "reward/<term>"
-_TERM_PATTERN = re.compile(r"reward/[A-Za-z_][\w.-]*")
+_INFO = "grader/<name>"
+_PATTERNS = {
+    _TERM: re.compile(r"reward/[A-Za-z_][\w.-]*", re.ASCII),
+    _INFO: re.compile(r"grader/[\w.-]+", re.ASCII),
+}
 
 _DECLARED = (
     Metric("step", "last", "Turn of the loop, counted from 0."),
@@ -51,7 +56,9 @@ _DECLARED = (
     Metric("reward/std", "mean", "Standard deviation (ddof=0) of the batch's rewards."),
     Metric(_TERM, "mean", "Mean of one reward term before its weight."),
     Metric("success", "mean", "Share of responses with the right answer.", "share"),
+    Metric(_INFO, "mean", "Mean of a number that the grader gave beside the terms, over the responses that have it."),
     Metric("reward_errors", "sum", "Responses whose grader failed or timed out.", "responses"),
+    Metric("reward_timeouts", "sum", "Responses whose grader timed out.", "responses"),
     Metric("advantage", "mean", "Mean absolute advantage of the batch's responses."),
     Metric("kl", "mean", "KL of the policy from the reference, per token, by the configured estimator.", "nats"),
     Metric("entropy", "mean", "Entropy of the policy's next-token distribution, per token.", "nats"),
@@ -113,7 +120,8 @@ _REDUCE: dict[Reduction, Callable[[Sequence[float]], float]] = {
 
 
 def declared(name: str) -> Metric:
-    """The metric of that name; any ``reward/<term>`` that is not declared itself is a reward term.
+    """The metric of that name; any ``reward/<term>`` that is not declared itself is a reward term, any
+    ``grader/<name>`` a number that the grader gave.
 
     Raises:
         ValueError: the name is not in the glossary.
@@ -121,10 +129,11 @@ def declared(name: str) -> Metric:
     >>> declared("kl").reduction, declared("reward/format").name
     ('mean', 'reward/<term>')
     """
-    if name != _TERM and name in METRICS:
+    if name not in _PATTERNS and name in METRICS:
         return METRICS[name]
-    if _TERM_PATTERN.fullmatch(name):
-        return METRICS[_TERM]
+    for family, pattern in _PATTERNS.items():
+        if pattern.fullmatch(name):
+            return METRICS[family]
     near = difflib.get_close_matches(name, METRICS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"The metric {name!r} is not declared in recording/metrics.py.{hint}")
@@ -140,9 +149,27 @@ def term_metric(term: str) -> str:
     'reward/format'
     """
     name = f"reward/{term}"
-    if name in METRICS or not _TERM_PATTERN.fullmatch(name):
+    if name in METRICS or not _PATTERNS[_TERM].fullmatch(name):
         raise ValueError(f"The reward term {term!r} cannot be logged as {name!r}: rename it (letters, digits, . _ -).")
     return name
+
+
+def info_metric(name: str) -> str:
+    """The metric's name for a number that a grader gave beside its terms; odd characters become ``_``.
+
+    >>> info_metric("acc"), info_metric("pass rate")
+    ('grader/acc', 'grader/pass_rate')
+    """
+    return "grader/" + (re.sub(r"[^\w.-]", "_", name, flags=re.ASCII) or "_")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value that a grader gave can be averaged; a truth value counts as 0 or 1.
+
+    >>> is_number(True), is_number(0.5), is_number("0.5"), is_number(float("nan"))
+    (True, True, False, False)
+    """
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def is_clock(name: str) -> bool:

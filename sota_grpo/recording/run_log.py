@@ -33,6 +33,7 @@ ROLLOUT_FIELDS = (
     "response",
     "reward",
     "reward_terms",
+    "reward_info",
     "advantage",
     "truncated",
     "policy_version",

@@ -11,12 +11,13 @@ import operator
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 from sota_grpo.records import Example, Score, sample_seed
 from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rewards.numbers import numbers_equal
 from sota_grpo.tasks.arithmetic_templates import CONTAINERS, GIVES, ITEMS, NAMES, TEMPLATES, TRADES, Template, solve
+from sota_grpo.tasks.dataset import text_of
 
 HELDOUT_SHARE = 8  # one problem in eight is held out
 LARGEST_NUM_STEPS = max(len(template.steps) for template in TEMPLATES.values())
@@ -138,3 +139,11 @@ class ArithmeticTask:
     def gold_response(self, example: Example) -> str:
         """The worked solution; it earns the full reward."""
         return example.answer
+
+    def read_row(self, row: Mapping[str, Any], place: str) -> Example:
+        """Of the columns ``answer``, which ends in ``#### N``, and, where it is there, ``question``.
+
+        Raises:
+            DatasetError: the answer is missing.
+        """
+        return Example(query=str(row.get("question", "")), answer=text_of(row, "answer", place))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from sota_grpo.records import Example, Score
 from sota_grpo.scoring import Scorer
@@ -16,8 +16,10 @@ class Task(Protocol):
 
     ``term_weights`` gives the weight of each reward term: reward = sum(weight * term). ``score`` is pure (it reads
     its arguments and the task's settings, never its examples) and the task is picklable, so that grading can move to a
-    worker process (:func:`scorer_of`). ``gold_response`` is a response that must earn the
-    full reward.
+    worker process (:func:`scorer_of`). ``gold_response`` is a response that must earn the full reward, or None where
+    the task knows none. ``read_row`` makes an example of a row (of the task's data, or of ``sota-grpo score``), whose
+    question may be missing where the score does not read it; ``place`` names the row in the ``DatasetError`` that it
+    raises on a row that it cannot read.
     """
 
     name: str
@@ -29,7 +31,9 @@ class Task(Protocol):
 
     def score(self, response: str, example: Example) -> Score: ...
 
-    def gold_response(self, example: Example) -> str: ...
+    def gold_response(self, example: Example) -> str | None: ...
+
+    def read_row(self, row: Mapping[str, Any], place: str) -> Example: ...
 
 
 def scorer_of(task: Task) -> Scorer:

@@ -57,14 +57,24 @@ def require_columns(rows: Sequence[Row], columns: Sequence[str], source: str) ->
     """
     for number, row in enumerate(rows, start=1):
         for column in columns:
-            if column not in row:
-                found = ", ".join(map(repr, row)) or "none"
-                raise DatasetError(
-                    f"{source}, row {number}: column {column!r} is missing; the columns found are {found}."
-                )
-            if not isinstance(row[column], str):
-                kind = type(row[column]).__name__
-                raise DatasetError(f"{source}, row {number}: column {column!r} holds {kind}, not text.")
+            text_of(row, column, f"{source}, row {number}")
+
+
+def text_of(row: Row, column: str, place: str) -> str:
+    """The text in a column of one row.
+
+    Raises:
+        DatasetError: naming the place, the column and the columns found.
+
+    >>> text_of({"answer": "#### 2"}, "answer", "demo, row 1")
+    '#### 2'
+    """
+    if column not in row:
+        found = ", ".join(map(repr, row)) or "none"
+        raise DatasetError(f"{place}: column {column!r} is missing; the columns found are {found}.")
+    if not isinstance(row[column], str):
+        raise DatasetError(f"{place}: column {column!r} holds {type(row[column]).__name__}, not text.")
+    return row[column]
 
 
 def _read_file(path: Path) -> list[dict[str, Any]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards import ANSWER_FORMATS, extract_answer, numbers_equal, parse_number
-from sota_grpo.tasks.dataset import DatasetError, Row, load_rows, require_columns
+from sota_grpo.tasks.dataset import DatasetError, Row, load_rows, require_columns, text_of
+from sota_grpo.tasks.splits import normalised, split_examples, unique_examples
 
 HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
 COLUMNS = ("question", "answer")
@@ -60,8 +60,8 @@ class GSM8KTask:
 
     def __init__(
         self,
-        train: Sequence[Example],
-        heldout: Sequence[Example],
+        train: Sequence[Example] = (),
+        heldout: Sequence[Example] = (),
         *,
         answer_format: str = "hash",
         system_prompt: str | None = None,
@@ -109,8 +109,10 @@ class GSM8KTask:
             train, heldout = split_examples(examples, num_heldout, seed, path)
         else:
             rows, tests = (load_rows(source, split=split, config=HUB_CONFIG) for split in ("train", "test"))
-            heldout = _unique(read_examples(tests, f"{source} (test)"))
-            train = _unique(read_examples(rows, f"{source} (train)"), taken={normalised(e.query) for e in heldout})
+            heldout = unique_examples(read_examples(tests, f"{source} (test)"))
+            train = unique_examples(
+                read_examples(rows, f"{source} (train)"), taken={normalised(e.query) for e in heldout}
+            )
         return cls(
             train[:max_samples],
             heldout,
@@ -128,7 +130,7 @@ class GSM8KTask:
         """Compare the number in the response with the gold one; see the class for the terms."""
         answer = extract_answer(response, self.answer_format)
         found = answer is not None and parse_number(answer) is not None
-        correct = answer is not None and numbers_equal(answer, _gold(example.answer) or "")
+        correct = answer is not None and numbers_equal(answer, _gold(example.answer))
         return Score(terms={"correct": float(correct), "format": float(found)}, success=correct)
 
     def gold_response(self, example: Example) -> str:
@@ -137,9 +139,18 @@ class GSM8KTask:
         last_line = _WHERE[self.answer_format][1].format(_gold(example.answer))
         return f"{steps}\n{last_line}" if steps else last_line
 
+    def read_row(self, row: Row, place: str) -> Example:
+        """Of the columns ``answer`` (worked, or the number alone) and, where it is there, ``question``.
 
-def _gold(answer: str) -> str | None:
-    return extract_answer(answer, "hash")
+        Raises:
+            DatasetError: the answer is missing or holds no number.
+        """
+        return _read_row(row, place)
+
+
+def _gold(answer: str) -> str:
+    """The number of a gold answer: what follows the last ``####``, or all of it where there is none."""
+    return extract_answer(answer, "hash") or answer
 
 
 def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
@@ -152,58 +163,14 @@ def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
     '1+1?'
     """
     require_columns(rows, COLUMNS, source)
-    examples = [Example(query=row["question"], answer=row["answer"]) for row in rows]
-    for number, example in enumerate(examples, start=1):
-        if parse_number(_gold(example.answer) or "") is None:
-            raise DatasetError(
-                f"{source}, row {number}: the gold answer has no number after '####' "
-                f"(it ends in {example.answer[-40:]!r}); mend or remove the row."
-            )
-    return examples
+    return [_read_row(row, f"{source}, row {number}") for number, row in enumerate(rows, start=1)]
 
 
-def normalised(question: str) -> str:
-    """The question with letter case and spacing taken out, for comparison.
-
-    >>> normalised(" How  many\\nApples? ")
-    'how many apples?'
-    """
-    return " ".join(question.casefold().split())
-
-
-def _unique(examples: Sequence[Example], taken: set[str] | None = None) -> list[Example]:
-    seen = set(taken or ())
-    kept = []
-    for example in examples:
-        question = normalised(example.query)
-        if question not in seen:
-            seen.add(question)
-            kept.append(example)
-    return kept
-
-
-def split_examples(
-    examples: Sequence[Example], num_heldout: int, seed: int, source: str
-) -> tuple[list[Example], list[Example]]:
-    """Hold out the ``num_heldout`` questions whose hash with the seed is smallest; both sides keep the file's order.
-
-    The choice depends on the questions and the seed, not on their order. Repeated questions are kept once.
-
-    Raises:
-        DatasetError: nothing would be left to train on.
-
-    >>> examples = [Example(f"{i} + 1?", f"#### {i + 1}") for i in range(5)]
-    >>> train, heldout = split_examples(examples, 2, 0, "demo")
-    >>> len(train), len(heldout), {e.query for e in train} & {e.query for e in heldout}
-    (3, 2, set())
-    """
-    unique = _unique(examples)
-    if num_heldout >= len(unique):
+def _read_row(row: Row, place: str) -> Example:
+    answer = text_of(row, "answer", place)
+    if parse_number(_gold(answer)) is None:
         raise DatasetError(
-            f"{source} has {len(unique)} different questions, so env.num_heldout={num_heldout} leaves none to train "
-            f"on; use env.num_heldout={max(1, len(unique) // 10)} or a larger file."
+            f"{place}: the gold answer has no number after '####' (it ends in {answer[-40:]!r}); "
+            "mend or remove the row."
         )
-    keyed = sorted(unique, key=lambda e: hashlib.sha256(f"{seed}:{normalised(e.query)}".encode()).digest())
-    chosen = {normalised(example.query) for example in keyed[:num_heldout]}
-    heldout = [example for example in unique if normalised(example.query) in chosen]
-    return [example for example in unique if normalised(example.query) not in chosen], heldout
+    return Example(query=str(row.get("question", "")), answer=answer)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase
 
 from sota_grpo import keys
 from sota_grpo.collate import row_list
@@ -15,14 +15,17 @@ from sota_grpo.records import Example, Score
 from sota_grpo.scoring import FailureLog, Scorer, guarded_score
 from sota_grpo.transforms.base import RowTransform
 
+_WRITTEN = (keys.REWARD, keys.SUCCESS, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.REWARD_INFO)
+
 
 class ScoreResponse(RowTransform):
     """Grade every response: text in, ``reward = sum_k weight_k * term_k`` out, its terms and the success beside it.
 
     Reads ``("text", "response")``, ``query``, ``answer`` and, where there is one, ``extra`` (JSON); writes
-    ``("next", "reward")``, ``("next", "reward_terms", name)``, ``("next", "success")`` and ``("next",
-    "reward_error")``, each ``[N, 1]``. Model text is untrusted: a grader that raises, reports an error or returns a
-    term that is not finite is counted in ``reward_error`` with all terms 0, and never ends the run.
+    ``("next", "reward")``, ``("next", "reward_terms", name)``, ``("next", "success")``, ``("next", "reward_error")``
+    and ``("next", "reward_timeout")``, each ``[N, 1]``, and ``("next", "reward_info")`` (JSON). Model text is
+    untrusted: a grader that raises, reports an error or returns a term that is not finite is counted in
+    ``reward_error`` with all terms 0, and never ends the run.
 
     Args:
         score: ``(response, example) -> Score``.
@@ -45,7 +48,7 @@ class ScoreResponse(RowTransform):
         names = list(term_weights)
         super().__init__(
             in_keys=[keys.RESPONSE_TEXT, keys.QUERY, keys.ANSWER],
-            out_keys=[keys.REWARD, keys.SUCCESS, keys.REWARD_ERROR, *((*keys.REWARD_TERMS, name) for name in names)],
+            out_keys=[*_WRITTEN, *((*keys.REWARD_TERMS, name) for name in names)],
         )
         self.score, self.term_weights = score, dict(term_weights)
         self._failures = FailureLog()
@@ -71,11 +74,16 @@ def graded_text(row: TensorDictBase) -> tuple[str, Example]:
 
 
 def write_scores(rows: TensorDictBase, scores: Sequence[Score], term_weights: Mapping[str, float]) -> None:
-    """Write one score per row, in place: ``reward = sum_k weight_k * term_k`` (in float64), terms, success and error.
+    """Write one score per row, in place: ``reward = sum_k weight_k * term_k`` (in float64), and all that is beside it.
+
+    A term that is None does not apply: it adds nothing to the reward, and its key is missing in that row.
 
     Args:
         rows: a batch of ``N`` rows, lazily stacked or dense.
         scores: one per row, each with the terms that ``term_weights`` names.
+
+    Raises:
+        ValueError: the rows are dense, where every row has every key, and a term does not apply to one of them.
 
     >>> from tensordict import TensorDict
     >>> rows = TensorDict(batch_size=[2])
@@ -83,13 +91,26 @@ def write_scores(rows: TensorDictBase, scores: Sequence[Score], term_weights: Ma
     >>> rows["next", "reward"].tolist(), rows["next", "reward_error"].tolist()
     ([[2.0], [0.0]], [[False], [True]])
     """
-    terms = {name: torch.tensor([[score.terms[name]] for score in scores]) for name in term_weights}
-    weighted = [weight * terms[name].double() for name, weight in term_weights.items()]
-    for name, values in terms.items():
-        rows.set((*keys.REWARD_TERMS, name), values)
-    rows.set(keys.REWARD, torch.stack(weighted).sum(0).float())
+    for name in term_weights:
+        _write_term(rows, (*keys.REWARD_TERMS, name), [score.terms[name] for score in scores])
+    weighted = [[weight * (score.terms[name] or 0.0) for name, weight in term_weights.items()] for score in scores]
+    rows.set(keys.REWARD, torch.tensor(weighted, dtype=torch.float64).sum(-1, keepdim=True).float())
     rows.set(keys.SUCCESS, torch.tensor([[score.success] for score in scores]))
     rows.set(keys.REWARD_ERROR, torch.tensor([[score.error is not None] for score in scores]))
+    rows.set(keys.REWARD_TIMEOUT, torch.tensor([[(score.error or "").startswith("TimeoutError")] for score in scores]))
+    infos = [NonTensorData(json.dumps(dict(score.info), default=str)) for score in scores]
+    rows.set(keys.REWARD_INFO, NonTensorStack(*infos))
+
+
+def _write_term(rows: TensorDictBase, key: tuple[str, ...], values: Sequence[float | None]) -> None:
+    if None not in values:
+        rows.set(key, torch.tensor(values, dtype=torch.float32).unsqueeze(-1))
+        return
+    if not isinstance(rows, LazyStackedTensorDict):
+        raise ValueError(f"{key[-1]} does not apply to every row; stack the rows lazily, so that one may lack it.")
+    for row, value in zip(row_list(rows), values, strict=True):
+        if value is not None:
+            row.set(key, torch.tensor([value], dtype=torch.float32))
 
 
 def _text(value: Any) -> str:

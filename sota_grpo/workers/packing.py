@@ -22,9 +22,14 @@ Key = str | tuple[str, ...]
 _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # they stand in the full tokens
 
 
+def _stays(name: Key) -> bool:
+    """Whether an entry is of no use to a learner: copies, and the terms of the reward, which a row may lack."""
+    return name in _COPIES or name[: len(keys.REWARD_TERMS)] == keys.REWARD_TERMS
+
+
 @dataclass(frozen=True)
 class RowPack:
-    """The tensors of ragged rows, each entry joined over the rows; text stays behind.
+    """The tensors of ragged rows, each entry joined over the rows; text and terms of the reward stay behind.
 
     >>> rows = [TensorDict({"tokens": {"full": torch.arange(n)}}) for n in (1, 2)]
     >>> [row["tokens", "full"].tolist() for row in RowPack.of(rows).rows()]
@@ -44,7 +49,7 @@ class RowPack:
         if not rows:
             raise ValueError("RowPack.of got no rows; a batch needs at least one.")
         found = rows[0].items(include_nested=True, leaves_only=True)
-        names = [name for name, value in found if isinstance(value, torch.Tensor) and name not in _COPIES]
+        names = [name for name, value in found if isinstance(value, torch.Tensor) and not _stays(name)]
         columns, shapes = [], {}
         for name in names:
             values = [row.get(name, None) for row in rows]

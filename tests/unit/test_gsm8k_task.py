@@ -15,7 +15,8 @@ from sota_grpo.rewards import ANSWER_FORMATS
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.dataset import DatasetError
-from sota_grpo.tasks.gsm8k import GSM8KTask, normalised
+from sota_grpo.tasks.gsm8k import GSM8KTask
+from sota_grpo.tasks.splits import normalised
 
 RNG = random.Random(random.SystemRandom().randrange(1 << 30))
 
@@ -113,7 +114,7 @@ def test_the_hubs_test_split_is_held_out_and_never_trained_on(monkeypatch: pytes
     assert len(make_task("gsm8k").train) == 8
 
 
-@pytest.mark.parametrize("answer", ["18", "#### ", "#### eighteen", "#### 1 or 2"])
+@pytest.mark.parametrize("answer", ["1 and 8", "#### ", "#### eighteen", "#### 1 or 2"])
 def test_a_gold_answer_without_a_number_is_named_by_its_row(tmp_path: Path, answer: str) -> None:
     rows = make_rows(9)
     rows[6]["answer"] = answer

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from sota_grpo.recording.metrics import declared
 from sota_grpo.step_log import batch_metrics
@@ -21,7 +23,9 @@ def row(prompt: int, response: int, reward: float, advantage: float, version: in
                 "reward": torch.tensor([reward]),
                 "reward_terms": {"correct": torch.tensor([reward]), "std": torch.tensor([7.0])},
                 "success": torch.tensor([reward > 0.5]),
-                "reward_error": torch.tensor([False]),
+                "reward_error": torch.tensor([cut]),
+                "reward_timeout": torch.tensor([cut]),
+                "reward_info": NonTensorData(json.dumps({"acc": reward, "pred": "x"} if prompt == 3 else {})),
                 "truncated": torch.tensor([cut]),
                 "policy_version": torch.tensor(version),
             },
@@ -40,7 +44,9 @@ def test_four_rows() -> None:
         "reward/std": 3**0.5 / 4,  # of 1 0 1 1
         "reward/correct": 0.75,
         "success": 0.75,
-        "reward_errors": 0,
+        "reward_errors": 1,
+        "reward_timeouts": 1,
+        "grader/acc": 0.5,  # of the two rows that have it; text is no metric
         "advantage": 0.25,
         "truncated": 0.25,
         "response_tokens/mean": 5,
