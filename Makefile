@@ -40,6 +40,8 @@ e2e: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.scale control
+	$(BIN)/python -m benchmarks.rewards --task gsm8k
+	$(BIN)/python -m benchmarks.rewards --task math
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

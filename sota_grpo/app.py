@@ -16,7 +16,9 @@ from sota_grpo.checkpoint import CheckpointStore, rng_state, set_rng_state
 from sota_grpo.config import Config, turn_size
 from sota_grpo.errors import UserError
 from sota_grpo.gate import Subject, run_gate
+from sota_grpo.hub_token import use_config_token
 from sota_grpo.loop import run
+from sota_grpo.recording.examine import ExamineLog
 from sota_grpo.recording.progress import Progress, closing_table
 from sota_grpo.recording.run_log import METRICS_FILE, RunLog, setup_logging
 from sota_grpo.recording.sinks import WandbSink
@@ -58,11 +60,12 @@ class Run:
         first = self._restore()
         parts, total = self.parts, num_steps(self.config)
         parts.publisher.publish(parts.learner.version)
-        with self._run_log() as self.run_log, Progress(total, first_step=first) as progress, self.stop:
+        examine = ExamineLog(self.run_dir, self.config.logging.num_examine, parts.task.term_weights)
+        with self._run_log() as self.run_log, examine, Progress(total, first_step=first) as progress, self.stop:
             self._check()
             self.run_log.rewind(first)
             self.place.start(_as_yaml(self.config))  # not before: a first start that fails leaves no run behind
-            self.log = StepLog(self.run_log, progress, parts.tokenizer, lambda: parts.publisher.seconds)
+            self.log = StepLog(self.run_log, progress, parts.tokenizer, lambda: parts.publisher.seconds, examine)
             try:
                 done = run(
                     parts.source,
@@ -209,6 +212,7 @@ def train(config: Config, run_dir: Path) -> int:
         UserError: the run cannot start, or it cannot go on (``RunFailed``).
         KeyboardInterrupt: it was interrupted; the text says how to go on, where anything was saved.
     """
+    use_config_token(config)  # before anything keeps a copy
     validate(config)
     with open_run(run_dir, asdict(config), config.train.resume, num_steps=num_steps(config)) as place:
         if place.finished:

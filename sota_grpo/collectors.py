@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -16,13 +17,13 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
+from sota_grpo.batches import apply_transforms, constant_rows, finish_group, group_request, require_age
 from sota_grpo.collate import row_list
 from sota_grpo.engines.base import Generates
-from sota_grpo.envs import TaskEnv, finish_row, prompt_rows
+from sota_grpo.envs import TaskEnv, prompt_rows
 from sota_grpo.envs.stream import before_draws
 from sota_grpo.errors import UserError
-from sota_grpo.functional import constant_groups
-from sota_grpo.records import Example, GroupOutput, GroupRequest, Sampling, sample_seed
+from sota_grpo.records import Sampling, sample_seed
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,8 @@ class RolloutCollector(BaseCollector):
     """Draws prompts, samples a group of responses to each, and returns the graded rows.
 
     One class over any :class:`~sota_grpo.engines.base.Generates`. A group is graded while the engine still generates
-    the others. Rows come out in the order in which their prompts were drawn, whatever the order in which they finished.
+    the others: elsewhere, where ``env.grader`` has workers. Rows come out in the order in which their prompts were
+    drawn, whatever the order in which they finished.
 
     Args:
         env: the :class:`~sota_grpo.envs.TaskEnv` that draws, tokenises and grades.
@@ -44,6 +46,9 @@ class RolloutCollector(BaseCollector):
 
     Raises:
         ValueError: when a batch is not made of whole groups.
+
+    Attributes:
+        seconds: that the caller waited for, by phase: the engine, and the scores that were not there by then.
 
     Example::
 
@@ -91,19 +96,26 @@ class RolloutCollector(BaseCollector):
             group_id: prompt_rows(group_id, example, self.env.prompt_ids(example), self.env.repeats)
             for group_id, example in draws
         }
-        requests = [group_request(self.env, self._seed, group_id, example) for group_id, example in draws]
-        finished: dict[int, list[TensorDictBase]] = {}
+        requests = [
+            group_request(
+                self.env, group_id, example, num_samples=self.env.repeats, seed=sample_seed(self._seed, group_id)
+            )
+            for group_id, example in draws
+        ]
+        grading: dict[int, Future[list[TensorDictBase]]] = {}
         began = time.perf_counter()
         scoring = 0.0
         for output in self.engine.generate(requests, self.sampling):
             arrived = time.perf_counter()
             rows = finish_group(prompts[output.group_id], output, self.env.tokenizer)
-            finished[output.group_id] = self.env.grade(rows)
+            grading[output.group_id] = self.env.begin_grading(rows)
             scoring += time.perf_counter() - arrived
-        self.seconds["score"] += scoring
-        self.seconds["generate"] += time.perf_counter() - began - scoring
+        generated = time.perf_counter()
+        graded = [row for group_id in prompts for row in grading[group_id].result()]
+        self.seconds["score"] += scoring + time.perf_counter() - generated
+        self.seconds["generate"] += generated - began - scoring
         self._collected += num_groups * self.env.repeats
-        return [row for group_id in prompts for row in finished[group_id]]
+        return graded
 
     def iterator(self) -> Iterator[TensorDictBase]:
         """Yield batches of ``dialog_turns_per_batch`` rows until ``total_dialog_turns`` have been collected."""
@@ -247,49 +259,6 @@ class SyncSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken, by this class or by a source with workers in lockstep."""
         self.collector.load_state_dict(_in_lockstep(state) if "in_flight" in state else state)
-
-
-def group_request(env: TaskEnv, seed: int, group_id: int, example: Example) -> GroupRequest:
-    """What an engine is asked for a drawn prompt; its random stream derives from ``(seed, group_id)`` alone."""
-    return GroupRequest(group_id, env.prompt_ids(example), env.repeats, sample_seed(seed, group_id))
-
-
-def finish_group(prompts: Sequence[TensorDictBase], output: GroupOutput, tokenizer: Any) -> list[TensorDictBase]:
-    """The rows of a sampled group, one per sample, not graded yet."""
-    return [finish_row(row, sample, tokenizer) for row, sample in zip(prompts, output.samples, strict=True)]
-
-
-def require_age(rows: Sequence[TensorDictBase], version: int, max_policy_age: int) -> None:
-    """Assert the bound on the age of every row's oldest token.
-
-    Raises:
-        RuntimeError: a token is older than ``max_policy_age`` versions, or all are newer than ``version``.
-    """
-    oldest = min(int(row.get(keys.POLICY_VERSION)) for row in rows)
-    if not 0 <= version - oldest <= max_policy_age:
-        raise RuntimeError(
-            f"A token of policy version {oldest} arrived at version {version}; train.max_policy_age is "
-            f"{max_policy_age}."
-        )
-
-
-def apply_transforms(
-    transforms: Sequence[tuple[str, Transform]], rows: TensorDictBase, seconds: dict[str, float]
-) -> TensorDictBase:
-    """``rows`` after each ``(phase, transform)`` in order, whose time is added to ``seconds[phase]``."""
-    for phase, transform in transforms:
-        began = time.perf_counter()
-        rows = transform(rows)
-        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
-    return rows
-
-
-def constant_rows(rows: Sequence[TensorDictBase]) -> list[bool]:
-    """For each row, whether all graded rewards of its group are equal."""
-    key = keys.GRADED_REWARD if keys.GRADED_REWARD in rows[0].keys(include_nested=True) else keys.REWARD
-    rewards = torch.stack([row.get(key).reshape(()) for row in rows])
-    groups = torch.stack([row.get(keys.GROUP_ID).reshape(()) for row in rows])
-    return constant_groups(rewards, groups).tolist()
 
 
 def _in_lockstep(state: dict[str, Any]) -> dict[str, Any]:

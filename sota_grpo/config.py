@@ -13,7 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sota_grpo.model_sizes import SIZES, model_of_size
 from sota_grpo.options import leaves, opt, part
+from sota_grpo.task_options import EnvConfig, RewardConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -60,33 +62,16 @@ class EngineConfig:
 
 
 @dataclass
-class EnvConfig:
-    """The task, its data, and how many dialogs run at once."""
-
-    dataset: str = opt("gsm8k", "task to train on", ("gsm8k", "arithmetic"))
-    dataset_path: str | None = opt(None, "local .jsonl/.json/.parquet/.csv with the task's columns; null: the hub")
-    num_envs: int = opt(64, "dialogs in flight")
-    repeats: int = opt(8, "group size: responses per prompt")
-    shuffle: bool = opt(True, "a fresh order of the prompts every epoch, derived from the seed")
-    max_samples: int | None = opt(None, "train on the first so many examples only; null: all")
-    num_heldout: int = opt(512, "examples held out for evaluation where the task has no test split of its own")
-    answer_format: str = opt(
-        "hash", "where the answer stands in a response", ("hash", "boxed", "tags", "last_number", "any")
-    )
-    format_weight: float = opt(0.0, "reward for an answer in the asked form, beside the 1.0 for a right one")
-    system_prompt: str | None = opt(None, "replaces the task's own system prompt; an empty text leaves it out")
-    difficulty: int = opt(4, "arithmetic only: most steps of a problem, 1 to 4")
-    reward_workers: int = opt(1, "processes that grade responses where workers collect (mode=async)")
-    reward_timeout_s: float = opt(
-        60.0, "longest time for grading a group, then each of its responses alone; the grader is killed"
-    )
-
-
-@dataclass
 class ModelConfig:
     """The policy that is trained."""
 
-    name: str = opt("Qwen/Qwen2.5-1.5B-Instruct", "hub name or local directory; tiny is the embedded policy")
+    name: str | None = opt(
+        None, "hub name or local directory; tiny is the embedded policy; null: the instruction-tuned Qwen of model.size"
+    )
+    size: str = opt("1.5B", "parameters of the model where model.name is null", SIZES)
+    hub_token: str | None = opt(
+        None, "token for gated models, never logged nor saved; null: HF_TOKEN, or the hub login"
+    )
     attn_implementation: str | None = opt(None, "transformers attention of the learner; null: its own choice")
     trust_remote_code: bool = opt(False, "run Python code that ships with the model")
 
@@ -229,6 +214,7 @@ class LoggingConfig:
     project: str = opt("sota_grpo", "W&B project")
     run_name: str | None = opt(None, "W&B name of the run; null: the run directory's name")
     tags: list[str] = part(list, "W&B tags")
+    num_examine: int = opt(0, "completions per turn written out in debug_logs/, with the breakdown of their reward")
     level: str = opt("info", "least level written to training.log", ("debug", "info", "warning"))
 
 
@@ -246,6 +232,7 @@ class Config:
     algorithm: AlgorithmConfig = part(AlgorithmConfig, "terms of the objective")
     engine: EngineConfig = part(EngineConfig, "inference engine")
     env: EnvConfig = part(EnvConfig, "task and data")
+    reward: RewardConfig = part(RewardConfig, "reward functions and the weights of the tasks' own terms")
     model: ModelConfig = part(ModelConfig, "policy")
     train_model: TrainModelConfig = part(TrainModelConfig, "the learner's copy")
     inference_model: InferenceModelConfig = part(InferenceModelConfig, "the engine's copy")
@@ -278,6 +265,28 @@ def turn_size(config: Config) -> int:
     if config.mode == "async" and frequency is not None:
         return frequency * config.train.optim_batch_size
     return config.train.dialog_turns_per_batch
+
+
+def longest_response(config: Config) -> int:
+    """Most tokens that the policy writes in one dialog, all its turns together."""
+    return config.env.max_steps * config.inference_model.max_tokens
+
+
+def model_name(config: Config) -> str:
+    """Hub name or directory of the policy.
+
+    >>> config = Config()
+    >>> config.model.size = "0.5B"
+    >>> model_name(config)
+    'Qwen/Qwen2.5-0.5B-Instruct'
+    """
+    return config.model.name or model_of_size(config.model.size)
+
+
+def reward_names(config: Config) -> list[str]:
+    """The functions of ``reward.path``, in order; ``compute_score`` where none is named, as in verl."""
+    name = config.reward.name
+    return ["compute_score"] if name is None else list(name) if isinstance(name, (list, tuple)) else [name]
 
 
 def walk(config: Any = None) -> list[tuple[str, Any, Any]]:

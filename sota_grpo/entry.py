@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sota_grpo.config import Config, register
 from sota_grpo.errors import UserError
+from sota_grpo.hub_token import protect_token
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "config"
 USER_MISTAKE, INTERRUPTED = 2, 130
@@ -25,9 +26,12 @@ def entry(mode: str) -> None:
 
     Hydra composes the config; mistakes of the user are one sentence and exit code 2, an interrupt is one and 130.
     """
-    sys.argv[1:] = with_mode(sys.argv[1:], mode)
     try:
+        sys.argv[1:] = with_mode(protect_token(sys.argv[1:]), mode)  # Hydra saves what it is given
         code = _run()
+    except UserError as error:
+        print(f"{_program()}: {error}", file=sys.stderr)
+        code = error.exit_code
     except KeyboardInterrupt as stop:  # its text says what is left
         print(f"{_program()}: interrupted; {str(stop) or 'nothing was saved'}.", file=sys.stderr)
         code = INTERRUPTED

@@ -16,13 +16,14 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
+from sota_grpo.batches import finish_group, group_request
 from sota_grpo.checkpoint import rng_state, set_rng_state
 from sota_grpo.collate import row_list
 from sota_grpo.engines.base import Generates
-from sota_grpo.envs import TaskEnv, finish_row, prompt_rows
+from sota_grpo.envs import TaskEnv, prompt_rows
 from sota_grpo.errors import UserError
 from sota_grpo.publish import Publisher
-from sota_grpo.records import GroupRequest, Sampling, sample_seed
+from sota_grpo.records import Example, Sampling, Score, sample_seed
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.splits import normalised
@@ -30,6 +31,7 @@ from sota_grpo.tasks.splits import normalised
 logger = logging.getLogger(__name__)
 
 NUM_GRADED = 64  # examples whose gold and empty answers are graded
+ENOUGH = 4  # failures of the grader after which no more are
 EXACT = 1e-3  # a tolerance below it says that engine and trainer both compute in float32
 ROUNDING = 1e-6  # float32's own error in a mean of ratios
 
@@ -88,37 +90,53 @@ class Subject:
         """Fresh graded rows of the first training prompts, outside the run's own stream of prompts."""
         examples = list(self.task.train[:num_prompts])
         requests = [
-            GroupRequest(
-                index, tuple(self.env.prompt_ids(example)), num_samples, sample_seed(self.seed, index, 2 + salt)
+            group_request(
+                self.env, index, example, num_samples=num_samples, seed=sample_seed(self.seed, index, 2 + salt)
             )
             for index, example in enumerate(examples)
         ]
-        found: list[TensorDictBase] = []
+        grading = []
         for output in self.engine.generate(requests, self.sampling):
             example = examples[output.group_id]
             prompts = prompt_rows(output.group_id, example, self.env.prompt_ids(example), num_samples)
-            rows = [finish_row(row, sample, self.env.tokenizer) for row, sample in zip(prompts, output.samples)]
-            found += self.env.grade(rows)
-        return found
+            grading.append(self.env.begin_grading(finish_group(prompts, output, self.env.tokenizer)))
+        return [row for rows in grading for row in rows.result()]
 
 
 def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
-    """A gold answer is right and earns more than an empty one, for the first training and held-out examples."""
-    task = subject.task
-    examples = [*task.train[:NUM_GRADED], *task.heldout[:NUM_GRADED]]
-    gold = [task.score(task.gold_response(example), example) for example in examples]
-    empty = [task.score("", example) for example in examples]
-    reward = lambda score: sum(task.term_weights[name] * value for name, value in score.terms.items())  # noqa: E731
-    full = max(map(reward, gold))
+    """A gold answer is right and earns more than an empty one, for the first training and held-out examples.
+
+    Where the task knows no gold answer, the empty one must be gradable, at least once.
+    """
+    task, num_texts = subject.task, 0
+    known: list[tuple[Example, Score, Score]] = []  # with the scores of the empty and of the gold answer
+    errors: list[str] = []
+    for example in [*task.train[:NUM_GRADED], *task.heldout[:NUM_GRADED]]:
+        gold = task.gold_response(example)
+        scores = subject.env.grader.scores([(text, example) for text in ("", gold) if text is not None]).result()
+        known += [(example, scores[0], scores[1])] if gold is not None else []
+        errors += [score.error for score in scores if score.error is not None]
+        num_texts += len(scores)
+        if len(errors) >= ENOUGH:  # each may have cost the grader's whole deadline
+            break
+    full = max((_reward(task, right) for *_, right in known), default=0.0)
     bad = [
         example
-        for example, right, nothing in zip(examples, gold, empty)
-        if not right.success or reward(right) < full or reward(nothing) >= reward(right)
+        for example, nothing, right in known
+        if not right.success or _reward(task, right) < full or _reward(task, nothing) >= _reward(task, right)
     ]
-    sentence = f"{len(examples) - len(bad)} of {len(examples)} gold answers earn the full reward of {full:g}"
+    sentence = f"{len(known) - len(bad)} of {len(known)} gold answers earn the full reward of {full:g}"
+    if not known:
+        sentence = "the task knows no gold answers"
     if bad:
         sentence += f"; the first that does not: {bad[0].query[:80]!r} with answer {bad[0].answer[-40:]!r}"
-    return Check("gold answers earn the full reward", not bad, sentence)
+    if errors:
+        sentence += f"; the grader failed at {len(errors)} of {num_texts} texts, the first: {errors[0]}"
+    return Check("gold answers earn the full reward", not bad and len(errors) < num_texts, sentence)
+
+
+def _reward(task: Task, score: Score) -> float:
+    return sum(weight * (score.terms[name] or 0.0) for name, weight in task.term_weights.items())
 
 
 def no_held_out_question_is_trained_on(subject: Subject) -> Check:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from sota_grpo.records import Example, Score
@@ -41,6 +41,60 @@ def guarded_score(score: Scorer, term_names: Collection[str], response: str, exa
         found = score(response, example)
     except (Exception, SystemExit) as error:  # whatever the model's text makes a grader do must not end the run
         return failed_score(term_names, f"{type(error).__name__}: {error}")
+    return _checked(found, term_names)
+
+
+def guarded_scores(
+    score: Scorer,
+    term_names: Collection[str],
+    pairs: Sequence[tuple[str, Example]],
+    tick: Callable[[], None] = lambda: None,
+) -> list[Score]:
+    """The scores of ``(response, example)`` pairs, in their order, each guarded as :func:`guarded_score` says.
+
+    A grader that has a method ``score_group(pairs) -> list of Score`` is given all pairs at once. Where that raises,
+    they are graded one by one, so that only the response that it cannot grade fails.
+
+    Args:
+        tick: called after every answer of the grader.
+
+    Raises:
+        KeyError: as :func:`guarded_score`.
+
+    >>> class Shortest:
+    ...     def score_group(self, pairs):
+    ...         least = min(len(response) for response, _ in pairs)
+    ...         return [Score({"shortest": float(len(response) == least)}, False) for response, _ in pairs]
+    ...     def __call__(self, response, example):
+    ...         return self.score_group([(response, example)])[0]
+    >>> example = Example("8 / 2?", "4")
+    >>> [one.terms for one in guarded_scores(Shortest(), ["shortest"], [("4", example), ("four", example)])]
+    [{'shortest': 1.0}, {'shortest': 0.0}]
+    """
+    score_group = getattr(score, "score_group", None)
+    if score_group is not None and pairs:
+        try:
+            found = score_group(pairs)
+        except (Exception, SystemExit) as error:
+            logger.debug("%d responses are graded one by one, because together: %s", len(pairs), error)
+        else:
+            tick()
+            return _checked_group(found, term_names, len(pairs))
+    scores = []
+    for response, example in pairs:
+        scores.append(guarded_score(score, term_names, response, example))
+        tick()
+    return scores
+
+
+def _checked_group(found: Sequence[Score], term_names: Collection[str], num_responses: int) -> list[Score]:
+    if len(found) != num_responses:
+        reason = f"ValueError: the grader returned {len(found)} scores for {num_responses} responses"
+        return [failed_score(term_names, reason)] * num_responses
+    return [_checked(one, term_names) for one in found]
+
+
+def _checked(found: Score, term_names: Collection[str]) -> Score:
     if found.error is not None:
         return failed_score(term_names, found.error)
     if set(found.terms) != set(term_names):

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from sota_grpo import keys
+from sota_grpo.recording.examine import ExamineLog
 from sota_grpo.recording.metrics import info_metric, is_number, term_metric
 from sota_grpo.recording.progress import Progress
 from sota_grpo.recording.run_log import RunLog
@@ -22,8 +23,10 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
 
     Means are over responses; ``policy_age`` counts published versions between sampling and training.
     """
-    lengths = torch.stack([row.get(keys.ASSISTANT_MASK).sum() for row in batch.unbind(0)]).float()
-    totals = torch.tensor([row.get(keys.FULL_TOKENS).shape[-1] for row in batch.unbind(0)]).float()
+    masks = [row.get(keys.ASSISTANT_MASK) for row in batch.unbind(0)]
+    lengths = torch.stack([mask.sum() for mask in masks]).float()
+    turns = torch.stack([(mask[1:] & ~mask[:-1]).sum() for mask in masks]).float()
+    prompts = torch.tensor([row.get(keys.PROMPT_TOKENS).shape[-1] for row in batch.unbind(0)]).float()
     reward = _column(batch, keys.REWARD)
     age = version - _column(batch, keys.POLICY_VERSION)
     found = {
@@ -36,7 +39,8 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
         "truncated": _column(batch, keys.TRUNCATED).mean(),
         "response_tokens/mean": lengths.mean(),
         "response_tokens/max": lengths.max(),
-        "prompt_tokens/mean": (totals - lengths).mean(),
+        "prompt_tokens/mean": prompts.mean(),
+        "turns/mean": turns.mean(),
         "policy_age/mean": age.mean(),
         "policy_age/max": age.max(),
     }
@@ -61,7 +65,7 @@ def _terms(row: TensorDictBase) -> dict[str, float]:
 
 
 def _info(row: TensorDictBase) -> dict[str, Any]:
-    return json.loads(row[keys.REWARD_INFO])
+    return json.loads(row[keys.REWARD_INFO], parse_constant=str)  # strict JSON, which the logs are, has no NaN
 
 
 def _column(batch: TensorDictBase, key: Any) -> torch.Tensor:
@@ -78,6 +82,8 @@ def rollout_rows(batch: TensorDictBase, tokenizer: Any) -> list[dict[str, Any]]:
             "answer": row[keys.ANSWER],
             "prompt": tokenizer.decode(row.get(keys.PROMPT_TOKENS).tolist()),
             "response": _dialog(row, tokenizer),
+            "response_tokens": int(row.get(keys.ASSISTANT_MASK).sum()),
+            "success": bool(row.get(keys.SUCCESS)),
             "reward": float(row.get(keys.REWARD)),
             "reward_terms": _terms(row),
             "reward_info": _info(row),
@@ -100,8 +106,9 @@ def _dialog(row: TensorDictBase, tokenizer: Any) -> str:
 class StepLog:
     """The ``log`` of the loop; it also adds up the seconds of each phase for the closing table."""
 
-    def __init__(self, run_log: RunLog, progress: Progress, tokenizer: Any, publish_seconds: Any):
+    def __init__(self, run_log: RunLog, progress: Progress, tokenizer: Any, publish_seconds: Any, examine: ExamineLog):
         self.run_log = run_log
+        self.examine = examine
         self.progress = progress
         self.tokenizer = tokenizer
         self.publish_seconds = publish_seconds
@@ -130,5 +137,7 @@ class StepLog:
             if name.startswith("time/"):
                 self.add_seconds(name, value)
         self.run_log.write_step(step, metrics)
-        self.run_log.write_rollouts(step, rollout_rows(batch, self.tokenizer))
+        rows = rollout_rows(batch, self.tokenizer)
+        self.run_log.write_rollouts(step, rows)
+        self.examine.write(step, rows)
         self.progress.update(step + 1, metrics)

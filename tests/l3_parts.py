@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,31 +17,54 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.publish import Publisher
-from sota_grpo.records import Sampling
+from sota_grpo.records import GroupRequest, Sampling
+from sota_grpo.rewards.grading import Grader
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.tasks.arithmetic import ArithmeticTask
+from tests.unit.graders import WEIGHTS
 
 TEMPERATURE = 0.8
 
 
-def make_env(*, num_envs: int = 16, repeats: int = 4, **task) -> TaskEnv:
-    task = ArithmeticTask(seed=1, **{"num_train": 200, "num_heldout": 40, **task})
-    return TaskEnv(task, load_tokenizer("tiny"), num_envs=num_envs, repeats=repeats)
+class MoodyTask(ArithmeticTask):
+    """For a grader that is :func:`tests.unit.graders.moody`, in processes of its own."""
+
+    term_weights = WEIGHTS
+
+
+def make_env(
+    *,
+    num_envs: int = 16,
+    repeats: int = 4,
+    grader: Grader | None = None,
+    multi_turn: bool = False,
+    kind: type[ArithmeticTask] = ArithmeticTask,
+    **task,
+) -> TaskEnv:
+    task = kind(seed=1, **{"num_train": 200, "num_heldout": 40, **task})
+    options = {"num_envs": num_envs, "repeats": repeats, "grader": grader, "multi_turn": multi_turn}
+    return TaskEnv(task, load_tokenizer("tiny"), **options)
+
+
+def make_saying(env: TaskEnv, say: Callable[[GroupRequest, int], str], **options) -> ScriptedEngine:
+    """Sample ``index`` of a request says ``say(request, index)``."""
+    ids = {"eos_token_id": env.tokenizer.eos_token_id, "max_model_len": 2048}
+    return ScriptedEngine(
+        lambda request, index, version: env.tokenizer(say(request, index))["input_ids"], **ids, **options
+    )
 
 
 def make_scripted(env: TaskEnv) -> ScriptedEngine:
     """Answers rightly where group id plus sample index is even; in groups divisible by 3 always."""
-    tokenizer = env.tokenizer
     gold: dict[tuple[int, ...], str] = {}
     for example in env.task.train:
         gold[env.prompt_ids(example)] = env.task.gold_response(example)
 
-    def script(request, index: int, version: int) -> list[int]:
+    def say(request: GroupRequest, index: int) -> str:
         right = request.group_id % 3 == 0 or (request.group_id + index) % 2 == 0
-        text = gold[request.prompt_ids] if right else "no idea\n#### 1000003"
-        return tokenizer(text)["input_ids"]
+        return gold[request.prompt_ids] if right else "no idea\n#### 1000003"
 
-    return ScriptedEngine(script, eos_token_id=tokenizer.eos_token_id, max_model_len=2048)
+    return make_saying(env, say)
 
 
 def make_subject(

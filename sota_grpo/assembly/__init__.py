@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from sota_grpo.assembly.cluster import visible_gpus
 from sota_grpo.assembly.devices import make_plan, resolve_device
 from sota_grpo.assembly.local import build_local
 from sota_grpo.assembly.parts import Parts
-from sota_grpo.assembly.rollout import make_env, task_of
-from sota_grpo.config import Config
+from sota_grpo.assembly.rollout import make_env, make_grader
+from sota_grpo.assembly.tasks import task_of
+from sota_grpo.config import Config, model_name
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.rewards.grading import GradingPool
 
 __all__ = ["Parts", "build"]
 
@@ -28,15 +31,25 @@ def build(config: Config, run_dir: Path, should_stop: Callable[[], bool] = lambd
     """
     _require_wandb(config)
     plan = make_plan(config, resolve_device(config), lambda: visible_gpus(config))
-    tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     task = task_of(config)
-    env = make_env(config, task, tokenizer)
-    torch.manual_seed(config.seed)
-    if not plan.workers:
-        return build_local(config, plan, task, env, tokenizer, run_dir)
-    from sota_grpo.assembly.workers import build_workers
+    with ExitStack() as opened:
+        grader = make_grader(config, task)
+        opened.callback(grader.close)
+        env = make_env(config, task, tokenizer, grader)
+        torch.manual_seed(config.seed)
+        if plan.workers:
+            from sota_grpo.assembly.workers import build_workers
 
-    return build_workers(config, plan, task, env, tokenizer, run_dir, should_stop)
+            parts = build_workers(config, plan, task, env, tokenizer, run_dir, should_stop)
+        else:
+            parts = build_local(config, plan, task, env, tokenizer, run_dir)
+        if isinstance(grader, GradingPool):
+            opened.callback(parts.close)
+            grader.wait_ready()  # it has started beside the rest; what keeps it from starting is told before the gate
+        parts.opened = [grader, *parts.opened]  # the last one closed: the others may wait for scores
+        opened.pop_all()
+    return parts
 
 
 def _require_wandb(config: Config) -> None:

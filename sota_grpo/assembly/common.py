@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torch import nn
 
 from sota_grpo.assembly.learning import trainer_precision
 from sota_grpo.assembly.rollout import engine_dtype
 from sota_grpo.config import Config
+from sota_grpo.dialogs import DialogEngine
 from sota_grpo.engines.base import Generates
 from sota_grpo.envs import TaskEnv
+from sota_grpo.envs.turns import TurnTokens
 from sota_grpo.evaluate import Evaluator
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.publish import Publisher
@@ -31,6 +34,15 @@ def make_evaluator(config: Config, task: Task, env: TaskEnv, engine: Generates) 
         avg_at_k=config.eval.avg_at_k,
         seed=config.seed,
     )
+
+
+def with_turns(config: Config, env: TaskEnv, engine: Generates) -> Any:
+    """``engine`` itself, or with ``env.max_steps`` above 1 what samples whole dialogs over it."""
+    if config.env.max_steps == 1:
+        return engine
+    turns = TurnTokens(env.tokenizer, env.template_kwargs)
+    in_rounds = engine.name == "transformers"  # it computes the groups of every call by themselves
+    return DialogEngine(engine, env.grader, turns, max_steps=config.env.max_steps, in_rounds=in_rounds)
 
 
 def make_publisher(model: nn.Module, engine: Generates) -> Publisher:

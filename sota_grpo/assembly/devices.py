@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from sota_grpo.config import Config
+from sota_grpo.config import Config, model_name
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.placement import Placement, Role, describe, place
@@ -35,7 +35,7 @@ def resolve_device(config: Config) -> str:
         UserError: no such model folder, no GPU where one is asked for, or no GPU and a model from the hub that nobody
             asked to train on the CPU.
     """
-    model = resolve_model_path(config.model.name)  # a mistyped folder is not a model from the hub
+    model = resolve_model_path(model_name(config))  # a mistyped folder is not a model from the hub
     if config.device == "cuda" and config.ray.address is not None:
         return "cuda"  # of the cluster; this machine may have none
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
@@ -44,7 +44,7 @@ def resolve_device(config: Config) -> str:
         return "cuda"
     if config.device == "auto" and not Path(model).is_dir():
         raise UserError(
-            f"Training {config.model.name} needs a CUDA GPU and this machine has none; "
+            f"Training {model_name(config)} needs a CUDA GPU and this machine has none; "
             "`python grpo.py --config-name grpo_cpu` trains the embedded policy here (device=cpu insists)."
         )
     return "cpu"

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sota_grpo.assembly.devices import device_name, reference_has_own_weights
-from sota_grpo.config import Config, turn_size
+from sota_grpo.config import Config, longest_response, model_name, turn_size
 from sota_grpo.errors import UserError
 from sota_grpo.learner import Learner
 from sota_grpo.objectives import GRPOLoss
@@ -37,7 +37,7 @@ def make_model(config: Config, device: torch.device) -> PreTrainedModel:
     attention = config.model.attn_implementation
     try:
         return load_model(
-            config.model.name,
+            model_name(config),
             dtype="float32" if part.torch_dtype == "auto" else part.torch_dtype,
             attn_implementation=attention,
             trust_remote_code=config.model.trust_remote_code,
@@ -85,14 +85,14 @@ def make_reference(
     }
     if part.process:
         service = {
-            "model_name": config.model.name,
+            "model_name": model_name(config),
             "temperature": temperature,
             "precision": trainer_precision(config, device_type),
             "token_budget": config.train.micro_batch_tokens,
             "num_threads": 1,
         }
         return ReferenceService.start(ProcessLauncher(), service | options, timeout_s=part.timeout_s)
-    return FrozenReference(load_model(config.model.name, **options), temperature=temperature)
+    return FrozenReference(load_model(model_name(config), **options), temperature=temperature)
 
 
 def reference_dtype(config: Config) -> Any:
@@ -154,7 +154,7 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
         epochs=train.epochs,
         micro_batch_tokens=train.micro_batch_tokens,
         aggregation=algorithm.aggregation,
-        max_response_tokens=config.inference_model.max_tokens,
+        max_response_tokens=longest_response(config),
         drop_truncated=algorithm.drop_truncated,
         recompute=train.epochs > 1 or algorithm.correction != "none",
         precision=trainer_precision(config, device_type),
@@ -184,7 +184,7 @@ def make_transforms(config: Config, reference: ReferencePolicy | None, learner: 
 def make_overlong(config: Config) -> list[tuple[str, Any]]:
     """The penalty on length, where there is one."""
     buffer = config.algorithm.overlong_buffer
-    return [("score", OverlongPenalty(config.inference_model.max_tokens, buffer))] if buffer else []
+    return [("score", OverlongPenalty(longest_response(config), buffer))] if buffer else []
 
 
 def make_advantage(config: Config) -> list[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sota_grpo.assembly.common import make_evaluator, make_publisher, numerics_are_exact
+from sota_grpo.assembly.common import make_evaluator, make_publisher, numerics_are_exact, with_turns
 from sota_grpo.assembly.devices import Plan, device_name
 from sota_grpo.assembly.learning import (
     add_adapter,
@@ -36,6 +36,7 @@ def build_local(config: Config, plan: Plan, task: Task, env: TaskEnv, tokenizer:
         # the engine copies the model while that has no adapter
         engine = start_engine(config, device_name(device_type, placement.inference), tokenizer, base, run_dir)
         opened.callback(engine.close)
+        engine = with_turns(config, env, engine)
         model = add_adapter(config, base)
         policy = make_policy(config, model)
         reference = make_reference(config, policy, placement, device_type)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from sota_grpo.assembly.learning import add_adapter, make_learner, make_model, make_policy
-from sota_grpo.config import Config
+from sota_grpo.config import Config, model_name
 from sota_grpo.learner import Learner
 from sota_grpo.learner_ranks import LearnerServant
 from sota_grpo.policy.load import load_tokenizer
@@ -34,7 +34,7 @@ def learner_servant(
         num_threads: CPU threads of this process.
         run_dir: where a batch is written whose step was not finite.
     """
-    tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     device = torch.device("cuda:0" if device_type == "cuda" else "cpu")
 
     def make() -> Learner:

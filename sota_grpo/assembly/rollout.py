@@ -8,37 +8,29 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from sota_grpo.config import Config
+from sota_grpo.config import Config, model_name
 from sota_grpo.engines import SERVERS, make_engine, resolve_engine_name
 from sota_grpo.engines.base import Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import resolve_model_path
 from sota_grpo.records import Sampling
-from sota_grpo.tasks import make_task
-from sota_grpo.tasks.base import Task
+from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader
+from sota_grpo.tasks.base import Task, scorer_of
 
 logger = logging.getLogger(__name__)
 
 
-def task_of(config: Config) -> Task:
-    env = config.env
-    if env.dataset == "arithmetic":
-        size = {} if env.max_samples is None else {"num_train": env.max_samples}
-        return make_task("arithmetic", seed=config.seed, max_steps=env.difficulty, num_heldout=env.num_heldout, **size)
-    return make_task(
-        env.dataset,
-        path=env.dataset_path,
-        num_heldout=env.num_heldout,
-        max_samples=env.max_samples,
-        answer_format=env.answer_format,
-        format_weight=env.format_weight,
-        system_prompt=env.system_prompt,
-        seed=config.seed,
-    )
+def make_grader(config: Config, task: Task) -> Grader:
+    """Reward workers, which start while the rest of the run is put together; 0 of them grade in this process."""
+    count = config.env.reward_workers
+    if count == 0:
+        return LocalGrader(scorer_of(task), task.term_weights)
+    timeout_s = config.env.reward_timeout_s
+    return GradingPool(scorer_of(task), task.term_weights, num_workers=count, timeout_s=timeout_s)
 
 
-def make_env(config: Config, task: Task, tokenizer: Any) -> TaskEnv:
+def make_env(config: Config, task: Task, tokenizer: Any, grader: Grader) -> TaskEnv:
     env = TaskEnv(
         task,
         tokenizer,
@@ -47,6 +39,8 @@ def make_env(config: Config, task: Task, tokenizer: Any) -> TaskEnv:
         shuffle=config.env.shuffle,
         seed=config.seed,
         max_prompt_tokens=max_model_len(config) - 1,
+        grader=grader,
+        multi_turn=config.env.max_steps > 1,
     )
     env.check_prompts()
     return env
@@ -54,7 +48,7 @@ def make_env(config: Config, task: Task, tokenizer: Any) -> TaskEnv:
 
 def max_model_len(config: Config) -> int:
     """Context of the run: what the config says, at most what the model allows."""
-    name, trust = resolve_model_path(config.model.name), config.model.trust_remote_code
+    name, trust = resolve_model_path(model_name(config)), config.model.trust_remote_code
     allowed = AutoConfig.from_pretrained(name, trust_remote_code=trust).max_position_embeddings
     return min(config.inference_model.max_model_len or allowed, allowed)
 
@@ -91,7 +85,7 @@ def end_token_ids(tokenizer: Any, generation_config: Any) -> tuple[int, ...]:
 
 def generation_config_of(config: Config) -> GenerationConfig:
     """The model's own, or what its config says where it has none."""
-    name, trust = resolve_model_path(config.model.name), config.model.trust_remote_code
+    name, trust = resolve_model_path(model_name(config)), config.model.trust_remote_code
     try:
         return GenerationConfig.from_pretrained(name)
     except OSError:  # not every model has one
@@ -103,7 +97,7 @@ def engine_options(config: Config, engine: str, device_type: str, tokenizer: Any
     part = config.inference_model
     return {
         "engine": engine,
-        "model_name": config.model.name,
+        "model_name": model_name(config),
         "dtype": engine_dtype(part.torch_dtype, device_type),
         "device": device_type,
         "max_model_len": max_model_len(config),
@@ -141,7 +135,7 @@ def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedM
     name = resolve_engine_name(config.engine.name, device=device_type)
     options = engine_options(config, name, device_type, tokenizer, run_dir)
     del options["engine"], options["model_name"]
-    options |= {"model": model, "model_path": resolve_model_path(config.model.name), "device": device}
+    options |= {"model": model, "model_path": resolve_model_path(model_name(config)), "device": device}
     try:
         return make_engine(name, **options)
     except (ValueError, RuntimeError) as error:  # of vLLM: no memory, a model or dtype that it does not serve

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo.assembly.cluster import Cluster
-from sota_grpo.assembly.common import make_evaluator, numerics_are_exact
+from sota_grpo.assembly.common import make_evaluator, numerics_are_exact, with_turns
 from sota_grpo.assembly.devices import Plan, device_name
 from sota_grpo.assembly.learning import (
     add_adapter,
@@ -30,7 +30,8 @@ from sota_grpo.assembly.parts import Closable, Parts
 from sota_grpo.assembly.rollout import engine_options, make_sampling, max_model_len
 from sota_grpo.async_source import AsyncSource
 from sota_grpo.collate import row_list
-from sota_grpo.config import Config, turn_size
+from sota_grpo.config import Config, model_name, turn_size
+from sota_grpo.dialogs import DialogEngine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.fleet_engine import FleetEngine
 from sota_grpo.learner import Learner
@@ -42,13 +43,11 @@ from sota_grpo.policy.reference_service import ReferenceService
 from sota_grpo.publish import Publisher
 from sota_grpo.remote_learner import RemoteLearner
 from sota_grpo.rewards.grading import GradingPool
-from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.tasks.base import Task
 from sota_grpo.transforms import ReferenceKL
 from sota_grpo.workers.base import ServantSpec
-from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.futures import promised
-from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.reward import reward_spec
 from sota_grpo.workers.weight_ends import WeightSender
 from sota_grpo.workers.weight_transfer import WeightTransfer
 
@@ -88,20 +87,21 @@ def build_workers(
     with _Crew() as crew:
         cluster: Cluster = crew.add(Cluster(config, plan, run_dir))
         fleet: Fleet = crew.add(_rollout_fleet(config, plan, tokenizer, cluster, run_dir))
-        engine = FleetEngine(
+        single_turns = FleetEngine(
             fleet,
             name=plan.engine,
             max_model_len=max_model_len(config),
             share=cluster.share,
             deadline_s=config.inference_model.timeout_s,
         )
+        engine = with_turns(config, env, single_turns)
         reference = crew.add(_reference(config, plan, tokenizer, cluster)) if plan.placement.ref else None
-        grading = crew.add(_grading(config, task, crew.add(ProcessLauncher())))
-        learner, publisher, export = _learning(config, plan, tokenizer, cluster, engine, run_dir, crew)
-        started = [fleet, grading.fleet, *([reference.fleet] if reference else [])]
+        learner, publisher, export = _learning(config, plan, tokenizer, cluster, single_turns, run_dir, crew)
+        graders = [env.grader.fleet] if isinstance(env.grader, GradingPool) else []
+        started = [fleet, *graders, *([reference.fleet] if reference else [])]
         for waited in started:
             waited.wait_ready()
-        source = crew.add(_source(config, env, engine, grading, reference, started, should_stop))
+        source = crew.add(_source(config, env, engine, reference, started, should_stop))
         return Parts(
             task=task,
             env=env,
@@ -126,8 +126,7 @@ def build_workers(
 def _source(
     config: Config,
     env: TaskEnv,
-    engine: FleetEngine,
-    grading: GradingPool,
+    engine: FleetEngine | DialogEngine,
     reference: ReferenceService | None,
     fleets: list[Fleet],
     should_stop: Callable[[], bool],
@@ -139,7 +138,6 @@ def _source(
         num_groups=turn_size(config) // config.env.repeats,
         max_policy_age=config.train.max_policy_age,
         version=lambda: engine.version,
-        grade=grading.grade,
         reference=_completed_by(reference, make_overlong(config)),
         transforms=make_advantage(config),
         seed=config.seed,
@@ -162,7 +160,7 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
         "rollout",
         cluster.start_rollout(spec),
         count,
-        capacity=max(1, rows // config.env.repeats),
+        capacity=rows if config.env.max_steps > 1 else max(1, rows // config.env.repeats),  # later turns come alone
         silence_s=config.inference_model.timeout_s,
         start_deadline_s=config.ray.start_timeout_s,
     )
@@ -170,7 +168,7 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
 
 def _reference(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster) -> ReferenceService:
     options = {
-        "model_name": resolve_model_path(config.model.name),
+        "model_name": resolve_model_path(model_name(config)),
         "dtype": reference_dtype(config),
         "attn_implementation": config.model.attn_implementation,
         "trust_remote_code": config.model.trust_remote_code,
@@ -192,15 +190,6 @@ def _reference(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster) -> 
     )
     in_reward = None if config.train.kl_coef_in_loss else config.policy.kl_coef
     return ReferenceService(fleet, num_workers=count, in_reward_coeff=in_reward)
-
-
-def _grading(config: Config, task: Task, launcher: ProcessLauncher) -> GradingPool:
-    return GradingPool(
-        starter(launcher, "reward", reward_spec(scorer_of(task), task.term_weights)),
-        config.env.reward_workers,
-        term_weights=task.term_weights,
-        timeout_s=config.env.reward_timeout_s,
-    )
 
 
 def _completed_by(

@@ -12,9 +12,9 @@ from typing import Any
 
 from sota_grpo.async_source.refill import Group
 from sota_grpo.async_source.slots import Rows
-from sota_grpo.collectors import finish_group, group_request
+from sota_grpo.batches import finish_group, group_request
 from sota_grpo.envs import TaskEnv, prompt_rows
-from sota_grpo.records import GroupOutput, GroupRequest
+from sota_grpo.records import GroupOutput, GroupRequest, sample_seed
 
 SAMPLE, GRADE, REFERENCE = "sample", "grade", "reference"
 
@@ -25,7 +25,7 @@ class Services:
 
     Args:
         sample: samples it.
-        grade: writes rewards; None grades on the conductor thread.
+        grade: writes rewards; None: ``env.begin_grading``.
         reference: adds what the KL term needs; None where there is none.
     """
 
@@ -72,7 +72,7 @@ class Pipeline:
     the other groups go on.
 
     Args:
-        env: makes the rows of a group and, without ``services.grade``, grades them.
+        env: makes the rows of a group and, without ``services.grade``, has them graded.
         seed: of the requests.
         services: who works on a group.
         keeps: told of every graded group; False takes it out here.
@@ -160,7 +160,14 @@ class Pipeline:
         future.add_done_callback(lambda done: self._inbox.put(lambda: then(group, done.result())))
 
     def _request(self, group: Group) -> Future[GroupOutput]:
-        return self._services.sample(group_request(self._env, self._seed, group.group_id, group.example))
+        request = group_request(
+            self._env,
+            group.group_id,
+            group.example,
+            num_samples=self._env.repeats,
+            seed=sample_seed(self._seed, group.group_id),
+        )
+        return self._services.sample(request)
 
     def _sampled(self, group: Group, output: GroupOutput) -> None:
         """The rows are made here and not at admission: a group in flight is a few numbers."""
@@ -168,10 +175,7 @@ class Pipeline:
         prompts = prompt_rows(group.group_id, group.example, env.prompt_ids(group.example), env.repeats)
         rows = finish_group(prompts, output, env.tokenizer)
         self._move(SAMPLE, GRADE)
-        if self._services.grade is None:
-            self._graded(group, env.grade(rows))
-        else:
-            self._ask(group, self._services.grade, self._graded, rows)
+        self._ask(group, self._services.grade or env.begin_grading, self._graded, rows)
 
     def _graded(self, group: Group, rows: Rows) -> None:
         self._move(GRADE, None)

@@ -15,8 +15,8 @@ from torchrl.envs.transforms import Transform
 from sota_grpo.async_source.pipeline import GRADE, REFERENCE, SAMPLE, Pipeline, Services
 from sota_grpo.async_source.refill import Group
 from sota_grpo.async_source.slots import Rows, Slots
+from sota_grpo.batches import apply_transforms, constant_rows, require_age
 from sota_grpo.collate import row_list
-from sota_grpo.collectors import apply_transforms, constant_rows, require_age
 from sota_grpo.envs import TaskEnv
 from sota_grpo.records import GroupOutput, GroupRequest
 from sota_grpo.stopping import Interrupted
@@ -57,12 +57,12 @@ class AsyncSource:
     :class:`sota_grpo.collectors.SyncSource`, dynamic sampling included (see :class:`.refill.Refill`).
 
     Args:
-        env: draws, tokenises and, without ``grade``, grades.
+        env: draws, tokenises and, without ``grade``, has graded.
         sample: asks the engines for one group; thread-safe and quick.
         num_groups: groups per batch.
         max_policy_age: oldest policy, in published versions, whose tokens may be in a batch; 0 is lockstep.
         version: the version that every engine serves at least.
-        grade: asks for the rewards of a group's rows; None grades on the conductor thread.
+        grade: asks for the rewards of a group's rows; None: ``env.begin_grading``.
         reference: asks for what the KL term needs, group by group as they are graded; None where there is none.
         transforms: ``(phase, transform)``, applied in order to the whole batch.
         seed: sample ``i`` of group ``g`` is drawn from the stream derived from ``(seed, g, i)``.

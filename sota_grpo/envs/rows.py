@@ -7,6 +7,13 @@ three, sampled by version 7 while version 8 landed::
     masks.all_assistant_mask  .   .   x   x   x
     log_probs.full            0   0  -.4 -.1 -.9
     next.token_version       -1  -1   7   7   8      next.policy_version = 7
+
+In a dialog of two turns, whose user turn ``u`` stands between what the policy said::
+
+    tokens.full               p   p   a   a   u   u   a
+    masks.all_assistant_mask  .   .   x   x   .   .   x
+    log_probs.full            0   0  -.4 -.1  0   0  -.9
+    next.token_version       -1  -1   7   7  -1  -1   8
 """
 
 from __future__ import annotations
@@ -60,7 +67,8 @@ def finish_row(row: TensorDictBase, sample: Sample, tokenizer: Any) -> TensorDic
     """``row`` with its response: the ids as they were sampled, masks, log-probs, versions, text, done.
 
     The text is decoded for grading and reading only; nothing is ever tokenised again. In a dialog of several turns it
-    is that of the last one. The result is a new row that shares the prompt's tensors and texts with ``row``.
+    is that of the last one, and off the assistant mask log-probs are 0 and versions -1 whatever ``sample`` has there.
+    The result is a new row that shares the prompt's tensors and texts with ``row``.
 
     Args:
         row: of :func:`prompt_rows`.
@@ -72,7 +80,8 @@ def finish_row(row: TensorDictBase, sample: Sample, tokenizer: Any) -> TensorDic
     past_prompt = (prompt.shape[0], 0)  # every entry starts with the prompt, where nothing was sampled
     attention = torch.ones(prompt.shape[0] + response.shape[0], dtype=torch.bool)
     produced = attention[prompt.shape[0] :] if sample.assistant_mask is None else sample.assistant_mask
-    last = response[last_turn(produced)]
+    log_probs = torch.where(produced, sample.log_probs.float(), 0.0)
+    versions = torch.where(produced, sample.versions.long(), -1)
     return TensorDict(
         {
             **dict(row.items()),
@@ -81,11 +90,11 @@ def finish_row(row: TensorDictBase, sample: Sample, tokenizer: Any) -> TensorDic
                 "all_attention_mask": attention,
                 "all_assistant_mask": pad(produced, past_prompt, value=False),
             },
-            "log_probs": {"full": pad(sample.log_probs.float(), past_prompt)},
-            "text": {"response": NonTensorData(tokenizer.decode(last.tolist(), skip_special_tokens=True))},
+            "log_probs": {"full": pad(log_probs, past_prompt)},
+            "text": {"response": NonTensorData(tokenizer.decode(last_turn(sample).tolist(), skip_special_tokens=True))},
             "next": {
-                "token_version": pad(sample.versions.long(), past_prompt, value=-1),
-                "policy_version": sample.versions[produced].min().long(),
+                "token_version": pad(versions, past_prompt, value=-1),
+                "policy_version": versions[produced].min(),
                 **done_entries(sample.truncated),
             },
         },
@@ -93,14 +102,17 @@ def finish_row(row: TensorDictBase, sample: Sample, tokenizer: Any) -> TensorDic
     )
 
 
-def last_turn(assistant_mask: torch.Tensor) -> slice:
-    """Where the last turn of the policy stands in a response.
+def last_turn(sample: Sample) -> torch.Tensor:
+    """The ids of the policy's last turn, which is what a grader reads; in a dialog of one turn, all of them.
 
-    >>> last_turn(torch.tensor([True, False, True, True]))
-    slice(2, 4, None)
+    >>> ids, mask = torch.tensor([5, 6, 7, 8]), torch.tensor([True, False, True, True])
+    >>> last_turn(Sample(ids, torch.zeros(4), torch.zeros(4), truncated=False, assistant_mask=mask)).tolist()
+    [7, 8]
     """
-    others = (~assistant_mask).nonzero()
-    return slice(int(others[-1]) + 1 if len(others) else 0, len(assistant_mask))
+    if sample.assistant_mask is None:
+        return sample.token_ids
+    others = (~sample.assistant_mask).nonzero()
+    return sample.token_ids[int(others[-1]) + 1 :] if len(others) else sample.token_ids
 
 
 def done_entries(truncated: bool) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from torchrl.data import Binary, Categorical, Composite, NonTensor, StackedCompo
 from torchrl.envs import EnvBase
 
 from sota_grpo import keys
-from sota_grpo.envs.rows import done_entries, prompt_rows, response_ids
+from sota_grpo.envs.rows import done_entries, last_turn, prompt_rows, response_ids
 from sota_grpo.envs.stream import PromptStream
 from sota_grpo.errors import UserError
-from sota_grpo.records import Example, Score
+from sota_grpo.records import Example, Sample, Score
+from sota_grpo.rewards.grading import Grader, LocalGrader
 from sota_grpo.tasks.base import Task
-from sota_grpo.transforms import ScoreResponse
+from sota_grpo.transforms.score import graded_text, write_scores
+from sota_grpo.workers.futures import promised, resolve
 
 _DRAWN = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.GROUP_ID, keys.SAMPLE_ID)  # written by reset, kept by step
 
@@ -42,6 +45,8 @@ class TaskEnv(EnvBase):
         shuffle, seed: of the :class:`PromptStream` over ``task.train``.
         max_prompt_tokens: longest prompt allowed; None allows any.
         compute_reward: False grades nothing and leaves the reward to your own transforms.
+        grader: gives texts their scores; None grades with ``task.score`` in this process.
+        multi_turn: a dialog has several turns, so what samples it needs the examples (``GroupRequest.example``).
         template_kwargs: further arguments of ``apply_chat_template``.
         device: of the tensors.
 
@@ -69,6 +74,8 @@ class TaskEnv(EnvBase):
         seed: int = 0,
         max_prompt_tokens: int | None = None,
         compute_reward: bool = True,
+        grader: Grader | None = None,
+        multi_turn: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
     ):
@@ -82,7 +89,8 @@ class TaskEnv(EnvBase):
         self.stream = PromptStream(task.train, seed=seed, shuffle=shuffle)
         self.max_prompt_tokens, self.compute_reward = max_prompt_tokens, compute_reward
         self.template_kwargs = dict(template_kwargs or {})
-        self._scorer = ScoreResponse(task.score, task.term_weights)
+        self.grader = LocalGrader(task.score, task.term_weights) if grader is None else grader
+        self.multi_turn = multi_turn
         self._prompt_ids: dict[tuple[str, str], tuple[int, ...]] = {}
         self._make_specs()
 
@@ -124,14 +132,36 @@ class TaskEnv(EnvBase):
         """The text that the grader reads: special tokens left out."""
         return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
 
+    def response_text(self, sample: Sample) -> str:
+        """What is graded of a sampled response: its text, in a dialog of several turns that of the last one."""
+        return self.decode(last_turn(sample))
+
     def score_ids(self, token_ids: torch.Tensor, example: Example) -> Score:
-        """Grade one response ``[R]`` outside the rows (evaluation); a failed grader raises nothing: no success."""
-        return self._scorer.guarded(self.decode(token_ids), example)
+        """Grade one response ``[R]`` outside the rows; a failed grader raises nothing: no success."""
+        return self.grader.scores([(self.decode(token_ids), example)]).result()[0]
+
+    def begin_grading(self, rows: Sequence[TensorDictBase]) -> Future[list[TensorDictBase]]:
+        """The finished rows of one group, once their scores are written in them.
+
+        Their reward, its terms, ``success`` and ``reward_error`` are written in place, perhaps from another thread:
+        leave the rows alone until then. Rows that have scores already pass unchanged.
+        """
+        listed, done = list(rows), promised()
+        if listed[0].get(keys.SUCCESS, None) is not None:
+            done.set_result(listed)
+            return done
+
+        def written(scores: list[Score]) -> list[TensorDictBase]:
+            write_scores(lazy_stack(listed), scores, self.task.term_weights)
+            return listed
+
+        scores = self.grader.scores([graded_text(row) for row in listed])
+        scores.add_done_callback(lambda found: resolve(done, lambda: written(found.result())))
+        return done
 
     def grade(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-        """Finished rows with their reward, terms, ``success`` and ``reward_error`` written in place."""
-        self._scorer(lazy_stack(list(rows)))
-        return list(rows)
+        """As :meth:`begin_grading`, waiting for the scores."""
+        return self.begin_grading(rows).result()
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         chosen = None if tensordict is None else tensordict.get("_reset", None)
@@ -150,7 +180,9 @@ class TaskEnv(EnvBase):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = [self._finish(row) for row in tensordict.unbind(0)]
         if self.compute_reward:
-            self.grade(rows)
+            groups = [rows[start : start + self.repeats] for start in range(0, len(rows), self.repeats)]
+            for graded in [self.begin_grading(group) for group in groups]:
+                graded.result()
         return self._stack([row.get("next") for row in rows])
 
     def _stack(self, rows: list[TensorDictBase]) -> LazyStackedTensorDict:
@@ -201,7 +233,8 @@ class TaskEnv(EnvBase):
         self.done_spec = self._group(done=flag.clone(), terminated=flag.clone(), truncated=flag.clone())
         amount = Unbounded(shape=column, dtype=torch.float32, device=device)
         terms = self._group(**{name: amount.clone() for name in self.task.term_weights})
-        graded = {"reward": amount, "reward_terms": terms, "success": flag.clone(), "reward_error": flag.clone()}
+        flags = {name: flag.clone() for name in ("success", "reward_error", "reward_timeout")}
+        graded = {"reward": amount, "reward_terms": terms, "reward_info": text.clone(), **flags}
         self.reward_spec = self._group(**(graded if self.compute_reward else {}))
 
     def _group(self, **entries: Any) -> Composite:

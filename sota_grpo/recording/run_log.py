@@ -31,6 +31,8 @@ ROLLOUT_FIELDS = (
     "answer",
     "prompt",
     "response",
+    "response_tokens",
+    "success",
     "reward",
     "reward_terms",
     "reward_info",

@@ -1,4 +1,7 @@
-"""Finding the answer in a response and comparing it: plain string functions, linear in the length of the text."""
+"""Finding the answer in a response and comparing it: plain string functions, linear in the length of the text.
+
+Numbers are compared here; mathematical answers of every kind in :mod:`sota_grpo.rewards.maths`.
+"""
 
 from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer
 from sota_grpo.rewards.numbers import find_last_number, numbers_equal, parse_number

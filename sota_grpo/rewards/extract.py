@@ -8,7 +8,7 @@ from collections.abc import Callable
 from sota_grpo.rewards.numbers import find_last_number
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-_BRACE = re.compile(r"\\boxed ?\{|\\.|[{}]", re.DOTALL)  # \{ and \} are text, not braces
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s{0,3}\{|\\.|[{}]", re.DOTALL)  # \{ and \} are text, not braces
 
 
 def without_thinking(text: str) -> str:
@@ -41,14 +41,17 @@ def _boxed(text: str) -> str | None:
                 last = (begin, token.start())
         elif token[0] == "{":
             open_braces.append(None)
-        elif token[0].startswith("\\boxed"):
+        elif token[0][-1] == "{" and len(token[0]) > 2:
             open_braces.append(token.end())
     return text[last[0] : last[1]] if last else None
 
 
 def _hash(text: str) -> str | None:
     _, mark, rest = text.rpartition("####")
-    return rest.partition("\n")[0] if mark else None
+    if mark:
+        return rest.partition("\n")[0]
+    last_line = text.rstrip().rpartition("\n")[2]
+    return last_line[2:] if last_line.startswith("A:") else None  # the solutions released with GSM8K end so
 
 
 _FINDERS: dict[str, tuple[Callable[[str], str | None], ...]] = {
@@ -67,8 +70,9 @@ def extract_answer(text: str, answer_format: str) -> str | None:
     Args:
         text: the response.
         answer_format: ``tags`` the last complete ``<answer>...</answer>``; ``boxed`` the last complete
-            ``\\boxed{...}``, braces matched; ``hash`` the rest of the line after the last ``####``; ``last_number``;
-            ``any`` the first of these, in this order, that is there.
+            ``\\boxed{...}`` (or ``\\fbox``), braces matched; ``hash`` the rest of the line after the last ``####``
+            or, without one, of a last line that begins with ``A:``; ``last_number``; ``any`` the first of these, in
+            this order, that is there.
 
     Raises:
         ValueError: an unknown format.

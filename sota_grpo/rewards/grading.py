@@ -1,69 +1,107 @@
-"""Rewards from processes that may be killed: a grader that hangs or crashes costs its response, nothing else."""
+"""Rewards of texts: graded in this process, or in processes that may be killed. Imports no torch."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from typing import Protocol
 
-from tensordict import TensorDictBase, lazy_stack
-
-from sota_grpo import keys
 from sota_grpo.records import Example, Score
-from sota_grpo.scoring import FailureLog, failed_score
-from sota_grpo.transforms.score import graded_text, write_scores
-from sota_grpo.workers.base import Worker, WorkerDied
-from sota_grpo.workers.fleet import Fleet
+from sota_grpo.scoring import FailureLog, Scorer, failed_score, guarded_scores
+from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.futures import gathered, promised, resolve
+from sota_grpo.workers.ledger import Ledger
+from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
+from sota_grpo.workers.reward import reward_spec
+from sota_grpo.workers.slots import TaskLost, TaskOverdue
 
 Asked = list[tuple[str, Example]]
 
-logger = logging.getLogger(__name__)
-
-_TRIES = 2  # workers that a group, and then a response alone, may cost before it is the suspect
 _SILENCE_S = 60.0
 
 
-class GradingPool:
-    """Grades finished groups in worker processes; the rows equal those of :meth:`sota_grpo.envs.TaskEnv.grade`.
+class Grader(Protocol):
+    """Gives texts their scores, wherever that happens; may be called from any thread.
 
-    Contract. Consumes: groups of finished rows. Produces: the same rows with reward, terms, success and
-    ``reward_error`` written in place. Waits for: a worker at most ``timeout_s`` per group; then the worker is killed
-    and the group's responses are graded one by one, each with ``timeout_s`` of its own, so that only the response that
-    hangs counts as a failure (all terms 0, ``reward_error``) and its siblings keep their scores. A group whose worker
-    dies is graded again; the second time its responses are graded one by one, and one that two more workers die of
-    counts as a failure. Only what is no response's fault ends the run: no worker starts, or the task returns other
-    terms than it names.
+    ``scores`` takes ``(response, example)`` pairs, best the siblings of one group, and gives one score each, in their
+    order. A response at which the grader fails has an ``error`` and all terms 0; the future itself fails only for what
+    is no response's fault. ``close`` is idempotent.
+    """
+
+    def scores(self, asked: Sequence[tuple[str, Example]]) -> Future[list[Score]]: ...
+
+    def close(self) -> None: ...
+
+
+class LocalGrader:
+    """Grades in this process, before :meth:`scores` returns: a text that hangs its grader hangs whoever asks.
 
     Args:
-        start: starts the worker of a slot with :func:`sota_grpo.workers.reward.reward_spec`.
-        num_workers: number of slots.
-        term_weights: weight of each reward term.
-        timeout_s: longest time for a group, and for a response alone.
+        score: the task's grader.
+        term_names: the terms that it returns.
+
+    >>> grader = LocalGrader(lambda text, example: Score({"right": float(text == example.answer)}, True), ["right"])
+    >>> grader.scores([("4", Example("2 + 2?", "4"))]).result()[0].terms
+    {'right': 1.0}
+    """
+
+    def __init__(self, score: Scorer, term_names: Collection[str]) -> None:
+        self._score, self._term_names = score, tuple(term_names)
+        self._failures = FailureLog()
+
+    def scores(self, asked: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
+        """One score per pair; the future is done already."""
+        done = promised()
+        resolve(done, lambda: list(map(self._failures.add, guarded_scores(self._score, self._term_names, asked))))
+        return done
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class GradingPool:
+    """Grades in worker processes: a text that hangs or crashes its grader costs itself and one worker.
+
+    Contract. Consumes: groups of texts. Produces: their scores, equal to those of :class:`LocalGrader`. Waits for: a
+    worker, at one response no longer than ``timeout_s`` (at most an eighth more); then it is killed. Workers note which
+    response they are at (:class:`~sota_grpo.workers.ledger.Ledger`), so the response that a worker hangs or crashes at
+    is known, counts as a failure (all terms 0) at once, and only its siblings are graded by another worker. Where a
+    worker was ended by SIGKILL or SIGTERM, somebody else may have done it (a person, the kernel out of memory): the
+    response is graded once more, alone, and counts as a failure when that worker dies, too. A grader of whole groups
+    (``score_group``) has ``timeout_s`` for the call; it does not show at which response it is, so after a hang or a
+    crash its responses are graded one by one. Only what is no response's fault fails a future: no worker starts, the
+    pool is closed, or the task returns other terms than it names.
+
+    Args:
+        score: the task's grader, picklable (:func:`sota_grpo.tasks.base.scorer_of`).
+        term_names: the terms that it returns.
+        num_workers: processes.
+        timeout_s: longest time for one response.
 
     Attributes:
         fleet: of the workers; it counts their replacements.
     """
 
-    def __init__(
-        self,
-        start: Callable[[int], Worker],
-        num_workers: int,
-        *,
-        term_weights: Mapping[str, float],
-        timeout_s: float,
-    ) -> None:
-        self._term_weights, self._timeout_s = dict(term_weights), timeout_s
-        self._failures = FailureLog()
+    def __init__(self, score: Scorer, term_names: Collection[str], *, num_workers: int, timeout_s: float) -> None:
+        self._term_names, self._timeout_s = tuple(term_names), timeout_s
+        self._grades_groups = hasattr(score, "score_group")
+        self._failures, self._launcher = FailureLog(), ProcessLauncher()
+        self._ledger = ledger = Ledger()
+        placement = {"pass_fds": (ledger.fd,), "threads": 1}
+        spec = reward_spec(score, self._term_names, ledger.fd)
         self.fleet = Fleet(
             "reward",
-            start,
+            starter(self._launcher, "reward", spec, [placement] * num_workers),
             num_workers,
             capacity=1,  # so that a worker's end is the doing of one group
             task_deadline_s=timeout_s,
-            silence_s=max(_SILENCE_S, 2 * timeout_s),  # the deadline of a task comes first
-            max_attempts=_TRIES,
+            progress=lambda asked, page: ledger.read(page),
+            silence_s=max(_SILENCE_S, 2 * timeout_s),  # the deadline of a response comes first
+            max_attempts=1,
         )
 
     def wait_ready(self) -> None:
@@ -74,48 +112,63 @@ class GradingPool:
         """
         self.fleet.wait_ready()
 
-    def grade(self, rows: Sequence[TensorDictBase]) -> Future[list[TensorDictBase]]:
-        """The same rows, once their scores are written in them; rows that have scores already pass unchanged."""
-        listed, done = list(rows), promised()
-        if listed[0].get(keys.SUCCESS, None) is not None:
-            done.set_result(listed)
-            return done
-
-        def write(scores: list[Score]) -> list[TensorDictBase]:
-            write_scores(lazy_stack(listed), [self._failures.add(score) for score in scores], self._term_weights)
-            return listed
-
-        scores = self._scores([graded_text(row) for row in listed])
-        scores.add_done_callback(lambda found: resolve(done, lambda: write(found.result())))
-        return done
+    def scores(self, asked: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
+        """One score per pair, some day; workers that are not ready yet hold up nobody but the future."""
+        return self._grade(list(asked))
 
     def close(self) -> None:
+        """End the workers; futures that are open fail."""
         self.fleet.close()
+        self._launcher.close()
 
-    def _scores(self, asked: Asked) -> Future[list[Score]]:
-        """The scores of a group: graded as a whole and, where that cost workers, one by one."""
+    def _grade(self, asked: Asked, is_suspect: bool = False) -> Future[list[Score]]:
         done = promised()
-        self.fleet.submit(asked).add_done_callback(partial(self._graded, asked, done))
+        if not asked:
+            done.set_result([])
+            return done
+        page = self._ledger.open()
+        self.fleet.submit(asked, page).add_done_callback(partial(self._answered, asked, is_suspect, page, done))
         return done
 
-    def _graded(self, asked: Asked, done: Future[list[Score]], answer: Future[list[Score]]) -> None:
-        error = answer.exception()
-        if not isinstance(error, (TimeoutError, WorkerDied)):
-            resolve(done, answer.result)
-            return
-        # To grade nothing harms no worker: where even that fails, the fleet is gone and no response is to blame.
-        self.fleet.submit([]).add_done_callback(partial(self._suspected, asked, done, error))
-
-    def _suspected(
-        self, asked: Asked, done: Future[list[Score]], error: TimeoutError | WorkerDied, nothing: Future[list[Score]]
+    def _answered(
+        self, asked: Asked, is_suspect: bool, page: int, done: Future[list[Score]], answer: Future[list[Score]]
     ) -> None:
-        if nothing.exception() is not None:
-            resolve(done, nothing.result)
-        elif len(asked) == 1:
-            late = isinstance(error, TimeoutError)
-            reason = f"TimeoutError: no score within {self._timeout_s:g} s" if late else f"WorkerDied: {error}"
-            done.set_result([failed_score(self._term_weights, reason)])
+        error = answer.exception()
+        if not isinstance(error, (TaskOverdue, TaskLost)):
+            self._ledger.free(page)
+            resolve(done, lambda: list(map(self._failures.add, answer.result())))
+            return
+        # The page is not freed: a worker that is about to be killed may still write to it.
+        num_graded = error.progress if isinstance(error, TaskOverdue) else self._ledger.read(page)
+        parts = self._again(asked, num_graded, error, is_suspect)
+        gathered(parts).add_done_callback(lambda found: resolve(done, lambda: list(chain(*found.result()))))
+
+    def _again(
+        self, asked: Asked, num_graded: int, error: TaskOverdue | TaskLost, is_suspect: bool
+    ) -> list[Future[list[Score]]]:
+        """The group in parts: whom the worker was at, who came before, who comes after; their scores in order."""
+        is_unclear = num_graded >= len(asked) or (self._grades_groups and num_graded == 0)
+        if is_unclear and len(asked) > 1:
+            return [self._grade([pair]) for pair in asked]
+        at = min(num_graded, len(asked) - 1)
+        if is_suspect or isinstance(error, TaskOverdue) or isinstance(error.__cause__, ProcessEndedItself):
+            guilty = promised()
+            guilty.set_result([self._failures.add(failed_score(self._term_names, self._reason(error)))])
         else:
-            logger.info("%d responses are graded one by one, because together: %s", len(asked), error)
-            alone = gathered([self._scores([pair]) for pair in asked])
-            alone.add_done_callback(lambda found: resolve(done, lambda: [one for (one,) in found.result()]))
+            guilty = self._grade([asked[at]], is_suspect=True)
+        return [self._grade(asked[:at]), guilty, self._grade(asked[at + 1 :])]
+
+    def _reason(self, error: TaskOverdue | TaskLost) -> str:
+        if isinstance(error, TaskOverdue):
+            return f"TimeoutError: no score within {self._timeout_s:g} s"
+        return f"WorkerDied: {error.__cause__ or error}"
+
+
+@contextmanager
+def grading_pool(task: Task, *, num_workers: int, timeout_s: float) -> Iterator[GradingPool]:
+    """Reward workers of ``task`` for the length of a ``with`` block."""
+    pool = GradingPool(scorer_of(task), task.term_weights, num_workers=num_workers, timeout_s=timeout_s)
+    try:
+        yield pool
+    finally:
+        pool.close()

@@ -20,6 +20,9 @@ _NUMBER = re.compile(
 )
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d{1,80})\}\{(\d{1,80})\}", re.ASCII)
 _MAX_EXPONENT_CHARS = 4  # e-99: a longer exponent would make an integer of thousands of digits
+_CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotations
+_UNIT_POWER = re.compile(r"\b([cmk]?m|ft|feet|in|inches|yd|units)\^(?:\d|\{\d\})", re.ASCII)  # its 2 is no number
+_MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d{1,80}) +(\d{1,80})/(\d{1,80})(?![\d/])", re.ASCII)
 _LEADING_MINUS = re.compile(r"\A\s*-\s+(?=[$.\d])", re.ASCII)
 _REWRITES = (("\u2212", "-"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%"))
 
@@ -29,7 +32,8 @@ def parse_number(text: str) -> Fraction | None:
 
     Thousands commas, a dollar sign, a percent sign, units and words around the number, and a trailing period are
     read over; ``18%`` is 18, as a percentage is asked for as a bare number. ``a/b`` and ``\\frac{a}{b}`` are
-    fractions. Two numbers (``"5 or 6"``, ``"2*3"``) are no answer: a response may not hedge, and nothing is computed.
+    fractions, ``3 1/2`` is a mixed number. Two numbers (``"5 or 6"``, ``"2*3"``) are no answer: a response may not
+    hedge, and nothing is computed.
 
     Args:
         text: an extracted answer, at most 256 characters; a longer one is not a number.
@@ -43,7 +47,9 @@ def parse_number(text: str) -> Fraction | None:
         return None
     for old, new in _REWRITES:
         text = text.replace(old, new)
+    text = _UNIT_POWER.sub(r"\1", _CALCULATION.sub("", text))
     text = _LEADING_MINUS.sub("-", text)
+    text = _MIXED_NUMBER.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}", text)
     text = _LATEX_FRACTION.sub(r" \1/\2 ", text)
     matches = _NUMBER.finditer(text)
     found = next(matches, None)

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
+from sota_grpo.errors import UserError
 from sota_grpo.tasks.base import Task
 
-
-def _gsm8k(**kwargs: Any) -> Task:
-    from sota_grpo.tasks.gsm8k import GSM8KTask
-
-    return GSM8KTask.load(**kwargs)
-
-
-def _arithmetic(**kwargs: Any) -> Task:
-    from sota_grpo.tasks.arithmetic import ArithmeticTask
-
-    return ArithmeticTask(**kwargs)
-
-
-_MAKERS: dict[str, Callable[..., Task]] = {"arithmetic": _arithmetic, "gsm8k": _gsm8k}
-TASKS = tuple(_MAKERS)
+_CLASSES = {
+    "gsm8k": "gsm8k:GSM8KTask",
+    "math": "math:MathTask",
+    "ifeval": "ifeval:IFEvalTask",
+    "reasoning": "reasoning:ReasoningTask",
+    "table": "table:TableTask",
+    "arithmetic": "arithmetic:ArithmeticTask",
+    "countdown": "countdown:CountdownTask",
+    "calculator": "calculator:CalculatorTask",
+}
+TASKS = tuple(_CLASSES)
 
 
 def make_task(name: str, **kwargs: Any) -> Task:
-    """Build a task: ``gsm8k`` (:meth:`GSM8KTask.load`) or ``arithmetic`` (:class:`ArithmeticTask`), with its keywords.
+    """Build a task with its data: by the ``load`` of its class, or, where problems are made up, by the class itself.
 
     Raises:
         ValueError: an unknown name.
@@ -34,6 +31,49 @@ def make_task(name: str, **kwargs: Any) -> Task:
     >>> make_task("arithmetic", num_train=4, num_heldout=4).name
     'arithmetic'
     """
-    if name not in _MAKERS:
+    found = _task_class(name)
+    return getattr(found, "load", found)(**kwargs)
+
+
+def make_scorer(
+    name: str,
+    *,
+    answer_format: str | None = None,
+    reward_path: str | None = None,
+    reward_names: list[str] | None = None,
+) -> Task:
+    """A task without data, which can read rows and score responses.
+
+    Args:
+        name: of the task.
+        answer_format: where the answer stands in a response; None is the task's own place.
+        reward_path: Python file with reward functions that replace the task's own reward.
+        reward_names: the functions in it; None is ``compute_score``.
+
+    Raises:
+        ValueError: an unknown name.
+        UserError: the task looks for its answer in one place only, or the functions cannot be used.
+
+    >>> task = make_scorer("gsm8k", answer_format="any")
+    >>> task.score("It is 4.", task.read_row({"answer": "4"}, "demo, row 1")).success
+    True
+    """
+    options: dict[str, Any] = {} if answer_format is None else {"answer_format": answer_format}
+    if name == "table" and reward_path is not None and "builtin" not in (reward_names or ()):
+        options["answer_required"] = False
+    try:
+        task: Task = _task_class(name)(**options)
+    except TypeError as error:
+        raise UserError(f"the task {name} has no answer format to choose.") from error
+    if reward_path is None:
+        return task
+    from sota_grpo.rewards.functions import DEFAULT_NAME, WithRewardFunctions
+
+    return WithRewardFunctions(task, reward_path, reward_names or [DEFAULT_NAME])
+
+
+def _task_class(name: str) -> Any:
+    if name not in _CLASSES:
         raise ValueError(f"task {name!r} is not one of {', '.join(TASKS)}.")
-    return _MAKERS[name](**kwargs)
+    module, _, found = _CLASSES[name].partition(":")
+    return getattr(import_module(f"sota_grpo.tasks.{module}"), found)

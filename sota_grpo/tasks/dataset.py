@@ -77,6 +77,20 @@ def text_of(row: Row, column: str, place: str) -> str:
     return row[column]
 
 
+def number_or_text(row: Row, column: str, place: str) -> str:
+    """The text in a column of one row, where a number will do.
+
+    Raises:
+        DatasetError: as :func:`text_of`.
+
+    >>> number_or_text({"answer": 2}, "answer", "demo, row 1")
+    '2'
+    """
+    value = row.get(column)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return str(value) if is_number else text_of(row, column, place)
+
+
 def _read_file(path: Path) -> list[dict[str, Any]]:
     if path.suffix not in _READERS:
         raise DatasetError(f"{path} ends in {path.suffix!r}; give one of {', '.join(_READERS)}.")

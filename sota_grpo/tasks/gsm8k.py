@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards import ANSWER_FORMATS, extract_answer, numbers_equal, parse_number
-from sota_grpo.tasks.dataset import DatasetError, Row, load_rows, require_columns, text_of
-from sota_grpo.tasks.splits import normalised, split_examples, unique_examples
+from sota_grpo.tasks.dataset import DatasetError, Row, load_rows, number_or_text, require_columns
+from sota_grpo.tasks.splits import disjoint, split_examples
 
 HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
 COLUMNS = ("question", "answer")
@@ -81,6 +81,7 @@ class GSM8KTask:
         cls,
         *,
         path: str | None = None,
+        eval_path: str | None = None,
         source: str = HUB_NAME,
         num_heldout: int = 512,
         max_samples: int | None = None,
@@ -95,6 +96,7 @@ class GSM8KTask:
 
         Args:
             path: local file with the columns ``question`` and ``answer``; None asks the hub.
+            eval_path: local file of the held-out problems; None holds out the hub's test split, or rows of ``path``.
             source: name on the hub.
             num_heldout: rows held out of a local file, the same for every order of its rows.
             max_samples: train on the first so many examples only.
@@ -104,15 +106,15 @@ class GSM8KTask:
             DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), a gold answer without a
                 number, or a file with no more than ``num_heldout`` rows.
         """
-        if path is not None:
-            examples = read_examples(load_rows(source, path=path), path)
-            train, heldout = split_examples(examples, num_heldout, seed, path)
+        place = path or f"{source} (train)"
+        train = read_examples(load_rows(source, path=path, config=HUB_CONFIG), place)
+        if eval_path is not None:
+            heldout = read_examples(load_rows(source, path=eval_path), eval_path)
+        elif path is None:
+            heldout = read_examples(load_rows(source, split="test", config=HUB_CONFIG), f"{source} (test)")
         else:
-            rows, tests = (load_rows(source, split=split, config=HUB_CONFIG) for split in ("train", "test"))
-            heldout = unique_examples(read_examples(tests, f"{source} (test)"))
-            train = unique_examples(
-                read_examples(rows, f"{source} (train)"), taken={normalised(e.query) for e in heldout}
-            )
+            train, heldout = split_examples(train, num_heldout, seed, path)
+        train, heldout = disjoint(train, heldout, place)
         return cls(
             train[:max_samples],
             heldout,
@@ -162,12 +164,12 @@ def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
     >>> read_examples([{"question": "1+1?", "answer": "#### 2"}], "demo")[0].query
     '1+1?'
     """
-    require_columns(rows, COLUMNS, source)
+    require_columns(rows, COLUMNS[:1], source)
     return [_read_row(row, f"{source}, row {number}") for number, row in enumerate(rows, start=1)]
 
 
 def _read_row(row: Row, place: str) -> Example:
-    answer = text_of(row, "answer", place)
+    answer = number_or_text(row, "answer", place)
     if parse_number(_gold(answer)) is None:
         raise DatasetError(
             f"{place}: the gold answer has no number after '####' (it ends in {answer[-40:]!r}); "

@@ -30,6 +30,23 @@ def unique_examples(examples: Sequence[Example], taken: set[str] | None = None) 
     return kept
 
 
+def disjoint(train: Sequence[Example], heldout: Sequence[Example], source: str) -> tuple[list[Example], list[Example]]:
+    """Both sides with each question once; one that stands on both is held out.
+
+    Raises:
+        DatasetError: nothing is left to train on.
+
+    >>> one, two = Example("1 + 1?", "2"), Example("2 + 2?", "4")
+    >>> disjoint([one, two, two], [one, one], "demo") == ([two], [one])
+    True
+    """
+    heldout = unique_examples(heldout)
+    kept = unique_examples(train, taken={normalised(example.query) for example in heldout})
+    if not kept:
+        raise DatasetError(f"every question of {source} is held out; give other problems to train on.")
+    return kept, heldout
+
+
 def split_examples(
     examples: Sequence[Example], num_heldout: int, seed: int, source: str
 ) -> tuple[list[Example], list[Example]]:

@@ -12,7 +12,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from sota_grpo import keys
 from sota_grpo.collate import row_list
 from sota_grpo.records import Example, Score
-from sota_grpo.scoring import FailureLog, Scorer, guarded_score
+from sota_grpo.scoring import FailureLog, Scorer, guarded_scores
 from sota_grpo.transforms.base import RowTransform
 
 _WRITTEN = (keys.REWARD, keys.SUCCESS, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.REWARD_INFO)
@@ -28,7 +28,7 @@ class ScoreResponse(RowTransform):
     ``reward_error`` with all terms 0, and never ends the run.
 
     Args:
-        score: ``(response, example) -> Score``.
+        score: ``(response, example) -> Score``; one with a method ``score_group`` is given the whole batch.
         term_weights: weight of each term; the grader must return exactly these names.
 
     Raises:
@@ -54,11 +54,9 @@ class ScoreResponse(RowTransform):
         self._failures = FailureLog()
 
     def _write(self, rows: TensorDictBase) -> None:
-        write_scores(rows, [self.guarded(*graded_text(row)) for row in row_list(rows)], self.term_weights)
-
-    def guarded(self, response: str, example: Example) -> Score:
-        """The score of one response; a failed grader is reported in ``error`` with all terms 0, and raises nothing."""
-        return self._failures.add(guarded_score(self.score, self.term_weights, response, example))
+        asked = [graded_text(row) for row in row_list(rows)]
+        scores = guarded_scores(self.score, self.term_weights, asked)
+        write_scores(rows, [self._failures.add(score) for score in scores], self.term_weights)
 
 
 def graded_text(row: TensorDictBase) -> tuple[str, Example]:
@@ -98,8 +96,12 @@ def write_scores(rows: TensorDictBase, scores: Sequence[Score], term_weights: Ma
     rows.set(keys.SUCCESS, torch.tensor([[score.success] for score in scores]))
     rows.set(keys.REWARD_ERROR, torch.tensor([[score.error is not None] for score in scores]))
     rows.set(keys.REWARD_TIMEOUT, torch.tensor([[(score.error or "").startswith("TimeoutError")] for score in scores]))
-    infos = [NonTensorData(json.dumps(dict(score.info), default=str)) for score in scores]
+    infos = [NonTensorData(json.dumps(_info(score), default=str)) for score in scores]
     rows.set(keys.REWARD_INFO, NonTensorStack(*infos))
+
+
+def _info(score: Score) -> dict[str, Any]:
+    return {**score.info, "error": score.error} if score.error is not None else dict(score.info)
 
 
 def _write_term(rows: TensorDictBase, key: tuple[str, ...], values: Sequence[float | None]) -> None:

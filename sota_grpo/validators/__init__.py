@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from sota_grpo.config import Config
 from sota_grpo.errors import UserError
-from sota_grpo.validators import processes, rules
+from sota_grpo.validators import processes, rules, tasks
 
 Rule = Callable[[Config], str | None]
 
@@ -32,7 +32,10 @@ RULES: tuple[Rule, ...] = (
     rules.reinforce_has_no_ratio,
     rules.reinforce_steps_once_per_collection,
     rules.the_loss_scaler_has_float32_gradients,
-    rules.options_that_the_task_does_not_read_keep_their_default,
+    tasks.options_that_the_task_does_not_read_keep_their_default,
+    tasks.a_table_has_a_place,
+    tasks.several_turns_have_something_to_say,
+    tasks.every_reward_function_has_a_weight,
     processes.devices_are_counted_or_named,
     processes.lockstep_has_no_age,
     processes.lockstep_publishes_after_every_collection,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from sota_grpo.config import Config, EnvConfig, turn_size, walk
+from sota_grpo.config import Config, longest_response, turn_size, walk
 
 
 def every_choice_is_one_of_its_values(config: Config) -> str | None:
     for name, item, value in walk(config):
         choices = item.metadata["choices"]
-        if choices and value not in choices:
+        if choices and value not in choices and (value is not None or item.default is not None):
             return f"{name}={value} is not one of {', '.join(choices)}."
     return None
 
@@ -38,8 +38,8 @@ def every_amount_is_positive(config: Config) -> str | None:
         "ref_model.num_devices": config.ref_model.num_devices,
         "inference_model.tensor_parallel_size": config.inference_model.tensor_parallel_size,
         "train.weight_update_frequency": config.train.weight_update_frequency,
-        "env.reward_workers": config.env.reward_workers,
         "env.reward_timeout_s": config.env.reward_timeout_s,
+        "env.max_steps": config.env.max_steps,
         "train_model.timeout_s": config.train_model.timeout_s,
         "inference_model.timeout_s": config.inference_model.timeout_s,
         "ray.start_timeout_s": config.ray.start_timeout_s,
@@ -50,9 +50,12 @@ def every_amount_is_positive(config: Config) -> str | None:
     return None
 
 
+_MAY_BE_NEGATIVE = ("seed", "reward.correct", "reward.wrong", "reward.no_answer", "reward.success_above")
+
+
 def every_coefficient_is_not_negative(config: Config) -> str | None:
     for name, _, value in walk(config):
-        if isinstance(value, (int, float)) and value < 0 and name not in ("seed",):
+        if isinstance(value, (int, float)) and value < 0 and name not in _MAY_BE_NEGATIVE:
             return f"{name}={value} must not be negative."
     return None
 
@@ -119,9 +122,13 @@ def dynamic_sampling_has_group_signal(config: Config) -> str | None:
 
 
 def overlong_buffer_fits_the_response(config: Config) -> str | None:
-    buffer, longest = config.algorithm.overlong_buffer, config.inference_model.max_tokens
+    buffer, longest = config.algorithm.overlong_buffer, longest_response(config)
     if buffer > longest:
-        return f"algorithm.overlong_buffer={buffer} is longer than inference_model.max_tokens={longest}."
+        turns = f" times env.max_steps={config.env.max_steps}" if config.env.max_steps > 1 else ""
+        return (
+            f"algorithm.overlong_buffer={buffer} is longer than inference_model.max_tokens="
+            f"{config.inference_model.max_tokens}{turns}."
+        )
     return None
 
 
@@ -213,22 +220,4 @@ def the_loss_scaler_has_float32_gradients(config: Config) -> str | None:
             f"train.precision=fp16 scales the loss and needs float32 gradients, but train_model.torch_dtype={dtype}; "
             "use train_model.torch_dtype=float32 or train.precision=bf16."
         )
-    return None
-
-
-UNREAD_OPTIONS = {
-    "arithmetic": ("dataset_path", "answer_format", "format_weight", "system_prompt"),
-    "gsm8k": ("difficulty",),
-}
-
-
-def options_that_the_task_does_not_read_keep_their_default(config: Config) -> str | None:
-    default, task = EnvConfig(), config.env.dataset
-    for name in UNREAD_OPTIONS.get(task, ()):
-        value, kept = getattr(config.env, name), getattr(default, name)
-        if value != kept:
-            return (
-                f"env.{name}={value} has no effect on env.dataset={task}; leave it at "
-                f"{'null' if kept is None else kept} or choose another env.dataset."
-            )
     return None

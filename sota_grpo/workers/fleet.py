@@ -14,8 +14,8 @@ from typing import Any
 
 from sota_grpo.workers.base import Launcher, ServantSpec, Worker, WorkerDied
 from sota_grpo.workers.broadcasts import Broadcast, Sticky
-from sota_grpo.workers.slots import Slot, Task
-from sota_grpo.workers.supervisor import Limits, Supervisor
+from sota_grpo.workers.slots import Limits, Patience, Slot, Task
+from sota_grpo.workers.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 _GOODBYE_S = 10.0  # longest wait for threads that are starting a worker when the fleet is closed
@@ -58,6 +58,7 @@ class Fleet:
         capacity: tasks that one worker has at a time.
         method: of the servant, called for a task.
         task_deadline_s: a worker that is at one task for longer is killed and the task fails with TimeoutError.
+        progress: ``progress(*args)`` counts the parts of a task that are done; the deadline then is that of a part.
         silence_s: see above.
         start_deadline_s: a worker that is not constructed by then counts as a failed start.
         max_attempts: a task that was with so many workers as they died fails with :class:`WorkerDied`.
@@ -82,6 +83,7 @@ class Fleet:
         capacity: int,
         method: str = "run",
         task_deadline_s: float | None = None,
+        progress: Callable[..., int] | None = None,
         silence_s: float = 60.0,
         start_deadline_s: float = 600.0,
         max_attempts: int = 8,
@@ -89,7 +91,8 @@ class Fleet:
     ) -> None:
         if count < 1 or capacity < 1:
             raise ValueError(f"A fleet needs at least one worker with room for one task; got {count} and {capacity}.")
-        limits = Limits(capacity, task_deadline_s, silence_s, start_deadline_s, max_attempts, max_start_failures)
+        patience = None if task_deadline_s is None else Patience(task_deadline_s, progress)
+        limits = Limits(capacity, patience, silence_s, start_deadline_s, max_attempts, max_start_failures)
         self._role, self._start = role, start
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
@@ -131,8 +134,9 @@ class Fleet:
     def submit(self, *args: Any) -> Future[Any]:
         """``method(*args)`` on the least loaded worker, as soon as one has room.
 
-        The future has the method's result or exception; :class:`WorkerDied` when the task was with ``max_attempts``
-        workers that died, the fleet was closed or no slot is left; TimeoutError after ``task_deadline_s``.
+        The future has the method's result or exception; :class:`~.slots.TaskLost` when the task was with
+        ``max_attempts`` workers that died; another :class:`WorkerDied` when the fleet was closed or no slot is left;
+        :class:`~.slots.TaskOverdue`, a TimeoutError, after ``task_deadline_s``.
         """
         task = Task(next(self._numbers), args)
         if not self._post(self._supervisor.submit, task):

@@ -136,12 +136,12 @@ class OpenCalls:
         if future is not None:
             _settle(future, succeeded, value)
 
-    def fail(self, what: str) -> None:
+    def fail(self, what: str, kind: type[WorkerDied] = WorkerDied) -> None:
         """The worker is dead: open calls and later ones fail with ``{name} {what}``; only the first cause counts."""
         with self._lock:
             if self._dead is not None:
                 return
-            self._dead = WorkerDied(f"{self._name} {what}")
+            self._dead = kind(f"{self._name} {what}")
             left, self._futures = self._futures, {}
         for future in left.values():
             _settle(future, False, self._dead)

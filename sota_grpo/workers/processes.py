@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import queue
 import signal
 import socket
@@ -13,15 +12,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-from sota_grpo.workers.base import ServantSpec
+from sota_grpo.workers.base import ServantSpec, WorkerDied
 from sota_grpo.workers.host import PID_METHOD, Host, OpenCalls, child_environment, die_with_parent, outcome, portable
+from sota_grpo.workers.messages import Message, Shared
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
@@ -30,6 +31,12 @@ _BOOT = (
 _PARENT_POLL_S = 0.5
 _EXIT_S = 1.0  # from the end of the socket to the end of the process
 _REAP_S = 10.0  # longest wait of kill() for the kernel
+_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # what others end a process with
+_EXPENDABLE = "1000"  # oom_score_adj: the kernel ends such a process first when memory runs out
+
+
+class ProcessEndedItself(WorkerDied):
+    """A worker's process ended by what it did itself: an exit, a fault. Others end one by SIGKILL or SIGTERM."""
 
 
 class ProcessWorker:
@@ -45,21 +52,27 @@ class ProcessWorker:
         spec: what the process runs.
         environment: of the process, whole.
         spawner: the one thread that starts processes (see :class:`ProcessLauncher`).
+        pass_fds: descriptors that it inherits.
     """
 
     def __init__(
-        self, name: str, spec: ServantSpec, environment: Mapping[str, str], spawner: ThreadPoolExecutor
+        self,
+        name: str,
+        spec: ServantSpec,
+        environment: Mapping[str, str],
+        spawner: ThreadPoolExecutor,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.name = name
         self._calls = OpenCalls(name)
         self._spawner = spawner  # kept: the process dies with the thread that started it
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = spawner.submit(_spawn, name, theirs.fileno(), environment).result()
+            self._process = spawner.submit(_spawn, name, theirs.fileno(), environment, pass_fds).result()
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))
-        self._outbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
-        self._outbox.put(_Message.of((name,), spec))
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._outbox.put(Message.of((name,), spec))
         self._writer = threading.Thread(target=self._write, name=f"calls to {name}", daemon=True)
         self._writer.start()
         self._reader = threading.Thread(target=self._read, name=f"answers of {name}", daemon=True)
@@ -75,7 +88,7 @@ class ProcessWorker:
             self._calls.resolve(number, True, self.pid)
         elif not future.done():
             try:
-                self._outbox.put(_Message.of((number, method), args))
+                self._outbox.put(Message.of((number, method), args))
             except Exception as error:  # arguments that cannot be pickled are this call's failure
                 self._calls.resolve(number, False, error)
         return future
@@ -105,7 +118,7 @@ class ProcessWorker:
                 if self._connection not in wait(watched):
                     # Something that the process left behind may hold its end of the socket open: end it here.
                     self._socket.shutdown(socket.SHUT_RDWR)
-                (number, succeeded), message = _Message.receive(self._connection)
+                (number, succeeded), message = Message.receive(self._connection)
                 self._resolve(number, succeeded, message)
         except (EOFError, OSError):
             self._bury()
@@ -113,7 +126,7 @@ class ProcessWorker:
             if death is not None:
                 os.close(death)
 
-    def _resolve(self, number: int, succeeded: bool, message: _Message) -> None:
+    def _resolve(self, number: int, succeeded: bool, message: Message) -> None:
         try:
             value = message.load()
         except Exception as error:  # an answer whose class this process lacks is that call's failure, not the worker's
@@ -124,7 +137,10 @@ class ProcessWorker:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
         self._signal_group()
-        self._calls.fail(f"(pid {self.pid}) {_ending(self._process.wait())}")
+        code = self._process.wait()
+        self._calls.fail(
+            f"(pid {self.pid}) {_ending(code)}", ProcessEndedItself if -code not in _OUTSIDE else WorkerDied
+        )
         self._outbox.put(None)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -152,7 +168,13 @@ class ProcessLauncher:
         self._workers: weakref.WeakSet[ProcessWorker] = weakref.WeakSet()
 
     def start(
-        self, name: str, spec: ServantSpec, *, env: Mapping[str, str] | None = None, threads: int | None = None
+        self,
+        name: str,
+        spec: ServantSpec,
+        *,
+        env: Mapping[str, str] | None = None,
+        threads: int | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> ProcessWorker:
         """Start a worker.
 
@@ -161,14 +183,15 @@ class ProcessLauncher:
             spec: what it runs.
             env: variables set before the process imports anything.
             threads: of OpenMP, hence of torch; None leaves it to the environment.
+            pass_fds: descriptors that it inherits under the same numbers.
         """
-        worker = ProcessWorker(name, spec, {**os.environ, **child_environment(env, threads)}, self._spawner)
+        worker = ProcessWorker(name, spec, {**os.environ, **child_environment(env, threads)}, self._spawner, pass_fds)
         self._workers.add(worker)
         return worker
 
     def share(self, value: Any) -> Any:
         """A handle for ``call``: the value is pickled here, once, and sent with every call that names the handle."""
-        return _Shared(value)
+        return Shared(value)
 
     def close(self) -> None:
         for worker in list(self._workers):
@@ -176,55 +199,10 @@ class ProcessLauncher:
         self._spawner.shutdown(wait=False)
 
 
-class _Message:
-    """A head that always can be read, a pickled body, and the body's large buffers beside it."""
-
-    def __init__(self, head: tuple[Any, ...], body: bytes, buffers: list[Any]) -> None:
-        self._head, self._body, self._buffers = head, body, buffers
-
-    @classmethod
-    def of(cls, head: tuple[Any, ...], value: Any) -> _Message:
-        buffers: list[pickle.PickleBuffer] = []
-        body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-        return cls(head, body, [buffer.raw() for buffer in buffers])
-
-    def send(self, connection: Connection) -> None:
-        connection.send_bytes(pickle.dumps((self._head, [len(buffer) for buffer in self._buffers])))
-        connection.send_bytes(self._body)
-        for buffer in self._buffers:
-            connection.send_bytes(buffer)
-
-    @classmethod
-    def receive(cls, connection: Connection) -> tuple[tuple[Any, ...], _Message]:
-        head, sizes = pickle.loads(connection.recv_bytes())
-        body, buffers = connection.recv_bytes(), [bytearray(size) for size in sizes]
-        for buffer in buffers:
-            connection.recv_bytes_into(buffer)
-        return head, cls(head, body, buffers)
-
-    def load(self) -> Any:
-        return pickle.loads(self._body, buffers=self._buffers)
-
-
-class _Shared:
-    """A value that is pickled once, however often it is sent; at the other end it is the value."""
-
-    def __init__(self, value: Any) -> None:
-        self._message = _Message.of((), value)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        message = self._message
-        return _unshare, (message._body, [pickle.PickleBuffer(buffer) for buffer in message._buffers])
-
-
-def _unshare(body: bytes, buffers: list[Any]) -> Any:
-    return pickle.loads(body, buffers=buffers)
-
-
-def _spawn(name: str, fd: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(name: str, fd: int, environment: Mapping[str, str], pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", _BOOT, name, json.dumps(sys.path), str(fd), str(os.getpid())]
     return subprocess.Popen(
-        command, pass_fds=(fd,), stdin=subprocess.DEVNULL, start_new_session=True, env=dict(environment)
+        command, pass_fds=(fd, *pass_fds), stdin=subprocess.DEVNULL, start_new_session=True, env=dict(environment)
     )
 
 
@@ -244,8 +222,10 @@ def serve_child(fd: int, parent_pid: int) -> None:
     """The life of a worker's process: the servant on the main thread, where it may use signals; calls on another."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent(parent_pid)
+    with suppress(OSError):  # not Linux
+        Path("/proc/self/oom_score_adj").write_text(_EXPENDABLE)
     connection = Connection(fd)
-    (name,), message = _Message.receive(connection)
+    (name,), message = Message.receive(connection)
     host = Host(name, message.load)
     threading.Thread(target=_relay, args=(connection, host), daemon=True).start()
     host.serve()
@@ -258,15 +238,15 @@ def _relay(connection: Connection, host: Host) -> None:
     def answer(number: int, future: Future[Any]) -> None:
         succeeded, value = outcome(host.name, future)
         try:
-            message = _Message.of((number, succeeded), value)
+            message = Message.of((number, succeeded), value)
         except Exception as error:  # a result that cannot be pickled is that call's failure
-            message = _Message.of((number, False), portable(host.name, error))
+            message = Message.of((number, False), portable(host.name, error))
         with lock, suppress(OSError):  # the other end is gone: this process is about to end
             message.send(connection)
 
     try:
         while True:
-            (number, method), message = _Message.receive(connection)
+            (number, method), message = Message.receive(connection)
             host.post(method, message.load).add_done_callback(partial(answer, number))
     except (EOFError, OSError):
         os._exit(0)

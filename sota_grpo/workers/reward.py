@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 from sota_grpo.records import Example, Score
-from sota_grpo.scoring import Scorer, guarded_score
+from sota_grpo.scoring import Scorer, guarded_scores
 from sota_grpo.workers.base import ServantSpec
+from sota_grpo.workers.ledger import Ledger
 from sota_grpo.workers.servant_thread import ServantThread
 
 
-def reward_spec(score: Scorer, term_weights: Mapping[str, float]) -> ServantSpec:
+def reward_spec(score: Scorer, term_names: Collection[str], ledger: int | None = None) -> ServantSpec:
     """What a reward worker runs.
 
     Args:
         score: picklable, best without a data set behind it: :func:`sota_grpo.tasks.base.scorer_of`.
-        term_weights: as in :class:`sota_grpo.transforms.ScoreResponse`.
+        term_names: the terms that it returns.
+        ledger: as in :class:`RewardServant`.
     """
-    options = {"score": score, "term_names": tuple(term_weights)}
+    options = {"score": score, "term_names": tuple(term_names), "ledger": ledger}
     return ServantSpec("sota_grpo.workers.reward:RewardServant", options)
 
 
 class RewardServant:
-    """Grades lists of responses on a thread of its own, guarded as :func:`sota_grpo.scoring.guarded_score` says.
+    """Grades lists of responses on a thread of its own, guarded as :func:`sota_grpo.scoring.guarded_scores` says.
 
     Args:
         score: the task's grader.
         term_names: the terms that it returns.
+        ledger: descriptor of a :class:`~.ledger.Ledger` in which it notes how many of a call's responses are graded.
 
     >>> servant = RewardServant(lambda text, example: Score({"long": float(len(text) > 2)}, False), ["long"])
     >>> [score.terms for score in servant.run([("yes", Example("?", "yes")), ("no", Example("?", "yes"))]).result()]
@@ -35,13 +39,14 @@ class RewardServant:
     >>> servant.close()
     """
 
-    def __init__(self, score: Scorer, term_names: Sequence[str]) -> None:
+    def __init__(self, score: Scorer, term_names: Sequence[str], ledger: int | None = None) -> None:
         self._score, self._term_names = score, tuple(term_names)
+        self._ledger = None if ledger is None else Ledger(ledger)
         self._thread = ServantThread("grader")
 
-    def run(self, asked: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
-        """The scores of ``(response, example)`` pairs, in their order."""
-        return self._thread.submit(self._grade, asked)
+    def run(self, asked: Sequence[tuple[str, Example]], page: int = 0) -> Future[list[Score]]:
+        """The scores of ``(response, example)`` pairs, in their order; ``page`` is this call's in the ledger."""
+        return self._thread.submit(self._grade, asked, page)
 
     def ping(self) -> float:
         """Seconds for which the grader has been at one response."""
@@ -50,9 +55,17 @@ class RewardServant:
     def close(self) -> None:
         self._thread.close()
 
-    def _grade(self, asked: Sequence[tuple[str, Example]]) -> list[Score]:
-        scores = []
-        for response, example in asked:
-            scores.append(guarded_score(self._score, self._term_names, response, example))
+    def _grade(self, asked: Sequence[tuple[str, Example]], page: int) -> list[Score]:
+        answers = itertools.count(1)
+
+        def tick() -> None:
             self._thread.progress()
+            self._note(page, next(answers))
+
+        scores = guarded_scores(self._score, self._term_names, asked, tick=tick)
+        self._note(page, len(asked))  # a grader of whole groups has answered once
         return scores
+
+    def _note(self, page: int, graded: int) -> None:
+        if self._ledger is not None:
+            self._ledger.note(page, graded)

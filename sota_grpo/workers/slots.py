@@ -10,8 +10,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sota_grpo.workers.base import Worker
+from sota_grpo.workers.base import Worker, WorkerDied
 from sota_grpo.workers.futures import promised
+
+
+class TaskOverdue(TimeoutError):
+    """A worker was at a task for too long; ``progress`` says how far it had come with it."""
+
+    def __init__(self, what: str, progress: int) -> None:
+        super().__init__(what)
+        self.progress = progress
+
+
+class TaskLost(WorkerDied):
+    """As many workers died with a task as may; ``__cause__`` is how the last one did, where that is known."""
 
 
 @dataclass(eq=False)
@@ -22,7 +34,8 @@ class Task:
     args: tuple[Any, ...]
     future: Future[Any] = field(default_factory=promised)
     workers_lost: int = 0
-    since_s: float = 0.0
+    since_s: float = 0.0  # when its worker got it, or was last seen to come further with it
+    progress: int = 0
 
     def __lt__(self, other: Task) -> bool:
         return self.number < other.number
@@ -86,6 +99,49 @@ class Rota:
                 return next(iter(slots.values()))
             self._lowest += 1
         return None
+
+
+class Patience:
+    """How long a worker may be at a task without coming further with it.
+
+    A task of several parts has the limit for each: ``progress`` is looked at eight times in it, and the limit counts
+    from when it was last seen to have changed, so a part gets between the limit and nine eighths of it.
+
+    Args:
+        limit_s: see above.
+        progress: ``progress(*task.args)`` counts what is done of a task, from 0; None: it shows at its end only.
+
+    >>> done = iter([1, 1])
+    >>> patience, task = Patience(8.0, lambda: next(done)), Task(0, (), since_s=5.0)
+    >>> patience.look_at_s(task, 5.0), patience.is_over(task, 6.0), patience.is_over(task, 14.0)
+    (6.0, False, True)
+    """
+
+    def __init__(self, limit_s: float, progress: Callable[..., int] | None = None) -> None:
+        self.limit_s, self._progress = limit_s, progress
+
+    def is_over(self, task: Task, now_s: float) -> bool:
+        """Whether its worker has made no progress for too long."""
+        if self._progress is not None and (done := self._progress(*task.args)) != task.progress:
+            task.progress, task.since_s = done, now_s
+        return now_s - task.since_s >= self.limit_s
+
+    def look_at_s(self, oldest: Task, now_s: float) -> float:
+        """When to ask again."""
+        due_s = oldest.since_s + self.limit_s
+        return due_s if self._progress is None else min(due_s, now_s + self.limit_s / 8)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a fleet waits and how often it tries (:class:`~sota_grpo.workers.fleet.Fleet` explains each)."""
+
+    capacity: int
+    patience: Patience | None
+    silence_s: float
+    start_deadline_s: float
+    max_attempts: int
+    max_start_failures: int
 
 
 class Timers:

@@ -6,29 +6,16 @@ import heapq
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from sota_grpo.workers.base import Worker, WorkerDied
 from sota_grpo.workers.broadcasts import Broadcast, Broadcasts, OnDemand, Sticky
 from sota_grpo.workers.host import ConstructionFailed
-from sota_grpo.workers.slots import Rota, Slot, Task, Timers
+from sota_grpo.workers.slots import Limits, Patience, Rota, Slot, Task, TaskLost, TaskOverdue, Timers
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between two starts that fail
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long a fleet waits and how often it tries (:class:`~sota_grpo.workers.fleet.Fleet` explains each)."""
-
-    capacity: int
-    task_deadline_s: float | None
-    silence_s: float
-    start_deadline_s: float
-    max_attempts: int
-    max_start_failures: int
 
 
 class Supervisor:
@@ -168,16 +155,14 @@ class Supervisor:
             self._rota.put(slot)
             task.since_s = self.timers.now_s()
             self._ask(slot, self._method, task.args, self._done, task)
-            if self._limits.task_deadline_s is not None and not slot.is_timed:
-                slot.is_timed = True
-                self.timers.at(task.since_s + self._limits.task_deadline_s, self._look_for_overdue, slot, slot.life)
+            self._time(slot)
 
     def _done(self, slot: Slot, life: int, task: Task, future: Future[Any]) -> None:
         if slot.life != life or task.number not in slot.tasks:
             return
         error = future.exception()
         if isinstance(error, WorkerDied):
-            self._lose(slot, str(error))
+            self._lose(slot, error)
             return
         self._rota.take(slot)
         del slot.tasks[task.number]
@@ -188,28 +173,31 @@ class Supervisor:
         else:
             task.future.set_exception(error)
 
-    def _look_for_overdue(self, slot: Slot, life: int) -> None:
-        deadline_s = self._limits.task_deadline_s
-        if slot.life != life or deadline_s is None:
-            return
-        slot.is_timed = False
-        now_s, tasks = self.timers.now_s(), list(slot.tasks.values())
-        overdue = [task for task in tasks if now_s - task.since_s >= deadline_s]
-        if not overdue and tasks:
+    def _time(self, slot: Slot) -> None:
+        """Have a look at the slot's tasks when one may be overdue."""
+        if (patience := self._limits.patience) is not None and slot.tasks and not slot.is_timed:
             slot.is_timed = True
-            self.timers.at(tasks[0].since_s + deadline_s, self._look_for_overdue, slot, life)
-        if not overdue:
+            due_s = patience.look_at_s(next(iter(slot.tasks.values())), self.timers.now_s())
+            self.timers.at(due_s, self._look_for_overdue, slot, slot.life, patience)
+
+    def _look_for_overdue(self, slot: Slot, life: int, patience: Patience) -> None:
+        if slot.life != life:
             return
-        what = f"{slot.who} was at one task for more than {deadline_s:g} s"
+        slot.is_timed, now_s = False, self.timers.now_s()
+        overdue = [task for task in slot.tasks.values() if patience.is_over(task, now_s)]
+        if not overdue:
+            self._time(slot)
+            return
+        what = f"{slot.who} was at one task for more than {patience.limit_s:g} s"
         self._rota.take(slot)
         for task in overdue:
             del slot.tasks[task.number]
         self._rota.put(slot)
         self._lose(slot, what)
         for task in overdue:
-            task.future.set_exception(TimeoutError(what))
+            task.future.set_exception(TaskOverdue(what, task.progress))
 
-    def _lose(self, slot: Slot, why: str) -> None:
+    def _lose(self, slot: Slot, why: str | WorkerDied) -> None:
         """Replace a ready worker and queue its tasks again, where they were."""
         who = slot.who
         self._rota.take(slot)
@@ -224,11 +212,12 @@ class Supervisor:
         self.requeued += again
         logger.warning("%s is replaced: %s. Tasks queued again: %d; given up: %d.", who, why, again, len(failed))
         self.begin(slot)
-        self._broadcasts.lost(slot, why)
+        self._broadcasts.lost(slot, str(why))
         self._dispatch()
         for task in failed:
-            lost = f"A task was with {task.workers_lost} {self._role} workers that died, at last {who}: {why}"
-            task.future.set_exception(WorkerDied(lost))
+            lost = TaskLost(f"A task was with {task.workers_lost} {self._role} workers that died, at last {who}: {why}")
+            lost.__cause__ = why if isinstance(why, WorkerDied) else None
+            task.future.set_exception(lost)
 
     def _tick(self, slot: Slot, life: int) -> None:
         """Ping, four times in the longest silence."""
@@ -246,7 +235,7 @@ class Supervisor:
             return
         error = future.exception()
         if error is not None:
-            self._lose(slot, str(error) if isinstance(error, WorkerDied) else f"its ping failed: {error!r}")
+            self._lose(slot, error if isinstance(error, WorkerDied) else f"its ping failed: {error!r}")
         elif future.result() > self._limits.silence_s:
             self._lose(slot, f"it has had work and made no progress for {future.result():.1f} s")
         else:

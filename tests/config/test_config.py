@@ -164,8 +164,8 @@ def test_every_field_is_read_by_the_assembly() -> None:
     rooms = [package / "app.py", package / "config.py", *(package / "assembly").glob("*.py")]  # config.py: turn_size
     read = set().union(*(ConfigReads(path.read_text()).read for path in rooms))
     unread = {name for name, _, _ in walk()} - read
-    # it labels the run and is written to the logs as it is
-    assert unread == {"algorithm.name"}
+    # the first labels the run in the logs; the second is taken out of the config before anything else (hub_token.py)
+    assert unread == {"algorithm.name", "model.hub_token"}
 
 
 BROKEN = [
@@ -274,6 +274,24 @@ BROKEN = [
         ["env.dataset=gsm8k", "env.difficulty=2"],
         "env.difficulty=2 has no effect on env.dataset=gsm8k; leave it at 4",
     ),
+    (
+        "options_that_the_task_does_not_read_keep_their_default",
+        ["env.dataset=gsm8k", "reward.wrong=-2"],
+        "reward.wrong=-2.0 has no effect on env.dataset=gsm8k; leave it at -1.0 or choose another env.dataset (math)",
+    ),
+    ("a_table_has_a_place", ["env.dataset=table"], "env.dataset_path=FILE"),
+    ("several_turns_have_something_to_say", ["env.reasoning=true"], "env.max_steps=1 leaves no turn"),
+    ("several_turns_have_something_to_say", ["env.max_steps=3"], "env.reasoning=true"),
+    ("every_reward_function_has_a_weight", ["reward.name=fn"], "reward.path=FILE"),
+    ("every_reward_function_has_a_weight", ["reward.weights=[1.0]"], "reward.path=FILE"),
+    ("every_reward_function_has_a_weight", ["reward.path=r.py", "reward.name=[a,a]"], "different ones"),
+    ("every_reward_function_has_a_weight", ["reward.path=r.py", "reward.name=7"], "reward.name=7 is not the name"),
+    (
+        "every_reward_function_has_a_weight",
+        ["reward.path=r.py", "reward.name=[a,b]", "reward.weights=[1.0]"],
+        "reward.weights has 1 entries for 2 functions (a, b)",
+    ),
+    ("every_amount_is_positive", ["env.max_steps=0"], "env.max_steps=0"),
 ]
 
 
@@ -297,6 +315,11 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
         ["train.precision=fp16", "train_model.torch_dtype=float16", "train_model.lora.enabled=true"],
         ["train.precision=fp16"],
         ["env.max_samples=5"],
+        ["env.reasoning=true", "env.max_steps=2"],
+        ["env.dataset=countdown", "env.max_steps=3"],
+        ["env.dataset=math", "reward.wrong=-2", "env.answer_format=tags"],
+        ["env.dataset=table", "env.dataset_path=x.parquet", "reward.path=r.py", "reward.name=fn"],
+        ["reward.path=r.py", "reward.name=[a,b]", "reward.weights=[1.0,-0.5]"],
     ],
 )
 def test_rules_let_pass_what_works(overrides: list[str]) -> None:

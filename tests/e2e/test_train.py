@@ -23,7 +23,7 @@ ALWAYS = (
 )
 ROLLOUT = (
     *("step", "group_id", "sample_id", "query", "answer", "prompt", "response", "reward", "reward_terms"),
-    *("advantage", "truncated", "policy_version"),
+    *("response_tokens", "success", "reward_info", "advantage", "truncated", "policy_version"),
 )
 
 

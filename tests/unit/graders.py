@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import signal
 import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from sota_grpo.records import Example, Score
 
 WEIGHTS = {"right": 1.0, "length": -0.01}
-DEADLY = ("hang", "exit", "crash")
+DEADLY = ("hang", "spin", "exit", "crash", "shot")
 
 
 def moody(response: str, example: Example) -> Score:
@@ -17,10 +21,16 @@ def moody(response: str, example: Example) -> Score:
     mood = response.partition(" ")[0]
     if mood == "hang":
         time.sleep(3600)
+    if mood == "spin":  # with the interpreter locked: no other thread of the process runs
+        re.match(r"(a+)+$", "a" * 64 + "b")
     if mood == "exit":
         os._exit(0)
     if mood == "crash":
         signal.raise_signal(signal.SIGSEGV)
+    if mood == "shot":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mood == "memory":
+        _fill_the_memory()
     return tame(response, example)
 
 
@@ -28,17 +38,60 @@ def tame(response: str, example: Example) -> Score:
     """As :func:`moody`, but it raises where that one takes its process down."""
     mood, _, rest = response.partition(" ")
     if mood in DEADLY:
-        raise RuntimeError("not in this process")
+        raise (TimeoutError if mood in ("hang", "spin") else RuntimeError)("not in this process")
     if mood == "slow":
         time.sleep(float(rest))
     if mood == "quit":
         raise SystemExit(rest)
+    if mood == "memory":
+        raise MemoryError
     if mood == "nan":
         return Score({"right": float("nan"), "length": 0.0}, False)
     right = rest == example.answer
     return Score({"right": float(right) / 3, "length": len(response) / 7}, right)
 
 
+def _fill_the_memory() -> None:
+    size_mb = int(re.findall(r"VmSize:\s+(\d+)", open("/proc/self/status").read())[0]) // 1024  # noqa: SIM115
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, ((size_mb + 100) << 20, hard))
+    taken = []
+    try:
+        while True:
+            taken.append(bytearray(1 << 20))
+    finally:
+        taken.clear()
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def misnamed(response: str, example: Example) -> Score:
     """A grader whose terms are not those of ``WEIGHTS``."""
     return Score({"wrong": 1.0}, True)
+
+
+class Together:
+    """A grader of whole groups: ``right`` says how many of the group are shorter."""
+
+    def __call__(self, response: str, example: Example) -> Score:
+        return self.score_group([(response, example)])[0]
+
+    def score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
+        for response, example in pairs:
+            if response.partition(" ")[0] in DEADLY:
+                moody(response, example)
+        lengths = [len(response) for response, _ in pairs]
+        return [Score({"right": sum(map(length.__gt__, lengths)), "length": length}, False) for length in lengths]
+
+
+class Unloadable:
+    """A grader that no other process can load."""
+
+    def __call__(self, response: str, example: Example) -> Score:
+        return tame(response, example)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _refuse, ()
+
+
+def _refuse() -> NoReturn:
+    raise ImportError("a package that is missing here")

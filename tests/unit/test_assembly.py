@@ -16,8 +16,9 @@ from sota_grpo.assembly import Parts, common, learning, local, workers
 from sota_grpo.assembly.cluster import visible_gpus, visible_names
 from sota_grpo.assembly.devices import Plan, make_plan, reference_has_own_weights, resolve_device
 from sota_grpo.assembly.learning import make_model, make_overlong, make_reference
-from sota_grpo.assembly.rollout import end_token_ids, generation_config_of, task_of
-from sota_grpo.collectors import constant_rows
+from sota_grpo.assembly.rollout import end_token_ids, generation_config_of
+from sota_grpo.assembly.tasks import task_of
+from sota_grpo.batches import constant_rows
 from sota_grpo.config import Config
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from sota_grpo import keys
+from sota_grpo.batches import group_request
 from sota_grpo.collectors import RolloutCollector, SyncSource
-from sota_grpo.records import Sampling
+from sota_grpo.records import Example, Sampling, Score
+from sota_grpo.rewards.grading import Grader, LocalGrader
 from sota_grpo.transforms import GroupAdvantage
 from tests.l3_parts import make_env, make_scripted
 
 
-def make_collector(**options) -> RolloutCollector:
-    env = make_env()
+def make_collector(grader: Grader | None = None, **options) -> RolloutCollector:
+    env = make_env(grader=grader)
     engine = make_scripted(env)
     engine._duration_s = lambda request: random.random() / 100  # groups finish in any order
     return RolloutCollector(env, engine, sampling=Sampling(max_tokens=128), **{"dialog_turns_per_batch": 16, **options})
@@ -43,6 +48,56 @@ def test_rewards_are_those_of_the_script() -> None:
         right = group % 3 == 0 or (group + sample) % 2 == 0
         assert float(row[keys.REWARD]) == float(right)
         assert bool(row[keys.SUCCESS]) == right
+
+
+class LateGrader:
+    """Answers when it has been asked for ``num_groups`` groups, the last one first, from another thread."""
+
+    def __init__(self, num_groups: int, delay_s: float = 0.0) -> None:
+        task = make_env().task
+        self._here, self._num_groups, self._delay_s = LocalGrader(task.score, task.term_weights), num_groups, delay_s
+        self.open: list[tuple[Future[list[Score]], list[tuple[str, Example]]]] = []
+
+    def scores(self, asked: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
+        self.open.append((Future(), list(asked)))
+        if len(self.open) == self._num_groups:
+            threading.Timer(self._delay_s, self._answer).start()
+        return self.open[-1][0]
+
+    def _answer(self) -> None:
+        for future, asked in reversed(self.open):
+            future.set_result(self._here.scores(asked).result())
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def plain(row: TensorDictBase) -> dict[str, object]:
+    return {str(key): value.tolist() if hasattr(value, "tolist") else value for key, value in row.items(True, True)}
+
+
+@pytest.mark.timeout(60)
+def test_rows_are_the_same_wherever_and_whenever_they_are_graded() -> None:
+    """Nobody waits for a score while the engine still generates: this grader answers after the last group only."""
+    late, here = make_collector(LateGrader(num_groups=12)), make_collector()
+    assert list(map(plain, late.collect(12))) == list(map(plain, here.collect(12)))
+
+
+def test_the_time_to_score_is_the_time_waited_for_scores() -> None:
+    collector = make_collector(LateGrader(num_groups=3, delay_s=0.3))
+    collector.collect(3)
+    assert 0.3 <= collector.seconds["score"] < 3.0
+    assert collector.seconds["generate"] < 0.3
+
+
+def test_a_request_has_its_example_where_the_dialog_goes_on() -> None:
+    for multi_turn in (False, True):
+        env = make_env(multi_turn=multi_turn)
+        example = env.task.train[3]
+        request = group_request(env, 7, example, num_samples=2, seed=5)
+        assert (request.group_id, request.num_samples, request.seed) == (7, 2, 5)
+        assert request.prompt_ids == env.prompt_ids(example)
+        assert request.example == (example if multi_turn else None)
 
 
 def test_a_collection_that_splits_a_group_is_refused() -> None:

@@ -11,6 +11,7 @@ from tensordict import lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.envs import PromptStream, complete_rows, finish_row, prompt_rows
+from sota_grpo.envs.rows import last_turn
 from sota_grpo.records import Example, Sample
 from tests.unit.test_envs import char_tokenizer
 
@@ -84,6 +85,36 @@ def test_a_finished_row_worked_out_by_hand() -> None:
     assert {key: row.get(key).dtype for key in types} == types
     assert [row[key] for key in (keys.QUERY, keys.ANSWER, keys.EXTRA)] == ["1+1?", "#### 2", '{"steps": 1}']
     assert row[keys.RESPONSE_TEXT] == tokenizer.decode([ids[0], 9])
+
+
+def test_a_finished_dialog_worked_out_by_hand() -> None:
+    """Two turns of the policy around a user turn, whose log-probs and versions in the sample are nonsense."""
+    tokenizer = char_tokenizer()
+    first, heard, second = (tokenizer(text)["input_ids"] for text in ("2", "no", "3!"))
+    ids = [*first, tokenizer.eos_token_id, *heard, *second, tokenizer.eos_token_id]
+    said = [True, True, False, False, True, True, True]
+    sample = Sample(
+        token_ids=torch.tensor(ids),
+        log_probs=torch.tensor([-0.5, -0.25, float("nan"), 9.0, -1.0, -2.0, -3.0], dtype=torch.float64),
+        versions=torch.tensor([8, 8, 2, 99, 9, 9, 9]),
+        truncated=False,
+        assistant_mask=torch.tensor(said),
+    )
+    row = finish_row(prompt_rows(5, Example("1+2?", "#### 3"), [4, 6], repeats=1)[0], sample, tokenizer)
+    expected = {
+        keys.FULL_TOKENS: [4, 6, *ids],
+        keys.RESPONSE_TOKENS: ids,
+        keys.ATTENTION_MASK: [True] * 9,
+        keys.ASSISTANT_MASK: [False, False, *said],
+        keys.LOG_PROBS: [0.0, 0.0, -0.5, -0.25, 0.0, 0.0, -1.0, -2.0, -3.0],
+        keys.TOKEN_VERSION: [-1, -1, 8, 8, -1, -1, 9, 9, 9],
+        keys.POLICY_VERSION: 8,
+        keys.TERMINATED: [True],
+    }
+    assert {key: row.get(key).tolist() for key in expected} == expected
+    assert row.get(keys.LOG_PROBS).dtype == torch.float32
+    assert row[keys.RESPONSE_TEXT] == "3!"
+    assert last_turn(sample).tolist() == [*second, tokenizer.eos_token_id]
 
 
 def test_finishing_a_row_leaves_its_siblings_and_its_prompt_alone() -> None:

@@ -19,6 +19,7 @@ from sota_grpo import keys
 from sota_grpo.envs import ArithmeticEnv, GSM8KEnv, PromptStream, TaskEnv, finish_row, prompt_rows
 from sota_grpo.errors import UserError
 from sota_grpo.records import Example, Sample, Score
+from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 
 SEED = random.SystemRandom().randrange(1 << 30)
@@ -154,6 +155,34 @@ def test_a_grader_that_fails_is_counted_and_ends_nothing() -> None:
     rows = env.rollout(max_steps=1, policy=answering(env, lambda index, row: row["answer"]))
     assert rows["next", "reward_error"].all()
     assert not rows["next", "reward"].any()
+
+
+def test_a_step_asks_the_grader_for_each_group() -> None:
+    asked = []
+
+    class Listening(LocalGrader):
+        def scores(self, pairs):
+            asked.append(list(pairs))
+            return super().scores(pairs)
+
+    env = make_env(grader=Listening(lambda text, example: Score({"correct": float(len(text))}, False), ["correct"]))
+    rows = env.rollout(max_steps=1, policy=answering(env, lambda index, row: "x" * index)).reshape(-1)
+    assert [[text for text, _ in group] for group in asked] == [["", "x", "xx"], ["xxx", "xxxx", "xxxxx"]]
+    assert [{example.query for _, example in group} for group in asked] == [{rows[0]["query"]}, {rows[3]["query"]}]
+    assert rows["next", "reward"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_rows_with_scores_pass_unchanged() -> None:
+    env = make_env()
+    example = env.task.train[0]
+    (row,) = prompt_rows(0, example, env.prompt_ids(example), repeats=1)
+    ids = torch.tensor(env.tokenizer(env.task.gold_response(example))["input_ids"])
+    row = finish_row(row, Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids)), False), env.tokenizer)
+    assert env.grade([row])[0].get(keys.REWARD).tolist() == [1.0]
+    env.grader = LocalGrader(lambda text, example: Score({"correct": 7.0}, False), ["correct"])
+    (again,) = env.grade([row])
+    assert again is row
+    assert again.get(keys.REWARD).tolist() == [1.0]
 
 
 def test_rows_that_do_not_reset_together_are_refused() -> None:

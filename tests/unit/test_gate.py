@@ -15,7 +15,8 @@ from sota_grpo.checkpoint import rng_state
 from sota_grpo.collate import set_loss_weights
 from sota_grpo.gate import CHECKS, CheckError, Subject, run_gate
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.records import Score
+from sota_grpo.records import Example, Score
+from sota_grpo.rewards.grading import LocalGrader
 from tests.l3_parts import make_subject
 
 
@@ -188,7 +189,6 @@ def test_a_grader_that_refuses_the_gold_answer_is_found(subject: Subject) -> Non
         heldout=task.heldout,
         term_weights=task.term_weights,
         gold_response=lambda example: "the gold answer, in a form that the grader cannot read",
-        score=task.score,
     )
     subject.task = grader
     check = gate.gold_answers_earn_the_full_reward(subject)
@@ -197,14 +197,60 @@ def test_a_grader_that_refuses_the_gold_answer_is_found(subject: Subject) -> Non
 
 
 def test_a_grader_that_pays_for_nothing_is_found(subject: Subject) -> None:
-    subject.task = SimpleNamespace(
-        train=subject.task.train,
-        heldout=subject.task.heldout,
-        term_weights={"correct": 1.0},
-        gold_response=subject.task.gold_response,
-        score=lambda response, example: Score({"correct": 1.0}, True),
-    )
+    subject.env.grader = LocalGrader(lambda response, example: Score({"correct": 1.0}, True), ["correct"])
     assert not gate.gold_answers_earn_the_full_reward(subject).passed
+
+
+def without_golds(task) -> SimpleNamespace:
+    return SimpleNamespace(
+        train=task.train, heldout=task.heldout, term_weights=task.term_weights, gold_response=lambda example: None
+    )
+
+
+def test_a_task_that_knows_no_gold_answers_passes_and_says_so(subject: Subject) -> None:
+    subject.task = without_golds(subject.task)
+    check = gate.gold_answers_earn_the_full_reward(subject)
+    assert check.passed
+    assert check.sentence == "the task knows no gold answers"
+
+
+def test_a_term_that_does_not_apply_counts_nothing(subject: Subject) -> None:
+    subject.env.grader = LocalGrader(
+        lambda text, example: Score({"correct": 1.0 if text else None}, bool(text)), ["correct"]
+    )
+    check = gate.gold_answers_earn_the_full_reward(subject)
+    assert check.passed
+    assert "104 of 104 gold answers earn the full reward of 1" in check.sentence
+
+
+def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(subject: Subject) -> None:
+    subject.task = without_golds(subject.task)
+    texts = []
+
+    def broken(response: str, example: Example) -> Score:
+        texts.append(response)
+        raise OSError("no judge")
+
+    subject.env.grader = LocalGrader(broken, ["correct"])
+    check = gate.gold_answers_earn_the_full_reward(subject)
+    assert not check.passed
+    assert check.sentence.endswith("the grader failed at 4 of 4 texts, the first: OSError: no judge")
+    assert len(texts) == gate.ENOUGH, "a grader that hangs may take its deadline each time"
+
+
+def test_empty_answers_that_cannot_be_graded_are_told_where_the_gold_ones_can(subject: Subject) -> None:
+    task = subject.task
+    subject.env.grader = LocalGrader(lambda text, example: task.score(text[1:] + text[0], example), task.term_weights)
+    subject.task = SimpleNamespace(
+        train=task.train[:2],
+        heldout=task.heldout[:1],
+        term_weights=task.term_weights,
+        gold_response=lambda example: " " + task.gold_response(example),
+    )
+    check = gate.gold_answers_earn_the_full_reward(subject)
+    assert check.passed
+    assert "3 of 3 gold answers" in check.sentence
+    assert "failed at 3 of 6 texts, the first: IndexError" in check.sentence
 
 
 def test_a_held_out_question_in_the_training_split_is_found(subject: Subject) -> None:

@@ -1,76 +1,62 @@
-"""Rows graded in worker processes equal rows graded here, whatever happens to the workers; only guilty texts pay."""
+"""Scores from worker processes equal those from here, whatever happens to the workers; only guilty texts pay."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
-import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
-from sota_grpo.records import Example
-from sota_grpo.rewards.grading import GradingPool
+from sota_grpo.records import Example, Score
+from sota_grpo.rewards.grading import GradingPool, LocalGrader, grading_pool
 from sota_grpo.scoring import Scorer
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.base import scorer_of
 from sota_grpo.tasks.gsm8k import GSM8KTask
-from sota_grpo.transforms import ScoreResponse
-from sota_grpo.workers.base import ServantSpec, WorkerDied
-from sota_grpo.workers.fleet import starter
-from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.reward import RewardServant, reward_spec
-from tests.unit.graders import WEIGHTS, misnamed, moody, tame
+from sota_grpo.workers.base import WorkerDied
+from sota_grpo.workers.reward import RewardServant
+from tests.unit.graders import WEIGHTS, Together, Unloadable, misnamed, moody, tame
 
 SEED = random.SystemRandom().randrange(1 << 30)
+EXAMPLE = Example("2 + 2?", "4")
+WAIT_S = 60.0
 
 
-def finished(texts: list[str], example: Example) -> list[TensorDictBase]:
-    """Rows as a collector finishes them, as far as a grader reads them."""
-    fields = {"query": example.query, "answer": example.answer, "extra": json.dumps(dict(example.extra))}
-    return [
-        TensorDict({**fields, "text": {"response": NonTensorData(text)}, "next": {"done": torch.tensor([True])}})
-        for text in texts
-    ]
+def asked(*texts: str) -> list[tuple[str, Example]]:
+    return [(text, EXAMPLE) for text in texts]
 
 
-def moods(*texts: str) -> list[TensorDictBase]:
-    return finished(list(texts), Example("2 + 2?", "4"))
+def here(score: Scorer, pairs: list[tuple[str, Example]], terms: Collection[str] = WEIGHTS) -> list[Score]:
+    return LocalGrader(score, terms).scores(pairs).result()
 
 
-def graded_here(score: Scorer, weights: Mapping[str, float], rows: list[TensorDictBase]) -> list[dict[str, Any]]:
-    copies = [row.clone() for row in rows]
-    ScoreResponse(score, weights)(lazy_stack(copies))
-    return [values(row) for row in copies]
-
-
-def values(row: TensorDictBase) -> dict[str, Any]:
-    flat = row.get("next").flatten_keys(".")
-    return {key: (value.dtype, value.shape, value.tolist()) for key, value in flat.items()}
+def outcomes(scores: list[Score]) -> list[tuple[Any, ...]]:
+    """What a response gets, and the kind of its failure."""
+    kinds = [re.match(r"\w+", score.error).group() if score.error else None for score in scores]
+    same = {"WorkerDied": "RuntimeError"}  # a crash here is a raise there
+    return [(score.terms, score.success, score.info, same.get(kind, kind)) for score, kind in zip(scores, kinds)]
 
 
 class Pools:
-    """Grading pools over one launcher, closed at the end of a test."""
+    """Grading pools, closed at the end of a test."""
 
     def __init__(self) -> None:
-        self.launcher, self.open = ProcessLauncher(), list[GradingPool]()
+        self.open = list[GradingPool]()
 
-    def make(self, score: Scorer, weights: Mapping[str, float] = WEIGHTS, **options: Any) -> GradingPool:
-        return self.start(reward_spec(score, weights), term_weights=weights, **options)
-
-    def start(self, spec: ServantSpec, *, num_workers: int = 1, timeout_s: float = 30.0, **options: Any) -> GradingPool:
-        start = starter(self.launcher, "reward", spec)
-        self.open.append(GradingPool(start, num_workers, timeout_s=timeout_s, **options))
+    def make(
+        self, score: Scorer, terms: Collection[str] = WEIGHTS, *, num_workers: int = 1, timeout_s: float = 30.0
+    ) -> GradingPool:
+        self.open.append(GradingPool(score, terms, num_workers=num_workers, timeout_s=timeout_s))
         return self.open[-1]
 
 
@@ -80,80 +66,140 @@ def pools() -> Iterator[Pools]:
     yield made
     for pool in made.open:
         pool.close()
-    made.launcher.close()
 
 
-def test_rows_are_bit_equal_to_those_graded_here(pools: Pools) -> None:
+def test_scores_are_equal_to_those_of_this_process() -> None:
     rng, examples = random.Random(SEED), ArithmeticTask(seed=SEED, num_train=16, num_heldout=1).train
     task = GSM8KTask(examples, [], format_weight=0.3)
-    pool = pools.make(scorer_of(task), task.term_weights)
     groups = []
     for example in examples:
         texts = [example.answer, f"#### {rng.random()}", "none", "", "#### \ud800 é \0", f"{example.answer}.5"]
-        groups.append(finished(rng.sample(texts, rng.randint(1, 6)), example))
-    expected = [graded_here(task.score, task.term_weights, rows) for rows in groups]
-    for rows, future, want in zip(groups, [pool.grade(rows) for rows in groups], expected, strict=True):
-        assert all(one is other for one, other in zip(future.result(60), rows, strict=True))
-        assert [values(row) for row in rows] == want, SEED
-    again = pool.grade(groups[0])
-    assert again.done(), "rows that have scores pass at once"
-    assert [values(row) for row in again.result()] == expected[0]
+        groups.append([(text, example) for text in rng.sample(texts, rng.randint(1, 6))])
+    with grading_pool(task, num_workers=2, timeout_s=30.0) as pool:
+        futures = [pool.scores(group) for group in [*groups, []]]
+        assert [future.result(WAIT_S) for future in futures] == [
+            *(here(task.score, group, task.term_weights) for group in groups),
+            [],
+        ], SEED
 
 
-def test_what_takes_the_process_down_is_counted_alone(pools: Pools) -> None:
-    """A hang and a crash among siblings, and a group of one that ends its process without a word."""
-    pool = pools.make(moody, num_workers=2, timeout_s=2.0)
-    groups = [moods("say 4", "hang", "say 5", "quit 0"), moods("say 4", "crash", "nan"), moods("exit")]
-    expected = [graded_here(tame, WEIGHTS, rows) for rows in groups]
-    futures = [pool.grade(rows) for rows in groups]
-    for rows, future, want in zip(groups, futures, expected, strict=True):
-        future.result(60)
-        assert [values(row) for row in rows] == want
-    assert [row["next", "reward_error"].item() for row in groups[0]] == [False, True, False, True]
-    assert pool.fleet.restarts == 2 + 4 + 2, "a hang costs its group and itself one worker each; a crash two each"
+def test_a_grader_of_whole_groups_gets_them_whole(pools: Pools) -> None:
+    group = asked("a", "abc", "ab")
+    scores = pools.make(Together()).scores(group).result(WAIT_S)
+    assert [score.terms["right"] for score in scores] == [0, 2, 1]
+    assert scores == here(Together(), group)
+
+
+@pytest.mark.parametrize("mood", ["hang", "spin", "crash", "exit"])
+def test_one_that_takes_its_grader_down_costs_itself_and_one_worker(pools: Pools, mood: str) -> None:
+    """A group of 8, one guilty: its siblings keep their scores, and nobody else waits for a deadline."""
+    place = random.Random(SEED).randrange(8)
+    texts = [f"say {number}" for number in range(8)]
+    texts[place] = mood
+    pool = pools.make(moody, timeout_s=1.0)
+    pool.wait_ready()
+    began = time.monotonic()
+    scores = pool.scores(asked(*texts)).result(WAIT_S)
+    assert outcomes(scores) == outcomes(here(tame, asked(*texts))), SEED
+    assert [score.error is not None for score in scores] == [number == place for number in range(8)]
+    assert pool.fleet.restarts == 1
+    assert time.monotonic() - began < 4.0  # a deadline, a start; not a deadline for each of the eight
+
+
+def test_every_guilty_one_costs_one_worker(pools: Pools) -> None:
+    groups = [asked("say 4", "hang", "say 5", "quit 0", "crash"), asked("exit", "exit"), asked("nan", "memory", "hang")]
+    pool = pools.make(moody, num_workers=2, timeout_s=0.5)
+    found = [future.result(WAIT_S) for future in [pool.scores(group) for group in groups]]
+    assert [outcomes(scores) for scores in found] == [outcomes(here(tame, group)) for group in groups]
+    assert pool.fleet.restarts == 5, "two for the first group, two for the second, one for the third"
+
+
+def test_memory_that_runs_out_is_a_failure_of_the_response_alone(pools: Pools) -> None:
+    pool = pools.make(moody)
+    scores = pool.scores(asked("say 4", "memory", "say 4")).result(WAIT_S)
+    assert [(score.error or "").partition(":")[0] for score in scores] == ["", "MemoryError", ""]
+    assert pool.fleet.restarts == 0
+
+
+def test_the_kernel_ends_a_grader_before_the_trainer(pools: Pools) -> None:
+    pool = pools.make(moody)
+    pool.wait_ready()
+    (pid,) = pool.fleet.pids
+    assert open(f"/proc/{pid}/oom_score_adj").read().strip() == "1000"  # noqa: SIM115
+
+
+def test_one_that_is_shot_is_graded_once_more_alone(pools: Pools) -> None:
+    """SIGKILL may have come from outside: the second worker proves it."""
+    pool = pools.make(moody)
+    scores = pool.scores(asked("say 4", "shot", "say 4")).result(WAIT_S)
+    assert [(score.error or "").partition(" ")[0] for score in scores] == ["", "WorkerDied:", ""]
+    assert "SIGKILL" in scores[1].error
+    assert pool.fleet.restarts == 2
+
+
+@pytest.mark.parametrize("mood", ["hang", "crash"])
+def test_a_group_graded_at_once_is_graded_one_by_one_after_a_fault(pools: Pools, mood: str) -> None:
+    pool = pools.make(Together(), timeout_s=0.5)
+    scores = pool.scores(asked("say 4", mood, "say 12")).result(WAIT_S)
+    assert [score.error is not None for score in scores] == [False, True, False]
+    assert [score.terms["length"] for score in scores] == [5, 0, 6]
+    assert pool.fleet.restarts == 2, "one for the group, one for the guilty"
+
+
+def test_the_deadline_is_that_of_one_response(pools: Pools) -> None:
+    pool, group = pools.make(moody, timeout_s=0.6), asked(*["slow 0.2"] * 6)
+    assert pool.scores(group).result(WAIT_S) == here(tame, group)
+    assert pool.fleet.restarts == 0
 
 
 def test_killing_workers_from_outside_changes_no_result(pools: Pools) -> None:
     rng, pool = random.Random(SEED), pools.make(moody, num_workers=2)
-    groups = [moods(*(f"slow {rng.random() / 50}" for _ in range(4))) for _ in range(40)]
-    expected = [graded_here(tame, WEIGHTS, rows) for rows in groups]
+    groups = [asked(*(f"slow {rng.random() / 50}" for _ in range(4))) for _ in range(40)]
+    expected = [here(tame, group) for group in groups]
     pool.wait_ready()
-    futures = [pool.grade(rows) for rows in groups]
+    futures = [pool.scores(group) for group in groups]
     for _ in range(3):
         time.sleep(rng.random() / 5)
         with suppress(ProcessLookupError):  # it is being replaced already
             os.kill(rng.choice(pool.fleet.pids), signal.SIGKILL)
-    for future in futures:
-        future.result(60)
-    assert [[values(row) for row in rows] for rows in groups] == expected, SEED
+    assert [future.result(WAIT_S) for future in futures] == expected, SEED
     assert pool.fleet.restarts > 0
 
 
-def test_a_mistake_of_the_task_is_told_and_is_no_ones_reward(pools: Pools) -> None:
-    pool, rows = pools.make(misnamed), moods("say 4", "say 5")
-    with pytest.raises(KeyError, match=r"\['wrong'\] but term_weights names \['length', 'right'\]"):
-        pool.grade(rows).result(60)
-    assert ("next", "reward") not in rows[0].keys(True)
+def test_a_mistake_of_the_task_is_told_and_is_no_ones_score(pools: Pools) -> None:
+    for grader in (pools.make(misnamed), LocalGrader(misnamed, WEIGHTS)):
+        with pytest.raises(KeyError, match=r"\['wrong'\] but term_weights names \['length', 'right'\]"):
+            grader.scores(asked("say 4", "say 5")).result(WAIT_S)
 
 
 def test_workers_that_cannot_start_and_a_closed_pool_blame_no_response(pools: Pools) -> None:
-    broken = pools.start(ServantSpec("sota_grpo.workers.reward:RewardServant", {}), term_weights=WEIGHTS)
-    rows = moods("say 4", "hang")
-    early = broken.grade(rows)
-    with pytest.raises(WorkerDied, match="missing 2 required positional arguments"):
+    broken = pools.make(Unloadable())
+    early = broken.scores(asked("say 4", "hang"))
+    with pytest.raises(WorkerDied, match="a package that is missing here"):
         broken.wait_ready()
-    closed, pending = pools.make(moody), moods("hang", "say 4")
-    open_call = closed.grade(pending)
+    closed = pools.make(moody)
+    open_call = closed.scores(asked("hang", "say 4"))
     closed.close()
-    for future in (early, broken.grade(rows), open_call, closed.grade(pending)):
+    closed.close()  # idempotent
+    for future in (early, broken.scores(asked("say 4")), open_call, closed.scores(asked("say 4", "say 5"))):
         with pytest.raises(WorkerDied):
-            future.result(60)
-    assert not any(("next", "reward") in row.keys(True) for row in rows + pending)
+            future.result(WAIT_S)
+
+
+@pytest.mark.parametrize("grader", [moody, None], ids=["processes", "here"])
+def test_a_failure_is_logged_once_for_each_kind(
+    pools: Pools, grader: Scorer | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = pools.make(moody) if grader else LocalGrader(tame, WEIGHTS)
+    chosen.scores(asked("quit 3", "quit 4", "nan")).result(WAIT_S)
+    told = [record.getMessage() for record in caplog.records if "grader failed" in record.getMessage()]
+    assert len([text for text in told if "SystemExit" in text]) == 1
+    assert len(told) == 2
 
 
 def test_a_graders_process_lives_without_torch() -> None:
     """It starts in a fraction of a second and takes a few megabytes, so that killing it costs little."""
-    modules = ("workers.processes", "workers.reward", "tasks.arithmetic", "tasks.gsm8k")
+    modules = ("workers.processes", "workers.reward", "rewards.grading", "tasks.arithmetic", "tasks.gsm8k")
     code = f"import sys, {', '.join('sota_grpo.' + name for name in modules)}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

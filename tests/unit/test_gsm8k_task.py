@@ -104,10 +104,24 @@ def test_repeated_questions_never_stand_on_both_sides(tmp_path: Path) -> None:
     assert len(questions) == len(set(questions)) == 20
 
 
+def test_a_file_of_held_out_problems_takes_the_place_of_a_split(tmp_path: Path) -> None:
+    rows = make_rows(20)
+    train, held = write(tmp_path / "train.jsonl", rows[:15]), write(tmp_path / "held.jsonl", rows[10:])
+    task = GSM8KTask.load(path=train, eval_path=held)
+    assert [example.query for example in task.heldout] == [row["question"] for row in rows[10:]]
+    assert [example.query for example in task.train] == [row["question"] for row in rows[:10]]
+    with pytest.raises(DatasetError, match=r"every question of .*train\.jsonl is held out"):
+        GSM8KTask.load(path=train, eval_path=train)
+
+
 def test_the_hubs_test_split_is_held_out_and_never_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = make_rows(12)
     splits = {"train": rows[:10], "test": rows[8:]}
-    monkeypatch.setattr("sota_grpo.tasks.gsm8k.load_rows", lambda source, *, split, config: splits[split])
+
+    def load_rows(source: str, *, path: str | None = None, split: str = "train", config: str) -> list[dict]:
+        return splits[split]
+
+    monkeypatch.setattr("sota_grpo.tasks.gsm8k.load_rows", load_rows)
     task = make_task("gsm8k", max_samples=5)
     assert [example.query for example in task.train] == [row["question"] for row in rows[:5]]
     assert [example.query for example in task.heldout] == [row["question"] for row in rows[8:]]
@@ -139,7 +153,7 @@ def test_bad_arguments_are_refused() -> None:
         GSM8KTask([], [], answer_format="latex")
     with pytest.raises(ValueError, match=r"format_weight=-0.1"):
         GSM8KTask([], [], format_weight=-0.1)
-    with pytest.raises(ValueError, match="task 'gsm' is not one of arithmetic, gsm8k"):
+    with pytest.raises(ValueError, match="task 'gsm' is not one of gsm8k, math"):
         make_task("gsm")
     with pytest.raises(TypeError, match="heldout"):
         make_task("gsm8k", heldout=3)

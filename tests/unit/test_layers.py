@@ -12,16 +12,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sota_grpo"
 LEVELS = {
-    0: ("functional", "keys", "records", "config", "options", "validators", "errors"),
+    0: (
+        *("functional", "keys", "records", "config", "options", "validators", "errors"),
+        *("task_options", "model_sizes", "hub_token"),
+    ),
     1: ("objectives", "loss_inputs", "transforms", "collate", "scoring"),
     2: ("engines", "envs", "tasks", "rewards", "policy", "placement", "recording", "assets", "workers"),
     3: (
-        *("collectors", "learner", "publish", "checkpoint", "gate", "evaluate", "loop"),
-        *("runs", "stopping", "step_log", "schedule"),
+        *("collectors", "batches", "dialogs", "learner", "publish", "checkpoint", "gate", "evaluate", "loop"),
+        *("runs", "stopping", "step_log", "schedule", "forward_passes"),
         *("async_source", "group_buffer", "learner_ranks", "remote_learner", "fleet_engine", "simulation"),
-        "forward_passes",
     ),
-    4: ("app", "assembly", "entry"),
+    4: ("app", "assembly", "entry", "cli"),
 }
 LEVEL_OF = {room: level for level, rooms in LEVELS.items() for room in rooms}
 HEAVY = ("vllm", "ray", "wandb", "datasets")

@@ -49,7 +49,8 @@ PROMISED = [
 
 
 def rollout(group_id: int, sample_id: int, reward: float, text: str = "text") -> dict:
-    values = [group_id, sample_id, text, text, text, text, reward, {"correct": reward}, {}, 0.5, False, 3]
+    texts, graded = [text] * 4, [9, reward > 0.5, reward, {"correct": reward}, {}]
+    values = [group_id, sample_id, *texts, *graded, 0.5, False, 3]
     return dict(zip(ROLLOUT_FIELDS, values, strict=True))
 
 

@@ -16,7 +16,7 @@ def row(prompt: int, response: int, reward: float, advantage: float, version: in
     length = prompt + response
     return TensorDict(
         {
-            "tokens": {"full": torch.zeros(length, dtype=torch.long)},
+            "tokens": {"prompt": torch.zeros(prompt, dtype=torch.long)},
             "masks": {"all_assistant_mask": torch.arange(length) >= prompt},
             "advantage": torch.tensor([[advantage]]),
             "next": {
@@ -38,6 +38,7 @@ def test_four_rows() -> None:
     rows += [row(5, 6, 1.0, 0.0, 5, False), row(5, 8, 1.0, 0.0, 5, False)]
     for entry in rows:
         del entry["next", "reward_terms", "std"]
+    rows[3]["masks", "all_assistant_mask"] = torch.tensor([0] * 5 + [1] * 3 + [0] * 2 + [1] * 5).bool()  # two turns
     found = batch_metrics(lazy_stack(rows), version=5)
     expected = {
         "reward": 0.75,
@@ -52,6 +53,7 @@ def test_four_rows() -> None:
         "response_tokens/mean": 5,
         "response_tokens/max": 8,
         "prompt_tokens/mean": 4,
+        "turns/mean": 1.25,
         "policy_age/mean": 0.25,
         "policy_age/max": 1,
     }

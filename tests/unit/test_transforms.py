@@ -26,7 +26,7 @@ def grade(response: str, example: Example) -> Score:
     if response == "boom":
         raise ZeroDivisionError("no answer in this text")
     if response == "timeout":
-        return Score({}, False, "Timeout: 5 s")
+        return Score({}, False, "TimeoutError: 5 s")
     if response == "nan":
         return Score({"right": float("nan"), "short": 0.0}, True)
     right = response == example.answer + example.extra.get("unit", "")
@@ -58,8 +58,19 @@ def test_a_grader_failure_is_counted_and_ends_nothing(bad, caplog) -> None:
         rows = scorer(text_rows(["4", bad, bad]))
     assert rows[keys.REWARD].tolist() == [[1.25], [0.0], [0.0]]
     assert rows[keys.REWARD_ERROR].tolist() == [[False], [True], [True]]
+    assert rows[keys.REWARD_TIMEOUT].tolist() == [[False], [bad == "timeout"], [bad == "timeout"]]
     assert rows[keys.SUCCESS].tolist() == [[True], [False], [False]]
     assert len(caplog.records) == 1, "the same failure is told once"
+
+
+def test_a_scorer_of_groups_is_given_all_rows() -> None:
+    class Rank:
+        def score_group(self, pairs: list[tuple[str, Example]]) -> list[Score]:
+            order = sorted(response for response, _ in pairs)
+            return [Score({"rank": float(order.index(response))}, False) for response, _ in pairs]
+
+    rows = ScoreResponse(Rank(), {"rank": 1.0})(text_rows(["7", "5", "100"]))
+    assert rows[keys.REWARD].tolist() == [[2.0], [1.0], [0.0]]
 
 
 def test_a_grader_with_other_terms_is_a_mistake_of_the_task() -> None:

@@ -1,0 +1,78 @@
+"""The task of a run: its data, its own reward or the user's functions, and what is said between turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sota_grpo.config import Config, reward_names
+from sota_grpo.tasks import make_task
+from sota_grpo.tasks.base import Task
+from sota_grpo.validators.tasks import PROCEDURAL, READERS
+
+
+def task_of(config: Config) -> Task:
+    """The task that the config names.
+
+    Raises:
+        UserError: its data or its reward functions cannot be used.
+    """
+    if config.env.dataset in PROCEDURAL:
+        task = _procedural(config)
+    else:
+        task = _from_data(config)
+    part = config.reward
+    if part.path is not None:
+        from sota_grpo.rewards.functions import WithRewardFunctions
+
+        task = WithRewardFunctions(
+            task, part.path, reward_names(config), part.weights, success_above=part.success_above
+        )
+    if config.env.reasoning:
+        from sota_grpo.tasks.think_again import ThinkAgain
+
+        task = ThinkAgain(task)
+    return task
+
+
+def _procedural(config: Config) -> Task:
+    env = config.env
+    size = {} if env.max_samples is None else {"num_train": env.max_samples}
+    if env.dataset == "arithmetic":
+        return make_task("arithmetic", seed=config.seed, max_steps=env.difficulty, num_heldout=env.num_heldout, **size)
+    return make_task(env.dataset, seed=config.seed, num_heldout=env.num_heldout, **size, **_own_options(config))
+
+
+def _from_data(config: Config) -> Task:
+    env = config.env
+    return make_task(
+        env.dataset,
+        path=env.dataset_path,
+        eval_path=env.eval_path,
+        num_heldout=env.num_heldout,
+        max_samples=env.max_samples,
+        seed=config.seed,
+        **_own_options(config),
+    )
+
+
+def _own_options(config: Config) -> dict[str, Any]:
+    """What this task reads beside its data; null leaves the task's own default."""
+    env, reward = config.env, config.reward
+    found = {
+        "env.system_prompt": env.system_prompt,
+        "env.prompt_column": env.prompt_column,
+        "env.answer_column": env.answer_column,
+        "env.answer_format": env.answer_format,
+        "env.format_weight": env.format_weight,
+        "reward.correct": reward.correct,
+        "reward.wrong": reward.wrong,
+        "reward.no_answer": reward.no_answer,
+        "reward.instructions_weight": reward.instructions_weight,
+        "reward.all_weight": reward.all_weight,
+        "reward.thinking_weight": reward.thinking_weight,
+        "reward.min_think_words": reward.min_think_words,
+    }
+    mine = {name: value for name, value in found.items() if env.dataset in READERS[name] and value is not None}
+    if env.dataset == "table" and reward.path is not None and "builtin" not in reward_names(config):
+        mine["table.answer_required"] = False
+    return {name.partition(".")[2]: value for name, value in mine.items()}

@@ -1,0 +1,250 @@
+"""``sota-grpo score``: grade responses that exist already, with the grader that a training run would use.
+
+Rows in, rows out, one JSON object per line and in the same order; each gains ``reward``, ``terms``, ``success`` and
+``error``, and what the task's grader gives beside them (IFEval: the outcome of every instruction)::
+
+    {"response": "... #### 18", "answer": "18"}
+    {"response": "... #### 18", "answer": "18", "reward": 1.0, "terms": {...}, "success": true, "error": null}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+from sota_grpo.errors import UserError
+from sota_grpo.records import Example, Score
+from sota_grpo.rewards import ANSWER_FORMATS
+from sota_grpo.rewards.ifeval import find_punkt
+from sota_grpo.tasks import TASKS, make_scorer
+from sota_grpo.tasks.base import Task
+from sota_grpo.tasks.dataset import DatasetError, text_of
+
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_BATCH = 64  # rows that a grader is given at once
+_AHEAD = 4  # batches per grader that are read before the first is written
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the input: its number from 1, its row, and what to grade or why it cannot be."""
+
+    number: int
+    row: dict[str, Any]
+    asked: tuple[str, Example] | None = None
+    error: str | None = None
+
+
+def add_command(commands: Any) -> None:
+    """Add ``score`` and its options to the parser of ``sota-grpo``."""
+    parser = commands.add_parser(
+        "score",
+        help="grade responses that exist already",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--task", required=True, choices=TASKS, help="whose grader")
+    add("--input", metavar="FILE", help="rows to grade, .jsonl; - is stdin")
+    add("--output", metavar="FILE", default="-", help="where the graded rows go; default: stdout")
+    add("--text", metavar="RESPONSE", help="one response instead of --input")
+    add("--answer", metavar="ANSWER", help="the right answer to --text")
+    add("--row", metavar="JSON", default="{}", help="further columns of --text, as a JSON object")
+    add("--answer-format", choices=ANSWER_FORMATS, help="where the answer stands; default: the task's own")
+    add("--reward-path", metavar="FILE", help="Python file with reward functions, instead of the task's own reward")
+    add("--reward-name", metavar="NAME", action="append", help="function in --reward-path; may be given several times")
+    add(
+        "--workers", metavar="N", type=_count, default=os.cpu_count() or 1, help="grader processes; default: one a core"
+    )
+    add("--timeout-s", metavar="S", type=float, default=60.0, help="longest time for one response; default: 60")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Grade what the options name; 0 once everything that can be read is graded.
+
+    Raises:
+        UserError: the options contradict each other, or a file cannot be read or written.
+    """
+    if (options.text is None) == (options.input is None):
+        raise UserError("give either --input FILE or --text RESPONSE.")
+    task = make_scorer(
+        options.task,
+        answer_format=options.answer_format,
+        reward_path=options.reward_path,
+        reward_names=options.reward_name,
+    )
+    if options.task == "ifeval" and find_punkt() is None:
+        print("sota-grpo: NLTK's punkt data is not here (NLTK_DATA): sentences are split by rules.", file=sys.stderr)
+    if options.text is not None:
+        return _run_one(task, options)
+    with _reader(options.input) as file, _writer(options.output, options.input) as out:
+        counts = _score_lines(task, file, out, options)
+    print(counts.sentence(), file=sys.stderr)
+    return 0
+
+
+def _run_one(task: Task, options: argparse.Namespace) -> int:
+    row = json.loads(options.row) if _is_object(options.row) else None
+    if row is None:
+        raise UserError(f"--row {options.row!r} is not a JSON object.")
+    row |= {"response": options.text} | ({} if options.answer is None else {"answer": options.answer})
+    line = _line(task, 1, json.dumps(row))
+    if line.asked is None:
+        raise UserError(f"{line.error}; give --answer, or the columns that the task needs with --row.")
+    with _graders(task, options) as pool:
+        graded = _graded(task, line.row, pool.scores([line.asked]).result()[0])
+    print(_json({name: value for name, value in graded.items() if name not in row}))
+    return 0
+
+
+@dataclass
+class _Counts:
+    scored: int = 0
+    right: int = 0
+    failed: int = 0
+    broken: int = 0
+    reward: float = 0.0
+
+    def sentence(self) -> str:
+        found = f"{self.scored} responses scored"
+        if self.scored:
+            found += f", mean reward {self.reward / self.scored:.4g}, {self.right / self.scored:.2%} right"
+        return f"{found}; {self.failed} graders failed; {self.broken} lines could not be read."
+
+
+def _score_lines(task: Task, file: TextIO, out: TextIO, options: argparse.Namespace) -> _Counts:
+    counts = _Counts()
+    with _graders(task, options) as pool:
+        for line, score in _scored(pool, _lines(task, file), _AHEAD * options.workers):
+            if score is None:
+                counts.broken += 1
+                print(f"sota-grpo: {line.error}", file=sys.stderr)
+                graded = {**line.row, "reward": None, "terms": {}, "success": False, "error": line.error}
+            else:
+                graded = _graded(task, line.row, score)
+                counts.scored += 1
+                counts.right += score.success
+                counts.failed += score.error is not None
+                counts.reward += graded["reward"]
+            out.write(_json(graded) + "\n")
+    return counts
+
+
+def _scored(pool: Any, lines: Iterator[Line], ahead: int) -> Iterator[tuple[Line, Score | None]]:
+    """Each line with its score, in order; None where there was nothing to grade."""
+    waiting: deque[tuple[list[Line], Future[list[Score]]]] = deque()
+    for batch in _batches(lines, _BATCH):
+        waiting.append((batch, pool.scores([line.asked for line in batch if line.asked is not None])))
+        if len(waiting) > ahead:
+            yield from _answered(*waiting.popleft())
+    while waiting:
+        yield from _answered(*waiting.popleft())
+
+
+def _answered(batch: list[Line], answer: Future[list[Score]]) -> Iterator[tuple[Line, Score | None]]:
+    scores = iter(answer.result())
+    for line in batch:
+        yield line, (None if line.asked is None else next(scores))
+
+
+def _batches(lines: Iterator[Line], size: int) -> Iterator[list[Line]]:
+    while batch := list(islice(lines, size)):
+        yield batch
+
+
+def _lines(task: Task, file: Iterable[str]) -> Iterator[Line]:
+    """The lines that are not blank."""
+    return (_line(task, number, text) for number, text in enumerate(file, start=1) if text.strip())
+
+
+def _line(task: Task, number: int, text: str) -> Line:
+    place = f"line {number}"
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Line(number, {"line": number}, error=f"{place}: not valid JSON ({error})")
+    if not isinstance(row, dict):
+        return Line(number, {"line": number}, error=f"{place}: holds {type(row).__name__}, not an object")
+    try:
+        return Line(number, row, asked=(text_of(row, "response", place), task.read_row(row, place)))
+    except DatasetError as error:
+        return Line(number, row, error=str(error).rstrip("."))
+
+
+def _graded(task: Task, row: dict[str, Any], score: Score) -> dict[str, Any]:
+    reward = sum(weight * (score.terms[name] or 0.0) for name, weight in task.term_weights.items())
+    found = {"reward": reward, "terms": dict(score.terms), "success": score.success, "error": score.error}
+    return {**row, **score.info, **found}
+
+
+@contextmanager
+def _graders(task: Task, options: argparse.Namespace) -> Iterator[Any]:
+    from sota_grpo.rewards.grading import grading_pool
+
+    with grading_pool(task, num_workers=options.workers, timeout_s=options.timeout_s) as pool:
+        yield pool
+
+
+@contextmanager
+def _reader(name: str) -> Iterator[TextIO]:
+    if name == "-":
+        yield sys.stdin
+        return
+    try:  # what is not UTF-8 stands escaped in the output
+        file = open(name, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"--input {name} cannot be read ({error.strerror}).") from error
+    with file:
+        yield file
+
+
+@contextmanager
+def _writer(name: str, read: str) -> Iterator[TextIO]:
+    """The output, under its name only once it is complete; an interrupted one keeps what it has beside it."""
+    if name == "-":
+        yield sys.stdout
+        return
+    if Path(name).resolve() == Path(read).resolve():
+        raise UserError(f"--output {name} is the input; give another file.")
+    partial = Path(f"{name}.partial")
+    try:
+        file = partial.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {name} cannot be written ({error.strerror}).") from error
+    try:
+        with file:
+            yield file
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"what was scored stands in {partial}") from None
+    partial.replace(name)
+
+
+def _json(row: dict[str, Any]) -> str:
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    # half of a surrogate pair, which untrusted text may hold, exists only in escaped form
+    return text if text.isascii() or not _SURROGATE.search(text) else json.dumps(row, default=str)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of processes, 1 or more")
+    return int(text)

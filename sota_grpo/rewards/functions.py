@@ -1,0 +1,237 @@
+"""Rewards from functions of the user's own, written for verl or for TRL, unchanged.
+
+``reward.path=reward_function.py`` names a Python file, ``reward.name`` a function in it or several. Two forms are told
+apart by their parameters, and both may be ``async``:
+
+- verl's ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict``, called once per
+  response. Of a dict, ``score`` is the reward; the other entries are kept beside it, numbers as metrics.
+- TRL's ``function(prompts, completions, **columns) -> list[float | None]``, called once with the whole group. Prompts
+  and completions are text where the prompt is text, else lists of ``{"role", "content"}`` turns. None means that the
+  function does not apply. ``log_extra`` and ``log_metric`` are passed; ``completion_ids`` and ``trainer_state`` are
+  not, because graders read text and nothing else.
+
+A function is given those keywords that it takes. ``builtin`` as a name is the task's own reward, to stand beside them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.records import Example, Score
+from sota_grpo.rewards.function_calls import Asked, Found, call_function
+from sota_grpo.rewards.function_file import TRL, TRL_PARAMETERS, RewardFunction, RewardFunctionError, load_functions
+from sota_grpo.scoring import failed_score, guarded_score
+from sota_grpo.tasks.base import Task
+from sota_grpo.tasks.table import TableTask
+
+DEFAULT_NAME = "compute_score"  # verl's
+BUILTIN = "builtin"  # the task's own reward
+
+_TAKEN = ("kl", "overlong")  # reward terms that are not graders'
+_SUCCESS = ("success", "acc", "correct")  # entries of a function that say whether the response is right
+_SOURCES = {"gsm8k": "openai/gsm8k"}  # verl's name of a task's data
+
+
+class WithRewardFunctions:
+    """A task whose reward comes from functions of the user's own: ``reward = sum_k weight_k * function_k``.
+
+    Everything else is the task's. A response is a success where a function says so (an entry ``success``, ``acc`` or
+    ``correct`` of its dict, true or at least 1), else where ``builtin`` does, else where the reward is greater than
+    ``success_above``. What a function raises or returns that is no reward is counted as an error of that response
+    alone, with the line of the file; so is a response to which no function applies.
+
+    Args:
+        task: any task; functions of TRL's form get its columns, or ``question``, ``answer`` and what else its examples
+            hold, and ``ground_truth`` is the final answer of a worked one.
+        path: the Python file. It is run here, so that mistakes are told at once, and again in every grader's process.
+        names: of the functions, each the name of its reward term; ``builtin`` is the task's own reward.
+        weights: of the functions; None weighs each 1.
+        success_above: see above.
+
+    Raises:
+        RewardFunctionError: a file or function that cannot be used, or names and weights that do not match.
+
+    Example::
+
+        task = WithRewardFunctions(TableTask.load(path="train.parquet"), "reward_function.py")
+        task = WithRewardFunctions(task, "rewards.py", ["accuracy", "brevity"], weights=[1.0, 0.2])
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        path: str,
+        names: Sequence[str] = (DEFAULT_NAME,),
+        weights: Sequence[float] | None = None,
+        *,
+        success_above: float = 0.0,
+    ) -> None:
+        _require_names(names, weights)
+        self.name = task.name
+        self.train, self.heldout = task.train, task.heldout
+        self.term_weights: Mapping[str, float] = dict(zip(names, weights or [1.0] * len(names), strict=True))
+        self._task = copy.copy(task)
+        self._task.train = self._task.heldout = ()  # see scorer_of
+        scorer = FunctionScorer(self._task, path, self.term_weights, success_above)
+        scorer.check(task.train[:1])
+        self.score = scorer.of_groups() if scorer.sees_groups() else scorer
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        return self._task.messages(example)
+
+    def gold_response(self, example: Example) -> None:
+        """None: nobody knows what a user's function rewards most."""
+
+    def read_row(self, row: Mapping[str, Any], place: str) -> Example:
+        return self._task.read_row(row, place)
+
+
+class FunctionScorer:
+    """The scorer of :class:`WithRewardFunctions`; it pickles the path of the file and loads it where it runs.
+
+    Args:
+        task: without examples.
+        path: of the file.
+        term_weights: weight of each function, by name.
+        success_above: least reward, itself excluded, of a success.
+    """
+
+    def __init__(self, task: Task, path: str, term_weights: Mapping[str, float], success_above: float) -> None:
+        self._task, self._term_weights, self._success_above = task, dict(term_weights), success_above
+        self._path = str(Path(path).expanduser().resolve())  # a grader's process may have another working directory
+        self._loaded: dict[str, RewardFunction] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_loaded": None}
+
+    def __call__(self, response: str, example: Example) -> Score:
+        return self.together([(response, example)])[0]
+
+    def sees_groups(self) -> bool:
+        """Whether a function is given a group at once; else each response has a deadline of its own."""
+        return any(function.form == TRL for function in self._functions().values())
+
+    def of_groups(self) -> GroupScorer:
+        return GroupScorer(self._task, self._path, self._term_weights, self._success_above)
+
+    def together(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
+        """The scores of a group's responses, whose functions of TRL's form see them all.
+
+        Raises:
+            Exception: what such a function raised, if there are several responses.
+        """
+        # Copies: siblings share an example, and a function may change what it is given.
+        group = [asked(self._task, response, copy.deepcopy(example)) for response, example in pairs]
+        builtin = [self._builtin(*pair) for pair in pairs] if BUILTIN in self._term_weights else []
+        found = {name: call_function(function, self._path, group) for name, function in self._functions().items()}
+        return [
+            self._total({name: column[row] for name, column in found.items()}, builtin[row] if builtin else None)
+            for row in range(len(group))
+        ]
+
+    def check(self, examples: Iterable[Example]) -> None:
+        """Load the file, and see that every function gets the columns of ``examples`` that it asks for.
+
+        Raises:
+            RewardFunctionError: as :func:`load_functions`, or naming the column.
+        """
+        for example in examples:
+            for function in self._functions().values():
+                self._require_columns(function, asked(self._task, "", example))
+        self._functions()
+
+    def _require_columns(self, function: RewardFunction, row: Asked) -> None:
+        if function.form == TRL:
+            offered = [*row.columns, "ground_truth"]
+            missing = [name for name in function.required if name not in (*offered, *TRL_PARAMETERS)]
+            if missing:
+                raise RewardFunctionError(
+                    f"{self._path}: {function.name} asks for {', '.join(missing)}, but the columns of the data are "
+                    f"{', '.join(offered)}; rename one or give the parameter a default value."
+                )
+
+    def _functions(self) -> dict[str, RewardFunction]:
+        if self._loaded is None:
+            names = [name for name in self._term_weights if name != BUILTIN]
+            self._loaded = {function.name: function for function in load_functions(self._path, names)}
+        return self._loaded
+
+    def _builtin(self, response: str, example: Example) -> Score:
+        return guarded_score(self._task.score, self._task.term_weights, response, example)
+
+    def _total(self, found: Mapping[str, Found], builtin: Score | None) -> Score:
+        """One response's score of what its functions gave."""
+        terms = {name: one.value for name, one in found.items()}
+        errors = [one.error for one in found.values() if one.error is not None]
+        if builtin is not None:
+            terms[BUILTIN] = _reward(builtin.terms, self._task.term_weights)
+            errors += [builtin.error] if builtin.error is not None else []
+        if not errors and all(value is None for value in terms.values()):
+            errors = [f"ValueError: no reward function applies: {', '.join(terms)} returned None"]
+        if errors:
+            return failed_score(self._term_weights, errors[0])
+        said = [bool(one.info[name] >= 1) for one in found.values() for name in _SUCCESS if _is_number(one.info, name)]
+        said += [builtin.success] if builtin is not None else []
+        return Score(
+            terms={name: terms[name] for name in self._term_weights},
+            success=said[0] if said else (_reward(terms, self._term_weights) or 0.0) > self._success_above,
+            info=_joined_info(found) | (dict(builtin.info) if builtin is not None else {}),
+            reply=builtin.reply if builtin is not None else None,
+        )
+
+
+class GroupScorer(FunctionScorer):
+    """The same where a function sees groups: graders hand it the responses of a group together."""
+
+    def score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
+        """See :meth:`FunctionScorer.together` and :func:`sota_grpo.scoring.guarded_scores`."""
+        return self.together(pairs)
+
+
+def asked(task: Task, response: str, example: Example) -> Asked:
+    """What functions read of a response: the row of a table, or what another task's example holds."""
+    if isinstance(task, TableTask):
+        return task.asked(response, example)
+    final = example.answer.rpartition("####")[2].strip().replace(",", "") if "####" in example.answer else None
+    return Asked(
+        response=response,
+        prompt=task.messages(example),
+        ground_truth=example.answer if final is None else final,  # of GSM8K's worked answers, as verl's files have it
+        columns={"question": example.query, "answer": example.answer, **example.extra},
+        data_source=_SOURCES.get(task.name, task.name),
+    )
+
+
+def _require_names(names: Sequence[str], weights: Sequence[float] | None) -> None:
+    if not names or len(set(names)) < len(names):
+        raise RewardFunctionError(f"reward.name names {list(names)}; give one function or several different ones.")
+    taken = [name for name in names if name in _TAKEN]
+    if taken:
+        raise RewardFunctionError(f"{taken[0]} is a reward term already; give the function another name.")
+    if weights is not None and len(weights) != len(names):
+        raise RewardFunctionError(
+            f"reward.weights has {len(weights)} entries for {len(names)} functions ({', '.join(names)}); give as many."
+        )
+    if weights is not None and not all(math.isfinite(weight) for weight in weights):
+        raise RewardFunctionError(f"reward.weights={list(weights)} holds a number that is not finite.")
+
+
+def _reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
+    """The weighted sum of the terms that apply; None where none does."""
+    applying = [weights[name] * value for name, value in terms.items() if value is not None]
+    return sum(applying) if applying else None
+
+
+def _is_number(info: Mapping[str, Any], name: str) -> bool:
+    return isinstance(info.get(name), (bool, int, float))
+
+
+def _joined_info(found: Mapping[str, Found]) -> dict[str, Any]:
+    """What stood beside the rewards; of several functions, each entry under its function's name."""
+    if len(found) == 1:
+        return dict(next(iter(found.values())).info)
+    return {f"{function}/{name}": value for function, one in found.items() for name, value in one.info.items()}

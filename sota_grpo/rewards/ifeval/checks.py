@@ -1,0 +1,195 @@
+"""The checks, one function per instruction: the text first, then the instruction's kwargs under their official names.
+
+Each is linear in the length of the text. Where the official regular expression is not, what it matches is said in
+another way, and the comment says how.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from sota_grpo.rewards.ifeval.counting import compare, compare_number_of
+from sota_grpo.rewards.ifeval.language import is_language
+from sota_grpo.rewards.ifeval.patterns import pattern_of
+from sota_grpo.rewards.ifeval.splitting import num_capital_tokens, sentences, words
+
+CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+DIVIDER = "***"
+
+_BRACKET = re.compile(r"[\[\]\n]")
+# Spaces before a bullet stay on its line: the official \s* also crosses empty lines, which finds the same bullets.
+_STAR_BULLET = re.compile(r"^[^\S\n]*+\*[^*].*", re.MULTILINE)
+_DASH_BULLET = re.compile(r"^[^\S\n]*+-", re.MULTILINE)
+_HIGHLIGHT = re.compile(r"\*([^\n*]*)\*")
+_DOUBLE_HIGHLIGHT = re.compile(r"\*\*([^\n*]*)\*\*")
+_FENCES = ("```json", "```Json", "```JSON", "```")
+_POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}  # the official \s* before and .* after match nothing
+_FIRST_WORD = re.compile(r"[^.,?!'\"]*")
+
+
+def has_keywords(text: str, keywords: Sequence[str]) -> bool:
+    """Every keyword, a regular expression, is found, letter case aside."""
+    return all(pattern_of(keyword).search(text) for keyword in keywords)
+
+
+def keyword_count(text: str, keyword: str, relation: str, frequency: int) -> bool:
+    """The keyword, a regular expression, is found so many times, letter case aside; also inside longer words."""
+    return compare_number_of(pattern_of(keyword).finditer(text), relation, frequency)
+
+
+def lacks_words(text: str, forbidden_words: Sequence[str]) -> bool:
+    """None of the words is found as a whole word, letter case aside."""
+    return not any(pattern_of(word, r"\b", r"\b").search(text) for word in forbidden_words)
+
+
+def letter_count(text: str, letter: str, let_relation: str, let_frequency: int) -> bool:
+    """The character comes so many times, letter case aside."""
+    return compare(text.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def in_language(text: str, language: str) -> bool:
+    """The text is in the language, as langdetect sees it."""
+    return is_language(text, language)
+
+
+def sentence_count(text: str, relation: str, num_sentences: int, nltk_data: str | None = None) -> bool:
+    """The text has so many sentences, as Punkt splits them."""
+    return compare_number_of(sentences(text, nltk_data), relation, num_sentences)
+
+
+def word_count(text: str, relation: str, num_words: int) -> bool:
+    """The text has so many runs of letters, digits and underscores."""
+    return compare(len(words(text)), relation, num_words)
+
+
+def paragraph_count(text: str, num_paragraphs: int, divider: str = DIVIDER) -> bool:
+    """The divider cuts the text into exactly so many paragraphs, none empty but at the beginning and at the end."""
+    paragraphs = [part.strip() for part in text.split(divider)]
+    inner = paragraphs[1:-1]
+    return all(inner) and sum(map(bool, paragraphs)) == num_paragraphs
+
+
+def nth_paragraph_begins(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Of exactly so many paragraphs (empty lines between them) the n-th, from 1, begins with the word."""
+    paragraphs = text.split("\n\n")
+    num_full = sum(1 for paragraph in paragraphs if paragraph.strip())
+    if num_full != num_paragraphs or nth_paragraph > num_full:
+        return False
+    found = paragraphs[nth_paragraph - 1].split(maxsplit=1)  # empty ones count here, as they do officially
+    if not found:
+        return False
+    word = _FIRST_WORD.match(found[0].lstrip("'").lstrip('"'))
+    return word is not None and "".join(letter.lower() for letter in word[0]) == first_word.lower()
+
+
+def placeholder_count(text: str, num_placeholders: int) -> bool:
+    """At least so many ``[placeholders]``, each on one line.
+
+    The official ``\\[.*?\\]`` is quadratic in brackets that never close; it pairs the first open bracket of what is
+    left of a line with the next closed one.
+    """
+    is_open, count = False, 0
+    for mark in _BRACKET.finditer(text):
+        count += is_open and mark[0] == "]"
+        is_open = mark[0] == "["
+    return count >= num_placeholders
+
+
+def has_postscript(text: str, postscript_marker: str) -> bool:
+    """The marker is found anywhere, letter case aside; in ``P.S.`` and ``P.P.S`` spaces are allowed."""
+    marker = _POSTSCRIPTS.get(postscript_marker, postscript_marker.lower())
+    return pattern_of(marker, ignore_case=False).search(text.lower()) is not None
+
+
+def bullet_count(text: str, num_bullets: int) -> bool:
+    """Exactly so many lines that begin with ``*`` (one, not two) or ``-``."""
+    return len(_STAR_BULLET.findall(text)) + len(_DASH_BULLET.findall(text)) == num_bullets
+
+
+def is_choice(text: str, options: Sequence[str] = CHOICES) -> bool:
+    """One of the options stands in the text."""
+    return any(option in text for option in options)
+
+
+def highlight_count(text: str, num_highlights: int) -> bool:
+    """At least so many ``*highlights*`` that are not empty; a ``**double**`` one counts, too."""
+    single = sum(1 for inside in _HIGHLIGHT.findall(text) if inside.strip())
+    double = sum(1 for inside in _DOUBLE_HIGHLIGHT.findall(text) if inside.strip())
+    return single + double >= num_highlights
+
+
+def section_count(text: str, section_spliter: str, num_sections: int) -> bool:
+    """At least so many headings: the splitter, a regular expression, and a number."""
+    parts = pattern_of(section_spliter, r"\s?", r"\s?\d+\s?", ignore_case=False).split(text)
+    return len(parts) > num_sections
+
+
+def is_json(text: str) -> bool:
+    """All of the text is JSON, with or without a fence of three backticks around it."""
+    text = text.strip()
+    for fence in _FENCES:
+        text = text.removeprefix(fence)
+    try:
+        json.loads(text.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def has_title(text: str) -> bool:
+    """Some line has a ``<<title>>`` that is not empty.
+
+    The official ``<<[^\\n]+>>`` is quadratic in brackets that never close; in a line it takes all from the first
+    ``<<`` to the last ``>>``.
+    """
+    for line in text.split("\n"):
+        begin, end = line.find("<<"), line.rfind(">>")
+        if begin >= 0 and end > begin + 2 and line[begin : end + 2].lstrip("<").rstrip(">").strip():
+            return True
+    return False
+
+
+def has_two_responses(text: str) -> bool:
+    """Two different responses with six asterisks between them."""
+    parts = [part.strip() for part in text.split("******")]
+    full = [part for part in parts if part]
+    return all(parts[1:-1]) and len(full) == 2 and full[0] != full[1]
+
+
+def repeats_prompt(text: str, prompt_to_repeat: str) -> bool:
+    """The text begins with the prompt, letter case aside."""
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def ends_with(text: str, end_phrase: str) -> bool:
+    """The text ends with the phrase, letter case and quotation marks after it aside."""
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def capital_word_count(text: str, capital_relation: str, capital_frequency: int, nltk_data: str | None = None) -> bool:
+    """So many tokens, as NLTK splits them, are all in capital letters."""
+    capitals = (token for sentence in sentences(text, nltk_data) for token in range(num_capital_tokens(sentence)))
+    return compare_number_of(capitals, capital_relation, capital_frequency)
+
+
+def is_english_in_capitals(text: str) -> bool:
+    """English without a lower-case letter."""
+    return text.isupper() and is_language(text, "en")
+
+
+def is_english_in_lower_case(text: str) -> bool:
+    """English without a capital letter."""
+    return text.islower() and is_language(text, "en")
+
+
+def lacks_commas(text: str) -> bool:
+    """No comma."""
+    return "," not in text
+
+
+def is_quoted(text: str) -> bool:
+    """The text begins and ends with a double quotation mark."""
+    text = text.strip()
+    return len(text) > 1 and text[0] == '"' == text[-1]

@@ -1,0 +1,212 @@
+"""IFEval: prompts whose instructions a program can check (Zhou et al. 2023, arXiv:2311.07911)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.records import Example, Score
+from sota_grpo.rewards.ifeval import (
+    INSTRUCTIONS,
+    answer_text,
+    find_punkt,
+    follow_lists,
+    read_instructions,
+    read_prompt,
+)
+from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, Row, load_rows
+from sota_grpo.tasks.splits import normalised, split_examples, unique_examples
+
+HUB_NAME, EVAL_HUB_NAME = "allenai/RLVR-IFeval", "google/IFEval"
+_MOST_UNREADABLE = 0.05  # of a dataset on the hub, whose rows its user cannot mend
+
+logger = logging.getLogger(__name__)
+
+
+class IFEvalTask:
+    """Prompts with instructions, each of which a response follows or not.
+
+    ``reward = instructions_weight * instructions + all_weight * all``: ``instructions`` is the share of instructions
+    that are followed strictly, ``all`` is 1 when all are, which is also the success. The share is the default, because
+    a group that never follows all instructions of its prompt still has better and worse responses; where there is one
+    instruction, the two terms are the same.
+
+    What is graded is the last ``<answer>`` block if there is one, else all that is not thinking. Each instruction is
+    checked strictly and loosely (:func:`sota_grpo.rewards.ifeval.follow_lists`); both lists, and the four accuracies of
+    the benchmark, are in the score's ``info``.
+
+    Args:
+        train: examples to train on, as :meth:`read_row` makes them.
+        heldout: examples to evaluate on.
+        system_prompt: put before the prompt; None or an empty text is no system turn, as in the benchmark.
+        instructions_weight: weight of the share.
+        all_weight: weight of all.
+        nltk_data: folder of NLTK's data; None searches NLTK's own places. Without Punkt's data sentences are split by
+            rules that come near to them.
+
+    Raises:
+        ValueError: a negative weight, or two of 0.
+        UserError: ``nltk_data`` does not hold Punkt's data.
+
+    >>> task = IFEvalTask()
+    >>> ids = ["punctuation:no_comma", "length_constraints:number_words"]
+    >>> row = {"instruction_id_list": ids, "kwargs": [{}, {"relation": "less than", "num_words": 3}]}
+    >>> score = task.score("Yes, certainly.", task.read_row(row, "demo, row 1"))
+    >>> score.terms, score.info["follow_instruction_list_strict"]
+    ({'instructions': 0.5, 'all': 0.0}, [False, True])
+    """
+
+    name = "ifeval"
+
+    def __init__(
+        self,
+        train: Sequence[Example] = (),
+        heldout: Sequence[Example] = (),
+        *,
+        system_prompt: str | None = None,
+        instructions_weight: float = 1.0,
+        all_weight: float = 0.0,
+        nltk_data: str | None = None,
+    ):
+        if min(instructions_weight, all_weight) < 0 or instructions_weight == all_weight == 0:
+            raise ValueError(
+                f"instructions_weight={instructions_weight} and all_weight={all_weight} must not be negative, "
+                "and not both 0."
+            )
+        if nltk_data is not None:
+            find_punkt(nltk_data)
+        self.train, self.heldout = train, heldout
+        self.system_prompt, self.nltk_data = system_prompt, nltk_data
+        self.term_weights: Mapping[str, float] = {"instructions": instructions_weight, "all": all_weight}
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        path: str | None = None,
+        eval_path: str | None = None,
+        num_heldout: int = 512,
+        max_samples: int | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> IFEvalTask:
+        """Train on RLVR-IFeval and evaluate on IFEval, both from the hub, or on data of your own in either's format.
+
+        A prompt that comes twice (letter case and spacing aside) is kept once.
+
+        Args:
+            path: what to train on: a local file or a name on the hub; None is ``allenai/RLVR-IFeval``.
+            eval_path: the same for evaluation; None is ``google/IFEval`` or, where ``path`` is a file, rows of it.
+            num_heldout: rows held out of the file ``path``, the same for every order of its rows; not read with
+                ``eval_path``.
+            max_samples: train on the first so many examples only.
+            seed: of the choice of the held-out rows.
+            options: of the class.
+
+        Raises:
+            DatasetError: rows that cannot be used, with their number, or evaluation prompts among the training data.
+        """
+        task = cls(**options)
+        name = path or HUB_NAME
+        if name.casefold() == EVAL_HUB_NAME.casefold():
+            raise DatasetError(
+                f"{name} is what IFEval is evaluated on, so training on it would make the results meaningless; train "
+                f"on {HUB_NAME} (env.dataset_path=null) or on a file of your own."
+            )
+        examples = task._read(name)
+        if eval_path is None and _is_file(name):
+            train, heldout = split_examples(examples, num_heldout, seed, name)
+        else:
+            eval_name = eval_path or EVAL_HUB_NAME
+            train, heldout = unique_examples(examples), unique_examples(task._read(eval_name))
+            _refuse_overlap(train, heldout, name, eval_name)
+        task.train, task.heldout = train[:max_samples], heldout
+        task._tell_of_sentences()
+        return task
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        """A system turn, if there is a system prompt, and the raw prompt."""
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*system, {"role": "user", "content": example.query}]
+
+    def score(self, response: str, example: Example) -> Score:
+        """Check each instruction; see the class for the terms and the info."""
+        ids, kwargs = example.extra["instruction_id_list"], example.extra["kwargs"]
+        strict, loose = follow_lists(answer_text(response), ids, kwargs, self.nltk_data)
+        share, everything = sum(strict) / len(strict), float(all(strict))
+        info = {
+            "follow_instruction_list_strict": strict,
+            "follow_instruction_list_loose": loose,
+            "prompt_strict": everything,
+            "prompt_loose": float(all(loose)),
+            "instruction_strict": share,
+            "instruction_loose": sum(loose) / len(loose),
+        }
+        return Score({"instructions": share, "all": everything}, success=all(strict), info=info)
+
+    def gold_response(self, example: Example) -> None:
+        """None: nobody has written responses that follow the instructions."""
+
+    def read_row(self, row: Row, place: str) -> Example:
+        """An example of a row of either dataset, whose prompt may be missing.
+
+        IFEval has the columns ``prompt``, ``instruction_id_list`` and ``kwargs``, RLVR-IFeval ``messages`` and
+        ``ground_truth``; see :func:`sota_grpo.rewards.ifeval.read_instructions`.
+
+        Raises:
+            DatasetError: a column that is missing or of the wrong form, an unknown instruction, kwargs that it cannot
+                be checked with.
+        """
+        try:
+            ids, kwargs = read_instructions(row)
+            return Example(read_prompt(row), "", {"instruction_id_list": ids, "kwargs": kwargs})
+        except ValueError as error:
+            raise DatasetError(f"{place}: {error}; mend or remove the row.") from error
+
+    def _read(self, name: str) -> list[Example]:
+        """All rows of a file, each of which must be right; of a hub dataset those that are, if they are nearly all."""
+        is_file = _is_file(name)
+        rows, examples, broken = load_rows(name, path=name if is_file else None), [], []
+        for number, row in enumerate(rows, start=1):
+            try:
+                examples.append(self._read_prompt(row, f"{name}, row {number}"))
+            except DatasetError as error:
+                if is_file:
+                    raise
+                broken.append(error)
+        if len(broken) > _MOST_UNREADABLE * len(rows):
+            raise DatasetError(f"{len(broken)} of {len(rows)} rows of {name} cannot be used; the first: {broken[0]}")
+        if broken:
+            logger.warning("%d of %d rows of %s are left out; the first: %s", len(broken), len(rows), name, broken[0])
+        return examples
+
+    def _read_prompt(self, row: Row, place: str) -> Example:
+        example = self.read_row(row, place)
+        if not example.query.strip():
+            raise DatasetError(f"{place}: there is no prompt; mend or remove the row.")
+        return example
+
+    def _tell_of_sentences(self) -> None:
+        ids = {name for example in [*self.train, *self.heldout] for name in example.extra["instruction_id_list"]}
+        if any(INSTRUCTIONS[name].splits_sentences for name in ids) and find_punkt(self.nltk_data) is None:
+            logger.warning(
+                "NLTK's Punkt data are not there, so sentences are split by rules with the same outcome in more than "
+                "99 of 100 cases; for all of them run python -m nltk.downloader punkt_tab, or set NLTK_DATA."
+            )
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).suffix in SUFFIXES or Path(name).is_file()
+
+
+def _refuse_overlap(train: Sequence[Example], heldout: Sequence[Example], name: str, eval_name: str) -> None:
+    taken = {normalised(example.query) for example in heldout}
+    shared = [example.query for example in train if normalised(example.query) in taken]
+    if shared:
+        raise DatasetError(
+            f"{len(shared)} of the {len(train)} training prompts of {name} stand in {eval_name} too, so training on "
+            f"them would make the evaluation meaningless; remove them from {name}, or evaluate on another file "
+            f"(env.eval_path). The first begins with {shared[0][:80]!r}."
+        )

@@ -1,0 +1,209 @@
+"""MATH: competition problems whose solution ends in a boxed answer (Hendrycks et al. 2021, arXiv:2103.03874)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from sota_grpo.records import Example, Score
+from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer
+from sota_grpo.rewards.maths import math_equal
+from sota_grpo.tasks.dataset import DatasetError, Row, load_rows, text_of
+from sota_grpo.tasks.splits import disjoint, split_examples
+
+HUB_NAME, HUB_CONFIG = "DigitalLearningGmbH/MATH-lighteval", "default"
+QUESTION_COLUMNS = ("question", "problem", "prompt")
+GOLD_COLUMNS = ("ground_truth", "answer", "solution")
+
+_WHERE = {  # what the system prompt asks for, and the last line of a gold response
+    "boxed": ("in the form \\boxed{{<answer>}}", "The answer is \\boxed{{{}}}."),
+    "hash": ("on a last line of the form '#### <answer>'", "#### {}"),
+    "tags": ("in the form <answer><answer></answer>", "<answer>{}</answer>"),
+    "last_number": ("as the last number of the response", "The answer is {}."),
+    "any": ("in the form \\boxed{{<answer>}}", "The answer is \\boxed{{{}}}."),
+}
+_UNBRACED_BOX = re.compile(r"\\boxed\s+([^\s{}$.,]+)")  # \boxed 5, which some solutions of MATH have
+_MAX_INFO_CHARS = 200
+
+
+def default_system_prompt(answer_format: str) -> str:
+    """The system prompt that asks for worked steps and for the answer where ``answer_format`` looks for it.
+
+    >>> default_system_prompt("boxed")
+    'Solve the problem step by step, then give the final answer in the form \\\\boxed{<answer>}.'
+    """
+    return f"Solve the problem step by step, then give the final answer {_WHERE[answer_format][0].format()}."
+
+
+class MathTask:
+    """Problems graded by the final answer alone, which may be any expression, list, interval, equation or word.
+
+    ``reward = 1.0 * answer + format_weight * format``: ``answer`` is ``correct`` where the answer in the response is
+    the same as the gold one (:func:`sota_grpo.rewards.maths.math_equal`), ``no_answer`` where none stands where
+    ``answer_format`` looks for it, else ``wrong``; ``format`` is 1 where an answer stands there.
+
+    Args:
+        train: examples to train on.
+        heldout: examples to evaluate on.
+        answer_format: see :func:`sota_grpo.rewards.extract_answer`; thinking is read over.
+        system_prompt: replaces the default one; an empty text leaves the system turn out.
+        format_weight: weight of ``format``; at 0 it is still reported.
+        correct: reward of a right answer, greater than the others.
+        wrong: reward of a wrong answer.
+        no_answer: reward of a response without an answer.
+
+    Raises:
+        ValueError: an unknown answer format, a negative weight, or a right answer that does not earn the most.
+
+    >>> task = MathTask([Example("Solve 2x = 1.", "\\\\frac{1}{2}")], [])
+    >>> [task.score(response, task.train[0]).terms["answer"] for response in ("\\\\boxed{0.5}", "\\\\boxed{2}", "0.5")]
+    [1.0, -1.0, -0.5]
+    """
+
+    name = "math"
+
+    def __init__(
+        self,
+        train: Sequence[Example] = (),
+        heldout: Sequence[Example] = (),
+        *,
+        answer_format: str = "boxed",
+        system_prompt: str | None = None,
+        format_weight: float = 0.0,
+        correct: float = 1.0,
+        wrong: float = -1.0,
+        no_answer: float = -0.5,
+    ):
+        if answer_format not in ANSWER_FORMATS:
+            raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
+        if format_weight < 0:
+            raise ValueError(f"format_weight={format_weight} must not be negative.")
+        if not all(map(math.isfinite, (correct, wrong, no_answer))) or correct <= max(wrong, no_answer):
+            raise ValueError(
+                f"reward.correct={correct} must be greater than reward.wrong={wrong} and reward.no_answer={no_answer}."
+            )
+        self.train, self.heldout = train, heldout
+        self.answer_format = answer_format
+        self.system_prompt = default_system_prompt(answer_format) if system_prompt is None else system_prompt
+        self.term_weights: Mapping[str, float] = {"answer": 1.0, "format": format_weight}
+        self.correct, self.wrong, self.no_answer = correct, wrong, no_answer
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        path: str | None = None,
+        eval_path: str | None = None,
+        source: str = HUB_NAME,
+        num_heldout: int = 512,
+        max_samples: int | None = None,
+        seed: int = 0,
+        answer_format: str = "boxed",
+        system_prompt: str | None = None,
+        format_weight: float = 0.0,
+        correct: float = 1.0,
+        wrong: float = -1.0,
+        no_answer: float = -0.5,
+    ) -> MathTask:
+        """From local files, or from the hub.
+
+        Questions that come twice (letter case and spacing aside) are kept once, and never on both sides.
+
+        Args:
+            path: local file with one of the columns ``QUESTION_COLUMNS`` and one of ``GOLD_COLUMNS``, others aside;
+                None asks the hub.
+            eval_path: local file of the held-out problems; None holds out the hub's test split, or ``num_heldout``
+                rows of ``path``, the same for every order of its rows.
+            source: name on the hub, of MATH in its usual columns ``problem`` and ``solution``.
+            num_heldout: see ``eval_path``.
+            max_samples: train on the first so many examples only.
+            seed: of the choice of the held-out rows.
+
+        Raises:
+            DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), or too few of them.
+        """
+        place = path or f"{source} (train)"
+        train = read_examples(load_rows(source, path=path, config=HUB_CONFIG), place)
+        if eval_path is not None:
+            heldout = read_examples(load_rows(source, path=eval_path), eval_path)
+        elif path is None:
+            heldout = read_examples(load_rows(source, split="test", config=HUB_CONFIG), f"{source} (test)")
+        else:
+            train, heldout = split_examples(train, num_heldout, seed, path)
+        train, heldout = disjoint(train, heldout, place)
+        return cls(
+            train[:max_samples],
+            heldout,
+            answer_format=answer_format,
+            system_prompt=system_prompt,
+            format_weight=format_weight,
+            correct=correct,
+            wrong=wrong,
+            no_answer=no_answer,
+        )
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        """A system turn, unless the system prompt is empty, and the raw question."""
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*system, {"role": "user", "content": example.query}]
+
+    def score(self, response: str, example: Example) -> Score:
+        """Compare the answer in the response with the gold one; see the class for the terms."""
+        answer = extract_answer(response, self.answer_format)
+        if answer is None:
+            return Score({"answer": self.no_answer, "format": 0.0}, success=False)
+        right = math_equal(example.answer, answer)
+        value = self.correct if right else self.wrong
+        return Score({"answer": value, "format": 1.0}, success=right, info={"extracted": answer[:_MAX_INFO_CHARS]})
+
+    def gold_response(self, example: Example) -> str | None:
+        """The gold answer where the format asks for it; None where it cannot stand there: words as ``last_number``."""
+        response = _WHERE[self.answer_format][1].format(" ".join(example.answer.split()))
+        return response if self.score(response, example).success else None
+
+    def read_row(self, row: Row, place: str) -> Example:
+        """Of the first of ``GOLD_COLUMNS`` that is there the answer and, where it is there, the question.
+
+        The gold answer may be bare (text or a number), in dollars, or in the last box of a worked solution.
+
+        Raises:
+            DatasetError: there is no gold answer, or none that an answer can be compared with.
+        """
+        question = next((row[column] for column in QUESTION_COLUMNS if column in row), "")
+        return Example(query=str(question), answer=_gold(row, place))
+
+
+def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
+    """Rows to examples, the gold answers checked.
+
+    Raises:
+        DatasetError: a row without a question, or with a gold answer that cannot be used, with its number (from 1).
+
+    >>> read_examples([{"problem": "1+1?", "solution": "It is $\\\\boxed{2}$."}], "demo")[0].answer
+    '2'
+    """
+    examples = []
+    for number, row in enumerate(rows, start=1):
+        place = f"{source}, row {number}"
+        column = next((column for column in QUESTION_COLUMNS if column in row), QUESTION_COLUMNS[0])
+        examples.append(Example(query=text_of(row, column, place), answer=_gold(row, place)))
+    return examples
+
+
+def _gold(row: Row, place: str) -> str:
+    """The bare gold answer of a row."""
+    column = next((column for column in GOLD_COLUMNS if row.get(column) is not None), GOLD_COLUMNS[0])
+    value = row.get(column)
+    text = str(value) if isinstance(value, (int, float)) else text_of(row, column, place)
+    unbraced = _UNBRACED_BOX.findall(text)
+    gold = extract_answer(text, "boxed") or (unbraced[-1] if unbraced else None)
+    if gold is None and column == "solution":
+        raise DatasetError(f"{place}: the solution has no \\boxed{{answer}} (it ends in {text[-40:]!r}).")
+    gold = gold or extract_answer(text, "hash") or text.strip()
+    if not math_equal(gold, gold):
+        raise DatasetError(
+            f"{place}: the gold answer {gold[:40]!r} ({len(gold)} characters) cannot be compared; "
+            "give a short final answer or remove the row."
+        )
+    return gold

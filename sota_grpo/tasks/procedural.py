@@ -1,0 +1,75 @@
+"""Splits whose problems are drawn when asked for, and which side of the split a problem belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from sota_grpo.records import Example, sample_seed
+
+HELDOUT_SHARE = 8  # one problem in eight is held out
+
+
+def is_heldout(problem: object) -> bool:
+    """Whether a problem belongs to the held-out split: ``hash(repr(problem)) mod 8 == 0``, whatever the seed.
+
+    >>> is_heldout((3, 4, 5)) == is_heldout((3, 4, 5))
+    True
+    """
+    digest = hashlib.blake2b(repr(problem).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELDOUT_SHARE == 0
+
+
+@dataclass(frozen=True)
+class DrawnExamples(Sequence[Example]):
+    """A sequence whose example ``i`` is ``draw(rng, heldout)``, its random numbers from ``(seed, heldout, i)``.
+
+    So it depends on the seed, the side and ``i`` only, and a longer sequence begins with the shorter one. An example
+    may come twice.
+
+    Args:
+        draw: draws a problem of one side of the split; picklable.
+        seed: of the draws.
+        heldout: the side.
+        num_examples: length.
+
+    Raises:
+        ValueError: no examples.
+        IndexError: the index is outside ``[-num_examples, num_examples)``.
+
+    >>> numbers = DrawnExamples(lambda rng, heldout: Example(str(rng.random()), ""), 0, False, 1 << 40)
+    >>> numbers[7] == numbers[:8][-1], numbers[0] == numbers[1]
+    (True, False)
+    """
+
+    draw: Callable[[random.Random, bool], Example]
+    seed: int
+    heldout: bool
+    num_examples: int
+
+    def __post_init__(self) -> None:
+        if self.num_examples < 1:
+            name = "num_heldout" if self.heldout else "num_train"
+            raise ValueError(f"{name}={self.num_examples} must be at least 1.")
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.num_examples))]
+        position = operator.index(index)
+        if not -self.num_examples <= position < self.num_examples:
+            raise IndexError(f"index {position} is outside a split of {self.num_examples} problems.")
+        position %= self.num_examples
+        return self.draw(random.Random(sample_seed(self.seed, int(self.heldout), position)), self.heldout)

@@ -1,0 +1,203 @@
+"""Your own data: a table of prompts and right answers, in a file or on the hub, verl's parquet files included."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sota_grpo.records import Example, Score
+from sota_grpo.rewards import ANSWER_FORMATS
+from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, Row, load_rows
+from sota_grpo.tasks.splits import disjoint, normalised, split_examples
+from sota_grpo.tasks.table_answers import gold_response, is_right, require_gradable
+from sota_grpo.tasks.table_rows import chat_of, ground_truth_of, last_user_turn, plain_columns, text_of_answer
+
+if TYPE_CHECKING:
+    from sota_grpo.rewards.function_calls import Asked
+
+logger = logging.getLogger(__name__)
+
+
+class TableTask:
+    """Prompts of a table, each with its ground truth: ``reward = correct``, 1 for a right answer and 0 otherwise.
+
+    A prompt is text (one user turn) or a chat, a list of ``{"role", "content"}`` turns. A row with verl's columns
+    (``data_source``, ``prompt``, ``reward_model`` with its ``ground_truth``, ...) is known by them and needs no option.
+    All columns stay with the example, for reward functions (:class:`sota_grpo.rewards.functions.WithRewardFunctions`).
+
+    Which answer is right (:func:`sota_grpo.tasks.table_answers.is_right`): rows whose ``data_source`` is GSM8K or MATH
+    are graded as those tasks grade; of all others the answer, from where ``answer_format`` says, is right when it is
+    the same number as the ground truth, or the same text, letter case and spacing aside; of a list, as one of it.
+
+    Args:
+        train: examples to train on, as :meth:`read_row` makes them.
+        heldout: examples to evaluate on.
+        prompt_column: column of the prompts.
+        answer_column: column of the ground truths; not read where verl's columns are there.
+        answer_format: see :func:`sota_grpo.rewards.extract_answer`; None is ``hash`` for GSM8K, ``boxed`` for MATH
+            and ``any`` for all others. Under ``any`` a whole response that is the ground truth is right, too.
+        system_prompt: replaces the system turn of every prompt, or is put before it; an empty text takes it out; None
+            leaves the prompts as they are.
+        answer_required: refuse rows without a ground truth that this class can grade; False where functions grade.
+
+    Raises:
+        ValueError: an unknown answer format.
+
+    >>> task = TableTask()
+    >>> example = task.read_row({"prompt": "What is 2+2?", "ground_truth": 4}, "demo, row 1")
+    >>> task.messages(example), task.score("It is 4.", example).success
+    ([{'role': 'user', 'content': 'What is 2+2?'}], True)
+    """
+
+    name = "table"
+    term_weights: Mapping[str, float] = {"correct": 1.0}
+
+    def __init__(
+        self,
+        train: Sequence[Example] = (),
+        heldout: Sequence[Example] = (),
+        *,
+        prompt_column: str = "prompt",
+        answer_column: str = "ground_truth",
+        answer_format: str | None = None,
+        system_prompt: str | None = None,
+        answer_required: bool = True,
+    ):
+        if answer_format is not None and answer_format not in ANSWER_FORMATS:
+            raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
+        self.train, self.heldout = train, heldout
+        self.prompt_column, self.answer_column = prompt_column, answer_column
+        self.answer_format, self.system_prompt = answer_format, system_prompt
+        self.answer_required = answer_required
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        path: str,
+        eval_path: str | None = None,
+        num_heldout: int = 512,
+        max_samples: int | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> TableTask:
+        """From a file, or from the train split of a dataset on the hub.
+
+        A prompt that comes twice (the whole chat, letter case and spacing aside) is kept once, and never on both sides.
+
+        Args:
+            path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``; anything else is a name on the hub.
+            eval_path: the same for held-out prompts; None holds ``num_heldout`` rows out.
+            num_heldout: the same for every order of the rows; not read with ``eval_path``.
+            max_samples: train on the first so many examples only.
+            seed: of the choice of the held-out rows.
+            options: of the class.
+
+        Raises:
+            DatasetError: rows that cannot be used, with their number, or none left to train on.
+        """
+        task = cls(**options)
+        train = task._read(path)
+        heldout = [] if eval_path is None else task._read(eval_path)
+        told_apart = _with_different_queries([*train, *heldout])
+        train, heldout = told_apart[: len(train)], told_apart[len(train) :]
+        if eval_path is None:
+            train, heldout = split_examples(train, num_heldout, seed, path)
+        train, heldout = disjoint(train, heldout, path)
+        repeated = len(told_apart) - len(train) - len(heldout)
+        if repeated:
+            logger.info("%d of %d rows repeat a prompt; each prompt is kept once.", repeated, len(told_apart))
+        task.train, task.heldout = train[:max_samples], heldout
+        return task
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        """The chat of the prompt, its system turn as ``system_prompt`` says."""
+        prompt = example.extra["prompt"]
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
+        if self.system_prompt is None:
+            return chat
+        rest = chat[1:] if chat[0]["role"] == "system" else chat
+        return [{"role": "system", "content": self.system_prompt}, *rest] if self.system_prompt else rest
+
+    def score(self, response: str, example: Example) -> Score:
+        """Compare the answer with the ground truth; see the class."""
+        right = is_right(response, _source(example), example.extra["ground_truth"], self.answer_format)
+        return Score({"correct": float(right)}, success=right)
+
+    def gold_response(self, example: Example) -> str | None:
+        """The ground truth where the grading looks for it; None if no such response is right."""
+        return gold_response(_source(example), example.extra["ground_truth"], self.answer_format)
+
+    def read_row(self, row: Row, place: str) -> Example:
+        """An example of a row; here the column ``answer`` will do, too, and the prompt may be missing.
+
+        ``extra`` holds the ``prompt`` and the ``ground_truth`` as they stand in the data, and all other ``columns``.
+
+        Raises:
+            DatasetError: no ground truth, one that cannot be graded without a reward function, a prompt that is neither
+                text nor a chat, a column that JSON cannot hold.
+        """
+        return self._example(row, place, [self.answer_column, "answer"])
+
+    def asked(self, response: str, example: Example) -> Asked:
+        """What a reward function reads: the row as it stands in the data."""
+        from sota_grpo.rewards.function_calls import Asked
+
+        extra = example.extra
+        return Asked(response, extra["prompt"], extra["ground_truth"], extra["columns"], _source(example) or self.name)
+
+    def _read(self, path: str) -> list[Example]:
+        is_file = Path(path).suffix in SUFFIXES or Path(path).is_file()
+        rows = load_rows(path, path=path if is_file else None)
+        missing = dict.fromkeys(name for row in rows for name in row)  # None, as parquet and the hub have it
+        examples = []
+        for number, row in enumerate(rows, start=1):
+            place = f"{path}, row {number}"
+            if row.get(self.prompt_column) in (None, ""):
+                raise DatasetError(
+                    f"{place}: column {self.prompt_column!r} holds no prompt; the columns found are "
+                    f"{', '.join(map(repr, row))}: set env.prompt_column, or remove the row."
+                )
+            examples.append(self._example({**missing, **row}, place, [self.answer_column]))
+        return examples
+
+    def _example(self, row: Row, place: str, answer_columns: Sequence[str]) -> Example:
+        columns = plain_columns(row, place)
+        prompt = columns.pop(self.prompt_column, None)
+        if prompt is None:
+            prompt = ""
+        elif not isinstance(prompt, str):
+            prompt = chat_of(prompt, f"{place}: column {self.prompt_column!r}")
+        ground_truth = ground_truth_of(columns, answer_columns)
+        extra = {"prompt": prompt, "ground_truth": ground_truth, "columns": columns}
+        example = Example(last_user_turn(prompt), text_of_answer(ground_truth), extra)
+        if self.answer_required:
+            require_gradable(_source(example), ground_truth, list(row), self.answer_column, place)
+        return example
+
+
+def _source(example: Example) -> str:
+    source = example.extra["columns"].get("data_source")
+    return source if isinstance(source, str) else ""
+
+
+def _with_different_queries(examples: Sequence[Example]) -> list[Example]:
+    """Different chats that end in the same user turn get all their turns as query: it tells prompts apart."""
+    chats = defaultdict(set)
+    whole = [_whole_chat(example.extra["prompt"]) for example in examples]
+    for example, chat in zip(examples, whole, strict=True):
+        chats[normalised(example.query)].add(normalised(chat))
+    return [
+        replace(example, query=chat) if len(chats[normalised(example.query)]) > 1 else example
+        for example, chat in zip(examples, whole, strict=True)
+    ]
+
+
+def _whole_chat(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(prompt, str):
+        return f"user: {prompt}"
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)

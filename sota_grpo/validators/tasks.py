@@ -1,0 +1,73 @@
+"""The rules about the task, its dialogs and its rewards."""
+
+from __future__ import annotations
+
+from sota_grpo.config import Config, reward_names, walk
+
+PROCEDURAL = ("arithmetic", "countdown", "calculator")  # they make their own problems
+DIALOGS = ("countdown", "calculator")  # what they answer goes on in several turns
+
+_FROM_DATA = ("gsm8k", "math", "ifeval", "reasoning", "table")
+READERS = {  # tasks that read an option; the others refuse it
+    "env.dataset_path": _FROM_DATA,
+    "env.eval_path": _FROM_DATA,
+    "env.system_prompt": (*_FROM_DATA, *DIALOGS),
+    "env.prompt_column": ("table",),
+    "env.answer_column": ("table",),
+    "env.answer_format": ("gsm8k", "math", "reasoning", "table"),
+    "env.format_weight": ("gsm8k", "math", "reasoning", "countdown"),
+    "env.difficulty": ("arithmetic",),
+    "reward.correct": ("math",),
+    "reward.wrong": ("math",),
+    "reward.no_answer": ("math",),
+    "reward.instructions_weight": ("ifeval",),
+    "reward.all_weight": ("ifeval",),
+    "reward.thinking_weight": ("reasoning",),
+    "reward.min_think_words": ("reasoning",),
+}
+
+
+def options_that_the_task_does_not_read_keep_their_default(config: Config) -> str | None:
+    default = {name: value for name, _, value in walk()}
+    for name, _, value in walk(config):
+        kept = default[name]
+        if value != kept and config.env.dataset not in READERS.get(name, (config.env.dataset,)):
+            return (
+                f"{name}={value} has no effect on env.dataset={config.env.dataset}; leave it at "
+                f"{'null' if kept is None else kept} or choose another env.dataset ({', '.join(READERS[name])})."
+            )
+    return None
+
+
+def a_table_has_a_place(config: Config) -> str | None:
+    if config.env.dataset == "table" and config.env.dataset_path is None:
+        return "env.dataset=table is your own data; give env.dataset_path=FILE (or a name on the hub)."
+    return None
+
+
+def several_turns_have_something_to_say(config: Config) -> str | None:
+    env = config.env
+    if env.reasoning and env.max_steps < 2:
+        return "env.reasoning=true asks again after a wrong response, and env.max_steps=1 leaves no turn for it; use 2."
+    if env.max_steps > 1 and not env.reasoning and env.dataset not in DIALOGS:
+        return (
+            f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which says nothing after a "
+            "response; add env.reasoning=true, which asks to think again, or leave it at 1."
+        )
+    return None
+
+
+def every_reward_function_has_a_weight(config: Config) -> str | None:
+    reward = config.reward
+    if reward.path is None:
+        given = {"name": reward.name, "weights": reward.weights, "success_above": reward.success_above or None}
+        for name, value in given.items():
+            if value is not None:
+                return f"reward.{name}={value} belongs to reward functions; give reward.path=FILE or leave it out."
+        return None
+    names = reward_names(config)
+    if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+        return f"reward.name={reward.name} is not the name of a function, or a list of different ones."
+    if reward.weights is not None and len(reward.weights) != len(names):
+        return f"reward.weights has {len(reward.weights)} entries for {len(names)} functions ({', '.join(names)})."
+    return None

@@ -1,0 +1,458 @@
+"""Dialogs over every kind of engine: equal to a plain loop, whole, independent, and gone when nobody wants them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sota_grpo.dialogs import DialogEngine
+from sota_grpo.engines.base import Generates
+from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
+from sota_grpo.workers.futures import promised, resolve
+from sota_grpo.workers.rollout import RolloutServant
+
+SEED = random.SystemRandom().randrange(1 << 30)
+EOS, CONTEXT, MAX_STEPS = 0, 32, 4
+SAMPLING = Sampling(max_tokens=9)
+
+
+class Words:
+    """Turns without a tokenizer: a text is its ids; a reply is an end token, unless it was said, and its own ids."""
+
+    def text(self, token_ids: torch.Tensor) -> str:
+        return " ".join(map(str, token_ids.tolist()))
+
+    def ids(self, reply: dict[str, str], last_id: int) -> tuple[int, ...]:
+        said = tuple(map(int, reply["content"].split()))
+        return said if last_id == EOS else (EOS, *said)
+
+
+def judge(text: str, example: Example) -> Score:
+    """Three responses in four are answered, with as many ids as the response's sum says; one in sixteen fails."""
+    total = sum(map(int, text.split()))
+    reply = {"role": "user", "content": " ".join(str(100 + total + i) for i in range(1 + total % 3))}
+    error = "ValueError: no" if total % 16 == 5 else None
+    return Score({}, success=total % 4 == 0, error=error, reply=None if total % 4 == 0 else reply)
+
+
+def always(text: str, example: Example) -> Score:
+    return Score({}, False, reply={"role": "user", "content": "7 8"})
+
+
+class Grader:
+    """Grades at once, or some milliseconds later on another thread."""
+
+    def __init__(self, score: Callable[[str, Example], Score] = judge, *, late: bool = False):
+        self.score, self.late, self.asked = score, late, 0
+        self._pool = ThreadPoolExecutor(3)
+
+    def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
+        self.asked += 1
+        assert all(isinstance(example, Example) for _, example in pairs)
+        if self.late:
+            return self._pool.submit(self._grade, pairs, random.random() / 200)
+        future = promised()
+        resolve(future, lambda: self._grade(pairs))
+        return future
+
+    def _grade(self, pairs: Sequence[tuple[str, Example]], wait_s: float = 0.0) -> list[Score]:
+        time.sleep(wait_s)
+        return [self.score(*pair) for pair in pairs]
+
+
+def script(request: GroupRequest, index: int, version: int) -> list[int]:
+    """1 to 11 tokens that depend on the request's own seed, its prompt and the sample index."""
+    assert request.example is None, "an engine has no use for it"
+    rng = random.Random(sample_seed(request.seed, sum(request.prompt_ids), index))
+    return [rng.randint(1, 30) for _ in range(rng.randint(1, 11))]
+
+
+def scripted(**options) -> ScriptedEngine:
+    jitter = lambda request: random.random() / 300  # noqa: E731
+    return ScriptedEngine(script, **{"eos_token_id": EOS, "max_model_len": CONTEXT, "duration_s": jitter, **options})
+
+
+class GenerateOnly:
+    """The least that an engine may have."""
+
+    name, version, max_model_len = "least", 0, CONTEXT
+
+    def __init__(self) -> None:
+        self._engine = scripted()
+        self.generate = self._engine.generate
+        self.update_weights, self.sleep = self._engine.update_weights, self._engine.sleep
+        self.wake, self.close = self._engine.wake, self._engine.close
+
+
+class Submitting:
+    """An engine behind futures, which resolve on its own thread."""
+
+    name, version, max_model_len = "servant", 0, CONTEXT
+
+    def __init__(self) -> None:
+        self.servant = RolloutServant(scripted)
+        self.submit = self.servant.run
+
+    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
+        raise AssertionError("the dialogs submit")
+
+    def update_weights(self, weights: object, version: int) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None:
+        self.servant.close()
+
+
+KINDS: dict[str, Callable[[], Generates]] = {
+    "steps": scripted,
+    "rounds": scripted,
+    "generate alone": GenerateOnly,
+    "futures": Submitting,
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def dialogs(engine: Generates, grader: Grader | None = None, **options) -> DialogEngine:
+    return DialogEngine(engine, grader or Grader(), Words(), **{"max_steps": MAX_STEPS, **options})
+
+
+def of_kind(kind: str, grader: Grader | None = None) -> DialogEngine:
+    return dialogs(KINDS[kind](), grader, in_rounds=kind == "rounds")
+
+
+def some_requests(count: int, seed: int = SEED, *, num_samples: int = 3) -> list[GroupRequest]:
+    rng = random.Random(seed)
+    return [
+        GroupRequest(
+            group_id=10 + i,
+            prompt_ids=tuple(rng.randint(1, 30) for _ in range(rng.randint(1, 12))),
+            num_samples=num_samples,
+            seed=rng.randrange(1 << 60),
+            example=Example("?", "!"),
+        )
+        for i in range(count)
+    ]
+
+
+def plain_dialog(request: GroupRequest, index: int, log_prob: float) -> tuple[list, list, list, list, bool]:
+    """One dialog in a plain loop: ids, log-probs, versions, mask, truncated."""
+    ids, log_probs, versions, mask = [], [], [], []
+    asked, number = replace(request, example=None), index
+    for turn in itertools.count(1):
+        room = min(SAMPLING.max_tokens, CONTEXT - len(request.prompt_ids) - len(ids))
+        said = [*script(asked, number, 0), EOS]
+        truncated, said = len(said) > room, said[:room]
+        ids, mask = ids + said, mask + [True] * len(said)
+        log_probs, versions = log_probs + [log_prob] * len(said), versions + [0] * len(said)
+        if truncated or turn == MAX_STEPS:
+            return ids, log_probs, versions, mask, truncated
+        score = judge(" ".join(map(str, said)), Example("?", "!"))
+        if score.reply is None or score.error is not None:
+            return ids, log_probs, versions, mask, False
+        heard = [int(word) for word in score.reply["content"].split()]
+        if len(request.prompt_ids) + len(ids) + len(heard) >= CONTEXT:
+            return ids, log_probs, versions, mask, True
+        ids, mask = ids + heard, mask + [False] * len(heard)
+        log_probs, versions = log_probs + [0.0] * len(heard), versions + [-1] * len(heard)
+        asked = GroupRequest(0, (*request.prompt_ids, *ids), 1, sample_seed(request.seed, index, turn + 1))
+        number = 0
+    raise AssertionError
+
+
+def as_lists(sample: Sample) -> tuple[list, list, list, list, bool]:
+    mask = (
+        torch.ones_like(sample.token_ids, dtype=torch.bool) if sample.assistant_mask is None else sample.assistant_mask
+    )
+    columns = (sample.token_ids, sample.log_probs, sample.versions, mask)
+    return (*(column.tolist() for column in columns), sample.truncated)
+
+
+def require_plain(requests: Sequence[GroupRequest], outputs: Sequence[GroupOutput]) -> None:
+    """Every group came out once, and every sample is that of the plain loop."""
+    by_id = {request.group_id: request for request in requests}
+    assert sorted(output.group_id for output in outputs) == sorted(by_id)
+    log_prob = float(torch.tensor(scripted()._log_prob))
+    for output in outputs:
+        request = by_id[output.group_id]
+        assert len(output.samples) == request.num_samples
+        for index, sample in enumerate(output.samples):
+            assert as_lists(sample) == plain_dialog(request, index, log_prob), f"seed {SEED}"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["graded at once", "graded later"])
+def test_every_sample_is_that_of_a_plain_loop(kind: str, late: bool) -> None:
+    requests = some_requests(25)
+    engine = of_kind(kind, Grader(late=late))
+    require_plain(requests, list(engine.generate(requests, SAMPLING)))
+    engine.close()
+
+
+def test_the_cases_of_the_plain_loop_come_up() -> None:
+    """So that the test above is about something: ends of every kind, dialogs of every length."""
+    found = [plain_dialog(r, i, 0.0) for r in some_requests(300, seed=3) for i in range(3)]
+    gaps = [sum(a and not b for a, b in itertools.pairwise(mask)) for *_, mask, _ in found]
+    assert set(gaps) == {0, 1, 2, 3}
+    assert {truncated for *_, truncated in found} == {True, False}
+    full = [len(ids) for ids, *_, truncated in found if truncated]
+    assert len(set(full)) > 10
+
+
+@pytest.mark.parametrize(
+    ("context", "said", "truncated"),
+    [(7, "xx", True), (8, "xx..x", True), (9, "xx..xx", True), (12, "xx..xx..x", True)],
+)
+def test_a_dialog_goes_on_where_the_reply_and_one_more_token_have_room(
+    context: int, said: str, truncated: bool
+) -> None:
+    """A prompt of three, turns of two (with their ends), replies of two (``.``)."""
+    engine = scripted(max_model_len=context)
+    engine._script = lambda request, index, version: [5]
+    request = replace(some_requests(1)[0], prompt_ids=(1, 2, 3))
+    for in_rounds in (False, True):
+        (output,) = dialogs(engine, Grader(always), in_rounds=in_rounds).generate([request], SAMPLING)
+        for sample in output.samples:
+            mask = as_lists(sample)[3]
+            assert "".join("x" if own else "." for own in mask) == said
+            assert sample.truncated == truncated
+
+
+def test_a_dialog_of_one_turn_is_what_the_engine_gave(kind: str) -> None:
+    requests = some_requests(4)
+    engine = of_kind(kind, Grader(lambda text, example: Score({}, True)))
+    for output in engine.generate(requests, SAMPLING):
+        assert all(sample.assistant_mask is None for sample in output.samples)
+    engine.close()
+
+
+def test_dialogs_by_futures_are_those_of_a_stream_and_take_no_threads() -> None:
+    requests, inner = some_requests(40), Submitting()
+    engine = dialogs(inner, Grader())
+    threads = threading.active_count()
+    futures = [engine.submit(request, SAMPLING) for request in requests]
+    most = threading.active_count()
+    require_plain(requests, [future.result(20) for future in futures])
+    assert most == threads
+    late = dialogs(inner, Grader(late=True))
+    require_plain(requests, [f.result(20) for f in [late.submit(request, SAMPLING) for request in requests]])
+    engine.close()
+
+
+def test_a_dialog_depends_on_no_other(kind: str) -> None:
+    requests = some_requests(6)
+    engine = of_kind(kind)
+    together = {o.group_id: [as_lists(s) for s in o.samples] for o in engine.generate(requests, SAMPLING)}
+    for request in requests:
+        (alone,) = engine.generate([request], SAMPLING)
+        assert [as_lists(sample) for sample in alone.samples] == together[request.group_id]
+    engine.close()
+
+
+def test_streams_of_one_thread_get_their_own_groups(kind: str) -> None:
+    engine = of_kind(kind)
+    calls = [some_requests(n, seed=SEED + n) for n in (3, 4, 5)]
+    streams = [engine.generate(requests, SAMPLING) for requests in calls]
+    found: list[list[GroupOutput]] = [[], [], []]
+    while any(len(outputs) < len(requests) for outputs, requests in zip(found, calls)):
+        for outputs, stream in zip(found, streams):
+            outputs += itertools.islice(stream, 1)
+    for requests, outputs in zip(calls, found):
+        require_plain(requests, outputs)
+    engine.close()
+
+
+def test_streams_of_several_threads_get_their_own_groups(kind: str) -> None:
+    engine = of_kind(kind, Grader(late=True))
+    calls = [some_requests(n, seed=SEED + n) for n in (6, 7, 8)]
+    with ThreadPoolExecutor(3) as pool:
+        for requests, outputs in zip(calls, pool.map(lambda call: list(engine.generate(call, SAMPLING)), calls)):
+            require_plain(requests, outputs)
+    engine.close()
+
+
+def test_a_new_turn_begins_while_other_groups_are_in_theirs() -> None:
+    engine = scripted(duration_s=lambda request: {10: 0.01, 11: 3.0}[request.group_id])
+    engine._script = lambda request, index, version: [5]
+    began = time.monotonic()
+    stream = dialogs(engine, Grader(always)).generate(some_requests(2), SAMPLING)
+    first = next(stream)
+    assert time.monotonic() - began < 2.0  # four turns of the short group
+    assert first.group_id == 10
+    assert [sample.token_ids.tolist() for sample in first.samples] == [[5, EOS, 7, 8] * 3 + [5, EOS]] * 3
+
+
+@pytest.mark.parametrize("kind", ["steps", "rounds", "generate alone"])
+def test_a_push_lands_between_the_turns_and_every_token_keeps_its_version(kind: str) -> None:
+    requests, pushed = some_requests(5), []
+
+    def score(text: str, example: Example) -> Score:
+        if not pushed:
+            pushed.append(engine.update_weights(iter(()), 1))
+        return always(text, example)
+
+    engine = of_kind(kind, Grader(score))
+    seen = set()
+    for output in engine.generate(requests, SAMPLING):
+        for sample in output.samples:
+            _, _, versions, mask, _ = as_lists(sample)
+            said = [version for version, own in zip(versions, mask) if own]
+            assert said == sorted(said)
+            assert [version == -1 for version in versions] == [not own for own in mask]
+            seen |= set(said)
+    assert seen == {0, 1}
+    engine.close()
+
+
+@pytest.mark.parametrize("by_future", [False, True])
+def test_what_the_engine_raises_in_a_later_turn_is_the_callers(by_future: bool) -> None:
+    class Failing(Submitting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.submit = self._submit
+
+        def _submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
+            if max(request.prompt_ids) < 100:
+                return self.servant.run(request, sampling)
+            future = promised()
+            future.set_exception(OSError("the engine is gone"))
+            return future
+
+    engine = dialogs(Failing())
+    requests = some_requests(15)
+    outputs = (
+        (engine.submit(request, SAMPLING).result(10) for request in requests)
+        if by_future
+        else engine.generate(requests, SAMPLING)
+    )
+    with pytest.raises(OSError, match="the engine is gone"):
+        list(outputs)
+    engine.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_the_grader_raises_is_the_callers(kind: str, late: bool) -> None:
+    def score(text: str, example: Example) -> Score:
+        raise KeyError("the grader is gone")
+
+    engine = of_kind(kind, Grader(score, late=late))
+    with pytest.raises(KeyError, match="the grader is gone"):
+        list(engine.generate(some_requests(8), SAMPLING))
+    if kind == "futures":
+        with pytest.raises(KeyError, match="the grader is gone"):
+            engine.submit(some_requests(1, num_samples=20)[0], SAMPLING).result(10)
+    engine.close()
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_an_engine_that_raises_in_a_step_ends_the_stream(in_rounds: bool) -> None:
+    def short_prompts_only(request: GroupRequest, index: int, version: int) -> list[int]:
+        if len(request.prompt_ids) > 3:
+            raise OSError("the engine is gone")
+        return [5]
+
+    engine = scripted()
+    engine._script = short_prompts_only
+    requests = [replace(request, prompt_ids=(1, 2, 3)) for request in some_requests(3)]
+    with pytest.raises(OSError, match="the engine is gone"):
+        list(dialogs(engine, Grader(always), in_rounds=in_rounds).generate(requests, SAMPLING))
+
+
+def test_nothing_is_sampled_before_the_first_group_is_asked_for(kind: str) -> None:
+    grader = Grader()
+    engine = of_kind(kind, grader)
+    stream = engine.generate(some_requests(20), SAMPLING)
+    time.sleep(0.02)
+    assert grader.asked == 0
+    list(stream)
+    assert grader.asked > 0
+    engine.close()
+
+
+def test_an_engine_with_nothing_to_sample_is_left_alone_while_the_grader_works() -> None:
+    def slow(text: str, example: Example) -> Score:
+        time.sleep(0.1)
+        return always(text, example)
+
+    engine, steps = scripted(duration_s=0.0), []
+    engine._script = lambda request, index, version: [5]
+    step = engine.step
+    engine.step = lambda: steps.append(1) or step()
+    list(dialogs(engine, Grader(slow, late=True)).generate(some_requests(1, num_samples=1), SAMPLING))
+    assert len(steps) < 3 * MAX_STEPS
+
+
+def test_a_stream_that_is_left_takes_its_groups_along() -> None:
+    inner = scripted(duration_s=lambda request: 0.0 if request.group_id == 10 else 0.05)
+    engine = dialogs(inner)
+    stream = engine.generate(some_requests(5), SAMPLING)
+    next(stream)
+    assert inner.num_in_flight >= 4
+    del stream
+    engine.sleep()
+    assert inner.num_in_flight == 0
+
+
+def test_a_stream_that_is_left_leaves_the_others_alone() -> None:
+    inner = scripted(duration_s=lambda request: 0.002 * (request.group_id - 9))
+    engine = dialogs(inner)
+    kept, left = some_requests(6), some_requests(8, seed=SEED + 1)
+    first, second = engine.generate(left, SAMPLING), engine.generate(kept, SAMPLING)
+    outputs = [*itertools.islice(second, 2)]
+    next(first)
+    del first
+    outputs += second
+    require_plain(kept, outputs)
+    require_plain(kept, list(engine.generate(kept, SAMPLING)))
+    assert inner.num_in_flight == 0
+
+
+def test_groups_that_the_engine_forgets_are_an_error_and_no_endless_wait() -> None:
+    inner = scripted(duration_s=lambda request: 0.0 if request.group_id == 10 else 5.0)
+    engine = dialogs(inner)
+    stream = engine.generate(some_requests(3), SAMPLING)
+    next(stream)
+    engine.close()
+    with pytest.raises(RuntimeError, match="dropped by abort"):
+        next(stream)
+
+
+def test_a_request_that_cannot_be_a_dialog_is_refused_at_the_call(kind: str) -> None:
+    engine = of_kind(kind)
+    request = some_requests(1)[0]
+    with pytest.raises(ValueError, match=r"group 10 has 32 tokens .* max_model_len=32"):
+        engine.generate([replace(request, prompt_ids=(3,) * CONTEXT)], SAMPLING)
+    with pytest.raises(ValueError, match="Group 10 has no example"):
+        engine.generate([replace(request, example=None)], SAMPLING)
+    with pytest.raises(ValueError, match="Group 10 has no example"):
+        engine.submit(replace(request, example=None), SAMPLING)
+    with pytest.raises(ValueError, match="max_steps=1 leaves no second turn"):
+        dialogs(engine.engine, max_steps=1)
+    engine.close()
+
+
+def test_the_rest_of_the_protocol_is_the_engines() -> None:
+    inner = scripted()
+    engine = dialogs(inner)
+    assert isinstance(engine, Generates)
+    assert (engine.name, engine.max_model_len, engine.version) == ("scripted", CONTEXT, 0)
+    engine.update_weights([("w", torch.ones(3))], 4)
+    assert (engine.version, inner.checksum) == (4, 3.0)
+    assert not hasattr(engine, "fleet")
+    inner.fleet = "workers"
+    engine.base = "base"
+    assert (engine.fleet, inner.base) == ("workers", "base")

@@ -1,0 +1,296 @@
+"""Training on dialogs: only what the policy said counts, exactly, and whole turns of the loop run on them."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase, lazy_stack
+
+from sota_grpo import keys
+from sota_grpo.async_source import AsyncSource
+from sota_grpo.collate import pad_rows, set_loss_weights
+from sota_grpo.collectors import RolloutCollector, SyncSource
+from sota_grpo.dialogs import DialogEngine
+from sota_grpo.engines.base import Generates
+from sota_grpo.engines.hf import TransformersEngine
+from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.envs import TaskEnv, finish_row, prompt_rows
+from sota_grpo.envs.turns import TurnTokens
+from sota_grpo.fleet_engine import FleetEngine
+from sota_grpo.learner import Learner
+from sota_grpo.loop import run
+from sota_grpo.objectives import GRPOLoss
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.load import load_model, load_tokenizer
+from sota_grpo.policy.lora import engine_weights
+from sota_grpo.publish import Publisher
+from sota_grpo.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
+from sota_grpo.schedule import LearnerSettings
+from sota_grpo.tasks.arithmetic import ArithmeticTask
+from sota_grpo.tasks.base import Task
+from sota_grpo.tasks.think_again import MESSAGE, ThinkAgain
+from sota_grpo.transforms import GroupAdvantage
+from sota_grpo.workers.futures import promised
+from sota_grpo.workers.rollout import RolloutServant
+from tests.unit.tiny_models import VOCAB, make_model
+
+SEED = random.SystemRandom().randrange(1 << 30)
+CLIP, KL_COEFF, MOST_TOKENS = 0.2, 0.1, 24
+
+
+class NoText:
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return ""
+
+
+def dialog(stream: torch.Generator, lengths: Sequence[int], *, garbage: bool = False) -> Sample:
+    """Turns of the policy (even places) and of others (odd), with random ids and log-probs."""
+    parts = [(length, place % 2 == 0) for place, length in enumerate(lengths)]
+    mask = torch.tensor([own for length, own in parts for _ in range(length)])
+    count = len(mask)
+    log_probs = -3.0 + 0.5 * torch.randn(count, generator=stream)
+    elsewhere = torch.tensor(math.nan if garbage else 0.0)
+    return Sample(
+        token_ids=torch.randint(3, VOCAB, (count,), generator=stream),
+        log_probs=torch.where(mask, log_probs, elsewhere),
+        versions=torch.where(mask, 3, -99 if garbage else -1),
+        truncated=False,
+        assistant_mask=mask,
+    )
+
+
+def dialog_rows(seed: int, *, garbage: bool = False) -> list[TensorDictBase]:
+    """Four rows of one to three turns, with reference log-probs and advantages."""
+    stream = torch.Generator().manual_seed(seed)
+    rows = []
+    for index, lengths in enumerate([(3, 2, 4), (5,), (1, 4, 1, 1, 3), (2, 3, 2)]):
+        (prompt,) = prompt_rows(index // 2, Example("?", "!"), [5, 6, 7][: 1 + index % 3], repeats=1)
+        row = finish_row(prompt, dialog(stream, lengths, garbage=garbage), NoText())
+        mask = row.get(keys.ASSISTANT_MASK)
+        reference = -3.0 + 0.5 * torch.randn(len(mask), generator=stream)
+        row.set(keys.REF_LOG_PROBS, torch.where(mask, reference, math.nan if garbage else 0.0))
+        row.set(keys.ADVANTAGE, torch.randn(1, 1, generator=stream))
+        rows.append(row)
+    return rows
+
+
+def loss_and_gradients(model: torch.nn.Module, rows: list[TensorDictBase]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    loss = GRPOLoss(CausalPolicy(model), clip_epsilon=CLIP, kl_to_ref_coeff=KL_COEFF, entropy_bonus=False)
+    found = loss(pad_rows(rows, pad_token_id=0))
+    total = found.loss_objective + found.loss_kl_to_ref
+    return total.detach(), list(torch.autograd.grad(total, list(model.parameters())))
+
+
+def plain_loss(model: torch.nn.Module, rows: list[TensorDictBase], aggregation: str) -> torch.Tensor:
+    """GRPO in float64, token by token, over the places where the policy spoke; rows one by one, without padding."""
+    counts = [int(row.get(keys.ASSISTANT_MASK).sum()) for row in rows]
+    total = torch.zeros((), dtype=torch.float64)
+    for row, count in zip(rows, counts):
+        ids = row.get(keys.FULL_TOKENS)
+        log_probs = model(ids[None]).logits[0].log_softmax(-1)
+        advantage = float(row.get(keys.ADVANTAGE))
+        weight = {
+            "token": 1 / sum(counts),
+            "sequence": 1 / (len(rows) * count),
+            "constant": 1 / (len(rows) * MOST_TOKENS),
+        }[aggregation]
+        for place, own in enumerate(row.get(keys.ASSISTANT_MASK).tolist()):
+            if not own:
+                continue
+            now = log_probs[place - 1, ids[place]]
+            ratio = (now - float(row.get(keys.LOG_PROBS)[place])).exp()
+            gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+            gap = float(row.get(keys.REF_LOG_PROBS)[place]) - now
+            total = total + weight * (KL_COEFF * (gap.exp() - gap - 1) - gain)
+    return total
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_the_loss_of_dialogs_is_that_of_a_plain_loop_over_the_policys_tokens(aggregation: str) -> None:
+    torch.manual_seed(SEED)
+    model, rows = make_model(), dialog_rows(SEED)
+    assert [row.get(keys.ASSISTANT_MASK).sum().item() for row in rows] == [7, 5, 5, 4]
+    set_loss_weights(rows, aggregation, max_response_tokens=MOST_TOKENS)
+    loss, gradients = loss_and_gradients(model, rows)
+    double = copy.deepcopy(model).double()
+    expected = plain_loss(double, rows, aggregation)
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-4, abs=1e-6), f"seed {SEED}"
+    for mine, plain in zip(gradients, torch.autograd.grad(expected, list(double.parameters()))):
+        torch.testing.assert_close(mine.double(), plain, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
+
+
+def test_what_stands_beside_inserted_tokens_changes_nothing() -> None:
+    torch.manual_seed(SEED)
+    model = make_model()
+    clean, garbage = (set_loss_weights(dialog_rows(SEED, garbage=g), "sequence") for g in (False, True))
+    for one, other in zip(clean, garbage):
+        assert torch.equal(one.get(keys.LOG_PROBS), other.get(keys.LOG_PROBS))
+        assert torch.equal(one.get(keys.TOKEN_VERSION), other.get(keys.TOKEN_VERSION))
+        assert int(one.get(keys.POLICY_VERSION)) == int(other.get(keys.POLICY_VERSION)) == 3
+        other.get(keys.LOG_PROBS)[~other.get(keys.ASSISTANT_MASK)] = math.nan
+        other.get(keys.TOKEN_VERSION)[~other.get(keys.ASSISTANT_MASK)] = 1000
+    (one, first), (other, second) = (loss_and_gradients(model, rows) for rows in (clean, garbage))
+    assert one.isfinite()
+    assert torch.equal(one, other)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+class InProcess:
+    """A grader without processes."""
+
+    def __init__(self, task: Task):
+        self._task = task
+
+    def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
+        future = promised()
+        future.set_result([self._task.score(*pair) for pair in pairs])
+        return future
+
+
+class WithExamples(DialogEngine):
+    """Finds the example of a request by its prompt, where who asked did not send it along."""
+
+    def __init__(self, engine: Generates, env: TaskEnv, **options) -> None:
+        super().__init__(engine, InProcess(env.task), TurnTokens(env.tokenizer), **options)
+        self._examples = {env.prompt_ids(example): example for example in env.task.train}
+
+    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
+        return super().generate([replace(r, example=self._examples[r.prompt_ids]) for r in requests], sampling)
+
+    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
+        return super().submit(replace(request, example=self._examples[request.prompt_ids]), sampling)
+
+
+def make_env() -> TaskEnv:
+    task = ThinkAgain(ArithmeticTask(seed=1, num_train=60, num_heldout=4))
+    return TaskEnv(task, load_tokenizer("tiny"), num_envs=16, repeats=4)
+
+
+def make_parts(engine: DialogEngine, env: TaskEnv, dump_dir: Path) -> tuple[SyncSource, Learner, Publisher]:
+    torch.manual_seed(0)
+    model = load_model("tiny")
+    policy = CausalPolicy(model, temperature=1.0)
+    settings = LearnerSettings(lr=1e-4, total_steps=4, optim_batch_size=16)
+    learner = Learner(policy, GRPOLoss(policy, entropy_bonus=False), settings, pad_token_id=0, dump_dir=dump_dir)
+    collector = RolloutCollector(env, engine, sampling=Sampling(max_tokens=48), dialog_turns_per_batch=16, seed=SEED)
+    source = SyncSource(collector, [("advantage", GroupAdvantage())], num_groups=4)
+    return source, learner, Publisher(lambda: engine_weights(model), [engine])
+
+
+def num_turns(row: TensorDictBase) -> int:
+    """Of the policy."""
+    mask = row.get(keys.ASSISTANT_MASK)
+    return int((mask[1:] & ~mask[:-1]).sum())
+
+
+class Kept:
+    """A log that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.batches: list[TensorDictBase] = []
+        self.updates: list[dict] = []
+
+    def write(self, step: int, batch: TensorDictBase, update: dict, source: dict) -> None:
+        self.batches.append(batch)
+        self.updates.append(update)
+
+
+def train(engine: DialogEngine, env: TaskEnv, dump_dir: Path, num_steps: int) -> Kept:
+    source, learner, publisher = make_parts(engine, env, dump_dir)
+    log = Kept()
+    run(source, learner, publisher, log, first_step=0, num_steps=num_steps, before=id, after=lambda step: True)
+    assert engine.version == num_steps
+    return log
+
+
+def scripted_thinker(env: TaskEnv) -> ScriptedEngine:
+    """Sample 0 of a group is right at once, sample 1 when it is asked to think again, the others never."""
+    tokenizer = env.tokenizer
+    gold = {env.prompt_ids(example): env.task.gold_response(example) for example in env.task.train}
+
+    def script(request: GroupRequest, index: int, version: int) -> list[int]:
+        heard = tokenizer.decode(request.prompt_ids)
+        answer = next(answer for prompt, answer in gold.items() if request.prompt_ids[: len(prompt)] == prompt)
+        right = "I am 1" in heard if MESSAGE in heard else index == 0
+        return tokenizer(answer if right else f"I am {index}\n#### -1")["input_ids"]
+
+    return ScriptedEngine(script, eos_token_id=tokenizer.eos_token_id, max_model_len=2048)
+
+
+def test_the_loop_trains_on_dialogs_of_a_scripted_engine(tmp_path: Path) -> None:
+    env = make_env()
+    inner = scripted_thinker(env)
+    log = train(WithExamples(inner, env, max_steps=2), env, tmp_path, num_steps=2)
+    assert inner.checksum is not None
+    for step, (batch, update) in enumerate(zip(log.batches, log.updates)):
+        for row in batch.unbind(0):
+            sample, mask = int(row.get(keys.SAMPLE_ID)), row.get(keys.ASSISTANT_MASK)
+            gold = env.task.gold_response(Example(row[keys.QUERY], row[keys.ANSWER]))
+            assert num_turns(row) == (1 if sample == 0 else 2)
+            assert (MESSAGE in env.tokenizer.decode(row.get(keys.FULL_TOKENS))) == (sample > 0)
+            assert row[keys.RESPONSE_TEXT] == (gold if sample < 2 else "I am 0\n#### -1")  # of the last turn
+            assert float(row.get(keys.REWARD)) == float(row.get(keys.SUCCESS)) == float(sample < 2)
+            assert set(row.get(keys.TOKEN_VERSION)[mask].tolist()) == {step}
+            assert set(row.get(keys.TOKEN_VERSION)[~mask].tolist()) == {-1}
+        assert 0 < update["grad_norm"] < math.inf
+
+
+def test_a_source_with_workers_gives_the_dialogs_of_lockstep() -> None:
+    """At age 0, through the front of the rollout workers: the same rows in the same order."""
+    envs = [make_env() for _ in range(2)]
+    here = WithExamples(scripted_thinker(envs[0]), envs[0], max_steps=2)
+    sampling, options = Sampling(max_tokens=48), {"num_groups": 4, "transforms": [("advantage", GroupAdvantage())]}
+    collector = RolloutCollector(envs[0], here, sampling=sampling, dialog_turns_per_batch=16, seed=SEED)
+    lockstep = SyncSource(collector, **options)
+    servant = RolloutServant(lambda: scripted_thinker(envs[1]))
+    fleet: Any = SimpleNamespace(submit=servant.run, close=servant.close)
+    front = FleetEngine(fleet, name="scripted", max_model_len=2048, share=lambda value: value, deadline_s=9.0)
+    there = WithExamples(front, envs[1], max_steps=2)
+    workers = AsyncSource(
+        envs[1],
+        lambda request: there.submit(request, sampling),
+        max_policy_age=0,
+        version=lambda: there.version,
+        seed=SEED,
+        wait_deadline_s=20.0,
+        **options,
+    )
+    for _ in range(3):
+        mine, theirs = lockstep.next_batch(0), workers.next_batch(0)
+        for one, other in zip(mine.unbind(0), theirs.unbind(0), strict=True):
+            for key in (keys.GROUP_ID, keys.FULL_TOKENS, keys.ASSISTANT_MASK, keys.TOKEN_VERSION, keys.ADVANTAGE):
+                assert torch.equal(one.get(key), other.get(key)), f"seed {SEED}"
+        workers.release(theirs)
+    assert there.fleet is fleet
+    workers.close()
+    there.close()
+
+
+@pytest.mark.parametrize("in_rounds", [True, False])
+def test_engine_and_trainer_agree_on_every_token_of_a_dialog(in_rounds: bool, tmp_path: Path) -> None:
+    """The embedded engine's log-probs, of first turns and of later ones, are the trainer's; after a push too."""
+    env = make_env()
+    tokenizer = env.tokenizer
+    ids = {"eos_token_ids": [tokenizer.eos_token_id], "pad_token_id": tokenizer.pad_token_id}
+    engine = WithExamples(TransformersEngine(load_model("tiny"), **ids), env, max_steps=3, in_rounds=in_rounds)
+    source, learner, publisher = make_parts(engine, env, tmp_path)
+    for _ in range(2):
+        batch = source.next_batch(learner.version)
+        rows = list(batch.unbind(0))
+        assert sum(num_turns(row) > 1 for row in rows) >= 4
+        assert learner.log_prob_gaps(rows).abs().max() < 1e-4
+        found = learner.update(lazy_stack(rows))
+        assert found["ess"] > 1 - 1e-6
+        assert found["clip_fraction"] == 0
+        publisher.publish(learner.version)
+        source.release(batch)

@@ -1,0 +1,188 @@
+"""Whatever a policy writes is graded: nothing raises, nothing is executed, and nothing takes longer than its deadline.
+
+More of it, for one task: ``python -m tests.unit.test_hostile_text math 10000 SEED``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sota_grpo.records import Example
+from sota_grpo.rewards.maths_verify import verified
+from sota_grpo.tasks.base import Task
+from sota_grpo.tasks.calculator import CalculatorTask
+from sota_grpo.tasks.countdown import CountdownTask
+from sota_grpo.tasks.gsm8k import GSM8KTask
+from sota_grpo.tasks.ifeval import IFEvalTask
+from sota_grpo.tasks.math import MathTask
+from sota_grpo.tasks.reasoning import ReasoningTask
+from sota_grpo.tasks.table import TableTask
+from tests.unit.test_ifeval_checks import FLAT as INSTRUCTIONS
+
+DEADLINE_S = 10.0  # a sixth of the default of env.reward_timeout_s, on a machine that does other things
+NUM_RESPONSES = 250
+MEGABYTE = 1_000_000
+
+GOLDS = r"""
+\frac{1}{2} | 42 | x^2+2x+1 | (1,2] | \{1,2,3\} | x=5 | \text{Tuesday} | 5\text{ cm} | 1 \pm \sqrt{19} | 2^{10} | 101_2
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | x<1 \text{ or } x>2 | \sin\frac{\pi}{7}
+"""
+MATH = tuple(Example("?", gold) for line in GOLDS.strip().splitlines() for gold in line.split(" | "))
+GSM8K = tuple(Example("?", answer) for answer in ("9*2=<<9*2=18>>18\n#### 18", "#### -1,080.50", "0.75"))
+
+
+def read(task: Task, *rows: dict[str, Any]) -> tuple[Task, tuple[Example, ...]]:
+    """A task, and examples of its rows."""
+    return task, tuple(task.read_row(row, "a row") for row in rows)
+
+
+def instructed(instructions: Sequence[tuple[str, dict[str, Any], list[str], list[str]]]) -> dict[str, Any]:
+    """A row of IFEval with these instructions."""
+    return {
+        "instruction_id_list": [name for name, *_ in instructions],
+        "kwargs": [given for _, given, *_ in instructions],
+    }
+
+
+TASKS: dict[str, Callable[[], tuple[Task, tuple[Example, ...]]]] = {  # a task, and examples to grade against
+    "gsm8k": lambda: (GSM8KTask(), GSM8K),
+    "gsm8k-any": lambda: (GSM8KTask(answer_format="any"), GSM8K),
+    "math": lambda: (MathTask(), MATH),
+    "math-any": lambda: (MathTask(answer_format="any"), MATH),
+    "reasoning": lambda: (ReasoningTask(), (*GSM8K, Example("?", "Tuesday"))),
+    "table": lambda: read(
+        TableTask(), *({"prompt": "?", "ground_truth": truth} for truth in ("18", "Tuesday", [1, "x"]))
+    ),
+    "ifeval": lambda: read(
+        IFEvalTask(), *(instructed(INSTRUCTIONS[i : i + 4]) for i in range(0, len(INSTRUCTIONS), 4))
+    ),
+    "countdown": lambda: read(CountdownTask(), {"nums": [3, 5, 7], "target": 26, "answer": "7*3+5"}),
+    "calculator": lambda: read(CalculatorTask(), {"answer": "10307"}),
+}
+
+CODE = (
+    *("__import__('os').system('touch executed')", "open('executed', 'w')", "; touch executed #", "${7*7}{{7*7}}"),
+    *("eval(compile('open(\"executed\",\"w\")','','exec'))", "().__class__.__bases__[0].__subclasses__()"),
+)
+PLAIN = r"""
+10**10**10 9^{9^{9^9}} (10^9)! 1e999999999 0^{-1} 1/0 0x1p-5 \boxed{ \boxed \fbox{ } { \frac{ \frac \sqrt{ \sqrt[ ^{ ^ _
+_{ \left( \right) ( ) [ ] \{ \} | , ; = < \le \in \cup + - * / ! \% ^\circ \pm \pi \infty e i x y 1 12 0.5 1,000 \text{
+\text{cm}
+\binom{ \log_ \sin \begin{pmatrix} \end{pmatrix} \begin{cases} & \\ \sum_{i=1}^{10^9} \int_0^1 \prod \lim \gcd( \max(
+\operatorname{eye}( \mathbb{R} $ \$ \ or and \overline{ . ... <think> </think> <answer> </answer> #### < > << >>
+"""
+STRANGE = ("\x00", "\x1b[31m", "\ud800", "\udfff", "\u202e", "\u200f", "\ufeff", "\u2028", "\U0001f600", "\u0e01\u0e33")
+SPACED = ("\n", " ", "\r\n", "\t", " or ", " and ", "#### ", "9" * 5000, "-" * 300 + "1", "e\u0301" * 3)
+DEEP = (
+    *(
+        "\\frac{1}{",
+        "\\sqrt{",
+        "\\boxed{",
+        "\\left(",
+        "\\text{",
+        "\\{",
+        "(",
+        "[",
+        "{",
+        "2^{",
+        "|",
+        "-",
+        "1/",
+        "x_",
+        "1+",
+        "1,",
+    ),
+    *("<answer>", "<think>", "</think>", "####"),
+)
+PIECES = (*CODE, *PLAIN.split(), *STRANGE, *SPACED, *"Ⅷ½²א٥数\u0663")
+FRAMES = (
+    *(("", ""), ("", ""), ("\\boxed{", "}"), ("so \\boxed{", ""), ("<answer>", "</answer>"), ("#### ", "")),
+    *(("<think>", "</think>\\boxed{1}"), ("\\boxed{\\frac{1}{", "}}"), ("\\boxed{x=", "}"), ("\\boxed{(1,", "]}")),
+)
+
+
+def hostile_texts(rng: random.Random, golds: list[str], count: int) -> Iterator[str]:
+    """``count`` responses: soups of pieces, damaged right answers, deep nesting, random characters, a few megabytes."""
+    for _ in range(count):
+        kind = rng.randrange(20)
+        if kind == 0:
+            unit = rng.choice((*DEEP, *STRANGE, "\\boxed{1}", "".join(rng.choices(PIECES, k=5))))
+            text = unit * (MEGABYTE // len(unit))
+        elif kind <= 3:
+            unit, depth = rng.choice(DEEP), rng.choice((20, 50, 500))
+            text = unit * depth + "1" + rng.choice(("", "}" * depth, ")" * depth))
+        elif kind <= 6:
+            text = "".join(
+                chr(rng.choice((rng.randrange(128), rng.randrange(0x3000), rng.randrange(0x11000)))) for _ in range(200)
+            )
+        elif kind <= 11 and golds:
+            damaged = list(rng.choice(golds))
+            for _ in range(rng.randint(1, 4)):
+                damaged[rng.randrange(len(damaged))] = rng.choice((*PIECES, ""))
+            text = "".join(damaged)
+        else:
+            text = "".join(rng.choices(PIECES, k=rng.choice((3, 10, 30, 100))))
+        before, after = rng.choice(FRAMES)
+        yield before + text + after
+
+
+def grade(name: str, count: int, seed: int) -> tuple[float, str]:
+    """Grade ``count`` hostile responses; the longest time in seconds, and the text that took it."""
+    task, examples = TASKS[name]()
+    rng = random.Random(seed)
+    golds = [gold for gold in map(task.gold_response, examples) if gold]
+    worst = 0.0, ""
+    for text in hostile_texts(rng, golds, count):
+        example = rng.choice(examples)
+        begun = time.perf_counter()
+        score = task.score(text, example)
+        worst = max(worst, (time.perf_counter() - begun, text))
+        assert set(score.terms) == set(task.term_weights)
+        assert all(value is None or math.isfinite(value) for value in score.terms.values())
+        assert score.error is None
+    return worst
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_no_response_crashes_is_executed_or_takes_long(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    verified("12", "\\gcd(24, 36)")  # what is imported when first needed is imported now
+    task, examples = TASKS[name]()
+    for example in examples:
+        task.score("A text of some words. And another one.", example)
+
+    def refusing(original: Callable[..., object]) -> Callable[..., object]:
+        def refuse(*arguments: object, **options: object) -> object:
+            assert not isinstance(arguments[0], str), f"executed: {arguments[0]!r}"
+            return original(*arguments, **options)  # of code that a file is imported with
+
+        return refuse
+
+    with monkeypatch.context() as patched:
+        patched.chdir(tmp_path)
+        for module, function in ((builtins, "eval"), (builtins, "exec"), (builtins, "compile"), (os, "system")):
+            patched.setattr(module, function, refusing(getattr(module, function)))
+        worst, text = grade(name, NUM_RESPONSES, seed)
+    assert not list(tmp_path.iterdir())
+    assert worst < DEADLINE_S, f"seed {seed}: {worst:.1f} s for {text[:200]!r}"
+
+
+if __name__ == "__main__":
+    asked_name, asked_count, asked_seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    began = time.perf_counter()
+    longest, longest_text = grade(asked_name, asked_count, asked_seed)
+    total = time.perf_counter() - began
+    print(f"{asked_name}: {asked_count} responses in {total:.0f} s, longest {longest:.3f} s: {longest_text[:80]!r}")

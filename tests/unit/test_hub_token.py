@@ -1,0 +1,219 @@
+"""A token given in any way reaches the environment of the run, and no file, no output and no process list."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sota_grpo.errors import UserError
+from sota_grpo.hub_token import VARIABLE, protect_token, split_token, use_config_token
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "hf_" + "0123456789abcdef" * 2  # of no account
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from sota_grpo.errors import UserError
+from sota_grpo.hub_token import protect_token, use_config_token
+
+try:
+    sys.argv[1:] = protect_token(sys.argv[1:])
+except UserError as error:
+    sys.exit(f"refused: {error}")
+
+import hashlib, os, hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="main")
+def job(composed):
+    config = SimpleNamespace(model=SimpleNamespace(**OmegaConf.to_container(composed, resolve=True)["model"]))
+    use_config_token(config)
+    assert config.model.hub_token is None
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    (run_dir / "resolved.yaml").write_text(repr(config))
+    (run_dir / "command").write_bytes(Path("/proc/self/cmdline").read_bytes())
+    (run_dir / "argv").write_text(repr(sys.argv))
+    (run_dir / "digest").write_text(hashlib.sha256(os.environ.get("HF_TOKEN", "").encode()).hexdigest())
+    print("the job ran, seed", composed.seed)
+    if composed.seed == 9:
+        raise RuntimeError("a run that fails")
+
+job()
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path):
+    """Run the program with a config file that holds ``hub_token``; returns the process and the directories of its runs.
+
+    Whatever it leaves behind, the config file aside, is searched for the token first.
+    """
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "conf").mkdir()
+    config, runs = tmp_path / "conf" / "main.yaml", tmp_path / "runs"
+
+    def run(*arguments: str, in_file: str = "null", env: dict[str, str] | None = None):
+        config.write_text(f"seed: 1\nmodel:\n  name: gated\n  hub_token: {in_file}\n")
+        inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
+        places = [f"hydra.run.dir={runs}/one", f"hydra.sweep.dir={runs}/sweep"]
+        done = subprocess.run(
+            [sys.executable, "program.py", *places, *arguments],
+            cwd=tmp_path,
+            env=inherited | {"PYTHONPATH": str(ROOT)} | (env or {}),
+            capture_output=True,
+            text=True,
+        )
+        assert TOKEN not in done.stdout + done.stderr
+        files = [path for path in tmp_path.rglob("*") if path.is_file() and path != config]
+        leaked = [path for path in files if TOKEN.encode() in path.read_bytes()]
+        assert not leaked
+        assert not [path for path in tmp_path.rglob("*") if TOKEN in path.name]
+        return done, sorted(path.parent for path in runs.rglob("digest"))
+
+    return run
+
+
+def holds(run_dir: Path, token: str) -> bool:
+    return (run_dir / "digest").read_text() == hashlib.sha256(token.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("plus", ["", "++"])
+def test_a_token_of_the_command_line_reaches_the_run_and_nothing_else(plus: str, launch) -> None:
+    done, (run_dir,) = launch(f"{plus}model.hub_token={TOKEN}")
+    assert done.returncode == 0, done.stderr
+    assert holds(run_dir, TOKEN)
+    assert b"program.py" in (run_dir / "command").read_bytes()  # which the fixture has searched
+    assert "hub_token=null" in (run_dir / ".hydra" / "overrides.yaml").read_text()
+
+
+def test_a_token_of_the_command_line_reaches_every_run_of_a_sweep(launch) -> None:
+    done, run_dirs = launch(f"model.hub_token={TOKEN}", "seed=1,2", "--multirun")
+    assert done.returncode == 0, done.stderr
+    assert len(run_dirs) == 2
+    assert all(holds(run_dir, TOKEN) for run_dir in run_dirs)
+
+
+@pytest.mark.parametrize("sweep", [(), ("seed=1,2", "--multirun")], ids=["run", "sweep"])
+def test_a_token_of_a_file_reaches_the_run_and_stays_in_that_file(sweep: tuple[str, ...], launch) -> None:
+    done, run_dirs = launch(*sweep, in_file=TOKEN)
+    assert done.returncode == 0, done.stderr
+    assert len(run_dirs) == (2 if sweep else 1)
+    assert all(holds(run_dir, TOKEN) for run_dir in run_dirs)
+    for run_dir in run_dirs:
+        assert "hub_token: null" in (run_dir / ".hydra" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("broken", [("seed=9",), ("seed=9,2", "--multirun"), ("no.such=1,2", "--multirun"), ("no=1",)])
+def test_a_run_that_fails_tells_no_token(broken: tuple[str, ...], launch) -> None:
+    for token, in_file in (
+        ([f"model.hub_token={TOKEN}"], "null"),
+        ([f"+model.hub_token={TOKEN}"], "null"),
+        ([], TOKEN),
+    ):
+        done, _ = launch(*token, *broken, in_file=in_file, env={"HYDRA_FULL_ERROR": "1"})
+        assert done.returncode != 0
+
+
+@pytest.mark.parametrize(
+    "show", [("--cfg", "job"), ("--cfg=all", "--resolve"), ("-c", "job"), ("--info",), ("--help",)]
+)
+def test_a_config_that_is_shown_shows_no_token(show: tuple[str, ...], launch) -> None:
+    for override, in_file in (([], TOKEN), (["model.hub_token=${oc.env:MINE}"], "null"), ([], "${oc.env:MINE}")):
+        done, _ = launch(*override, *show, in_file=in_file, env={"MINE": TOKEN})
+        assert done.returncode == 0, done.stderr
+        assert "hub_token: null" in done.stdout
+
+
+def test_a_token_of_the_environment_needs_nothing_and_an_interpolation_is_resolved_nowhere_but_there(launch) -> None:
+    done, (run_dir,) = launch(env={VARIABLE: TOKEN})
+    assert done.returncode == 0, done.stderr
+    assert holds(run_dir, TOKEN)
+    for given in ({"in_file": "${oc.env:MINE}"}, {}):
+        override = [] if given else ["model.hub_token=${oc.env:MINE}"]
+        done, (run_dir,) = launch(*override, **given, env={"MINE": TOKEN})
+        assert done.returncode == 0, done.stderr
+        assert holds(run_dir, TOKEN)
+    done, _ = launch(in_file="${oc.env:MINE}")
+    assert done.returncode != 0
+    assert "'MINE' not found" in done.stderr
+    assert "Callback" not in done.stderr
+
+
+def test_the_command_line_outranks_the_file_and_the_file_the_environment(launch) -> None:
+    done, (run_dir,) = launch(f"model.hub_token={TOKEN}", in_file="hf_of_the_file", env={VARIABLE: "hf_of_the_shell"})
+    assert done.returncode == 0, done.stderr
+    assert holds(run_dir, TOKEN)
+    _, (run_dir,) = launch(in_file=TOKEN, env={VARIABLE: "hf_of_the_shell"})
+    assert holds(run_dir, TOKEN)
+    _, (run_dir,) = launch("model.hub_token=null", in_file="hf_of_the_file", env={VARIABLE: TOKEN})
+    assert holds(run_dir, TOKEN)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        f"model={{hub_token:{TOKEN}}}",
+        f"+model={{name:x,'hub_token': {TOKEN}}}",
+        f"~model.hub_token={TOKEN}",
+        f"model.hub_token@x={TOKEN}",
+        f"model.hub_token ={TOKEN}",
+        f"model.hub_token={TOKEN},{TOKEN}",
+        f"model.hub_token=choice({TOKEN})",
+        f"model.hub_token=[{TOKEN}]",
+        f"model.hub_token={TOKEN}é",
+    ],
+)
+def test_a_token_in_another_form_is_refused_without_repeating_it(argument: str) -> None:
+    with pytest.raises(UserError) as refused:
+        split_token([argument])
+    assert TOKEN not in str(refused.value)
+    assert "hub's token" in str(refused.value)
+
+
+def test_quotes_go_the_last_one_counts_and_null_takes_it_back() -> None:
+    assert split_token([f"model.hub_token='{TOKEN}'\n"]) == (["model.hub_token=null"], TOKEN)
+    assert split_token(["model.hub_token=hf_a", "a=b", f"model.hub_token={TOKEN}"]) == (
+        ["model.hub_token=null", "a=b", "model.hub_token=null"],
+        TOKEN,
+    )
+    assert split_token([f"model.hub_token={TOKEN}", "model.hub_token=null"])[1] is None
+    assert split_token(["~model.hub_token", "model.name=hub_token"])[0] == ["~model.hub_token", "model.name=hub_token"]
+
+
+def test_another_program_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "hf_before")
+    kept = protect_token([f"model.hub_token={TOKEN}", "seed=2"])  # would not come back
+    assert os.environ[VARIABLE] == TOKEN
+    assert kept[1:] == ["model.hub_token=null", "seed=2"]
+
+
+def test_the_token_of_a_config_object_moves_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "hf_before")
+    config = SimpleNamespace(model=SimpleNamespace(hub_token=TOKEN))
+    use_config_token(config)
+    assert (config.model.hub_token, os.environ[VARIABLE]) == (None, TOKEN)
+    use_config_token(config)
+    assert os.environ[VARIABLE] == TOKEN
+
+
+@pytest.mark.parametrize("value", [f"{TOKEN}\nx", f'"{TOKEN}"', f"Bearer {TOKEN}"])
+def test_what_no_client_could_send_is_told_without_repeating_it(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    with pytest.raises(UserError) as refused:
+        use_config_token(SimpleNamespace(model=SimpleNamespace(hub_token=None)))
+    assert TOKEN not in str(refused.value)
+
+
+def test_without_a_token_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    use_config_token(SimpleNamespace(model=SimpleNamespace(hub_token=None)))
+    assert VARIABLE not in os.environ

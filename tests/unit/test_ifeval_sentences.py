@@ -1,0 +1,166 @@
+"""With Punkt's data sentences are NLTK's own, without them nearly; every check is linear, whatever the text."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sota_grpo.errors import UserError
+from sota_grpo.rewards.ifeval import INSTRUCTIONS, checks, find_punkt, follow_lists, read_kwargs, splitting
+from sota_grpo.rewards.ifeval.splitting import num_capital_tokens, sentences, words
+from tests.unit.test_ifeval_checks import CASES
+from tests.unit.test_ifeval_torchrl import DRAWS, nltk_folder, random_text
+
+SEED = random.SystemRandom().randrange(1 << 30)
+MANY = 10**9
+UNREACHED = {  # so that no check can stop early
+    "num_sentences": MANY,
+    "capital_frequency": MANY,
+    "num_words": MANY,
+    "frequency": MANY,
+    "num_placeholders": MANY,
+    "num_highlights": MANY,
+    "num_sections": MANY,
+}
+SHAPES = [
+    "[",
+    "<<a",
+    "\n",
+    " ",
+    "*\n",
+    ". ",
+    "A. ",
+    "a.",
+    '"',
+    "<<",
+    ">>",
+    "](",
+    "* ",
+    "\u2028",
+    "aaaa@",
+    "P. P. ",
+    "\ud800",
+    "{[(",
+]
+
+
+@pytest.mark.data
+def test_sentences_and_tokens_equal_nltks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nltk
+    import nltk.data
+
+    folder = str(nltk_folder())
+    monkeypatch.setattr(nltk.data, "path", [folder])
+    tokenizer, rng = nltk.tokenize.PunktTokenizer(), random.Random(SEED)
+    for _ in range(2000):
+        text = random_text(rng)
+        assert list(sentences(text, folder)) == tokenizer.tokenize(text), (SEED, text)
+        capitals = sum(token.isupper() for token in nltk.word_tokenize(text))
+        assert sum(map(num_capital_tokens, sentences(text, folder))) == capitals, (SEED, text)
+        assert words(text) == nltk.RegexpTokenizer(r"\w+").tokenize(text)
+
+
+@pytest.mark.data
+def test_without_the_data_realistic_text_has_nearly_the_same_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nltk.data
+
+    folder = nltk_folder()
+    rows = [json.loads(line) for line in (folder.parent / "gsm8k" / "train.jsonl").open(encoding="utf-8")][:3000]
+    texts = [text for row in rows for text in (row["question"], row["answer"])]
+    punkt = [len(list(sentences(text, str(folder)))) for text in texts]
+    monkeypatch.setattr(nltk.data, "path", [])
+    splitting._splitter.cache_clear()
+    ours = [len(list(sentences(text))) for text in texts]
+    splitting._splitter.cache_clear()
+    thresholds = [(count, max(0, count + shift)) for count in punkt for shift in (-1, 0, 1, 2)]
+    same = sum((a < k) == (b < k) for a, (b, k) in zip((a for a in ours for _ in range(4)), thresholds))
+    assert same / len(thresholds) > 0.99
+
+
+def test_the_data_are_found_where_they_are_and_a_wrong_place_is_named(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import nltk.data
+
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    assert find_punkt() is None
+    with pytest.raises(UserError, match=r"there is no folder .*punkt_tab/english; correct nltk_data"):
+        find_punkt(str(tmp_path))
+    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
+    folder.mkdir(parents=True)
+    assert find_punkt() == find_punkt(str(tmp_path)) == folder
+
+
+def test_tables_of_punkt_decide_where_sentences_end(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
+    folder.mkdir(parents=True)
+    tables = {
+        "abbrev_types.txt": "zq\n",
+        "sent_starters.txt": "now\n",
+        "collocations.tab": "vol\t##number##\n",
+        "ortho_context.tab": "then\t32\n",
+    }
+    for name, table in tables.items():
+        (folder / name).write_text(table)
+    for text, count in (
+        ("A zq. Bar sat.", 1),  # an abbreviation
+        ("A bar. Bar sat.", 2),
+        ("A zq. Now it sat.", 2),  # a word that starts sentences
+        ("A zq. Then it sat.", 2),  # a word that is no name
+        ("In vol. 3 it sat.", 1),  # a collocation
+        ("In bar. 3 it sat.", 2),
+    ):
+        assert len(list(sentences(text, str(tmp_path)))) == count, text
+
+
+def test_no_more_sentences_are_split_than_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Splitter:
+        def span_tokenize(self, text: str) -> Iterator[tuple[int, int]]:
+            yield from [(0, 2), (2, 4), (4, 6), (6, 8)]
+            raise AssertionError("a fifth sentence was asked for")
+
+    monkeypatch.setattr(splitting, "_splitter", lambda nltk_data: Splitter())
+    assert checks.sentence_count("A.B.C.D.E.", "at least", 2)
+    assert not checks.sentence_count("A.B.C.D.E.", "less than", 2)
+    assert checks.capital_word_count("A.B.C.D.E.", "at least", 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=repr)
+def test_a_long_hostile_text_takes_no_check_long(shape: str) -> None:
+    """What is quadratic takes minutes and more here; the longest check takes a second."""
+    text = (shape * 300_000)[:300_000]
+    text = text[:100_000] + "\n" + text[100_000:]
+    for name, cases in CASES.items():
+        kwargs = {key: UNREACHED.get(key, value) for key, value in cases[0][0].items()}
+        begin = time.perf_counter()
+        follow_lists(text, [name], [read_kwargs(name, kwargs)])
+        assert time.perf_counter() - begin < 20, name
+
+
+@pytest.mark.parametrize("seed", [SEED + shift for shift in range(3)], ids=["first", "second", "third"])
+def test_fuzzed_text_raises_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    junk = [
+        "\x00",
+        "\x1b[31m",
+        "\ud800",
+        "\u202e",
+        "__import__('os')",
+        "10**10**10",
+        "<answer>",
+        "</think>",
+        "\\boxed{",
+    ]
+    for _ in range(60):
+        pieces = [random_text(rng), *rng.choices(junk, k=5), chr(rng.randrange(0x110000)) * rng.randint(1, 400)]
+        rng.shuffle(pieces)
+        names = list(INSTRUCTIONS)
+        kwargs = [read_kwargs(name, DRAWS.get(name, lambda rng: {})(rng)) for name in names]
+        strict, loose = follow_lists("".join(pieces), names, kwargs)
+        assert len(strict) == len(loose) == 25
+        assert {type(outcome) for outcome in strict + loose} == {bool}

@@ -1,0 +1,379 @@
+"""Functions written for verl or TRL run unchanged, here and in a grader's process; only the guilty response pays."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+
+from sota_grpo.records import Example, Score
+from sota_grpo.rewards.functions import WithRewardFunctions
+from sota_grpo.rewards.grading import grading_pool
+from sota_grpo.scoring import guarded_score, guarded_scores
+from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.tasks.gsm8k import GSM8KTask
+from sota_grpo.tasks.table import TableTask
+from sota_grpo.transforms.score import write_scores
+from tests.unit.test_table import verl_row
+
+SEED = random.SystemRandom().randrange(1 << 30)
+
+VERL_FILE = '''
+import re
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """As verl's GSM8K score, with what it found beside it."""
+    assert data_source == "openai/gsm8k" and extra_info["split"] == "train"
+    solution = re.search("#### (\\\\-?[0-9\\\\.\\\\,]+)", solution_str)
+    if solution is None:
+        return 0
+    answer = solution.group(1).replace(",", "")
+    return {"score": 1.0 if answer == ground_truth else 0.1, "acc": answer == ground_truth, "pred": answer,
+            "index": extra_info["index"]}
+'''
+
+TRL_FILE = """
+def accuracy(completions, solution, log_extra=None, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    if log_extra:
+        log_extra("content", contents)
+    return [None if right is None else 2.0 * (content == right) for content, right in zip(contents, solution)]
+
+def shortest(prompts, completions, level, log_metric=None, **kwargs):
+    assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+    lengths = [len(completion[0]["content"]) for completion in completions]
+    log_metric("mean_length", sum(lengths) / len(lengths))
+    return [float(length == min(lengths)) * factor for length, factor in zip(lengths, level)]
+"""
+
+PLAIN = TableTask(answer_required=False)
+
+
+def reward_file(folder: Path, text: str, name: str = "reward_function.py") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def example_of(**row: Any) -> Example:
+    return PLAIN.read_row({"prompt": "2+2?", "ground_truth": "4", **row}, "demo")
+
+
+def task_of(folder: Path, text: str, *names: str, task: Task = PLAIN, **options: Any) -> WithRewardFunctions:
+    return WithRewardFunctions(task, reward_file(folder, text), names or ("compute_score",), **options)
+
+
+def scores(task: Task, responses: Sequence[str], example: Example) -> list[Score]:
+    return guarded_scores(scorer_of(task), task.term_weights, [(response, example) for response in responses])
+
+
+def score(task: Task, response: str, example: Example | None = None) -> Score:
+    return scores(task, [response], example_of() if example is None else example)[0]
+
+
+def in_a_grader(task: Task, responses: Sequence[str], example: Example) -> list[TensorDictBase]:
+    """The rows of one group, graded in a process of its own."""
+    fields = {"query": example.query, "answer": example.answer, "extra": json.dumps(dict(example.extra))}
+    rows: list[TensorDictBase] = [
+        TensorDict({**fields, "text": {"response": NonTensorData(text)}, "next": {"done": torch.tensor([True])}})
+        for text in responses
+    ]
+    with grading_pool(task, num_workers=1, timeout_s=60) as pool:
+        scores = pool.scores([(text, example) for text in responses]).result(120)
+    write_scores(lazy_stack(rows), scores, task.term_weights)
+    return rows
+
+
+def graded(row: TensorDictBase) -> tuple[float, dict[str, float], bool, bool, Any]:
+    found = row["next"]
+    terms = {name: value.item() for name, value in found["reward_terms"].items()} if "reward_terms" in found else {}
+    info = json.loads(found["reward_info"])
+    return found["reward"].item(), terms, found["success"].item(), found["reward_error"].item(), info
+
+
+def test_verls_parquet_and_reward_file_run_unchanged(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist([verl_row(index) for index in range(8)])
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    loaded = TableTask.load(path=str(tmp_path / "train.parquet"), num_heldout=2, answer_required=False)
+    task = task_of(tmp_path, VERL_FILE, task=loaded)
+    assert isinstance(task, Task)
+    assert task.gold_response(task.train[0]) is None
+    example = task.train[0]
+    index, truth = example.extra["columns"]["extra_info"]["index"], example.answer
+    rows = in_a_grader(task, [f"So\n#### {truth}", "#### -1", "none"], example)
+    assert [graded(row) for row in rows] == [
+        (1.0, {"compute_score": 1.0}, True, False, {"acc": True, "pred": truth, "index": index}),
+        (
+            pytest.approx(0.1),
+            {"compute_score": pytest.approx(0.1)},
+            False,
+            False,
+            {"acc": False, "pred": "-1", "index": index},
+        ),
+        (0.0, {"compute_score": 0.0}, False, False, {}),
+    ]
+
+
+def test_trls_functions_run_unchanged_and_see_the_group(tmp_path: Path) -> None:
+    task = task_of(tmp_path, TRL_FILE, "accuracy", "shortest", weights=[1.0, 0.5])
+    chat = [{"role": "user", "content": "2+2?"}]
+    example = example_of(prompt=chat, solution="4", level=3)
+    unsolved = example_of(prompt=chat, solution=None, level=1)
+    info = [{"accuracy/content": text, "shortest/mean_length": 5 / 3} for text in ("4", "four", "")]
+    expected = [
+        (2.0, {"accuracy": 2.0, "shortest": 0.0}, True, False, info[0]),
+        (0.0, {"accuracy": 0.0, "shortest": 0.0}, False, False, info[1]),
+        (1.5, {"accuracy": 0.0, "shortest": 3.0}, True, False, info[2]),
+    ]
+    assert [graded(row) for row in in_a_grader(task, ["4", "four", ""], example)] == expected
+    (row,) = in_a_grader(task, ["4"], unsolved)
+    assert graded(row)[:2] == (0.5, {"shortest": 1.0}), "a term that does not apply has no key"
+
+
+def test_prompts_and_completions_are_text_where_the_prompt_is(tmp_path: Path) -> None:
+    text = """
+def f(prompts, completions, **columns):
+    return [float(isinstance(p, str) and p + c == "2+2?4") for p, c in zip(prompts, completions)]
+"""
+    task = task_of(tmp_path, text, "f")
+    assert [one.terms["f"] for one in scores(task, ["4", "5"], example_of())] == [1.0, 0.0]
+    assert score(task, "4", example_of(prompt=[{"role": "user", "content": "2+2?"}])).terms == {"f": 0.0}
+
+
+def test_a_group_is_graded_as_its_responses_are_alone(tmp_path: Path) -> None:
+    """Of functions that look at one response at a time."""
+    rng = random.Random(SEED)
+    text = """
+def verl(solution_str, ground_truth):
+    return {"score": len(solution_str) / 7, "same": solution_str == ground_truth}
+def trl(completions, level, **kwargs):
+    return [None if len(c) % 3 == 0 else float(c) / l for c, l in zip(completions, level)]
+"""
+    task = task_of(tmp_path, text, "verl", "trl", weights=[rng.random(), rng.random()])
+    for _ in range(30):
+        example = example_of(level=rng.randint(0, 3))
+        pairs = [(rng.choice(["4", "44", "444", "four"]), example) for _ in range(rng.randint(1, 6))]
+        alone = [guarded_score(task.score, task.term_weights, *pair) for pair in pairs]
+        together = guarded_scores(task.score, task.term_weights, pairs)
+        for one, other in zip(alone, together, strict=True):
+            assert one == other, SEED
+
+
+def test_a_response_that_the_function_cannot_grade_fails_alone(tmp_path: Path) -> None:
+    text = "\n\ndef f(completions, **kwargs):\n    return [1 / len(c) for c in completions]\n"
+    path = str(tmp_path / "reward_function.py")
+    found = scores(task_of(tmp_path, text, "f"), ["ab", "", "abcd"], example_of())
+    assert [one.terms["f"] for one in found] == [0.5, 0.0, 0.25]
+    assert [one.error for one in found] == [None, f"ZeroDivisionError: division by zero ({path}, line 4)", None]
+    rows = in_a_grader(task_of(tmp_path, text, "f"), ["ab", "", "abcd"], example_of())
+    assert [graded(row)[3] for row in rows] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("return None", "TypeError: compute_score returned NoneType, not a number"),
+        ("return '1.0'", "TypeError: compute_score returned str, not a number"),
+        ("return [1.0]", "TypeError: compute_score returned list, not a number"),
+        ("return float('nan')", "ValueError: compute_score returned nan, which is not finite"),
+        ("return {'acc': 1}", "KeyError: compute_score returned a dict without 'score': it has ['acc']"),
+        ("return {'score': None}", "TypeError: compute_score returned NoneType, not a number"),
+        ("import sys; sys.exit(3)", "RuntimeError: SystemExit: 3"),
+        ("raise TimeoutError('judge')", "TimeoutError: judge"),
+        ("import numpy; return numpy.arange(3)", "TypeError: compute_score returned ndarray, not a number"),
+    ],
+)
+def test_what_is_no_reward_is_an_error_of_that_response(tmp_path: Path, body: str, error: str) -> None:
+    text = f"def compute_score(solution_str, **kwargs):\n    if solution_str == 'ok': return 1\n    {body}\n"
+    good, bad = scores(task_of(tmp_path, text), ["ok", "4"], example_of())
+    assert (good.error, good.terms) == (None, {"compute_score": 1.0})
+    assert bad.terms == {"compute_score": 0.0}
+    assert bad.error is not None
+    assert bad.error.startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("return [1.0]", "ValueError: f returned 1 rewards for 2 completions"),
+        ("return 1.0", "TypeError: f returned float, not a list of one reward per completion"),
+        ("return None", "TypeError: f returned NoneType, not a list"),
+        ("return 'ab'", "TypeError: f returned str, not a list"),
+        ("return {'a': 1, 'b': 2}", "TypeError: f returned dict, not a list"),
+        ("import numpy; return numpy.ones(())", "TypeError: iteration over a 0-d array"),
+        ("return (1 / len(c[1:]) for c in completions)", "ZeroDivisionError: division by zero ("),
+        ("return [None, None]", "ValueError: no reward function applies: f returned None"),
+        ("return [float('inf'), '1']", "ValueError: f returned inf, which is not finite"),
+    ],
+)
+def test_what_is_no_list_of_rewards_is_an_error_of_all(tmp_path: Path, body: str, error: str) -> None:
+    found = scores(task_of(tmp_path, f"def f(completions, **kwargs):\n    {body}\n", "f"), ["a", "b"], example_of())
+    assert found[0].error is not None
+    assert found[0].error.startswith(error)
+    assert all(one.error is not None and one.terms == {"f": 0.0} for one in found)
+
+
+@pytest.mark.parametrize(
+    "value", ["True", "1", "numpy.float32(1)", "numpy.ones(())", "torch.tensor(1.0)", "1 + 0j == 1"]
+)
+def test_numbers_of_any_library_are_rewards(tmp_path: Path, value: str) -> None:
+    text = f"import numpy, torch\ndef compute_score(solution_str): return {value}\ndef f(completions): return [{value}]"
+    task = task_of(tmp_path, text, "compute_score", "f")
+    assert score(task, "4").terms == {"compute_score": 1.0, "f": 1.0}
+
+
+def test_arrays_of_rewards_and_of_findings_are_read(tmp_path: Path) -> None:
+    text = """
+import numpy, torch
+def compute_score(solution_str):
+    return {"score": 1, "acc": numpy.float32(1), "n": 7**9999, "spans": numpy.arange(2), "at": object}
+def array(completions): return numpy.ones(len(completions))
+def tensor(completions): return torch.ones(len(completions))
+def generated(completions): return (1 for _ in completions)
+"""
+    names = ("compute_score", "array", "tensor", "generated")
+    for found in scores(task_of(tmp_path, text, *names), ["4", "5"], example_of()):
+        assert found.terms == dict.fromkeys(names, 1.0)
+        assert found.info["compute_score/acc"] == 1.0
+        assert found.info["compute_score/spans"] == [0, 1]
+        assert found.info["compute_score/n"] is None
+        json.dumps(dict(found.info))
+
+
+def test_coroutines_run_at_the_same_time_on_a_loop_that_stays(tmp_path: Path) -> None:
+    """Each waits until all have begun; a semaphore of the file's own is used from call to call."""
+    text = """
+import asyncio
+begun, gate = [], asyncio.Semaphore(1)
+async def compute_score(solution_str, ground_truth, **kwargs):
+    begun.append(solution_str)
+    while len(begun) % 4:
+        await asyncio.sleep(0.001)
+    async with gate:
+        await asyncio.sleep(0.001)
+    return 1 / len(solution_str)
+async def f(completions, **kwargs):
+    await asyncio.sleep(0)
+    return [float(len(c)) for c in completions]
+"""
+    task = task_of(tmp_path, text, "compute_score", "f")
+    for _ in range(2):
+        found = scores(task, ["a", "bb", "", "cc"], example_of())
+        assert [one.terms["compute_score"] for one in found] == [1.0, 0.5, 0.0, 0.5]
+        assert [one.error is not None for one in found] == [False, False, True, False]
+        assert found[1].terms["f"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "success"),
+    [
+        ("0.5", True),
+        ("0", False),
+        ("-0.5", False),
+        ("{'score': 1.0, 'acc': False}", False),
+        ("{'score': -1.0, 'success': True}", True),
+        ("{'score': 1.0, 'correct': 0.5}", False),
+        ("{'score': 0.0, 'acc': 1}", True),
+        ("{'score': 1.0, 'acc': 'no'}", True),
+    ],
+)
+def test_a_success_is_what_the_function_says_or_a_reward_above_the_bound(
+    tmp_path: Path, returned: str, success: bool
+) -> None:
+    text = f"def compute_score(solution_str): return {returned}"
+    assert score(task_of(tmp_path, text), "4").success is success
+
+
+def test_the_bound_of_a_success_is_an_option(tmp_path: Path) -> None:
+    task = task_of(tmp_path, "def compute_score(solution_str): return float(solution_str)", success_above=0.5)
+    assert [one.success for one in scores(task, ["0.1", "0.5", "0.6", "1"], example_of())] == [False, False, True, True]
+
+
+def test_the_tasks_own_reward_may_stand_beside_functions(tmp_path: Path) -> None:
+    text = "def brevity(solution_str): return -len(solution_str) / 10"
+    own = GSM8KTask([Example("9*2?", "9*2=18\n#### 18")], format_weight=0.5)
+    task = task_of(tmp_path, text, "builtin", "brevity", task=own, weights=[2.0, 1.0])
+    right, wrong = (score(task, response, task.train[0]) for response in ("#### 18", "#### 19"))
+    assert (right.terms, right.success) == ({"builtin": 1.5, "brevity": -0.7}, True)
+    assert (wrong.terms, wrong.success) == ({"builtin": 0.5, "brevity": -0.7}, False)
+
+
+def test_functions_replace_the_reward_of_any_task(tmp_path: Path) -> None:
+    """They see GSM8K as verl's files have it, and as a chat."""
+    text = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float((data_source, solution_str, ground_truth) == ("openai/gsm8k", "#### 1080", "1080")
+                 and extra_info["question"] == "?")
+def f(prompts, completions, answer, ground_truth):
+    assert completions == [[{"role": "assistant", "content": "#### 1080"}]] and prompts[0][-1]["content"] == "?"
+    return [float((answer, ground_truth) == (["1000+80\\n#### 1,080"], ["1080"]))]
+"""
+    own = GSM8KTask([Example("?", "1000+80\n#### 1,080")])
+    task = task_of(tmp_path, text, "compute_score", "f", task=own)
+    assert score(task, "#### 1080", task.train[0]).terms == {"compute_score": 1.0, "f": 1.0}
+    assert task.messages(task.train[0]) == own.messages(own.train[0])
+    assert task.read_row({"answer": "#### 3"}, "line 1") == own.read_row({"answer": "#### 3"}, "line 1")
+
+
+def test_a_function_cannot_change_the_data(tmp_path: Path) -> None:
+    text = """
+def compute_score(solution_str, ground_truth, extra_info):
+    return extra_info.pop("x") + ground_truth.pop()
+"""
+    example = example_of(extra_info={"x": 1}, ground_truth=[2])
+    assert [one.terms["compute_score"] for one in scores(task_of(tmp_path, text), ["a", "b"], example)] == [3.0, 3.0]
+
+
+def test_extra_info_is_the_rest_of_the_row_where_there_is_no_such_column(tmp_path: Path) -> None:
+    text = """
+def compute_score(solution_str, ground_truth, extra_info):
+    return float(extra_info == {"ground_truth": 4, "k": [1]})
+"""
+    assert score(task_of(tmp_path, text), "4", example_of(ground_truth=4, k=[1])).terms == {"compute_score": 1.0}
+
+
+def test_a_scorer_loads_its_file_where_it_runs(tmp_path: Path) -> None:
+    """In a fresh process with another working directory, from a path that was relative here."""
+    (tmp_path / "elsewhere").mkdir()
+    reward_file(tmp_path, "import helper_beside\ndef compute_score(solution_str): return helper_beside.VALUE")
+    reward_file(tmp_path, "VALUE = 0.75", "helper_beside.py")
+    here = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        task = WithRewardFunctions(TableTask([example_of()] * 1000), "reward_function.py")
+    finally:
+        os.chdir(here)
+    sent = pickle.dumps((scorer_of(task), example_of()))
+    assert len(sent) < 2000
+    code = (
+        "import pickle, sys; score, example = pickle.load(sys.stdin.buffer);"
+        "print(score('4', example).terms, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=sent,
+        cwd=tmp_path / "elsewhere",
+        env={**os.environ, "PYTHONPATH": str(here), "PYTHONDONTWRITEBYTECODE": ""},
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout.decode().strip() == "{'compute_score': 0.75} False"
+    assert not list(tmp_path.rglob("reward_function*.pyc"))
+
+
+def test_a_file_beside_the_reward_file_shadows_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tabnanny", raising=False)
+    reward_file(tmp_path, "raise RuntimeError('not me')", "tabnanny.py")
+    task_of(tmp_path, "import tabnanny\ndef compute_score(solution_str): return tabnanny.verbose")

@@ -1,0 +1,188 @@
+"""Hanging and crashing graders in training, evaluation and the gate: the run goes on, or ends with a sentence."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.rewards import gsm8k_groups
+from sota_grpo import gate, keys
+from sota_grpo.collectors import RolloutCollector, SyncSource
+from sota_grpo.envs import TaskEnv
+from sota_grpo.evaluate import Evaluator
+from sota_grpo.gate import CheckError, run_gate
+from sota_grpo.loop import run
+from sota_grpo.publish import Publisher
+from sota_grpo.records import GroupRequest, Sampling
+from sota_grpo.rewards.grading import GradingPool, LocalGrader
+from sota_grpo.tasks import make_scorer
+from sota_grpo.transforms import GroupAdvantage
+from tests.l3_parts import MoodyTask, make_env, make_saying, make_subject
+from tests.process_rigs import wait_for
+from tests.unit.graders import WEIGHTS, Unloadable, moody, tame
+
+SEED = random.SystemRandom().randrange(1 << 30)
+SAMPLING = Sampling(max_tokens=64)
+
+
+@pytest.fixture
+def pool() -> Iterator[GradingPool]:
+    with closing(GradingPool(moody, WEIGHTS, num_workers=2, timeout_s=0.5)) as made:
+        yield made
+
+
+@pytest.fixture
+def env(pool: GradingPool) -> TaskEnv:
+    return make_env(grader=pool, kind=MoodyTask)
+
+
+def moods(num_groups: int, **at: tuple[int, int]):
+    """What samples say: ``hang=(2, 1)`` is sample 1 of group 2."""
+    says = {place: mood for mood, place in at.items()}
+    return lambda request, index: says.get((request.group_id % num_groups, index), f"say {request.group_id + index}")
+
+
+def test_training_in_lockstep_goes_on_and_counts_what_failed(env: TaskEnv, pool: GradingPool, tmp_path: Path) -> None:
+    engine = make_saying(env, moods(4, spin=(1, 2), crash=(3, 0)))
+    collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=16, seed=SEED)
+    source = SyncSource(collector, [("score", GroupAdvantage())], num_groups=4)
+    learner, batches = make_subject(tmp_path).learner, []
+    done = run(
+        source,
+        learner,
+        Publisher(lambda: [], [engine]),
+        SimpleNamespace(write=lambda step, batch, update, metrics: batches.append((batch, update, metrics))),
+        first_step=0,
+        num_steps=2,
+        before=lambda step: None,
+        after=lambda turns: True,
+    )
+    assert done == 2
+    for batch, update, metrics in batches:
+        rows = list(batch.unbind(0))
+        late = [number for number, row in enumerate(rows) if row[keys.REWARD_TIMEOUT].item()]
+        failed = [number for number, row in enumerate(rows) if row[keys.REWARD_ERROR].item()]
+        assert (late, failed) == ([6], [6, 12])
+        assert update["grad_norm"] > 0
+        assert 0.4 < metrics["time/score_s"] < 30
+    assert pool.fleet.restarts == 4
+
+
+def test_rows_from_workers_are_bit_equal_to_rows_graded_here(env: TaskEnv) -> None:
+    def rows(env: TaskEnv) -> list:
+        engine = make_saying(env, lambda request, index: random.Random(f"{SEED} {request.group_id} {index}").choice(
+            ["say 4", "say 1234", "nan", "quit 1", f"say {request.group_id}"]
+        ))  # fmt: skip
+        collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=16, seed=SEED)
+        return [row.get("next").flatten_keys(".") for row in collector.collect(8)]
+
+    here = make_env(grader=LocalGrader(tame, WEIGHTS), kind=MoodyTask)
+    for ours, theirs in zip(rows(env), rows(here), strict=True):
+        assert set(ours.keys()) == set(theirs.keys())
+        for key, value in ours.items():
+            other = theirs.get(key)
+            assert value == other if isinstance(value, str) else value.tolist() == other.tolist(), SEED
+
+
+def test_an_evaluation_ends_and_says_what_failed(
+    env: TaskEnv, pool: GradingPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = [f"say {example.answer}" for example in env.task.heldout[:6]]
+
+    def say(request: GroupRequest, index: int) -> str:
+        return {2: "hang", 4: "exit"}.get(request.group_id, right[request.group_id])
+
+    engine = make_saying(env, say)
+    found = Evaluator(env, engine, env.task.heldout[:6], max_tokens=64, avg_at_k=0, seed=SEED).measure()
+    assert found["eval/accuracy"] == 4 / 6
+    assert "failed at 2 of 6 responses of this evaluation" in caplog.text
+    assert pool.fleet.restarts == 2
+
+
+def test_the_gate_refuses_a_grader_that_hangs_at_gold_answers(env: TaskEnv, tmp_path: Path) -> None:
+    subject = make_subject(tmp_path)
+    subject.env, task = env, env.task
+    subject.task = SimpleNamespace(
+        train=task.train, heldout=task.heldout, term_weights=WEIGHTS, gold_response=lambda example: "hang"
+    )
+    sentence = r"0 of 4 gold answers .* failed at 4 of 8 texts, the first: TimeoutError: no score within 0\.5 s"
+    with pytest.raises(CheckError, match=sentence):
+        run_gate(subject, "strict", [gate.gold_answers_earn_the_full_reward])
+
+
+def test_the_gates_own_samples_may_hang_their_grader(env: TaskEnv, pool: GradingPool, tmp_path: Path) -> None:
+    subject = make_subject(tmp_path)
+    subject.env, subject.task, subject.engine = env, env.task, make_saying(env, moods(4, hang=(0, 1), crash=(2, 0)))
+    failed = {(int(row[keys.GROUP_ID]), int(row[keys.SAMPLE_ID])) for row in subject.sample() if row[keys.REWARD_ERROR]}
+    assert failed == {(0, 1), (2, 0)}
+
+
+def test_graders_that_cannot_start_end_the_run_with_their_cause() -> None:
+    with closing(GradingPool(Unloadable(), WEIGHTS, num_workers=1, timeout_s=1.0)) as pool:
+        env = make_env(grader=pool, kind=MoodyTask)
+        engine = make_saying(env, moods(4))
+        collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=16)
+        with pytest.raises(Exception, match="could not be constructed: ImportError: a package that is missing here"):
+            collector.collect(4)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_grader_outlives_a_killed_trainer() -> None:
+    """Not even one that hangs with its interpreter locked."""
+    code = """
+    import time
+    from sota_grpo.records import Example
+    from sota_grpo.rewards.grading import GradingPool
+    from tests.unit.graders import WEIGHTS, moody
+    pool = GradingPool(moody, WEIGHTS, num_workers=2, timeout_s=600.0)
+    pool.wait_ready()
+    pool.scores([("spin", Example("2 + 2?", "4"))])
+    print(*pool.fleet.pids, flush=True)
+    time.sleep(600)
+    """
+    trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(pids) == 2
+    time.sleep(0.3)  # it hangs by now
+    trainer.kill()
+    trainer.wait()
+    wait_for(lambda: not any(map(alive, pids)), within_s=5.0)
+
+
+def test_closing_the_pool_ends_graders_that_hang() -> None:
+    pool = GradingPool(moody, WEIGHTS, num_workers=1, timeout_s=600.0)
+    pool.wait_ready()
+    (pid,) = pool.fleet.pids
+    pool.scores([("spin", make_env().task.train[0])])
+    time.sleep(0.2)
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 5.0
+    wait_for(lambda: not alive(pid))
+
+
+def test_the_benchmarks_texts_are_as_long_as_gsm8ks_and_half_right() -> None:
+    task = make_scorer("gsm8k")
+    pairs = [pair for group in gsm8k_groups(random.Random(SEED), task, 8, 64) for pair in group]
+    scores = LocalGrader(task.score, task.term_weights).scores(pairs).result()
+    share = statistics.fmean(score.success for score in scores)
+    assert 0.35 < share < 0.65, SEED
+    assert 230 < statistics.fmean(len(text) for text, _ in pairs) < 370, SEED

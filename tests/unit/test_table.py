@@ -1,0 +1,277 @@
+"""A user's table keeps all that it holds, each prompt comes once, and a row that cannot be used is named."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.tasks.dataset import DatasetError
+from sota_grpo.tasks.splits import normalised
+from sota_grpo.tasks.table import TableTask
+
+SEED = random.SystemRandom().randrange(1 << 30)
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+
+
+def verl_row(index: int, split: str = "train") -> dict[str, Any]:
+    """A row as the preparation script of verl's documentation makes it of GSM8K."""
+    question, answer = f"What is {index} plus {index}?", f"{index}+{index}={2 * index}\n#### {2 * index}"
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(2 * index)},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
+    }
+
+
+def random_value(rng: random.Random, depth: int = 0) -> Any:
+    """Anything that JSON holds."""
+    kinds: list[Callable[[], Any]] = [
+        lambda: rng.choice([None, True, False]),
+        lambda: rng.randint(-(10**15), 10**15),
+        lambda: rng.uniform(-1, 1) * 10.0 ** rng.randint(-20, 20),
+        lambda: "".join(rng.choices('a "\\\n\0é漢🙂{}', k=rng.randint(0, 9))),
+        lambda: [random_value(rng, depth + 1) for _ in range(rng.randint(0, 3))],
+        lambda: {f"k{i}": random_value(rng, depth + 1) for i in range(rng.randint(1, 3))},
+    ]
+    return rng.choice(kinds if depth < 3 else kinds[:4])()
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def numbered(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"No. {index}?", "ground_truth": str(index)} for index in range(count)]
+
+
+def test_verls_parquet_is_read_as_it_is(tmp_path: Path) -> None:
+    """Written as the documentation writes it: a mapped dataset, ``to_parquet``."""
+    import datasets
+
+    raw = datasets.Dataset.from_list([{"index": index} for index in range(12)])
+    path = str(tmp_path / "train.parquet")
+    raw.map(lambda row: verl_row(row["index"]), remove_columns=["index"]).to_parquet(path)
+    task = TableTask.load(path=path, num_heldout=3)
+    assert isinstance(task, Task)
+    assert (len(task.train), len(task.heldout)) == (9, 3)
+    for example in [*task.train, *task.heldout]:
+        index = example.extra["columns"]["extra_info"]["index"]
+        row = verl_row(index)
+        assert task.messages(example) == row["prompt"]
+        assert example.query == row["prompt"][0]["content"]
+        assert example.answer == example.extra["ground_truth"] == str(2 * index)
+        assert example.extra["columns"] == {name: value for name, value in row.items() if name != "prompt"}
+        assert task.gold_response(example) == f"#### {2 * index}"
+        assert task.score(f"So it is\n#### {2 * index}.00", example).terms == {"correct": 1.0}
+        assert not task.score(f"{2 * index}", example).success, "the prompt asks for ####"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_columns_keep_their_types(tmp_path: Path, suffix: str) -> None:
+    rng = random.Random(SEED)
+    rows = []
+    for index in range(40):
+        extra = {"int": rng.randint(-9, 9), "float": rng.random(), "on": rng.random() < 0.5, "text": "é\n", "no": None}
+        extra |= {"list": [rng.random() for _ in range(3)], "dict": {"a": [{"b": index}], "c": "d"}}
+        extra |= {"any": random_value(rng)} if suffix == ".jsonl" else {}
+        rows.append({"prompt": f"No. {index}?", "ground_truth": index / 4, **extra})
+    task = TableTask.load(path=write(tmp_path / f"rows{suffix}", rows), num_heldout=1)
+    found = {example.query: example for example in [*task.train, *task.heldout]}
+    for row in rows:
+        extra = found[row.pop("prompt")].extra
+        assert extra["columns"] == row, SEED
+        assert [type(value) for value in extra["columns"].values()] == [type(value) for value in row.values()]
+        assert extra["ground_truth"] == row["ground_truth"]
+        assert json.loads(json.dumps(dict(extra))) == extra, "rows travel as JSON"
+
+
+def test_a_column_that_a_row_lacks_is_none(tmp_path: Path) -> None:
+    """As in parquet, so that a reward function finds every column in every row."""
+    rows = [{"prompt": "a", "ground_truth": "1", "level": 3}, {"prompt": "b", "ground_truth": "2", "tags": []}]
+    task = TableTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=1)
+    for example in [*task.train, *task.heldout]:
+        empty = {"level": None, "tags": None}
+        assert {**empty, **rows["ab".index(example.query)]} == {"prompt": example.query, **example.extra["columns"]}
+
+
+def test_what_json_lacks_becomes_text_or_a_number(tmp_path: Path) -> None:
+    made = datetime.datetime(2026, 11, 2, 12, 30, tzinfo=datetime.UTC)
+    prices = [decimal.Decimal("2.50"), decimal.Decimal("3.00")]
+    row = {"prompt": "?", "ground_truth": "1", "made": made, "day": made.date(), "prices": prices}
+    task = TableTask.load(path=write(tmp_path / "a.parquet", [row, {**row, "prompt": "??"}]), num_heldout=1)
+    columns = task.train[0].extra["columns"]
+    assert columns["made"] == "2026-11-02T12:30:00+00:00"
+    assert columns["day"] == "2026-11-02"
+    assert columns["prices"] == [2.5, 3]
+
+
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}
+OTHER = {"role": "system", "content": "Rhyme."}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "option", "expected"),
+    [
+        ("2+2?", None, [USER]),
+        ([SYSTEM, USER], None, [SYSTEM, USER]),
+        ("2+2?", "Rhyme.", [OTHER, USER]),
+        ([USER], "Rhyme.", [OTHER, USER]),
+        ([SYSTEM, USER], "Rhyme.", [OTHER, USER]),
+        ([SYSTEM, USER], "", [USER]),
+        ([{**USER, "name": None}], None, [USER]),
+        (
+            [USER, {"role": "assistant", "content": "4"}, USER],
+            None,
+            [USER, {"role": "assistant", "content": "4"}, USER],
+        ),
+    ],
+)
+def test_prompts_are_asked_as_they_are(prompt: Any, option: str | None, expected: list[dict[str, str]]) -> None:
+    task = TableTask(system_prompt=option)
+    example = task.read_row({"prompt": prompt, "ground_truth": 4}, "demo")
+    assert task.messages(example) == expected
+    assert example.query == "2+2?"
+
+
+def test_each_prompt_comes_once_and_never_on_both_sides(tmp_path: Path) -> None:
+    """Three epochs of one table, some of whose chats differ in their first turn alone."""
+    rng = random.Random(SEED)
+    chats = [[{"role": "user", "content": f"No. {index}?"}] for index in range(30)]
+    chats += [[{"role": "system", "content": f"Voice {index}."}, *chats[index]] for index in range(10)]
+    rows = [{"prompt": chat, "ground_truth": index} for index, chat in enumerate(chats)] * 3
+    orders = [rng.sample(rows, len(rows)) for _ in range(2)]
+    splits = []
+    for order in orders:
+        task = TableTask.load(path=write(tmp_path / "rows.jsonl", order), num_heldout=7, seed=SEED)
+        assert len(task.train) + len(task.heldout) == len(chats)
+        keys = [normalised(example.query) for example in [*task.train, *task.heldout]]
+        assert len(set(keys)) == len(chats), "a query tells prompts apart"
+        asked = [json.dumps(task.messages(example)) for example in [*task.train, *task.heldout]]
+        assert sorted(asked) == sorted(map(json.dumps, chats))
+        splits.append({example.query for example in task.heldout})
+    assert splits[0] == splits[1], f"held out whatever the order: {SEED}"
+
+
+def test_held_out_prompts_from_a_file_are_not_trained_on(tmp_path: Path) -> None:
+    train, evals = write(tmp_path / "a.jsonl", numbered(20)), write(tmp_path / "b.jsonl", numbered(5))
+    task = TableTask.load(path=train, eval_path=evals, max_samples=10)
+    assert [example.answer for example in task.heldout] == ["0", "1", "2", "3", "4"]
+    assert [example.answer for example in task.train] == [str(index) for index in range(5, 15)]
+    with pytest.raises(DatasetError, match=r"every question of .*b.jsonl is held out"):
+        TableTask.load(path=evals, eval_path=train)
+
+
+def test_a_held_out_chat_is_another_prompt_where_an_earlier_turn_differs(tmp_path: Path) -> None:
+    train = write(tmp_path / "a.jsonl", [{"prompt": [OTHER, USER], "ground_truth": 4}])
+    evals = write(tmp_path / "b.jsonl", [{"prompt": [SYSTEM, USER], "ground_truth": 4}])
+    task = TableTask.load(path=train, eval_path=evals)
+    assert [task.messages(example) for example in [*task.train, *task.heldout]] == [[OTHER, USER], [SYSTEM, USER]]
+    assert task.train[0].query == "system: Rhyme.\n\nuser: 2+2?"
+
+
+def test_columns_may_have_other_names(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("question,target\n1+1?,2\n2+2?,4\n")
+    task = TableTask.load(path=str(path), prompt_column="question", answer_column="target", num_heldout=1)
+    assert {example.query: example.answer for example in [*task.train, *task.heldout]} == {"1+1?": "2", "2+2?": "4"}
+
+
+def test_any_other_path_is_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *args, **options: asked.append(args) or datasets.Dataset.from_list(numbered(4))
+    )
+    assert len(TableTask.load(path="someone/sums", num_heldout=1).train) == 3
+    assert asked == [("someone/sums", None)]
+
+
+GOOD = {"prompt": "1+1?", "ground_truth": "2"}
+VERL = verl_row(1)
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        (
+            {"question": "?", "ground_truth": "2"},
+            r"row 2: column 'prompt' holds no prompt; .* 'question', 'ground_truth'",
+        ),
+        ({**GOOD, "prompt": ""}, "row 2: column 'prompt' holds no prompt"),
+        ({**GOOD, "prompt": 3}, "row 2: column 'prompt' is neither text nor a chat"),
+        ({**GOOD, "prompt": ["1+1?"]}, "row 2: column 'prompt' is neither text nor a chat"),
+        (
+            {**GOOD, "prompt": [{"role": "user"}]},
+            "column 'prompt', turn 1: 'content' is missing; both role and content",
+        ),
+        ({**GOOD, "prompt": [USER, {"role": "user", "content": [{"type": "image"}]}]}, "turn 2: 'content' holds list"),
+        ({**GOOD, "prompt": [SYSTEM]}, "asks nothing: a chat must hold a user turn"),
+        ({**GOOD, "prompt": [USER, {"role": "assistant", "content": "So"}]}, "must not end in an assistant's"),
+        (
+            {"prompt": "?", "solution": "2"},
+            r"'ground_truth' holds no ground truth; .*'solution': set env.answer_column",
+        ),
+        ({"prompt": "?", "answer": "1+1=2\n#### 2"}, "row 2: column 'ground_truth' holds no ground truth"),
+        ({**GOOD, "ground_truth": " "}, "column 'ground_truth' holds no ground truth"),
+        ({**GOOD, "ground_truth": []}, "the ground truth is list \\[\\], which only a function of yours can grade"),
+        ({**GOOD, "ground_truth": {"a": 1}}, 'ground truth is dict {"a": 1}, which only .*; give reward.path'),
+        ({**VERL, "reward_model": {"style": "model", "ground_truth": None}}, "holds no ground truth"),
+        ({**VERL, "reward_model": {"style": "rule", "ground_truth": "two"}}, "row 2: the gold answer has no number"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DatasetError, match=sentence):
+        TableTask.load(path=write(tmp_path / "rows.jsonl", [GOOD, row]), num_heldout=1)
+
+
+def test_a_column_that_cannot_travel_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.parquet", [{**GOOD, "image": {"bytes": b"\x89PNG"}}])
+    with pytest.raises(DatasetError, match=r"row 1: column 'image' holds bytes, .* remove the column"):
+        TableTask.load(path=path, num_heldout=1)
+
+
+def test_without_required_answers_any_ground_truth_will_do(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b", "ground_truth": {"cases": [1, 2]}}]
+    task = TableTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=1, answer_required=False)
+    found = {example.query: example for example in [*task.train, *task.heldout]}
+    assert found["a"].answer == ""
+    assert found["a"].extra["ground_truth"] is None
+    assert found["b"].extra["ground_truth"] == {"cases": [1, 2]}
+    assert json.loads(found["b"].answer) == {"cases": [1, 2]}
+    assert [task.gold_response(example) for example in found.values()] == [None, None]
+
+
+def test_a_row_to_score_needs_no_prompt() -> None:
+    task = TableTask()
+    assert task.score("It is 4.", task.read_row({"response": "It is 4.", "answer": "4"}, "line 1")).success
+    assert task.score("It is 4.", task.read_row({"ground_truth": 4.0, "answer": "5"}, "line 1")).success
+    assert task.score("#### 2", task.read_row({k: v for k, v in VERL.items() if k != "prompt"}, "line 1")).success
+    with pytest.raises(DatasetError, match="line 3: column 'ground_truth' holds no ground truth"):
+        task.read_row({"response": "4"}, "line 3")
+
+
+def test_a_scorer_travels_without_the_examples(tmp_path: Path) -> None:
+    task = TableTask.load(path=write(tmp_path / "rows.jsonl", numbered(3000)), num_heldout=1)
+    sent = pickle.dumps(scorer_of(task))
+    assert len(sent) < 1000
+    example = task.train[5]
+    assert pickle.loads(sent)(example.answer, example) == task.score(example.answer, example)
