@@ -1,8 +1,6 @@
 """Environments: prompts out, token ids in, rewards back (docs/design.md, "The contracts between rooms")."""
 
-from sota_grpo.envs.named import ArithmeticEnv, GSM8KEnv
-from sota_grpo.envs.named_ifeval import IFEvalEnv
-from sota_grpo.envs.named_math import MATHEnv
+from sota_grpo.envs.named import ArithmeticEnv, GSM8KEnv, IFEvalEnv, MATHEnv
 from sota_grpo.envs.rows import complete_rows, finish_row, prompt_rows
 from sota_grpo.envs.stream import PromptStream
 from sota_grpo.envs.task_env import TaskEnv

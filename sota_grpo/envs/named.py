@@ -10,18 +10,18 @@ import torch
 
 from sota_grpo.envs.task_env import TaskEnv
 from sota_grpo.tasks import make_task
+from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.dataset import SUFFIXES
 
 
-class GSM8KEnv(TaskEnv):
-    """GSM8K with the keywords of ``torchrl.envs.llm.GSM8KEnv``, in tokens mode; see :class:`TaskEnv` for its rows.
+class DatasetEnv(TaskEnv):
+    """A task with the keywords of TorchRL's dataset environments, in tokens mode; see :class:`TaskEnv` for its rows.
 
     The siblings of a prompt always stand next to each other in one batch, whatever ``group_repeats``, and
-    ``batch_size_dl`` changes nothing, because the rows are held in memory. Another answer format, reward or system
-    prompt is a keyword of its own here.
+    ``batch_size_dl`` changes nothing, because the rows are held in memory.
 
     Args:
-        dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
+        make: makes the task, once the keywords are known to be good.
         shuffle: a fresh order every epoch.
         num_envs: dialogs at once, a multiple of ``repeats``.
         repeats: group size; None is 1.
@@ -39,23 +39,16 @@ class GSM8KEnv(TaskEnv):
         ray_backend: not supported.
         dataloader_actor_name: not supported.
         max_prompt_tokens: longest prompt allowed.
-        num_heldout: rows of a local file that are not trained on.
-        answer_format, format_weight, system_prompt: see :class:`sota_grpo.tasks.gsm8k.GSM8KTask`.
 
     Raises:
         ValueError: a value that cannot be honoured, in one sentence.
         DatasetError: the dataset cannot be used.
-
-    Example::
-
-        env = GSM8KEnv(tokenizer=tokenizer, num_envs=16, repeats=8)
-        collector = LLMCollector(env, policy=wrapper, dialog_turns_per_batch=16)    # TorchRL's own
     """
 
     def __init__(
         self,
+        make: Callable[[], Task],
         *,
-        dataset: str = "openai/gsm8k",
         shuffle: bool = True,
         num_envs: int = 1,
         repeats: int | None = None,
@@ -73,27 +66,15 @@ class GSM8KEnv(TaskEnv):
         ray_backend: bool = False,
         dataloader_actor_name: str | None = None,
         max_prompt_tokens: int | None = None,
-        num_heldout: int = 512,
-        answer_format: str = "hash",
-        format_weight: float = 0.0,
-        system_prompt: str | None = None,
     ):
-        _refuse("collate_fn", collate_fn, None, "the columns question and answer are read as they are")
+        _refuse("collate_fn", collate_fn, None, "the columns of the dataset are read as they are")
         _refuse("max_steps", max_steps, 1, "a problem is answered in one turn")
         _refuse("input_mode", input_mode, "tokens", "ids that were sampled are never tokenised again")
         _refuse("ray_backend", ray_backend, False, "every environment holds its rows itself")
         _refuse("dataloader_actor_name", dataloader_actor_name, None, "there is no Ray actor")
         _check_tokenizer(tokenizer, apply_template)
-        task = make_task(
-            "gsm8k",
-            **({"path": dataset} if Path(dataset).suffix in SUFFIXES else {"source": dataset}),
-            num_heldout=num_heldout,
-            answer_format=answer_format,
-            format_weight=format_weight,
-            system_prompt=system_prompt,
-        )
         super().__init__(
-            task,
+            make(),
             tokenizer,
             num_envs=num_envs,
             repeats=1 if repeats is None else repeats,
@@ -106,20 +87,143 @@ class GSM8KEnv(TaskEnv):
         )
 
 
-class ArithmeticEnv(TaskEnv):
+class GSM8KEnv(DatasetEnv):
+    """GSM8K with the keywords of ``torchrl.envs.llm.GSM8KEnv``.
+
+    Args:
+        dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
+        num_heldout: rows of a local file that are not trained on.
+        answer_format, format_weight, system_prompt: see :class:`sota_grpo.tasks.gsm8k.GSM8KTask`.
+        keywords: of :class:`DatasetEnv`.
+
+    Raises:
+        ValueError, DatasetError: see :class:`DatasetEnv`.
+
+    Example::
+
+        env = GSM8KEnv(tokenizer=tokenizer, num_envs=16, repeats=8)
+        collector = LLMCollector(env, policy=wrapper, dialog_turns_per_batch=16)    # TorchRL's own
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: str = "openai/gsm8k",
+        num_heldout: int = 512,
+        answer_format: str = "hash",
+        format_weight: float = 0.0,
+        system_prompt: str | None = None,
+        **keywords: Any,
+    ):
+        options: dict[str, Any] = {
+            **_place(dataset),
+            "num_heldout": num_heldout,
+            "answer_format": answer_format,
+            "format_weight": format_weight,
+            "system_prompt": system_prompt,
+        }
+        super().__init__(lambda: make_task("gsm8k", **options), **keywords)
+
+
+class MATHEnv(DatasetEnv):
+    """MATH with the keywords of ``torchrl.envs.llm.MATHEnv``.
+
+    The answer is looked for in a box, and equal expressions are equal answers
+    (:func:`sota_grpo.rewards.maths.math_equal`).
+
+    Args:
+        dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
+        num_heldout: rows of a local file that are not trained on.
+        answer_format, format_weight, system_prompt, correct, wrong, no_answer: see
+            :class:`sota_grpo.tasks.math.MathTask`.
+        keywords: of :class:`DatasetEnv`.
+
+    Raises:
+        ValueError, DatasetError: see :class:`DatasetEnv`.
+
+    Example::
+
+        env = MATHEnv(tokenizer=tokenizer, num_envs=16, repeats=8)
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: str = "DigitalLearningGmbH/MATH-lighteval",
+        num_heldout: int = 512,
+        answer_format: str = "boxed",
+        format_weight: float = 0.0,
+        system_prompt: str | None = None,
+        correct: float = 1.0,
+        wrong: float = -1.0,
+        no_answer: float = -0.5,
+        **keywords: Any,
+    ):
+        options: dict[str, Any] = {
+            **_place(dataset),
+            "num_heldout": num_heldout,
+            "answer_format": answer_format,
+            "format_weight": format_weight,
+            "system_prompt": system_prompt,
+            "correct": correct,
+            "wrong": wrong,
+            "no_answer": no_answer,
+        }
+        super().__init__(lambda: make_task("math", **options), **keywords)
+
+
+class IFEvalEnv(DatasetEnv):
+    """IFEval with the keywords of ``torchrl.envs.llm.IFEvalEnv``.
+
+    It trains on RLVR-IFeval, not on ``google/IFEval``, which is the test set and is refused. There is no system prompt
+    unless one is given, and ``<answer>`` tags are graded where they are and not asked for.
+
+    Args:
+        dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
+        eval_dataset, num_heldout: what is held out of training; see :meth:`sota_grpo.tasks.ifeval.IFEvalTask.load`.
+        system_prompt, instructions_weight, all_weight, nltk_data: see :class:`sota_grpo.tasks.ifeval.IFEvalTask`.
+        keywords: of :class:`DatasetEnv`.
+
+    Raises:
+        ValueError, DatasetError: see :class:`DatasetEnv`.
+
+    Example::
+
+        env = IFEvalEnv(tokenizer=tokenizer, num_envs=16, repeats=8)
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: str = "allenai/RLVR-IFeval",
+        eval_dataset: str | None = None,
+        num_heldout: int = 512,
+        system_prompt: str | None = None,
+        instructions_weight: float = 1.0,
+        all_weight: float = 0.0,
+        nltk_data: str | None = None,
+        **keywords: Any,
+    ):
+        options: dict[str, Any] = {
+            "path": dataset,
+            "eval_path": eval_dataset,
+            "num_heldout": num_heldout,
+            "system_prompt": system_prompt,
+            "instructions_weight": instructions_weight,
+            "all_weight": all_weight,
+            "nltk_data": nltk_data,
+        }
+        super().__init__(lambda: make_task("ifeval", **options), **keywords)
+
+
+class ArithmeticEnv(DatasetEnv):
     """The procedural word problems of :class:`sota_grpo.tasks.arithmetic.ArithmeticTask` as an environment.
 
     Args:
-        tokenizer: must be given.
-        num_envs: dialogs at once, a multiple of ``repeats``.
-        repeats: group size; None is 1.
-        shuffle: a fresh order every epoch.
         seed: of the problems and of their order; None draws one.
         difficulty: most steps of a problem, 1 to 4.
         num_train: number of problems.
-        max_prompt_tokens: longest prompt allowed.
-        compute_reward: False leaves the reward to your own transforms.
-        device: of the tensors.
+        keywords: of :class:`DatasetEnv`.
 
     Raises:
         ValueError: see the task and :class:`TaskEnv`.
@@ -129,33 +233,13 @@ class ArithmeticEnv(TaskEnv):
         env = ArithmeticEnv(tokenizer=tokenizer, num_envs=16, repeats=8, difficulty=2)
     """
 
-    def __init__(
-        self,
-        *,
-        tokenizer: Any,
-        num_envs: int = 1,
-        repeats: int | None = None,
-        shuffle: bool = True,
-        seed: int | None = None,
-        difficulty: int = 4,
-        num_train: int = 8192,
-        max_prompt_tokens: int | None = None,
-        compute_reward: bool = True,
-        device: torch.device | str | None = None,
-    ):
-        _check_tokenizer(tokenizer, apply_template=False)
-        seed = _seed(seed)
-        super().__init__(
-            make_task("arithmetic", seed=seed, num_train=num_train, max_steps=difficulty),
-            tokenizer,
-            num_envs=num_envs,
-            repeats=1 if repeats is None else repeats,
-            shuffle=shuffle,
-            seed=seed,
-            max_prompt_tokens=max_prompt_tokens,
-            compute_reward=compute_reward,
-            device=device,
-        )
+    def __init__(self, *, seed: int | None = None, difficulty: int = 4, num_train: int = 8192, **keywords: Any):
+        options: dict[str, Any] = {"seed": _seed(seed), "num_train": num_train, "max_steps": difficulty}
+        super().__init__(lambda: make_task("arithmetic", **options), seed=options["seed"], **keywords)
+
+
+def _place(dataset: str) -> dict[str, str]:
+    return {"path": dataset} if Path(dataset).suffix in SUFFIXES else {"source": dataset}
 
 
 def _refuse(name: str, value: Any, only: Any, reason: str) -> None:

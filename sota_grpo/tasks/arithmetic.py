@@ -6,20 +6,19 @@ decoration); a hash of these alone, without the seed, decides its side, so the s
 
 from __future__ import annotations
 
-import hashlib
-import operator
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from functools import partial
+from typing import Any
 
-from sota_grpo.records import Example, Score, sample_seed
+from sota_grpo.records import Example, Score
 from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rewards.numbers import numbers_equal
+from sota_grpo.tasks import procedural
 from sota_grpo.tasks.arithmetic_templates import CONTAINERS, GIVES, ITEMS, NAMES, TEMPLATES, TRADES, Template, solve
 from sota_grpo.tasks.dataset import text_of
+from sota_grpo.tasks.procedural import DrawnExamples
 
-HELDOUT_SHARE = 8  # one problem in eight is held out
 LARGEST_NUM_STEPS = max(len(template.steps) for template in TEMPLATES.values())
 
 
@@ -29,47 +28,14 @@ def is_heldout(template: str, numbers: Mapping[str, int]) -> bool:
     >>> is_heldout("more", {"a": 5, "b": 7}) == is_heldout("more", {"b": 7, "a": 5})
     True
     """
-    key = f"{template}:{sorted(numbers.items())}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % HELDOUT_SHARE == 0
+    return procedural.is_heldout(f"{template}:{sorted(numbers.items())}")
 
 
-@dataclass(frozen=True)
-class ProblemSplit(Sequence[Example]):
-    """One side of the split as a sequence whose problems are made when asked for.
+def _draw(max_steps: int, rng: random.Random, heldout: bool) -> Example:
+    """Draw a problem of this side by rejection: its template first, so that rejection does not favour a template.
 
-    Problem ``i`` depends on ``(seed, heldout, max_steps, i)`` only. The number of steps is uniform on
-    ``1..max_steps``. A problem may come twice in a long split, with other names.
-
-    Raises:
-        IndexError: the index is outside ``[-num_examples, num_examples)``.
+    The number of steps is uniform on ``1..max_steps``.
     """
-
-    seed: int
-    heldout: bool
-    num_examples: int
-    max_steps: int
-
-    def __len__(self) -> int:
-        return self.num_examples
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.num_examples))]
-        position = operator.index(index)
-        if not -self.num_examples <= position < self.num_examples:
-            raise IndexError(f"index {position} is outside a split of {self.num_examples} problems")
-        position %= self.num_examples
-        return _draw(random.Random(sample_seed(self.seed, int(self.heldout), position)), self.heldout, self.max_steps)
-
-
-def _draw(rng: random.Random, heldout: bool, max_steps: int) -> Example:
-    """Draw a problem of this side by rejection: its template first, so that rejection does not favour a template."""
     num_steps = rng.randint(1, max_steps)
     template = rng.choice([t for t in TEMPLATES.values() if len(t.steps) == num_steps])
     while True:
@@ -119,12 +85,11 @@ class ArithmeticTask:
     def __init__(
         self, seed: int = 0, num_train: int = 8192, num_heldout: int = 256, max_steps: int = LARGEST_NUM_STEPS
     ) -> None:
-        if min(num_train, num_heldout) < 1:
-            raise ValueError(f"num_train={num_train} and num_heldout={num_heldout} must both be at least 1")
         if not 1 <= max_steps <= LARGEST_NUM_STEPS:
             raise ValueError(f"max_steps={max_steps} must lie between 1 and {LARGEST_NUM_STEPS}")
-        self.train: Sequence[Example] = ProblemSplit(seed, False, num_train, max_steps)
-        self.heldout: Sequence[Example] = ProblemSplit(seed, True, num_heldout, max_steps)
+        draw = partial(_draw, max_steps)
+        self.train: Sequence[Example] = DrawnExamples(draw, seed, False, num_train)
+        self.heldout: Sequence[Example] = DrawnExamples(draw, seed, True, num_heldout)
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """The chat that asks the question: one user turn and no system prompt, so that sequences stay short."""

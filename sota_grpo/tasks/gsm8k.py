@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards import ANSWER_FORMATS, extract_answer, numbers_equal, parse_number
-from sota_grpo.tasks.dataset import DatasetError, Row, load_rows, number_or_text, require_columns
-from sota_grpo.tasks.splits import disjoint, split_examples
+from sota_grpo.tasks.dataset import DatasetError, Row, number_or_text, require_columns
+from sota_grpo.tasks.splits import load_sides
 
 HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
 COLUMNS = ("question", "answer")
@@ -106,15 +106,15 @@ class GSM8KTask:
             DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), a gold answer without a
                 number, or a file with no more than ``num_heldout`` rows.
         """
-        place = path or f"{source} (train)"
-        train = read_examples(load_rows(source, path=path, config=HUB_CONFIG), place)
-        if eval_path is not None:
-            heldout = read_examples(load_rows(source, path=eval_path), eval_path)
-        elif path is None:
-            heldout = read_examples(load_rows(source, split="test", config=HUB_CONFIG), f"{source} (test)")
-        else:
-            train, heldout = split_examples(train, num_heldout, seed, path)
-        train, heldout = disjoint(train, heldout, place)
+        train, heldout = load_sides(
+            read_examples,
+            source=source,
+            config=HUB_CONFIG,
+            path=path,
+            eval_path=eval_path,
+            num_heldout=num_heldout,
+            seed=seed,
+        )
         return cls(
             train[:max_samples],
             heldout,

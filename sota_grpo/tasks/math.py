@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer
 from sota_grpo.rewards.maths import math_equal
-from sota_grpo.tasks.dataset import DatasetError, Row, load_rows, text_of
-from sota_grpo.tasks.splits import disjoint, split_examples
+from sota_grpo.tasks.dataset import DatasetError, Row, text_of
+from sota_grpo.tasks.splits import load_sides
 
 HUB_NAME, HUB_CONFIG = "DigitalLearningGmbH/MATH-lighteval", "default"
 QUESTION_COLUMNS = ("question", "problem", "prompt")
@@ -123,15 +123,15 @@ class MathTask:
         Raises:
             DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), or too few of them.
         """
-        place = path or f"{source} (train)"
-        train = read_examples(load_rows(source, path=path, config=HUB_CONFIG), place)
-        if eval_path is not None:
-            heldout = read_examples(load_rows(source, path=eval_path), eval_path)
-        elif path is None:
-            heldout = read_examples(load_rows(source, split="test", config=HUB_CONFIG), f"{source} (test)")
-        else:
-            train, heldout = split_examples(train, num_heldout, seed, path)
-        train, heldout = disjoint(train, heldout, place)
+        train, heldout = load_sides(
+            read_examples,
+            source=source,
+            config=HUB_CONFIG,
+            path=path,
+            eval_path=eval_path,
+            num_heldout=num_heldout,
+            seed=seed,
+        )
         return cls(
             train[:max_samples],
             heldout,

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer
 from sota_grpo.rewards.thinking import TAG, answer_term, count_words, format_term, read_parts, thinking_term
-from sota_grpo.tasks.dataset import DatasetError, Row, load_rows
+from sota_grpo.tasks.dataset import DatasetError, Row
 from sota_grpo.tasks.gsm8k import HUB_CONFIG, HUB_NAME
-from sota_grpo.tasks.splits import disjoint, split_examples
+from sota_grpo.tasks.splits import load_sides
 
 QUESTION_COLUMNS = ("question", "prompt")
 GOLD_COLUMNS = ("answer", "ground_truth", "completion")
@@ -114,15 +114,15 @@ class ReasoningTask:
             DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), a question or an answer that
                 is empty, an answer that holds a tag, or nothing left to train on.
         """
-        place = path or f"{HUB_NAME} (train)"
-        train = read_examples(load_rows(HUB_NAME, path=path, config=HUB_CONFIG), place)
-        if eval_path is not None:
-            heldout = read_examples(load_rows(HUB_NAME, path=eval_path), eval_path)
-        elif path is None:
-            heldout = read_examples(load_rows(HUB_NAME, split="test", config=HUB_CONFIG), f"{HUB_NAME} (test)")
-        else:
-            train, heldout = split_examples(train, num_heldout, seed, path)
-        train, heldout = disjoint(train, heldout, place)
+        train, heldout = load_sides(
+            read_examples,
+            source=HUB_NAME,
+            config=HUB_CONFIG,
+            path=path,
+            eval_path=eval_path,
+            num_heldout=num_heldout,
+            seed=seed,
+        )
         return cls(
             train[:max_samples],
             heldout,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sota_grpo.records import Example
-from sota_grpo.tasks.dataset import DatasetError
+from sota_grpo.tasks.dataset import DatasetError, Row, load_rows
 
 
 def normalised(question: str) -> str:
@@ -45,6 +45,44 @@ def disjoint(train: Sequence[Example], heldout: Sequence[Example], source: str) 
     if not kept:
         raise DatasetError(f"every question of {source} is held out; give other problems to train on.")
     return kept, heldout
+
+
+def load_sides(
+    read_examples: Callable[[Sequence[Row], str], list[Example]],
+    *,
+    source: str,
+    config: str,
+    path: str | None,
+    eval_path: str | None,
+    num_heldout: int,
+    seed: int,
+) -> tuple[list[Example], list[Example]]:
+    """What is trained on and what is held out, of local files or of a dataset on the hub with a test split.
+
+    Questions that come twice (letter case and spacing aside) are kept once, and never on both sides.
+
+    Args:
+        read_examples: makes examples of rows, given the name of the place that they come from.
+        source: name on the hub.
+        config: of the hub dataset.
+        path: local file to train on; None asks the hub.
+        eval_path: local file of the held-out problems; None holds out the hub's test split, or ``num_heldout`` rows of
+            ``path``, the same for every order of its rows.
+        num_heldout: see ``eval_path``.
+        seed: of the choice of the held-out rows.
+
+    Raises:
+        DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), or too few of them.
+    """
+    place = path or f"{source} (train)"
+    train = read_examples(load_rows(source, path=path, config=config), place)
+    if eval_path is not None:
+        heldout = read_examples(load_rows(source, path=eval_path), eval_path)
+    elif path is None:
+        heldout = read_examples(load_rows(source, split="test", config=config), f"{source} (test)")
+    else:
+        train, heldout = split_examples(train, num_heldout, seed, path)
+    return disjoint(train, heldout, place)
 
 
 def split_examples(

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sota_grpo import keys
 from sota_grpo.envs import ArithmeticEnv, GSM8KEnv, PromptStream, TaskEnv, finish_row, prompt_rows
+from sota_grpo.envs.named import DatasetEnv
 from sota_grpo.errors import UserError
 from sota_grpo.records import Example, Sample, Score
 from sota_grpo.rewards.grading import LocalGrader
@@ -249,7 +250,8 @@ def test_gsm8k_env_takes_torchrls_keywords(gsm8k_file: str) -> None:
     from torchrl.envs.llm import GSM8KEnv as TheirEnv
 
     theirs = set(inspect.signature(TheirEnv.__init__).parameters) - {"self"}
-    assert theirs <= set(inspect.signature(GSM8KEnv.__init__).parameters)
+    ours = [set(inspect.signature(one.__init__).parameters) for one in (GSM8KEnv, DatasetEnv)]
+    assert theirs <= set().union(*ours)
     env = GSM8KEnv(
         dataset=gsm8k_file, tokenizer=char_tokenizer(), num_envs=4, repeats=2, seed=SEED, num_heldout=3, shuffle=True,
         batch_size_dl=4, group_repeats=True, apply_template=True, compute_reward=True, max_steps=1,

@@ -121,7 +121,7 @@ def test_the_hubs_test_split_is_held_out_and_never_trained_on(monkeypatch: pytes
     def load_rows(source: str, *, path: str | None = None, split: str = "train", config: str) -> list[dict]:
         return splits[split]
 
-    monkeypatch.setattr("sota_grpo.tasks.gsm8k.load_rows", load_rows)
+    monkeypatch.setattr("sota_grpo.tasks.splits.load_rows", load_rows)
     task = make_task("gsm8k", max_samples=5)
     assert [example.query for example in task.train] == [row["question"] for row in rows[:5]]
     assert [example.query for example in task.heldout] == [row["question"] for row in rows[8:]]

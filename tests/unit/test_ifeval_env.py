@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torchrl.envs.utils import check_env_specs
 
 from sota_grpo import keys
-from sota_grpo.envs.named_ifeval import IFEvalEnv
+from sota_grpo.envs.named import DatasetEnv, IFEvalEnv
 from sota_grpo.tasks.dataset import DatasetError
 from tests.unit.test_envs import answering, char_tokenizer
 from tests.unit.test_ifeval_task import ifeval_row, write
@@ -29,7 +29,8 @@ def test_keywords_are_torchrls_and_rollouts_are_graded(ifeval_file: str) -> None
     from torchrl.envs.llm import IFEvalEnv as TheirEnv
 
     theirs = set(inspect.signature(TheirEnv.__init__).parameters) - {"self"}
-    assert theirs <= set(inspect.signature(IFEvalEnv.__init__).parameters)
+    ours = [set(inspect.signature(one.__init__).parameters) for one in (IFEvalEnv, DatasetEnv)]
+    assert theirs <= set().union(*ours)
     env = IFEvalEnv(
         dataset=ifeval_file, tokenizer=char_tokenizer(), num_envs=4, repeats=2, seed=SEED, num_heldout=3, shuffle=True,
         batch_size_dl=4, group_repeats=True, apply_template=True, compute_reward=True, max_steps=1, all_weight=0.5,

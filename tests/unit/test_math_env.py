@@ -11,7 +11,7 @@ import torch
 from torchrl.envs.utils import check_env_specs
 
 from sota_grpo import keys
-from sota_grpo.envs.named_math import MATHEnv
+from sota_grpo.envs.named import DatasetEnv, MATHEnv
 from tests.unit.test_envs import answering, char_tokenizer
 
 
@@ -27,7 +27,8 @@ def test_it_takes_torchrls_keywords_and_grades_boxes(math_file: str) -> None:
     from torchrl.envs.llm.datasets.math import MATHEnv as TheirEnv
 
     theirs = set(inspect.signature(TheirEnv.__init__).parameters) - {"self"}
-    assert theirs <= set(inspect.signature(MATHEnv.__init__).parameters)
+    ours = [set(inspect.signature(one.__init__).parameters) for one in (MATHEnv, DatasetEnv)]
+    assert theirs <= set().union(*ours)
     env = MATHEnv(
         dataset=math_file, tokenizer=char_tokenizer(), num_envs=4, repeats=2, num_heldout=3, correct=2.0,
         batch_size_dl=4, group_repeats=True, apply_template=True, compute_reward=True, max_steps=1,

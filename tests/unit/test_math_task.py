@@ -163,7 +163,7 @@ def test_the_hubs_test_split_is_held_out(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = [{"problem": f"{n}?", "solution": f"\\boxed{{{n}}}", "level": "1", "type": "Algebra"} for n in range(12)]
     splits = {"train": rows[:10], "test": rows[8:]}
     monkeypatch.setattr(
-        "sota_grpo.tasks.math.load_rows", lambda source, *, path=None, config, split="train": splits[split]
+        "sota_grpo.tasks.splits.load_rows", lambda source, *, path=None, config, split="train": splits[split]
     )
     task = make_task("math")
     assert [example.answer for example in task.heldout] == ["8", "9", "10", "11"]

@@ -52,7 +52,7 @@ def test_the_hub_is_gsm8k_with_its_test_split_held_out(monkeypatch: pytest.Monke
         asked.append((source, path, split, config))
         return rows[4:6] if path else splits[split]
 
-    monkeypatch.setattr("sota_grpo.tasks.reasoning.load_rows", load)
+    monkeypatch.setattr("sota_grpo.tasks.splits.load_rows", load)
     task = ReasoningTask.load(max_samples=5)
     assert asked == [("openai/gsm8k", None, "train", "main"), ("openai/gsm8k", None, "test", "main")]
     assert [e.query for e in task.train] == [row["question"] for row in rows[:5]]
