@@ -21,12 +21,12 @@ TOKENS_HELD = 5
 
 
 class HeldEngine(TransformersEngine):
-    """Its groups stay at some tokens until the weights called 1 have come."""
+    """Its two groups begin together, and stay at some tokens until the weights called 1 have come."""
 
     num_steps = 0
 
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
-        if self.version == 0 and self.num_steps == TOKENS_HELD:
+        if self.version == 0 and (self.num_in_flight < 2 or self.num_steps == TOKENS_HELD):
             time.sleep(0.005)
             return []
         self.num_steps += 1

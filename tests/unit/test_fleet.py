@@ -331,6 +331,7 @@ def test_where_all_died_the_replacement_is_asked(stage: Stage) -> None:
 def test_a_refused_sticky_broadcast_is_raised_and_forgotten() -> None:
     launcher = ThreadLauncher()
     fleet = Fleet("echo", starter(launcher, "echo", spec()), 2, capacity=1, silence_s=0.4)
+    fleet.wait_ready()
     fleet.broadcast("update", 4, deadline_s=WAIT_S, sticky=True)
     with pytest.raises(ValueError, match="version -1 is negative"):
         fleet.broadcast("update", -1, deadline_s=WAIT_S, sticky=True)

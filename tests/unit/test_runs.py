@@ -229,9 +229,8 @@ def test_a_killed_process_frees_its_run_whatever_it_left_behind(tmp_path: Path) 
     code = (
         "import os, signal, sys, time; from pathlib import Path; from sota_grpo.runs import open_run\n"
         f"place = open_run(Path(sys.argv[1]), {CONFIG!r}, None, num_steps=4); place.start('')\n"
-        "worker = os.fork()\n"
-        "if not worker: time.sleep(60); os._exit(0)\n"
-        "print(worker, flush=True); time.sleep(60)"
+        "if not os.fork(): print(os.getpid(), flush=True); time.sleep(60); os._exit(0)\n"
+        "time.sleep(60)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
