@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -214,7 +215,8 @@ def train(config: Config, run_dir: Path) -> int:
     """
     use_config_token(config)  # before anything keeps a copy
     validate(config)
-    with open_run(run_dir, asdict(config), config.train.resume, num_steps=num_steps(config)) as place:
+    signed = asdict(config) | {"reward_file": _digest(config.reward.path)}
+    with open_run(run_dir, signed, config.train.resume, num_steps=num_steps(config)) as place:
         if place.finished:
             print(f"The run in {place.path} is already finished.")
             return num_steps(config)
@@ -225,6 +227,12 @@ def train(config: Config, run_dir: Path) -> int:
             if CheckpointStore(place.path / CHECKPOINTS).paths():
                 raise KeyboardInterrupt(CONTINUES) from None
             raise
+
+
+def _digest(path: str | None) -> str | None:
+    """Of a file that counts as part of the config; None where there is none."""
+    file = None if path is None else Path(path).expanduser()
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else None
 
 
 def _evaluations(path: Path) -> dict[int, dict[str, float]]:

@@ -23,7 +23,9 @@ VARIABLE = "HF_TOKEN"
 _OPTION = "model.hub_token"
 _OVERRIDE = re.compile(r"(\+{0,2}model\.hub_token)=(.*)", re.DOTALL)
 _ELSEWHERE = re.compile(r"hub_token['\"]?\s*[:=@]")
-_SHOWING = ("--cfg", "-c", "--info", "-i", "--help", "-h")  # options of Hydra that print the composed config
+# Options of Hydra that print the composed config, --cfg, --info and --help, in each form that argparse knows: cut short
+# (--inf), with the value attached (-cjob), behind options that have none (-mh). -cn, -cp and -cd are others.
+_SHOWING = re.compile(r"--(?:cf|i|he)|-(?!c[npd])[rm]*[chi]")
 _CALLBACK = "++hydra.callbacks.hub_token._target_=sota_grpo.hub_token.token_callback"
 
 
@@ -47,7 +49,7 @@ def protect_token(arguments: Sequence[str]) -> list[str]:
         before = sys.orig_argv[: -len(arguments)]
         if sys.executable and sys.orig_argv == [*before, *arguments]:  # else somebody else's program called this
             os.execv(sys.executable, [sys.executable, *before[1:], *kept])
-    if any(argument.partition("=")[0] in _SHOWING for argument in kept):  # no run, so nothing that calls back
+    if any(_SHOWING.match(argument) for argument in kept):  # no run, so nothing that calls back
         kept = [f"{_OPTION}=null", *(argument for argument in kept if not _OVERRIDE.fullmatch(argument))]
     return [_CALLBACK, *kept]
 

@@ -14,15 +14,18 @@ SIZES = tuple(_MODELS)
 
 
 def model_of_size(size: str) -> str:
-    """The hub name of the model with about ``size`` parameters; letter case does not matter.
+    """The hub name of the model with about ``size`` parameters, written as in :data:`SIZES`.
 
     Raises:
         UserError: there is none of that size.
 
     >>> model_of_size("0.5B")
     'Qwen/Qwen2.5-0.5B-Instruct'
+    >>> model_of_size("0.5b")
+    Traceback (most recent call last):
+    sota_grpo.errors.UserError: model.size=0.5b is not one of 0.5B, 1.5B, 3B, 4B; for another model give model.name.
     """
-    name = _MODELS.get(size.upper())
+    name = _MODELS.get(size)
     if name is None:
         raise UserError(f"model.size={size} is not one of {', '.join(SIZES)}; for another model give model.name.")
     return name

@@ -5,8 +5,9 @@ Imports neither torch nor TorchRL, so that a grader's process is small and start
 
 from __future__ import annotations
 
+import json
 import logging
-import math
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,14 @@ from sota_grpo.records import Example, Score
 
 Scorer = Callable[[str, Example], Score]
 
+LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
+_MAX_ERROR_CHARS = 500
+
 logger = logging.getLogger(__name__)
+
+
+class WrongTerms(KeyError):
+    """A grader returns other terms than its task names: a mistake of the task, which no response can make."""
 
 
 def guarded_score(score: Scorer, term_names: Collection[str], response: str, example: Example) -> Score:
@@ -27,7 +35,7 @@ def guarded_score(score: Scorer, term_names: Collection[str], response: str, exa
         term_names: the terms that it must return, no others.
 
     Raises:
-        KeyError: if the grader returns other terms than ``term_names``: a mistake of the task, not of the text.
+        WrongTerms: the grader returns other terms than ``term_names``: a mistake of the task, not of the text.
 
     >>> def ratio(response, example):
     ...     value = float(response) / float(example.answer)
@@ -38,10 +46,11 @@ def guarded_score(score: Scorer, term_names: Collection[str], response: str, exa
     {'ratio': 0.0}
     """
     try:
-        found = score(response, example)
-    except (Exception, SystemExit) as error:  # whatever the model's text makes a grader do must not end the run
-        return failed_score(term_names, f"{type(error).__name__}: {error}")
-    return _checked(found, term_names)
+        return _checked(score(response, example), term_names)
+    except WrongTerms:
+        raise
+    except BaseException as error:  # whatever the model's text makes a grader do must not end the run
+        return failed_score(term_names, graders_error(error))
 
 
 def guarded_scores(
@@ -59,7 +68,7 @@ def guarded_scores(
         tick: called after every answer of the grader.
 
     Raises:
-        KeyError: as :func:`guarded_score`.
+        WrongTerms: as :func:`guarded_score`.
 
     >>> class Shortest:
     ...     def score_group(self, pairs):
@@ -74,12 +83,14 @@ def guarded_scores(
     score_group = getattr(score, "score_group", None)
     if score_group is not None and pairs:
         try:
-            found = score_group(pairs)
-        except (Exception, SystemExit) as error:
-            logger.debug("%d responses are graded one by one, because together: %s", len(pairs), error)
-        else:
+            found = _checked_group(score_group(pairs), term_names, len(pairs))
             tick()
-            return _checked_group(found, term_names, len(pairs))
+            return found
+        except WrongTerms:
+            raise
+        except BaseException as error:
+            reason = graders_error(error)
+            logger.debug("%d responses are graded one by one, because together: %s", len(pairs), reason)
     scores = []
     for response, example in pairs:
         scores.append(guarded_score(score, term_names, response, example))
@@ -98,14 +109,14 @@ def _checked(found: Score, term_names: Collection[str]) -> Score:
     if found.error is not None:
         return failed_score(term_names, found.error)
     if set(found.terms) != set(term_names):
-        raise KeyError(
+        raise WrongTerms(
             f"the grader returned the terms {sorted(found.terms)} but term_weights names {sorted(term_names)}; "
             "make them the same."
         )
-    if not all(value is None or math.isfinite(value) for value in found.terms.values()):
-        return failed_score(term_names, f"ValueError: a term is not finite: {dict(found.terms)}")
     terms = {name: None if value is None else float(value) for name, value in found.terms.items()}
-    return replace(found, terms=terms, success=bool(found.success))
+    if not all(value is None or abs(value) <= LARGEST for value in terms.values()):
+        return failed_score(term_names, f"ValueError: a term is not finite in float32: {terms}")
+    return replace(found, terms=terms, success=bool(found.success), info=json.loads(json.dumps(dict(found.info))))
 
 
 def failed_score(term_names: Collection[str], error: str) -> Score:
@@ -114,7 +125,26 @@ def failed_score(term_names: Collection[str], error: str) -> Score:
     >>> failed_score(["right"], "TimeoutError: 5 s")
     Score(terms={'right': 0.0}, success=False, error='TimeoutError: 5 s', info={}, reply=None)
     """
-    return Score(dict.fromkeys(term_names, 0.0), False, error)
+    return Score(dict.fromkeys(term_names, 0.0), False, _one_line(error))
+
+
+def graders_error(error: BaseException) -> str:
+    """What a grader raised, as text.
+
+    Raises:
+        KeyboardInterrupt: it was the user's, who can reach nothing but the main thread.
+    """
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise error
+    return f"{type(error).__name__}: {error}"
+
+
+def _one_line(text: str) -> str:
+    """An error that may quote a model, fit for a terminal: one line of bounded length without control characters."""
+    head = text[:_MAX_ERROR_CHARS]
+    if head.isprintable():
+        return head
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii") for sign in head)
 
 
 class FailureLog:

@@ -61,7 +61,8 @@ def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _terms(row: TensorDictBase) -> dict[str, float]:
-    return {name: float(value) for name, value in row.get(keys.REWARD_TERMS).items()}
+    terms = row.get(keys.REWARD_TERMS, None)  # missing where no term applies
+    return {} if terms is None else {name: float(value) for name, value in terms.items()}
 
 
 def _info(row: TensorDictBase) -> dict[str, Any]:

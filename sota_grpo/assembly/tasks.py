@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sota_grpo.config import Config, reward_names
+from sota_grpo.errors import UserError
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.base import Task
 from sota_grpo.validators.tasks import PROCEDURAL, READERS
@@ -16,10 +17,12 @@ def task_of(config: Config) -> Task:
     Raises:
         UserError: its data or its reward functions cannot be used.
     """
-    if config.env.dataset in PROCEDURAL:
-        task = _procedural(config)
-    else:
-        task = _from_data(config)
+    try:
+        task = _procedural(config) if config.env.dataset in PROCEDURAL else _from_data(config)
+    except ValueError as error:  # weights that contradict each other; the sentence says which
+        if isinstance(error, UserError):
+            raise
+        raise UserError(str(error)) from error
     part = config.reward
     if part.path is not None:
         from sota_grpo.rewards.functions import WithRewardFunctions

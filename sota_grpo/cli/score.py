@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from sota_grpo.cli.score_io import STANDARD, RowWriter, row_reader, row_writer
 from sota_grpo.errors import UserError
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards import ANSWER_FORMATS
@@ -31,7 +31,6 @@ from sota_grpo.tasks import TASKS, make_scorer
 from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.dataset import DatasetError, text_of
 
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _BATCH = 64  # rows that a grader is given at once
 _AHEAD = 4  # batches per grader that are read before the first is written
 
@@ -57,17 +56,17 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("--task", required=True, choices=TASKS, help="whose grader")
     add("--input", metavar="FILE", help="rows to grade, .jsonl; - is stdin")
-    add("--output", metavar="FILE", default="-", help="where the graded rows go; default: stdout")
+    add("--output", metavar="FILE", default=STANDARD, help="where the graded rows go; default: stdout")
     add("--text", metavar="RESPONSE", help="one response instead of --input")
     add("--answer", metavar="ANSWER", help="the right answer to --text")
-    add("--row", metavar="JSON", default="{}", help="further columns of --text, as a JSON object")
+    add("--row", metavar="JSON", help="further columns of --text, as a JSON object")
     add("--answer-format", choices=ANSWER_FORMATS, help="where the answer stands; default: the task's own")
     add("--reward-path", metavar="FILE", help="Python file with reward functions, instead of the task's own reward")
     add("--reward-name", metavar="NAME", action="append", help="function in --reward-path; may be given several times")
     add(
         "--workers", metavar="N", type=_count, default=os.cpu_count() or 1, help="grader processes; default: one a core"
     )
-    add("--timeout-s", metavar="S", type=float, default=60.0, help="longest time for one response; default: 60")
+    add("--timeout-s", metavar="S", type=_seconds, default=60.0, help="longest time for one response; default: 60")
     parser.set_defaults(run=run)
 
 
@@ -77,36 +76,48 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: the options contradict each other, or a file cannot be read or written.
     """
-    if (options.text is None) == (options.input is None):
-        raise UserError("give either --input FILE or --text RESPONSE.")
-    task = make_scorer(
-        options.task,
-        answer_format=options.answer_format,
-        reward_path=options.reward_path,
-        reward_names=options.reward_name,
-    )
+    _require_sense(options)
+    with redirect_stdout(sys.stderr):  # a file of reward functions runs here, and may print
+        task = make_scorer(
+            options.task,
+            answer_format=options.answer_format,
+            reward_path=options.reward_path,
+            reward_names=options.reward_name,
+        )
     if options.task == "ifeval" and find_punkt() is None:
         print("sota-grpo: NLTK's punkt data is not here (NLTK_DATA): sentences are split by rules.", file=sys.stderr)
     if options.text is not None:
-        return _run_one(task, options)
-    with _reader(options.input) as file, _writer(options.output, options.input) as out:
+        _score_text(task, options)
+        return 0
+    with row_reader(options.input) as file, row_writer(options.output, options.input) as out:
         counts = _score_lines(task, file, out, options)
     print(counts.sentence(), file=sys.stderr)
     return 0
 
 
-def _run_one(task: Task, options: argparse.Namespace) -> int:
-    row = json.loads(options.row) if _is_object(options.row) else None
+def _require_sense(options: argparse.Namespace) -> None:
+    """Refuse options that would do nothing."""
+    if (options.text is None) == (options.input is None):
+        raise UserError("give either --input FILE or --text RESPONSE.")
+    if options.text is None and options.answer is not None:
+        raise UserError("--answer goes with --text; rows of --input have a column 'answer'.")
+    if options.text is None and options.row is not None:
+        raise UserError("--row goes with --text; rows of --input have their columns already.")
+    if options.reward_name and options.reward_path is None:
+        raise UserError("--reward-name names functions of a file; name the file with --reward-path FILE.")
+
+
+def _score_text(task: Task, options: argparse.Namespace) -> None:
+    row = _object("{}" if options.row is None else options.row)
     if row is None:
         raise UserError(f"--row {options.row!r} is not a JSON object.")
     row |= {"response": options.text} | ({} if options.answer is None else {"answer": options.answer})
     line = _line(task, 1, json.dumps(row))
     if line.asked is None:
         raise UserError(f"{line.error}; give --answer, or the columns that the task needs with --row.")
-    with _graders(task, options) as pool:
+    with row_writer(options.output) as out, _graders(task, options) as pool:
         graded = _graded(task, line.row, pool.scores([line.asked]).result()[0])
-    print(_json({name: value for name, value in graded.items() if name not in row}))
-    return 0
+        out.write({name: value for name, value in graded.items() if name not in row})
 
 
 @dataclass
@@ -124,7 +135,7 @@ class _Counts:
         return f"{found}; {self.failed} graders failed; {self.broken} lines could not be read."
 
 
-def _score_lines(task: Task, file: TextIO, out: TextIO, options: argparse.Namespace) -> _Counts:
+def _score_lines(task: Task, file: Iterable[str], out: RowWriter, options: argparse.Namespace) -> _Counts:
     counts = _Counts()
     with _graders(task, options) as pool:
         for line, score in _scored(pool, _lines(task, file), _AHEAD * options.workers):
@@ -138,7 +149,7 @@ def _score_lines(task: Task, file: TextIO, out: TextIO, options: argparse.Namesp
                 counts.right += score.success
                 counts.failed += score.error is not None
                 counts.reward += graded["reward"]
-            out.write(_json(graded) + "\n")
+            out.write(graded)
     return counts
 
 
@@ -197,51 +208,22 @@ def _graders(task: Task, options: argparse.Namespace) -> Iterator[Any]:
         yield pool
 
 
-@contextmanager
-def _reader(name: str) -> Iterator[TextIO]:
-    if name == "-":
-        yield sys.stdin
-        return
-    try:  # what is not UTF-8 stands escaped in the output
-        file = open(name, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"--input {name} cannot be read ({error.strerror}).") from error
-    with file:
-        yield file
-
-
-@contextmanager
-def _writer(name: str, read: str) -> Iterator[TextIO]:
-    """The output, under its name only once it is complete; an interrupted one keeps what it has beside it."""
-    if name == "-":
-        yield sys.stdout
-        return
-    if Path(name).resolve() == Path(read).resolve():
-        raise UserError(f"--output {name} is the input; give another file.")
-    partial = Path(f"{name}.partial")
+def _object(text: str) -> dict[str, Any] | None:
     try:
-        file = partial.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--output {name} cannot be written ({error.strerror}).") from error
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _seconds(text: str) -> float:
     try:
-        with file:
-            yield file
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"what was scored stands in {partial}") from None
-    partial.replace(name)
-
-
-def _json(row: dict[str, Any]) -> str:
-    text = json.dumps(row, ensure_ascii=False, default=str)
-    # half of a surrogate pair, which untrusted text may hold, exists only in escaped form
-    return text if text.isascii() or not _SURROGATE.search(text) else json.dumps(row, default=str)
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
+        seconds = float(text)
     except ValueError:
-        return False
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time greater than 0")
+    return seconds
 
 
 def _count(text: str) -> int:

@@ -7,9 +7,9 @@ all the rest.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -171,7 +171,7 @@ def is_number(value: object) -> bool:
     >>> is_number(True), is_number(0.5), is_number("0.5"), is_number(float("nan"))
     (True, True, False, False)
     """
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def is_clock(name: str) -> bool:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sota_grpo.rewards.function_file import VERL, RewardFunction, line_in
+from sota_grpo.scoring import LARGEST, graders_error
 
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
-_MAX_INT_BITS = 1024  # Python refuses to write integers of thousands of digits
+_MAX_INT_BITS = 1023  # Python refuses to write integers of thousands of digits
 _THREAD = threading.local()
 
 
@@ -113,8 +114,8 @@ def _results(function: RewardFunction, calls: Sequence[Mapping[str, Any]]) -> li
 def _attempt(function: RewardFunction, keywords: Mapping[str, Any]) -> Any:
     try:
         return function.call(**function.accepted(keywords))
-    except (Exception, SystemExit) as error:  # model text may make a user's function do anything
-        return error if isinstance(error, Exception) else RuntimeError(f"SystemExit: {error}")
+    except BaseException as error:  # model text may make a user's function do anything
+        return error if isinstance(error, Exception) else RuntimeError(graders_error(error))
 
 
 def _await_all(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
@@ -146,8 +147,9 @@ def _read_list(function: RewardFunction, path: str, result: Any, info: Sequence[
         return [Found(error=error)] * len(info)
     try:
         values = list(result)
-    except Exception as stopped:  # a generator runs only now
-        return [Found(error=_reason(path, stopped))] * len(info)
+    except BaseException as stopped:  # a generator runs only now
+        error = _reason(path, stopped) if isinstance(stopped, Exception) else graders_error(stopped)
+        return [Found(error=error)] * len(info)
     if len(values) != len(info):
         error = f"ValueError: {function.name} returned {len(values)} rewards for {len(info)} completions"
         return [Found(error=error)] * len(info)
@@ -165,8 +167,8 @@ def _read_number(function: RewardFunction, value: Any, info: Mapping[str, Any]) 
         number = None
     if number is None:
         return Found(error=f"TypeError: {function.name} returned {type(value).__name__}, not a number")
-    if not math.isfinite(number):
-        return Found(error=f"ValueError: {function.name} returned {number}, which is not finite")
+    if not abs(number) <= LARGEST:
+        return Found(error=f"ValueError: {function.name} returned {number}, which is not finite in float32")
     return Found(number, info)
 
 

@@ -42,7 +42,7 @@ class WithRewardFunctions:
     Everything else is the task's. A response is a success where a function says so (an entry ``success``, ``acc`` or
     ``correct`` of its dict, true or at least 1), else where ``builtin`` does, else where the reward is greater than
     ``success_above``. What a function raises or returns that is no reward is counted as an error of that response
-    alone, with the line of the file; so is a response to which no function applies.
+    alone, with the line of the file. A response to which no function applies has a reward of 0 and no terms.
 
     Args:
         task: any task; functions of TRL's form get its columns, or ``question``, ``answer`` and what else its examples
@@ -103,6 +103,7 @@ class FunctionScorer:
     def __init__(self, task: Task, path: str, term_weights: Mapping[str, float], success_above: float) -> None:
         self._task, self._term_weights, self._success_above = task, dict(term_weights), success_above
         self._path = str(Path(path).expanduser().resolve())  # a grader's process may have another working directory
+        self._replies = getattr(task, "replies", False)  # then it answers turns, whoever rewards them
         self._loaded: dict[str, RewardFunction] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,6 +111,10 @@ class FunctionScorer:
 
     def __call__(self, response: str, example: Example) -> Score:
         return self.together([(response, example)])[0]
+
+    def prepare(self) -> None:
+        """Run the file now, so that what it imports does not count against the first response's deadline."""
+        self._functions()
 
     def sees_groups(self) -> bool:
         """Whether a function is given a group at once; else each response has a deadline of its own."""
@@ -126,7 +131,8 @@ class FunctionScorer:
         """
         # Copies: siblings share an example, and a function may change what it is given.
         group = [asked(self._task, response, copy.deepcopy(example)) for response, example in pairs]
-        builtin = [self._builtin(*pair) for pair in pairs] if BUILTIN in self._term_weights else []
+        needed = BUILTIN in self._term_weights or self._replies
+        builtin = [self._builtin(*pair) for pair in pairs] if needed else []
         found = {name: call_function(function, self._path, group) for name, function in self._functions().items()}
         return [
             self._total({name: column[row] for name, column in found.items()}, builtin[row] if builtin else None)
@@ -167,21 +173,18 @@ class FunctionScorer:
         """One response's score of what its functions gave."""
         terms = {name: one.value for name, one in found.items()}
         errors = [one.error for one in found.values() if one.error is not None]
-        if builtin is not None:
+        said = [bool(one.info[name] >= 1) for one in found.values() for name in _SUCCESS if _is_number(one.info, name)]
+        info, reply = _joined_info(found), None if builtin is None else builtin.reply
+        if builtin is not None and BUILTIN in self._term_weights:
             terms[BUILTIN] = _reward(builtin.terms, self._task.term_weights)
             errors += [builtin.error] if builtin.error is not None else []
-        if not errors and all(value is None for value in terms.values()):
-            errors = [f"ValueError: no reward function applies: {', '.join(terms)} returned None"]
+            said.append(builtin.success)
+            info |= dict(builtin.info)
         if errors:
             return failed_score(self._term_weights, errors[0])
-        said = [bool(one.info[name] >= 1) for one in found.values() for name in _SUCCESS if _is_number(one.info, name)]
-        said += [builtin.success] if builtin is not None else []
-        return Score(
-            terms={name: terms[name] for name in self._term_weights},
-            success=said[0] if said else (_reward(terms, self._term_weights) or 0.0) > self._success_above,
-            info=_joined_info(found) | (dict(builtin.info) if builtin is not None else {}),
-            reply=builtin.reply if builtin is not None else None,
-        )
+        reward = _reward(terms, self._term_weights)
+        success = said[0] if said else reward is not None and reward > self._success_above
+        return Score({name: terms[name] for name in self._term_weights}, success, info=info, reply=reply)
 
 
 class GroupScorer(FunctionScorer):
@@ -209,6 +212,9 @@ def asked(task: Task, response: str, example: Example) -> Asked:
 def _require_names(names: Sequence[str], weights: Sequence[float] | None) -> None:
     if not names or len(set(names)) < len(names):
         raise RewardFunctionError(f"reward.name names {list(names)}; give one function or several different ones.")
+    odd = [name for name in names if not name.isascii()]
+    if odd:
+        raise RewardFunctionError(f"{odd[0]} names a metric, which is ASCII; give the function another name.")
     taken = [name for name in names if name in _TAKEN]
     if taken:
         raise RewardFunctionError(f"{taken[0]} is a reward term already; give the function another name.")

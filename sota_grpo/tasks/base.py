@@ -36,6 +36,16 @@ class Task(Protocol):
     def read_row(self, row: Mapping[str, Any], place: str) -> Example: ...
 
 
+def chat(system_prompt: str | None, query: str) -> list[dict[str, str]]:
+    """A system turn, unless it is empty, and the question as a user turn.
+
+    >>> chat("", "2 + 2?")
+    [{'role': 'user', 'content': '2 + 2?'}]
+    """
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": query}]
+
+
 def scorer_of(task: Task) -> Scorer:
     """``task.score`` of the task without its examples, which a grader's process has no use for.
 

@@ -16,6 +16,7 @@ from sota_grpo.records import Example, Score
 from sota_grpo.rewards.expressions import ExpressionError, parse_expression
 from sota_grpo.rewards.extract import extract_answer, without_thinking
 from sota_grpo.rewards.numbers import numbers_equal
+from sota_grpo.tasks.base import chat
 from sota_grpo.tasks.dataset import text_of
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
 
@@ -63,6 +64,7 @@ class CalculatorTask:
     """
 
     name = "calculator"
+    replies = True  # a score answers the response
     term_weights: Mapping[str, float] = {"correct": 1.0}
 
     def __init__(
@@ -74,8 +76,7 @@ class CalculatorTask:
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """A system turn that explains the calculator, unless the system prompt is empty, and the question."""
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [*system, {"role": "user", "content": example.query}]
+        return chat(self.system_prompt, example.query)
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the answer, or answer the call; see the class."""
@@ -137,5 +138,5 @@ def _draw(rng: random.Random, heldout: bool) -> Example:
     while True:
         question = _LETTER.sub(lambda _: str(rng.randint(11, 999)), form)
         value: Fraction = parse_expression(question).value
-        if value > 0 and is_heldout(question) == heldout:
+        if value > 0 and is_heldout((form, value)) == heldout:  # a * b is on the side of b * a
             return Example(query=f"What is {question}?", answer=f"#### {value}")

@@ -15,6 +15,7 @@ from typing import Any
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards.expressions import ExpressionError, parse_expression
 from sota_grpo.rewards.extract import extract_answer
+from sota_grpo.tasks.base import chat
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
 
@@ -63,6 +64,7 @@ class CountdownTask:
     """
 
     name = "countdown"
+    replies = True  # a score answers the response
 
     def __init__(
         self,
@@ -86,8 +88,7 @@ class CountdownTask:
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """A system turn with the rules, unless the system prompt is empty, and the numbers with their target."""
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [*system, {"role": "user", "content": example.query}]
+        return chat(self.system_prompt, example.query)
 
     def score(self, response: str, example: Example) -> Score:
         """Evaluate the answer; see the class for the terms and the reply."""

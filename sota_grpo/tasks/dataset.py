@@ -95,7 +95,7 @@ def _read_file(path: Path) -> list[dict[str, Any]]:
     if path.suffix not in _READERS:
         raise DatasetError(f"{path} ends in {path.suffix!r}; give one of {', '.join(_READERS)}.")
     if not path.is_file():
-        raise DatasetError(f"there is no file {path}; correct env.dataset_path (now in {Path.cwd()}).")
+        raise DatasetError(f"there is no file {path}; correct env.dataset_path or env.eval_path (now in {Path.cwd()}).")
     try:
         return _READERS[path.suffix](path)
     except UnicodeDecodeError as error:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards import ANSWER_FORMATS, extract_answer, numbers_equal, parse_number
+from sota_grpo.tasks.base import chat
 from sota_grpo.tasks.dataset import DatasetError, Row, number_or_text, require_columns
 from sota_grpo.tasks.splits import load_sides
 
@@ -125,8 +126,7 @@ class GSM8KTask:
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """A system turn, unless the system prompt is empty, and the raw question."""
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [*system, {"role": "user", "content": example.query}]
+        return chat(self.system_prompt, example.query)
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the number in the response with the gold one; see the class for the terms."""

@@ -16,6 +16,7 @@ from sota_grpo.rewards.ifeval import (
     read_instructions,
     read_prompt,
 )
+from sota_grpo.tasks.base import chat
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, Row, load_rows
 from sota_grpo.tasks.splits import normalised, split_examples, unique_examples
 
@@ -128,8 +129,7 @@ class IFEvalTask:
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """A system turn, if there is a system prompt, and the raw prompt."""
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [*system, {"role": "user", "content": example.query}]
+        return chat(self.system_prompt, example.query)
 
     def score(self, response: str, example: Example) -> Score:
         """Check each instruction; see the class for the terms and the info."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer
 from sota_grpo.rewards.maths import math_equal
+from sota_grpo.tasks.base import chat
 from sota_grpo.tasks.dataset import DatasetError, Row, text_of
 from sota_grpo.tasks.splits import load_sides
 
@@ -145,8 +146,7 @@ class MathTask:
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """A system turn, unless the system prompt is empty, and the raw question."""
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [*system, {"role": "user", "content": example.query}]
+        return chat(self.system_prompt, example.query)
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the answer in the response with the gold one; see the class for the terms."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer
 from sota_grpo.rewards.thinking import TAG, answer_term, count_words, format_term, read_parts, thinking_term
+from sota_grpo.tasks.base import chat
 from sota_grpo.tasks.dataset import DatasetError, Row
 from sota_grpo.tasks.gsm8k import HUB_CONFIG, HUB_NAME
 from sota_grpo.tasks.splits import load_sides
@@ -135,8 +136,7 @@ class ReasoningTask:
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """A system turn, unless the system prompt is empty, and the raw question."""
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [*system, {"role": "user", "content": example.query}]
+        return chat(self.system_prompt, example.query)
 
     def score(self, response: str, example: Example) -> Score:
         """The three terms; beside them the words of thinking and the beginning of the answer that was found."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 
 from sota_grpo.records import Example
 from sota_grpo.tasks.dataset import DatasetError, Row, load_rows
+
+logger = logging.getLogger(__name__)
 
 
 def normalised(question: str) -> str:
@@ -82,7 +85,11 @@ def load_sides(
         heldout = read_examples(load_rows(source, split="test", config=config), f"{source} (test)")
     else:
         train, heldout = split_examples(train, num_heldout, seed, path)
-    return disjoint(train, heldout, place)
+    kept, heldout = disjoint(train, heldout, place)
+    if len(kept) < len(train):
+        left_out = len(train) - len(kept)
+        logger.info("%d of %d problems are repeated or held out: they are not trained on.", left_out, len(train))
+    return kept, heldout
 
 
 def split_examples(

@@ -66,6 +66,12 @@ class AskAgain:
     def __call__(self, response: str, example: Example) -> Score:
         return self._answered(self._score(response, example))
 
+    def prepare(self) -> None:
+        """What the scorer does before its first response."""
+        prepare = getattr(self._score, "prepare", None)
+        if prepare is not None:
+            prepare()
+
     def _answered(self, score: Score) -> Score:
         ends = score.success or score.error is not None or score.reply is not None
         return score if ends else replace(score, reply=self._reply)

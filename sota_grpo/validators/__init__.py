@@ -33,6 +33,8 @@ RULES: tuple[Rule, ...] = (
     rules.reinforce_steps_once_per_collection,
     rules.the_loss_scaler_has_float32_gradients,
     tasks.options_that_the_task_does_not_read_keep_their_default,
+    tasks.reward_functions_replace_the_tasks_own_terms,
+    tasks.a_size_chooses_a_model_that_has_no_name,
     tasks.a_table_has_a_place,
     tasks.several_turns_have_something_to_say,
     tasks.every_reward_function_has_a_weight,

@@ -41,7 +41,7 @@ class Host:
 
     >>> host = Host("counter-0", lambda: ServantSpec("collections:Counter", {"a": 2}))
     >>> total = host.call("total")  # waits: nothing is constructed yet
-    >>> host.serve_on_thread()
+    >>> thread = host.serve_on_thread()
     >>> total.result(), host.call("get", "a").result()
     (2, 2)
     >>> host.close()
@@ -80,9 +80,11 @@ class Host:
         if callable(getattr(servant, "close", None)):
             servant.close()
 
-    def serve_on_thread(self) -> None:
-        """Run :meth:`serve` on a daemon thread of its own."""
-        threading.Thread(target=self.serve, name=f"host of {self.name}", daemon=True).start()
+    def serve_on_thread(self) -> threading.Thread:
+        """Run :meth:`serve` on a daemon thread of its own, which is returned."""
+        thread = threading.Thread(target=self.serve, name=f"host of {self.name}", daemon=True)
+        thread.start()
+        return thread
 
     def close(self) -> None:
         """End :meth:`serve` after the calls that are queued."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from io import TextIOWrapper
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _PARENT_POLL_S = 0.5
 _EXIT_S = 1.0  # from the end of the socket to the end of the process
 _REAP_S = 10.0  # longest wait of kill() for the kernel
 _OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # what others end a process with
+_STDERR = 2  # descriptor
 _EXPENDABLE = "1000"  # oom_score_adj: the kernel ends such a process first when memory runs out
 
 
@@ -154,7 +156,8 @@ class ProcessLauncher:
 
     Processes are started by one thread that lives as long as the launcher: Linux then kills them the moment that this
     process dies, even by SIGKILL and even while they hold the interpreter lock; elsewhere they notice within a second.
-    A process ignores Ctrl-C: whoever started it decides when it ends.
+    A process ignores Ctrl-C: whoever started it decides when it ends. What it prints goes to stderr, line by line:
+    stdout is for what the command that started it has to say.
 
     >>> launcher = ProcessLauncher()
     >>> worker = launcher.start("counter-0", ServantSpec("collections:Counter", {"a": 2}), threads=1)
@@ -202,7 +205,12 @@ class ProcessLauncher:
 def _spawn(name: str, fd: int, environment: Mapping[str, str], pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", _BOOT, name, json.dumps(sys.path), str(fd), str(os.getpid())]
     return subprocess.Popen(
-        command, pass_fds=(fd, *pass_fds), stdin=subprocess.DEVNULL, start_new_session=True, env=dict(environment)
+        command,
+        pass_fds=(fd, *pass_fds),
+        stdin=subprocess.DEVNULL,
+        stdout=_STDERR,
+        start_new_session=True,
+        env=dict(environment),
     )
 
 
@@ -221,6 +229,8 @@ def _ending(code: int) -> str:
 def serve_child(fd: int, parent_pid: int) -> None:
     """The life of a worker's process: the servant on the main thread, where it may use signals; calls on another."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if isinstance(sys.stdout, TextIOWrapper):  # what is printed is not lost when the process is killed
+        sys.stdout.reconfigure(line_buffering=True)
     _end_with_parent(parent_pid)
     with suppress(OSError):  # not Linux
         Path("/proc/self/oom_score_adj").write_text(_EXPENDABLE)

@@ -29,7 +29,7 @@ class RewardServant:
     """Grades lists of responses on a thread of its own, guarded as :func:`sota_grpo.scoring.guarded_scores` says.
 
     Args:
-        score: the task's grader.
+        score: the task's grader; its ``prepare()``, if it has one, is called here, when nobody waits for a response.
         term_names: the terms that it returns.
         ledger: descriptor of a :class:`~.ledger.Ledger` in which it notes how many of a call's responses are graded.
 
@@ -41,6 +41,9 @@ class RewardServant:
 
     def __init__(self, score: Scorer, term_names: Sequence[str], ledger: int | None = None) -> None:
         self._score, self._term_names = score, tuple(term_names)
+        prepare = getattr(score, "prepare", None)
+        if prepare is not None:
+            prepare()
         self._ledger = None if ledger is None else Ledger(ledger)
         self._thread = ServantThread("grader")
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from concurrent.futures import Future
 from typing import Any
 
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.host import Host, OpenCalls, outcome
+
+CLOSING_S = 10.0
 
 
 class ThreadWorker:
@@ -23,7 +27,7 @@ class ThreadWorker:
         self.name = name
         self._calls = OpenCalls(name)
         self._host = Host(name, lambda: spec)
-        self._host.serve_on_thread()
+        self.thread = self._host.serve_on_thread()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         number, future = self._calls.open()
@@ -41,6 +45,9 @@ class ThreadWorker:
 class ThreadLauncher:
     """Starts :class:`ThreadWorker` (:class:`~.base.Launcher`).
 
+    :meth:`close` waits a while for the threads: one that is in C++ when the interpreter ends takes the process down
+    with SIGABRT, after all its work is done.
+
     >>> launcher = ThreadLauncher()
     >>> worker = launcher.start("counter-0", ServantSpec("collections:Counter", {"a": 2}))
     >>> worker.call("total").result()
@@ -50,11 +57,13 @@ class ThreadLauncher:
 
     def __init__(self) -> None:
         self._workers: weakref.WeakSet[ThreadWorker] = weakref.WeakSet()
+        self._threads: list[threading.Thread] = []  # of workers that are gone, too: a thread cannot be killed
 
     def start(self, name: str, spec: ServantSpec, **placement: Any) -> ThreadWorker:
         """Start a worker; a thread has no environment and no device of its own, so ``placement`` changes nothing."""
         worker = ThreadWorker(name, spec)
         self._workers.add(worker)
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), worker.thread]
         return worker
 
     def share(self, value: Any) -> Any:
@@ -62,5 +71,10 @@ class ThreadLauncher:
         return value
 
     def close(self) -> None:
+        """End the workers, waiting for their threads up to ``CLOSING_S`` in all; idempotent."""
         for worker in list(self._workers):
             worker.kill()
+        until = time.monotonic() + CLOSING_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))

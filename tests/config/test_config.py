@@ -279,6 +279,14 @@ BROKEN = [
         ["env.dataset=gsm8k", "reward.wrong=-2"],
         "reward.wrong=-2.0 has no effect on env.dataset=gsm8k; leave it at -1.0 or choose another env.dataset (math)",
     ),
+    (
+        "reward_functions_replace_the_tasks_own_terms",
+        ["env.dataset=math", "reward.path=r.py", "reward.wrong=-2"],
+        "reward.wrong=-2.0 has no effect beside reward.path=r.py",
+    ),
+    ("a_size_chooses_a_model_that_has_no_name", ["model.size=3B"], "no effect beside model.name=tiny"),
+    ("several_turns_have_something_to_say", ["env.dataset=calculator"], "leaves no turn to answer it"),
+    ("every_reward_function_has_a_weight", ["reward.path=r.py", "reward.name=builtin"], "leave both out"),
     ("a_table_has_a_place", ["env.dataset=table"], "env.dataset_path=FILE"),
     ("several_turns_have_something_to_say", ["env.reasoning=true"], "env.max_steps=1 leaves no turn"),
     ("several_turns_have_something_to_say", ["env.max_steps=3"], "env.reasoning=true"),
@@ -320,6 +328,8 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
         ["env.dataset=math", "reward.wrong=-2", "env.answer_format=tags"],
         ["env.dataset=table", "env.dataset_path=x.parquet", "reward.path=r.py", "reward.name=fn"],
         ["reward.path=r.py", "reward.name=[a,b]", "reward.weights=[1.0,-0.5]"],
+        ["env.dataset=math", "reward.path=r.py", "reward.name=[a,builtin]", "reward.wrong=-2"],
+        ["model.name=null", "model.size=3B"],
     ],
 )
 def test_rules_let_pass_what_works(overrides: list[str]) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from sota_grpo.cli import main
+from sota_grpo.cli import score as score_command
 
 
-def score(tmp_path: Path, rows: list[object], *options: str, task: str = "gsm8k") -> list[dict]:
+def score(tmp_path: Path, rows: Sequence[object], *options: str, task: str = "gsm8k") -> list[dict]:
     source, target = tmp_path / "rows.jsonl", tmp_path / "scored.jsonl"
     source.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
     command = ["score", "--task", task, "--input", str(source), "--output", str(target), "--workers", "1", *options]
@@ -96,6 +99,14 @@ def test_text_that_no_encoding_holds_comes_back(tmp_path: Path) -> None:
         (["--task", "gsm8k", "--input", "nowhere.jsonl"], "--input nowhere.jsonl cannot be read (No such file"),
         (["--task", "gsm8k", "--text", "4"], "give --answer"),
         (["--task", "gsm8k", "--text", "4", "--row", "[]"], "is not a JSON object"),
+        (["--task", "gsm8k", "--text", "4", "--row", "[" * 10**5], "is not a JSON object"),
+        (["--task", "gsm8k", "--input", "-", "--row", "{}"], "--row goes with --text"),
+        (["--task", "gsm8k", "--input", "-", "--answer", "4"], "--answer goes with --text"),
+        (["--task", "gsm8k", "--text", "4", "--answer", "4", "--reward-name", "f"], "with --reward-path FILE"),
+        *(
+            (["--task", "gsm8k", "--text", "4", "--timeout-s", s], "greater than 0")
+            for s in ("0", "-1", "nan", "inf", "x")
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(command: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,8 +125,141 @@ def test_the_input_is_never_overwritten(tmp_path: Path) -> None:
     assert source.read_text() == '{"response": "#### 4", "answer": "4"}\n'
 
 
+PIPE = [sys.executable, "-m", "sota_grpo.cli", "score", "--task", "gsm8k", "--input", "-", "--workers", "1"]
+ROW = '{"response": "#### 4", "answer": "4"}\n'
+
+
 def test_the_command_reads_stdin_and_writes_stdout() -> None:
-    command = [sys.executable, "-m", "sota_grpo.cli", "score", "--task", "gsm8k", "--input", "-", "--workers", "1"]
-    row = '{"response": "#### 4", "answer": "4"}\n'
-    done = subprocess.run(command, input=row * 3, capture_output=True, text=True, check=True)
+    done = subprocess.run(PIPE, input=ROW * 3, capture_output=True, text=True, check=True)
     assert [json.loads(line)["reward"] for line in done.stdout.splitlines()] == [1.0] * 3
+
+
+def test_what_a_reward_function_prints_is_no_line_of_the_output(tmp_path: Path) -> None:
+    functions = tmp_path / "functions.py"
+    functions.write_text(
+        "import os\n"
+        "print('the file runs')\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    print('graded by print')\n"
+        "    os.write(1, b'graded by the descriptor\\n')\n"
+        "    return 0.5\n"
+    )
+    done = subprocess.run(
+        [*PIPE, "--reward-path", str(functions)], input=ROW * 3, capture_output=True, text=True, check=True
+    )
+    assert [json.loads(line)["reward"] for line in done.stdout.splitlines()] == [0.5] * 3
+    assert "the file runs" in done.stderr
+    assert done.stderr.count("graded by print") == done.stderr.count("graded by the descriptor") == 3
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+def test_no_byte_and_no_mark_of_the_input_stops_it(encoding: str, tmp_path: Path) -> None:
+    given = b"\xef\xbb\xbf" + b'{"response": "\xff\xc3\xa9 #### 4", "answer": "4"}\n'
+    (tmp_path / "rows.jsonl").write_bytes(given)
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    for source in ("-", str(tmp_path / "rows.jsonl")):
+        done = subprocess.run([*PIPE, "--input", source], input=given, capture_output=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        (row,) = map(json.loads, done.stdout.decode().splitlines())
+        assert (row["response"], row["reward"]) == ("\udcffé #### 4", 1.0)
+
+
+def test_an_output_that_cannot_be_is_refused_before_anything_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(score_command, "_graders", lambda *_: pytest.fail("it was scored"))
+    source = tmp_path / "rows.jsonl.partial"
+    source.write_text(ROW)
+    (tmp_path / "folder").mkdir()
+    outputs = {
+        "folder": "is no file",
+        "folder/": "is no file",
+        "nowhere/rows.jsonl": "No such file or directory",
+        source.name: "would overwrite the input",
+        source.stem: "would overwrite the input",  # what is written goes beside it first
+    }
+    for name, reason in outputs.items():
+        with pytest.raises(SystemExit) as ended:
+            main(["score", "--task", "gsm8k", "--input", str(source), "--output", f"{tmp_path}/{name}"])
+        assert ended.value.code == 2
+        assert reason in capsys.readouterr().err
+    assert source.read_text() == ROW
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "scored.jsonl.partial").symlink_to("/dev/full")
+    to_file = subprocess.run(
+        [*PIPE, "--output", str(tmp_path / "scored.jsonl")], input=ROW, stderr=subprocess.PIPE, text=True
+    )
+    with open("/dev/full", "w") as full:
+        to_stdout = subprocess.run(PIPE, input=ROW, stdout=full, stderr=subprocess.PIPE, text=True)
+    for done in (to_file, to_stdout):
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1
+        assert "cannot be written on (No space left on device)" in done.stderr
+    assert not (tmp_path / "scored.jsonl").exists()
+
+
+def test_an_output_taken_by_a_folder_meanwhile_leaves_the_rows_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "scored.jsonl"
+
+    def lines() -> Iterator[str]:
+        yield ROW
+        target.mkdir()
+
+    monkeypatch.setattr(sys, "stdin", lines())
+    with pytest.raises(SystemExit) as ended:
+        main(["score", "--task", "gsm8k", "--input", "-", "--output", str(target), "--workers", "1"])
+    assert ended.value.code == 1
+    assert f"{target}.partial holds all rows" in capsys.readouterr().err
+    assert len(Path(f"{target}.partial").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("num_read", [0, 640])
+@pytest.mark.parametrize("to_file", [False, True])
+def test_an_interrupt_says_how_many_rows_are_written(
+    to_file: bool, num_read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lines() -> Iterator[str]:
+        yield from [ROW] * num_read
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", lines())
+    target = tmp_path / "scored.jsonl"
+    where = ["--output", str(target)] if to_file else []
+    with pytest.raises(SystemExit) as ended:
+        main(["score", "--task", "gsm8k", "--input", "-", "--workers", "1", *where])
+    assert ended.value.code == 130
+    told = capsys.readouterr()
+    found = (Path(f"{target}.partial").read_text() if to_file else told.out).splitlines()
+    assert all(json.loads(line)["reward"] == 1.0 for line in found)
+    assert bool(found) == bool(num_read)
+    place = f"{target}.partial" if to_file else "stdout"
+    assert (f"rows written to {place}: {len(found)}." if num_read else "nothing was written") in told.err
+    assert not target.exists()
+
+
+def test_the_score_of_a_text_goes_to_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "scored.jsonl"
+    with pytest.raises(SystemExit) as ended:
+        main(["score", "--task", "gsm8k", "--text", "#### 4", "--row", '{"answer": "4"}', "--output", str(target)])
+    assert ended.value.code == 0
+    assert json.loads(target.read_text())["reward"] == 1.0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("punkt", [None, "here"])
+def test_sentences_that_are_split_by_rules_are_told(
+    punkt: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(score_command, "find_punkt", lambda: punkt)
+    row = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}], "prompt": "Speak."}'
+    with pytest.raises(SystemExit) as ended:
+        main(["score", "--task", "ifeval", "--text", "Well.", "--row", row, "--workers", "1"])
+    told = capsys.readouterr()
+    assert ended.value.code == 0, told.err
+    assert json.loads(told.out)["success"]
+    assert ("split by rules" in told.err) == (punkt is None)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hydra._internal.utils import get_args_parser
 
 from sota_grpo.errors import UserError
 from sota_grpo.hub_token import VARIABLE, protect_token, split_token, use_config_token
@@ -124,13 +128,37 @@ def test_a_run_that_fails_tells_no_token(broken: tuple[str, ...], launch) -> Non
 
 
 @pytest.mark.parametrize(
-    "show", [("--cfg", "job"), ("--cfg=all", "--resolve"), ("-c", "job"), ("--info",), ("--help",)]
+    "show",
+    [
+        *(("--cfg", "job"), ("--cfg=all", "--resolve"), ("-c", "job"), ("--info",), ("--help",)),
+        *(("-cjob",), ("--cf=job",), ("--inf", "config"), ("-iconfig",), ("--he",), ("-mh",)),
+    ],
 )
 def test_a_config_that_is_shown_shows_no_token(show: tuple[str, ...], launch) -> None:
     for override, in_file in (([], TOKEN), (["model.hub_token=${oc.env:MINE}"], "null"), ([], "${oc.env:MINE}")):
         done, _ = launch(*override, *show, in_file=in_file, env={"MINE": TOKEN})
         assert done.returncode == 0, done.stderr
         assert "hub_token: null" in done.stdout
+
+
+def test_the_token_of_a_file_is_taken_back_exactly_where_hydra_shows_a_config() -> None:
+    """In every form that Hydra's own parser accepts: options cut short, with a value attached, several in one."""
+    words = [option for action in get_args_parser()._actions for option in action.option_strings]
+    values = ["", "job", "hydra", "all", "config", "defaults", "plugins"]
+    forms = {word[:end] for word in words for end in range(2, len(word) + 1)} - {"--"}
+    forms |= {f"-{flags}{last}" for flags in ("r", "m", "h", "rm", "hh", "mh") for last in ("h", "c", "i", "r", "sc")}
+    counts = {True: 0, False: 0}
+    for form, value in product(sorted(forms), values):
+        for arguments in ([form, value] if value else [form], [f"{form}={value}"], [f"{form}{value}"]):
+            try:
+                with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+                    told = get_args_parser().parse_args(arguments)
+            except SystemExit:  # Hydra refuses it, or shows its version
+                continue
+            shows = bool(told.help or told.cfg is not None or told.info is not None)
+            assert ("model.hub_token=null" in protect_token(arguments)) == shows, arguments
+            counts[shows] += 1
+    assert min(counts.values()) > 100
 
 
 def test_a_token_of_the_environment_needs_nothing_and_an_interpolation_is_resolved_nowhere_but_there(launch) -> None:

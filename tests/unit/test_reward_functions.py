@@ -21,6 +21,7 @@ from sota_grpo.rewards.functions import WithRewardFunctions
 from sota_grpo.rewards.grading import grading_pool
 from sota_grpo.scoring import guarded_score, guarded_scores
 from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.tasks.calculator import CalculatorTask
 from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.transforms.score import write_scores
@@ -214,7 +215,6 @@ def test_what_is_no_reward_is_an_error_of_that_response(tmp_path: Path, body: st
         ("return {'a': 1, 'b': 2}", "TypeError: f returned dict, not a list"),
         ("import numpy; return numpy.ones(())", "TypeError: iteration over a 0-d array"),
         ("return (1 / len(c[1:]) for c in completions)", "ZeroDivisionError: division by zero ("),
-        ("return [None, None]", "ValueError: no reward function applies: f returned None"),
         ("return [float('inf'), '1']", "ValueError: f returned inf, which is not finite"),
     ],
 )
@@ -377,3 +377,26 @@ def test_a_file_beside_the_reward_file_shadows_no_package(tmp_path: Path, monkey
     monkeypatch.delitem(sys.modules, "tabnanny", raising=False)
     reward_file(tmp_path, "raise RuntimeError('not me')", "tabnanny.py")
     task_of(tmp_path, "import tabnanny\ndef compute_score(solution_str): return tabnanny.verbose")
+
+
+def test_a_function_that_applies_to_nothing_is_no_failure(tmp_path: Path) -> None:
+    text = "def f(completions, **columns):\n    return [None for _ in completions]\n"
+    found = scores(task_of(tmp_path, text, "f"), ["a", "b"], example_of())
+    assert [(one.terms, one.error, one.success) for one in found] == [({"f": None}, None, False)] * 2
+
+
+def test_what_a_file_imports_does_not_count_against_a_response(tmp_path: Path) -> None:
+    text = "import time\ntime.sleep(1.5)\ndef f(completions, **columns):\n    return [1.0 for _ in completions]\n"
+    with grading_pool(task_of(tmp_path, text, "f"), num_workers=1, timeout_s=1.0) as pool:
+        pool.wait_ready()
+        found = pool.scores([("a", example_of())]).result(60)
+        assert found[0].error is None
+        assert pool.fleet.restarts == 0
+
+
+def test_a_task_answers_turns_whoever_rewards_them(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def f(completions, **columns):\n    return [0.5 for _ in completions]\n")
+    task = WithRewardFunctions(CalculatorTask(num_train=1, num_heldout=1), str(tmp_path / "r.py"), ["f"])
+    score = task.score("<calc>2 * 3</calc>", task.train[0])
+    assert score.reply == {"role": "tool", "content": "6"}
+    assert score.terms == {"f": 0.5}

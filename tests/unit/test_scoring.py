@@ -1,0 +1,109 @@
+"""A grader may raise, return or say anything: it costs its response, and the run sees nothing but a failure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tensordict import TensorDict, lazy_stack
+
+from sota_grpo.records import Example, Score
+from sota_grpo.scoring import LARGEST, WrongTerms, failed_score, guarded_score, guarded_scores
+from sota_grpo.step_log import rollout_rows
+from sota_grpo.transforms.score import write_scores
+
+EXAMPLE = Example("2 + 2?", "4")
+
+
+class TimedOut(BaseException):
+    """As libraries that interrupt functions raise it."""
+
+
+def raising(error: BaseException) -> Callable[[str, Example], Score]:
+    def score(response: str, example: Example) -> Score:
+        raise error
+
+    return score
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), TimedOut("late"), GeneratorExit("g")], ids=repr)
+def test_whatever_a_grader_raises_costs_its_response(error: BaseException) -> None:
+    found = guarded_score(raising(error), ["right"], "4", EXAMPLE)
+    assert found.terms == {"right": 0.0}
+    assert found.error == f"{type(error).__name__}: {error}"
+
+
+def test_ctrl_c_is_the_users() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        guarded_score(raising(KeyboardInterrupt()), ["right"], "4", EXAMPLE)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        None,
+        Score({"right": "much"}, True),  # type: ignore[dict-item]
+        Score({"right": 10**400}, True),
+        Score({"right": 1e39}, True),  # infinite in float32
+        Score({"right": float("nan")}, True),
+        Score({"right": 1.0}, True, info={(1, 2): 3}),  # type: ignore[dict-item]
+        Score({"right": 1.0}, True, info={"digits": 10**5000}),
+        Score({"right": 1.0}, True, info={"object": object()}),
+    ],
+    ids=range(8),
+)
+def test_whatever_a_grader_returns_costs_its_response(returned: Any) -> None:
+    found = guarded_score(lambda response, example: returned, ["right"], "4", EXAMPLE)
+    assert found.error is not None
+    assert found.terms == {"right": 0.0}
+    assert not found.success
+
+
+def test_the_largest_float32_is_a_reward() -> None:
+    rows = lazy_stack([TensorDict({})])
+    write_scores(rows, [guarded_score(lambda *_: Score({"a": LARGEST}, True), ["a"], "", EXAMPLE)], {"a": 1.0})
+    assert rows["next", "reward"].isfinite().all()
+
+
+def test_terms_that_the_task_does_not_name_end_the_run() -> None:
+    grader = lambda response, example: Score({"left": 1.0}, True)  # noqa: E731
+    grader.score_group = lambda pairs: [grader("", EXAMPLE)] * len(pairs)  # type: ignore[attr-defined]
+    for scores in (guarded_score, guarded_scores):
+        with pytest.raises(WrongTerms, match="left"):
+            scores(grader, ["right"], *([[("4", EXAMPLE)]] if scores is guarded_scores else ["4", EXAMPLE]))  # type: ignore[operator]
+
+
+def test_an_error_is_one_line_that_drives_no_terminal() -> None:
+    error = failed_score(["a"], "ValueError: \x1b[2J\nstep 9/9  reward 1.00" + "x" * 10_000).error
+    assert error is not None
+    assert error.startswith("ValueError: \\x1b[2J\\nstep 9/9")
+    assert error.isprintable()
+    assert len(error) < 1000
+
+
+def test_a_row_to_which_no_term_applies_is_logged_without_terms() -> None:
+    class Tokenizer:
+        decode = staticmethod(str)
+
+    mask = [[False, True]]
+    row = TensorDict(
+        {
+            "group_id": 1,
+            "sample_id": 0,
+            "query": "?",
+            "answer": "4",
+            "text": {"response": "4"},
+            "tokens": {"prompt": [5], "response": [6], "full": [5, 6]},
+            "masks": {"all_assistant_mask": mask[0]},
+            "advantage": 0.0,
+            "next": {"truncated": False, "policy_version": 0},
+        }
+    )
+    rows = lazy_stack([row])
+    write_scores(rows, [Score({"a": None}, False, info={"x": 1})], {"a": 1.0})
+    (plain,) = rollout_rows(rows, Tokenizer())
+    assert plain["reward_terms"] == {}
+    assert plain["reward"] == 0.0
+    assert json.dumps(plain["reward_info"]) == '{"x": 1}'
