@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards import ANSWER_FORMATS, extract_answer, numbers_equal, parse_number
+from sota_grpo.tasks.asking import answering, asking
 from sota_grpo.tasks.base import chat
 from sota_grpo.tasks.dataset import DatasetError, Row, number_or_text, require_columns
 from sota_grpo.tasks.splits import load_sides
@@ -14,23 +15,8 @@ from sota_grpo.tasks.splits import load_sides
 HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
 COLUMNS = ("question", "answer")
 
-_WHERE = {  # what the system prompt asks for, and the last line of a gold response
-    "hash": ("on a last line of the form '#### <number>'", "#### {}"),
-    "boxed": ("in the form \\boxed{{<number>}}", "The answer is \\boxed{{{}}}."),
-    "tags": ("in the form <answer><number></answer>", "<answer>{}</answer>"),
-    "last_number": ("as the last number of the response", "The answer is {}."),
-    "any": ("on a last line of the form '#### <number>'", "#### {}"),
-}
+_ANY = "hash"  # what is asked for where any format will do
 _CALCULATION = re.compile(r"<<[^<>]*>>")  # the calculator annotations of the gold answers
-
-
-def default_system_prompt(answer_format: str) -> str:
-    """The system prompt that asks for worked steps and for the answer where ``answer_format`` looks for it.
-
-    >>> default_system_prompt("hash")
-    "Solve the problem step by step, then give the final answer on a last line of the form '#### <number>'."
-    """
-    return f"Solve the problem step by step, then give the final answer {_WHERE[answer_format][0].format()}."
 
 
 class GSM8KTask:
@@ -74,7 +60,8 @@ class GSM8KTask:
             raise ValueError(f"format_weight={format_weight} must not be negative.")
         self.train, self.heldout = train, heldout
         self.answer_format = answer_format
-        self.system_prompt = default_system_prompt(answer_format) if system_prompt is None else system_prompt
+        self._asked_format = _ANY if answer_format == "any" else answer_format
+        self.system_prompt = asking(self._asked_format, "number") if system_prompt is None else system_prompt
         self.term_weights: Mapping[str, float] = {"correct": 1.0, "format": format_weight}
 
     @classmethod
@@ -138,7 +125,7 @@ class GSM8KTask:
     def gold_response(self, example: Example) -> str:
         """The worked gold answer without its calculator annotations, its number where the format asks for it."""
         steps = _CALCULATION.sub("", example.answer).rpartition("####")[0].rstrip()
-        last_line = _WHERE[self.answer_format][1].format(_gold(example.answer))
+        last_line = answering(self._asked_format, _gold(example.answer))
         return f"{steps}\n{last_line}" if steps else last_line
 
     def read_row(self, row: Row, place: str) -> Example:

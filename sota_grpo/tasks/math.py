@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer
 from sota_grpo.rewards.maths import math_equal
+from sota_grpo.tasks.asking import answering, asking
 from sota_grpo.tasks.base import chat
 from sota_grpo.tasks.dataset import DatasetError, Row, text_of
 from sota_grpo.tasks.splits import load_sides
@@ -17,24 +18,9 @@ HUB_NAME, HUB_CONFIG = "DigitalLearningGmbH/MATH-lighteval", "default"
 QUESTION_COLUMNS = ("question", "problem", "prompt")
 GOLD_COLUMNS = ("ground_truth", "answer", "solution")
 
-_WHERE = {  # what the system prompt asks for, and the last line of a gold response
-    "boxed": ("in the form \\boxed{{<answer>}}", "The answer is \\boxed{{{}}}."),
-    "hash": ("on a last line of the form '#### <answer>'", "#### {}"),
-    "tags": ("in the form <answer><answer></answer>", "<answer>{}</answer>"),
-    "last_number": ("as the last number of the response", "The answer is {}."),
-    "any": ("in the form \\boxed{{<answer>}}", "The answer is \\boxed{{{}}}."),
-}
+_ANY = "boxed"  # what is asked for where any format will do
 _UNBRACED_BOX = re.compile(r"\\boxed\s+([^\s{}$.,]+)")  # \boxed 5, which some solutions of MATH have
 _MAX_INFO_CHARS = 200
-
-
-def default_system_prompt(answer_format: str) -> str:
-    """The system prompt that asks for worked steps and for the answer where ``answer_format`` looks for it.
-
-    >>> default_system_prompt("boxed")
-    'Solve the problem step by step, then give the final answer in the form \\\\boxed{<answer>}.'
-    """
-    return f"Solve the problem step by step, then give the final answer {_WHERE[answer_format][0].format()}."
 
 
 class MathTask:
@@ -86,7 +72,8 @@ class MathTask:
             )
         self.train, self.heldout = train, heldout
         self.answer_format = answer_format
-        self.system_prompt = default_system_prompt(answer_format) if system_prompt is None else system_prompt
+        self._asked_format = _ANY if answer_format == "any" else answer_format
+        self.system_prompt = asking(self._asked_format) if system_prompt is None else system_prompt
         self.term_weights: Mapping[str, float] = {"answer": 1.0, "format": format_weight}
         self.correct, self.wrong, self.no_answer = correct, wrong, no_answer
 
@@ -159,7 +146,7 @@ class MathTask:
 
     def gold_response(self, example: Example) -> str | None:
         """The gold answer where the format asks for it; None where it cannot stand there: words as ``last_number``."""
-        response = _WHERE[self.answer_format][1].format(" ".join(example.answer.split()))
+        response = answering(self._asked_format, " ".join(example.answer.split()))
         return response if self.score(response, example).success else None
 
     def read_row(self, row: Row, place: str) -> Example:

@@ -8,6 +8,7 @@ from typing import Any
 from sota_grpo.records import Example
 from sota_grpo.rewards import extract_answer, numbers_equal
 from sota_grpo.rewards.extract import without_thinking
+from sota_grpo.tasks.asking import answering
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.tasks.splits import normalised
@@ -20,14 +21,6 @@ MATH_SOURCES = (
     "HuggingFaceH4/MATH-500",
     "EleutherAI/hendrycks_math",
 )
-
-_GOLD = {  # the answer where each format looks for it
-    "tags": "<answer>{}</answer>",
-    "any": "<answer>{}</answer>",
-    "boxed": "\\boxed{{{}}}",
-    "hash": "#### {}",
-    "last_number": "The answer is {}",
-}
 
 
 def answer_format_of(source: str, answer_format: str | None) -> str:
@@ -75,7 +68,8 @@ def gold_response(source: str, ground_truth: Any, answer_format: str | None) -> 
     texts = _texts(ground_truth)
     if not texts:
         return None
-    response = _GOLD[answer_format_of(source, answer_format)].format(texts[0])
+    place = answer_format_of(source, answer_format)
+    response = answering("tags" if place == "any" else place, texts[0])
     return response if is_right(response, source, ground_truth, answer_format) else None
 
 

@@ -527,3 +527,16 @@ def test_a_process_that_dies_idle_is_replaced() -> None:
     assert processes.fleet.submit("task").result(WAIT_S) == ("task", 0)
     assert processes.fleet.names == ["echo-0.1"]
     processes.close()
+
+
+def test_the_threads_of_all_workers_have_ended_when_their_launcher_is_closed() -> None:
+    """Those of replaced workers, too: a thread in C++ when the interpreter ends would abort the process."""
+    launcher = ThreadLauncher()
+    fleet = Fleet("echo", starter(launcher, "echo", spec()), 2, capacity=1, silence_s=0.4)
+    fleet.wait_ready()
+    fleet._supervisor.slots[0].worker.kill()  # type: ignore[union-attr]
+    until(lambda: fleet.names == ["echo-0.1", "echo-1"])
+    fleet.wait_ready()
+    fleet.close()
+    launcher.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("host of echo-")]

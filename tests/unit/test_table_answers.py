@@ -66,7 +66,7 @@ def test_math_is_graded_by_equivalence(source: str) -> None:
     assert is_right("So \\boxed{\\frac{2}{4}}.", source, "\\frac12", None)
     assert not is_right("So \\boxed{\\frac{3}{4}}.", source, "\\frac12", None)
     assert not is_right("So 1/2.", source, "\\frac12", None)
-    assert gold_response(source, "\\frac{1}{2}", None) == "\\boxed{\\frac{1}{2}}"
+    assert gold_response(source, "\\frac{1}{2}", None) == "The answer is \\boxed{\\frac{1}{2}}."
 
 
 @pytest.mark.parametrize("answer_format", [None, *ANSWER_FORMATS])
