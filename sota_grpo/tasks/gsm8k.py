@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards import ANSWER_FORMATS, extract_answer, numbers_equal, parse_number
@@ -74,9 +75,7 @@ class GSM8KTask:
         num_heldout: int = 512,
         max_samples: int | None = None,
         seed: int = 0,
-        answer_format: str = "hash",
-        system_prompt: str | None = None,
-        format_weight: float = 0.0,
+        **options: Any,
     ) -> GSM8KTask:
         """From the hub, whose test split is held out, or from a local file, of which ``num_heldout`` rows are.
 
@@ -89,12 +88,14 @@ class GSM8KTask:
             num_heldout: rows held out of a local file, the same for every order of its rows.
             max_samples: train on the first so many examples only.
             seed: of the choice of the held-out rows.
+            options: of the class.
 
         Raises:
             DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), a gold answer without a
                 number, or a file with no more than ``num_heldout`` rows.
         """
-        train, heldout = load_sides(
+        task = cls(**options)
+        train, task.heldout = load_sides(
             read_examples,
             source=source,
             config=HUB_CONFIG,
@@ -103,13 +104,8 @@ class GSM8KTask:
             num_heldout=num_heldout,
             seed=seed,
         )
-        return cls(
-            train[:max_samples],
-            heldout,
-            answer_format=answer_format,
-            system_prompt=system_prompt,
-            format_weight=format_weight,
-        )
+        task.train = train[:max_samples]
+        return task
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """A system turn, unless the system prompt is empty, and the raw question."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer
@@ -87,12 +88,7 @@ class MathTask:
         num_heldout: int = 512,
         max_samples: int | None = None,
         seed: int = 0,
-        answer_format: str = "boxed",
-        system_prompt: str | None = None,
-        format_weight: float = 0.0,
-        correct: float = 1.0,
-        wrong: float = -1.0,
-        no_answer: float = -0.5,
+        **options: Any,
     ) -> MathTask:
         """From local files, or from the hub.
 
@@ -107,11 +103,13 @@ class MathTask:
             num_heldout: see ``eval_path``.
             max_samples: train on the first so many examples only.
             seed: of the choice of the held-out rows.
+            options: of the class.
 
         Raises:
             DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), or too few of them.
         """
-        train, heldout = load_sides(
+        task = cls(**options)
+        train, task.heldout = load_sides(
             read_examples,
             source=source,
             config=HUB_CONFIG,
@@ -120,16 +118,8 @@ class MathTask:
             num_heldout=num_heldout,
             seed=seed,
         )
-        return cls(
-            train[:max_samples],
-            heldout,
-            answer_format=answer_format,
-            system_prompt=system_prompt,
-            format_weight=format_weight,
-            correct=correct,
-            wrong=wrong,
-            no_answer=no_answer,
-        )
+        task.train = train[:max_samples]
+        return task
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """A system turn, unless the system prompt is empty, and the raw question."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer
@@ -92,11 +93,7 @@ class ReasoningTask:
         num_heldout: int = 512,
         max_samples: int | None = None,
         seed: int = 0,
-        system_prompt: str | None = None,
-        format_weight: float = 0.2,
-        thinking_weight: float = 0.2,
-        min_think_words: int = 20,
-        answer_format: str = "tags",
+        **options: Any,
     ) -> ReasoningTask:
         """From local files, or GSM8K from the hub.
 
@@ -110,12 +107,14 @@ class ReasoningTask:
             num_heldout: see ``eval_path``.
             max_samples: train on the first so many examples only.
             seed: of the choice of the held-out rows.
+            options: of the class.
 
         Raises:
             DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), a question or an answer that
                 is empty, an answer that holds a tag, or nothing left to train on.
         """
-        train, heldout = load_sides(
+        task = cls(**options)
+        train, task.heldout = load_sides(
             read_examples,
             source=HUB_NAME,
             config=HUB_CONFIG,
@@ -124,15 +123,8 @@ class ReasoningTask:
             num_heldout=num_heldout,
             seed=seed,
         )
-        return cls(
-            train[:max_samples],
-            heldout,
-            system_prompt=system_prompt,
-            format_weight=format_weight,
-            thinking_weight=thinking_weight,
-            min_think_words=min_think_words,
-            answer_format=answer_format,
-        )
+        task.train = train[:max_samples]
+        return task
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """A system turn, unless the system prompt is empty, and the raw question."""
