@@ -539,4 +539,5 @@ def test_the_threads_of_all_workers_have_ended_when_their_launcher_is_closed() -
     fleet.wait_ready()
     fleet.close()
     launcher.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("host of echo-")]
+    assert launcher._threads
+    assert not [thread.name for thread in launcher._threads if thread.is_alive()]
