@@ -18,6 +18,7 @@ from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.tasks.base import chat
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
+from sota_grpo.tasks.questions import require_not_negative
 
 LARGEST_NUMBER = 99
 TARGETS = range(10, 101)
@@ -78,8 +79,7 @@ class CountdownTask:
     ):
         if not num_numbers or min(num_numbers) < 2:
             raise ValueError(f"num_numbers={tuple(num_numbers)} must name counts of at least 2 numbers.")
-        if format_weight < 0:
-            raise ValueError(f"format_weight={format_weight} must not be negative.")
+        require_not_negative(format_weight=format_weight)
         draw = partial(_draw, tuple(num_numbers))
         self.train: Sequence[Example] = DrawnExamples(draw, seed, False, num_train)
         self.heldout: Sequence[Example] = DrawnExamples(draw, seed, True, num_heldout)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from sota_grpo.records import Example, Score
-from sota_grpo.rewards import ANSWER_FORMATS, extract_answer, numbers_equal, parse_number
+from sota_grpo.rewards import extract_answer, numbers_equal, parse_number
 from sota_grpo.tasks.asking import answering, asking
-from sota_grpo.tasks.base import chat
 from sota_grpo.tasks.dataset import DatasetError, Row, number_or_text, require_columns
-from sota_grpo.tasks.splits import load_sides
+from sota_grpo.tasks.questions import QuestionTask, require_format, require_not_negative
 
 HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
 COLUMNS = ("question", "answer")
@@ -20,7 +18,7 @@ _ANY = "hash"  # what is asked for where any format will do
 _CALCULATION = re.compile(r"<<[^<>]*>>")  # the calculator annotations of the gold answers
 
 
-class GSM8KTask:
+class GSM8KTask(QuestionTask):
     """Word problems graded by the final number alone.
 
     ``reward = 1.0 * correct + format_weight * format``: ``correct`` is 1 when the answer, taken from where
@@ -45,6 +43,7 @@ class GSM8KTask:
     """
 
     name = "gsm8k"
+    hub_name, hub_config = HUB_NAME, HUB_CONFIG
 
     def __init__(
         self,
@@ -55,61 +54,17 @@ class GSM8KTask:
         system_prompt: str | None = None,
         format_weight: float = 0.0,
     ):
-        if answer_format not in ANSWER_FORMATS:
-            raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
-        if format_weight < 0:
-            raise ValueError(f"format_weight={format_weight} must not be negative.")
+        require_format(answer_format)
+        require_not_negative(format_weight=format_weight)
         self.train, self.heldout = train, heldout
         self.answer_format = answer_format
         self._asked_format = _ANY if answer_format == "any" else answer_format
         self.system_prompt = asking(self._asked_format, "number") if system_prompt is None else system_prompt
         self.term_weights: Mapping[str, float] = {"correct": 1.0, "format": format_weight}
 
-    @classmethod
-    def load(
-        cls,
-        *,
-        path: str | None = None,
-        eval_path: str | None = None,
-        source: str = HUB_NAME,
-        num_heldout: int = 512,
-        max_samples: int | None = None,
-        seed: int = 0,
-        **options: Any,
-    ) -> GSM8KTask:
-        """From the hub, whose test split is held out, or from a local file, of which ``num_heldout`` rows are.
-
-        Questions that come twice (letter case and spacing aside) are kept once, and never on both sides.
-
-        Args:
-            path: local file with the columns ``question`` and ``answer``; None asks the hub.
-            eval_path: local file of the held-out problems; None holds out the hub's test split, or rows of ``path``.
-            source: name on the hub.
-            num_heldout: rows held out of a local file, the same for every order of its rows.
-            max_samples: train on the first so many examples only.
-            seed: of the choice of the held-out rows.
-            options: of the class.
-
-        Raises:
-            DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), a gold answer without a
-                number, or a file with no more than ``num_heldout`` rows.
-        """
-        task = cls(**options)
-        train, task.heldout = load_sides(
-            read_examples,
-            source=source,
-            config=HUB_CONFIG,
-            path=path,
-            eval_path=eval_path,
-            num_heldout=num_heldout,
-            seed=seed,
-        )
-        task.train = train[:max_samples]
-        return task
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, unless the system prompt is empty, and the raw question."""
-        return chat(self.system_prompt, example.query)
+    @staticmethod
+    def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
+        return read_examples(rows, source)
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the number in the response with the gold one; see the class for the terms."""

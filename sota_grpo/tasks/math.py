@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from sota_grpo.records import Example, Score
-from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer
+from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rewards.maths import math_equal
 from sota_grpo.tasks.asking import answering, asking
-from sota_grpo.tasks.base import chat
 from sota_grpo.tasks.dataset import DatasetError, Row, text_of
-from sota_grpo.tasks.splits import load_sides
+from sota_grpo.tasks.questions import QuestionTask, require_format, require_not_negative
 
 HUB_NAME, HUB_CONFIG = "DigitalLearningGmbH/MATH-lighteval", "default"
 QUESTION_COLUMNS = ("question", "problem", "prompt")
@@ -24,7 +22,7 @@ _UNBRACED_BOX = re.compile(r"\\boxed\s+([^\s{}$.,]+)")  # \boxed 5, which some s
 _MAX_INFO_CHARS = 200
 
 
-class MathTask:
+class MathTask(QuestionTask):
     """Problems graded by the final answer alone, which may be any expression, list, interval, equation or word.
 
     ``reward = 1.0 * answer + format_weight * format``: ``answer`` is ``correct`` where the answer in the response is
@@ -50,6 +48,7 @@ class MathTask:
     """
 
     name = "math"
+    hub_name, hub_config = HUB_NAME, HUB_CONFIG
 
     def __init__(
         self,
@@ -63,10 +62,8 @@ class MathTask:
         wrong: float = -1.0,
         no_answer: float = -0.5,
     ):
-        if answer_format not in ANSWER_FORMATS:
-            raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
-        if format_weight < 0:
-            raise ValueError(f"format_weight={format_weight} must not be negative.")
+        require_format(answer_format)
+        require_not_negative(format_weight=format_weight)
         if not all(map(math.isfinite, (correct, wrong, no_answer))) or correct <= max(wrong, no_answer):
             raise ValueError(
                 f"reward.correct={correct} must be greater than reward.wrong={wrong} and reward.no_answer={no_answer}."
@@ -78,52 +75,9 @@ class MathTask:
         self.term_weights: Mapping[str, float] = {"answer": 1.0, "format": format_weight}
         self.correct, self.wrong, self.no_answer = correct, wrong, no_answer
 
-    @classmethod
-    def load(
-        cls,
-        *,
-        path: str | None = None,
-        eval_path: str | None = None,
-        source: str = HUB_NAME,
-        num_heldout: int = 512,
-        max_samples: int | None = None,
-        seed: int = 0,
-        **options: Any,
-    ) -> MathTask:
-        """From local files, or from the hub.
-
-        Questions that come twice (letter case and spacing aside) are kept once, and never on both sides.
-
-        Args:
-            path: local file with one of the columns ``QUESTION_COLUMNS`` and one of ``GOLD_COLUMNS``, others aside;
-                None asks the hub.
-            eval_path: local file of the held-out problems; None holds out the hub's test split, or ``num_heldout``
-                rows of ``path``, the same for every order of its rows.
-            source: name on the hub, of MATH in its usual columns ``problem`` and ``solution``.
-            num_heldout: see ``eval_path``.
-            max_samples: train on the first so many examples only.
-            seed: of the choice of the held-out rows.
-            options: of the class.
-
-        Raises:
-            DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), or too few of them.
-        """
-        task = cls(**options)
-        train, task.heldout = load_sides(
-            read_examples,
-            source=source,
-            config=HUB_CONFIG,
-            path=path,
-            eval_path=eval_path,
-            num_heldout=num_heldout,
-            seed=seed,
-        )
-        task.train = train[:max_samples]
-        return task
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, unless the system prompt is empty, and the raw question."""
-        return chat(self.system_prompt, example.query)
+    @staticmethod
+    def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
+        return read_examples(rows, source)
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the answer in the response with the gold one; see the class for the terms."""

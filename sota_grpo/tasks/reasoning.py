@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from sota_grpo.records import Example, Score
-from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer
+from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rewards.thinking import TAG, answer_term, count_words, format_term, read_parts, thinking_term
-from sota_grpo.tasks.base import chat
 from sota_grpo.tasks.dataset import DatasetError, Row
 from sota_grpo.tasks.gsm8k import HUB_CONFIG, HUB_NAME
-from sota_grpo.tasks.splits import load_sides
+from sota_grpo.tasks.questions import QuestionTask, require_format, require_not_negative
 
 QUESTION_COLUMNS = ("question", "prompt")
 GOLD_COLUMNS = ("answer", "ground_truth", "completion")
@@ -25,7 +23,7 @@ _CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotations
 _MAX_INFO_CHARS = 200
 
 
-class ReasoningTask:
+class ReasoningTask(QuestionTask):
     """Problems whose answer is a number or a short text, rewarded by form, thinking and answer together.
 
     ``reward = 1.0 * answer + format_weight * format + thinking_weight * thinking`` with the terms of
@@ -54,6 +52,7 @@ class ReasoningTask:
     """
 
     name = "reasoning"
+    hub_name, hub_config = HUB_NAME, HUB_CONFIG
 
     def __init__(
         self,
@@ -66,15 +65,10 @@ class ReasoningTask:
         min_think_words: int = 20,
         answer_format: str = "tags",
     ):
-        if answer_format not in ANSWER_FORMATS:
-            raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
-        for option, value in (
-            ("format_weight", format_weight),
-            ("thinking_weight", thinking_weight),
-            ("min_think_words", min_think_words),
-        ):
-            if value < 0:
-                raise ValueError(f"{option}={value} must not be negative.")
+        require_format(answer_format)
+        require_not_negative(
+            format_weight=format_weight, thinking_weight=thinking_weight, min_think_words=min_think_words
+        )
         self.train, self.heldout = train, heldout
         self.system_prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
         self.min_think_words, self.answer_format = min_think_words, answer_format
@@ -84,51 +78,9 @@ class ReasoningTask:
             "thinking": thinking_weight,
         }
 
-    @classmethod
-    def load(
-        cls,
-        *,
-        path: str | None = None,
-        eval_path: str | None = None,
-        num_heldout: int = 512,
-        max_samples: int | None = None,
-        seed: int = 0,
-        **options: Any,
-    ) -> ReasoningTask:
-        """From local files, or GSM8K from the hub.
-
-        Questions that come twice (letter case and spacing aside) are kept once, and never on both sides.
-
-        Args:
-            path: local file with one of the columns ``QUESTION_COLUMNS`` and one of ``GOLD_COLUMNS``; None asks the
-                hub for GSM8K.
-            eval_path: local file of the held-out problems; None holds out the hub's test split, or ``num_heldout``
-                rows of ``path``, the same for every order of its rows.
-            num_heldout: see ``eval_path``.
-            max_samples: train on the first so many examples only.
-            seed: of the choice of the held-out rows.
-            options: of the class.
-
-        Raises:
-            DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), a question or an answer that
-                is empty, an answer that holds a tag, or nothing left to train on.
-        """
-        task = cls(**options)
-        train, task.heldout = load_sides(
-            read_examples,
-            source=HUB_NAME,
-            config=HUB_CONFIG,
-            path=path,
-            eval_path=eval_path,
-            num_heldout=num_heldout,
-            seed=seed,
-        )
-        task.train = train[:max_samples]
-        return task
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn, unless the system prompt is empty, and the raw question."""
-        return chat(self.system_prompt, example.query)
+    @staticmethod
+    def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
+        return read_examples(rows, source)
 
     def score(self, response: str, example: Example) -> Score:
         """The three terms; beside them the words of thinking and the beginning of the answer that was found."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sota_grpo.records import Example, Score
-from sota_grpo.rewards import ANSWER_FORMATS
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, Row, load_rows
+from sota_grpo.tasks.questions import require_format
 from sota_grpo.tasks.splits import disjoint, normalised, split_examples
 from sota_grpo.tasks.table_answers import gold_response, is_right, require_gradable
 from sota_grpo.tasks.table_rows import chat_of, ground_truth_of, last_user_turn, plain_columns, text_of_answer
@@ -67,8 +67,8 @@ class TableTask:
         system_prompt: str | None = None,
         answer_required: bool = True,
     ):
-        if answer_format is not None and answer_format not in ANSWER_FORMATS:
-            raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
+        if answer_format is not None:
+            require_format(answer_format)
         self.train, self.heldout = train, heldout
         self.prompt_column, self.answer_column = prompt_column, answer_column
         self.answer_format, self.system_prompt = answer_format, system_prompt
