@@ -25,6 +25,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.publish import Publisher
 from sota_grpo.records import Example, Sampling, Score, sample_seed
 from sota_grpo.schedule import LearnerSettings
+from sota_grpo.scoring import total_reward
 from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.splits import normalised
 
@@ -136,7 +137,7 @@ def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
 
 
 def _reward(task: Task, score: Score) -> float:
-    return sum(weight * (score.terms[name] or 0.0) for name, weight in task.term_weights.items())
+    return total_reward(score.terms, task.term_weights)
 
 
 def no_held_out_question_is_trained_on(subject: Subject) -> Check:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from sota_grpo.records import Example, Score
@@ -145,6 +145,15 @@ def _one_line(text: str) -> str:
     if head.isprintable():
         return head
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii") for sign in head)
+
+
+def total_reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
+    """``sum_k weight_k * term_k`` over the terms that apply; 0 where none does.
+
+    >>> total_reward({"right": 1.0, "brief": None, "form": 0.5}, {"right": 2.0, "brief": 9.0, "form": -1.0})
+    1.5
+    """
+    return sum((weights[name] * value for name, value in terms.items() if value is not None), 0.0)
 
 
 class FailureLog:

@@ -27,6 +27,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards import ANSWER_FORMATS
 from sota_grpo.rewards.ifeval import find_punkt
+from sota_grpo.scoring import total_reward
 from sota_grpo.tasks import TASKS, make_scorer
 from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.dataset import DatasetError, text_of
@@ -195,7 +196,7 @@ def _line(task: Task, number: int, text: str) -> Line:
 
 
 def _graded(task: Task, row: dict[str, Any], score: Score) -> dict[str, Any]:
-    reward = sum(weight * (score.terms[name] or 0.0) for name, weight in task.term_weights.items())
+    reward = total_reward(score.terms, task.term_weights)
     found = {"reward": reward, "terms": dict(score.terms), "success": score.success, "error": score.error}
     return {**row, **score.info, **found}
 

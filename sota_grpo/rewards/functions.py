@@ -24,7 +24,7 @@ from typing import Any
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards.function_calls import Asked, Found, call_function
 from sota_grpo.rewards.function_file import TRL, TRL_PARAMETERS, RewardFunction, RewardFunctionError, load_functions
-from sota_grpo.scoring import failed_score, guarded_score
+from sota_grpo.scoring import failed_score, guarded_score, total_reward
 from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.table import TableTask
 
@@ -228,8 +228,7 @@ def _require_names(names: Sequence[str], weights: Sequence[float] | None) -> Non
 
 def _reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
     """The weighted sum of the terms that apply; None where none does."""
-    applying = [weights[name] * value for name, value in terms.items() if value is not None]
-    return sum(applying) if applying else None
+    return total_reward(terms, weights) if any(value is not None for value in terms.values()) else None
 
 
 def _is_number(info: Mapping[str, Any], name: str) -> bool:

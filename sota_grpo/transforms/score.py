@@ -12,7 +12,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from sota_grpo import keys
 from sota_grpo.collate import row_list
 from sota_grpo.records import Example, Score
-from sota_grpo.scoring import FailureLog, Scorer, guarded_scores
+from sota_grpo.scoring import FailureLog, Scorer, guarded_scores, total_reward
 from sota_grpo.transforms.base import RowTransform
 
 _WRITTEN = (keys.REWARD, keys.SUCCESS, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.REWARD_INFO)
@@ -91,8 +91,8 @@ def write_scores(rows: TensorDictBase, scores: Sequence[Score], term_weights: Ma
     """
     for name in term_weights:
         _write_term(rows, (*keys.REWARD_TERMS, name), [score.terms[name] for score in scores])
-    weighted = [[weight * (score.terms[name] or 0.0) for name, weight in term_weights.items()] for score in scores]
-    rows.set(keys.REWARD, torch.tensor(weighted, dtype=torch.float64).sum(-1, keepdim=True).float())
+    rewards = [[total_reward(score.terms, term_weights)] for score in scores]
+    rows.set(keys.REWARD, torch.tensor(rewards, dtype=torch.float32))
     rows.set(keys.SUCCESS, torch.tensor([[score.success] for score in scores]))
     rows.set(keys.REWARD_ERROR, torch.tensor([[score.error is not None] for score in scores]))
     rows.set(keys.REWARD_TIMEOUT, torch.tensor([[(score.error or "").startswith("TimeoutError")] for score in scores]))
