@@ -72,7 +72,9 @@ class ModelConfig:
     hub_token: str | None = opt(
         None, "token for gated models, never logged nor saved; null: HF_TOKEN, or the hub login"
     )
-    attn_implementation: str | None = opt(None, "transformers attention of the learner; null: its own choice")
+    attn_implementation: str | None = opt(
+        None, "sdpa, eager, ...: padded rows under that attention; null: packed, prompts shared, if the model can"
+    )
     trust_remote_code: bool = opt(False, "run Python code that ships with the model")
 
 

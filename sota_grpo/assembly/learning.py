@@ -65,6 +65,7 @@ def make_policy(config: Config, model: nn.Module) -> CausalPolicy:
         model,
         temperature=config.inference_model.temperature,
         entropy_grad=config.algorithm.entropy_coef > 0,
+        shared_prompt=config.model.attn_implementation is None,
     )
 
 
@@ -92,7 +93,8 @@ def make_reference(
             "num_threads": 1,
         }
         return ReferenceService.start(ProcessLauncher(), service | options, timeout_s=part.timeout_s)
-    return FrozenReference(load_model(model_name(config), **options), temperature=temperature)
+    model = load_model(model_name(config), **options)
+    return FrozenReference(model, temperature=temperature, shared_prompt=config.model.attn_implementation is None)
 
 
 def reference_dtype(config: Config) -> Any:

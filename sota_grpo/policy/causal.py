@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from transformers import PreTrainedModel
 
 from sota_grpo import keys
 from sota_grpo.functional.log_probs import DEFAULT_CHUNK, chunked_log_probs
+from sota_grpo.policy.layout import is_right_padded, pack
 from sota_grpo.policy.lora import base_model
+from sota_grpo.policy.packed import packed_hidden, padded_hidden, use_shared_attention
 from sota_grpo.policy.softcap import softcapped_log_probs
+
+logger = logging.getLogger(__name__)
 
 ENTROPY = "entropy"
 
@@ -22,8 +27,10 @@ class CausalPolicy(TensorDictModuleBase):
     """Log-probability and entropy of every assistant token under the distribution that is sampled.
 
     ``log_probs[n, t] = log softmax(W h[n, t - 1] / temperature)[tokens[n, t]]`` where the assistant mask is True, and 0
-    elsewhere. The LM head runs only at the positions that predict an assistant token, chunk by chunk, so no
-    ``[N, T, V]`` tensor exists. Softmax and log are float32; autocast is the caller's.
+    elsewhere. Rows with the same prompt compute it once, and nothing is padded (:mod:`sota_grpo.policy.layout`), where
+    the model's attention can take that; else, with a warning that says why, rows are padded. The LM head runs only at
+    the positions that predict an assistant token, chunk by chunk, so no ``[N, T, V]`` tensor exists. Softmax and log
+    are float32; autocast is the caller's.
 
     To spread it over ranks see :func:`sota_grpo.policy.sharding.shard`.
 
@@ -33,6 +40,7 @@ class CausalPolicy(TensorDictModuleBase):
         with_entropy: also write ``"entropy"``.
         entropy_grad: let the entropy carry a gradient (for an entropy bonus); otherwise it is detached.
         chunk: rows of logits alive at once.
+        shared_prompt: False pads every row and gives each its prompt; the model's attention is left as it is then.
 
     Raises:
         ValueError: a temperature that is not positive, or a head that is more than a linear layer and a softcap.
@@ -62,13 +70,14 @@ class CausalPolicy(TensorDictModuleBase):
         with_entropy: bool = True,
         entropy_grad: bool = False,
         chunk: int = DEFAULT_CHUNK,
+        shared_prompt: bool = True,
     ) -> None:
         super().__init__()
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, but log-probabilities need one above 0")
         self.in_keys = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
-        self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, chunk)
+        self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, chunk, shared_prompt)
 
     @property
     def model(self) -> nn.Module:
@@ -111,7 +120,15 @@ class Scorer(nn.Module):
     Every computation goes through ``forward``, whose hooks gather the parameters of a sharded policy.
     """
 
-    def __init__(self, model: nn.Module, temperature: float, with_entropy: bool, entropy_grad: bool, chunk: int):
+    def __init__(
+        self,
+        model: nn.Module,
+        temperature: float,
+        with_entropy: bool,
+        entropy_grad: bool,
+        chunk: int,
+        shared_prompt: bool,
+    ):
         super().__init__()
         self.model = model
         self.temperature = temperature
@@ -120,31 +137,26 @@ class Scorer(nn.Module):
         self.chunk = chunk
         self.softcap: float | None = _softcap(base_model(model))
         _require_linear_head(base_model(model), self.softcap)
+        self.shared_prompt = shared_prompt and _takes_packed_rows(base_model(model))
 
     def forward(
         self, tokens: torch.Tensor, attention_mask: torch.Tensor, assistant_mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`CausalPolicy.log_probs`."""
         predicted = assistant_mask[:, 1:]
-        hidden = self._hidden(tokens, attention_mask)[:, :-1][predicted]
+        hidden = self._predicting(tokens, attention_mask, predicted)
         log_probs, entropy = self._head(hidden, tokens[:, 1:][predicted])
         if entropy is not None:
             entropy = _scatter(entropy if self.entropy_grad else entropy.detach(), assistant_mask)
         return _scatter(log_probs, assistant_mask), entropy
 
-    def _hidden(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return the decoder's last hidden states [N, T, H].
-
-        When no real token follows padding, the causal mask alone already hides the padding from every real token; the
-        decoder is then spared an explicit [T, T] mask, which keeps attention on its fastest kernel.
-        """
-        positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        mask: torch.Tensor | None = attention_mask
-        if bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
-            mask, positions = None, torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        decoder: Any = base_model(self.model).get_decoder()
-        output = decoder(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
-        return output.last_hidden_state
+    def _predicting(self, tokens: torch.Tensor, attention_mask: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+        """Hidden states [M, H] in front of the tokens that ``predicted`` [N, T - 1] names, row by row."""
+        model = base_model(self.model)
+        if not (self.shared_prompt and is_right_padded(attention_mask)):
+            return padded_hidden(model, tokens, attention_mask)[:, :-1][predicted]
+        layout = pack(tokens, attention_mask, torch.nn.functional.pad(predicted, (1, 0)))
+        return packed_hidden(model, tokens, layout)[layout.place[:, :-1][predicted]]
 
     def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         head: Any = base_model(self.model).get_output_embeddings()
@@ -174,6 +186,13 @@ class Scorer(nn.Module):
 def _scatter(values: torch.Tensor, assistant_mask: torch.Tensor) -> torch.Tensor:
     """Put ``values [M]`` where the mask is True, row by row, and 0 elsewhere."""
     return values.new_zeros(assistant_mask.shape).masked_scatter(assistant_mask, values)
+
+
+def _takes_packed_rows(model: PreTrainedModel) -> bool:
+    reason = use_shared_attention(model)
+    if reason is not None:
+        logger.warning("%s computes padded rows, each with its prompt: %s.", type(model).__name__, reason)
+    return reason is None
 
 
 def _softcap(model: PreTrainedModel) -> float | None:

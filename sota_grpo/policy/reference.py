@@ -36,11 +36,21 @@ class FrozenReference:
         model: taken over: frozen, put in evaluation mode and moved. Use :meth:`copy_of` for a model that still trains.
         device: where it computes; None leaves it where it is.
         temperature: the policy's sampling temperature.
+        shared_prompt: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
     """
 
-    def __init__(self, model: nn.Module, *, device: torch.device | str | None = None, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device | str | None = None,
+        temperature: float = 1.0,
+        shared_prompt: bool = True,
+    ) -> None:
         frozen = model.requires_grad_(False).eval().to(device)  # to(None) leaves it where it is
-        self._policy: CausalPolicy | None = CausalPolicy(frozen, temperature=temperature, with_entropy=False)
+        self._policy: CausalPolicy | None = CausalPolicy(
+            frozen, temperature=temperature, with_entropy=False, shared_prompt=shared_prompt
+        )
 
     @classmethod
     def copy_of(

@@ -70,19 +70,27 @@ class ReferenceServant:
         precision: autocast, ``fp32``, ``bf16`` or ``fp16``; that of the policy makes the KL of equal weights 0.
         token_budget: padded tokens of one forward pass.
         pad_token_id: padding of the tokens; any id of the vocabulary will do.
+        shared_prompt: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
 
     Raises:
         ValueError: an unknown precision.
     """
 
     def __init__(
-        self, model: nn.Module, *, temperature: float, precision: str = "fp32", token_budget: int, pad_token_id: int = 0
+        self,
+        model: nn.Module,
+        *,
+        temperature: float,
+        precision: str = "fp32",
+        token_budget: int,
+        pad_token_id: int = 0,
+        shared_prompt: bool = True,
     ) -> None:
         if precision not in _AUTOCAST:
             raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(_AUTOCAST)}")
         self._device_type = next(model.parameters()).device.type
         self._autocast = _AUTOCAST[precision]
-        self._reference = FrozenReference(model, temperature=temperature)
+        self._reference = FrozenReference(model, temperature=temperature, shared_prompt=shared_prompt)
         self._token_budget, self._pad_token_id = token_budget, pad_token_id
         self._thread = ServantThread("reference")
 
@@ -136,4 +144,4 @@ def reference_servant(
         trust_remote_code=trust_remote_code,
         device=device,
     )
-    return ReferenceServant(model, **options)
+    return ReferenceServant(model, shared_prompt=attn_implementation is None, **options)

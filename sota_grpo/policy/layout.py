@@ -1,0 +1,177 @@
+"""Rows as one unpadded sequence in which every distinct prompt stands once, followed by its responses.
+
+Three rows, the first two of one prompt ``p q``; ``a b c d e`` are what follows the prompts::
+
+    row 0   p q a b .          packed     p q c a b   r d e
+    row 1   p q c . .   ->     position   0 1 2 2 3   0 1 2
+    row 2   r d e . .          block 0: prompt [0, 2), responses [2, 3) and [3, 5); block 1: [5, 6), [6, 8)
+
+Positions restart after the prompt, so each response reads as if it stood behind its prompt alone; the attention sees
+to the same (:mod:`sota_grpo.policy.shared_attention`). Within a block responses are sorted by length, so those of one
+length stand together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, groupby
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """``count`` responses of ``length`` tokens each, one behind the other from ``start``."""
+
+    start: int
+    count: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count * self.length
+
+
+@dataclass(frozen=True)
+class Block:
+    """One prompt ``[start, end)`` and the responses behind it."""
+
+    start: int
+    end: int
+    runs: tuple[Run, ...]
+
+    @property
+    def stop(self) -> int:
+        """Where the next block begins."""
+        return self.runs[-1].end if self.runs else self.end
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The segments of a packed sequence as variable-length attention takes them: each query span has a key span.
+
+    The keys of a prompt are its own; those of a response are its prompt's and then its own.
+    """
+
+    key_index: Tensor  # int64 [K], the packed positions of all keys
+    query_ends: Tensor  # int32 [S + 1], 0 and where each span of queries ends
+    key_ends: Tensor  # int32 [S + 1]
+    longest_query: int
+    longest_key: int
+
+
+@dataclass
+class Layout:
+    """Where the tokens of right-padded rows ``[N, T]`` stand in the packed sequence of ``L`` tokens; see the module.
+
+    Attributes:
+        source: int64 ``[L]``, the flat position in ``[N, T]`` from which each packed token is taken.
+        positions: int64 ``[1, L]``, position of each token in its row.
+        place: int64 ``[N, T]``, the packed position of each real token; siblings share those of their prompt.
+        blocks: prompts and their responses, in the order of the packed sequence.
+        windows: the sliding window that each layer asked for, as the layers answered.
+    """
+
+    source: Tensor
+    positions: Tensor
+    place: Tensor
+    blocks: tuple[Block, ...]
+    windows: list[int | None] = field(default_factory=list)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(max((run.length for run in b.runs), default=0) + b.end - b.start for b in self.blocks)
+
+    @cached_property
+    def spans(self) -> Spans:
+        """The same for one variable-length attention call, on the device of the positions."""
+        queries, keys, index = [], [], []
+        for block in self.blocks:
+            prompt = torch.arange(block.start, block.end)
+            queries.append(len(prompt))
+            keys.append(len(prompt))
+            index.append(prompt)
+            for run in block.runs:
+                for start in range(run.start, run.end, run.length):
+                    queries.append(run.length)
+                    keys.append(len(prompt) + run.length)
+                    index += [prompt, torch.arange(start, start + run.length)]
+        device = self.positions.device
+        ends = [
+            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, keys)
+        ]
+        return Spans(torch.cat(index).to(device), ends[0], ends[1], max(queries), max(keys))
+
+
+def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layout:
+    """The layout of ``tokens`` ``[N, T]``: rows are dense, prompts that are equal stand once.
+
+    A row's prompt is what stands before its first assistant token; a row without one is a prompt that nothing follows.
+
+    Args:
+        tokens: int64 ``[N, T]``.
+        attention_mask: bool ``[N, T]``, the real tokens: the first ones of each row.
+        assistant_mask: bool ``[N, T]``, the tokens that the policy produced.
+
+    Raises:
+        ValueError: padding stands before a real token.
+
+    >>> tokens = torch.tensor([[5, 6, 1, 2, 0], [5, 6, 3, 0, 0], [7, 8, 9, 0, 0]])
+    >>> said = torch.tensor([[0, 0, 1, 1, 0], [0, 0, 1, 0, 0], [0, 1, 1, 0, 0]]).bool()
+    >>> layout = pack(tokens, tokens > 0, said)
+    >>> tokens.flatten()[layout.source].tolist(), layout.positions.tolist()
+    ([5, 6, 3, 1, 2, 7, 8, 9], [[0, 1, 2, 2, 3, 0, 1, 2]])
+    >>> layout.place[0, :4].tolist(), layout.place[1, :3].tolist()
+    ([0, 1, 3, 4], [0, 1, 2])
+    """
+    if not is_right_padded(attention_mask):
+        raise ValueError("padding stands before a real token; the packed layout needs right-padded rows")
+    device, width = tokens.device, tokens.shape[1]
+    lengths = attention_mask.sum(-1)
+    spoken = assistant_mask & attention_mask
+    prompts = torch.where(spoken.any(-1), spoken.int().argmax(-1), lengths)
+    total, prompt = lengths.tolist(), prompts.tolist()
+    source, positions, blocks = [], [], []
+    place = torch.zeros(tokens.shape, dtype=torch.int64)
+    end = 0
+    for rows in _siblings(tokens.cpu(), prompt):
+        shared = prompt[rows[0]]
+        source.append(torch.arange(shared) + rows[0] * width)
+        positions.append(torch.arange(shared))
+        start, end = end, end + shared
+        place[rows, :shared] = torch.arange(start, end)
+        prompt_end, runs = end, []
+        rows = sorted((row for row in rows if total[row] > shared), key=total.__getitem__)
+        for length, equal in groupby(rows, key=lambda row: total[row] - shared):
+            first, count = end, 0
+            for row in equal:
+                here = torch.arange(shared, shared + length)
+                source.append(here + row * width)
+                positions.append(here)
+                place[row, shared : shared + length] = torch.arange(end, end + length)
+                count, end = count + 1, end + length
+            runs.append(Run(first, count, length))
+        blocks.append(Block(start, prompt_end, tuple(runs)))
+    flat = torch.cat(positions).unsqueeze(0).to(device)
+    return Layout(torch.cat(source).to(device), flat, place.to(device), tuple(blocks))
+
+
+def is_right_padded(attention_mask: Tensor) -> bool:
+    """Whether no real token of ``[N, T]`` follows padding.
+
+    >>> is_right_padded(torch.tensor([[True, False, True]]))
+    False
+    """
+    return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
+
+
+def _siblings(tokens: Tensor, prompt: Sequence[int]) -> list[list[int]]:
+    """The rows of each distinct prompt, in the order of their first."""
+    found: dict[bytes, list[int]] = {}
+    for row, length in enumerate(prompt):
+        found.setdefault(tokens[row, :length].numpy().tobytes(), []).append(row)
+    return list(found.values())

@@ -1,0 +1,107 @@
+"""A decoder's last hidden states over rows, packed or padded, and whether a model can be given packed rows at all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sota_grpo.policy.layout import Layout, is_right_padded, pack
+from sota_grpo.policy.shared_attention import SHARED_ATTENTION
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def packed_hidden(model: PreTrainedModel, tokens: Tensor, layout: Layout) -> Tensor:
+    """Last hidden states ``[L, H]`` of right-padded ``tokens`` ``[N, T]`` in the order of ``layout``.
+
+    The model's attention is :data:`SHARED_ATTENTION`: see :func:`use_shared_attention`.
+    """
+    no_mask = tokens.new_ones((1, 1, 1, 1), dtype=torch.bool)  # transformers makes none where it is given one
+    output = model.get_decoder()(
+        input_ids=tokens.flatten()[layout.source].unsqueeze(0),
+        attention_mask=no_mask,
+        position_ids=layout.positions,
+        use_cache=False,
+        layout=layout,
+    )
+    return output.last_hidden_state[0]
+
+
+def padded_hidden(model: PreTrainedModel, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+    """Last hidden states ``[N, T, H]`` of rows that each carry their whole prompt.
+
+    When no real token follows padding, the causal mask alone already hides the padding from every real token; the
+    decoder is then spared an explicit ``[T, T]`` mask, which keeps attention on its fastest kernel.
+    """
+    mask: Tensor | None = attention_mask
+    positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+    if is_right_padded(attention_mask):
+        mask, positions = None, torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    decoder: Any = model.get_decoder()
+    return decoder(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
+
+
+def use_shared_attention(model: PreTrainedModel) -> str | None:
+    """Switch ``model`` to the attention that takes packed rows; else leave it as it is and say why, as half a sentence.
+
+    Whether a model can be packed is measured: a few rows go through it both ways. Without a layout the attention is
+    transformers' SDPA, so nothing else changes for whoever uses the model.
+    """
+    config: Any = model.config.get_text_config()
+    before = config._attn_implementation
+    if before not in ("sdpa", SHARED_ATTENTION):
+        return f"its attention is {before}"
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if kinds:
+        return f"it has layers of type {', '.join(sorted(kinds))}"
+    try:
+        with _evaluating(model), torch.autocast(model.device.type, enabled=False):
+            model.set_attn_implementation(SHARED_ATTENTION)
+            reason = _difference(model, config)
+    except Exception as error:  # any model's own code runs here: what it cannot do is no reason to end
+        reason = f"{type(error).__name__}: {error}"
+    if reason is not None:
+        model.set_attn_implementation(before)
+    return reason
+
+
+@torch.no_grad()
+def _difference(model: PreTrainedModel, config: Any) -> str | None:
+    """What packed rows change, over two prompts with ragged responses; None where they change rounding only."""
+    device = next(model.parameters()).device
+    ids = torch.linspace(0, config.vocab_size - 1, 24, device=device).long()
+    first, second = ids[:4], ids[4:6]
+    rows = [torch.cat(parts) for parts in ((first, ids[6:9]), (second, ids[9:13]), (first, ids[13:18]))]
+    said = [torch.arange(len(row), device=device) >= start for row, start in zip(rows, (4, 2, 4))]
+    tokens, spoken = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (rows, said))
+    real = nn.utils.rnn.pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
+    layout = pack(tokens, real, spoken)
+    packed = packed_hidden(model, tokens, layout)[layout.place[real]].float()
+    padded = padded_hidden(model, tokens, real)[real].float()
+    if len(layout.windows) != config.num_hidden_layers:
+        return "not every layer asks transformers' attention interface"
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * bool(
+        getattr(config, "sliding_window", None)
+    )
+    told = sum(window is not None for window in layout.windows)
+    if told < sum(kind == "sliding_attention" for kind in kinds):
+        return "its sliding layers do not tell their window"
+    close = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 5e-2
+    gap = float((packed - padded).abs().max() / padded.abs().max())
+    return None if gap <= close else f"packed rows change its hidden states by {gap:.1g} of their size"
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode

@@ -1,0 +1,236 @@
+"""Packed rows that share their prompts: the same log-probs and gradients as padded rows, for every family."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tensordict import TensorDict
+from transformers import PreTrainedModel
+
+from sota_grpo import keys
+from sota_grpo.policy.causal import ENTROPY, CausalPolicy
+from sota_grpo.policy.layout import Layout, pack
+from sota_grpo.policy.load import enable_gradient_checkpointing
+from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.shared_attention import SHARED_ATTENTION, shared_attention
+from tests.unit.tiny_models import FAMILIES, VOCAB, make_model, make_rows
+
+
+def make_groups(groups: list[tuple[int, list[int]]], *, tool_turns: bool = False) -> TensorDict:
+    """Shuffled rows: each group is a prompt length and its responses' lengths (0: the row ends with its prompt)."""
+    rows = []
+    for prompt_length, responses in groups:
+        prompt = torch.randint(3, VOCAB, (prompt_length,))
+        for length in responses:
+            said = torch.ones(length, dtype=torch.bool)
+            said[2:4] = not tool_turns
+            tokens = torch.cat([prompt, torch.randint(3, VOCAB, (length,))])
+            rows.append((tokens, torch.cat([torch.zeros(prompt_length, dtype=torch.bool), said])))
+    rows = [rows[index] for index in torch.randperm(len(rows)).tolist()]
+    pad = torch.nn.utils.rnn.pad_sequence
+    entries = {
+        keys.FULL_TOKENS: pad([tokens for tokens, _ in rows], batch_first=True),
+        keys.ATTENTION_MASK: pad([torch.ones_like(said) for _, said in rows], batch_first=True),
+        keys.ASSISTANT_MASK: pad([said for _, said in rows], batch_first=True),
+    }
+    return TensorDict(entries, batch_size=[len(rows)])
+
+
+GROUPS = [(5, [1, 7, 7, 3]), (3, [9, 2]), (8, [4]), (2, [6, 6, 6, 6, 6, 0])]
+
+
+def measured(policy: CausalPolicy, rows: TensorDict, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Log-probs, entropies and the gradient of every trainable parameter."""
+    policy.zero_grad()
+    out = policy(rows)
+    (out[keys.LOG_PROBS] * weights).sum().backward()
+    found = {name: p.grad for name, p in policy.scorer.named_parameters() if p.grad is not None}
+    return {"log_probs": out[keys.LOG_PROBS].detach(), "entropy": out[ENTROPY].detach(), **found}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert float((found[name] - value).norm()) <= relative * max(float(value.norm()), 1e-12), name
+
+
+def policies(
+    family: str, dtype: torch.dtype = torch.float64, *, attention: str = "sdpa", **changes
+) -> tuple[CausalPolicy, CausalPolicy]:
+    """The same weights, packed and padded; the padded one with an attention of transformers."""
+    padded = make_model(family, attn_implementation=attention, **changes).to(dtype)
+    packed = make_model(family, **changes).to(dtype)
+    packed.load_state_dict(padded.state_dict())
+    options = {"temperature": 0.7}
+    return CausalPolicy(packed, **options), CausalPolicy(padded, shared_prompt=False, **options)
+
+
+CASES = {
+    **{family: {} for family in FAMILIES},
+    "gemma2 with capped scores": {"attn_logit_softcapping": 0.5},
+    "mistral with a wide window": {"sliding_window": 40},
+    "one key head": {"num_key_value_heads": 1},
+    "a key head for each": {"num_key_value_heads": 4},
+}
+
+
+@pytest.mark.parametrize("tool_turns", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_packed_rows_equal_padded_ones(case: str, tool_turns: bool) -> None:
+    """In float64, but for the norms and positions that all these models compute in float32."""
+    family = case.split()[0] if case.split()[0] in FAMILIES else "qwen3"
+    capped = family == "gemma2"  # which only the eager attention does
+    packed, padded = policies(family, attention="eager" if capped else "sdpa", **CASES[case])
+    assert packed.scorer.shared_prompt
+    rows = make_groups(GROUPS, tool_turns=tool_turns)
+    weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
+    assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5 if capped else 1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_agree_to_1e_5_in_float32(family: str) -> None:
+    packed, padded = policies(family, torch.float32, attention="eager")
+    rows = make_groups(GROUPS)
+    weights = torch.randn(rows[keys.FULL_TOKENS].shape)
+    assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_checkpointing_and_adapters_change_nothing(lora: bool) -> None:
+    packed, padded = policies("qwen2")
+    if lora:
+        torch.manual_seed(3)
+        models = [add_lora(policy.model, r=2, alpha=4) for policy in (packed, padded)]
+        with torch.no_grad():
+            for (name, one), (_, other) in zip(*(model.named_parameters() for model in models)):
+                if "lora_" in name:
+                    other.copy_(one.normal_(0.0, 0.1))
+        packed, padded = CausalPolicy(models[0]), CausalPolicy(models[1], shared_prompt=False)
+    enable_gradient_checkpointing(packed.model.base_model.model if lora else packed.model)
+    packed.train()
+    rows = make_groups(GROUPS)
+    weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
+    assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-6)
+
+
+def test_a_row_does_not_depend_on_those_beside_it() -> None:
+    """Neither on its siblings: changing what another response says moves no bit of more than rounding."""
+    packed, _ = policies("qwen2")
+    rows = make_groups([(4, [5, 5, 3]), (6, [2, 8])])
+    alone = torch.cat([packed(rows[index : index + 1])[keys.LOG_PROBS] for index in range(5)])
+    torch.testing.assert_close(packed(rows)[keys.LOG_PROBS], alone)
+
+
+def test_each_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, _ = policies("qwen2")
+    seen = []
+    packed.model.get_decoder().register_forward_pre_hook(
+        lambda _m, _a, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    packed(make_groups([(5, [1, 7, 7]), (3, [9, 2])]))
+    assert seen == [(1, 5 + 15 + 3 + 11)]
+
+
+def test_bfloat16_stays_within_its_rounding() -> None:
+    packed, padded = policies("qwen2", torch.float32)
+    rows = make_groups(GROUPS)
+    exact = padded(rows)[keys.LOG_PROBS]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        gaps = [(policy(rows)[keys.LOG_PROBS] - exact).abs().mean().item() for policy in (packed, padded)]
+    assert 0 < gaps[0] < 1.5 * gaps[1]
+
+
+@pytest.mark.parametrize("causal_rows", [True, False])
+def test_the_layout_puts_every_token_where_it_says(causal_rows: bool) -> None:
+    rows = make_groups(GROUPS) if causal_rows else make_rows([4, 9, 2])
+    tokens, real = rows[keys.FULL_TOKENS], rows[keys.ATTENTION_MASK]
+    layout = pack(tokens, real, rows[keys.ASSISTANT_MASK])
+    packed = tokens.flatten()[layout.source]
+    assert torch.equal(packed[layout.place][real], tokens[real])
+    assert torch.equal(layout.positions[0][layout.place][real], (real.long().cumsum(-1) - 1)[real])
+    assert layout.place[real].unique().tolist() == list(range(len(packed)))
+    assert layout.longest == int(real.sum(-1).max())
+    ends = [0, *(block.stop for block in layout.blocks)]
+    assert [block.start for block in layout.blocks] == ends[:-1]
+    assert ends[-1] == len(packed)
+
+
+def test_spans_name_the_keys_of_every_query() -> None:
+    """Prompt ``[0, 2)`` with responses ``[2, 3)`` and ``[3, 5)``; a prompt ``[5, 6)`` alone."""
+    tokens = torch.tensor([[4, 5, 6, 7], [4, 5, 8, 0], [9, 0, 0, 0]])
+    said = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]]).bool()
+    spans = pack(tokens, tokens > 0, said).spans
+    assert spans.key_index.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
+    assert (spans.query_ends.tolist(), spans.key_ends.tolist()) == ([0, 2, 3, 5, 6], [0, 2, 5, 9, 10])
+    assert (spans.longest_query, spans.longest_key) == (2, 4)
+
+
+def test_rows_that_are_not_right_padded_are_computed_padded() -> None:
+    packed, padded = policies("qwen2")
+    rows = make_rows([5, 7])
+    left = TensorDict({key: value.flip(-1) for key, value in rows.items(True, True)}, batch_size=[2])
+    left[keys.ASSISTANT_MASK] = left[keys.ATTENTION_MASK].clone()
+    left[keys.ASSISTANT_MASK][:, :4] = False
+    with pytest.raises(ValueError, match="right-padded"):
+        pack(*(left[key] for key in packed.in_keys))
+    torch.testing.assert_close(packed(left)[keys.LOG_PROBS], padded(left)[keys.LOG_PROBS])
+
+
+def rolling_mlp(model: PreTrainedModel) -> None:
+    """A layer that mixes neighbouring tokens outside attention."""
+    model.model.layers[0].mlp.register_forward_hook(lambda _m, _i, output: output + output.roll(1, dims=1))
+
+
+def deaf_decoder(model: PreTrainedModel) -> None:
+    def refuse(_m: object, _a: tuple, kwargs: dict) -> None:
+        if "layout" in kwargs:
+            raise TypeError("layout is unknown")
+
+    model.model.register_forward_pre_hook(refuse, with_kwargs=True)
+
+
+REFUSED = {
+    "its attention is eager": ("qwen2", {"attn_implementation": "eager"}, None),
+    "layers of type conv": ("lfm2", {"layer_types": ["conv", "full_attention"]}, None),
+    "packed rows change its hidden states": ("qwen2", {}, rolling_mlp),
+    "TypeError: layout is unknown": ("qwen2", {}, deaf_decoder),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_model_that_cannot_take_packed_rows_says_so(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    family, changes, change = REFUSED[reason]
+    model = make_model(family, **changes)
+    if change is not None:
+        change(model)
+    before = model.config._attn_implementation
+    with caplog.at_level(logging.WARNING):
+        policy = CausalPolicy(model)
+    assert not policy.scorer.shared_prompt
+    assert "computes padded rows" in caplog.text
+    assert reason in caplog.text
+    assert model.config._attn_implementation == before
+    rows = make_groups([(5, [1, 4])])
+    torch.testing.assert_close(
+        policy(rows)[keys.LOG_PROBS], CausalPolicy(model, shared_prompt=False)(rows)[keys.LOG_PROBS]
+    )
+
+
+def test_without_a_layout_the_model_is_what_it_was() -> None:
+    model = make_model("qwen3")
+    tokens, mask = torch.randint(3, VOCAB, (2, 6)), torch.tensor([[1] * 6, [0] * 2 + [1] * 4])
+    before = model(input_ids=tokens, attention_mask=mask).logits
+    CausalPolicy(model)
+    assert model.config._attn_implementation == SHARED_ATTENTION
+    assert torch.equal(model(input_ids=tokens, attention_mask=mask).logits[1, 2:], before[1, 2:])
+    assert "sota_grpo" not in str(model.config.to_dict())
+
+
+def test_an_attention_that_is_not_known_is_refused() -> None:
+    heads = torch.randn(1, 2, 3, 4)
+    layout = Layout(torch.arange(3), torch.arange(3).unsqueeze(0), torch.arange(3).unsqueeze(0), ())
+    for strange in ({"dropout": 0.1}, {"s_aux": heads}, {"is_causal": False}):
+        with pytest.raises(NotImplementedError):
+            shared_attention(torch.nn.Identity(), heads, heads, heads, None, layout=layout, **strange)
