@@ -25,18 +25,20 @@ from tests.unit.tiny_models import VOCAB, make_model, make_tokenizer
 
 
 def ragged_rows(count: int, *, longest: int = 12) -> LazyStackedTensorDict:
-    """Fresh random rows as a source gives them, with reference log-probs and text."""
+    """Fresh random rows as a source gives them, four siblings to a prompt, with reference log-probs and text."""
     rows = []
     for index in range(count):
-        prompt, response = int(torch.randint(1, 5, ())), int(torch.randint(1, longest, ()))
-        length = prompt + response
-        assistant = torch.arange(length) >= prompt
+        if index % 4 == 0:
+            prompt = torch.randint(3, VOCAB, (int(torch.randint(1, 5, ())),))
+        response = torch.randint(3, VOCAB, (int(torch.randint(1, longest, ())),))
+        length = len(prompt) + len(response)
+        assistant = torch.arange(length) >= len(prompt)
         near = lambda assistant=assistant, length=length: torch.where(  # noqa: E731
             assistant, -3.6 + 0.2 * torch.randn(length), 0.0
         )
         row = TensorDict(
             {
-                keys.FULL_TOKENS: torch.randint(3, VOCAB, (length,)),
+                keys.FULL_TOKENS: torch.cat([prompt, response]),
                 keys.ATTENTION_MASK: torch.ones(length, dtype=torch.bool),
                 keys.ASSISTANT_MASK: assistant,
                 keys.LOG_PROBS: near(),
