@@ -6,8 +6,9 @@ Three rows in (``p`` prompt, ``a`` assistant, ``.`` padding) under ``token``, so
     row 1   p a a a          loss_weight   0  1/6 1/6 1/6
     row 2   p p a            loss_weight   0   0  1/6
 
-``micro_batches(rows, token_budget=8)`` packs them longest first: ``[[row 0, row 1], [row 2]]``, 8 and 3 padded tokens.
-``pad_rows`` of the three gives ``[3, 4]`` tensors; the padding has ``all_attention_mask`` False and weight 0::
+If rows 0 and 2 are siblings, ``micro_batches(rows, token_budget=8)`` is ``[[row 0, row 2], [row 1]]``: 5 packed
+tokens, the prompt once, and 4. ``pad_rows`` of the three gives ``[3, 4]`` tensors; the padding has
+``all_attention_mask`` False and weight 0::
 
     p p a a   0   0  1/6 1/6
     p a a a   0  1/6 1/6 1/6
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sota_grpo import keys
+from sota_grpo.functional.balance import Siblings, fill
 from sota_grpo.functional.weighting import Aggregation, row_weights
 
 Key = str | tuple[str, ...]
@@ -140,10 +142,10 @@ def pad_rows(rows: Sequence[TensorDictBase] | TensorDictBase, *, pad_token_id: i
     if not listed:
         raise ValueError("pad_rows got no rows; a batch needs at least one.")
     padded: dict[str, Any] = {}
-    for key, fill in ((keys.FULL_TOKENS, pad_token_id), *_PER_TOKEN):
+    for key, padding in ((keys.FULL_TOKENS, pad_token_id), *_PER_TOKEN):
         values = _collect(listed, key)
         if values:
-            _nest(padded, key, pad_sequence(values, batch_first=True, padding_value=fill))
+            _nest(padded, key, pad_sequence(values, batch_first=True, padding_value=padding))
     for key in _PER_ROW:
         values = _collect(listed, key)
         if values:
@@ -175,16 +177,22 @@ def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
     return lazy_stack(rows, 0)
 
 
-def micro_batches(rows: Sequence[TensorDictBase] | TensorDictBase, *, token_budget: int) -> list[list[TensorDictBase]]:
-    """Split rows into micro-batches of at most ``token_budget`` padded tokens, longest rows first.
+def micro_batches(
+    rows: Sequence[TensorDictBase] | TensorDictBase, *, token_budget: int, shared_prompt: bool = True
+) -> list[list[TensorDictBase]]:
+    """Split rows into micro-batches of at most ``token_budget`` packed tokens, the heaviest first.
 
-    A micro-batch of n rows costs ``n * max T_i``. The first is the heaviest, so memory that does not suffice shows in
-    the first step and not an hour later. A row longer than the budget is a micro-batch of its own. Rows of one length
-    keep their order, so the split is a function of the rows alone.
+    A prompt counts once for the siblings of a micro-batch (:func:`sibling_groups`), which stay together as far as the
+    budget allows, and every response counts whole; see :func:`sota_grpo.functional.balance.fill` for the packing and
+    for how many slots :func:`pad_rows` may add. The first is the heaviest, so memory that does not suffice shows in the
+    first step and not an hour later. A row above the budget is a micro-batch of its own. The split is a function of the
+    rows alone.
 
     Args:
         rows: ragged rows.
-        token_budget: padded tokens of one micro-batch, at least 1.
+        token_budget: packed tokens of one micro-batch, at least 1.
+        shared_prompt: False for a model that computes padded rows, each with its prompt: then the budget is one of
+            padded tokens, ``n * max T_i`` for n rows.
 
     Returns:
         The same rows, grouped; empty for no rows.
@@ -192,22 +200,49 @@ def micro_batches(rows: Sequence[TensorDictBase] | TensorDictBase, *, token_budg
     Raises:
         ValueError: if the budget is not positive.
 
-    >>> rows = [TensorDict({"tokens": {"full": torch.zeros(n)}}) for n in (2, 5, 3, 2)]
-    >>> [[row["tokens", "full"].shape[0] for row in part] for part in micro_batches(rows, token_budget=6)]
-    [[5], [3, 2], [2]]
+    >>> def row(group, prompt, response):
+    ...     spoken = torch.arange(prompt + response) >= prompt
+    ...     tokens = {"full": torch.zeros(prompt + response)}
+    ...     return TensorDict({"group_id": group, "tokens": tokens, "masks": {"all_assistant_mask": spoken}})
+    >>> rows = [row(0, 3, 2), row(1, 2, 2), row(0, 3, 1), row(1, 2, 3)]
+    >>> [[r["tokens", "full"].shape[0] for r in part] for part in micro_batches(rows, token_budget=7)]
+    [[4, 5], [5, 4]]
+    >>> [[r["tokens", "full"].shape[0] for r in p] for p in micro_batches(rows, token_budget=7, shared_prompt=False)]
+    [[5], [5], [4], [4]]
     """
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")
-    lengths = [(row.get(keys.FULL_TOKENS).shape[-1], row) for row in row_list(rows)]
-    parts: list[list[TensorDictBase]] = []
-    widest = 0
-    for length, row in sorted(lengths, key=lambda pair: -pair[0]):
-        if parts and (len(parts[-1]) + 1) * widest <= token_budget:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
-            widest = length
-    return parts
+    listed = row_list(rows)
+    if shared_prompt:
+        batches = fill(sibling_groups(listed), token_budget=token_budget)
+    else:
+        alone = (Siblings((index,), 0, (row.get(keys.FULL_TOKENS).shape[-1],)) for index, row in enumerate(listed))
+        batches = fill(alone, token_budget=token_budget, slots_per_token=1)
+    return [[listed[index] for piece in batch for index in piece.rows] for batch in batches]
+
+
+def sibling_groups(rows: Sequence[TensorDictBase] | TensorDictBase) -> list[Siblings]:
+    """The rows by prompt, in the order of their first: what stands before the first assistant token is equal.
+
+    Tokens decide, as they do where the prompt is computed; ids do not. A row without an assistant token is a prompt
+    that nothing follows.
+
+    >>> def row(*tokens):
+    ...     spoken = {"all_assistant_mask": torch.tensor([False, False, True])}
+    ...     return TensorDict({"tokens": {"full": torch.tensor(tokens)}, "masks": spoken})
+    >>> [group.rows for group in sibling_groups([row(5, 6, 7), row(5, 4, 8), row(5, 6, 9)])]
+    [(0, 2), (1,)]
+    """
+    found: dict[bytes, list[tuple[int, int, int]]] = {}
+    for index, row in enumerate(row_list(rows)):
+        spoken = row.get(keys.ASSISTANT_MASK).cpu().numpy()
+        tokens = row.get(keys.FULL_TOKENS).cpu().numpy()
+        prompt = int(spoken.argmax()) if spoken.any() else len(tokens)
+        found.setdefault(tokens[:prompt].tobytes(), []).append((index, prompt, len(tokens) - prompt))
+    return [
+        Siblings(tuple(index for index, *_ in members), members[0][1], tuple(length for *_, length in members))
+        for members in found.values()
+    ]
 
 
 def _collect(rows: Iterable[TensorDictBase], key: Key) -> list[Tensor]:

@@ -169,7 +169,9 @@ class TrainConfig:
     dialog_turns_per_batch: int = opt(256, "responses per collection, one turn of the loop")
     optim_batch_size: int = opt(256, "responses per optimizer step")
     epochs: int = opt(1, "times a collection is used; above 1 the proximal log-probs are recomputed first")
-    micro_batch_tokens: int = opt(16384, "padded tokens per forward pass; changes memory and speed, never the result")
+    micro_batch_tokens: int = opt(
+        16384, "tokens per forward pass, each prompt once; changes memory and speed, never the result"
+    )
     precision: str = opt("auto", "autocast of the learner; auto is bf16 on CUDA", ("auto", "fp32", "bf16", "fp16"))
     kl_coef_in_loss: bool = opt(True, "the KL term stands in the loss; false: it is subtracted from the reward")
     max_policy_age: int = opt(0, "oldest policy, in published versions, whose tokens may be trained on")

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDictBase
+from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.collate import micro_batches, pad_rows
-from sota_grpo.functional.balance import balanced_shares, row_cost
+from sota_grpo.collate import micro_batches, pad_rows, sibling_groups
+from sota_grpo.functional.balance import Siblings, rank_shares
+from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.lora import adapter_disabled
+from sota_grpo.policy.lora import adapter_disabled, base_model
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.schedule import LearnerSettings
+
+
+class Pass(NamedTuple):
+    """One micro-batch of an optimizer step.
+
+    Args:
+        rows: what goes through the policy.
+        real: False for rows that only keep this rank in step with the others and count for nothing.
+        learns: whether a backward pass follows.
+    """
+
+    rows: list[TensorDictBase]
+    real: bool
+    learns: bool
 
 
 class ForwardPasses:
@@ -42,25 +60,24 @@ class ForwardPasses:
         return found
 
     def scored(self, rows: Sequence[TensorDictBase]) -> Iterator[tuple[TensorDictBase, torch.Tensor]]:
-        """Each row, longest first, with its log-probs ``[T_i]`` (on the CPU) as :meth:`log_probs` gives them."""
+        """Each row with its log-probs ``[T_i]`` (on the CPU) as :meth:`log_probs` gives them, in the order given."""
         found = self._own_log_probs(rows)
-        ordered = sorted(rows, key=lambda row: -row.get(keys.FULL_TOKENS).shape[-1])
+        lengths = [row.get(keys.FULL_TOKENS).shape[-1] for row in rows]
         if self.ranks.size > 1:  # each rank fills in its rows; what the others scored is 0 there
-            lengths = [row.get(keys.FULL_TOKENS).shape[-1] for row in ordered]
-            flat = torch.cat([found.get(id(row), torch.zeros(length)) for row, length in zip(ordered, lengths)])
-            found = {id(row): part for row, part in zip(ordered, self.ranks.sum(flat).cpu().split(lengths))}
-        return ((row, found[id(row)]) for row in ordered)
+            flat = torch.cat([found.get(id(row), torch.zeros(length)) for row, length in zip(rows, lengths)])
+            found = {id(row): part for row, part in zip(rows, self.ranks.sum(flat).cpu().split(lengths))}
+        return ((row, found[id(row)]) for row in rows)
 
     def _own_log_probs(self, rows: Sequence[TensorDictBase]) -> dict[int, torch.Tensor]:
         """Log-probs of this rank's share, by the identity of the row."""
-        found: dict[int, torch.Tensor] = {}
-        for micro, real in self.own_micro_batches(rows, self.settings.micro_batch_tokens):
-            values = self.log_probs(self.padded(micro)).cpu()
-            if real:
-                found |= {
-                    id(row): own[: row.get(keys.FULL_TOKENS).shape[-1]].clone() for row, own in zip(micro, values)
-                }
-        return found
+        parts = self.own_micro_batches(rows, self.settings.micro_batch_tokens)
+        scores = [self.log_probs(self.padded(micro)) for micro, _ in parts]  # fetched when all of them are under way
+        return {
+            id(row): own[: row.get(keys.FULL_TOKENS).shape[-1]].clone()
+            for (micro, real), values in zip(parts, scores)
+            if real
+            for row, own in zip(micro, values.cpu())
+        }
 
     def base_log_probs(self, rows: Sequence[TensorDictBase]) -> list[torch.Tensor]:
         """Log-probs ``[T_i]`` of each row under the model without its adapter, in the order given.
@@ -69,8 +86,7 @@ class ForwardPasses:
             ValueError: the model has no adapter.
         """
         with adapter_disabled(self.policy.model):
-            found = {id(row): values for row, values in self.scored(rows)}
-        return [found[id(row)] for row in rows]
+            return [values for _, values in self.scored(rows)]
 
     def log_prob_gaps(self, rows: Sequence[TensorDictBase]) -> torch.Tensor:
         """Trainer's minus engine's log-prob of every sampled token, flat, in nats."""
@@ -86,13 +102,50 @@ class ForwardPasses:
         micro-batches goes through the shortest row again, which then counts for nothing.
         """
         if self.ranks.size == 1:
-            return [(part, True) for part in micro_batches(rows, token_budget=token_budget)]
-        lengths = [row.get(keys.FULL_TOKENS).shape[-1] for row in rows]
-        shares = balanced_shares([row_cost(length, self.policy.hidden_size) for length in lengths], self.ranks.size)
-        parts = [micro_batches([rows[index] for index in share], token_budget=token_budget) for share in shares]
+            return [(part, True) for part in self._micro_batches(rows, token_budget)]
+        groups = sibling_groups(rows)
+        if not self.policy.shared_prompt:
+            groups = [group.part([member]) for group in groups for member in range(len(group.rows))]
+        shares = rank_shares(groups, self.ranks.size, self._cost)
+        parts = [
+            self._micro_batches([rows[index] for piece in share for index in piece.rows], token_budget)
+            for share in shares
+        ]
         mine = [(part, True) for part in parts[self.ranks.rank]]
-        shortest = rows[lengths.index(min(lengths))]
-        return mine + [([shortest], False)] * (max(map(len, parts)) - len(mine))
+        missing = max(map(len, parts)) - len(mine)
+        again = [min(rows, key=lambda row: row.get(keys.FULL_TOKENS).shape[-1])] if missing else []
+        return mine + [(again, False)] * missing
+
+    def passes(self, rows: Sequence[TensorDictBase], token_budget: int, *, advantage_only: bool) -> list[Pass]:
+        """This rank's passes over the weighted rows of an optimizer step, :func:`by_signal`: those that learn first."""
+        live, still = by_signal(rows, advantage_only=advantage_only)
+        return [
+            Pass(micro, real, learns)
+            for part, learns in ((live, True), (still, False))
+            for micro, real in self.own_micro_batches(part, token_budget)
+        ]
+
+    def _micro_batches(self, rows: Sequence[TensorDictBase], token_budget: int) -> list[list[TensorDictBase]]:
+        return micro_batches(rows, token_budget=token_budget, shared_prompt=self.policy.shared_prompt)
+
+    def _cost(self, group: Siblings) -> int:
+        return step_flops(self.shape, shared_load(group.prompt, group.responses))
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The numbers of the policy that its operations are counted from."""
+        model = base_model(self.policy.model)
+        config, decoder, head = model.config.get_text_config(), model.get_decoder(), model.get_output_embeddings()
+        tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
+        matrices = [weight for weight in decoder.parameters() if weight.dim() == 2 and id(weight) not in tables]
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return ModelShape(
+            trainable_weights=sum(weight.numel() for weight in matrices if weight.requires_grad),
+            frozen_weights=sum(weight.numel() for weight in matrices if not weight.requires_grad),
+            attention_width=config.num_hidden_layers * config.num_attention_heads * head_dim,
+            head_weights=head.weight.numel(),
+            head_trainable=head.weight.requires_grad,
+        )
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The precision of every forward pass, the reference's included."""
@@ -100,3 +153,36 @@ class ForwardPasses:
             return contextlib.nullcontext()
         dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
         return torch.autocast(self.device.type, dtype=dtype)
+
+
+def by_signal(
+    rows: Sequence[TensorDictBase], *, advantage_only: bool
+) -> tuple[list[TensorDictBase], list[TensorDictBase]]:
+    """Weighted rows that have a gradient, and those that are only measured; a row of weight 0 is neither.
+
+    Where the loss of a token is a multiple of its advantage, groups whose advantages are all exactly 0 (all right, all
+    wrong) have no gradient. At least one row is among the first, since a gradient of zeros is a gradient: an optimizer
+    with momentum moves.
+
+    Args:
+        rows: ragged rows with ``loss_weight`` and ``advantage``.
+        advantage_only: whether every term of the loss is such a multiple; False: each weighted row has a gradient.
+
+    >>> from tensordict import TensorDict
+    >>> def row(group, advantage, weight):
+    ...     tokens = {"tokens": {"full": torch.zeros(1)}, "masks": {"all_assistant_mask": torch.zeros(1).bool()}}
+    ...     signal = {"advantage": torch.full((1, 1), advantage), "loss_weight": torch.tensor([weight])}
+    ...     return TensorDict({"group_id": group, **tokens, **signal})
+    >>> rows = [row(0, 0.0, 1.0), row(0, 1.0, 1.0), row(1, 0.0, 1.0), row(2, 3.0, 0.0)]
+    >>> [[int(one["group_id"]) for one in part] for part in by_signal(rows, advantage_only=True)]
+    [[0, 0], [1]]
+    """
+    weighted = [row for row in rows if bool(row.get(keys.LOSS_WEIGHT).any())]
+    moving = [not advantage_only or bool(row.get(keys.ADVANTAGE).any()) for row in weighted]
+    live, still = weighted, list[TensorDictBase]()
+    if not all(moving):
+        groups = sibling_groups(weighted)
+        chosen = {index for group in groups if any(moving[index] for index in group.rows) for index in group.rows}
+        live = [row for index, row in enumerate(weighted) if index in chosen]
+        still = [row for index, row in enumerate(weighted) if index not in chosen]
+    return (live, still) if live else (still[:1] or list(rows[:1]), still[1:])

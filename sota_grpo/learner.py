@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.collate import pad_rows, row_list, set_loss_weights
+from sota_grpo.collate import pad_rows, row_list, set_loss_weights, sibling_groups
 from sota_grpo.errors import UserError
 from sota_grpo.forward_passes import ForwardPasses
 from sota_grpo.functional import mismatch_kl
@@ -52,7 +52,7 @@ class Learner(ForwardPasses):
         settings: see :class:`LearnerSettings`.
         pad_token_id: fills the padding.
         dump_dir: where a batch that gave a non-finite step is written.
-        seed: order of the rows in the second and later epochs.
+        seed: order of the groups in the second and later epochs.
         ranks: the processes that train this policy together, each of which holds a part of it (see
             :func:`sota_grpo.policy.sharding.shard`) and is given the same calls with the same rows. None: this one.
     """
@@ -84,6 +84,7 @@ class Learner(ForwardPasses):
             weight_decay=settings.weight_decay,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
+            fused=True,
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, settings)
@@ -117,10 +118,16 @@ class Learner(ForwardPasses):
         return found | {"optimizer_steps": self.optimizer_steps, "time/learn_s": time.perf_counter() - began}
 
     def _mini_batches(self, rows: Sequence[TensorDictBase], epoch: int) -> Iterator[list[TensorDictBase]]:
+        """Rows of each optimizer step; the second and later epochs mix groups, so that siblings still share a prompt.
+
+        Where the size of a step is no multiple of the groups' sizes, a group is cut at its edge.
+        """
         order: list[int] = list(range(len(rows)))
-        if epoch:  # groups stay together in the first pass; later ones mix them
+        if epoch:
             generator = torch.Generator().manual_seed(sample_seed(self.seed, self.version, epoch))
-            order = torch.randperm(len(rows), generator=generator).tolist()
+            groups = sibling_groups(rows)
+            mixed = torch.randperm(len(groups), generator=generator).tolist()
+            order = [index for place in mixed for index in groups[place].rows]
         for start in range(0, len(order), self.settings.optim_batch_size):
             yield [rows[index] for index in order[start : start + self.settings.optim_batch_size]]
 
@@ -139,6 +146,7 @@ class Learner(ForwardPasses):
             self.schedule.step()
             self.optimizer_steps += 1
         self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)  # their memory is an engine's until the next step
         metrics |= {**losses, "grad_norm": None if skipped else norm, "lr": None if skipped else rate}
         if self.scaler.is_enabled():
             metrics |= {"skipped_steps": int(skipped), "loss_scale": scale}
@@ -155,24 +163,27 @@ class Learner(ForwardPasses):
             max_response_tokens=settings.max_response_tokens,
             drop_truncated=settings.drop_truncated and not keep_truncated,
         )
+        passes = self.passes(row_list(weighted), token_budget, advantage_only=self.loss.advantage_only)
+        last = sum(one.learns for one in passes)
         self.policy.train()
         self.optimizer.zero_grad(set_to_none=True)
         losses: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
-        parts = self.own_micro_batches(weighted, token_budget)
-        for index, (micro, real) in enumerate(parts, start=1):
-            reduce_gradients(self.policy, now=index == len(parts) or not self.ranks.reduce_once)
+        for index, (micro, real, learns) in enumerate(passes, start=1):
+            reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
             batch = self.padded(micro)
             if not real:
                 batch.get(keys.LOSS_WEIGHT).zero_()
-            with self.autocast():
+            with self.autocast(), torch.set_grad_enabled(learns):
                 out = self.loss(batch)
             terms = {name: value for name, value in out.items() if name.startswith("loss_")}
-            self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
+            if learns:
+                self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
             _add(losses, terms)
             _add(sums, dict(out.sums.items()))
         losses, sums = self.ranks.sums(losses), self.ranks.sums(sums)
-        means, measured = _named(diagnostic_means(sums)), bool(sums["tokens"] > 0)
+        means = _named(diagnostic_means(sums) | {"tokens": sums["tokens"]})
+        measured = means.pop("tokens") > 0
         return _named(losses), {name: value if measured else None for name, value in means.items()}
 
     def gradient(self, rows: Sequence[TensorDictBase], *, token_budget: int) -> dict[str, torch.Tensor]:
@@ -275,7 +286,9 @@ class Learner(ForwardPasses):
 
 
 def _named(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    return {METRIC_NAMES.get(name, name): value.item() for name, value in values.items()}
+    """The scalars as numbers, in one transfer from their device."""
+    numbers = torch.stack([value.double() for value in values.values()]).tolist()
+    return {METRIC_NAMES.get(name, name): number for name, number in zip(values, numbers)}
 
 
 def _add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

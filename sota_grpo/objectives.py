@@ -167,28 +167,28 @@ class GRPOLoss(LossModule):
         self.actor_network = actor_network
         pair = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
         self.clip_epsilon_low, self.clip_epsilon_high = (float(width) for width in pair)
-        self.kl_mask_threshold = kl_mask_threshold
-        self.aggregation: Any = (
-            "none" if reduction == "none" else loss_aggregation or TORCHRL_AGGREGATIONS[aggregation or "token_mean"]
-        )
-        self.max_response_tokens = max_response_tokens
-        self.entropy_coeff = entropy_coeff if entropy_bonus else 0.0
-        self.entropy_bonus = entropy_bonus
+        self.kl_mask_threshold, self.max_response_tokens = kl_mask_threshold, max_response_tokens
+        averaged = loss_aggregation or TORCHRL_AGGREGATIONS[aggregation or "token_mean"]
+        self.aggregation: Any = "none" if reduction == "none" else averaged
+        self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff if entropy_bonus else 0.0
         self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
-        self.batch_device = device
-        self.masking_strategy = masking_strategy
+        self.batch_device, self.masking_strategy = device, masking_strategy
         self.objective, self.ratio, self.dual_clip, self.kl_estimator = objective, ratio, dual_clip, kl_estimator
         self.correction, self.correction_mode, self.correction_cap = correction, correction_mode, correction_cap
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        names = self.tensor_keys
-        own = [names.action, names.sample_log_prob, names.advantage, names.mask]
+        own = [getattr(self.tensor_keys, name) for name in ("action", "sample_log_prob", "advantage", "mask")]
         return list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *own]))
 
     @property
     def out_keys(self) -> list[NestedKey]:
         return [name for name in GRPOLossOutput.__dataclass_fields__ if name != "sums"]
+
+    @property
+    def advantage_only(self) -> bool:
+        """Whether every term is a multiple of the advantage, so that tokens without one have no gradient."""
+        return not (self.kl_to_ref_coeff or self.kl_to_inference_coeff or self.entropy_coeff)
 
     def _forward_value_estimator_keys(self, **_: Any) -> None:
         """There is no value estimator; ``set_keys`` asks for one to be told."""
@@ -282,7 +282,7 @@ class GRPOLoss(LossModule):
         weight = log_ratio.double().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
         trainer = tokens.log_prob if tokens.proximal is None else tokens.proximal
         measured: dict[str, Tensor] = {
-            "tokens": torch.ones_like(weight),
+            "tokens": tokens.mask,
             "ratio": weight,
             "ratio_squared": weight.square(),
             "clip_fraction": clipped,
@@ -297,4 +297,4 @@ class GRPOLoss(LossModule):
 
 
 def _total(value: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, value.detach().double(), 0.0).sum()
+    return torch.where(mask, value.detach(), 0).sum(dtype=torch.float64)

@@ -18,7 +18,7 @@ class LearnerSettings:
         schedule: ``constant``, or ``linear`` or ``cosine`` to 0 at ``total_steps``; each after ``warmup_steps``.
         optim_batch_size: rows per optimizer step.
         epochs: passes over a batch.
-        micro_batch_tokens: padded tokens per forward pass.
+        micro_batch_tokens: packed tokens per forward pass: each prompt once for its group, and every response.
         aggregation: ``token``, ``sequence`` or ``constant`` (DESIGN 4.3).
         max_response_tokens: the constant of ``constant``.
         drop_truncated: truncated rows take no part in the loss.

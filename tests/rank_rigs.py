@@ -68,6 +68,7 @@ def build_learner(
     dropout: float = 0.0,
     checkpointing: bool = False,
     dtype: torch.dtype = torch.float32,
+    kl_coef: float = 0.05,
     **settings: Any,
 ) -> Learner:
     """The same random weights on every rank and for every number of ranks; adapters as after some training."""
@@ -84,7 +85,7 @@ def build_learner(
                         parameter.normal_(0.0, 0.1)
     policy = CausalPolicy(model, temperature=0.8)
     shard(policy, ranks)
-    loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=0.05)
+    loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=kl_coef)
     return Learner(policy, loss, learner_settings(**settings), pad_token_id=0, dump_dir=Path(dump_dir), ranks=ranks)
 
 

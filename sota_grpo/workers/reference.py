@@ -68,7 +68,7 @@ class ReferenceServant:
         model: taken over and frozen.
         temperature: the policy's sampling temperature.
         precision: autocast, ``fp32``, ``bf16`` or ``fp16``; that of the policy makes the KL of equal weights 0.
-        token_budget: padded tokens of one forward pass.
+        token_budget: packed tokens of one forward pass; padded ones for a model that cannot be packed.
         pad_token_id: padding of the tokens; any id of the vocabulary will do.
         shared_prompt: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
 
@@ -107,7 +107,11 @@ class ReferenceServant:
 
     def _answer(self, rows: RaggedRows) -> list[np.ndarray]:
         found = reference_log_probs(
-            self._forward, rows.unpack(), pad_token_id=self._pad_token_id, token_budget=self._token_budget
+            self._forward,
+            rows.unpack(),
+            pad_token_id=self._pad_token_id,
+            token_budget=self._token_budget,
+            shared_prompt=self._reference.shared_prompt,
         )
         return [values.numpy() for values in found]
 

@@ -106,6 +106,21 @@ def test_three_updates_equal_one_ranks(kind: str, pair: Pair) -> None:
     assert two.version == one.version == 3
 
 
+@pytest.mark.parametrize("reduce_once", [True, False])
+def test_groups_without_an_advantage_are_measured_alike(reduce_once: bool, pair: Pair) -> None:
+    """Without a KL term they have no backward pass; in the second turn no row has one but the one that must."""
+    options = {"kl_coef": 0.0, "optim_batch_size": 10, "micro_batch_tokens": 20}
+    two, one = pair.learner(reduce_once=reduce_once, **options), pair.one(**options)
+    for silent in ((1,), (0, 1, 2)):
+        rows = ragged_rows(10)
+        for row in row_list(rows):
+            if int(row[keys.GROUP_ID]) in silent:
+                row.set(keys.ADVANTAGE, torch.zeros(1, 1))
+        found, expected = measured(two.update(rows)), measured(one.update(rows))
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert_equal_weights(two, one)
+
+
 def test_each_rank_keeps_half(pair: Pair) -> None:
     two, one = pair.learner(), pair.one()
     two.update(ragged_rows(4))

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.collate import micro_batches, pad_rows, row_list, set_loss_weights, unpad_rows
+from sota_grpo.collate import micro_batches, pad_rows, row_list, set_loss_weights, sibling_groups, unpad_rows
 from tests.builders import generator, random_row, random_rows
 
 
@@ -24,8 +24,10 @@ def test_the_worked_example() -> None:
     torch.testing.assert_close(batch["loss_weight"], torch.tensor(weights) / 6)
     assert batch[keys.ATTENTION_MASK].tolist() == [[True] * 4, [True] * 4, [True, True, True, False]]
     assert batch[keys.TOKEN_VERSION][2].tolist() == [-1, -1, 3, -1]
+    rows[2]["group_id"] = rows[0]["group_id"]
+    rows[2][keys.FULL_TOKENS][:2] = rows[0][keys.FULL_TOKENS][:2]
     parts = micro_batches(rows, token_budget=8)
-    assert [[row["sample_id"].item() + 2 * row["group_id"].item() for row in part] for part in parts] == [[0, 1], [2]]
+    assert [[id(row) for row in part] for part in parts] == [[id(rows[0]), id(rows[2])], [id(rows[1])]]
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
@@ -94,16 +96,67 @@ def test_a_key_that_only_some_rows_have_is_refused() -> None:
         pad_rows([], pad_token_id=0)
 
 
+def sibling_rows(count: int, size: int) -> list[TensorDict]:
+    """``count`` groups of ``size`` rows whose prompts are equal, in random order."""
+    stream = generator()
+    rows = random_rows(stream, count * size, group_size=size)
+    for index, row in enumerate(rows):
+        prompt = rows[index - index % size][keys.PROMPT_TOKENS]
+        row[keys.FULL_TOKENS][: len(prompt)] = prompt
+    return [rows[index] for index in torch.randperm(len(rows), generator=stream)]
+
+
+def packed_tokens(rows: list[TensorDict]) -> int:
+    """By a loop: each prompt once, every response."""
+    prompts, tokens = set(), 0
+    for row in rows:
+        prompt = tuple(row[keys.FULL_TOKENS][~row[keys.ASSISTANT_MASK]].tolist())
+        tokens += int(row[keys.ASSISTANT_MASK].sum())
+        prompts.add(prompt)
+    return tokens + sum(map(len, prompts))
+
+
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("budget", [1, 9, 17, 40, 10_000])
-def test_micro_batches_keep_the_budget_and_lose_no_row(budget) -> None:
-    rows = random_rows(generator(), 20)
-    parts = micro_batches(rows, token_budget=budget)
-    lengths = [[row[keys.FULL_TOKENS].shape[0] for row in part] for part in parts]
+def test_micro_batches_keep_the_budget_and_lose_no_row(budget, shared) -> None:
+    rows = sibling_rows(6, 4)
+    parts = micro_batches(rows, token_budget=budget, shared_prompt=shared)
     assert sorted(map(id, rows)) == sorted(id(row) for part in parts for row in part)
-    assert all(len(part) == 1 or len(part) * max(part) <= budget for part in lengths)
-    assert [n for part in lengths for n in part] == sorted((n for part in lengths for n in part), reverse=True)
-    again = micro_batches(rows, token_budget=budget)
+    widths = [max(row[keys.FULL_TOKENS].shape[0] for row in part) for part in parts]
+    sizes = [packed_tokens(part) if shared else len(part) * width for part, width in zip(parts, widths)]
+    assert all(len(part) == 1 or size <= budget for part, size in zip(parts, sizes))
+    assert sizes == sorted(sizes, reverse=True)
+    again = micro_batches(lazy_stack(rows, 0), token_budget=budget, shared_prompt=shared)
     assert [[id(row) for row in part] for part in again] == [[id(row) for row in part] for part in parts]
+
+
+def test_siblings_are_the_rows_of_one_prompt() -> None:
+    rows = sibling_rows(5, 4)
+    prompts = [tuple(row[keys.FULL_TOKENS][~row[keys.ASSISTANT_MASK]].tolist()) for row in rows]
+    groups = sibling_groups(rows)
+    assert [set(group.rows) for group in groups] == [
+        {index for index, other in enumerate(prompts) if other == one} for one in dict.fromkeys(prompts)
+    ]
+    for group in groups:
+        lengths = [rows[index][keys.FULL_TOKENS].shape[0] for index in group.rows]
+        assert lengths == [group.prompt + length for length in group.responses]
+        assert all(len(prompts[index]) == group.prompt for index in group.rows)
+
+
+def test_tokens_make_siblings_and_ids_do_not() -> None:
+    one, other, third = sibling_rows(1, 3)
+    other[keys.FULL_TOKENS][0] += 1
+    third["group_id"] = torch.tensor(7)
+    assert [group.rows for group in sibling_groups([one, other, third])] == [(0, 2), (1,)]
+    nameless = [row.exclude("group_id") for row in (one, one.clone())]
+    assert [group.rows for group in sibling_groups(nameless)] == [(0, 1)]
+
+
+def test_tool_turns_belong_to_the_response_and_a_silent_row_is_all_prompt() -> None:
+    row, silent = (random_row(generator(), 2, 5) for _ in range(2))
+    row[keys.ASSISTANT_MASK][3:5] = False
+    silent[keys.ASSISTANT_MASK][:] = False
+    assert [(group.prompt, group.responses) for group in sibling_groups([row, silent])] == [(2, (5,)), (7, (0,))]
 
 
 def test_a_budget_of_nothing_is_refused() -> None:

@@ -112,6 +112,104 @@ def test_update_counts_versions_and_steps(tmp_path: Path) -> None:
     assert (learner.version, learner.optimizer_steps) == (1, 6)
 
 
+@pytest.mark.parametrize("size", [4, 6])
+def test_later_epochs_mix_whole_groups(size: int, tmp_path: Path) -> None:
+    """12 rows in groups of 4. Steps of 4 hold one group each; steps of 6 cut the middle one of each order."""
+    learner, rows = make_learner(tmp_path, optim_batch_size=size), make_rows()
+    for row in rows:
+        prompt = torch.full((3,), 5 + int(row[keys.GROUP_ID]))
+        row[keys.FULL_TOKENS] = torch.cat([prompt, row[keys.FULL_TOKENS][-1:]])
+        row[keys.ASSISTANT_MASK] = torch.arange(4) == 3
+    position = {id(row): index for index, row in enumerate(rows)}
+    orders = [
+        [[position[id(row)] for row in step] for step in learner._mini_batches(rows, epoch)] for epoch in range(20)
+    ]
+    assert orders[0] == [list(range(12))[start : start + size] for start in range(0, 12, size)]
+    assert len({str(order) for order in orders}) > 3
+    for order in orders:
+        flat = [index for step in order for index in step]
+        assert {len(step) for step in order} == {size}
+        assert sorted(flat[start : start + 4] for start in range(0, 12, 4)) == [
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+            [8, 9, 10, 11],
+        ]
+    again = [[position[id(row)] for row in step] for step in learner._mini_batches(rows, 1)]
+    assert again == orders[1]
+
+
+def test_rows_without_siblings_are_mixed_one_by_one(tmp_path: Path) -> None:
+    learner, rows = make_learner(tmp_path), [row.exclude(keys.GROUP_ID) for row in make_rows()]
+    mixed = [id(row) for step in learner._mini_batches(rows, 1) for row in step]
+    assert sorted(mixed) == sorted(map(id, rows))
+    assert mixed != [id(row) for row in rows]
+
+
+def silence(rows: list[TensorDict], *groups: int) -> list[TensorDict]:
+    for row in rows:
+        if int(row[keys.GROUP_ID]) in groups:
+            row.set(keys.ADVANTAGE, torch.zeros(1, 1))
+    return rows
+
+
+def siblings(count: int = 12) -> list[TensorDict]:
+    """:func:`make_rows` with one prompt for each group."""
+    rows = make_rows(count)
+    for row in rows:
+        row[keys.FULL_TOKENS] = torch.cat([torch.full((2,), 3 + int(row[keys.GROUP_ID])), row[keys.FULL_TOKENS][-1:]])
+        row[keys.ATTENTION_MASK], row[keys.ASSISTANT_MASK] = torch.ones(3).bool(), torch.arange(3) == 2
+        row[keys.LOG_PROBS] = torch.where(row[keys.ASSISTANT_MASK], -3.6 + 0.2 * torch.randn(3), 0.0)
+    return rows
+
+
+@pytest.mark.parametrize("silent", [(), (1,), (0, 2), (0, 1, 2)])
+def test_groups_without_an_advantage_need_no_backward_pass(
+    silent: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, losses and diagnostics are what they are when every row has one; a row that learns is always left."""
+    rows, found, learning = silence(siblings(), *silent), [], []
+    for advantage_only in (False, True):
+        monkeypatch.setattr(GRPOLoss, "advantage_only", advantage_only)
+        learner = make_learner(tmp_path, optim_batch_size=12, weight_decay=0.1, eps=1e-2)  # steps along the gradient
+        forward = learner.policy.forward
+        seen: list[int] = []
+        learner.policy.forward = lambda td, seen=seen, forward=forward: (
+            seen.append(len(td) * torch.is_grad_enabled()) or forward(td)
+        )
+        updates = [learner.update(lazy_stack([row.clone() for row in rows])) for _ in range(2)]
+        found.append((updates, weights(learner)))
+        learning.append(sum(seen) // 2)
+    assert learning == [12, max(1, 12 - 4 * len(silent))]
+    (all_updates, all_weights), (few_updates, few_weights) = found
+    for one, other in zip(all_updates, few_updates):
+        assert {k: v for k, v in one.items() if "time" not in k} == pytest.approx(
+            {k: v for k, v in other.items() if "time" not in k}, rel=1e-4, abs=1e-6
+        )
+    assert largest_gap(all_weights, few_weights) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{"kl_to_ref_coeff": 0.1}, {"entropy_coeff": 0.1}, {"kl_to_inference_coeff": 0.1}])
+def test_other_terms_learn_from_every_row(options: dict[str, float]) -> None:
+    assert GRPOLoss(torch.nn.Identity(), **{"entropy_coeff": 0.0, **options}).advantage_only is False
+    assert GRPOLoss(torch.nn.Identity(), **dict.fromkeys({"entropy_coeff": 0, **options}, 0.0)).advantage_only
+
+
+def test_rows_of_weight_zero_go_through_no_pass(tmp_path: Path) -> None:
+    learner, rows = make_learner(tmp_path, drop_truncated=True, optim_batch_size=12), make_rows(12)
+    for row in rows[:5]:
+        row.set(keys.TRUNCATED, torch.tensor([True]))
+    padded, seen = learner.padded, []
+    learner.padded = lambda part: seen.extend(map(id, part)) or padded(part)
+    learner.update(lazy_stack(rows))
+    assert sorted(seen) == sorted(map(id, rows[5:]))
+
+
+def test_no_gradient_is_kept_between_updates(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path)
+    learner.update(lazy_stack(make_rows()))
+    assert all(parameter.grad is None for parameter in learner.parameters)
+
+
 def test_recomputed_log_probs_make_the_first_ratio_one(tmp_path: Path) -> None:
     """With the proximal log-probs in place the behaviour policy's error no longer moves the objective."""
     rows = make_rows()

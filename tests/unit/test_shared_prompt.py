@@ -83,7 +83,7 @@ def test_packed_rows_equal_padded_ones(case: str, tool_turns: bool) -> None:
     family = case.split()[0] if case.split()[0] in FAMILIES else "qwen3"
     capped = family == "gemma2"  # which only the eager attention does
     packed, padded = policies(family, attention="eager" if capped else "sdpa", **CASES[case])
-    assert packed.scorer.shared_prompt
+    assert packed.shared_prompt
     rows = make_groups(GROUPS, tool_turns=tool_turns)
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5 if capped else 1e-6)
@@ -208,7 +208,7 @@ def test_a_model_that_cannot_take_packed_rows_says_so(reason: str, caplog: pytes
     before = model.config._attn_implementation
     with caplog.at_level(logging.WARNING):
         policy = CausalPolicy(model)
-    assert not policy.scorer.shared_prompt
+    assert not policy.shared_prompt
     assert "computes padded rows" in caplog.text
     assert reason in caplog.text
     assert model.config._attn_implementation == before

@@ -131,7 +131,7 @@ class FakeReference:
 
     def __call__(self, padded: TensorDictBase) -> torch.Tensor:
         tokens = padded[keys.FULL_TOKENS]
-        self.widths.append(tokens.numel())
+        self.widths.append(int(padded[keys.ATTENTION_MASK].sum()))  # prompts all differ: these are the packed tokens
         return torch.where(padded[keys.ATTENTION_MASK], -tokens / 10, torch.nan)
 
 

@@ -1,0 +1,125 @@
+"""Floating-point operations of a training step, counted from the shape of a model and the layout of its rows.
+
+A multiply-add is 2 operations. Per weight and position the forward pass takes 2, the backward pass 4: 2 for the
+gradient of the input, 2 for that of the weight, which a frozen weight does without. A (query, key) pair takes 4 per
+unit of attention width forward (its score and its share of the value) and 8 backward. Norms, activations, softmax and
+the optimizer are not counted; neither is what a kernel computes twice, except in :func:`recomputed_flops`.
+
+One prompt of 3 tokens with responses of 2 and 1 tokens, each layout's positions and causal pairs:
+
+====================  ==================  =============================================
+layout                positions           pairs of one layer
+====================  ==================  =============================================
+prompt shared         3 + 2 + 1 = 6       prompt 6, responses (2 * 3 + 3) + (1 * 3 + 1)
+padded to [2, 5]      2 * 5 = 10          2 * 15
+====================  ==================  =============================================
+
+Sources: Kaplan et al. 2020 (arXiv:2001.08361, table 1); Chowdhery et al. 2022 (arXiv:2204.02311, appendix B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of a dense decoder that its operations depend on.
+
+    Args:
+        trainable_weights: entries of the decoder's matrices that are trained, its adapters' included; no embedding.
+        frozen_weights: entries of those that are not.
+        attention_width: query heads times their size, summed over the layers.
+        head_weights: vocabulary times hidden size.
+        head_trainable: whether the head is trained.
+    """
+
+    trainable_weights: int
+    frozen_weights: int
+    attention_width: int
+    head_weights: int
+    head_trainable: bool = True
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is computed: decoder positions, causal (query, key) pairs of one layer, and positions that have logits.
+
+    A sliding window has fewer pairs than are counted here.
+
+    >>> shared_load(3, [2, 1]) + padded_load(2, 5, predicted=3)
+    Load(positions=16, pairs=49, predicted=6)
+    """
+
+    positions: int = 0
+    pairs: int = 0
+    predicted: int = 0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(self.positions + other.positions, self.pairs + other.pairs, self.predicted + other.predicted)
+
+
+def shared_load(prompt: int, responses: Sequence[int]) -> Load:
+    """One prompt of ``P`` tokens computed once, each response of ``R`` tokens behind it; all of these have logits.
+
+    Positions ``P + sum R``, pairs ``P (P + 1) / 2 + sum (R P + R (R + 1) / 2)``.
+
+    >>> shared_load(3, [2, 1])
+    Load(positions=6, pairs=19, predicted=3)
+    """
+    spoken = sum(responses)
+    own = sum(length * (length + 1) // 2 for length in responses)
+    return Load(prompt + spoken, prompt * (prompt + 1) // 2 + spoken * prompt + own, spoken)
+
+
+def padded_load(num_rows: int, width: int, *, predicted: int) -> Load:
+    """``num_rows`` rows padded to ``width`` tokens, each with its prompt; ``predicted`` of the positions have logits.
+
+    >>> padded_load(2, 5, predicted=3)
+    Load(positions=10, pairs=30, predicted=3)
+    """
+    return Load(num_rows * width, num_rows * width * (width + 1) // 2, predicted)
+
+
+def forward_flops(shape: ModelShape, load: Load) -> int:
+    """Operations of one forward pass.
+
+    >>> forward_flops(ModelShape(100, 0, 8, 50), Load(positions=6, pairs=19, predicted=3))  # 1200 + 608 + 300
+    2108
+    """
+    weights = (shape.trainable_weights + shape.frozen_weights) * load.positions + shape.head_weights * load.predicted
+    return 2 * weights + 4 * shape.attention_width * load.pairs
+
+
+def backward_flops(shape: ModelShape, load: Load) -> int:
+    """Operations of one backward pass; frozen weights still pass the gradient on.
+
+    >>> backward_flops(ModelShape(100, 0, 8, 50), Load(positions=6, pairs=19, predicted=3))
+    4216
+    >>> backward_flops(ModelShape(0, 100, 8, 50, head_trainable=False), Load(positions=6, pairs=19, predicted=3))
+    2716
+    """
+    per_position = 4 * shape.trainable_weights + 2 * shape.frozen_weights
+    head = (4 if shape.head_trainable else 2) * shape.head_weights
+    return per_position * load.positions + 8 * shape.attention_width * load.pairs + head * load.predicted
+
+
+def step_flops(shape: ModelShape, load: Load) -> int:
+    """Operations of a forward and a backward pass, each quantity computed once: what utilisation (MFU) is measured by.
+
+    >>> step_flops(ModelShape(100, 0, 8, 50), Load(positions=6, pairs=19, predicted=3))
+    6324
+    """
+    return forward_flops(shape, load) + backward_flops(shape, load)
+
+
+def recomputed_flops(shape: ModelShape, load: Load, *, checkpointing: bool) -> int:
+    """What the backward pass computes a second time to save memory: the logits, and under checkpointing the decoder.
+
+    >>> shape, load = ModelShape(100, 0, 8, 50), Load(positions=6, pairs=19, predicted=3)
+    >>> recomputed_flops(shape, load, checkpointing=False), recomputed_flops(shape, load, checkpointing=True)
+    (300, 2108)
+    """
+    head = 2 * shape.head_weights * load.predicted
+    return forward_flops(shape, load) if checkpointing else head

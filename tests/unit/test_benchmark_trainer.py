@@ -1,0 +1,107 @@
+"""The trainer benchmark: its models are those it names, its work is what it says, and both trainers do the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto import CONFIG_MAPPING
+
+from benchmarks.trainer import Ours, main, measure, run
+from benchmarks.trainer_work import SHAPES, Case, make_rows, shared_loads
+from sota_grpo import keys
+from sota_grpo.collate import sibling_groups
+from sota_grpo.functional.flops import Load, padded_load
+
+SMALL = Case(tokens=140, prompt=20, response=10, group=4)
+
+
+@pytest.mark.parametrize(("shape", "parameters"), [("qwen3-0.6b", 596_049_920), ("qwen2.5-1.5b", 1_543_714_304)])
+def test_the_named_models_have_their_published_numbers_of_parameters(shape: str, parameters: int) -> None:
+    family, sizes = SHAPES[shape]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_rows_fill_the_packed_tokens() -> None:
+    """20 + 4 * 10, twice, leave 20 of 140: no room for another prompt and a response."""
+    rows = make_rows(SMALL)
+    assert [(group.prompt, group.responses) for group in sibling_groups(rows)] == [(20, (10,) * 4)] * 2
+    pairs = 2 * (20 * 21 // 2 + 4 * (10 * 20 + 10 * 11 // 2))
+    assert shared_loads(rows) == Load(positions=120, pairs=pairs, predicted=80)
+
+
+def test_ragged_rows_are_shorter_and_all_of_the_groups() -> None:
+    rows = make_rows(Case(tokens=4000, prompt=20, response=100, group=8, ragged=0.5))
+    lengths = [int(row[keys.ASSISTANT_MASK].sum()) for row in rows]
+    assert 50 <= min(lengths) < max(lengths) <= 100
+    assert shared_loads(rows).positions == sum(group.tokens for group in sibling_groups(rows))
+
+
+def test_a_step_without_room_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match="no room for a prompt"):
+        make_rows(Case(tokens=100))
+
+
+@pytest.mark.parametrize("options", [[], ["--lora", "2"], ["--checkpointing", "--micro-tokens", "40", "--profile"]])
+def test_a_line_of_json_says_what_was_measured(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    case = ["--tokens", "140", "--prompt", "20", "--response", "10", "--group", "4", "--repeat", "1"]
+    main(["--shape", "tiny", "--device", "cpu", "--precision", "fp32", *case, *options])
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert (result["who"], result["rows"], result["packed_tokens"]) == ("ours", 8, 120)
+    assert result["row_tokens_per_s"] / result["packed_tokens_per_s"] == pytest.approx(8 * 30 / 120, rel=0.01)
+    assert result["mfu"] > 0
+    assert result["mfu"] * result["times_floor"] == pytest.approx(1, rel=0.05)  # nothing is computed but the floor's
+    assert result["peak_gib"] is None
+    assert ("aten::mm" in err) == ("--profile" in options)
+
+
+def test_measured_figures_are_those_of_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 2 s, 1e9 operations per second: utilisation and distance from the floor by hand."""
+    rows = make_rows(SMALL)
+    ours = Ours(SMALL, rows, tmp_path)
+    monkeypatch.setattr("benchmarks.trainer.timed_step", lambda system, device: (2.0, None))
+    (found,) = measure(SMALL, [ours], rows, ours.learner.shape, 1e9, repeat=3)
+    load, shape = shared_loads(rows), ours.learner.shape
+    weights = shape.trainable_weights * load.positions + shape.head_weights * load.predicted
+    flops = 6 * weights + 12 * shape.attention_width * load.pairs
+    assert found["mfu"] == pytest.approx(flops / 2e9, abs=1e-4)
+    assert found["times_floor"] == pytest.approx(2e9 / flops, abs=1e-3)
+    assert (found["packed_tokens_per_s"], found["row_tokens_per_s"]) == (60, 120)
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("lora", [0, 2])
+def test_trl_does_the_same_work(lora: int, tmp_path: Path) -> None:
+    """From the same weights and rows both find the same gradient, and TRL's layout is the padded one."""
+    pytest.importorskip("trl", reason="TRL is a benchmark-only dependency: pip install sota-grpo[bench]")
+    from benchmarks.trainer_trl import Trl
+
+    case = Case(tokens=140, prompt=20, response=10, group=4, ragged=0.6, lora=lora)
+    rows = make_rows(case)
+    ours, peer = Ours(case, rows, tmp_path), Trl(case, rows, tmp_path)
+    assert peer.step() == pytest.approx(ours.step(), rel=1e-3)
+    longest = max(row[keys.FULL_TOKENS].shape[0] for row in rows)
+    assert peer.load == padded_load(len(rows), longest, predicted=len(rows) * (longest - 20))
+    kept = [sum(tensor.numel() for tensor in system.tensors()) for system in (ours, peer)]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.bench
+def test_systems_take_turns_on_one_case() -> None:
+    pytest.importorskip("trl", reason="TRL is a benchmark-only dependency: pip install sota-grpo[bench]")
+    found = run(SMALL, against_trl=True, measure_peak=False, repeat=1, profiled=False)
+    assert [result["who"] for result in found] == ["ours", "trl"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_reports_its_memory() -> None:
+    case = Case(tokens=140, prompt=20, response=10, group=4, precision="bf16", device="cuda")
+    (found,) = run(case, against_trl=False, measure_peak=True, repeat=1, profiled=False)
+    assert found["peak_gib"] > 0

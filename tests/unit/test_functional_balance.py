@@ -1,0 +1,164 @@
+"""Micro-batches keep their budget and their groups, ranks get even shares, and nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+
+from sota_grpo.functional.balance import EVEN_ENOUGH, Siblings, balanced_shares, fill, rank_shares
+from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
+
+SHAPE = ModelShape(440_000_000, 0, 28 * 2048, 155_000_000)
+
+
+def random_groups(count: int, *, size: int | None = None, typical: int = 300) -> list[Siblings]:
+    """Ragged groups over shuffled places; lengths are log-normal, cut at eight times the typical one."""
+    sizes = [size or random.randint(1, 12) for _ in range(count)]
+    places = random.sample(range(sum(sizes)), sum(sizes))
+    groups = []
+    for rows in sizes:
+        lengths = (int(random.lognormvariate(math.log(typical), 0.8)) + 1 for _ in range(rows))
+        responses = tuple(min(length, 8 * typical) for length in lengths)
+        groups.append(Siblings(tuple(places.pop() for _ in range(rows)), random.randint(1, 2 * typical), responses))
+    return groups
+
+
+def cost(group: Siblings) -> int:
+    return step_flops(SHAPE, shared_load(group.prompt, group.responses))
+
+
+def rows_of(pieces: list[Siblings]) -> list[int]:
+    return [row for piece in pieces for row in piece.rows]
+
+
+def lengths_by_row(pieces: list[Siblings]) -> dict[int, tuple[int, int]]:
+    return {row: (piece.prompt, length) for piece in pieces for row, length in zip(piece.rows, piece.responses)}
+
+
+def weight(batch: list[Siblings], slots_per_token: int) -> float:
+    longest = max(piece.prompt + max(piece.responses) for piece in batch)
+    return max(sum(piece.tokens for piece in batch), len(rows_of(batch)) * longest / slots_per_token)
+
+
+@pytest.mark.parametrize("slots_per_token", [1, 4, 64])
+@pytest.mark.parametrize("budget", [1, 500, 2000, 30_000])
+def test_micro_batches_keep_the_budget_and_lose_no_row(budget: int, slots_per_token: int) -> None:
+    for _ in range(20):
+        groups = random_groups(random.randint(0, 12))
+        batches = fill(groups, token_budget=budget, slots_per_token=slots_per_token)
+        pieces = [piece for batch in batches for piece in batch]
+        assert lengths_by_row(pieces) == lengths_by_row(groups)
+        assert sorted(rows_of(pieces)) == sorted(rows_of(groups))
+        weights = [weight(batch, slots_per_token) for batch in batches]
+        assert all(w <= budget or len(rows_of(batch)) == 1 for w, batch in zip(weights, batches))
+        assert weights == sorted(weights, reverse=True)
+        assert batches == fill(groups, token_budget=budget, slots_per_token=slots_per_token)
+
+
+def test_a_group_within_the_budget_is_never_cut() -> None:
+    for _ in range(30):
+        groups = random_groups(8)
+        pieces = [piece for batch in fill(groups, token_budget=3000) for piece in batch]
+        for group in groups:
+            whole = group.tokens <= 3000
+            assert whole == any(sorted(piece.rows) == sorted(group.rows) for piece in pieces)
+
+
+def test_two_micro_batches_would_never_fit_into_one() -> None:
+    """What first fit promises, so that more than half of the budget is used on average."""
+    for _ in range(30):
+        batches = fill(random_groups(10, typical=100), token_budget=4000)
+        tokens = [sum(piece.tokens for piece in batch) for batch in batches]
+        assert all(a + b > 4000 for a, b in itertools.combinations(tokens, 2))
+
+
+def test_parts_of_a_heavy_group_are_full_but_for_one() -> None:
+    """Prompt 10, 9 responses of 30, budget 100: three fit behind each prompt."""
+    batches = fill([Siblings(tuple(range(9)), 10, (30,) * 9)], token_budget=100)
+    assert [[piece.rows for piece in batch] for batch in batches] == [[(0, 1, 2)], [(3, 4, 5)], [(6, 7, 8)]]
+    batches = fill([Siblings(tuple(range(7)), 10, (30,) * 7)], token_budget=100)
+    assert [sum(piece.tokens for piece in batch) for batch in batches] == [100, 100, 40]
+
+
+def test_slots_bound_the_padding_of_short_rows_beside_a_long_one() -> None:
+    """One row of 800 tokens and 400 of 2: they would pad 401 * 800 slots, and 8 * 1600 are allowed."""
+    groups = [Siblings((0,), 400, (400,)), *(Siblings((row,), 1, (1,)) for row in range(1, 401))]
+    batches = fill(groups, token_budget=1600, slots_per_token=8)
+    assert len(fill(groups, token_budget=1600, slots_per_token=1000)) == 1
+    assert [len(rows_of(batch)) for batch in batches] == [16, 385]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_ranks_share_every_row_once_and_no_worse_than_whole_groups(num_ranks: int) -> None:
+    for _ in range(20):
+        groups = random_groups(random.randint(0, 12))
+        shares = rank_shares(groups, num_ranks, cost)
+        pieces = [piece for share in shares for piece in share]
+        assert len(shares) == num_ranks
+        assert lengths_by_row(pieces) == lengths_by_row(groups)
+        assert sorted(rows_of(pieces)) == sorted(rows_of(groups))
+        assert shares == rank_shares(groups, num_ranks, cost)
+        whole = balanced_shares([cost(group) for group in groups], num_ranks)
+        worst = max(sum(map(cost, share)) for share in shares)
+        assert worst <= max(sum(cost(groups[index]) for index in share) for share in whole)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_ranks_are_even_up_to_one_row(num_ranks: int) -> None:
+    for _ in range(30):
+        groups = random_groups(random.randint(1, 20), typical=random.choice([3, 50, 600]))
+        mean = sum(map(cost, groups)) / num_ranks
+        row = max(cost(group.part([member])) for group in groups for member in range(len(group.rows)))
+        loads = [sum(map(cost, share)) for share in rank_shares(groups, num_ranks, cost)]
+        assert max(loads) <= 1.0001 * max(EVEN_ENOUGH * mean, min(loads) + row + 0.01 * mean)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_two_groups_per_rank_typically_cost_within_a_twentieth_of_the_mean(num_ranks: int) -> None:
+    """The median of 21 draws; the draws themselves are bounded by the law above."""
+    worst = []
+    for _ in range(21):
+        groups = random_groups(2 * num_ranks, size=8, typical=600)
+        mean = sum(map(cost, groups)) / num_ranks
+        worst.append(max(sum(map(cost, share)) for share in rank_shares(groups, num_ranks, cost)) / mean)
+    assert statistics.median(worst) <= EVEN_ENOUGH
+
+
+def test_groups_stay_whole_where_they_balance() -> None:
+    for _ in range(20):
+        groups = random_groups(64, size=8)
+        pieces = [piece for share in rank_shares(groups, 4, cost) for piece in share]
+        assert sorted(pieces, key=lambda piece: piece.rows) == sorted(groups, key=lambda group: group.rows)
+
+
+def test_one_group_is_cut_for_its_ranks() -> None:
+    """Four equal responses behind one prompt, four ranks: one response each, the prompt four times."""
+    shares = rank_shares([Siblings((0, 1, 2, 3), 10, (100,) * 4)], 4, cost)
+    assert [[piece.tokens for piece in share] for share in shares] == [[110]] * 4
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 8])
+def test_no_share_exceeds_another_by_more_than_the_largest_cost(num_shares: int) -> None:
+    for _ in range(50):
+        costs = [random.randint(1, 4000) for _ in range(random.randint(0, 40))]
+        shares = balanced_shares(costs, num_shares)
+        assert sorted(itertools.chain(*shares)) == list(range(len(costs)))
+        loads = [sum(costs[index] for index in share) for share in shares]
+        assert max(loads) - min(loads) <= max(costs, default=0)
+        assert shares == balanced_shares(costs, num_shares)
+
+
+def test_shares_are_within_a_third_of_the_best_ones() -> None:
+    """Against every way to share out (Graham's bound)."""
+    for _ in range(20):
+        costs = [random.randint(1, 30) for _ in range(7)]
+        best = min(
+            max(sum(cost for cost, share in zip(costs, way) if share == one) for one in range(3))
+            for way in itertools.product(range(3), repeat=len(costs))
+        )
+        found = max(sum(costs[index] for index in share) for share in balanced_shares(costs, 3))
+        assert found <= (4 / 3 - 1 / 9) * best + 1e-9
