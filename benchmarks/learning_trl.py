@@ -1,0 +1,272 @@
+"""TRL's GRPOTrainer under one of our configs, and how far the two agree: on the first batch, and on one step.
+
+Taken over from the config, so that only the program differs: weights, tokenizer and chat template, the prompts in their
+order, the reward, group size, rows per step, AdamW, the learning rate of every step (TRL's own warm-up would begin with
+a step at rate 0), the largest norm of the gradient, clipping, no KL, the mean over each response and then over the
+responses, division by the group's standard deviation, sampling, and the longest response. TRL generates with
+transformers, in float32, and computes a step in one micro-batch.
+
+What is left: TRL adds 1e-4 to a group's standard deviation, ours 1e-6; and the random numbers of sampling.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from tensordict import TensorDictBase
+from transformers import PrinterCallback, TrainerCallback
+
+from sota_grpo import keys
+from sota_grpo.app import num_steps
+from sota_grpo.assembly import Parts, build
+from sota_grpo.assembly.rollout import end_token_ids, generation_config_of
+from sota_grpo.batches import group_request
+from sota_grpo.collate import row_list
+from sota_grpo.config import Config, model_name, register
+from sota_grpo.entry import CONFIG_DIR
+from sota_grpo.envs.stream import PromptStream
+from sota_grpo.policy.load import load_model
+from sota_grpo.policy.lora import engine_weights
+from sota_grpo.publish import Publisher
+from sota_grpo.records import Example, Sampling
+from sota_grpo.schedule import learning_rate_factor
+from sota_grpo.scoring import total_reward
+from sota_grpo.tasks.base import Task
+from sota_grpo.transforms import GroupAdvantage
+
+PRESET = "grpo_cpu"
+TRL_EPS = 1e-4  # what TRL adds to a group's standard deviation, which no option of it changes
+# AdamW with a large eps is a step along the clipped gradient: it does not turn rounding into a change of sign
+ALONG_THE_GRADIENT = ("optimizer.eps=1", "optimizer.lr=1", "optimizer.warmup_steps=0")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Held-out accuracy in [0, 1] by the number of samples trained on, and the seconds of all steps together."""
+
+    accuracy: dict[int, float]
+    train_s: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far TRL and ours agree where they must.
+
+    Args:
+        num_prompts: of the first batch; in ``equal_prompts`` of them both have the same token ids.
+        equal_greedy: prompts to which both give the same greedy response, token for token, its end token included.
+        end_tokens: that end a response, ours and TRL's.
+        step_gap: ``|d_ours - d_trl| / |d_ours|`` of the weights' movements ``d`` in the first step on the same rows.
+        step_gap_same_eps: the same with TRL's ``eps`` in our advantages.
+    """
+
+    num_prompts: int
+    equal_prompts: int
+    equal_greedy: int
+    end_tokens: tuple[tuple[int, ...], tuple[int, ...]]
+    step_gap: float
+    step_gap_same_eps: float
+
+    def __str__(self) -> str:
+        return (
+            f"First batch: {self.equal_prompts} of {self.num_prompts} prompts have equal token ids, "
+            f"{self.equal_greedy} equal greedy responses; end tokens {self.end_tokens[0]} and {self.end_tokens[1]}.\n"
+            f"First step on the same rows, along the gradient: the weights' movements differ by {self.step_gap:.1e} of "
+            f"their norm, by {self.step_gap_same_eps:.1e} with TRL's eps in our advantages."
+        )
+
+
+def composed(*overrides: str) -> Config:
+    """The preset with ``overrides``, as ``grpo.py`` would compose it."""
+    register()
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        config = OmegaConf.to_object(compose(PRESET, overrides=list(overrides)))
+    assert isinstance(config, Config)
+    return config
+
+
+def drawn_examples(config: Config, task: Task) -> list[Example]:
+    """The problems that a whole run asks, in the order in which ours draws them."""
+    stream = PromptStream(task.train, seed=config.seed, shuffle=config.env.shuffle)
+    return [example for _, example in stream.draw(config.train.total_dialog_turns // config.env.repeats)]
+
+
+def trl_trainer(config: Config, parts: Parts, folder: Path, *, max_steps: int, rollout_func: Any = None) -> Any:
+    """TRL's trainer of a fresh copy of the policy.
+
+    Args:
+        parts: of a run of ours, for its task, tokenizer and settings.
+        max_steps: at which it stops; the learning rate follows the whole run.
+        rollout_func: gives the responses in place of TRL's own generation.
+    """
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    settings, task, examples = parts.learner.settings, parts.task, drawn_examples(config, parts.task)
+    model = load_model(model_name(config))
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings))
+
+    def reward(completions: list[list[dict[str, str]]], draw: list[int], **_: Any) -> list[float | None]:
+        scores = (task.score(said[0]["content"], examples[index]) for said, index in zip(completions, draw))
+        return [total_reward(score.terms, task.term_weights) for score in scores]
+
+    arguments = GRPOConfig(
+        output_dir=str(folder),
+        seed=config.seed,
+        max_steps=max_steps,
+        loss_type="grpo",
+        scale_rewards="group",
+        beta=0.0,
+        num_iterations=1,
+        num_generations=config.env.repeats,
+        per_device_train_batch_size=config.train.optim_batch_size,
+        max_completion_length=config.inference_model.max_tokens,
+        temperature=config.inference_model.temperature,
+        epsilon=config.algorithm.clip_low,
+        epsilon_high=config.algorithm.clip_high,
+        max_grad_norm=config.optimizer.clip_grad_norm,
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="no",
+    )
+    prompts = {"prompt": [task.messages(example) for example in examples], "draw": list(range(len(examples)))}
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=Dataset.from_dict(prompts),
+        processing_class=copy.deepcopy(parts.tokenizer),
+        optimizers=(optimizer, schedule),
+        rollout_func=rollout_func,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+class Examiner(TrainerCallback):
+    """Evaluates TRL's policy with our evaluator, at the steps at which a run of ours would; times the steps alone."""
+
+    def __init__(self, config: Config, parts: Parts, model: Any):
+        self.every = config.eval.every
+        self.rows_per_step = config.train.optim_batch_size
+        self.evaluator = parts.evaluator
+        self.publisher = Publisher(lambda: engine_weights(model), [parts.engine])
+        self.accuracy: dict[int, float] = {}
+        self.train_s = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._evaluate(0)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.train_s += time.perf_counter() - self._began
+        step = state.global_step
+        if step % self.every == 0 or step == state.max_steps:
+            self._evaluate(step)
+
+    def _evaluate(self, step: int) -> None:
+        self.publisher.publish(step)
+        self.accuracy[step * self.rows_per_step] = self.evaluator.measure()["eval/accuracy"]
+
+
+def train_trl(config: Config, folder: Path) -> Curve:
+    """A whole run of TRL under ``config``, evaluated every ``eval.every`` steps and at both ends."""
+    with closing(build(config, folder)) as parts:
+        trainer = trl_trainer(config, parts, folder, max_steps=num_steps(config))
+        examiner = Examiner(config, parts, trainer.model)
+        trainer.add_callback(examiner)
+        trainer.train()
+    return Curve(examiner.accuracy, examiner.train_s)
+
+
+def agreement(changes: Sequence[str], folder: Path) -> Agreement:
+    """Compare the first batch, and the first step along the gradient, of both from the same weights."""
+    config = composed(*changes, *ALONG_THE_GRADIENT)
+    with closing(build(config, folder)) as parts:
+        parts.publisher.publish(0)
+        rows = parts.source.next_batch(0)
+        siblings = row_list(rows)
+        prompts = [tuple(row.get(keys.PROMPT_TOKENS).tolist()) for row in siblings[:: config.env.repeats]]
+        trainer = trl_trainer(config, parts, folder, max_steps=1)
+        # TRL's own steps of a rollout, which only its private methods give one by one
+        theirs, *_ = trainer._tokenize_prompts(trainer.train_dataset[: len(prompts)]["prompt"])
+        trainer.generation_config.do_sample = False
+        greedy, _ = trainer._generate_single_turn(theirs, None, {}, 1)
+        return Agreement(
+            num_prompts=len(prompts),
+            equal_prompts=sum(tuple(ids) == own for ids, own in zip(theirs, prompts, strict=True)),
+            equal_greedy=sum(ids == own for ids, own in zip(greedy, _greedy(config, parts, len(prompts)), strict=True)),
+            end_tokens=(
+                end_token_ids(parts.tokenizer, generation_config_of(config)),
+                tuple(sorted(trainer.eos_token_ids)),
+            ),
+            step_gap=step_gap(config, parts, rows, folder),
+            step_gap_same_eps=step_gap(config, parts, with_trl_eps(config, rows), folder),
+        )
+
+
+def _greedy(config: Config, parts: Parts, count: int) -> list[list[int]]:
+    """Our engine's greedy responses to the first ``count`` problems."""
+    examples = drawn_examples(config, parts.task)[:count]
+    requests = [group_request(parts.env, index, one, num_samples=1, seed=0) for index, one in enumerate(examples)]
+    sampling = Sampling(max_tokens=config.inference_model.max_tokens, temperature=0.0)
+    found = {output.group_id: output.samples[0] for output in parts.engine.generate(requests, sampling)}
+    return [found[index].token_ids.tolist() for index in range(count)]
+
+
+def with_trl_eps(config: Config, rows: TensorDictBase) -> TensorDictBase:
+    """``rows`` with the advantages that TRL computes."""
+    algorithm: Any = config.algorithm
+    return GroupAdvantage(algorithm.baseline, algorithm.scale, TRL_EPS)(rows.exclude(keys.ADVANTAGE))
+
+
+def step_gap(config: Config, parts: Parts, rows: TensorDictBase, folder: Path) -> float:
+    """``|d_ours - d_trl| / |d_ours|``: how the first step moves the weights; the learner is put back afterwards.
+
+    Args:
+        rows: the first batch, with its advantages; TRL is given the tokens and finds rewards and advantages itself.
+    """
+    start, before = copy.deepcopy(parts.learner.state_dict()), _flat(parts.publisher.weights())
+    parts.learner.update(rows)
+    moved = _flat(parts.publisher.weights()) - before
+    parts.learner.load_state_dict(start)
+
+    def given(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        told = {"prompt_ids": keys.PROMPT_TOKENS, "completion_ids": keys.RESPONSE_TOKENS}
+        sampled = {name: [row.get(key).tolist() for row in row_list(rows)] for name, key in told.items()}
+        return sampled | {"logprobs": None}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # rollout_func is experimental in TRL
+        trainer = trl_trainer(config, parts, folder, max_steps=1, rollout_func=given)
+    trainer.train()
+    return float((moved - (_flat(engine_weights(trainer.model)) - before)).norm() / moved.norm())
+
+
+def _flat(weights: Any) -> torch.Tensor:
+    """All weights in one float64 vector, in the order of their names."""
+    return torch.cat([weight.double().flatten() for _, weight in sorted(dict(weights).items())])
