@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
-from sota_grpo.envs import TaskEnv, finish_row
+from sota_grpo.envs import TaskEnv, finish_rows
 from sota_grpo.functional import constant_groups
 from sota_grpo.records import Example, GroupOutput, GroupRequest
 
@@ -27,8 +27,8 @@ def group_request(env: TaskEnv, group_id: int, example: Example, *, num_samples:
 
 
 def finish_group(prompts: Sequence[TensorDictBase], output: GroupOutput, tokenizer: Any) -> list[TensorDictBase]:
-    """The rows of a sampled group, one per sample, not graded yet."""
-    return [finish_row(row, sample, tokenizer) for row, sample in zip(prompts, output.samples, strict=True)]
+    """The rows of a sampled group, one per sample, not graded yet; the first of ``prompts`` stands for its siblings."""
+    return finish_rows(prompts[0], output.samples, tokenizer)
 
 
 def require_age(rows: Sequence[TensorDictBase], version: int, max_policy_age: int) -> None:

@@ -93,7 +93,7 @@ class RolloutCollector(BaseCollector):
         """``num_groups * env.repeats`` graded rows, siblings next to each other."""
         draws = self.env.stream.draw(num_groups)
         prompts = {
-            group_id: prompt_rows(group_id, example, self.env.prompt_ids(example), self.env.repeats)
+            group_id: prompt_rows(group_id, example, self.env.prompt_ids(example), repeats=1)
             for group_id, example in draws
         }
         requests = [

@@ -116,7 +116,8 @@ def _checked(found: Score, term_names: Collection[str]) -> Score:
     terms = {name: None if value is None else float(value) for name, value in found.terms.items()}
     if not all(value is None or abs(value) <= LARGEST for value in terms.values()):
         return failed_score(term_names, f"ValueError: a term is not finite in float32: {terms}")
-    return replace(found, terms=terms, success=bool(found.success), info=json.loads(json.dumps(dict(found.info))))
+    info = json.loads(json.dumps(dict(found.info))) if found.info else {}
+    return replace(found, terms=terms, success=bool(found.success), info=info)
 
 
 def failed_score(term_names: Collection[str], error: str) -> Score:

@@ -23,10 +23,12 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
 
     Means are over responses; ``policy_age`` counts published versions between sampling and training.
     """
-    masks = [row.get(keys.ASSISTANT_MASK) for row in batch.unbind(0)]
+    rows = batch.unbind(0)
+    masks = [row.get(keys.ASSISTANT_MASK) for row in rows]
     lengths = torch.stack([mask.sum() for mask in masks]).float()
-    turns = torch.stack([(mask[1:] & ~mask[:-1]).sum() for mask in masks]).float()
-    prompts = torch.tensor([row.get(keys.PROMPT_TOKENS).shape[-1] for row in batch.unbind(0)]).float()
+    said = torch.cat(masks)  # each row begins with its prompt, so no turn goes on from one row to the next
+    turns = (said[1:] & ~said[:-1]).sum() / len(rows)
+    prompts = torch.tensor([row.get(keys.PROMPT_TOKENS).shape[-1] for row in rows]).float()
     reward = _column(batch, keys.REWARD)
     age = version - _column(batch, keys.POLICY_VERSION)
     found = {
@@ -40,13 +42,13 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
         "response_tokens/mean": lengths.mean(),
         "response_tokens/max": lengths.max(),
         "prompt_tokens/mean": prompts.mean(),
-        "turns/mean": turns.mean(),
+        "turns/mean": turns,
         "policy_age/mean": age.mean(),
         "policy_age/max": age.max(),
     }
     means = {name: float(value) for name, value in found.items()}
-    terms = [_terms(row) for row in batch.unbind(0)]
-    numbers = [{name: value for name, value in _info(row).items() if is_number(value)} for row in batch.unbind(0)]
+    terms = [_terms(row) for row in rows]
+    numbers = [{name: value for name, value in _info(row).items() if is_number(value)} for row in rows]
     means |= {term_metric(name): value for name, value in _means(terms).items()}
     return means | {info_metric(name): value for name, value in _means(numbers).items()}
 
@@ -70,30 +72,36 @@ def _info(row: TensorDictBase) -> dict[str, Any]:
 
 
 def _column(batch: TensorDictBase, key: Any) -> torch.Tensor:
-    return torch.stack([row.get(key).reshape(()).float() for row in batch.unbind(0)])
+    return torch.stack([row.get(key) for row in batch.unbind(0)]).reshape(batch.batch_size).float()
 
 
 def rollout_rows(batch: TensorDictBase, tokenizer: Any) -> list[dict[str, Any]]:
-    """The rows as plain values for ``rollouts.jsonl``."""
-    return [
-        {
-            "group_id": int(row.get(keys.GROUP_ID)),
-            "sample_id": int(row.get(keys.SAMPLE_ID)),
-            "query": row[keys.QUERY],
-            "answer": row[keys.ANSWER],
-            "prompt": tokenizer.decode(row.get(keys.PROMPT_TOKENS).tolist()),
-            "response": _dialog(row, tokenizer),
-            "response_tokens": int(row.get(keys.ASSISTANT_MASK).sum()),
-            "success": bool(row.get(keys.SUCCESS)),
-            "reward": float(row.get(keys.REWARD)),
-            "reward_terms": _terms(row),
-            "reward_info": _info(row),
-            "advantage": float(row.get(keys.ADVANTAGE)),
-            "truncated": bool(row.get(keys.TRUNCATED)),
-            "policy_version": int(row.get(keys.POLICY_VERSION)),
-        }
-        for row in batch.unbind(0)
-    ]
+    """The rows as plain values for ``rollouts.jsonl``; siblings have one prompt, which is decoded once."""
+    prompts: dict[int, str] = {}
+    plain = []
+    for row in batch.unbind(0):
+        group_id = int(row.get(keys.GROUP_ID))
+        if group_id not in prompts:
+            prompts[group_id] = tokenizer.decode(row.get(keys.PROMPT_TOKENS))
+        plain.append(
+            {
+                "group_id": group_id,
+                "sample_id": int(row.get(keys.SAMPLE_ID)),
+                "query": row[keys.QUERY],
+                "answer": row[keys.ANSWER],
+                "prompt": prompts[group_id],
+                "response": _dialog(row, tokenizer),
+                "response_tokens": int(row.get(keys.ASSISTANT_MASK).sum()),
+                "success": bool(row.get(keys.SUCCESS)),
+                "reward": float(row.get(keys.REWARD)),
+                "reward_terms": _terms(row),
+                "reward_info": _info(row),
+                "advantage": float(row.get(keys.ADVANTAGE)),
+                "truncated": bool(row.get(keys.TRUNCATED)),
+                "policy_version": int(row.get(keys.POLICY_VERSION)),
+            }
+        )
+    return plain
 
 
 def _dialog(row: TensorDictBase, tokenizer: Any) -> str:
@@ -101,7 +109,7 @@ def _dialog(row: TensorDictBase, tokenizer: Any) -> str:
     response = row.get(keys.RESPONSE_TOKENS)
     if bool(row.get(keys.ASSISTANT_MASK)[-len(response) :].all()):
         return row[keys.RESPONSE_TEXT]
-    return tokenizer.decode(response.tolist())
+    return tokenizer.decode(response)
 
 
 class StepLog:

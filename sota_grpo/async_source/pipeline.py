@@ -172,7 +172,7 @@ class Pipeline:
     def _sampled(self, group: Group, output: GroupOutput) -> None:
         """The rows are made here and not at admission: a group in flight is a few numbers."""
         env = self._env
-        prompts = prompt_rows(group.group_id, group.example, env.prompt_ids(group.example), env.repeats)
+        prompts = prompt_rows(group.group_id, group.example, env.prompt_ids(group.example), repeats=1)
         rows = finish_group(prompts, output, env.tokenizer)
         self._move(SAMPLE, GRADE)
         self._ask(group, self._services.grade or env.begin_grading, self._graded, rows)

@@ -2,109 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from transformers import AttentionInterface, Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import PreTrainedModel
 
-from sota_grpo.engines.sampling import draw, sampled_log_probs, uniforms
+from sota_grpo.engines.prompt_cache import GroupCache, RepeatedPrompts, SharedPrompts
+from sota_grpo.engines.sampling import draw, sampled_probs, uniforms
 from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
-DECODE_ATTENTION = "sota_grpo_decode"
-_SHRINK_BELOW = 0.75  # the batch is compacted when less than this share of its rows is still alive
-
-
-class GrowingLayer(DynamicLayer):
-    """One layer's keys and values ``[rows, heads, columns, width]``, written in place into spare columns.
-
-    transformers' own dynamic layer copies the whole cache at every token; this one copies when the spare columns are
-    used up, and then takes half as many again (at least 64), so the copies per token stay bounded.
-    """
-
-    keys: torch.Tensor  # type: ignore[assignment]
-    values: torch.Tensor  # type: ignore[assignment]
-
-    def __init__(self, **_: Any):
-        super().__init__()
-        self._length = 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states[:, :, :0]
-        self.values = value_states[:, :, :0]
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self._length + key_states.shape[2]
-        if end > self.keys.shape[2]:
-            columns = end + max(64, end // 2)
-            self.keys = self._grown(self.keys, key_states, columns)
-            self.values = self._grown(self.values, value_states, columns)
-        self.keys[:, :, self._length : end] = key_states
-        self.values[:, :, self._length : end] = value_states
-        self._length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _grown(self, old: torch.Tensor, like: torch.Tensor, columns: int) -> torch.Tensor:
-        new = like.new_empty((like.shape[0], like.shape[1], columns, like.shape[3]))
-        new[:, :, : self._length] = old[:, :, : self._length]
-        return new
-
-    def get_seq_length(self) -> int:
-        return self._length
-
-
-def decode_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of one query token per row, with the query heads that share a key head read as query positions.
-
-    A masked call of transformers' SDPA repeats keys and values for every query head; at 400 cached tokens, 14 query
-    and 2 key heads that copy is 20 times as slow as this on CPU. Everything but the one-token case is passed on.
-
-    Returns:
-        ``[rows, 1, heads, width]`` and None, as transformers' attention interface asks.
-    """
-    rows, heads, queries, width = query.shape
-    key_heads = key.shape[1]
-    if queries > 1 or heads == key_heads or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    folded = query.reshape(rows, key_heads, heads // key_heads, width)
-    out = torch.nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(rows, 1, heads, value.shape[-1]), None
-
-
-AttentionInterface.register(DECODE_ATTENTION, decode_attention)
-AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)
+_SHRINK_BELOW = 0.9  # the batch is compacted when less than this share of its rows is still alive
 
 
 class GroupDecoder:
     """Samples several groups together, one token of every living row per :meth:`step`.
 
-    Worked example: prompts ``[7]`` and ``[8, 9]``, two samples each, are one prefill of two rows, left-padded::
+    Worked example: prompts ``[7]`` and ``[8, 9]``, two samples each, are four rows, each of which is first shown the
+    last token of its prompt; what stands before that is computed once per prompt::
 
-        [pad, 7]   ->   rows 0, 1 = samples 0, 1 of group 0
-        [8,   9]   ->   rows 2, 3 = samples 0, 1 of group 1
+        prefill   [], [8]      rows 0, 1 = samples 0, 1 of group 0      first tokens  7  7
+                               rows 2, 3 = samples 0, 1 of group 1                    9  9
 
-    after which every row owns a copy of its prompt's keys and values and all rows are at the same column. A step runs
-    the model first and samples then, so every token comes from the weights that the model has at its step.
+    A step runs the model first and samples then, so every token comes from the weights that the model has at its step.
 
     Args:
         model: the causal language model.
@@ -113,6 +33,8 @@ class GroupDecoder:
         rooms: most response tokens of each group.
         eos_token_ids: int64 ``[E]``, the tokens that end a response.
         pad_token_id: fills the unused cells of the prefill; no output depends on it.
+        shared: keep each prompt's keys and values once per group; the model's attention is then
+            :data:`~sota_grpo.engines.decode_attention.DECODE_ATTENTION`.
     """
 
     def __init__(
@@ -123,6 +45,8 @@ class GroupDecoder:
         rooms: Sequence[int],
         eos_token_ids: torch.Tensor,
         pad_token_id: int,
+        *,
+        shared: bool,
     ):
         device = model.device
         counts = torch.tensor([request.num_samples for request in requests])
@@ -131,7 +55,13 @@ class GroupDecoder:
         num_rows, horizon = len(seeds), max(rooms)
         self._model = model
         self._requests = list(requests)
-        self._pad_token_id = pad_token_id
+        self._cache: GroupCache | None = None
+        self._make_cache = functools.partial(
+            SharedPrompts if shared else RepeatedPrompts,
+            prompts=[request.prompt_ids for request in requests],
+            group_of_row=group_of_row.to(device),
+            pad_token_id=pad_token_id,
+        )
         self._sampling = sampling
         self._eos_token_ids = eos_token_ids.to(device)
         self._group_of_row: list[int] = group_of_row.tolist()
@@ -147,6 +77,8 @@ class GroupDecoder:
         self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._truncated = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self._rows = torch.arange(num_rows, device=device)
+        last_tokens = torch.tensor([request.prompt_ids[-1] for request in requests])
+        self._last_tokens = last_tokens[group_of_row].to(device)
         self._living = torch.ones(num_rows, dtype=torch.bool, device=device)
         self._num_living = num_rows
 
@@ -165,44 +97,23 @@ class GroupDecoder:
         self._open_samples[group] = 0
         self._dropped.append(group)
 
-    def _prefill(self) -> torch.Tensor:
-        """Compute every prompt once; the logits of every row's first token."""
-        requests, device, pad = self._requests, self._rows.device, self._pad_token_id
-        group_of_row = torch.tensor(self._group_of_row, device=device)[self._rows]
-        lengths = torch.tensor([len(request.prompt_ids) for request in requests])
-        width = int(lengths.max())
-        ids = torch.tensor([[pad] * (width - len(r.prompt_ids)) + list(r.prompt_ids) for r in requests])
-        mask = (torch.arange(width) >= (width - lengths)[:, None]).long()
-        self._cache = Cache(layer_class_to_replicate=GrowingLayer)
-        logits = self._model(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            position_ids=(mask.cumsum(-1) - 1).clamp_min(0).to(device),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        self._cache.reorder_cache(group_of_row)  # type: ignore[arg-type]
-        self._column = width
-        self._positions = lengths.to(device)[group_of_row][:, None]
-        responses = torch.ones((len(group_of_row), self._tokens.shape[1]), dtype=torch.int64, device=device)
-        self._mask = torch.cat([mask.to(device)[group_of_row], responses], dim=1)
-        return logits[group_of_row]
-
     @torch.inference_mode()
     def step(self, version: int) -> list[int]:
         """Sample one token of every living row from the weights called ``version``; return the groups that ended."""
         t = len(self._versions)
         if self._dropped:
             self._end_dropped_rows()
-        logits = self._advance() if t else self._prefill()
-        log_probs = sampled_log_probs(logits, self._sampling)
+        self._leave_ended_rows()
+        if self._cache is None:
+            self._cache = self._make_cache(self._model)
+        logits = self._cache.next_logits(self._model, self._last_tokens)
+        probs = sampled_probs(logits, self._sampling)
         if self._sampling.temperature > 0:
-            tokens = draw(log_probs, self._uniforms[self._rows, t])
+            tokens = draw(probs, self._uniforms[self._rows, t])
         else:
-            tokens = log_probs.argmax(-1)
+            tokens = logits.argmax(-1)
         self._tokens[self._rows, t] = tokens
-        self._log_probs[self._rows, t] = log_probs.gather(1, tokens[:, None]).squeeze(1)
+        self._log_probs[self._rows, t] = probs.gather(1, tokens[:, None]).squeeze(1).log()
         self._versions.append(version)
         self._last_tokens = tokens
         return self._end_rows(tokens, t + 1)
@@ -233,24 +144,13 @@ class GroupDecoder:
                 ended_groups.append(group)
         return ended_groups
 
-    def _advance(self) -> torch.Tensor:
-        """Feed the last tokens to the model, without the rows that have ended once those are many."""
-        tokens = self._last_tokens
-        if self._num_living < _SHRINK_BELOW * len(self._rows):
-            keep = self._living.nonzero().squeeze(1)
-            self._cache.reorder_cache(keep)  # type: ignore[arg-type]
-            tokens, self._rows, self._living = tokens[keep], self._rows[keep], self._living[keep]
-            self._mask, self._positions = self._mask[keep], self._positions[keep]
-        self._column += 1
-        logits = self._model(
-            input_ids=tokens[:, None],
-            attention_mask=self._mask[:, : self._column],
-            position_ids=self._positions,
-            past_key_values=self._cache,
-            use_cache=True,
-        ).logits[:, -1]
-        self._positions = self._positions + 1
-        return logits
+    def _leave_ended_rows(self) -> None:
+        """Take the rows that have ended out of the batch, once those are many."""
+        if self._cache is None or self._num_living >= _SHRINK_BELOW * len(self._rows):
+            return
+        keep = self._living.nonzero().squeeze(1)
+        self._cache.keep(keep)
+        self._last_tokens, self._rows, self._living = self._last_tokens[keep], self._rows[keep], self._living[keep]
 
     def output(self, group: int) -> GroupOutput:
         """A group that has ended, its samples on CPU."""

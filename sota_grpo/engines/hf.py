@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from sota_grpo.engines.checks import checked_weights, tied_names
-from sota_grpo.engines.decode import DECODE_ATTENTION, GroupDecoder
+from sota_grpo.engines.decode import GroupDecoder
+from sota_grpo.engines.decode_attention import use_decode_attention
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 
@@ -36,9 +37,9 @@ class TransformersEngine(SteppingEngine):
 
     The model given is deep-copied, so training it changes nothing here until :meth:`update_weights`. The groups of one
     call are decoded together, up to ``max_rows`` samples at a time, and those of other calls beside them while there
-    is room, first come first served; each prompt is computed once per group. A row is drawn from the random stream
-    ``sample_seed(request.seed, i)``: it does not depend on the other rows of its call, up to rounding, nor on other
-    calls at all, and equal calls give equal bits.
+    is room, first come first served; each prompt is computed once per group, and kept once where the model's attention
+    lets its rows share it. A row is drawn from the random stream ``sample_seed(request.seed, i)``: it does not depend
+    on the other rows of its call, up to rounding, nor on other calls at all, and equal calls give equal bits.
 
     Contract. Consumes: requests. Produces: groups, as they finish. Waits for: nothing. Weights may be pushed from
     another thread, or between two steps: the next token of every row comes from them, and carries their version; the
@@ -95,8 +96,7 @@ class TransformersEngine(SteppingEngine):
         own.eval().requires_grad_(False)
         self._device = own.device
         self._tied = tied_names(own)
-        if own.config._attn_implementation == "sdpa":
-            own.set_attn_implementation(DECODE_ATTENTION)
+        self._shares_prompts = use_decode_attention(own)
 
     def _start(
         self, tickets: Sequence[int], requests: Sequence[GroupRequest], rooms: Sequence[int], sampling: Sampling
@@ -133,7 +133,13 @@ class TransformersEngine(SteppingEngine):
             part = self._waiting.popleft()
             requests, rooms = zip(*part.groups.values())
             decoder = GroupDecoder(
-                self._require_open(), requests, part.sampling, rooms, self._eos_token_ids, self._pad_token_id
+                self._require_open(),
+                requests,
+                part.sampling,
+                rooms,
+                self._eos_token_ids,
+                self._pad_token_id,
+                shared=self._shares_prompts,
             )
             self._running.append((list(part.groups), decoder))
             num_rows += decoder.num_rows

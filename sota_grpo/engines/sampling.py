@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from sota_grpo.records import Sampling
@@ -48,8 +50,8 @@ def uniforms(seeds: torch.Tensor, num: int) -> torch.Tensor:
     return _shift_right(x, 64 - _BITS).to(torch.float32) / (1 << _BITS)
 
 
-def sampled_log_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Log-probabilities of the distribution that tokens are drawn from: ``log softmax(keep(logits / temperature))``.
+def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The distribution that tokens are drawn from: ``softmax(keep(logits / temperature))``.
 
     ``keep`` sets to minus infinity what top-k, then top-p, leaves out, so the rest is renormalised. At temperature 0
     (greedy, a point mass) the raw distribution at temperature 1 is reported, as vLLM does.
@@ -62,18 +64,19 @@ def sampled_log_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         float32 ``[N, V]``.
 
     >>> logits = torch.tensor([[0.0, 1.0, 2.0]])
-    >>> sampled_log_probs(logits, Sampling(max_tokens=1, top_k=1)).exp().tolist()
+    >>> sampled_probs(logits, Sampling(max_tokens=1, top_k=1)).tolist()
     [[0.0, 0.0, 1.0]]
     """
-    scores = logits.to(torch.float32)
+    scores = logits
     if sampling.temperature > 0:
-        scores = scores / sampling.temperature
+        if sampling.temperature != 1:
+            scores = scores.to(torch.float32) / sampling.temperature
         if 0 < sampling.top_k < scores.shape[-1]:
             floor = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
             scores = scores.masked_fill(scores < floor, -torch.inf)
         if sampling.top_p < 1:
-            scores = _keep_nucleus(scores, sampling.top_p)
-    return scores.log_softmax(-1)
+            scores = _keep_nucleus(scores.to(torch.float32), sampling.top_p)
+    return scores.softmax(-1, dtype=torch.float32)
 
 
 def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -85,20 +88,39 @@ def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     return scores.masked_fill(outside, -torch.inf)
 
 
-def draw(log_probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Invert the CDF: the first token whose cumulative probability exceeds ``u``; never one of probability 0.
 
+    The vocabulary is cut into about ``sqrt(V)`` runs of tokens: ``u`` first chooses a run by the sums of the runs, then
+    a token of it by what of ``u`` is left. Cumulative sums over all of it would take longer than the softmax before.
+
     Args:
-        log_probs: float32 ``[N, V]``.
+        probs: float32 ``[N, V]``.
         u: float32 ``[N]`` in ``[0, 1)``.
 
     Returns:
         int64 ``[N]``.
 
-    >>> draw(torch.tensor([[0.25, 0.0, 0.75]]).log().expand(3, 3), torch.tensor([0.0, 0.25, 0.99])).tolist()
+    >>> draw(torch.tensor([[0.25, 0.0, 0.75]]).expand(3, 3), torch.tensor([0.0, 0.25, 0.99])).tolist()
     [0, 2, 2]
     """
-    cdf = log_probs.exp().cumsum(-1)
-    total = cdf[:, -1:]  # 1 up to rounding; the threshold must stay below it, or no token would exceed it
-    threshold = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, threshold, right=True).squeeze(-1)
+    vocab = probs.shape[1]
+    length = math.isqrt(vocab)
+    whole = vocab - vocab % length
+    sums = probs[:, :whole].unflatten(1, (-1, length)).sum(-1)
+    if whole < vocab:
+        sums = torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], dim=1)
+    run, rest = _invert(sums, u * sums.sum(-1))
+    tokens = run.unsqueeze(1) * length + torch.arange(length, device=probs.device)
+    inside = probs.gather(1, tokens.clamp(max=vocab - 1)).masked_fill_(tokens >= vocab, 0.0)
+    return run * length + _invert(inside, rest)[0]
+
+
+def _invert(mass: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the cumulative sum of ``mass`` ``[N, K]`` first exceeds ``threshold`` ``[N]``, and how far into it."""
+    cdf = mass.cumsum(-1)
+    total = cdf[:, -1]  # rounding may put the threshold above it, and then nothing would exceed the threshold
+    threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total))).unsqueeze(1)
+    index = torch.searchsorted(cdf, threshold, right=True)
+    entered = threshold - torch.where(index > 0, cdf.gather(1, (index - 1).clamp_min(0)), 0.0)
+    return index.squeeze(1), entered.squeeze(1)

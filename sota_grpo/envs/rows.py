@@ -24,12 +24,9 @@ from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
-from torch.nn.functional import pad
 
 from sota_grpo import keys
 from sota_grpo.records import Example, Sample
-
-_TRUE = torch.tensor([True])
 
 
 def prompt_rows(group_id: int, example: Example, prompt_ids: Sequence[int], repeats: int) -> list[TensorDictBase]:
@@ -63,43 +60,84 @@ def prompt_rows(group_id: int, example: Example, prompt_ids: Sequence[int], repe
     ]
 
 
-def finish_row(row: TensorDictBase, sample: Sample, tokenizer: Any) -> TensorDictBase:
-    """``row`` with its response: the ids as they were sampled, masks, log-probs, versions, text, done.
+def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: Any) -> list[TensorDictBase]:
+    """The rows of a sampled group: ids as they were sampled, masks, log-probs, versions, text, done.
 
     The text is decoded for grading and reading only; nothing is ever tokenised again. In a dialog of several turns it
-    is that of the last one, and off the assistant mask log-probs are 0 and versions -1 whatever ``sample`` has there.
-    The result is a new row that shares the prompt's tensors and texts with ``row``.
+    is that of the last one, and off the assistant mask log-probs are 0 and versions -1 whatever a sample has there.
+
+    The rows share the prompt's tensors and texts, and what has one value per token is computed for all rows as one
+    tensor: their entries are views of it, side by side, which no other row can see.
 
     Args:
-        row: of :func:`prompt_rows`.
-        sample: the response ``[R]``, ``R >= 1``.
-        tokenizer: decodes the response, special tokens left out.
+        prompt: a row of :func:`prompt_rows`; its siblings have the same prompt.
+        samples: responses ``[R_i]``, ``R_i >= 1``; sample ``i`` becomes the row of ``sample_id = i``.
+        tokenizer: decodes the responses, special tokens left out.
+
+    >>> class Letters:
+    ...     def decode(self, ids, skip_special_tokens):
+    ...         return "".join(chr(96 + i) for i in ids)
+    >>> (prompt,) = prompt_rows(3, Example("1 + 1?", "2"), [5, 6], repeats=1)
+    >>> ids = [torch.tensor([1]), torch.tensor([2, 3])]
+    >>> samples = [Sample(each, -torch.ones(len(each)), torch.full((len(each),), 7), truncated=False) for each in ids]
+    >>> [(row["tokens", "full"].tolist(), row["text", "response"]) for row in finish_rows(prompt, samples, Letters())]
+    [([5, 6, 1], 'a'), ([5, 6, 2, 3], 'bc')]
     """
-    prompt = row.get(keys.PROMPT_TOKENS)
-    response = sample.token_ids
-    past_prompt = (prompt.shape[0], 0)  # every entry starts with the prompt, where nothing was sampled
-    attention = torch.ones(prompt.shape[0] + response.shape[0], dtype=torch.bool)
-    produced = attention[prompt.shape[0] :] if sample.assistant_mask is None else sample.assistant_mask
-    log_probs = torch.where(produced, sample.log_probs.float(), 0.0)
-    versions = torch.where(produced, sample.versions.long(), -1)
-    return TensorDict(
-        {
-            **dict(row.items()),
-            "tokens": {"prompt": prompt, "response": response, "full": torch.cat([prompt, response])},
-            "masks": {
-                "all_attention_mask": attention,
-                "all_assistant_mask": pad(produced, past_prompt, value=False),
-            },
-            "log_probs": {"full": pad(log_probs, past_prompt)},
-            "text": {"response": NonTensorData(tokenizer.decode(last_turn(sample).tolist(), skip_special_tokens=True))},
-            "next": {
-                "token_version": pad(versions, past_prompt, value=-1),
-                "policy_version": versions[produced].min(),
-                **done_entries(sample.truncated),
-            },
-        },
-        batch_size=[],
+    ids = prompt.get(keys.PROMPT_TOKENS)
+    tokens = _behind(ids, [sample.token_ids for sample in samples])
+    produced, log_probs, versions = _sampled(ids.shape[0], samples)
+    lengths = [len(sample.token_ids) + len(ids) for sample in samples]
+    attention = torch.ones_like(tokens, dtype=torch.bool)
+    by_row = zip(
+        samples,
+        torch.arange(len(samples)).unbind(0),
+        *(each.split(lengths) for each in (tokens, attention, produced, log_probs, versions)),
+        *done_entries(torch.tensor([sample.truncated for sample in samples])).values(),
+        strict=True,
     )
+    drawn = dict(prompt.items())
+    rows: list[TensorDictBase] = []
+    for sample, index, full, real, said, probs, version, done, terminated, truncated in by_row:
+        text = tokenizer.decode(last_turn(sample), skip_special_tokens=True)
+        row = {
+            **drawn,
+            keys.SAMPLE_ID: index,
+            "tokens": {"prompt": ids, "response": sample.token_ids, "full": full},
+            "masks": {"all_attention_mask": real, "all_assistant_mask": said},
+            "log_probs": {"full": probs},
+            "text": {"response": NonTensorData(text)},
+            "next": {
+                "token_version": version,
+                "policy_version": _oldest(sample),
+                "done": done,
+                "terminated": terminated,
+                "truncated": truncated,
+            },
+        }
+        rows.append(TensorDict(row, batch_size=[]))
+    return rows
+
+
+def _behind(head: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``head`` before every part, one after the other: ``[sum(P + R_i)]``."""
+    return torch.cat([piece for part in parts for piece in (head, part)])
+
+
+def _sampled(num_prompt_tokens: int, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Assistant mask, log-probs and versions of all rows, one after the other, prompts included."""
+    off = torch.zeros(num_prompt_tokens, dtype=torch.bool)
+    masks = [sample.assistant_mask for sample in samples]
+    whole = [torch.ones_like(s.token_ids, dtype=torch.bool) if m is None else m for s, m in zip(samples, masks)]
+    produced = _behind(off, whole)
+    log_probs = _behind(off.float(), [sample.log_probs.float() for sample in samples])
+    versions = _behind(off.long(), [sample.versions.long() for sample in samples])
+    return produced, torch.where(produced, log_probs, 0.0), torch.where(produced, versions, -1)
+
+
+def _oldest(sample: Sample) -> torch.Tensor:
+    """The version of the oldest token that the policy produced."""
+    versions = sample.versions.long()
+    return versions.min() if sample.assistant_mask is None else versions[sample.assistant_mask].min()
 
 
 def last_turn(sample: Sample) -> torch.Tensor:
@@ -115,13 +153,17 @@ def last_turn(sample: Sample) -> torch.Tensor:
     return sample.token_ids[int(others[-1]) + 1 :] if len(others) else sample.token_ids
 
 
-def done_entries(truncated: bool) -> dict[str, torch.Tensor]:
-    """``done``, ``terminated`` and ``truncated`` of a finished response, each bool ``[1]``.
+def done_entries(truncated: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
+    """``done``, ``terminated`` and ``truncated`` of finished responses, each a bool ``[1]`` per response.
 
-    >>> {name: value.item() for name, value in done_entries(truncated=True).items()}
-    {'done': True, 'terminated': False, 'truncated': True}
+    Args:
+        truncated: bool ``[G]``.
+
+    >>> {name: [each.item() for each in found] for name, found in done_entries(torch.tensor([True, False])).items()}
+    {'done': [True, True], 'terminated': [False, True], 'truncated': [True, False]}
     """
-    return {"done": _TRUE.clone(), "terminated": _TRUE & (not truncated), "truncated": _TRUE & truncated}
+    found = {"done": torch.ones_like(truncated), "terminated": ~truncated, "truncated": truncated}
+    return {name: each.unsqueeze(1).unbind(0) for name, each in found.items()}
 
 
 def response_ids(row: TensorDictBase) -> torch.Tensor:

@@ -19,7 +19,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.records import Example, Sample, Score
 from sota_grpo.rewards.grading import Grader, LocalGrader
 from sota_grpo.tasks.base import Task
-from sota_grpo.transforms.score import graded_text, write_scores
+from sota_grpo.transforms.score import graded_texts, write_scores
 from sota_grpo.workers.futures import promised, resolve
 
 _DRAWN = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.GROUP_ID, keys.SAMPLE_ID)  # written by reset, kept by step
@@ -130,7 +130,7 @@ class TaskEnv(EnvBase):
 
     def decode(self, token_ids: torch.Tensor) -> str:
         """The text that the grader reads: special tokens left out."""
-        return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def response_text(self, sample: Sample) -> str:
         """What is graded of a sampled response: its text, in a dialog of several turns that of the last one."""
@@ -155,7 +155,7 @@ class TaskEnv(EnvBase):
             write_scores(lazy_stack(listed), scores, self.task.term_weights)
             return listed
 
-        scores = self.grader.scores([graded_text(row) for row in listed])
+        scores = self.grader.scores(graded_texts(listed))
         scores.add_done_callback(lambda found: resolve(done, lambda: written(found.result())))
         return done
 
@@ -198,7 +198,7 @@ class TaskEnv(EnvBase):
             **drawn,
             "tokens": {"prompt": full},
             "masks": {"all_attention_mask": torch.ones_like(full, dtype=torch.bool)},
-            **done_entries(self._truncated(response)),
+            **{name: flag for name, (flag,) in done_entries(torch.tensor([self._truncated(response)])).items()},
         }
         return TensorDict({**drawn, "text": {"response": self.decode(response)}, "next": after}, batch_size=[])
 

@@ -54,21 +54,28 @@ class ScoreResponse(RowTransform):
         self._failures = FailureLog()
 
     def _write(self, rows: TensorDictBase) -> None:
-        asked = [graded_text(row) for row in row_list(rows)]
-        scores = guarded_scores(self.score, self.term_weights, asked)
+        scores = guarded_scores(self.score, self.term_weights, graded_texts(row_list(rows)))
         write_scores(rows, [self._failures.add(score) for score in scores], self.term_weights)
 
 
-def graded_text(row: TensorDictBase) -> tuple[str, Example]:
-    """What a grader reads of a finished row: the response's text, and the example that it answers.
+def graded_texts(rows: Sequence[TensorDictBase]) -> list[tuple[str, Example]]:
+    """What a grader reads of finished rows: the response's text, and the example that it answers.
+
+    Siblings that share their texts, as those of :func:`sota_grpo.envs.finish_rows` do, share their example too.
 
     >>> from tensordict import TensorDict
-    >>> graded_text(TensorDict({"text": {"response": "4"}, "query": "2+2?", "answer": "#### 4"}))
-    ('4', Example(query='2+2?', answer='#### 4', extra={}))
+    >>> graded_texts([TensorDict({"text": {"response": "4"}, "query": "2+2?", "answer": "#### 4"})])
+    [('4', Example(query='2+2?', answer='#### 4', extra={}))]
     """
-    extra = row.get(keys.EXTRA, None)
-    response, query, answer = (_text(row.get(key)) for key in (keys.RESPONSE_TEXT, keys.QUERY, keys.ANSWER))
-    return response, Example(query, answer, {} if extra is None else json.loads(_text(extra)))
+    asked: list[tuple[str, Example]] = []
+    before: list[Any] = []
+    for row in rows:
+        texts = [row.get(keys.QUERY), row.get(keys.ANSWER), row.get(keys.EXTRA, None)]
+        if not before or any(text is not other for text, other in zip(texts, before)):
+            extra = {} if texts[2] is None else json.loads(_text(texts[2]))
+            example, before = Example(_text(texts[0]), _text(texts[1]), extra), texts
+        asked.append((_text(row.get(keys.RESPONSE_TEXT)), example))
+    return asked
 
 
 def write_scores(rows: TensorDictBase, scores: Sequence[Score], term_weights: Mapping[str, float]) -> None:
@@ -96,8 +103,9 @@ def write_scores(rows: TensorDictBase, scores: Sequence[Score], term_weights: Ma
     rows.set(keys.SUCCESS, torch.tensor([[score.success] for score in scores]))
     rows.set(keys.REWARD_ERROR, torch.tensor([[score.error is not None] for score in scores]))
     rows.set(keys.REWARD_TIMEOUT, torch.tensor([[(score.error or "").startswith("TimeoutError")] for score in scores]))
-    infos = [NonTensorData(json.dumps(_info(score), default=str)) for score in scores]
-    rows.set(keys.REWARD_INFO, NonTensorStack(*infos))
+    infos = [json.dumps(_info(score), default=str) for score in scores]
+    wrapped = {info: NonTensorData(info) for info in set(infos)}  # most are alike, and the wrapping takes its time
+    rows.set(keys.REWARD_INFO, NonTensorStack(*(wrapped[info] for info in infos)))
 
 
 def _info(score: Score) -> dict[str, Any]:

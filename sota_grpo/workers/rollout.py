@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+import sota_grpo.workers.group_pack  # noqa: F401  (groups are pickled as three tensors from here on)
 from sota_grpo.engines import make_engine
 from sota_grpo.engines.base import Engine
 from sota_grpo.policy.adapter_pack import AdapterPack
@@ -176,11 +177,9 @@ class RolloutServant:
         with self._lock:
             is_open = future in self._open
             self._open.discard(future)
-        if not is_open:  # refused by close() while the engine hung
-            return
-        if error is None:
+        if is_open and error is None:
             future.set_result(result)
-        else:
+        elif is_open:  # else close() has refused it while the engine hung
             future.set_exception(error)
 
     def _refuse(self, refusal: WorkerDied) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from sota_grpo import keys
 from sota_grpo.dialogs import DialogEngine
-from sota_grpo.envs import TaskEnv, finish_row, prompt_rows
+from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
 from sota_grpo.envs.rows import last_turn
 from sota_grpo.envs.turns import TurnTokens
 from sota_grpo.policy.load import load_model, load_tokenizer, resolve_model_path
@@ -72,9 +72,9 @@ def check(env: TaskEnv, model: torch.nn.Module, outputs: Sequence[GroupOutput], 
     turns = []
     for output in outputs:
         example = env.task.train[output.group_id]
-        prompts = prompt_rows(output.group_id, example, env.prompt_ids(example), repeats=4)
-        for prompt, sample in zip(prompts, output.samples, strict=True):
-            row = finish_row(prompt, sample, env.tokenizer)
+        (prompt,) = prompt_rows(output.group_id, example, env.prompt_ids(example), repeats=1)
+        rows = finish_rows(prompt, output.samples, env.tokenizer)
+        for row, sample in zip(rows, output.samples, strict=True):
             ids, num_prompt = sample.token_ids, len(env.prompt_ids(example))
             said = row[keys.ASSISTANT_MASK][num_prompt:]
             own = reference_log_probs(model, env.prompt_ids(example), ids, TEMPERATURE)

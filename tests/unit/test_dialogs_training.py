@@ -24,7 +24,7 @@ from sota_grpo.dialogs import DialogEngine
 from sota_grpo.engines.base import Generates
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.engines.scripted import ScriptedEngine
-from sota_grpo.envs import TaskEnv, finish_row, prompt_rows
+from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
 from sota_grpo.envs.turns import TurnTokens
 from sota_grpo.fleet_engine import FleetEngine
 from sota_grpo.learner import Learner
@@ -75,7 +75,7 @@ def dialog_rows(seed: int, *, garbage: bool = False) -> list[TensorDictBase]:
     rows = []
     for index, lengths in enumerate([(3, 2, 4), (5,), (1, 4, 1, 1, 3), (2, 3, 2)]):
         (prompt,) = prompt_rows(index // 2, Example("?", "!"), [5, 6, 7][: 1 + index % 3], repeats=1)
-        row = finish_row(prompt, dialog(stream, lengths, garbage=garbage), NoText())
+        (row,) = finish_rows(prompt, [dialog(stream, lengths, garbage=garbage)], NoText())
         mask = row.get(keys.ASSISTANT_MASK)
         reference = -3.0 + 0.5 * torch.randn(len(mask), generator=stream)
         row.set(keys.REF_LOG_PROBS, torch.where(mask, reference, math.nan if garbage else 0.0))

@@ -10,9 +10,11 @@ import torch
 from tensordict import lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.envs import PromptStream, complete_rows, finish_row, prompt_rows
+from sota_grpo.envs import PromptStream, complete_rows, finish_rows, prompt_rows
 from sota_grpo.envs.rows import last_turn
-from sota_grpo.records import Example, Sample
+from sota_grpo.records import Example, Sample, Score
+from sota_grpo.step_log import rollout_rows
+from sota_grpo.transforms.score import graded_texts, write_scores
 from tests.unit.test_envs import char_tokenizer
 
 SEED = random.SystemRandom().randrange(1 << 30)
@@ -64,7 +66,9 @@ def test_a_finished_row_worked_out_by_hand() -> None:
     example = Example("1+1?", "#### 2", {"steps": 1})
     ids = [*tokenizer("2")["input_ids"], tokenizer.eos_token_id, 9]
     sample = Sample(torch.tensor(ids), torch.tensor([-0.5, -0.25, -1.0]), torch.tensor([7, 7, 8]), truncated=True)
-    row = finish_row(prompt_rows(5, example, [4, 6], repeats=3)[2], sample, tokenizer)
+    other = Sample(torch.tensor([5]), torch.tensor([-9.0]), torch.tensor([3]), truncated=False)
+    (prompt,) = prompt_rows(5, example, [4, 6], repeats=1)
+    row = finish_rows(prompt, [other, other, sample], tokenizer)[2]
     expected = {
         keys.FULL_TOKENS: [4, 6, *ids],
         keys.PROMPT_TOKENS: [4, 6],
@@ -100,7 +104,7 @@ def test_a_finished_dialog_worked_out_by_hand() -> None:
         truncated=False,
         assistant_mask=torch.tensor(said),
     )
-    row = finish_row(prompt_rows(5, Example("1+2?", "#### 3"), [4, 6], repeats=1)[0], sample, tokenizer)
+    (row,) = finish_rows(prompt_rows(5, Example("1+2?", "#### 3"), [4, 6], repeats=1)[0], [sample], tokenizer)
     expected = {
         keys.FULL_TOKENS: [4, 6, *ids],
         keys.RESPONSE_TOKENS: ids,
@@ -117,13 +121,40 @@ def test_a_finished_dialog_worked_out_by_hand() -> None:
     assert last_turn(sample).tolist() == [*second, tokenizer.eos_token_id]
 
 
-def test_finishing_a_row_leaves_its_siblings_and_its_prompt_alone() -> None:
-    first, second = prompt_rows(0, Example("q", "a"), [4, 6], repeats=2)
-    one = Sample(torch.tensor([5]), torch.tensor([-1.0]), torch.tensor([0]), truncated=False)
-    rows = [finish_row(first, one, char_tokenizer()), finish_row(second, one, char_tokenizer())]
-    rows[0].get(keys.DONE).zero_()
-    assert rows[1].get(keys.DONE).all()
-    assert keys.FULL_TOKENS not in first.keys(True)
+def test_what_is_written_into_a_row_leaves_its_siblings_and_its_prompt_alone() -> None:
+    (prompt,) = prompt_rows(0, Example("q", "a"), [4, 6], repeats=1)
+    sample = Sample(torch.tensor([5]), torch.tensor([-1.0]), torch.tensor([0]), truncated=True)
+    rows = finish_rows(prompt, [sample] * 3, char_tokenizer())
+    untouched = [row.clone() for row in rows]
+    own = [keys.SAMPLE_ID, keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.LOG_PROBS]
+    own += [keys.TOKEN_VERSION, keys.POLICY_VERSION, keys.DONE, keys.TERMINATED, keys.TRUNCATED]
+    for key in own:
+        rows[1].get(key).fill_(7)
+    rows[1].set(keys.REWARD, torch.ones(1))
+    for index in (0, 2):
+        assert all(torch.equal(rows[index].get(key), untouched[index].get(key)) for key in own)
+        assert keys.REWARD not in rows[index].keys(True)
+    assert set(prompt.keys()) == {keys.QUERY, keys.ANSWER, keys.EXTRA, keys.GROUP_ID, keys.SAMPLE_ID, "tokens"}
+    assert prompt.get(keys.PROMPT_TOKENS).tolist() == [4, 6]
+
+
+def test_a_group_of_dialogs_and_single_turns_is_its_rows_one_by_one() -> None:
+    tokenizer, samples = char_tokenizer(), []
+    for count in random.sample(range(1, 12), 5):
+        said = torch.rand(count) < 0.7
+        said[-1] = True
+        ids, versions = torch.randint(4, 20, (count,)), torch.randint(0, 9, (count,))
+        samples.append(Sample(ids, -torch.rand(count), versions, bool(count % 2), said if count % 3 else None))
+    (prompt,) = prompt_rows(0, Example("q", "a"), [4, 6, 8], repeats=1)
+    for index, row in enumerate(finish_rows(prompt, samples, tokenizer)):
+        (alone,) = finish_rows(prompt, [samples[index]], tokenizer)
+        assert int(row.pop("sample_id")) == index
+        alone.pop("sample_id")
+        assert row[keys.RESPONSE_TEXT] == alone[keys.RESPONSE_TEXT]
+        for key in row.keys(True, leaves_only=True):
+            if isinstance(row.get(key), torch.Tensor):
+                assert row.get(key).dtype == alone.get(key).dtype
+                assert torch.equal(row.get(key), alone.get(key)), key
 
 
 def test_rows_of_another_collector_are_completed() -> None:
@@ -137,3 +168,27 @@ def test_rows_of_another_collector_are_completed() -> None:
         assert row[keys.LOG_PROBS].tolist() == [0.0] * len(prompt) + row["log_probs", "response"].tolist()
         assert torch.equal(row[keys.ASSISTANT_MASK], row[keys.LOG_PROBS] < 0)
         assert row[keys.ATTENTION_MASK].all()
+
+
+def test_every_row_keeps_its_own_prompt_and_example_among_rows_of_other_groups() -> None:
+    tokenizer, rows = char_tokenizer(), []
+    problems = [Example("1+1?", "2", {"k": 0}), Example("1+1?", "2", {"k": 1}), Example("2+2?", "4")]
+    for group_id, example in enumerate(problems):
+        (prompt,) = prompt_rows(group_id, example, tokenizer(example.query)["input_ids"] + [5] * group_id, repeats=1)
+        said = [torch.randint(4, 20, (count,)) for count in (2, 3)]
+        samples = [Sample(ids, -torch.rand(len(ids)), torch.zeros(len(ids)).long(), truncated=False) for ids in said]
+        rows += finish_rows(prompt, samples, tokenizer)
+    mixed = random.sample(rows, len(rows))
+    for row, (text, example) in zip(mixed, graded_texts(mixed), strict=True):
+        assert example == problems[int(row["group_id"])]
+        assert text == row[keys.RESPONSE_TEXT]
+    for row in mixed:
+        row.set(keys.ADVANTAGE, torch.zeros(1, 1))
+    infos = [{"at": index // 2} for index in range(len(mixed))]  # two of each
+    write_scores(lazy_stack(mixed), [Score({"right": 1.0}, True, info=info) for info in infos], {"right": 2.0})
+    logged = rollout_rows(lazy_stack(mixed), tokenizer)
+    assert [plain["reward_info"] for plain in logged] == infos
+    for plain, row in zip(logged, mixed, strict=True):
+        assert plain["prompt"] == tokenizer.decode(row.get(keys.PROMPT_TOKENS).tolist())
+        assert plain["query"] == problems[plain["group_id"]].query
+        assert (plain["sample_id"], plain["response"]) == (int(row["sample_id"]), row[keys.RESPONSE_TEXT])

@@ -16,7 +16,7 @@ from torchrl.envs.utils import check_env_specs
 from transformers import PreTrainedTokenizerFast
 
 from sota_grpo import keys
-from sota_grpo.envs import ArithmeticEnv, GSM8KEnv, PromptStream, TaskEnv, finish_row, prompt_rows
+from sota_grpo.envs import ArithmeticEnv, GSM8KEnv, PromptStream, TaskEnv, finish_rows, prompt_rows
 from sota_grpo.envs.named import DatasetEnv
 from sota_grpo.errors import UserError
 from sota_grpo.records import Example, Sample, Score
@@ -63,13 +63,13 @@ def answering(env: TaskEnv, respond: Callable[[int, TensorDictBase], str], end: 
 def test_grading_rows_writes_the_reward_of_each_text() -> None:
     env = make_env()
     example = env.task.train[0]
-    rows = prompt_rows(0, example, env.prompt_ids(example), repeats=2)
+    (prompt,) = prompt_rows(0, example, env.prompt_ids(example), repeats=1)
     texts = ["I do not know", env.task.gold_response(example)]
     samples = [
         Sample(torch.tensor(ids), -torch.rand(len(ids)), torch.zeros(len(ids), dtype=torch.int64), False)
         for ids in (env.tokenizer(text)["input_ids"] for text in texts)
     ]
-    graded = env.grade([finish_row(row, sample, env.tokenizer) for row, sample in zip(rows, samples)])
+    graded = env.grade(finish_rows(prompt, samples, env.tokenizer))
     assert [row.get(keys.REWARD).tolist() for row in graded] == [[0.0], [1.0]]
     assert [row.get((*keys.REWARD_TERMS, "correct")).tolist() for row in graded] == [[0.0], [1.0]]
     assert [row.get(keys.SUCCESS).tolist() for row in graded] == [[False], [True]]
@@ -176,9 +176,9 @@ def test_a_step_asks_the_grader_for_each_group() -> None:
 def test_rows_with_scores_pass_unchanged() -> None:
     env = make_env()
     example = env.task.train[0]
-    (row,) = prompt_rows(0, example, env.prompt_ids(example), repeats=1)
+    (prompt,) = prompt_rows(0, example, env.prompt_ids(example), repeats=1)
     ids = torch.tensor(env.tokenizer(env.task.gold_response(example))["input_ids"])
-    row = finish_row(row, Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids)), False), env.tokenizer)
+    (row,) = finish_rows(prompt, [Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids)), False)], env.tokenizer)
     assert env.grade([row])[0].get(keys.REWARD).tolist() == [1.0]
     env.grader = LocalGrader(lambda text, example: Score({"correct": 7.0}, False), ["correct"])
     (again,) = env.grade([row])

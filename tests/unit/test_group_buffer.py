@@ -11,7 +11,7 @@ from torchrl.data import ReplayBuffer
 
 from sota_grpo import keys
 from sota_grpo.checkpoint import CheckpointStore
-from sota_grpo.envs import finish_row, prompt_rows
+from sota_grpo.envs import finish_rows, prompt_rows
 from sota_grpo.group_buffer import GroupBuffer, pack_rows, unpack_rows
 from sota_grpo.records import Example, Sample
 from sota_grpo.transforms import GroupAdvantage
@@ -22,16 +22,17 @@ TOKENIZER = tiny_tokenizer()
 
 def group(group_id: int, *, size: int = 3) -> list[TensorDict]:
     """Real rows of random lengths with random rewards."""
-    rows = []
-    prompts = prompt_rows(
-        group_id, Example(f"q{group_id}", "a", {"k": group_id}), range(3, 3 + random.randint(1, 5)), size
+    samples = []
+    (prompt,) = prompt_rows(
+        group_id, Example(f"q{group_id}", "a", {"k": group_id}), range(3, 3 + random.randint(1, 5)), repeats=1
     )
-    for row in prompts:
+    for _ in range(size):
         length = random.randint(1, 6)
-        ids = torch.randint(3, 30, (length,))
-        versions = torch.randint(0, 9, (length,))
-        rows.append(finish_row(row, Sample(ids, torch.randn(length), versions, random.random() < 0.5), TOKENIZER))
-        rows[-1].set(keys.REWARD, torch.rand(1))
+        ids, versions = torch.randint(3, 30, (length,)), torch.randint(0, 9, (length,))
+        samples.append(Sample(ids, torch.randn(length), versions, random.random() < 0.5))
+    rows = finish_rows(prompt, samples, TOKENIZER)
+    for row in rows:
+        row.set(keys.REWARD, torch.rand(1))
     return rows
 
 

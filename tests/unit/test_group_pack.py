@@ -1,0 +1,72 @@
+"""A group that travels arrives as it was sent, in few bytes and tensors."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import fields
+
+import cloudpickle
+import pytest
+import torch
+
+import sota_grpo.workers.rollout  # noqa: F401  (every rollout worker sends groups in this form)
+from sota_grpo.records import GroupOutput, Sample
+from sota_grpo.workers.messages import Message
+
+
+def some_group(*lengths: int, dialogs: bool = False) -> GroupOutput:
+    def mask(length: int) -> torch.Tensor | None:
+        return torch.rand(length) < 0.5 if dialogs and length % 2 else None
+
+    samples = [
+        Sample(
+            torch.randint(0, 1 << 40, (length,)),
+            torch.randn(length),
+            torch.randint(-1, 1 << 40, (length,)),
+            bool(length % 3),
+            mask(length),
+        )
+        for length in lengths
+    ]
+    return GroupOutput(1 << 50, tuple(samples))
+
+
+def through_a_pipe(group: GroupOutput) -> GroupOutput:
+    return Message.of((), group).load()
+
+
+@pytest.mark.parametrize("dialogs", [False, True])
+@pytest.mark.parametrize(
+    "travel",
+    [through_a_pipe, lambda group: pickle.loads(pickle.dumps(group)), lambda g: pickle.loads(cloudpickle.dumps(g))],
+    ids=["pipe", "pickle", "cloudpickle"],
+)
+def test_a_group_arrives_as_it_was_sent(travel, dialogs: bool):
+    group = some_group(1, 7, 3, 4, dialogs=dialogs)
+    found = travel(group)
+    assert found.group_id == group.group_id
+    assert found.samples[0].truncated is group.samples[0].truncated
+    for sample, expected in zip(found.samples, group.samples, strict=True):
+        for name in (field.name for field in fields(Sample)):
+            one, other = getattr(sample, name), getattr(expected, name)
+            if isinstance(other, torch.Tensor):
+                assert one.dtype == other.dtype
+                assert torch.equal(one, other)
+            else:
+                assert one == other
+
+
+def test_samples_are_not_described_one_by_one():
+    """20 bytes a token and little else, whatever the number of samples."""
+    sizes = [len(pickle.dumps(some_group(*[6] * count), protocol=5)) for count in (1, 100)]
+    assert sizes[1] - sizes[0] < 99 * (6 * 20 + 16)
+
+
+def test_a_group_from_memory_that_is_read_only_can_be_written_to():
+    group = some_group(3, 2)
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(group, protocol=5, buffer_callback=buffers.append)
+    found = pickle.load(io.BytesIO(body), buffers=[bytes(buffer) for buffer in buffers])
+    found.samples[0].log_probs.zero_()
+    assert torch.equal(found.samples[1].log_probs, group.samples[1].log_probs)

@@ -1,0 +1,212 @@
+"""Prompts that are kept once per group: the same logits as a plain forward over every row, for every family."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from sota_grpo.engines.decode_attention import attend, use_decode_attention
+from sota_grpo.engines.hf import TransformersEngine
+from sota_grpo.engines.prompt_cache import RepeatedPrompts, SharedPrompts
+from sota_grpo.engines.sampling import draw
+from sota_grpo.records import GroupRequest, Sampling
+from tests.engine_rigs import largest_gap
+from tests.unit.tiny_models import FAMILIES, VOCAB, make_model
+
+CASES = {
+    **{family: {} for family in FAMILIES},
+    "gemma2 with capped scores": {"attn_logit_softcapping": 0.5},
+    "mistral with a wide window": {"sliding_window": 40},
+    "one key head": {"num_key_value_heads": 1},
+    "a key head for each": {"num_key_value_heads": 4},
+}
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def both(case: str, dtype: torch.dtype = torch.float64) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model that decodes, and the same weights under transformers' plain attention."""
+    family = case.split()[0] if case.split()[0] in FAMILIES else "qwen2"
+    plain = make_model(family, attn_implementation="eager", **CASES[case]).to(dtype)
+    model = make_model(family, **CASES[case]).to(dtype)
+    model.load_state_dict(plain.state_dict())
+    return model, plain
+
+
+def some_prompts(*lengths: int) -> list[list[int]]:
+    return [torch.randint(3, VOCAB, (length,)).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def plain_logits(plain: PreTrainedModel, rows: list[list[int]]) -> torch.Tensor:
+    return torch.stack([plain(torch.tensor([row])).logits[0, -1] for row in rows])
+
+
+def decoded_gap(cache, model: PreTrainedModel, plain: PreTrainedModel, rows: list[list[int]], steps: int) -> float:
+    """Largest gap to ``plain``, relative, over ``steps`` random tokens; halfway, random rows end.
+
+    The modules of transformers compute in float32 here and there, whatever the type of the weights.
+    """
+    gaps = []
+    for step in range(steps):
+        if step == steps // 2:
+            kept = torch.randperm(len(rows))[: len(rows) // 2].sort().values
+            cache.keep(kept)
+            rows[:] = [rows[index] for index in kept.tolist()]
+        with torch.no_grad():
+            found = cache.next_logits(model, torch.tensor([row[-1] for row in rows]))
+        expected = plain_logits(plain, rows)
+        gaps.append((found - expected).abs().max() / expected.abs().max())
+        for row in rows:
+            row.append(int(torch.randint(3, VOCAB, ())))
+    return float(torch.stack(gaps).max())
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "repeated"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_a_plain_forward_over_every_row(case: str, shared: bool):
+    model, plain = both(case)
+    assert use_decode_attention(model)
+    prompts = some_prompts(5, 1, 9, 2)
+    groups = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])
+    rows = [list(prompts[group]) for group in groups.tolist()]
+    with torch.no_grad():
+        cache = (SharedPrompts if shared else RepeatedPrompts)(model, prompts, groups, pad_token_id=0)
+    assert decoded_gap(cache, model, plain, rows, steps=10) < 2e-6
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "repeated"])
+@pytest.mark.parametrize("case", ["qwen2", "gemma2 with capped scores", "gemma3_text"])
+def test_a_prompt_alone_needs_no_mask(case: str, shared: bool):
+    model, plain = both(case)
+    assert use_decode_attention(model)
+    (prompt,) = some_prompts(6)
+    with torch.no_grad():
+        cache = (SharedPrompts if shared else RepeatedPrompts)(model, [prompt], torch.tensor([0, 0]), pad_token_id=0)
+    assert decoded_gap(cache, model, plain, [list(prompt), list(prompt)], steps=8) < 2e-6
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "repeated"])
+def test_prompts_of_one_token_have_nothing_to_share(shared: bool):
+    model, plain = both("qwen2")
+    assert use_decode_attention(model)
+    prompts = some_prompts(1, 1)
+    cache = (SharedPrompts if shared else RepeatedPrompts)(model, prompts, torch.tensor([0, 0, 1]), pad_token_id=0)
+    assert decoded_gap(cache, model, plain, [list(prompts[group]) for group in (0, 0, 1)], steps=4) < 2e-6
+
+
+def test_many_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
+    """At 16 tokens a pass: the nine tokens before the last of the longest alone, then 3 x 5, then 2 x 3."""
+    monkeypatch.setattr("sota_grpo.engines.prompt_cache._PREFILL_TOKENS", 16)
+    model, plain = both("qwen2")
+    assert use_decode_attention(model)
+    shapes = []
+    hook = model.get_decoder().register_forward_pre_hook(
+        lambda module, args, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    prompts = some_prompts(4, 10, 6, 3, 6, 5)
+    with torch.no_grad():
+        cache = SharedPrompts(model, prompts, torch.arange(6), pad_token_id=0)
+    hook.remove()
+    assert shapes == [(1, 9), (3, 5), (2, 3)]
+    assert decoded_gap(cache, model, plain, [list(prompt) for prompt in prompts], steps=4) < 2e-6
+
+
+def test_a_prompt_is_kept_once_however_many_siblings_read_it():
+    model, _ = both("qwen2")
+    assert use_decode_attention(model)
+    prompts = some_prompts(7, 4)
+    with torch.no_grad():
+        few, many = (
+            SharedPrompts(model, prompts, torch.arange(2).repeat_interleave(count), pad_token_id=0) for count in (1, 16)
+        )
+    sizes = [[cache.prompt(layer)[0].numel() for layer in range(2)] for cache in (few, many)]
+    assert sizes[0] == sizes[1] == [2 * 2 * 6 * 4] * 2  # groups, key heads, tokens before the last, width
+
+
+def test_ended_groups_take_their_prompts_along():
+    model, _ = both("qwen2")
+    assert use_decode_attention(model)
+    with torch.no_grad():
+        cache = SharedPrompts(model, some_prompts(9, 4, 5), torch.tensor([0, 0, 1, 2]), pad_token_id=0)
+        cache.next_logits(model, torch.tensor([3, 4, 5, 6]))
+        cache.keep(torch.tensor([2, 3]))
+    assert cache.prompt(0)[0].shape == (2, 2, 4, 4)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "mistral", "gemma2 with capped scores", "gemma3_text"])
+def test_the_engine_reports_the_log_probs_of_a_plain_forward(case: str):
+    model, plain = both(case, torch.float32)
+    engine = TransformersEngine(model, eos_token_ids=[2], pad_token_id=0)
+    requests = [GroupRequest(i, tuple(prompt), 3, seed=i) for i, prompt in enumerate(some_prompts(3, 1, 12))]
+    outputs = {output.group_id: output for output in engine.generate(requests, Sampling(max_tokens=30))}
+    assert largest_gap(plain, requests, outputs, 1.0) < 2e-5  # peaked distributions: log-probs down to -20
+
+
+@pytest.mark.gpu
+@NO_GPU
+def test_an_engine_on_cuda_reports_the_log_probs_of_a_plain_forward():
+    model, plain = both("qwen2", torch.float32)
+    engine = TransformersEngine(model, eos_token_ids=[2], pad_token_id=0, device="cuda")
+    requests = [GroupRequest(i, tuple(prompt), 3, seed=i) for i, prompt in enumerate(some_prompts(3, 12))]
+    outputs = {output.group_id: output for output in engine.generate(requests, Sampling(max_tokens=30))}
+    assert largest_gap(plain, requests, outputs, 1.0) < 1e-3
+
+
+@pytest.mark.parametrize("reason", ["its attention is eager", "sharing them changes", "do not tell their window"])
+def test_a_model_that_cannot_share_prompts_repeats_them_and_says_why(reason: str, caplog: pytest.LogCaptureFixture):
+    case = "gemma3_text" if "window" in reason else "qwen2"
+    model, plain = both(case, torch.float32)
+    if "eager" in reason:
+        model = plain
+    for layer in model.get_decoder().layers:
+        forget(layer.self_attn, {"sharing them changes": "prompts", "do not tell their window": "window"}.get(reason))
+    with caplog.at_level(logging.WARNING):
+        engine = TransformersEngine(model, eos_token_ids=[2], pad_token_id=0, copy_model=False)
+    (record,) = caplog.records
+    assert reason in record.getMessage()
+    requests = [GroupRequest(i, tuple(prompt), 3, seed=i) for i, prompt in enumerate(some_prompts(3, 9))]
+    outputs = {output.group_id: output for output in engine.generate(requests, Sampling(max_tokens=12))}
+    assert largest_gap(plain, requests, outputs, 1.0) < 2e-5
+
+
+def forget(attention: torch.nn.Module, what: str | None) -> None:
+    """Make a layer lose an argument on its way to the attention function."""
+    forward = attention.forward
+    if what == "prompts":
+        attention.forward = lambda *args, prompts=None, **given: forward(*args, **given)
+    if what == "window":
+        attention.sliding_window = None
+
+
+def test_one_softmax_is_two_joined_by_their_log_sums():
+    query, key, value = (torch.randn(3, count, 5, dtype=torch.float64) for count in (4, 9, 9))
+    whole, whole_lse = attend(query, key, value, None, 0.3)
+    (first, a), (second, b) = (attend(query, key[:, cut], value[:, cut], None, 0.3) for cut in (slice(6), slice(6, 9)))
+    torch.testing.assert_close(whole_lse, torch.logaddexp(a, b))
+    torch.testing.assert_close(whole, torch.lerp(first, second, torch.sigmoid(b - a)))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+def test_half_precision_is_summed_in_float32(device: str):
+    query, key, value = (torch.randn(2, count, 64, dtype=torch.bfloat16, device=device) for count in (3, 200, 200))
+    out, lse = attend(query, key, value, None, 0.125)
+    expected, expected_lse = attend(query.double(), key.double(), value.double(), None, 0.125)
+    assert out.dtype == lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=0.0, atol=5e-3)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 16, 37, 1000])
+def test_a_draw_is_where_the_cumulative_probabilities_pass_u(vocab: int):
+    probs = torch.randn(500, vocab).mul(2).softmax(-1)
+    probs[:, ::3] = 0 if vocab > 3 else probs[:, ::3]
+    probs /= probs.sum(-1, keepdim=True)
+    u = torch.rand(500)
+    tokens = draw(probs, u)
+    cdf = torch.nn.functional.pad(probs.double().cumsum(-1), (1, 0))
+    below, above = (cdf.gather(1, (tokens + shift).unsqueeze(1)).squeeze(1) for shift in (0, 1))
+    assert ((below <= u + 1e-6) & (u < above + 1e-6)).all()
+    assert (probs.gather(1, tokens.unsqueeze(1)) > 0).all()
