@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -64,6 +65,8 @@ class Run:
         examine = ExamineLog(self.run_dir, self.config.logging.num_examine, parts.task.term_weights)
         with self._run_log() as self.run_log, examine, Progress(total, first_step=first) as progress, self.stop:
             self._check()
+            gc.collect()
+            gc.freeze()  # what lives as long as the run is not walked through again at every collection
             self.run_log.rewind(first)
             self.place.start(_as_yaml(self.config))  # not before: a first start that fails leaves no run behind
             self.log = StepLog(self.run_log, progress, parts.tokenizer, lambda: parts.publisher.seconds, examine)
@@ -201,6 +204,7 @@ class Run:
 
     def close(self) -> None:
         """Free the engine and the reference; idempotent."""
+        gc.unfreeze()
         self.parts.close()
 
 

@@ -72,9 +72,7 @@ class ModelConfig:
     hub_token: str | None = opt(
         None, "token for gated models, never logged nor saved; null: HF_TOKEN, or the hub login"
     )
-    attn_implementation: str | None = opt(
-        None, "sdpa, eager, ...: padded rows under that attention; null: packed, prompts shared, if the model can"
-    )
+    attn_implementation: str | None = opt(None, "sdpa, eager, ..: padded rows; null: packed, shared prompts, if it can")
     trust_remote_code: bool = opt(False, "run Python code that ships with the model")
 
 
@@ -169,9 +167,7 @@ class TrainConfig:
     dialog_turns_per_batch: int = opt(256, "responses per collection, one turn of the loop")
     optim_batch_size: int = opt(256, "responses per optimizer step")
     epochs: int = opt(1, "times a collection is used; above 1 the proximal log-probs are recomputed first")
-    micro_batch_tokens: int = opt(
-        16384, "tokens per forward pass, each prompt once; changes memory and speed, never the result"
-    )
+    micro_batch_tokens: int = opt(16384, "tokens per forward pass, prompts once; changes memory and speed, no result")
     precision: str = opt("auto", "autocast of the learner; auto is bf16 on CUDA", ("auto", "fp32", "bf16", "fp16"))
     kl_coef_in_loss: bool = opt(True, "the KL term stands in the loss; false: it is subtracted from the reward")
     max_policy_age: int = opt(0, "oldest policy, in published versions, whose tokens may be trained on")
