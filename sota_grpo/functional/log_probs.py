@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-DEFAULT_CHUNK = 512
+from sota_grpo.functional.logit_tiles import LN2, LogitTiles, add_product
 
 
 def chunked_log_probs(
@@ -19,21 +18,25 @@ def chunked_log_probs(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
-    chunk: int = DEFAULT_CHUNK,
+    softcap: float | None = None,
+    logits_bytes: int | None = None,
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target token under ``softmax((hidden weight^T + bias) / temperature)``, and the entropy.
 
-    ``log_prob_m = z_m[target_m] - lse_m`` and ``entropy_m = -sum_v p_mv log p_mv``, with ``z`` the scaled logits.
-    Rows are taken ``chunk`` at a time. The forward pass keeps the inputs and the ``[M]`` vectors only; the backward
-    pass computes each chunk's logits again and adds ``(1[v = target] - p_v) g - p_v (log p_v + entropy) h`` through to
-    ``hidden``, ``weight`` and ``bias``, as far as they ask for a gradient. Most memory beyond inputs and gradients: a
-    few ``[chunk, V]`` buffers, whatever M is. The chunk size changes the result by rounding only.
+    ``log_prob_m = z_m[target_m] - lse_m`` and ``entropy_m = -sum_v p_mv log p_mv``, with ``z`` the scaled logits. With
+    a softcap ``c``, ``z = c tanh((hidden weight^T + bias) / c) / temperature`` (Gemma 2, arXiv:2408.00118, sec. 2).
+
+    The forward pass keeps the inputs and ``[M]`` vectors. The backward pass computes the logits again tile by tile and
+    carries ``(1[v = target] - p_v) g - p_v (log p_v + entropy) h`` on to ``hidden``, ``weight`` and ``bias``, as far as
+    they ask for a gradient. It leaves out the rows whose ``g`` and ``h`` are 0 (no advantage, clipped): that changes
+    nothing but the time. Where ``hidden`` alone asks for a gradient (LoRA: the head is frozen), the forward pass keeps
+    ``d log_prob_m / d hidden_m`` instead of ``hidden_m``, and the backward pass only scales it.
 
     The logits are multiplied in the dtype of ``hidden`` (under autocast in its dtype, as ``torch.nn.Linear`` would) and
-    everything after is float32, or float64 when ``hidden`` is. The gradient of ``weight`` is summed over the chunks in
-    that wider dtype too.
+    everything after is float32, or float64 when ``hidden`` is; the gradients are summed over the tiles in that wider
+    dtype too. The size of a tile changes the result by rounding only.
 
     Args:
         hidden: ``[M, H]``, the states that predict the targets.
@@ -41,7 +44,9 @@ def chunked_log_probs(
         targets: int64 ``[M]``, ids in ``[0, V)``.
         bias: ``[V]``, if the output layer has one.
         temperature: the logits are divided by it; that of the sampling.
-        chunk: rows per piece.
+        softcap: the bound ``c`` of the logits, if the model has one.
+        logits_bytes: memory for logits, whatever M and V are. By default 8 MiB on a CPU, so that a tile stays in its
+            cache, and elsewhere 256 MiB, so that a tile takes much longer than its launch.
         with_entropy: also return the entropy of every row.
         entropy_grad: let the gradient through the entropy; without it the entropy is a detached diagnostic.
 
@@ -49,8 +54,8 @@ def chunked_log_probs(
         log-probs ``[M]`` and entropy ``[M]`` (None unless asked for), in nats, float32 (float64 for float64 input).
 
     Raises:
-        ValueError: if the shapes do not fit, ``temperature`` or ``chunk`` is not positive, or ``entropy_grad`` is asked
-            for without ``with_entropy``.
+        ValueError: if the shapes do not fit, ``temperature``, ``softcap`` or ``logits_bytes`` is not positive, or
+            ``entropy_grad`` is asked for without ``with_entropy``.
 
     >>> hidden, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 0.0], [0.0, 5.0], [0.0, -5.0]])
     >>> log_probs, entropy = chunked_log_probs(hidden, weight, torch.tensor([1]), with_entropy=True)
@@ -58,107 +63,182 @@ def chunked_log_probs(
     (-1.0986, 1.0986)
     """
     _check_shapes(hidden, weight, targets, bias)
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; log-probs of a sampled token need one above 0.")
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it must be at least 1 row.")
-    if entropy_grad and not with_entropy:
-        raise ValueError("entropy_grad=True needs with_entropy=True: there is no entropy to differentiate.")
+    _check_options(temperature, softcap, logits_bytes, entropy_grad and not with_entropy)
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    log_probs, entropy = _ChunkedLogProbs.apply(
-        hidden, weight, bias, targets, float(temperature), chunk, with_entropy, entropy_grad
-    )
+    frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+    keeps_slopes = torch.is_grad_enabled() and hidden.requires_grad and frozen and not entropy_grad and softcap is None
+    options = _Options(temperature, softcap, logits_bytes, with_entropy, entropy_grad, keeps_slopes)
+    log_probs, entropy = _TiledLogProbs.apply(hidden, weight, bias, targets, options)
     return log_probs, entropy
 
 
-class _ChunkedLogProbs(torch.autograd.Function):
-    """Saves hidden, weight, bias, targets and one or two ``[M]`` vectors; never a tensor with V * M elements."""
+def _check_options(
+    temperature: float, softcap: float | None, logits_bytes: int | None, entropy_is_missing: bool
+) -> None:
+    for name, value in (("temperature", temperature), ("softcap", softcap), ("logits_bytes", logits_bytes)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0.")
+    if entropy_is_missing:
+        raise ValueError("entropy_grad=True needs with_entropy=True: there is no entropy to differentiate.")
+
+
+class _Options(NamedTuple):
+    temperature: float
+    softcap: float | None
+    logits_bytes: int | None
+    with_entropy: bool
+    entropy_grad: bool
+    keeps_slopes: bool  # d log_prob / d hidden, from the forward pass for the backward pass
+
+    def tiles(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogitTiles:
+        return LogitTiles(
+            hidden,
+            weight,
+            bias,
+            temperature=self.temperature,
+            softcap=self.softcap,
+            num_bytes=self.logits_bytes,
+            num_buffers=2 if self.with_entropy else 1,
+        )
+
+
+class _Rows(NamedTuple):
+    """What the backward pass needs of the rows; all but ``hidden [R, H]`` are ``[R, 1]``."""
+
+    hidden: Tensor
+    targets: Tensor
+    lse: Tensor  # in base 2
+    entropy: Tensor
+    g: Tensor  # gradient by the log-prob
+    h: Tensor | None  # gradient by the entropy
+
+    def take(self, where: slice | Tensor) -> _Rows:
+        taken: list[Any] = [None if x is None else x[where] for x in self]
+        return _Rows(*taken)
+
+
+class _TiledLogProbs(torch.autograd.Function):
+    """Saves hidden, weight, bias, targets and two ``[M]`` vectors, or the slopes ``[M, H]`` and nothing else."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk: int,
-        with_entropy: bool,
-        entropy_grad: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor | None]:
-        lse = torch.empty(len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
-        log_probs = torch.empty_like(lse)
-        entropy = torch.empty_like(lse) if with_entropy else None
-        for rows, logits in _chunks(hidden, weight, bias, temperature, chunk):
-            lse[rows] = logits.logsumexp(-1)
-            log_p = logits.sub_(lse[rows].unsqueeze(-1))
-            log_probs[rows] = log_p.gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1)
-            if entropy is not None:  # not lse - sum(p z), which loses its digits to logits of some thousands
-                entropy[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy if entropy_grad else None)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        if entropy is not None and not entropy_grad:
+        tiles = options.tiles(hidden, weight, bias)
+        log_probs, lse, entropy = (hidden.new_empty(len(hidden), dtype=tiles.wide) for _ in range(3))
+        slopes = torch.empty_like(hidden) if options.keeps_slopes else None
+        for rows in tiles.rows:
+            part = None if slopes is None else slopes[rows]
+            found = _score(tiles, hidden[rows], targets[rows, None], options.with_entropy, part)
+            log_probs[rows], lse[rows], entropy[rows] = (x.squeeze(1) for x in found)
+        ctx.options = options
+        ctx.save_for_backward(*((hidden, weight, bias, targets, lse, entropy) if slopes is None else (slopes,)))
+        if not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        return log_probs, entropy if options.with_entropy else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if wants_bias else None
-        weight_as_used = weight.to(hidden.dtype)
-        for rows, logits in _chunks(hidden, weight, bias, ctx.temperature, ctx.chunk):
-            log_p = logits.sub_(lse[rows].unsqueeze(-1))
-            grad_row = grad_log_probs[rows].unsqueeze(-1)
-            if entropy is None:
-                grad_logits = log_p.exp_().mul_(-grad_row)
-            else:
-                through_entropy = (log_p + entropy[rows].unsqueeze(-1)).mul_(grad_entropy[rows].unsqueeze(-1))
-                grad_logits = through_entropy.add_(grad_row).mul_(log_p.exp_()).neg_()
-            grad_logits.scatter_add_(-1, targets[rows].unsqueeze(-1), grad_row)
-            grad_logits.div_(ctx.temperature)
+        g, h = grad_log_probs.unsqueeze(1), grad_entropy.unsqueeze(1) if ctx.options.entropy_grad else None
+        if ctx.options.keeps_slopes:
+            (slopes,) = ctx.saved_tensors
+            return torch.where(g == 0, 0.0, g * slopes).to(slopes.dtype), None, None, None, None
+        hidden, weight, bias, *vectors = ctx.saved_tensors
+        targets, lse, entropy = (x.unsqueeze(1) for x in vectors)
+        every = _Rows(hidden, targets, lse, entropy, g, h)
+        pulls = g if h is None else torch.cat((g, h), 1)
+        active = (pulls != 0).any(1).nonzero().squeeze(1)  # a GPU is waited for, once; a row costs three products
+        rows = every if len(active) == len(hidden) else every.take(active)
+        tiles = ctx.options.tiles(rows.hidden, weight, bias)
+        grad_hidden, grad_weight, grad_bias = _pull_back(tiles, rows, ctx.needs_input_grad)
+        if grad_hidden is not None and rows is not every:
+            grad_hidden = torch.zeros_like(hidden).index_copy_(0, active, grad_hidden)
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _score(
+    tiles: LogitTiles, hidden: Tensor, targets: Tensor, with_entropy: bool, slopes: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, log-sum-exp in base 2 and entropy, ``[R, 1]`` each; ``slopes [R, H]`` are filled in place.
+
+    Tile by tile, with ``top`` the greatest logit so far (online softmax, arXiv:1805.02867):
+    ``mass = sum_v 2^(z_v - top)``, ``moment = sum_v (z_v - top) 2^(z_v - top)`` and ``own = z_target - top``. All stay
+    relative to ``top``, so that the log-prob ``ln 2 (own - log2 mass)`` and the entropy ``ln 2 (log2 mass - moment /
+    mass)`` keep their digits for logits of any size, as ``z_target - lse`` and ``lse - sum_v p_v z_v`` would not.
+
+    The slope is ``((1 - p_target) weight[target] - sum of p_v weight_v over the other v) / temperature``, where
+    ``1 - p_target`` comes from the log-prob: 0.001 is not rounded away in bfloat16, as ``p_target`` beside 1 would be.
+    """
+    own, mass, moment = hidden.new_zeros(3, len(hidden), 1, dtype=tiles.wide)
+    top = torch.full_like(mass, torch.finfo(mass.dtype).min)
+    others = None if slopes is None else torch.zeros_like(hidden, dtype=tiles.wide)
+    for columns in tiles.columns:
+        weight = tiles.weight[columns].to(hidden.dtype)
+        raw = tiles.raw(hidden, weight, columns)
+        index, inside = tiles.find(targets, columns)
+        last, top = top, torch.maximum(top, raw.amax(1, keepdim=True) * tiles.factor)
+        drop, scale = last - top, (last - top).exp2()
+        z = tiles.minus(raw, top)
+        own = torch.where(inside, z.gather(1, index), own + drop)
+        p = torch.exp2(z, out=tiles.buffer(-1, z))
+        if with_entropy:
+            moment = (moment + drop * mass) * scale + z.mul_(p).sum(1, keepdim=True)
+        mass = mass * scale + p.sum(1, keepdim=True)
+        if others is not None:
+            p.scatter_(1, index, p.gather(1, index).masked_fill_(inside, 0))
+            add_product(others.mul_(scale), tiles.narrowed(p), weight)
+    log_probs = (own - mass.log2()) * LN2
+    if slopes is not None and others is not None:
+        weight = tiles.weight[targets.squeeze(1)].to(hidden.dtype).to(tiles.wide)
+        slopes.copy_(others.div_(mass).addcmul_(log_probs.expm1(), weight).mul_(-tiles.slope))
+    return log_probs, top + mass.log2(), (mass.log2() - moment / mass) * LN2
+
+
+def _pull_back(tiles: LogitTiles, rows: _Rows, wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients of ``sum(g log_probs + h entropy)`` by hidden, weight and bias, as far as wanted.
+
+    Columns outside: a tile of the weight's gradient is complete, and rounded once, before the next one begins. It is
+    summed transposed, which matrix libraries do faster.
+    """
+    hidden, weight, bias = rows.hidden, tiles.weight, tiles.bias
+    grad_hidden = torch.zeros_like(hidden, dtype=tiles.wide) if wanted[0] else None
+    grad_weight = torch.empty_like(weight) if wanted[1] else None
+    grad_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
+    for columns in tiles.columns:
+        tile_weight = weight[columns].to(hidden.dtype)
+        to_weight = hidden.new_zeros(tile_weight.t().shape, dtype=tiles.wide)
+        to_bias = to_weight.new_zeros(len(tile_weight))
+        for piece in tiles.rows:
+            grad_logits = _grad_logits(tiles, rows.take(piece), tile_weight, columns)
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_product = grad_logits.to(hidden.dtype)
-            with torch.autocast(hidden.device.type, enabled=False):
-                if grad_hidden is not None:
-                    grad_hidden[rows] = grad_product @ weight_as_used
-                if grad_weight is not None:
-                    _add_product(grad_weight, grad_product.t(), hidden[rows])
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+                to_bias += grad_logits.sum(0)
+            grad_logits = tiles.narrowed(grad_logits)
+            if grad_hidden is not None:
+                add_product(grad_hidden[piece], grad_logits, tile_weight)
+            if grad_weight is not None:
+                add_product(to_weight, hidden[piece].t(), grad_logits)
+        if grad_weight is not None:
+            grad_weight[columns] = to_weight.t()
+        if grad_bias is not None:
+            grad_bias[columns] = to_bias
+    return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
-def _chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, chunk: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Each piece of rows with its own fresh, scaled logits ``[<= chunk, V]``."""
-    weight_as_used = weight.to(hidden.dtype)
-    wide = _wide(hidden.dtype)
-    for start in range(0, len(hidden), chunk):
-        rows = slice(start, min(start + chunk, len(hidden)))
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits = (hidden[rows] @ weight_as_used.t()).to(wide)
-        if bias is not None:
-            logits += bias
-        yield rows, logits.div_(temperature)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in one kernel where the dtypes agree, else summed in the dtype of ``total``."""
-    if total.dtype == right.dtype:
-        total.addmm_(left, right)
+def _grad_logits(tiles: LogitTiles, rows: _Rows, weight: Tensor, columns: slice) -> Tensor:
+    """``(1[v = target] - p_v) g - p_v (log p_v + entropy) h`` for one tile, carried on through a softcap."""
+    raw = tiles.raw(rows.hidden, weight, columns)
+    log2_p, g = tiles.minus(raw, rows.lse), tiles.slope * rows.g
+    if rows.h is None:
+        grad = log2_p.exp2_().mul_(-g)
     else:
-        total += left @ right
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+        h = tiles.slope * rows.h
+        p = torch.exp2(log2_p, out=tiles.buffer(-1, log2_p))
+        grad = torch.addcmul(-(g + h * rows.entropy), log2_p, -LN2 * h, out=log2_p).mul_(p)
+    index, inside = tiles.find(rows.targets, columns)
+    grad.scatter_add_(1, index, torch.where(inside, g, 0.0))
+    return grad if tiles.softcap is None else grad.mul_(raw.addcmul_(raw, raw, value=-1))
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:

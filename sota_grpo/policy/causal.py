@@ -12,11 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sota_grpo import keys
-from sota_grpo.functional.log_probs import DEFAULT_CHUNK, chunked_log_probs
+from sota_grpo.functional.log_probs import chunked_log_probs
 from sota_grpo.policy.layout import is_right_padded, pack
 from sota_grpo.policy.lora import base_model
 from sota_grpo.policy.packed import packed_hidden, padded_hidden, use_shared_attention
-from sota_grpo.policy.softcap import softcapped_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ class CausalPolicy(TensorDictModuleBase):
     ``log_probs[n, t] = log softmax(W h[n, t - 1] / temperature)[tokens[n, t]]`` where the assistant mask is True, and 0
     elsewhere. Rows with the same prompt compute it once, and nothing is padded (:mod:`sota_grpo.policy.layout`), where
     the model's attention can take that; else, with a warning that says why, rows are padded. The LM head runs only at
-    the positions that predict an assistant token, chunk by chunk, so no ``[N, T, V]`` tensor exists. Softmax and log
+    the positions that predict an assistant token, tile by tile, so no ``[N, T, V]`` tensor exists. Softmax and log
     are float32; autocast is the caller's.
 
     To spread it over ranks see :func:`sota_grpo.policy.sharding.shard`.
@@ -39,7 +38,7 @@ class CausalPolicy(TensorDictModuleBase):
         temperature: logits are divided by it, as in sampling; above 0.
         with_entropy: also write ``"entropy"``.
         entropy_grad: let the entropy carry a gradient (for an entropy bonus); otherwise it is detached.
-        chunk: rows of logits alive at once.
+        logits_bytes: memory for logits; see :func:`~sota_grpo.functional.log_probs.chunked_log_probs`.
         shared_prompt: False pads every row and gives each its prompt; the model's attention is left as it is then.
 
     Raises:
@@ -69,7 +68,7 @@ class CausalPolicy(TensorDictModuleBase):
         temperature: float = 1.0,
         with_entropy: bool = True,
         entropy_grad: bool = False,
-        chunk: int = DEFAULT_CHUNK,
+        logits_bytes: int | None = None,
         shared_prompt: bool = True,
     ) -> None:
         super().__init__()
@@ -77,7 +76,7 @@ class CausalPolicy(TensorDictModuleBase):
             raise ValueError(f"temperature is {temperature}, but log-probabilities need one above 0")
         self.in_keys = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
-        self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, chunk, shared_prompt)
+        self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, logits_bytes, shared_prompt)
 
     @property
     def model(self) -> nn.Module:
@@ -131,7 +130,7 @@ class Scorer(nn.Module):
         temperature: float,
         with_entropy: bool,
         entropy_grad: bool,
-        chunk: int,
+        logits_bytes: int | None,
         shared_prompt: bool,
     ):
         super().__init__()
@@ -139,7 +138,7 @@ class Scorer(nn.Module):
         self.temperature = temperature
         self.with_entropy = with_entropy
         self.entropy_grad = entropy_grad
-        self.chunk = chunk
+        self.logits_bytes = logits_bytes
         self.softcap: float | None = _softcap(base_model(model))
         _require_linear_head(base_model(model), self.softcap)
         self.shared_prompt = shared_prompt and _takes_packed_rows(base_model(model))
@@ -165,24 +164,14 @@ class Scorer(nn.Module):
 
     def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         head: Any = base_model(self.model).get_output_embeddings()
-        if self.softcap is not None:
-            log_probs, entropy = softcapped_log_probs(
-                hidden,
-                head.weight,
-                targets,
-                softcap=self.softcap,
-                bias=head.bias,
-                temperature=self.temperature,
-                chunk=self.chunk,
-            )
-            return log_probs, entropy if self.with_entropy else None
         return chunked_log_probs(
             hidden,
             head.weight,
             targets,
             bias=head.bias,
             temperature=self.temperature,
-            chunk=self.chunk,
+            softcap=self.softcap,
+            logits_bytes=self.logits_bytes,
             with_entropy=self.with_entropy,
             entropy_grad=self.entropy_grad,
         )

@@ -1,4 +1,4 @@
-"""Laws of sota_grpo.functional.log_probs: exact values and gradients, and no tensor of M * V elements."""
+"""Laws of sota_grpo.functional.log_probs: exact values and gradients, no tensor of M * V elements, no idle product."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from torch.utils._pytree import tree_leaves
 from sota_grpo.functional import chunked_log_probs, token_entropy
 
 M, H, V = 13, 6, 17
-CHUNKS = (1, 4, 5, 13, 100)
+TILES = (1, 4, 20, 77, 10_000)  # logits of one tile: 1 x 1, 2 x 2, 4 x 5, 8 x 9, all at once
+PRODUCT = 2 * M * V * H  # floating-point operations of one matrix product over all logits
+
+
+def tile_of(logits: int) -> int:
+    """Bytes for a tile in float64, with the second buffer that the entropy needs."""
+    return 2 * 8 * logits
 
 
 @pytest.fixture(autouse=True)
@@ -30,15 +36,39 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor,
 
 
 def full(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    logits = torch.nn.functional.linear(hidden, weight, bias) / temperature
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
     return logits.log_softmax(-1)[torch.arange(len(targets)), targets], token_entropy(logits)
+
+
+class Meter(TorchDispatchMode):
+    """Most elements of any tensor that an operator returns, and the operations of all matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            left, right = args[-2:]
+            self.flops += 2 * left.numel() * right.shape[1]
+        return result
 
 
 def test_by_the_plain_loop() -> None:
     hidden, weight, bias, targets = problem()
-    found, entropy = chunked_log_probs(hidden, weight, targets, bias=bias, temperature=0.7, chunk=4, with_entropy=True)
+    found, entropy = chunked_log_probs(
+        hidden, weight, targets, bias=bias, temperature=0.7, logits_bytes=tile_of(20), with_entropy=True
+    )
     for m in range(M):
         logits = [
             (sum(hidden[m, h].item() * weight[v, h].item() for h in range(H)) + bias[v].item()) / 0.7 for v in range(V)
@@ -49,17 +79,27 @@ def test_by_the_plain_loop() -> None:
         assert entropy[m].item() == pytest.approx(-sum(q * math.log(q) for q in p), rel=1e-10)
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.6, None), (0.6, 1.5)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_values_and_gradients_equal_the_full_logits(chunk: int, temperature: float, with_bias: bool) -> None:
+def test_values_and_gradients_equal_the_full_logits(
+    tile: int, temperature: float, softcap: float | None, with_bias: bool
+) -> None:
     hidden, weight, bias, targets = problem()
     leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
     bias = bias if with_bias else None
     found = chunked_log_probs(
-        hidden, weight, targets, bias=bias, temperature=temperature, chunk=chunk, with_entropy=True, entropy_grad=True
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        logits_bytes=tile_of(tile),
+        with_entropy=True,
+        entropy_grad=True,
     )
-    expected = full(hidden, weight, bias, targets, temperature)
+    expected = full(hidden, weight, bias, targets, temperature, softcap)
     pulls = torch.randn(2, M, dtype=torch.float64)
     gradients = [
         torch.autograd.grad(sum((pull * x).sum() for pull, x in zip(pulls, pair)), leaves) for pair in (found, expected)
@@ -69,12 +109,21 @@ def test_values_and_gradients_equal_the_full_logits(chunk: int, temperature: flo
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
-def test_gradcheck(entropy_grad: bool) -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_gradcheck(entropy_grad: bool, softcap: float | None) -> None:
     hidden, weight, bias, targets = problem()
 
     def values(hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
         pair = chunked_log_probs(
-            hidden, weight, targets, bias=bias, temperature=1.3, chunk=5, with_entropy=True, entropy_grad=entropy_grad
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            temperature=1.3,
+            softcap=softcap,
+            logits_bytes=tile_of(20),
+            with_entropy=True,
+            entropy_grad=entropy_grad,
         )
         return pair if entropy_grad else pair[0]
 
@@ -92,45 +141,145 @@ def test_entropy_is_a_detached_diagnostic_unless_asked_for() -> None:
 
 def test_the_entropy_alone_can_be_differentiated() -> None:
     hidden, weight, _, targets = problem()
-    _, entropy = chunked_log_probs(hidden, weight, targets, chunk=3, with_entropy=True, entropy_grad=True)
+    _, entropy = chunked_log_probs(
+        hidden, weight, targets, logits_bytes=tile_of(20), with_entropy=True, entropy_grad=True
+    )
     found = torch.autograd.grad(entropy.sum(), hidden)
     expected = torch.autograd.grad(token_entropy(hidden @ weight.t()).sum(), hidden)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_a_frozen_input_gets_no_gradient(frozen: str) -> None:
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "weight and bias"])
+@pytest.mark.parametrize(("softcap", "entropy_grad"), [(None, False), (None, True), (1.5, False)])
+def test_a_frozen_input_changes_no_other_gradient(
+    frozen: str, tile: int, softcap: float | None, entropy_grad: bool
+) -> None:
+    hidden, weight, bias, targets = problem()
+    leaves = {"hidden": hidden, "weight": weight, "bias": bias}
+    pulls = torch.randn(1 + entropy_grad, M, dtype=torch.float64)
+    expected = full(hidden, weight, bias, targets, 0.7, softcap)
+    wanted = torch.autograd.grad(sum((pull * x).sum() for pull, x in zip(pulls, expected)), list(leaves.values()))
+    for name in frozen.split(" and "):
+        leaves[name].requires_grad_(False)
+    found = chunked_log_probs(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=0.7,
+        softcap=softcap,
+        logits_bytes=tile_of(tile),
+        with_entropy=True,
+        entropy_grad=entropy_grad,
+    )
+    sum((pull * x).sum() for pull, x in zip(pulls, found)).backward()
+    for (name, leaf), gradient in zip(leaves.items(), wanted):
+        if name in frozen.split(" and "):
+            assert leaf.grad is None
+        else:
+            torch.testing.assert_close(leaf.grad, gradient, rtol=1e-10, atol=1e-11)
+
+
+def flops_of(pull: Tensor, weight: Tensor) -> tuple[int, int]:
+    """Matrix-product operations of the forward and of the backward pass, for gradients of the log-probs ``pull``."""
+    hidden, _, _, targets = problem()
+    with Meter() as forward:
+        found, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=tile_of(20), with_entropy=True)
+    with Meter() as backward:
+        found.backward(pull)
+    return forward.flops, backward.flops
+
+
+def test_a_frozen_head_costs_two_products_and_a_trained_one_four() -> None:
+    _, weight, _, _ = problem()
+    pull = torch.randn(M, dtype=torch.float64)
+    assert flops_of(pull, weight) == (PRODUCT, 3 * PRODUCT)
+    assert flops_of(pull, weight.detach()) == (2 * PRODUCT, 0)
+
+
+def test_rows_without_a_gradient_cost_no_product_in_the_backward_pass() -> None:
+    _, weight, _, _ = problem()
+    pull = torch.randn(M, dtype=torch.float64)
+    pull[torch.randperm(M)[:5]] = 0
+    assert flops_of(pull, weight) == (PRODUCT, 3 * (M - 5) * PRODUCT // M)
+    assert flops_of(torch.zeros(M, dtype=torch.float64), weight) == (PRODUCT, 0)
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_rows_without_a_gradient_change_nothing(entropy_grad: bool) -> None:
+    hidden, weight, bias, targets = problem()
+    pulls, idle = torch.randn(1 + entropy_grad, M, dtype=torch.float64), torch.randperm(M)[:5]
+    pulls[:, idle] = 0
+    pulls[0, idle[0]] = float(entropy_grad)  # a gradient by one of the two is a gradient
+    found = chunked_log_probs(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        logits_bytes=tile_of(20),
+        with_entropy=True,
+        entropy_grad=entropy_grad,
+    )
+    gradients = [
+        torch.autograd.grad(sum((pull * x).sum() for pull, x in zip(pulls, pair)), (hidden, weight, bias))
+        for pair in (found, full(hidden, weight, bias, targets, 1.0))
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-11)
+    assert (gradients[0][0][idle[1:]] == 0).all()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nan_in_a_row_without_a_gradient_reaches_no_other(frozen: bool) -> None:
     hidden, weight, _, targets = problem()
-    expected = torch.autograd.grad(chunked_log_probs(hidden, weight, targets)[0].sum(), (hidden, weight))
-    still, other = (hidden, weight) if frozen == "hidden" else (weight, hidden)
-    still.requires_grad_(False)
-    chunked_log_probs(hidden, weight, targets, chunk=4)[0].sum().backward()
-    assert still.grad is None
-    torch.testing.assert_close(other.grad, expected[1] if frozen == "hidden" else expected[0])
+    weight.requires_grad_(not frozen)
+    broken = hidden.detach().clone()
+    broken[3] = math.nan
+    pull = torch.randn(M, dtype=torch.float64).index_fill_(0, torch.tensor([3]), 0)
+    found = []
+    for states in (hidden, broken.requires_grad_()):
+        leaves = [states] if frozen else [states, weight]
+        log_probs, _ = chunked_log_probs(states, weight, targets, logits_bytes=tile_of(20))
+        found.append(torch.autograd.grad(log_probs, leaves, pull))
+    assert all(map(torch.equal, *found))
 
 
 def test_a_tied_embedding_adds_both_gradients() -> None:
     _, weight, _, targets = problem()
     inputs = torch.randint(0, V, (M,))
-    found = torch.autograd.grad(chunked_log_probs(weight[inputs], weight, targets, chunk=4)[0].sum(), weight)
+    found = torch.autograd.grad(
+        chunked_log_probs(weight[inputs], weight, targets, logits_bytes=tile_of(20))[0].sum(), weight
+    )
     expected = torch.autograd.grad(full(weight[inputs], weight, None, targets, 1.0)[0].sum(), weight)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_large_logits_stay_finite_in_float32() -> None:
-    hidden, weight, _, targets = (x.detach() for x in problem(torch.float32))
-    hidden = (1000 * hidden).requires_grad_()
-    log_probs, entropy = chunked_log_probs(hidden, weight, targets, chunk=4, with_entropy=True, entropy_grad=True)
+@pytest.mark.parametrize("tile", [20, 10_000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_and_entropy_keep_their_digits_at_logits_of_some_thousands(tile: int, temperature: float) -> None:
+    hidden, weight = (torch.randint(-40, 40, shape).float() for shape in ((M, H), (V, H)))  # exact products
+    targets = (hidden @ weight.t()).argmax(1)
+    weight = torch.cat((weight, weight[targets[:4]]))  # so that the entropy is not 0 where two lead
+    hidden.requires_grad_()
+    log_probs, entropy = chunked_log_probs(
+        hidden,
+        weight,
+        targets,
+        temperature=temperature,
+        logits_bytes=tile_of(tile) // 2,
+        with_entropy=True,
+        entropy_grad=True,
+    )
+    expected = full(hidden.detach().double(), weight.double(), None, targets, temperature)
+    torch.testing.assert_close(log_probs.detach().double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.detach().double(), expected[1], rtol=1e-5, atol=1e-5)
     (log_probs.sum() + entropy.sum()).backward()
-    expected = full(hidden.detach().double(), weight.double(), None, targets, 1.0)
-    torch.testing.assert_close(log_probs.detach().double(), expected[0], rtol=1e-5, atol=1e-2)
-    torch.testing.assert_close(entropy.detach().double(), expected[1], rtol=1e-2, atol=1e-2)
     assert hidden.grad.isfinite().all()
 
 
 def test_bfloat16_logits_have_float32_log_probs() -> None:
     hidden, weight, _, targets = problem(torch.bfloat16)
-    found, entropy = chunked_log_probs(hidden, weight, targets, chunk=5, with_entropy=True)
+    found, entropy = chunked_log_probs(hidden, weight, targets, logits_bytes=400, with_entropy=True)
     assert found.dtype == entropy.dtype == torch.float32
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     expected = full(*exact, None, targets, 1.0)
@@ -142,24 +291,50 @@ def test_bfloat16_logits_have_float32_log_probs() -> None:
         assert (gradient.double() - wanted).norm() < 0.03 * wanted.norm()
 
 
-def test_autocast_multiplies_in_its_dtype_as_a_linear_layer_does() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_autocast_multiplies_in_its_dtype_as_a_linear_layer_does(frozen: bool) -> None:
     hidden, weight, _, targets = problem(torch.float32)
+    weight.requires_grad_(not frozen)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, _ = chunked_log_probs(hidden, weight, targets, chunk=5)
+        found, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=400)
         logits = torch.nn.functional.linear(hidden, weight)
         found.sum().backward()
     assert logits.dtype == torch.bfloat16
     torch.testing.assert_close(found, logits.float().log_softmax(-1)[torch.arange(M), targets])
-    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+    assert {x.grad.dtype for x in (hidden, weight) if x.requires_grad} == {torch.float32}
     exact = hidden.detach().double().requires_grad_()
     (wanted,) = torch.autograd.grad(full(exact, weight.detach().double(), None, targets, 1.0)[0].sum(), exact)
     assert (hidden.grad.double() - wanted).norm() < 0.03 * wanted.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_ratio_is_one_whoever_computes_twice(dtype: torch.dtype) -> None:
+    hidden, weight, _, targets = problem(dtype)
+    with torch.no_grad():
+        first, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=400, with_entropy=True)
+    for head in (weight, weight.detach()):
+        again, _ = chunked_log_probs(hidden, head, targets, logits_bytes=400, with_entropy=True)
+        assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_confident_token_keeps_its_gradient_in_bfloat16(frozen: bool) -> None:
+    """``1 - p`` is about 0.0009, and bfloat16 has no number between 0.996 and 1."""
+    hidden, weight = torch.randn(1, H), torch.randn(V, H)
+    lead = (hidden @ weight.t()).logsumexp(-1) + 7
+    weight[3] = lead * hidden / hidden.square().sum()
+    hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(not frozen)
+    found, _ = chunked_log_probs(hidden, weight, torch.tensor([3]), logits_bytes=400)
+    (gradient,) = torch.autograd.grad(found, hidden)
+    p = (hidden @ weight.t()).detach().double().softmax(-1)
+    wanted = weight.detach().double()[3] - p @ weight.detach().double()
+    assert (gradient - wanted).norm() < 0.03 * wanted.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_backward_under_autocast_keeps_the_precision_of_the_forward(dtype: torch.dtype) -> None:
     hidden, weight, _, targets = problem(dtype)
-    found, _ = chunked_log_probs(hidden, weight, targets, chunk=5)
+    found, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=400)
     expected = torch.autograd.grad(found.sum(), (hidden, weight), retain_graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = torch.autograd.grad(found.sum(), (hidden, weight))
@@ -173,19 +348,6 @@ def test_autocast_leaves_float64_as_it_is() -> None:
     assert torch.equal(found, chunked_log_probs(hidden, weight, targets)[0])
 
 
-class LargestTensor(TorchDispatchMode):
-    """Most elements of any tensor that an operator returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
-        return result
-
-
 def largest_tensors(log_probs_of: Any, rows: int) -> tuple[int, int]:
     """Most elements saved for the backward pass, and of any tensor made in either pass."""
     hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(300, 4, requires_grad=True)
@@ -195,7 +357,7 @@ def largest_tensors(log_probs_of: Any, rows: int) -> tuple[int, int]:
         saved.append(x.numel())
         return x
 
-    with LargestTensor() as largest:
+    with Meter() as largest:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             log_probs, entropy = log_probs_of(hidden, weight, targets)
         (log_probs.sum() + entropy.sum()).backward()
@@ -204,14 +366,16 @@ def largest_tensors(log_probs_of: Any, rows: int) -> tuple[int, int]:
 
 def test_no_tensor_grows_with_rows_times_vocabulary() -> None:
     def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
-        return chunked_log_probs(hidden, weight, targets, chunk=8, with_entropy=True, entropy_grad=True)
+        return chunked_log_probs(
+            hidden, weight, targets, logits_bytes=2 * 4 * 900, with_entropy=True, entropy_grad=True
+        )
 
     def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
         return full(hidden, weight, None, targets, 1.0)
 
     saved, made = largest_tensors(chunked, 200)
     assert saved == 300 * 4  # the weight itself
-    assert made == 8 * 300  # one chunk of logits
+    assert made == 2 * 900  # two buffers for one tile of logits
     assert largest_tensors(plain, 200) == (200 * 300, 200 * 300)  # the measure sees what it should see
 
 
@@ -231,7 +395,25 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
         chunked_log_probs(hidden, weight, targets, bias=bias[1:])
     with pytest.raises(ValueError, match="temperature is 0"):
         chunked_log_probs(hidden, weight, targets, temperature=0)
-    with pytest.raises(ValueError, match="chunk is 0"):
-        chunked_log_probs(hidden, weight, targets, chunk=0)
+    with pytest.raises(ValueError, match="softcap is -1"):
+        chunked_log_probs(hidden, weight, targets, softcap=-1)
+    with pytest.raises(ValueError, match="logits_bytes is 0"):
+        chunked_log_probs(hidden, weight, targets, logits_bytes=0)
     with pytest.raises(ValueError, match="needs with_entropy=True"):
         chunked_log_probs(hidden, weight, targets, entropy_grad=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-10), (torch.bfloat16, 0.03)])
+def test_a_gpu_computes_the_same(dtype: torch.dtype, close: float, frozen: bool) -> None:
+    hidden, weight, _, targets = (x.detach().cuda() for x in problem(dtype))
+    leaves = [hidden.requires_grad_()] if frozen else [hidden.requires_grad_(), weight.requires_grad_()]
+    found, entropy = chunked_log_probs(hidden, weight, targets, logits_bytes=400, with_entropy=True)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected = full(*exact, None, targets, 1.0)
+    torch.testing.assert_close((found.double(), entropy.double()), expected, rtol=0, atol=3 * close)
+    wanted = torch.autograd.grad(expected[0].sum(), exact)
+    for gradient, reference in zip(torch.autograd.grad(found.sum(), leaves), wanted):
+        assert (gradient.double() - reference).norm() < close * reference.norm()
