@@ -1,7 +1,8 @@
 # make demo    train the embedded policy on this machine (creates .venv, installs, five minutes in all)
 # make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones
 # make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server)
-# make lint type e2e bench clean
+# make bench   ours, TRL and TorchRL on identical work, 25 minutes (bench-quick: 3); benchmarks/README.md has the others
+# make lint type e2e clean
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ SEED ?= 0
 # vLLM 0.32 pins this torch, on CPU and CUDA alike; installed first, so that no newer build is pulled in
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test slow lint type e2e bench clean
+.PHONY: demo test slow lint type e2e bench bench-quick clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11")'
@@ -38,10 +39,10 @@ e2e: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e
 
 bench: $(VENV)/.test
-	$(BIN)/python -m benchmarks.overlap
-	$(BIN)/python -m benchmarks.scale control
-	$(BIN)/python -m benchmarks.rewards --task gsm8k
-	$(BIN)/python -m benchmarks.rewards --task math
+	$(BIN)/python -m benchmarks.peers
+
+bench-quick: $(VENV)/.test
+	$(BIN)/python -m benchmarks.peers --quick
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
