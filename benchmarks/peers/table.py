@@ -1,0 +1,148 @@
+"""Results as text: what was measured, beside what was promised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.peers.host import LEARN, STEP
+from benchmarks.peers.results import WHOLE, CaseResult, Measured
+from benchmarks.peers.systems import OURS, OURS_VLLM, PHASES, TORCHRL, TRL
+from benchmarks.peers.work import BASE, LONG, VOCAB
+
+MEMORY = "memory"
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """``system`` is at least ``bound`` times better than ``peer`` at ``what`` (``learn``, ``whole``, ``memory``)."""
+
+    what: str
+    case: str
+    peer: str
+    system: str
+    bound: float
+
+    def ratio(self, results: Sequence[CaseResult]) -> float | None:
+        """What was measured; None where it was not."""
+        for result in results:
+            if result.case.name == self.case:
+                if self.what == MEMORY:
+                    return result.memory_ratio(self.peer, self.system)
+                return result.ratio(self.what, self.peer, self.system)
+        return None
+
+    def line(self, results: Sequence[CaseResult]) -> str:
+        """The verdict in one line."""
+        found = self.ratio(results)
+        verdict = "not measured" if found is None else "holds" if found >= self.bound else "FALLS SHORT"
+        measured = NONE if found is None else f"{found:.2f}x"
+        kind = {"learn": "learn phase", WHOLE: "whole step", MEMORY: "learner's peak memory"}[self.what]
+        return f"| {kind}, {self.case}: {self.system} against {self.peer} | {self.bound:g}x | {measured} | {verdict} |"
+
+
+PROMISES = (
+    Promise("learn", BASE.name, TRL, OURS, 3.5),
+    Promise("learn", LONG.name, TRL, OURS, 9.0),
+    Promise("learn", BASE.name, TORCHRL, OURS, 10.0),
+    Promise(WHOLE, BASE.name, TRL, OURS_VLLM, 2.5),
+    Promise(WHOLE, LONG.name, TRL, OURS_VLLM, 5.0),
+    Promise(WHOLE, BASE.name, TRL, OURS, 1.7),
+    Promise(WHOLE, LONG.name, TRL, OURS, 3.0),
+    Promise(MEMORY, VOCAB.name, TRL, OURS, 3.0),
+)
+
+
+def case_tables(result: CaseResult) -> str:
+    """Both tables of a case: whole steps by phase, and the learn phase by itself."""
+    case = result.case
+    head = (
+        f"### {case.name}: {case.prompts} prompts of about {case.prompt} tokens x {case.group} responses of "
+        f"{case.response}, vocabulary {case.vocab:,}"
+    )
+    parts = [head, _steps(result), _learning(result)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _steps(result: CaseResult) -> str:
+    header = ("whole step, s", *PHASES, "rest", WHOLE, "x faster than TRL", "x floor", "peak MB", "runs")
+    rows = [_step_row(result, name, found) for name, found in result.systems.items() if STEP in found.asked]
+    if not rows:
+        return ""
+    floor = [_number(result.floor_of(phase)) if phase in ("generate", "ref", "learn") else NONE for phase in PHASES]
+    rates = " / ".join(_rate(result.floor_of(name)) for name in ("rate_narrow", "rate_wide"))
+    rows.append(["floor", *floor, NONE, _number(result.floor_of(WHOLE)), NONE, "1.0", NONE, str(len(result.floor))])
+    return f"{_table(header, rows)}\n\nMatrix products ran at {rates} GFLOP/s (decoding / all else)."
+
+
+def _step_row(result: CaseResult, name: str, found: Measured) -> list[str]:
+    if not found.steps:
+        return _failed(name, found, len(PHASES) + 7)
+    phases = [found.phase(phase) for phase in PHASES]
+    whole = found.phase(WHOLE) or 0.0
+    faster, floor = result.ratio(WHOLE, TRL, name), result.floor_of(WHOLE)
+    return [
+        name,
+        *map(_number, phases),
+        _number(found.rest()),
+        _number(whole),
+        _number(faster),
+        _number(floor and whole / floor, 1),
+        _megabytes(found.step_bytes),
+        str(len(found.steps)) + (f", then {found.failure}" if found.failure else ""),
+    ]
+
+
+def _learning(result: CaseResult) -> str:
+    header = ("learn phase, s", "median", "x faster than TRL", "x floor", "peak MB", "gradient from TRL's", "runs")
+    rows = [_learn_row(result, name, found) for name, found in result.systems.items() if LEARN in found.asked]
+    return _table(header, rows) if rows else ""
+
+
+def _learn_row(result: CaseResult, name: str, found: Measured) -> list[str]:
+    if not found.learn:
+        return _failed(name, found, 7)
+    seconds = sorted(found.learn)
+    median = (seconds[(len(seconds) - 1) // 2] + seconds[len(seconds) // 2]) / 2
+    floor = result.floor_of("learn")
+    return [
+        name,
+        _number(median),
+        _number(result.ratio("learn", TRL, name)),
+        _number(floor and median / floor, 1),
+        _megabytes(found.learn_bytes),
+        NONE if found.gradient_distance is None else f"{found.gradient_distance:.0e}",
+        str(len(seconds)) + (f", then {found.failure}" if found.failure else ""),
+    ]
+
+
+def _failed(name: str, found: Measured, width: int) -> list[str]:
+    return [name, *[NONE] * (width - 2), f"0: {found.failure or 'not reached'}"]
+
+
+def promises(results: Sequence[CaseResult]) -> str:
+    """Every promise with what was measured."""
+    header = ("promise", "at least", "measured", "verdict")
+    lines = [promise.line(results) for promise in PROMISES]
+    return "\n".join([_table(header, []), *lines])
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown, its columns aligned so that it reads as text too."""
+    cells = [list(header), *map(list, rows)]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(header))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return NONE if value is None else f"{value:.{digits}f}"
+
+
+def _rate(value: float | None) -> str:
+    return NONE if value is None else f"{value / 1e9:.0f}"
+
+
+def _megabytes(value: int | None) -> str:
+    return NONE if value is None else f"{value / 1e6:.0f}"

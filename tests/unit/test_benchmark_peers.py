@@ -1,0 +1,229 @@
+"""The benchmark against the peers, without the peers: its work, its floor, its order of things, its tables."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.peers import floor, plot, report
+from benchmarks.peers.__main__ import main
+from benchmarks.peers.host import LEARN, STEP, SystemFailed
+from benchmarks.peers.results import CaseResult, Measured
+from benchmarks.peers.run import Plan, Runner
+from benchmarks.peers.systems import OURS, OURS_VLLM, SYSTEMS, TORCHRL, TRL
+from benchmarks.peers.table import PROMISES, case_tables, promises
+from benchmarks.peers.work import BASE, FIRST_WORD, LONG, VOCAB, Case, draw_prompts, make_model, make_rows, prepare
+from sota_grpo.functional.flops import Load, forward_flops
+from sota_grpo.policy.load import load_tokenizer
+
+TINY = Case("tiny", vocab=512, prompt=10, group=4, response=6, prompts=2)
+
+
+@pytest.mark.parametrize("name", ["floor", "memory", "ours", "paced", "results", "run", "work"])
+def test_the_examples_in_the_docstrings_hold(name) -> None:
+    found = doctest.testmod(importlib.import_module(f"benchmarks.peers.{name}"))
+    assert found.attempted
+    assert not found.failed
+
+
+def test_text_and_ids_of_a_prompt_are_the_same_prompt(tmp_path) -> None:
+    """As the systems read it: the tokenizer loaded from the folder, the text as one user turn."""
+    seed = int(torch.randint(1 << 30, ()))
+    folder = prepare(TINY, tmp_path, steps=3, seed=seed)
+    tokenizer = load_tokenizer(str(folder.model))
+    assert len(tokenizer) == TINY.vocab
+    turns = [[{"role": "user", "content": text}] for text in folder.texts()]
+    ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, add_generation_prompt=True)["input_ids"]
+    drawn = draw_prompts(TINY, 3 * TINY.prompts + 1, seed)
+    assert ids == drawn[:-1]
+    assert all(7 <= len(prompt) <= 13 and min(prompt) >= FIRST_WORD for prompt in drawn)
+    assert [prompt.tolist() for prompt in folder.load_rows()["prompts"]] == drawn[: TINY.prompts]
+    assert 0 <= folder.compute_score()(None, folder.texts()[0], None) < 1
+
+
+def test_rows_have_signal_in_every_group_and_ratios_on_both_sides_of_the_clip() -> None:
+    seed = int(torch.randint(1 << 30, ()))
+    rows = make_rows(TINY, draw_prompts(TINY, TINY.prompts, seed), seed)
+    grouped = rows["advantages"].view(TINY.prompts, TINY.group)
+    torch.testing.assert_close(grouped.sum(1), torch.zeros(TINY.prompts), atol=1e-5, rtol=0)
+    assert (grouped.abs().amax(1) > 1e-3).all()
+    model = make_model(TINY.vocab, seed)
+    with torch.no_grad():
+        logits = model(torch.stack([rows["prompts"][0][:7]] * TINY.rows)).logits[:, -1]
+    log_p = logits.log_softmax(-1).gather(1, rows["responses"][:, :1])
+    ratio = (log_p - rows["old"]).exp()
+    assert (ratio < 0.8).any()
+    assert (ratio > 1.2).any()
+
+
+def test_the_floor_counts_the_operations_that_torch_counts() -> None:
+    """On one row, where nothing is shared, with logits everywhere and attention over the whole square."""
+    length = int(torch.randint(3, 12, ()))
+    model = make_model(TINY.vocab)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros((1, length), dtype=torch.int64))
+    square = Load(positions=length, pairs=length * length, predicted=length)
+    # torch also counts the products that make the rotary angles, one per position and pair of dimensions
+    rotary = 2 * length * (32 // 2)
+    assert counter.get_total_flops() - forward_flops(floor.model_shape(TINY), square) in (0, rotary)
+
+
+def test_the_floor_of_a_step_shares_prompts_and_learns_in_three_passes(monkeypatch) -> None:
+    monkeypatch.setattr(floor, "matmul_seconds", lambda rows, inner, columns: 2 * rows * inner * columns / 1e9)
+    found = floor.Floor(TINY, [10, 12]).measure()
+    assert found["rate_wide"] == pytest.approx(1e9)
+    assert found["learn"] == pytest.approx(3 * found["ref"])
+    alone = floor.Floor(Case("one", vocab=512, prompt=10, group=1, response=6, prompts=2), [10, 12]).measure()
+    assert found["ref"] < 4 * alone["ref"], "four responses per prompt cost less than four times one"
+
+
+class FakeHost:
+    """Answers at once with its own seconds; notes who was asked what."""
+
+    asked: list[tuple[str, str]]
+    ended: list[str]
+    seconds: dict[str, float]
+
+    def __init__(self, name, folder, log):
+        self.name = name
+
+    def ready(self) -> None:
+        if self.seconds[self.name] == -1:
+            raise SystemFailed("no model")
+
+    def ask(self, question, **options):
+        self.asked.append((self.name, question))
+        seconds = self.seconds[self.name]
+        if seconds == -2 and self.asked.count((self.name, STEP)) == 2:
+            raise SystemFailed("out of memory")
+        if seconds == -3 and len(self.asked) > 3:
+            raise KeyboardInterrupt
+        return {"seconds": abs(seconds), "whole": 2 * abs(seconds), "bytes": 5 if options["memory"] else None}
+
+    def close(self) -> None:
+        self.ended.append(self.name)
+
+    kill = close
+
+
+def runner_of(tmp_path, monkeypatch, seconds: dict[str, float], **plan) -> Runner:
+    monkeypatch.setattr("benchmarks.peers.run.missing_packages", lambda name: ["trl"] if name == TRL else [])
+    monkeypatch.setattr(FakeHost, "asked", [], raising=False)
+    monkeypatch.setattr(FakeHost, "ended", [], raising=False)
+    monkeypatch.setattr(FakeHost, "seconds", seconds, raising=False)
+    questions = dict.fromkeys(seconds, (LEARN, STEP))
+    return Runner(Plan(TINY, questions, **plan), tmp_path / "case", lambda line: None, FakeHost)
+
+
+def test_systems_take_turns_and_the_order_turns_too(tmp_path, monkeypatch) -> None:
+    runner = runner_of(tmp_path, monkeypatch, {OURS: 1.0, TORCHRL: 4.0}, repeats=2)
+    found = runner.run()
+    learned = [name for name, question in FakeHost.asked if question == LEARN]
+    assert learned == [OURS, TORCHRL, OURS, TORCHRL, TORCHRL, OURS]
+    assert found.systems[OURS].learn == [1.0, 1.0], "the first run is not counted"
+    assert found.systems[OURS].learn_bytes == found.systems[OURS].step_bytes == 5
+    assert found.ratio("learn", TORCHRL, OURS) == found.ratio("whole", TORCHRL, OURS) == 4.0
+    assert len(found.floor) == 2
+    assert FakeHost.ended == [OURS, TORCHRL]
+
+
+def test_what_is_slower_than_its_budget_counts_once(tmp_path, monkeypatch) -> None:
+    runner = runner_of(tmp_path, monkeypatch, {OURS: 1.0, TORCHRL: 7.0}, repeats=3, budget_s=10.0)
+    found = runner.run()
+    assert len(found.systems[OURS].learn) == 3
+    assert found.systems[TORCHRL].learn == [7.0, 7.0], "14 s are more than the budget"
+    assert [step["whole"] for step in found.systems[TORCHRL].steps] == [14.0], "its first run alone was"
+
+
+def test_a_system_that_fails_is_a_row_that_says_so(tmp_path, monkeypatch) -> None:
+    runner = runner_of(tmp_path, monkeypatch, {OURS: 1.0, OURS_VLLM: -2.0, TORCHRL: -1.0, TRL: 1.0}, repeats=2)
+    found = runner.run()
+    steps, learning = case_tables(found).split("learn phase, s")
+    for text in (steps, learning):
+        assert "0: no model" in text
+        assert "0: not installed: trl" in text
+    assert "0: out of memory" in steps
+    assert "1, then out of memory" in learning
+    assert len(found.systems[OURS].steps) == 2, "the others go on"
+
+
+def test_an_interrupted_case_has_what_there_is_and_leaves_no_process(tmp_path, monkeypatch) -> None:
+    runner = runner_of(tmp_path, monkeypatch, {OURS: 1.0, TORCHRL: -3.0})
+    with pytest.raises(KeyboardInterrupt):
+        runner.run()
+    assert sorted(FakeHost.ended) == sorted([OURS, TORCHRL])
+    assert runner.result.systems[OURS].learn_bytes == 5
+    assert case_tables(runner.result).count("0: interrupted") == 4
+
+
+def result(case: Case, learn: dict[str, float], whole: dict[str, float], **memory: int) -> CaseResult:
+    systems = {name: Measured(learn=[seconds]) for name, seconds in learn.items()}
+    for name, seconds in whole.items():
+        systems.setdefault(name, Measured()).steps = [{"learn": seconds / 2, "whole": seconds}]
+    for name, found in systems.items():
+        found.learn_bytes = memory.get(name)
+    found = dict.fromkeys(("generate", "ref", "learn", "whole"), 0.5) | {"rate_wide": 2e11, "rate_narrow": 1e11}
+    return CaseResult(case, systems, [found])
+
+
+def test_promises_are_told_from_what_was_measured() -> None:
+    base = result(BASE, {OURS: 1.0, TRL: 3.6, TORCHRL: 9.9}, {OURS_VLLM: 2.0, OURS: 4.0, TRL: 5.0})
+    vocab = result(VOCAB, {OURS: 1.0, TRL: 3.6}, {}, **{OURS: 100, TRL: 299})
+    lines = promises([base, vocab]).splitlines()[2:]
+    assert [line.split(" | ")[2:] for line in lines] == [
+        ["3.60x", "holds |"],
+        ["-", "not measured |"],
+        ["9.90x", "FALLS SHORT |"],
+        ["2.50x", "holds |"],
+        ["-", "not measured |"],
+        ["1.25x", "FALLS SHORT |"],
+        ["-", "not measured |"],
+        ["2.99x", "FALLS SHORT |"],
+    ]
+    assert {promise.case for promise in PROMISES} == {BASE.name, LONG.name, VOCAB.name}
+
+
+def test_tables_compare_with_trl_and_the_floor() -> None:
+    text = case_tables(result(BASE, {OURS: 1.0, TRL: 4.0}, {OURS: 2.0, TRL: 5.0}))
+    step, alone = (line.split() for line in text.splitlines() if OURS in line)
+    # | ours, transformers | generate score ref learn publish | rest | whole | x TRL | x floor | MB | runs |
+    assert " ".join(step) == "| ours, transformers | - | - | - | 1.00 | - | 1.00 | 2.00 | 2.50 | 4.0 | - | 1 |"
+    assert " ".join(alone) == "| ours, transformers | 1.00 | 4.00 | 2.0 | - | - | 1 |"
+    assert "100 / 200 GFLOP/s" in text
+
+
+def test_the_plot_takes_the_cases_that_differ_in_one_thing(tmp_path) -> None:
+    found = [result(case, {OURS: 1.0}, {OURS: 2.0}) for case in (LONG, BASE, VOCAB, TINY)]
+    assert [one.case.name for one in plot.varied(found, "prompt")] == [BASE.name, LONG.name]
+    assert [one.case.name for one in plot.varied(found, "vocab")] == [BASE.name, VOCAB.name]
+    pytest.importorskip("matplotlib", reason="the plot needs the bench extra")
+    assert plot.plot(found, tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").stat().st_size > 10_000
+    assert not plot.plot(found[:1], tmp_path / "none.png")
+
+
+def test_the_command_writes_what_it_prints_even_when_interrupted(tmp_path, monkeypatch, capsys) -> None:
+    def interrupted(runner: Runner) -> None:
+        runner.result.systems[OURS].learn = [1.0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runner, "run", interrupted)
+    assert main(["--quick", "--out", str(tmp_path)]) == 130
+    printed = capsys.readouterr().out
+    assert (tmp_path / "table.md").read_text() in printed
+    assert json.loads((tmp_path / "results.json").read_text())["cases"][0]["systems"][OURS]["learn"] == [1.0]
+    with pytest.raises(SystemExit, match="no case 'bas' in this plan"):
+        main(["--cases", "bas"])
+
+
+def test_every_system_of_a_plan_is_one_that_there_is() -> None:
+    options = {"cases": None, "systems": None, "repeats": None}
+    for flags in ({"quick": True, "full": False}, {"quick": False, "full": True}, {"quick": False, "full": False}):
+        for plan in report.plans(report.argparse.Namespace(**options, **flags)):
+            assert set(plan.questions) <= set(SYSTEMS)
