@@ -170,7 +170,8 @@ def by_signal(
 
     >>> from tensordict import TensorDict
     >>> def row(group, advantage, weight):
-    ...     tokens = {"tokens": {"full": torch.zeros(1)}, "masks": {"all_assistant_mask": torch.zeros(1).bool()}}
+    ...     masks = {"masks": {"all_assistant_mask": torch.zeros(1).bool()}}
+    ...     tokens = {"tokens": {"full": torch.full((1,), group)}, **masks}
     ...     signal = {"advantage": torch.full((1, 1), advantage), "loss_weight": torch.tensor([weight])}
     ...     return TensorDict({"group_id": group, **tokens, **signal})
     >>> rows = [row(0, 0.0, 1.0), row(0, 1.0, 1.0), row(1, 0.0, 1.0), row(2, 3.0, 0.0)]

@@ -42,6 +42,10 @@ class Measured:
         """
         return _median([step[name] for step in self.steps if name in step])
 
+    def learn_median(self) -> float | None:
+        """Median seconds of the learn phase by itself."""
+        return _median(self.learn)
+
     def rest(self) -> float | None:
         """Median seconds of a step that no phase accounts for."""
         return _median([2 * step[WHOLE] - sum(step.values()) for step in self.steps])

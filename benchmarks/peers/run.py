@@ -60,6 +60,7 @@ class Runner:
         floor = Floor(self.plan.case, [len(prompt) for prompt in work.load_rows()["prompts"]])
         try:
             self._start(work)
+            self.result.floor.append(floor.measure())
             self._round(0, memory=True)
             self._compare_gradients()
             for repetition in range(self.plan.repeats):

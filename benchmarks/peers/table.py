@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.peers.host import LEARN, STEP
 from benchmarks.peers.results import WHOLE, CaseResult, Measured
-from benchmarks.peers.systems import OURS, OURS_VLLM, PHASES, TORCHRL, TRL
+from benchmarks.peers.systems import OURS, OURS_VLLM, PHASES, TORCHRL, TRL, TRL_DEFAULT_BATCH
 from benchmarks.peers.work import BASE, LONG, VOCAB
 
 MEMORY = "memory"
@@ -51,6 +51,7 @@ PROMISES = (
     Promise(WHOLE, BASE.name, TRL, OURS, 1.7),
     Promise(WHOLE, LONG.name, TRL, OURS, 3.0),
     Promise(MEMORY, VOCAB.name, TRL, OURS, 3.0),
+    Promise(MEMORY, VOCAB.name, TRL_DEFAULT_BATCH, OURS, 3.0),  # with TRL as frugal as its own defaults
 )
 
 
@@ -77,20 +78,16 @@ def _steps(result: CaseResult) -> str:
 
 
 def _step_row(result: CaseResult, name: str, found: Measured) -> list[str]:
-    if not found.steps:
-        return _failed(name, found, len(PHASES) + 7)
-    phases = [found.phase(phase) for phase in PHASES]
-    whole = found.phase(WHOLE) or 0.0
-    faster, floor = result.ratio(WHOLE, TRL, name), result.floor_of(WHOLE)
+    whole = found.phase(WHOLE)
     return [
         name,
-        *map(_number, phases),
+        *(_number(found.phase(phase)) for phase in PHASES),
         _number(found.rest()),
         _number(whole),
-        _number(faster),
-        _number(floor and whole / floor, 1),
+        _number(result.ratio(WHOLE, TRL, name)),
+        _over(whole, result.floor_of(WHOLE)),
         _megabytes(found.step_bytes),
-        str(len(found.steps)) + (f", then {found.failure}" if found.failure else ""),
+        _runs(len(found.steps), found.failure),
     ]
 
 
@@ -101,24 +98,22 @@ def _learning(result: CaseResult) -> str:
 
 
 def _learn_row(result: CaseResult, name: str, found: Measured) -> list[str]:
-    if not found.learn:
-        return _failed(name, found, 7)
-    seconds = sorted(found.learn)
-    median = (seconds[(len(seconds) - 1) // 2] + seconds[len(seconds) // 2]) / 2
-    floor = result.floor_of("learn")
+    median = found.learn_median()
     return [
         name,
         _number(median),
         _number(result.ratio("learn", TRL, name)),
-        _number(floor and median / floor, 1),
+        _over(median, result.floor_of("learn")),
         _megabytes(found.learn_bytes),
         NONE if found.gradient_distance is None else f"{found.gradient_distance:.0e}",
-        str(len(seconds)) + (f", then {found.failure}" if found.failure else ""),
+        _runs(len(found.learn), found.failure),
     ]
 
 
-def _failed(name: str, found: Measured, width: int) -> list[str]:
-    return [name, *[NONE] * (width - 2), f"0: {found.failure or 'not reached'}"]
+def _runs(count: int, failure: str | None) -> str:
+    if failure is None:
+        return str(count)
+    return f"{count}, then {failure}" if count else f"0: {failure}"
 
 
 def promises(results: Sequence[CaseResult]) -> str:
@@ -136,8 +131,12 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 
-def _number(value: float | None, digits: int = 2) -> str:
-    return NONE if value is None else f"{value:.{digits}f}"
+def _number(value: float | None) -> str:
+    return NONE if value is None else f"{value:.2f}"
+
+
+def _over(seconds: float | None, floor: float | None) -> str:
+    return NONE if seconds is None or not floor else f"{seconds / floor:.1f}"
 
 
 def _rate(value: float | None) -> str:

@@ -108,7 +108,8 @@ class _Rows(NamedTuple):
 
     hidden: Tensor
     targets: Tensor
-    lse: Tensor  # in base 2
+    top: Tensor  # greatest logit, in base 2
+    mass: Tensor  # sum of 2^(z - top)
     entropy: Tensor
     g: Tensor  # gradient by the log-prob
     h: Tensor | None  # gradient by the entropy
@@ -119,21 +120,22 @@ class _Rows(NamedTuple):
 
 
 class _TiledLogProbs(torch.autograd.Function):
-    """Saves hidden, weight, bias, targets and two ``[M]`` vectors, or the slopes ``[M, H]`` and nothing else."""
+    """Saves hidden, weight, bias, targets and three ``[M]`` vectors, or the slopes ``[M, H]`` and nothing else."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor | None]:
         tiles = options.tiles(hidden, weight, bias)
-        log_probs, lse, entropy = (hidden.new_empty(len(hidden), dtype=tiles.wide) for _ in range(3))
+        log_probs, top, mass, entropy = (hidden.new_empty(len(hidden), dtype=tiles.wide) for _ in range(4))
         slopes = torch.empty_like(hidden) if options.keeps_slopes else None
         for rows in tiles.rows:
             part = None if slopes is None else slopes[rows]
             found = _score(tiles, hidden[rows], targets[rows, None], options.with_entropy, part)
-            log_probs[rows], lse[rows], entropy[rows] = (x.squeeze(1) for x in found)
+            log_probs[rows], top[rows], mass[rows], entropy[rows] = (x.squeeze(1) for x in found)
         ctx.options = options
-        ctx.save_for_backward(*((hidden, weight, bias, targets, lse, entropy) if slopes is None else (slopes,)))
+        saved = (hidden, weight, bias, targets, top, mass, entropy)
+        ctx.save_for_backward(*(saved if slopes is None else (slopes,)))
         if not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy if options.with_entropy else None
@@ -146,8 +148,8 @@ class _TiledLogProbs(torch.autograd.Function):
             (slopes,) = ctx.saved_tensors
             return torch.where(g == 0, 0.0, g * slopes).to(slopes.dtype), None, None, None, None
         hidden, weight, bias, *vectors = ctx.saved_tensors
-        targets, lse, entropy = (x.unsqueeze(1) for x in vectors)
-        every = _Rows(hidden, targets, lse, entropy, g, h)
+        targets, top, mass, entropy = (x.unsqueeze(1) for x in vectors)
+        every = _Rows(hidden, targets, top, mass, entropy, g, h)
         pulls = g if h is None else torch.cat((g, h), 1)
         active = (pulls != 0).any(1).nonzero().squeeze(1)  # a GPU is waited for, once; a row costs three products
         rows = every if len(active) == len(hidden) else every.take(active)
@@ -160,10 +162,10 @@ class _TiledLogProbs(torch.autograd.Function):
 
 def _score(
     tiles: LogitTiles, hidden: Tensor, targets: Tensor, with_entropy: bool, slopes: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob, log-sum-exp in base 2 and entropy, ``[R, 1]`` each; ``slopes [R, H]`` are filled in place.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-prob, ``top``, ``mass`` and entropy, ``[R, 1]`` each; ``slopes [R, H]`` are filled in place.
 
-    Tile by tile, with ``top`` the greatest logit so far (online softmax, arXiv:1805.02867):
+    Tile by tile, with ``top`` the greatest base-2 logit so far (online softmax, arXiv:1805.02867):
     ``mass = sum_v 2^(z_v - top)``, ``moment = sum_v (z_v - top) 2^(z_v - top)`` and ``own = z_target - top``. All stay
     relative to ``top``, so that the log-prob ``ln 2 (own - log2 mass)`` and the entropy ``ln 2 (log2 mass - moment /
     mass)`` keep their digits for logits of any size, as ``z_target - lse`` and ``lse - sum_v p_v z_v`` would not.
@@ -193,7 +195,7 @@ def _score(
     if slopes is not None and others is not None:
         weight = tiles.weight[targets.squeeze(1)].to(hidden.dtype).to(tiles.wide)
         slopes.copy_(others.div_(mass).addcmul_(log_probs.expm1(), weight).mul_(-tiles.slope))
-    return log_probs, top + mass.log2(), (mass.log2() - moment / mass) * LN2
+    return log_probs, top, mass, (mass.log2() - moment / mass) * LN2
 
 
 def _pull_back(tiles: LogitTiles, rows: _Rows, wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
@@ -229,13 +231,13 @@ def _pull_back(tiles: LogitTiles, rows: _Rows, wanted: tuple[bool, ...]) -> tupl
 def _grad_logits(tiles: LogitTiles, rows: _Rows, weight: Tensor, columns: slice) -> Tensor:
     """``(1[v = target] - p_v) g - p_v (log p_v + entropy) h`` for one tile, carried on through a softcap."""
     raw = tiles.raw(rows.hidden, weight, columns)
-    log2_p, g = tiles.minus(raw, rows.lse), tiles.slope * rows.g
+    z, g = tiles.minus(raw, rows.top), tiles.slope * rows.g
     if rows.h is None:
-        grad = log2_p.exp2_().mul_(-g)
-    else:
-        h = tiles.slope * rows.h
-        p = torch.exp2(log2_p, out=tiles.buffer(-1, log2_p))
-        grad = torch.addcmul(-(g + h * rows.entropy), log2_p, -LN2 * h, out=log2_p).mul_(p)
+        grad = z.exp2_().mul_(-g / rows.mass)
+    else:  # p = 2^z / mass, log p = ln 2 (z - log2 mass)
+        h, p = tiles.slope * rows.h, torch.exp2(z, out=tiles.buffer(-1, z))
+        start = g + h * (rows.entropy - LN2 * rows.mass.log2())
+        grad = torch.addcmul(-start / rows.mass, z, -LN2 * h / rows.mass, out=z).mul_(p)
     index, inside = tiles.find(rows.targets, columns)
     grad.scatter_add_(1, index, torch.where(inside, g, 0.0))
     return grad if tiles.softcap is None else grad.mul_(raw.addcmul_(raw, raw, value=-1))

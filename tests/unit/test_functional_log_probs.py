@@ -256,11 +256,12 @@ def test_a_tied_embedding_adds_both_gradients() -> None:
 
 @pytest.mark.parametrize("tile", [20, 10_000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_and_entropy_keep_their_digits_at_logits_of_some_thousands(tile: int, temperature: float) -> None:
+def test_everything_keeps_its_digits_at_logits_of_some_thousands(tile: int, temperature: float) -> None:
     hidden, weight = (torch.randint(-40, 40, shape).float() for shape in ((M, H), (V, H)))  # exact products
     targets = (hidden @ weight.t()).argmax(1)
-    weight = torch.cat((weight, weight[targets[:4]]))  # so that the entropy is not 0 where two lead
+    weight = torch.cat((weight, *2 * [weight[targets[:4]]]))  # log 3 where three lead, which is no round number
     hidden.requires_grad_()
+    weight.requires_grad_()
     log_probs, entropy = chunked_log_probs(
         hidden,
         weight,
@@ -270,11 +271,13 @@ def test_log_probs_and_entropy_keep_their_digits_at_logits_of_some_thousands(til
         with_entropy=True,
         entropy_grad=True,
     )
-    expected = full(hidden.detach().double(), weight.double(), None, targets, temperature)
-    torch.testing.assert_close(log_probs.detach().double(), expected[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.detach().double(), expected[1], rtol=1e-5, atol=1e-5)
-    (log_probs.sum() + entropy.sum()).backward()
-    assert hidden.grad.isfinite().all()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected = full(*exact, None, targets, temperature)
+    torch.testing.assert_close(log_probs.double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-5, atol=1e-5)
+    wanted = torch.autograd.grad(sum(x.sum() for x in expected), exact)
+    for gradient, reference in zip(torch.autograd.grad(log_probs.sum() + entropy.sum(), (hidden, weight)), wanted):
+        torch.testing.assert_close(gradient.double(), reference, rtol=1e-4, atol=2e-4)  # states and weights reach 40
 
 
 def test_bfloat16_logits_have_float32_log_probs() -> None:
@@ -289,6 +292,16 @@ def test_bfloat16_logits_have_float32_log_probs() -> None:
     assert {g.dtype for g in gradients} == {torch.bfloat16}
     for gradient, wanted in zip(gradients, torch.autograd.grad(expected[0].sum(), exact)):
         assert (gradient.double() - wanted).norm() < 0.03 * wanted.norm()
+
+
+def test_bfloat16_gradients_are_rounded_once_however_many_tiles_add_to_them() -> None:
+    hidden, weight = (torch.randn(n, H).bfloat16().requires_grad_() for n in (2000, 5))
+    targets = torch.randint(0, 5, (2000,))
+    found, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=150)  # 25 logits
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    wanted = torch.autograd.grad(full(*exact, None, targets, 1.0)[0].sum(), exact)
+    for gradient, reference in zip(torch.autograd.grad(found.sum(), (hidden, weight)), wanted):
+        assert (gradient.double() - reference).norm() < 0.006 * reference.norm()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
