@@ -14,7 +14,7 @@ PACKAGE = ROOT / "sota_grpo"
 LEVELS = {
     0: (
         *("functional", "keys", "records", "config", "options", "validators", "errors"),
-        *("task_options", "model_sizes", "hub_token"),
+        *("run_options", "task_options", "model_sizes", "hub_token"),
     ),
     1: ("objectives", "loss_inputs", "transforms", "collate", "scoring"),
     2: ("engines", "envs", "tasks", "rewards", "policy", "placement", "recording", "assets", "workers"),
