@@ -14,6 +14,7 @@ PHASES = ("generate", "score", "ref", "learn", "publish")
 TRL_DEFAULT_BATCH = "TRL, 8 rows a pass"
 OURS_VLLM, OURS, TRL, TORCHRL = "ours, vLLM", "ours, transformers", "TRL", "TorchRL, vLLM"
 TORCHRL_TRANSFORMERS, TORCHRL_TRAINER = "TorchRL, transformers", "TorchRL GRPOTrainer"
+TORCHRL_AS_IT_COMES = "TorchRL, as it comes"
 
 
 class System(Protocol):
@@ -65,6 +66,12 @@ def _torchrl(engine: str) -> Callable[[Folder], System]:
     return make
 
 
+def _torchrl_as_it_comes(folder: Folder) -> System:
+    from benchmarks.peers.torchrl import TorchRL
+
+    return TorchRL(folder, "transformers", micro=folder.case.rows, entropy=True)
+
+
 def _torchrl_trainer(folder: Folder) -> System:
     from benchmarks.peers.torchrl_trainer import TorchRLTrainer
 
@@ -79,6 +86,7 @@ SYSTEMS: dict[str, tuple[tuple[str, ...], Callable[[Folder], System]]] = {
     TRL_DEFAULT_BATCH: (("trl", "accelerate"), _trl_default_batch),
     TORCHRL: (("vllm",), _torchrl("vllm")),
     TORCHRL_TRANSFORMERS: ((), _torchrl("transformers")),
+    TORCHRL_AS_IT_COMES: ((), _torchrl_as_it_comes),
     TORCHRL_TRAINER: (("vllm",), _torchrl_trainer),
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.peers.host import LEARN, STEP
 from benchmarks.peers.results import WHOLE, CaseResult, Measured
-from benchmarks.peers.systems import OURS, OURS_VLLM, PHASES, TORCHRL, TRL, TRL_DEFAULT_BATCH
+from benchmarks.peers.systems import OURS, OURS_VLLM, PHASES, TORCHRL, TORCHRL_AS_IT_COMES, TRL, TRL_DEFAULT_BATCH
 from benchmarks.peers.work import BASE, LONG, VOCAB
 
 MEMORY = "memory"
@@ -46,6 +46,7 @@ PROMISES = (
     Promise("learn", BASE.name, TRL, OURS, 3.5),
     Promise("learn", LONG.name, TRL, OURS, 9.0),
     Promise("learn", BASE.name, TORCHRL, OURS, 10.0),
+    Promise("learn", BASE.name, TORCHRL_AS_IT_COMES, OURS, 10.0),
     Promise(WHOLE, BASE.name, TRL, OURS_VLLM, 2.5),
     Promise(WHOLE, LONG.name, TRL, OURS_VLLM, 5.0),
     Promise(WHOLE, BASE.name, TRL, OURS, 1.7),

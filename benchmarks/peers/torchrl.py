@@ -7,7 +7,8 @@ What differs from the recipe, each because the recipe's part does not run here (
 - Rows are padded before the reference and the loss, whose wrappers cannot read ragged ones in tokens mode.
 - Weights go to vLLM by its ``reload_weights``: TorchRL's ways need NCCL, Ray, or an attribute that vLLM 0.32 lacks.
 
-The entropy bonus is off, as in the other systems; the loss would otherwise be slower and another one.
+The entropy bonus is off, as in the other systems; the loss would otherwise be slower and another one. ``TorchRL, as it
+comes`` is the loss by itself as its constructor makes it, all rows in one pass.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ class TorchRL:
         folder: the work.
         engine: ``vllm`` or ``transformers``.
         micro: rows of a micro-batch; None takes the most up to 8 whose logits are small enough.
+        entropy: leave the loss's entropy bonus on, as its constructor does, at coefficient 0: the gradient is the same.
     """
 
-    def __init__(self, folder: Folder, engine: str, micro: int | None = None):
+    def __init__(self, folder: Folder, engine: str, micro: int | None = None, *, entropy: bool = False):
         case, config = folder.case, make_config(folder, engine)
         self.case = case
         tokenizer = AutoTokenizer.from_pretrained(folder.model)
@@ -69,7 +71,8 @@ class TorchRL:
         )
         score = {"generate": False, "pad_output": True, **wrap}
         self.reference = TransformersWrapper(copy.deepcopy(self.model).requires_grad_(False), **score)
-        self.loss = GRPOLoss(TransformersWrapper(self.model, **score), entropy_bonus=False, masking_strategy="sft")
+        actor = TransformersWrapper(self.model, **score)
+        self.loss = GRPOLoss(actor, entropy_bonus=entropy, entropy_coeff=0.0, masking_strategy="sft")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         self.rows = learner_rows(folder.load_rows())
 
