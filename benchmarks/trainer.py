@@ -72,10 +72,9 @@ class System(Protocol):
 class Ours:
     """The learner of this package, as a run builds it."""
 
-    name = "ours"
-
-    def __init__(self, case: Case, rows: list[TensorDict], folder: Path):
-        policy = CausalPolicy(make_model(case))
+    def __init__(self, case: Case, rows: list[TensorDict], folder: Path, *, liger: bool = False):
+        self.name = "ours, liger's head" if liger else "ours"
+        policy = CausalPolicy(make_model(case), liger=liger)
         loss = GRPOLoss(policy, entropy_bonus=False)
         settings = LearnerSettings(
             lr=1e-6,
@@ -167,7 +166,7 @@ def measure(
                 "packed_tokens_per_s": round(shared.positions / step_s),
                 "row_tokens_per_s": round(row_tokens / step_s),
                 "mfu": round(flops / step_s / peak, 4),
-                "recomputed": round(again, 4) if system.name == Ours.name else None,
+                "recomputed": round(again, 4) if isinstance(system, Ours) else None,
                 "times_floor": round(step_s * peak / step_flops(shape, shared), 3),
                 "peak_gib": None if gib is None else round(gib, 3),
                 "rows": len(rows),
@@ -191,13 +190,17 @@ def profile(system: System, device: str) -> str:
     return found.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=25, max_name_column_width=60)
 
 
-def run(case: Case, *, against_trl: bool, measure_peak: bool, repeat: int, profiled: bool) -> list[dict[str, Any]]:
+def run(
+    case: Case, *, against: Sequence[str] = (), measure_peak: bool, repeat: int, profiled: bool
+) -> list[dict[str, Any]]:
     """Results of one case; the profile of our step goes to stderr."""
     rows = make_rows(case)
     with tempfile.TemporaryDirectory() as folder:
         ours = Ours(case, rows, Path(folder))
         systems: list[System] = [ours]
-        if against_trl:
+        if "liger" in against:
+            systems.append(Ours(case, rows, Path(folder), liger=True))
+        if "trl" in against:
             from benchmarks.trainer_trl import Trl
 
             systems.append(Trl(case, rows, Path(folder)))
@@ -223,7 +226,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16" if cuda else "fp32", help="autocast")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
-    parser.add_argument("--against", choices=["trl"], help="TRL's GRPOTrainer takes turns with ours on the same rows")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        choices=["trl", "liger"],
+        default=[],
+        help="who takes turns with ours on the same rows: TRL's GRPOTrainer, ours with liger-kernel's head",
+    )
     parser.add_argument("--measure-peak", action="store_true", help="measure the peak rate instead of looking it up")
     parser.add_argument("--repeat", type=int, default=5, help="steps of each system")
     parser.add_argument("--profile", action="store_true", help="the kernels of one of our steps, to stderr")
@@ -233,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for shape, tokens, lora in itertools.product(given.shape, given.tokens, given.lora):
         results = run(
             Case(shape=shape, tokens=tokens, lora=lora, **common),
-            against_trl=given.against == "trl",
+            against=given.against,
             measure_peak=given.measure_peak,
             repeat=given.repeat,
             profiled=given.profile,

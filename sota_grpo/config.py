@@ -95,6 +95,9 @@ class TrainModelConfig:
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     torch_dtype: str = opt("auto", "dtype in which the weights are kept; auto is float32", DTYPES)
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass: less memory, more time")
+    log_probs: str = opt(
+        "tiled", "what computes log-probs from the last hidden states: ours, or liger-kernel's head", ("tiled", "liger")
+    )
     shard_gradients: bool = opt(
         False, "several devices: sum gradients after every micro-batch; less memory per rank, more traffic"
     )

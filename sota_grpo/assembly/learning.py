@@ -66,6 +66,7 @@ def make_policy(config: Config, model: nn.Module) -> CausalPolicy:
         temperature=config.inference_model.temperature,
         entropy_grad=config.algorithm.entropy_coef > 0,
         shared_prompt=config.model.attn_implementation is None,
+        liger=config.train_model.log_probs == "liger",
     )
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from sota_grpo import keys
 from sota_grpo.functional.log_probs import chunked_log_probs
 from sota_grpo.policy.layout import is_right_padded, pack
+from sota_grpo.policy.liger import liger_log_probs, require_liger
 from sota_grpo.policy.lora import base_model
 from sota_grpo.policy.packed import packed_hidden, padded_hidden, use_shared_attention
 
@@ -40,8 +41,10 @@ class CausalPolicy(TensorDictModuleBase):
         entropy_grad: let the entropy carry a gradient (for an entropy bonus); otherwise it is detached.
         logits_bytes: memory for logits; see :func:`~sota_grpo.functional.log_probs.chunked_log_probs`.
         shared_prompt: False pads every row and gives each its prompt; the model's attention is left as it is then.
+        liger: the head is computed by liger-kernel (:mod:`sota_grpo.policy.liger`).
 
     Raises:
+        UserError: liger-kernel is not there, or cannot compute this head.
         ValueError: a temperature that is not positive, or a head that is more than a linear layer and a softcap.
 
     Example (2 rows, prompts of 2 and 1 tokens; 0 wherever the policy did not speak):
@@ -70,13 +73,14 @@ class CausalPolicy(TensorDictModuleBase):
         entropy_grad: bool = False,
         logits_bytes: int | None = None,
         shared_prompt: bool = True,
+        liger: bool = False,
     ) -> None:
         super().__init__()
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, but log-probabilities need one above 0")
         self.in_keys = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
-        self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, logits_bytes, shared_prompt)
+        self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, logits_bytes, shared_prompt, liger)
 
     @property
     def model(self) -> nn.Module:
@@ -132,6 +136,7 @@ class Scorer(nn.Module):
         entropy_grad: bool,
         logits_bytes: int | None,
         shared_prompt: bool,
+        liger: bool,
     ):
         super().__init__()
         self.model = model
@@ -141,6 +146,10 @@ class Scorer(nn.Module):
         self.logits_bytes = logits_bytes
         self.softcap: float | None = _softcap(base_model(model))
         _require_linear_head(base_model(model), self.softcap)
+        if liger:
+            has_bias = base_model(model).get_output_embeddings().bias is not None
+            require_liger(softcap=self.softcap, has_bias=has_bias)
+        self.liger = liger
         self.shared_prompt = shared_prompt and _takes_packed_rows(base_model(model))
 
     def forward(
@@ -164,6 +173,9 @@ class Scorer(nn.Module):
 
     def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         head: Any = base_model(self.model).get_output_embeddings()
+        entropy: dict[str, bool] = {"with_entropy": self.with_entropy, "entropy_grad": self.entropy_grad}
+        if self.liger:
+            return liger_log_probs(hidden, head.weight, targets, temperature=self.temperature, **entropy)
         return chunked_log_probs(
             hidden,
             head.weight,
@@ -172,8 +184,7 @@ class Scorer(nn.Module):
             temperature=self.temperature,
             softcap=self.softcap,
             logits_bytes=self.logits_bytes,
-            with_entropy=self.with_entropy,
-            entropy_grad=self.entropy_grad,
+            **entropy,
         )
 
 

@@ -15,7 +15,7 @@ from benchmarks.peers.__main__ import main
 from benchmarks.peers.host import LEARN, STEP, SystemFailed
 from benchmarks.peers.results import CaseResult, Measured
 from benchmarks.peers.run import Plan, Runner
-from benchmarks.peers.systems import OURS, OURS_VLLM, SYSTEMS, TORCHRL, TRL
+from benchmarks.peers.systems import OURS, OURS_VLLM, SYSTEMS, TORCHRL, TORCHRL_AS_IT_COMES, TRL
 from benchmarks.peers.table import PROMISES, case_tables, promises
 from benchmarks.peers.work import BASE, FIRST_WORD, LONG, VOCAB, Case, draw_prompts, make_model, make_rows, prepare
 from sota_grpo.functional.flops import Load, forward_flops
@@ -175,13 +175,16 @@ def result(case: Case, learn: dict[str, float], whole: dict[str, float], **memor
 
 
 def test_promises_are_told_from_what_was_measured() -> None:
-    base = result(BASE, {OURS: 1.0, TRL: 3.6, TORCHRL: 9.9}, {OURS_VLLM: 2.0, OURS: 4.0, TRL: 5.0})
+    base = result(
+        BASE, {OURS: 1.0, TRL: 3.6, TORCHRL: 9.9, TORCHRL_AS_IT_COMES: 11.0}, {OURS_VLLM: 2.0, OURS: 4.0, TRL: 5.0}
+    )
     vocab = result(VOCAB, {OURS: 1.0, TRL: 3.6}, {}, **{OURS: 100, TRL: 299})
     lines = promises([base, vocab]).splitlines()[2:]
     assert [line.split(" | ")[2:] for line in lines] == [
         ["3.60x", "holds |"],
         ["-", "not measured |"],
         ["9.90x", "FALLS SHORT |"],
+        ["11.00x", "holds |"],
         ["2.50x", "holds |"],
         ["-", "not measured |"],
         ["1.25x", "FALLS SHORT |"],

@@ -95,7 +95,7 @@ def test_trl_does_the_same_work(lora: int, tmp_path: Path) -> None:
 @pytest.mark.bench
 def test_systems_take_turns_on_one_case() -> None:
     pytest.importorskip("trl", reason="TRL is a benchmark-only dependency: pip install sota-grpo[bench]")
-    found = run(SMALL, against_trl=True, measure_peak=False, repeat=1, profiled=False)
+    found = run(SMALL, against=["trl"], measure_peak=False, repeat=1, profiled=False)
     assert [result["who"] for result in found] == ["ours", "trl"]
 
 
@@ -103,5 +103,5 @@ def test_systems_take_turns_on_one_case() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_reports_its_memory() -> None:
     case = Case(tokens=140, prompt=20, response=10, group=4, precision="bf16", device="cuda")
-    (found,) = run(case, against_trl=False, measure_peak=True, repeat=1, profiled=False)
+    (found,) = run(case, measure_peak=True, repeat=1, profiled=False)
     assert found["peak_gib"] > 0

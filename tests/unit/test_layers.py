@@ -23,7 +23,7 @@ LEVELS = {
         *("runs", "stopping", "step_log", "schedule", "forward_passes"),
         *("async_source", "group_buffer", "learner_ranks", "remote_learner", "fleet_engine", "simulation"),
     ),
-    4: ("app", "assembly", "entry", "cli"),
+    4: ("app", "assembly", "entry", "cli", "compose", "report", "migration", "api"),
 }
 LEVEL_OF = {room: level for level, rooms in LEVELS.items() for room in rooms}
 HEAVY = ("vllm", "ray", "wandb", "datasets")
