@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -118,7 +119,7 @@ def peak_rate(case: Case, measure: bool) -> float:
     if measure or case.device == "cpu" or not half:
         return measured_peak(case.device, torch.bfloat16 if half else torch.float32)
     name = torch.cuda.get_device_name()
-    known = [part for part in PEAKS if part in name]
+    known = [part for part in PEAKS if re.search(rf"\b{part}\b", name)]
     if not known:
         raise SystemExit(f"the peak rate of {name} is not known here; give --measure-peak")
     return PEAKS[max(known, key=len)]

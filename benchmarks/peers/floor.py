@@ -3,8 +3,8 @@
 Every quantity is computed once, each prompt once per group, and only matrix products count: no norm, no softmax, no
 sampling, no optimizer, no Python. Nothing can be much faster in float32, so the distance from it is what is left.
 
-A step generates (one forward pass, its decoding in products of one row per response), scores the reference (one forward
-pass) and learns (one forward and one backward pass, twice a forward).
+A step generates (one forward pass, what is decoded in products of one row per response), scores the reference (one
+forward pass) and learns (one forward and one backward pass, twice a forward).
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ class Floor:
         self.case, self.shape = case, model_shape(case)
         self.load = load_of(case, prompt_lengths)
         self.forward = forward_flops(self.shape, self.load)
+        prompts = sum((shared_load(length, []) for length in prompt_lengths), Load())
+        self.prefill = forward_flops(self.shape, prompts)
         self.backward = backward_flops(self.shape, self.load)
 
     def measure(self) -> dict[str, float]:
         """Seconds of each phase, of the whole, and the two rates (operations/s), all measured now."""
         wide, narrow = self._rate([*TILES, self.case.rows]), self._rate([self.case.rows])
         found = {
-            "generate": self.forward / narrow,
+            "generate": self.prefill / wide + (self.forward - self.prefill) / narrow,
             "ref": self.forward / wide,
             "learn": (self.forward + self.backward) / wide,
         }

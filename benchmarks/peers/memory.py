@@ -23,12 +23,11 @@ def peak_bytes(phase: Callable[[], object]) -> int | None:
     try:
         ctypes.CDLL(None).malloc_trim(0)
         _RESET.write_text("5")  # VmHWM starts again at VmRSS
-        before = _resident("VmRSS")
-        phase()
-        return _resident("VmHWM") - before
+        before: int | None = _resident("VmRSS")
     except (OSError, AttributeError):  # not Linux, not glibc, or /proc is closed
-        phase()
-        return None
+        before = None
+    phase()
+    return None if before is None else _resident("VmHWM") - before
 
 
 def _resident(name: str) -> int:

@@ -70,7 +70,7 @@ class CaseResult:
     def ratio(self, what: str, peer: str, system: str) -> float | None:
         """How many times faster ``system`` is than ``peer``: the median over repetitions, each compared with its own.
 
-        The two ran right after each other within a repetition, so what slows the machine down slows both.
+        Within a repetition all systems take their turn, so what slows the machine down for long slows both.
 
         >>> slow, fast = Measured(learn=[2.0, 9.0, 4.0]), Measured(learn=[1.0, 3.0, 1.0])
         >>> CaseResult(Case("base"), {"slow": slow, "fast": fast}).ratio("learn", "slow", "fast")

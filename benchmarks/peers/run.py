@@ -25,7 +25,7 @@ class Plan:
         case: the case.
         questions: of each system by name, ``learn``, ``step`` or both.
         repeats: most repetitions after the first run of everything, which warms up and is not counted.
-        budget_s: what has taken longer by now is not repeated any more. If the first run alone did, it counts.
+        budget_s: what has taken longer by now is not repeated any more.
     """
 
     case: Case
@@ -101,7 +101,7 @@ class Runner:
                     self._ask(name, question, memory)
 
     def _ask(self, name: str, question: str, memory: bool) -> None:
-        """One run. The first of all measures the memory, keeps the gradient and counts only if it is the only one."""
+        """One run. The first of all measures the memory, keeps the gradient, and does not count."""
         options: dict[str, Any] = {"memory": memory}
         if memory and question == LEARN:
             options["gradient"] = self._gradient(name)
@@ -114,8 +114,11 @@ class Runner:
         seconds = answer["seconds"] if question == LEARN else answer[WHOLE]
         if memory:
             setattr(measured, f"{question}_bytes", peak)
-        if not memory or seconds > self.plan.budget_s:
-            measured.learn.append(seconds) if question == LEARN else measured.steps.append(answer)
+        else:
+            if question == LEARN:
+                measured.learn.append(seconds)
+            else:
+                measured.steps.append(answer)
             self.spent[name, question] += seconds
         self.tell(f"{self.plan.case.name}: {name}: {question} {seconds:.2f} s{' (first)' if memory else ''}")
 

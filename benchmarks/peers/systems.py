@@ -69,7 +69,7 @@ def _torchrl(engine: str) -> Callable[[Folder], System]:
 def _torchrl_as_it_comes(folder: Folder) -> System:
     from benchmarks.peers.torchrl import TorchRL
 
-    return TorchRL(folder, "transformers", micro=folder.case.rows, entropy=True)
+    return TorchRL(folder, "transformers", entropy=True)
 
 
 def _torchrl_trainer(folder: Folder) -> System:

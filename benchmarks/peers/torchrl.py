@@ -8,7 +8,7 @@ What differs from the recipe, each because the recipe's part does not run here (
 - Weights go to vLLM by its ``reload_weights``: TorchRL's ways need NCCL, Ray, or an attribute that vLLM 0.32 lacks.
 
 The entropy bonus is off, as in the other systems; the loss would otherwise be slower and another one. ``TorchRL, as it
-comes`` is the loss by itself as its constructor makes it, all rows in one pass.
+comes`` has it on, as the loss's constructor has.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class TimedEnv(TaskEnv):
 
 
 def start_vllm(folder: Folder) -> Any:
-    """The engine as its recipe makes it, in this process, with what a CPU needs."""
+    """vLLM in this process, as ours is: its recipe turns CUDA graphs on and the prefix cache off."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

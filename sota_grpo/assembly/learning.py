@@ -179,6 +179,7 @@ def make_transforms(config: Config, reference: ReferencePolicy | None, learner: 
             in_reward_coeff=in_reward,
             pad_token_id=learner.pad_token_id,
             token_budget=config.train.micro_batch_tokens,
+            shared_prompt=reference.shared_prompt,
         )
         found.append(("ref", transform))
     return found + make_advantage(config)

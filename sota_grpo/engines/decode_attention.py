@@ -12,13 +12,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sota_grpo.engines.prompt_cache import RepeatedPrompts, SharedPrompts
-from sota_grpo.policy.shared_attention import SHARED_ATTENTION
+from sota_grpo.policy.packed import LAYER_TYPES
+from sota_grpo.policy.shared_attention import SHARED_ATTENTION, UNKNOWN
 
 logger = logging.getLogger(__name__)
 
 DECODE_ATTENTION = "sota_grpo_decode"
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_UNKNOWN = ("position_bias", "s_aux", "sinks", "cache")  # what would change scores, and is not known here
 
 
 def decode_attention(
@@ -62,7 +61,7 @@ def decode_attention(
         ``[rows, T, heads, width]`` and None, as transformers' attention interface asks.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if prompts is not None and (asked := [name for name in _UNKNOWN if kwargs.get(name) is not None]):
+    if prompts is not None and (asked := [name for name in UNKNOWN if kwargs.get(name) is not None]):
         raise NotImplementedError(f"prompts cannot be shared by attention with {', '.join(asked)}")
     if prompts is not None and not prompts.prefilling:
         return _over_both(query, key, value, prompts, module.layer_idx, scale, sliding_window, softcap), None  # type: ignore[arg-type]
@@ -216,7 +215,7 @@ def use_decode_attention(model: PreTrainedModel) -> bool:
 def _difference(model: PreTrainedModel, config: Any) -> str | None:
     """What shared prompts change in the logits of a few tokens; None where they change rounding only."""
     layer_types = list(getattr(config, "layer_types", None) or ())
-    if other := set(layer_types) - _LAYER_TYPES:
+    if other := set(layer_types) - LAYER_TYPES:
         return f"it has layers of type {', '.join(sorted(other))}"
     ids = torch.linspace(0, config.vocab_size - 1, 18).long()
     prompts = [tuple(ids[:6].tolist()), tuple(ids[6:9].tolist())]

@@ -253,6 +253,8 @@ class SharedPrompts(GroupCache):
         if len(groups) < len(self.lengths):
             self.lengths = self.lengths[groups]
             longest = int(self.lengths.max())
+            if not longest:  # prompts of one token, which is the first that is decoded: nothing to read
+                self._prompts.clear()
             for layer, both in self._prompts.items():
                 self._prompts[layer] = tuple(states[groups, :, :longest] for states in both)  # type: ignore[assignment]
         self._arrange()

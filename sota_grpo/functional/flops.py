@@ -120,6 +120,9 @@ def recomputed_flops(shape: ModelShape, load: Load, *, checkpointing: bool) -> i
     >>> shape, load = ModelShape(100, 0, 8, 50), Load(positions=6, pairs=19, predicted=3)
     >>> recomputed_flops(shape, load, checkpointing=False), recomputed_flops(shape, load, checkpointing=True)
     (300, 2108)
+    >>> recomputed_flops(ModelShape(0, 100, 8, 50, head_trainable=False), load, checkpointing=False)  # keeps slopes
+    0
     """
     head = 2 * shape.head_weights * load.predicted
-    return forward_flops(shape, load) if checkpointing else head
+    again = head if shape.head_trainable else 0
+    return forward_flops(shape, load) - head + again if checkpointing else again

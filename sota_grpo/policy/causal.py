@@ -197,6 +197,8 @@ def _takes_packed_rows(model: PreTrainedModel) -> bool:
     reason = use_shared_attention(model)
     if reason is not None:
         logger.warning("%s computes padded rows, each with its prompt: %s.", type(model).__name__, reason)
+    else:
+        logger.info("%s computes packed rows, each prompt once.", type(model).__name__)
     return reason is None
 
 

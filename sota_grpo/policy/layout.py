@@ -155,7 +155,8 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
                 place[row, shared : shared + length] = torch.arange(end, end + length)
                 count, end = count + 1, end + length
             runs.append(Run(first, count, length))
-        blocks.append(Block(start, prompt_end, tuple(runs)))
+        if end > start:  # a row of padding alone has no token, and kernels divide by their number
+            blocks.append(Block(start, prompt_end, tuple(runs)))
     flat = torch.cat(positions).unsqueeze(0).to(device)
     return Layout(torch.cat(source).to(device), flat, place.to(device), tuple(blocks))
 

@@ -22,6 +22,11 @@ def require_liger(*, softcap: float | None, has_bias: bool) -> None:
         raise UserError(
             "train_model.log_probs=liger needs liger-kernel: `pip install 'sota-grpo[liger]'`, or set tiled."
         )
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    if hopper and find_spec("cutlass") is None:
+        raise UserError(
+            "train_model.log_probs=liger on a Hopper GPU needs `pip install 'liger-kernel[cutedsl]'`, or set tiled."
+        )
     if softcap is not None or has_bias:
         extra = "a bias" if has_bias else "capped logits"
         raise UserError(f"train_model.log_probs=liger cannot compute {extra}, which this model has; set tiled.")
@@ -38,8 +43,9 @@ def liger_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`sota_grpo.functional.log_probs.chunked_log_probs` as liger-kernel computes it.
 
-    On Hopper GPUs it is one fused kernel per direction (``nvidia-cutlass-dsl`` has to be installed); on all others
-    chunks of 512 rows and all V columns in plain torch. It differentiates by hidden and weight, both always.
+    On Hopper GPUs it is one fused kernel per direction, for bfloat16 alone (``nvidia-cutlass-dsl`` has to be
+    installed); on all others chunks of 512 rows and all V columns in plain torch, rounded to the dtype of ``hidden``.
+    It differentiates by hidden and weight, both always.
 
     Args:
         hidden: ``[M, H]``, the states that predict the targets.
@@ -50,7 +56,7 @@ def liger_log_probs(
         entropy_grad: let the gradient through the entropy.
 
     Returns:
-        log-probs ``[M]`` and entropy ``[M]`` (None unless asked for), in nats, float32.
+        log-probs ``[M]`` and entropy ``[M]`` (None unless asked for), in nats, as float32.
     """
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as FusedHead
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from sota_grpo.policy.layout import Layout, is_right_padded, pack
 from sota_grpo.policy.shared_attention import SHARED_ATTENTION
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def packed_hidden(model: PreTrainedModel, tokens: Tensor, layout: Layout) -> Tensor:
@@ -56,13 +56,17 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
     before = config._attn_implementation
     if before not in ("sdpa", SHARED_ATTENTION):
         return f"its attention is {before}"
-    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    kinds = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if kinds:
         return f"it has layers of type {', '.join(sorted(kinds))}"
+    if getattr(config, "attention_dropout", 0.0):
+        return "its attention has dropout"
+    # on CUDA half precision goes through another kernel
+    autocasts = [False, True] if model.device.type == "cuda" else [False]
     try:
-        with _evaluating(model), torch.autocast(model.device.type, enabled=False):
+        with _evaluating(model):
             model.set_attn_implementation(SHARED_ATTENTION)
-            reason = _difference(model, config)
+            reason = next((found for half in autocasts if (found := _difference(model, config, half))), None)
     except Exception as error:  # any model's own code runs here: what it cannot do is no reason to end
         reason = f"{type(error).__name__}: {error}"
     if reason is not None:
@@ -71,7 +75,7 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
 
 
 @torch.no_grad()
-def _difference(model: PreTrainedModel, config: Any) -> str | None:
+def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | None:
     """What packed rows change, over two prompts with ragged responses; None where they change rounding only."""
     device = next(model.parameters()).device
     ids = torch.linspace(0, config.vocab_size - 1, 24, device=device).long()
@@ -81,8 +85,9 @@ def _difference(model: PreTrainedModel, config: Any) -> str | None:
     tokens, spoken = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (rows, said))
     real = nn.utils.rnn.pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
     layout = pack(tokens, real, spoken)
-    packed = packed_hidden(model, tokens, layout)[layout.place[real]].float()
-    padded = padded_hidden(model, tokens, real)[real].float()
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        packed = packed_hidden(model, tokens, layout)[layout.place[real]].float()
+        padded = padded_hidden(model, tokens, real)[real].float()
     if len(layout.windows) != config.num_hidden_layers:
         return "not every layer asks transformers' attention interface"
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * bool(
@@ -91,7 +96,8 @@ def _difference(model: PreTrainedModel, config: Any) -> str | None:
     told = sum(window is not None for window in layout.windows)
     if told < sum(kind == "sliding_attention" for kind in kinds):
         return "its sliding layers do not tell their window"
-    close = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 5e-2
+    wide = next(model.parameters()).dtype in (torch.float32, torch.float64) and not autocast
+    close = 1e-4 if wide else 5e-2
     gap = float((packed - padded).abs().max() / padded.abs().max())
     return None if gap <= close else f"packed rows change its hidden states by {gap:.1g} of their size"
 

@@ -22,7 +22,13 @@ _IN_KEYS = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK)
 
 
 class ReferencePolicy(Protocol):
-    """What the KL term needs of a reference."""
+    """What the KL term needs of a reference.
+
+    Attributes:
+        shared_prompt: whether it computes packed rows, so that a call's cost counts each prompt once.
+    """
+
+    shared_prompt: bool
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor: ...
 

@@ -40,6 +40,8 @@ class ReferenceService:
         fleet: of the workers; it counts their replacements.
     """
 
+    shared_prompt = True  # a worker cuts what it is given by what its own model can
+
     def __init__(self, fleet: Fleet, *, num_workers: int, in_reward_coeff: float | None = None) -> None:
         self.fleet, self._num_workers, self._in_reward_coeff = fleet, num_workers, in_reward_coeff
 

@@ -32,7 +32,7 @@ SHARED_ATTENTION = "sota_grpo_shared"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 View = Callable[[Tensor], Tensor]
-_UNKNOWN = ("position_bias", "s_aux", "sinks", "cache")  # what would change scores, and is not known here
+UNKNOWN = ("position_bias", "s_aux", "sinks", "cache")  # what would change scores, and is not known here
 
 
 def shared_attention(
@@ -71,14 +71,13 @@ def shared_attention(
         if softcap is not None:  # torch's SDPA knows no cap, and transformers leaves it out in silence
             return _attend(query, key, value, scale, softcap, seen=attention_mask).transpose(1, 2), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    asked = [name for name in _UNKNOWN if kwargs.get(name) is not None]
+    asked = [name for name in UNKNOWN if kwargs.get(name) is not None]
     if dropout or asked or kwargs.get("is_causal") is False:
         raise NotImplementedError(f"a packed sequence has no attention with {asked or 'dropout, or not causal'}")
     layout.windows.append(sliding_window)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast positions make them wider
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if softcap is None and query.is_cuda and half:
+    if softcap is None and _takes_varlen(query, value):
         return _varlen(query, key, value, layout, scale, window), None
     if softcap is None and window is None and not query.is_cuda and query.shape[-1] == value.shape[-1]:
         return _FlashShared.apply(query, key, value, layout, scale).transpose(1, 2), None
@@ -155,6 +154,14 @@ def _like_rows(tensor: Tensor) -> Tensor:
     return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
 
 
+def _takes_varlen(query: Tensor, value: Tensor) -> bool:
+    """Whether torch's kernel can: Ampere or newer, half precision, one width of keys and values, 8 n up to 256."""
+    width, half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
+    if not (query.is_cuda and half and width == value.shape[-1] and width % 8 == 0 and width <= 256):
+        return False
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
 def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, window: int | None) -> Tensor:
     """One flash call on CUDA, ``[1, L, heads, width]``. Its causal mask is aligned to the ends of queries and keys."""
     from torch.nn.attention.varlen import varlen_attn
@@ -215,4 +222,5 @@ def _attend(
         return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
     wide = torch.promote_types(query.dtype, torch.float32)
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=wide).to(value.dtype) @ value
+    lowest = torch.finfo(scores.dtype).min  # finite: a token of padding sees nothing at all
+    return scores.masked_fill(~seen, lowest).softmax(-1, dtype=wide).to(value.dtype) @ value

@@ -52,6 +52,7 @@ class ReferenceKL(RowTransform):
         in_reward_coeff: float | None = None,
         pad_token_id: int,
         token_budget: int,
+        shared_prompt: bool = True,
     ) -> None:
         reads: list[NestedKey] = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         writes: list[NestedKey] = [keys.REF_LOG_PROBS]
@@ -60,7 +61,7 @@ class ReferenceKL(RowTransform):
             writes += [keys.REWARD, keys.KL_TERM, keys.GRADED_REWARD]
         super().__init__(in_keys=reads, out_keys=writes)
         self.reference, self.in_reward_coeff = reference, in_reward_coeff
-        self.pad_token_id, self.token_budget = pad_token_id, token_budget
+        self.pad_token_id, self.token_budget, self.shared_prompt = pad_token_id, token_budget, shared_prompt
 
     def _write(self, rows: TensorDictBase) -> None:
         found = reference_log_probs(
@@ -68,7 +69,7 @@ class ReferenceKL(RowTransform):
             row_list(rows),
             pad_token_id=self.pad_token_id,
             token_budget=self.token_budget,
-            shared_prompt=getattr(self.reference, "shared_prompt", True),
+            shared_prompt=self.shared_prompt,
         )
         write_reference(rows, found, in_reward_coeff=self.in_reward_coeff)
 

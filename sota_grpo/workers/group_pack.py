@@ -25,6 +25,8 @@ def packed(group: GroupOutput) -> tuple[Any, ...]:
     ([5, 6, 5, 6], [5, 6])
     """
     samples = group.samples
+    if not samples:
+        return GroupOutput, (group.group_id, ())
     columns = [[each.token_ids for each in samples], [each.log_probs for each in samples]]
     columns.append([each.versions for each in samples])
     joined = [torch.cat(column).detach().cpu().numpy() for column in columns]

@@ -13,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.peers import floor, plot, report
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.host import LEARN, STEP, SystemFailed
+from benchmarks.peers.memory import peak_bytes
 from benchmarks.peers.results import CaseResult, Measured
 from benchmarks.peers.run import Plan, Runner
-from benchmarks.peers.systems import OURS, OURS_VLLM, SYSTEMS, TORCHRL, TORCHRL_AS_IT_COMES, TRL
+from benchmarks.peers.systems import OURS, OURS_VLLM, SYSTEMS, TORCHRL, TORCHRL_AS_IT_COMES, TRL, TRL_DEFAULT_BATCH
 from benchmarks.peers.table import PROMISES, case_tables, promises
 from benchmarks.peers.work import BASE, FIRST_WORD, LONG, VOCAB, Case, draw_prompts, make_model, make_rows, prepare
 from sota_grpo.functional.flops import Load, forward_flops
@@ -133,12 +134,12 @@ def test_systems_take_turns_and_the_order_turns_too(tmp_path, monkeypatch) -> No
     assert FakeHost.ended == [OURS, TORCHRL]
 
 
-def test_what_is_slower_than_its_budget_counts_once(tmp_path, monkeypatch) -> None:
+def test_what_is_slower_than_its_budget_is_measured_once(tmp_path, monkeypatch) -> None:
     runner = runner_of(tmp_path, monkeypatch, {OURS: 1.0, TORCHRL: 7.0}, repeats=3, budget_s=10.0)
     found = runner.run()
     assert len(found.systems[OURS].learn) == 3
     assert found.systems[TORCHRL].learn == [7.0, 7.0], "14 s are more than the budget"
-    assert [step["whole"] for step in found.systems[TORCHRL].steps] == [14.0], "its first run alone was"
+    assert [step["whole"] for step in found.systems[TORCHRL].steps] == [14.0], "its first run is never counted"
 
 
 def test_a_system_that_fails_is_a_row_that_says_so(tmp_path, monkeypatch) -> None:
@@ -233,3 +234,28 @@ def test_every_system_of_a_plan_is_one_that_there_is() -> None:
     for flags in ({"quick": True, "full": False}, {"quick": False, "full": True}, {"quick": False, "full": False}):
         for plan in report.plans(report.argparse.Namespace(**options, **flags)):
             assert set(plan.questions) <= set(SYSTEMS)
+
+
+def test_a_phase_that_fails_is_not_run_again() -> None:
+    ran = []
+
+    def phase() -> None:
+        ran.append(True)
+        raise AttributeError("of the peer's own code")
+
+    with pytest.raises(AttributeError):
+        peak_bytes(phase)
+    assert ran == [True]
+
+
+def test_other_work_is_no_promise_kept() -> None:
+    base = result(BASE, {OURS: 1.0, TRL: 4.0}, {})
+    assert "holds" in promises([base])
+    base.systems[OURS].gradient_distance = 0.5
+    assert "holds" not in promises([base])
+    assert "OTHER WORK" in promises([base])
+
+
+def test_the_faster_setting_of_a_peer_counts() -> None:
+    base = result(BASE, {OURS: 1.0, TRL: 4.0, TRL_DEFAULT_BATCH: 3.0}, {})
+    assert "| 3.5x | 3.00x | FALLS SHORT |" in promises([base])

@@ -56,7 +56,6 @@ def test_a_line_of_json_says_what_was_measured(options: list[str], capsys: pytes
     assert (result["who"], result["rows"], result["packed_tokens"]) == ("ours", 8, 120)
     assert result["row_tokens_per_s"] / result["packed_tokens_per_s"] == pytest.approx(8 * 30 / 120, rel=0.01)
     assert result["mfu"] > 0
-    assert result["mfu"] * result["times_floor"] == pytest.approx(1, rel=0.05)  # nothing is computed but the floor's
     assert result["peak_gib"] is None
     assert ("aten::mm" in err) == ("--profile" in options)
 

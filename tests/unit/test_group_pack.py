@@ -70,3 +70,7 @@ def test_a_group_from_memory_that_is_read_only_can_be_written_to():
     found = pickle.load(io.BytesIO(body), buffers=[bytes(buffer) for buffer in buffers])
     found.samples[0].log_probs.zero_()
     assert torch.equal(found.samples[1].log_probs, group.samples[1].log_probs)
+
+
+def test_a_group_without_samples_travels_too() -> None:
+    assert pickle.loads(pickle.dumps(GroupOutput(3, ()))) == GroupOutput(3, ())

@@ -65,9 +65,10 @@ def largest_gap(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("budget", [1, 13, 40])
-def test_gradient_depends_on_no_micro_batch_size(aggregation: str, budget: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("grouped", [False, True], ids=["of many prompts", "of one prompt"])
+def test_gradient_depends_on_no_micro_batch_size(aggregation: str, budget: int, grouped: bool, tmp_path: Path) -> None:
     learner = make_learner(tmp_path, aggregation=aggregation, max_response_tokens=16)
-    rows = make_rows()
+    rows = siblings() if grouped else make_rows()
     whole, split = (learner.gradient(rows, token_budget=size) for size in (1 << 20, budget))
     scale = max(float(grad.abs().max()) for grad in whole.values())
     assert largest_gap(whole, split) < 1e-5 * scale

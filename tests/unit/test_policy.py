@@ -76,14 +76,31 @@ def test_padding_and_neighbours_change_nothing(family):
         torch.testing.assert_close(policy(rows[n : n + 1])[keys.LOG_PROBS][0], together[n], rtol=1e-10, atol=1e-10)
 
 
-def test_padding_on_the_left_is_understood_too():
-    policy = CausalPolicy(make_model().double())
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_padding_on_the_left_is_understood_too(family):
+    policy = CausalPolicy(make_model(family).double())
     rows = make_rows([6, 9])
     shifted = rows.clone()
     for key in policy.in_keys:
         shifted[key][0] = rows[key][0].roll(3)
     expected = policy(rows)[keys.LOG_PROBS][0].roll(3)
-    torch.testing.assert_close(policy(shifted)[keys.LOG_PROBS][0], expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(policy(shifted)[keys.LOG_PROBS][0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_a_row_of_padding_alone_is_zeros_and_changes_no_other(family):
+    policy, rows = CausalPolicy(make_model(family)), make_rows([5, 7])
+    alone = policy(rows[1:])[keys.LOG_PROBS][0]
+    rows[keys.ATTENTION_MASK][0] = rows[keys.ASSISTANT_MASK][0] = False
+    found = policy(rows)[keys.LOG_PROBS]
+    assert (found[0] == 0).all()
+    torch.testing.assert_close(found[1], alone)
+
+
+def test_a_model_whose_attention_has_dropout_is_padded():
+    policy = CausalPolicy(make_model("llama", attention_dropout=0.1)).train()
+    assert not policy.shared_prompt
+    policy(make_rows([5, 7]))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
@@ -165,7 +182,8 @@ def test_a_loaded_model_computes_the_same_in_training_mode(saved):
     loaded = load_model(path)
     rows = make_rows([8, 5])
     assert loaded.training
-    assert torch.equal(CausalPolicy(loaded)(rows)[keys.LOG_PROBS], CausalPolicy(model)(rows)[keys.LOG_PROBS])
+    expected = CausalPolicy(model)(rows)[keys.LOG_PROBS]  # in evaluation mode
+    torch.testing.assert_close(CausalPolicy(loaded)(rows)[keys.LOG_PROBS], expected)
     assert load_model(path, dtype="bfloat16", attn_implementation="eager").dtype == torch.bfloat16
     with pytest.raises(ValueError, match="dtype is 'half'"):
         load_model(path, dtype="half")

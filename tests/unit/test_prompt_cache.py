@@ -97,6 +97,19 @@ def test_prompts_of_one_token_have_nothing_to_share(shared: bool):
     assert decoded_gap(cache, model, plain, [list(prompts[group]) for group in (0, 0, 1)], steps=4) < 2e-6
 
 
+def test_groups_of_one_token_go_on_when_the_others_have_ended():
+    model, plain = both("qwen2")
+    assert use_decode_attention(model)
+    prompts = some_prompts(6, 1)
+    with torch.no_grad():
+        cache = SharedPrompts(model, prompts, torch.tensor([0, 0, 1, 1]), pad_token_id=0)
+        cache.next_logits(model, torch.tensor([prompts[group][-1] for group in (0, 0, 1, 1)]))
+        cache.keep(torch.tensor([2, 3]))
+        found = cache.next_logits(model, torch.tensor([7, 8]))
+        expected = plain_logits(plain, [[*prompts[1], 7], [*prompts[1], 8]])
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
 def test_many_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
     """At 16 tokens a pass: the nine tokens before the last of the longest alone, then 3 x 5, then 2 x 3."""
     monkeypatch.setattr("sota_grpo.engines.prompt_cache._PREFILL_TOKENS", 16)

@@ -17,7 +17,7 @@ from sota_grpo import keys
 from sota_grpo.collate import pad_rows, row_list
 from sota_grpo.records import Example, Score
 from sota_grpo.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL, ScoreResponse
-from tests.builders import generator, random_rows
+from tests.builders import generator, random_row, random_rows
 
 WEIGHTS = {"right": 1.0, "short": 0.25}
 
@@ -150,6 +150,26 @@ def test_reference_log_probs_land_on_their_own_tokens(budget) -> None:
         assert row[keys.REF_LOG_PROBS].tolist() == pytest.approx(expected)
         assert row[keys.REWARD].item() == pytest.approx(reward - 0.5 * gap, rel=1e-4, abs=1e-5)
     assert budget == 1 or max(reference.widths) <= budget
+
+
+@pytest.mark.parametrize(("shared", "rows_of_a_pass"), [(True, [16]), (False, [2] * 8)])
+def test_a_reference_that_pads_is_given_as_many_rows_as_its_own_padding_allows(
+    shared: bool, rows_of_a_pass: list[int]
+) -> None:
+    """16 responses of 2 tokens to one prompt of 40 are 72 packed tokens, and 42 each where they are padded."""
+    prompt, counts = torch.arange(40), []
+    rows = []
+    for index in range(16):
+        row = random_row(generator(), 40, 2, index=index, group_size=16).exclude(keys.REF_LOG_PROBS)
+        row[keys.FULL_TOKENS][:40] = prompt
+        rows.append(row)
+
+    def reference(padded: TensorDictBase) -> torch.Tensor:
+        counts.append(len(padded))
+        return torch.zeros(padded[keys.FULL_TOKENS].shape)
+
+    ReferenceKL(reference, pad_token_id=0, token_budget=84, shared_prompt=shared)(lazy_stack(rows))
+    assert counts == rows_of_a_pass
 
 
 def test_without_a_coefficient_the_reward_stays_and_twice_is_once() -> None:
