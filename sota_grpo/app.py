@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from sota_grpo.assembly import Parts, build
+from sota_grpo.assembly.devices import resolve_device
+from sota_grpo.assembly.passed import Passed
 from sota_grpo.checkpoint import CheckpointStore, rng_state, set_rng_state
 from sota_grpo.config import Config, turn_size
 from sota_grpo.errors import UserError
@@ -21,11 +23,14 @@ from sota_grpo.gate import Subject, run_gate
 from sota_grpo.hub_token import use_config_token
 from sota_grpo.loop import run
 from sota_grpo.recording.examine import ExamineLog
+from sota_grpo.recording.gate_record import write_gate
 from sota_grpo.recording.progress import Progress, closing_table
 from sota_grpo.recording.run_log import METRICS_FILE, RunLog, setup_logging
-from sota_grpo.recording.sinks import WandbSink
+from sota_grpo.recording.sinks import Sink, TensorBoardSink, WandbSink
+from sota_grpo.report import TrainingReport
+from sota_grpo.rewards.passed_functions import Functions
 from sota_grpo.runs import CHECKPOINTS, RunDir, open_run
-from sota_grpo.step_log import StepLog
+from sota_grpo.step_log import StepLog, StoredTurns
 from sota_grpo.stopping import Interrupted, StopRequest
 from sota_grpo.validators import validate
 
@@ -45,9 +50,10 @@ class Run:
     Args:
         config: validated.
         place: where everything is written, locked by the caller for the life of the run.
+        functions: reward functions that were passed as objects.
     """
 
-    def __init__(self, config: Config, place: RunDir):
+    def __init__(self, config: Config, place: RunDir, functions: Functions | None = None):
         self.config = config
         self.place, self.run_dir = place, place.path
         self.began = time.perf_counter()
@@ -55,7 +61,15 @@ class Run:
         self.checkpoints = CheckpointStore(self.run_dir / CHECKPOINTS, keep=config.train.keep_checkpoints)
         self.stop = StopRequest(grace_s=config.train.grace_s)
         self.turns = 0  # done so far
-        self.parts: Parts = build(config, self.run_dir, should_stop=lambda: self.stop.asked)
+        self.parts: Parts = build(config, self.run_dir, lambda: self.stop.asked, functions)
+        self.stored = StoredTurns(
+            self.parts.learner,
+            self.run_dir,
+            self.parts.tokenizer,
+            device=resolve_device(config),
+            enabled=config.logging.store_steps,
+        )
+        self.report = TrainingReport(self.run_dir, enabled=config.logging.report)
 
     def train(self) -> int:
         """Gate, loop, last evaluation, export, closing table. Returns the number of turns done."""
@@ -68,12 +82,15 @@ class Run:
             gc.collect()
             gc.freeze()  # what lives as long as the run is not walked through again at every collection
             self.run_log.rewind(first)
+            self.stored.rewind(first)
             self.place.start(_as_yaml(self.config))  # not before: a first start that fails leaves no run behind
-            self.log = StepLog(self.run_log, progress, parts.tokenizer, lambda: parts.publisher.seconds, examine)
+            self.log = StepLog(
+                self.run_log, progress, parts.tokenizer, lambda: parts.publisher.seconds, examine, self.stored
+            )
             try:
                 done = run(
                     parts.source,
-                    parts.learner,
+                    self.stored,
                     parts.publisher,
                     self.log,
                     first_step=first,
@@ -115,6 +132,7 @@ class Run:
             "config": asdict(self.config),
         }
         self.checkpoints.save(turns, state)
+        self.stored.after_checkpoint()
         self.log.add_seconds("time/checkpoint_s", time.perf_counter() - began)
 
     def _before(self, step: int) -> None:
@@ -137,9 +155,14 @@ class Run:
             self.stop.turn_is_over()
         if (frequency and turns % frequency == 0) or turns == num_steps(self.config) or self.stop.asked:
             self._save(turns)
+            self._report(last=self.stop.asked)
         if self.stop.asked:
             logger.warning("Stopped after %d turns; train.resume=auto continues.", turns)
         return not self.stop.asked
+
+    def _report(self, *, last: bool) -> None:
+        seconds = self.report.finish() if last else self.report.checkpoint()
+        self.log.add_seconds("time/report_s", seconds)
 
     def _finish(self, turns: int) -> None:
         if self.config.eval.mode == "on":
@@ -147,6 +170,7 @@ class Run:
         if self.config.train.export_hf:
             self._export(self.run_dir / "hf")
         self.place.finish()
+        self._report(last=True)
         evaluations = _evaluations(self.run_dir / METRICS_FILE)
         text = closing_table(
             evaluations.get(0, {}),
@@ -182,13 +206,16 @@ class Run:
             transforms=[transform for _, transform in parts.transforms],
         )
         checks = run_gate(subject, self.config.check.mode)
+        write_gate(self.run_dir, self.config.check.mode, checks)
         if checks:
             passed = sum(check.passed for check in checks)
             print(f"Checks before training: {passed} of {len(checks)} passed in {time.perf_counter() - began:.1f} s")
 
     def _run_log(self) -> RunLog:
         config = self.config.logging
-        sinks = []
+        sinks: list[Sink] = []
+        if config.tensorboard:
+            sinks.append(TensorBoardSink(self.run_dir, config=asdict(self.config)))
         if config.wandb != "disabled":
             sinks.append(
                 WandbSink(
@@ -208,10 +235,11 @@ class Run:
         self.parts.close()
 
 
-def train(config: Config, run_dir: Path) -> int:
+def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
     """Validate, assemble, train, close. Returns the number of turns done.
 
     ``run_dir`` is where everything is written; under ``train.resume`` perhaps an older one is continued instead.
+    ``passed`` is what a Python caller has passed as objects; its ``run_dir`` says afterwards which directory it was.
 
     Raises:
         UserError: the run cannot start, or it cannot go on (``RunFailed``).
@@ -219,13 +247,15 @@ def train(config: Config, run_dir: Path) -> int:
     """
     use_config_token(config)  # before anything keeps a copy
     validate(config)
-    signed = asdict(config) | {"reward_file": _digest(config.reward.path)}
+    passed = passed or Passed()
+    signed = asdict(config) | {"reward_file": _digest(config.reward.path)} | passed.signature
     with open_run(run_dir, signed, config.train.resume, num_steps=num_steps(config)) as place:
+        passed.write(place.path, config)
         if place.finished:
             print(f"The run in {place.path} is already finished.")
             return num_steps(config)
         try:
-            with closing(Run(config, place)) as job:
+            with closing(Run(config, place, passed.functions)) as job:
                 return job.train()
         except KeyboardInterrupt:
             if CheckpointStore(place.path / CHECKPOINTS).paths():

@@ -9,15 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from sota_grpo.config import Config, register
+from sota_grpo.config import register
 from sota_grpo.errors import UserError
 from sota_grpo.hub_token import protect_token
+from sota_grpo.sweeps.command import continued
 
-CONFIG_DIR = Path(__file__).resolve().parent.parent / "config"
-USER_MISTAKE, INTERRUPTED = 2, 130
+_PACKAGE = Path(__file__).resolve().parent
+_PACKAGED = _PACKAGE / "presets"
+#: The presets: in an installed package ``sota_grpo/presets``, which pyproject.toml makes of ``config`` of a checkout.
+CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
+INTERRUPTED = 130
 _TAKE_A_VALUE = ("-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir", "--experimental-rerun")
 
 
@@ -27,7 +31,7 @@ def entry(mode: str) -> None:
     Hydra composes the config; mistakes of the user are one sentence and exit code 2, an interrupt is one and 130.
     """
     try:
-        sys.argv[1:] = with_mode(protect_token(sys.argv[1:]), mode)  # Hydra saves what it is given
+        sys.argv[1:] = continued(with_mode(protect_token(sys.argv[1:]), mode))  # Hydra saves what it is given
         code = _run()
     except UserError as error:
         print(f"{_program()}: {error}", file=sys.stderr)
@@ -59,59 +63,26 @@ def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
 def _run() -> int:
     """The exit code of the command: the highest of its runs."""
     import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf import DictConfig
+
+    from sota_grpo.jobs import Jobs
 
     register()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # this module prints the sentence itself
     if os.environ.get("VLLM_USE_V1") == "0":
         print("VLLM_USE_V1=0 is accepted and has no effect: this vLLM has one engine.", file=sys.stderr)
 
-    mistakes = (UserError, HydraException, OmegaConfBaseException)
-    codes: list[int] = []
-    began = False
+    jobs = Jobs(sys.argv[1:], program=_program())
 
     @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="grpo_gsm8k")
-    def job(composed: DictConfig) -> None:
-        nonlocal began
-        began = True
-        _quiet_console()
-        config = OmegaConf.to_object(composed)
-        assert isinstance(config, Config)
-        run_dir = Path(HydraConfig.get().runtime.output_dir)
-        codes.append(_exit_code(lambda: _train_or_interrupt(config, run_dir), mistakes))
+    def job(composed: DictConfig) -> float | None:
+        quiet_console()
+        return jobs.run(composed)
 
-    try:
-        codes.append(_exit_code(job, mistakes))
-    except OSError as error:  # before the job, Hydra failed to make its directory; inside, it is a bug: a traceback
-        if began:
-            raise
-        print(f"{_program()}: {error}; set hydra.run.dir to a directory that can be written.", file=sys.stderr)
-        codes.append(USER_MISTAKE)
-    return max(codes)
+    return jobs.all(job)
 
 
-def _train_or_interrupt(config: Config, run_dir: Path) -> None:
-    """A run that was asked to stop ends the whole command, a sweep's other runs included."""
-    from sota_grpo.app import CONTINUES, num_steps, train
-
-    if train(config, run_dir) < num_steps(config):
-        raise KeyboardInterrupt(CONTINUES)
-
-
-def _exit_code(job: Callable[[], None], mistakes: tuple[type[Exception], ...]) -> int:
-    """Run ``job``; what the user can mend is one sentence and 2, a run that cannot go on is one and 1."""
-    try:
-        job()
-    except mistakes as error:
-        print(f"{_program()}: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", USER_MISTAKE)
-    return 0
-
-
-def _quiet_console() -> None:
+def quiet_console() -> None:
     """Our own sentences on stderr; of the libraries, only warnings, each once, and no progress bars."""
     from transformers.utils import logging as transformers_logging
 

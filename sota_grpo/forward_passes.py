@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from sota_grpo import keys
 from sota_grpo.collate import micro_batches, pad_rows, sibling_groups
 from sota_grpo.functional.balance import Siblings, rank_shares
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
-from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.lora import adapter_disabled, base_model
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.schedule import LearnerSettings
@@ -49,34 +49,55 @@ class ForwardPasses:
         """Right-padded ``[N, T]`` batch on the learner's device."""
         return pad_rows(rows, pad_token_id=self.pad_token_id).to(self.device)
 
-    @torch.no_grad()
     def log_probs(self, batch: TensorDictBase) -> torch.Tensor:
         """Log-probs ``[N, T]`` of a padded batch without dropout, 0 off the assistant mask."""
+        return self._said(batch).get(keys.LOG_PROBS)
+
+    @torch.no_grad()
+    def _said(self, batch: TensorDictBase) -> TensorDictBase:
+        """What the policy writes to a padded batch without dropout."""
         training = self.policy.training
         self.policy.eval()
         with self.autocast():
-            found = self.policy(batch.select(*self.policy.in_keys)).get(keys.LOG_PROBS)
+            found = self.policy(batch.select(*self.policy.in_keys))
         self.policy.train(training)
         return found
 
     def scored(self, rows: Sequence[TensorDictBase]) -> Iterator[tuple[TensorDictBase, torch.Tensor]]:
         """Each row with its log-probs ``[T_i]`` (on the CPU) as :meth:`log_probs` gives them, in the order given."""
-        found = self._own_log_probs(rows)
-        lengths = [row.get(keys.FULL_TOKENS).shape[-1] for row in rows]
-        if self.ranks.size > 1:  # each rank fills in its rows; what the others scored is 0 there
-            flat = torch.cat([found.get(id(row), torch.zeros(length)) for row, length in zip(rows, lengths)])
-            found = {id(row): part for row, part in zip(rows, self.ranks.sum(flat).cpu().split(lengths))}
-        return ((row, found[id(row)]) for row in rows)
+        return zip(rows, self._by_row(rows, self.log_probs))
 
-    def _own_log_probs(self, rows: Sequence[TensorDictBase]) -> dict[int, torch.Tensor]:
-        """Log-probs of this rank's share, by the identity of the row."""
+    def measured(self, rows: Sequence[TensorDictBase]) -> torch.Tensor:
+        """Log-probs and entropies, ``[2, sum T_i]`` on the CPU, row after row; without dropout, 0 off the mask."""
+
+        def both(batch: TensorDictBase) -> torch.Tensor:
+            found = self._said(batch)
+            return torch.stack([found.get(keys.LOG_PROBS), found.get(ENTROPY)], dim=-1)
+
+        return torch.cat(self._by_row(rows, both, 2)).T.contiguous()
+
+    def _by_row(
+        self, rows: Sequence[TensorDictBase], measure: Callable[[TensorDictBase], torch.Tensor], *width: int
+    ) -> list[torch.Tensor]:
+        """``measure`` of padded batches, ``[N, T, *width]``, as ``[T_i, *width]`` on the CPU for each row."""
+        found = self._own(rows, measure)
+        if self.ranks.size > 1:  # each rank fills in its rows; what the others measured is 0 there
+            lengths = [row.get(keys.FULL_TOKENS).shape[-1] for row in rows]
+            flat = torch.cat([found.get(id(row), torch.zeros(length, *width)) for row, length in zip(rows, lengths)])
+            return list(self.ranks.sum(flat).cpu().split(lengths))
+        return [found[id(row)] for row in rows]
+
+    def _own(
+        self, rows: Sequence[TensorDictBase], measure: Callable[[TensorDictBase], torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """``measure`` of this rank's share, by the identity of the row."""
         parts = self.own_micro_batches(rows, self.settings.micro_batch_tokens)
-        scores = [self.log_probs(self.padded(micro)) for micro, _ in parts]  # fetched when all of them are under way
+        values = [measure(self.padded(micro)) for micro, _ in parts]  # fetched when all of them are under way
         return {
             id(row): own[: row.get(keys.FULL_TOKENS).shape[-1]].clone()
-            for (micro, real), values in zip(parts, scores)
+            for (micro, real), found in zip(parts, values)
             if real
-            for row, own in zip(micro, values.cpu())
+            for row, own in zip(micro, found.cpu())
         }
 
     def base_log_probs(self, rows: Sequence[TensorDictBase]) -> list[torch.Tensor]:

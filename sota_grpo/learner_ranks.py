@@ -102,6 +102,10 @@ class LearnerServant:
         """:meth:`Learner.log_prob_gaps`."""
         return self._thread.submit(lambda: self.learner.log_prob_gaps(rows.rows()))
 
+    def measured(self, rows: RowPack) -> Future[torch.Tensor]:
+        """:meth:`Learner.measured`."""
+        return self._thread.submit(lambda: self.learner.measured(rows.rows()))
+
     def base_log_probs(self, rows: RowPack) -> Future[torch.Tensor]:
         """:meth:`Learner.base_log_probs`, joined over the rows."""
         return self._thread.submit(lambda: torch.cat(self.learner.base_log_probs(rows.rows())))

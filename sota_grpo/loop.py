@@ -21,7 +21,8 @@ class Source(Protocol):
 class Trains(Protocol):
     """What the loop needs of a learner."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
     def update(self, rows: TensorDictBase) -> dict[str, float | None]: ...
 

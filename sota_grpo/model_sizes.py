@@ -1,6 +1,13 @@
-"""The models behind ``model.size``: one instruction-tuned Qwen for each size of the reasoning preset."""
+"""Models by name: those behind ``model.size``, and what is public about the shape of common ones.
+
+The shapes are those of the models' own ``config.json``, so that a run can be planned where neither the hub nor the
+weights can be reached (``sota-grpo estimate``).
+"""
 
 from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
 
 from sota_grpo.errors import UserError
 
@@ -11,6 +18,147 @@ _MODELS = {
     "4B": "Qwen/Qwen3-4B",  # Qwen2.5 has no model of this size
 }
 SIZES = tuple(_MODELS)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A dense decoder with gated MLPs and RMS norms: what its memory and its operations are counted from.
+
+    Args:
+        hidden: width of the residual stream.
+        layers: decoder layers.
+        heads: query heads of a layer.
+        kv_heads: key and value heads of a layer.
+        head_dim: width of a head.
+        intermediate: width of the MLP.
+        vocab: rows of the embedding.
+        tied: the head is the embedding.
+        context: most positions.
+        qkv_bias: queries, keys and values have a bias (Qwen2).
+        qk_norm: queries and keys are normed per head (Qwen3).
+        other: parameters that these numbers do not account for, spread over the layers.
+
+    >>> qwen = architecture_of("Qwen/Qwen2.5-0.5B-Instruct")
+    >>> qwen.parameters, qwen.head_weights
+    (494032768, 136134656)
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    context: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    other: int = 0
+
+    @property
+    def query_width(self) -> int:
+        """Numbers of a token's queries in one layer."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers of a token's keys in one layer, and of its values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def linear_layers(self) -> tuple[tuple[int, int], ...]:
+        """Inputs and outputs of the linear layers of one decoder layer: q, k, v, o, gate, up, down."""
+        wide, narrow = self.query_width, self.kv_width
+        attention = ((self.hidden, wide), (self.hidden, narrow), (self.hidden, narrow), (wide, self.hidden))
+        mlp = ((self.hidden, self.intermediate), (self.hidden, self.intermediate), (self.intermediate, self.hidden))
+        return attention + mlp
+
+    @property
+    def layer_matrices(self) -> int:
+        """Entries of the matrices of one decoder layer."""
+        return sum(inputs * outputs for inputs, outputs in self.linear_layers)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one decoder layer: matrices, biases, norms, and its share of what else there is."""
+        biases = self.query_width + 2 * self.kv_width if self.qkv_bias else 0
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        return self.layer_matrices + biases + norms + self.other // self.layers
+
+    @property
+    def head_weights(self) -> int:
+        """Entries of the head, and of the embedding."""
+        return self.vocab * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding and the head together: one matrix where they are tied."""
+        return self.head_weights * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> int:
+        """All of them; tied ones count once."""
+        return self.layers * self.layer_parameters + self.embedding_parameters + self.hidden
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Of a LoRA adapter of that rank on every linear layer but the head.
+
+        >>> architecture_of("Qwen/Qwen2.5-0.5B").adapter_parameters(16)
+        8798208
+        """
+        return self.layers * rank * sum(inputs + outputs for inputs, outputs in self.linear_layers)
+
+
+def _qwen2(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, *, tied: bool) -> Architecture:
+    head_dim = hidden // heads
+    vocab = 151_936 if tied else 152_064
+    return Architecture(hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, tied, 32_768, qkv_bias=True)
+
+
+def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool) -> Architecture:
+    return Architecture(hidden, layers, heads, 8, 128, intermediate, 151_936, tied, 40_960, qk_norm=True)
+
+
+_QWEN25 = {
+    "0.5b": _qwen2(896, 24, 14, 2, 4864, tied=True),
+    "1.5b": _qwen2(1536, 28, 12, 2, 8960, tied=True),
+    "3b": _qwen2(2048, 36, 16, 2, 11_008, tied=True),
+    "7b": _qwen2(3584, 28, 28, 4, 18_944, tied=False),
+    "14b": _qwen2(5120, 48, 40, 8, 13_824, tied=False),
+    "32b": _qwen2(5120, 64, 40, 8, 27_648, tied=False),
+    "72b": _qwen2(8192, 80, 64, 8, 29_568, tied=False),
+}
+_ARCHITECTURES = {
+    **{f"qwen2.5-{size}": found for size, found in _QWEN25.items()},
+    **{f"qwen2.5-math-{size}": replace(_QWEN25[size], context=4096) for size in ("1.5b", "7b", "72b")},
+    **{f"qwen2.5-coder-{size}": _QWEN25[size] for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b")},
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12_288, tied=False),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17_408, tied=False),
+    "llama-2-7b": Architecture(4096, 32, 32, 32, 128, 11_008, 32_000, False, 4096),
+    "llama-2-13b": Architecture(5120, 40, 40, 40, 128, 13_824, 32_000, False, 4096),
+    "llama-3-8b": Architecture(4096, 32, 32, 8, 128, 14_336, 128_256, False, 8192),
+    "llama-3.1-8b": Architecture(4096, 32, 32, 8, 128, 14_336, 128_256, False, 131_072),
+    "llama-3.2-1b": Architecture(2048, 16, 32, 8, 64, 8192, 128_256, True, 131_072),
+    "llama-3.2-3b": Architecture(3072, 28, 24, 8, 128, 8192, 128_256, True, 131_072),
+}
+_VARIANT = re.compile(r"(^meta-(?=llama))|(-(instruct|base|chat|hf|it))+$")  # names of one shape, trained differently
+
+
+def architecture_of(name: str) -> Architecture | None:
+    """The shape of a model on the hub, whoever hosts it and however it was tuned; None where it is not known here.
+
+    >>> architecture_of("meta-llama/Llama-2-7b-chat-hf").parameters
+    6738415616
+    >>> architecture_of("Qwen/Qwen2.5-Math-1.5B-Instruct").context
+    4096
+    >>> architecture_of("somebody/unheard-of-7b") is None
+    True
+    """
+    return _ARCHITECTURES.get(_VARIANT.sub("", name.rpartition("/")[2].lower()))
 
 
 def model_of_size(size: str) -> str:

@@ -126,6 +126,10 @@ class RemoteLearner:
         """:meth:`Learner.log_prob_gaps`."""
         return self._call("log_prob_gaps", self._packed(rows))
 
+    def measured(self, rows: Sequence[TensorDictBase]) -> torch.Tensor:
+        """:meth:`Learner.measured`."""
+        return self._call("measured", self._packed(rows))
+
     def base_log_probs(self, rows: Sequence[TensorDictBase] | TensorDictBase) -> list[torch.Tensor]:
         """:meth:`Learner.base_log_probs`: each row's log-probs ``[T_i]`` without the adapter."""
         flat = self._call("base_log_probs", self._packed(rows))

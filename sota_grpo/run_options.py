@@ -40,5 +40,8 @@ class LoggingConfig:
     project: str = opt("sota_grpo", "W&B project")
     run_name: str | None = opt(None, "W&B name of the run; null: the run directory's name")
     tags: list[str] = part(list, "W&B tags")
+    tensorboard: bool = opt(False, "write the metrics to tensorboard/ in the run directory too")
+    report: bool = opt(True, "write report.html at every checkpoint and at the end")
+    store_steps: bool = opt(True, "keep turn 0 and the turns after checkpoints whole in steps/, for report and replay")
     num_examine: int = opt(0, "completions per turn written out in debug_logs/, with the breakdown of their reward")
     level: str = opt("info", "least level written to training.log", ("debug", "info", "warning"))

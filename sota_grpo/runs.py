@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -15,10 +16,16 @@ from typing import IO, Any
 from sota_grpo.checkpoint import CheckpointStore
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
+from sota_grpo.run_record import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    FAILURE_FILE,
+    LOCK_FILE,
+    RUN_FILE,
+    read_record,
+    write_text,
+)
 
-RUN_FILE = "run.json"
-CONFIG_FILE = "config.yaml"
-CHECKPOINTS = "checkpoints"
 #: Sections and options that may differ between a run and its continuation: they do not change what is computed.
 FREE_SECTIONS = ("logging", "ray")
 ROLES = ("train_model", "inference_model", "ref_model")
@@ -39,8 +46,10 @@ FREE_OPTIONS = (
     ("train_model", "shard_gradients"),
     ("check", "mode"),
 )
-# Folders that Hydra names by the clock, DATE/TIME or DATE/TIME/JOB of a sweep: only these have neighbours to look at.
-_BY_THE_CLOCK = re.compile(r"(?<![^/])\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d(/\d+)?$")
+# Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
+# a sweep is continued as a whole (sota_grpo/sweeps/command.py), so that what it did stands in one place.
+_BY_THE_CLOCK = re.compile(r"(?<![^/])\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d$")
+_TRIES = 5
 
 
 def signature(config: Mapping[str, Any]) -> str:
@@ -65,6 +74,10 @@ def signature(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+class RunRefused(UserError):
+    """The directory is another run's, or another process is at work in it: nothing was written there."""
+
+
 class RunDir:
     """A run directory that belongs to this process until :meth:`close`, or until the process dies however it dies.
 
@@ -86,6 +99,7 @@ class RunDir:
         """The run trains from here on. Called before the first step, when nothing that could be mended is left."""
         self._write(CONFIG_FILE, config_yaml)
         self._write(RUN_FILE, json.dumps({**self._row, "finished": False}))
+        (self.path / FAILURE_FILE).unlink(missing_ok=True)
 
     def finish(self) -> None:
         """``train.resume=auto`` looks for another run from now on."""
@@ -103,9 +117,7 @@ class RunDir:
 
     def _write(self, name: str, text: str) -> None:
         try:
-            temporary = self.path / f".{name}.tmp"
-            temporary.write_text(text)
-            os.replace(temporary, self.path / name)
+            write_text(self.path / name, text)
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
@@ -121,7 +133,7 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
         num_steps: turns asked for; a finished run of fewer can be continued by its path.
 
     Raises:
-        UserError: the directory already holds a run, another process works in it, the run named is not there, or its
+        RunRefused: the directory already holds a run, another process works in it, the run named is not there, or its
             config is another one.
     """
     digest = signature(config)
@@ -132,28 +144,20 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
             return beside
     path = run_dir if resume in (None, "auto") else Path(str(resume))
     if path is not run_dir and not (path / RUN_FILE).exists():
-        raise UserError(f"train.resume={resume}: there is no run in {path} ({RUN_FILE} is missing).")
+        raise RunRefused(f"train.resume={resume}: there is no run in {path} ({RUN_FILE} is missing).")
     lock = _lock(path)
     if lock is None:
-        raise UserError(f"Another process is at work in {path}; stop it first or choose another hydra.run.dir.")
+        raise RunRefused(
+            f"Another process is at work in {path}; stop it first or choose another hydra.run.dir "
+            "(of a sweep: hydra.sweep.dir)."
+        )
     sentence = _refusal(path, digest, num_steps, resume)
     if sentence is not None:
         lock.close()
-        raise UserError(sentence)
+        raise RunRefused(sentence)
     if path is not run_dir:
         _drop_empty(run_dir, path)
     return RunDir(path, digest, num_steps, lock)
-
-
-def read_record(run_dir: Path) -> dict[str, Any] | None:
-    """What ``run.json`` says: None where there is none, nothing where it is not ours."""
-    try:
-        record = json.loads((run_dir / RUN_FILE).read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError):  # of another user, or of another program
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _refusal(path: Path, digest: str, num_steps: int, resume: str | None) -> str | None:
@@ -162,7 +166,10 @@ def _refusal(path: Path, digest: str, num_steps: int, resume: str | None) -> str
     if record is None:
         return None
     if resume is None:
-        return f"{path} already holds a run; continue it with train.resume=auto or choose another hydra.run.dir."
+        return (
+            f"{path} already holds a run; continue it with train.resume=auto or choose another hydra.run.dir "
+            "(of a sweep: hydra.sweep.dir)."
+        )
     if record.get("signature") != digest:
         return (
             f"The run in {path} was started with another config; give the same options as then ({path / CONFIG_FILE})."
@@ -179,8 +186,8 @@ def _newest_beside(run_dir: Path, digest: str, num_steps: int) -> RunDir | None:
     shape = _BY_THE_CLOCK.search(run_dir.as_posix())
     if shape is None:
         return None
-    root, depth = Path(run_dir.as_posix()[: shape.start()]), shape[0].count("/") + 1
-    found = [path.parent for path in root.glob("*/" * depth + RUN_FILE) if _BY_THE_CLOCK.search(path.parent.as_posix())]
+    root = Path(run_dir.as_posix()[: shape.start()])
+    found = [path.parent for path in root.glob(f"*/*/{RUN_FILE}") if _BY_THE_CLOCK.search(path.parent.as_posix())]
     for path in sorted((path for path in found if _goes_on(path, digest, num_steps)), key=_age, reverse=True):
         lock = _lock(path)
         if lock is not None and _goes_on(path, digest, num_steps):  # still: its process may just have finished it
@@ -214,16 +221,25 @@ def _lock(path: Path) -> IO[bytes] | None:
     """The open lock file of ``path``, or None while another process has it. The system frees it with the process."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        file = (path / ".lock").open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        file = (path / LOCK_FILE).open("ab")
+        if not _taken(file):
             file.close()
             return None
     except OSError as error:
         raise _unwritable(path, error) from error
     os.register_at_fork(after_in_child=file.close)  # a worker that outlives a killed run must not keep its lock
     return file
+
+
+def _taken(file: IO[bytes]) -> bool:
+    """Lock ``file`` for this process. Whoever only asks whether a run is alive has it for an instant: try again."""
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.02)
+    return False
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:

@@ -1,4 +1,5 @@
-"""What a turn of the loop writes: one row of metrics, the best and worst response of each group, one progress line."""
+"""What a turn of the loop writes: a row of metrics, the best and worst response of each group, a progress line, perhaps
+the whole turn."""
 
 from __future__ import annotations
 
@@ -6,16 +7,21 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from sota_grpo import keys
+from sota_grpo.collate import row_list
 from sota_grpo.recording.examine import ExamineLog
 from sota_grpo.recording.metrics import info_metric, is_number, term_metric
+from sota_grpo.recording.pieces import text_pieces
 from sota_grpo.recording.progress import Progress
 from sota_grpo.recording.run_log import RunLog
+from sota_grpo.recording.steps import Origin, StoredStep, drop_steps, save_step
 
 
 def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
@@ -115,9 +121,18 @@ def _dialog(row: TensorDictBase, tokenizer: Any) -> str:
 class StepLog:
     """The ``log`` of the loop; it also adds up the seconds of each phase for the closing table."""
 
-    def __init__(self, run_log: RunLog, progress: Progress, tokenizer: Any, publish_seconds: Any, examine: ExamineLog):
+    def __init__(
+        self,
+        run_log: RunLog,
+        progress: Progress,
+        tokenizer: Any,
+        publish_seconds: Any,
+        examine: ExamineLog,
+        stored: StoredTurns,
+    ):
         self.run_log = run_log
         self.examine = examine
+        self.stored = stored
         self.progress = progress
         self.tokenizer = tokenizer
         self.publish_seconds = publish_seconds
@@ -133,7 +148,7 @@ class StepLog:
         self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
 
     def write(self, step: int, batch: TensorDictBase, update: Mapping[str, Any], source: Mapping[str, float]) -> None:
-        """One row of ``metrics.jsonl``, the picks of ``rollouts.jsonl``, the progress line."""
+        """A row of ``metrics.jsonl``, picks for ``rollouts.jsonl``, a progress line, perhaps the turn in ``steps/``."""
         seconds = time.perf_counter() - self._began
         metrics: dict[str, Any] = {"kl": None, "time/ref_s": 0.0}  # as it stands without a reference
         metrics |= batch_metrics(batch, version=step) | dict(source) | dict(update)
@@ -149,4 +164,87 @@ class StepLog:
         rows = rollout_rows(batch, self.tokenizer)
         self.run_log.write_rollouts(step, rows)
         self.examine.write(step, rows)
+        stored_s = self.stored.write(step, metrics, batch, rows)
+        if stored_s:
+            self.add_seconds("time/store_s", stored_s)
         self.progress.update(step + 1, metrics)
+
+
+class StoredTurns:
+    """The learner as the loop sees it; every turn that follows saved weights is kept whole (``recording.steps``).
+
+    Before such a turn the learner is asked for the log-probs and entropies of its tokens, which cost one forward pass.
+    The first turn of a start is one of them: it follows the initial weights, or those of a checkpoint.
+
+    Args:
+        learner: a :class:`sota_grpo.learner.Learner`, or its facade over several processes.
+        run_dir: where ``steps/`` is.
+        tokenizer: decodes the tokens one by one.
+        device: ``cpu`` or ``cuda``, the learner's.
+        enabled: False stores nothing.
+    """
+
+    def __init__(self, learner: Any, run_dir: Path, tokenizer: Any, *, device: str, enabled: bool):
+        self.learner, self.run_dir, self.tokenizer = learner, run_dir, tokenizer
+        self.device, self.enabled = device, enabled
+        self.due = enabled
+        self._before: tuple[torch.Tensor, Origin, float] | None = None
+        self._alone = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
+
+    @property
+    def version(self) -> int:
+        return self.learner.version
+
+    def update(self, rows: TensorDictBase) -> dict[str, float | None]:
+        """The learner's own, after a look at the rows of a turn that will be stored."""
+        self._before = self._look(row_list(rows)) if self.due else None
+        self.due = False
+        return self.learner.update(rows)
+
+    def after_checkpoint(self) -> None:
+        """The next turn follows saved weights."""
+        self.due = self.enabled
+
+    def rewind(self, first_step: int) -> None:
+        """Drop what a resumed run does again."""
+        drop_steps(self.run_dir, first_step)
+
+    def write(
+        self, step: int, metrics: Mapping[str, float | None], batch: TensorDictBase, fields: list[dict[str, Any]]
+    ) -> float:
+        """Store the turn whose update came last, if it is to be stored; the seconds that this took, look included.
+
+        Args:
+            fields: :func:`rollout_rows` of the batch.
+        """
+        if self._before is None:
+            return 0.0
+        began = time.perf_counter()
+        measured, origin, seconds = self._before
+        self._before = None
+        rows = row_list(batch)
+        lengths = [row.get(keys.FULL_TOKENS).shape[-1] for row in rows]
+        ids = [row.get(keys.RESPONSE_TOKENS).tolist() for row in rows]
+        stored = StoredStep(
+            step=step,
+            metrics=metrics,
+            rows=rows,
+            fields=fields,
+            pieces=[text_pieces(each, self.tokenizer.decode, self._alone) for each in ids],
+            measured=list(measured.split(lengths, dim=-1)),
+            origin=origin,
+        )
+        save_step(self.run_dir, stored)
+        return seconds + time.perf_counter() - began
+
+    def _look(self, rows: list[TensorDictBase]) -> tuple[torch.Tensor, Origin, float]:
+        began = time.perf_counter()
+        measured = self.learner.measured(rows)
+        origin = Origin(
+            device=self.device,
+            precision=self.learner.settings.precision,
+            num_ranks=len(getattr(self.learner, "workers", ())),
+            num_threads=torch.get_num_threads(),
+            rng=torch.get_rng_state(),
+        )
+        return measured, origin, time.perf_counter() - began

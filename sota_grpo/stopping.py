@@ -24,6 +24,7 @@ class StopRequest:
     A preempted node sends SIGTERM and, some time later, SIGKILL. When the turn at hand takes longer than ``grace_s``
     after SIGTERM, it is interrupted as by a second signal, so that the run still ends in good order; the last
     checkpoint is then the place to go on from. Where even that is not heeded, the process ends itself.
+    Outside the main thread, which alone is given signals, it asks for nothing.
 
     Args:
         grace_s: longest wait for the turn at hand after SIGTERM; None waits for ever.
@@ -40,8 +41,9 @@ class StopRequest:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -19,20 +19,27 @@ from sota_grpo.config import Config, model_name
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rewards.grading import GradingPool
+from sota_grpo.rewards.passed_functions import Functions
 
 __all__ = ["Parts", "build"]
 
 
-def build(config: Config, run_dir: Path, should_stop: Callable[[], bool] = lambda: False) -> Parts:
+def build(
+    config: Config,
+    run_dir: Path,
+    should_stop: Callable[[], bool] = lambda: False,
+    functions: Functions | None = None,
+) -> Parts:
     """Assemble the run. What is cheap and can be wrong (data, prompts, devices) comes before what is slow.
 
     Args:
         should_stop: asked while a batch is waited for; true ends the wait (``Interrupted``).
+        functions: reward functions that were passed as objects (:mod:`sota_grpo.assembly.passed`).
     """
-    _require_wandb(config)
+    _require_sinks(config)
     plan = make_plan(config, resolve_device(config), lambda: visible_gpus(config))
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
-    task = task_of(config)
+    task = task_of(config, functions)
     with ExitStack() as opened:
         grader = make_grader(config, task)
         opened.callback(grader.close)
@@ -52,9 +59,14 @@ def build(config: Config, run_dir: Path, should_stop: Callable[[], bool] = lambd
     return parts
 
 
-def _require_wandb(config: Config) -> None:
-    if config.logging.wandb == "online" and find_spec("wandb") is None:
-        raise UserError(
-            "logging.wandb=online needs wandb, which is not installed: `pip install 'sota-grpo[wandb]'`, or set "
-            "logging.wandb=disabled."
-        )
+def _require_sinks(config: Config) -> None:
+    """What was asked for by name must be there; ``wandb=offline`` goes on without a copy."""
+    for asked, package, value, off in (
+        (config.logging.wandb == "online", "wandb", "online", "disabled"),
+        (config.logging.tensorboard, "tensorboard", "true", "false"),
+    ):
+        if asked and find_spec(package) is None:
+            raise UserError(
+                f"logging.{package}={value} needs {package}, which is not installed: "
+                f"`pip install 'sota-grpo[{package}]'`, or set logging.{package}={off}."
+            )

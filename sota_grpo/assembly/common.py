@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_evaluator(config: Config, task: Task, env: TaskEnv, engine: Generates) -> Evaluator:
+    """The evaluator on the first held-out problems; warns where there are fewer than were asked for."""
     asked, found = config.eval.num_samples, len(task.heldout)
     if config.eval.mode == "on" and found < asked:
         logger.warning("eval.num_samples=%d, and only %d problems are held out: %d are measured.", asked, found, found)

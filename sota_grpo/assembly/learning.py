@@ -54,9 +54,16 @@ def make_model(config: Config, device: torch.device) -> PreTrainedModel:
 
 
 def add_adapter(config: Config, model: PreTrainedModel) -> nn.Module:
-    """The model itself, or under ``train_model.lora`` its base weights frozen and an adapter to train."""
+    """The model itself, or under ``train_model.lora`` its base weights frozen and an adapter to train.
+
+    Whatever was built before, the adapter's first numbers are those of the seed.
+    """
     lora = config.train_model.lora
-    return add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout) if lora.enabled else model
+    if not lora.enabled:
+        return model
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.seed)
+        return add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout)
 
 
 def make_policy(config: Config, model: nn.Module) -> CausalPolicy:
@@ -116,11 +123,16 @@ def make_learner(
     device_type: str,
     run_dir: Path,
     ranks: Ranks | None = None,
+    objective: type[GRPOLoss] = GRPOLoss,
 ) -> Learner:
-    """The learner of this process; with ``ranks`` one of several that train the policy together."""
+    """The learner of this process; with ``ranks`` one of several that train the policy together.
+
+    Args:
+        objective: a subclass watches what the loss does.
+    """
     algorithm: Any = config.algorithm  # its words are validated choices
     train = config.train
-    loss = GRPOLoss(
+    loss = objective(
         policy,
         clip_epsilon=(algorithm.clip_low, algorithm.clip_high),
         kl_to_ref_coeff=config.policy.kl_coef if train.kl_coef_in_loss and config.policy.kl_coef else None,

@@ -40,7 +40,6 @@ def learner_servant(
     def make() -> Learner:
         if device_type == "cpu":
             torch.set_num_threads(num_threads)
-        torch.manual_seed(config.seed)  # adapters start from the same numbers on every rank
         model = add_adapter(config, make_model(config, torch.device("cpu") if size > 1 else device))
         policy = make_policy(config, model)
         ranks = join_ranks(

@@ -31,6 +31,7 @@ def make_grader(config: Config, task: Task) -> Grader:
 
 
 def make_env(config: Config, task: Task, tokenizer: Any, grader: Grader) -> TaskEnv:
+    """The environment, after a look at the longest prompt; see :class:`~sota_grpo.envs.TaskEnv`."""
     env = TaskEnv(
         task,
         tokenizer,
@@ -54,6 +55,7 @@ def max_model_len(config: Config) -> int:
 
 
 def make_sampling(config: Config) -> Sampling:
+    """How a response is drawn in training."""
     part = config.inference_model
     return Sampling(
         max_tokens=part.max_tokens,
@@ -65,6 +67,7 @@ def make_sampling(config: Config) -> Sampling:
 
 
 def engine_dtype(name: str, device_type: str) -> str:
+    """Dtype of the engine's weights: ``auto`` is bfloat16 on CUDA and float32 elsewhere."""
     return name if name != "auto" else ("bfloat16" if device_type == "cuda" else "float32")
 
 
@@ -125,8 +128,8 @@ def server_options(config: Config, engine: str, run_dir: Path) -> dict[str, Any]
     }
 
 
-def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedModel, run_dir: Path) -> Engine:
-    """The engine of a run in one process; it copies ``model``, which has no adapter yet.
+def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedModel | None, run_dir: Path) -> Engine:
+    """The engine of a run in one process; it copies ``model``, which has no adapter yet, or, without one, loads it.
 
     Raises:
         RunFailed: vLLM does not start here; its traceback is in the log of the run.

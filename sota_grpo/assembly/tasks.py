@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sota_grpo.config import Config, reward_names
 from sota_grpo.errors import UserError
-from sota_grpo.tasks import make_task
+from sota_grpo.rewards.passed_functions import Functions
+from sota_grpo.tasks import make_bare_task, make_task
 from sota_grpo.tasks.base import Task
 from sota_grpo.validators.tasks import PROCEDURAL, READERS
 
 
-def task_of(config: Config) -> Task:
+def task_of(config: Config, functions: Functions | None = None) -> Task:
     """The task that the config names.
+
+    Args:
+        functions: reward functions that were passed as objects; in this process they stand for ``reward.path``.
 
     Raises:
         UserError: its data or its reward functions cannot be used.
     """
+    make = _procedural if config.env.dataset in PROCEDURAL else _from_data
+    return _with_own_reward(config, _told(lambda: make(config)), functions)
+
+
+def bare_task(config: Config) -> Task:
+    """The same without its data, which scoring does not need.
+
+    Raises:
+        UserError: its options or its reward functions cannot be used.
+
+    >>> bare_task(Config()).score("#### 4", bare_task(Config()).read_row({"answer": "4"}, "demo, row 1")).success
+    True
+    """
+    if config.env.dataset in PROCEDURAL:
+        return task_of(config)
+    return _with_own_reward(config, _told(lambda: make_bare_task(config.env.dataset, **_own_options(config))), None)
+
+
+def _told(make: Callable[[], Task]) -> Task:
     try:
-        task = _procedural(config) if config.env.dataset in PROCEDURAL else _from_data(config)
+        return make()
     except ValueError as error:  # weights that contradict each other; the sentence says which
         if isinstance(error, UserError):
             raise
         raise UserError(str(error)) from error
+
+
+def _with_own_reward(config: Config, task: Task, functions: Functions | None) -> Task:
     part = config.reward
     if part.path is not None:
         from sota_grpo.rewards.functions import WithRewardFunctions
 
         task = WithRewardFunctions(
-            task, part.path, reward_names(config), part.weights, success_above=part.success_above
+            task,
+            part.path,
+            reward_names(config),
+            part.weights,
+            success_above=part.success_above,
+            functions=functions,
         )
     if config.env.reasoning:
         from sota_grpo.tasks.think_again import ThinkAgain

@@ -13,12 +13,16 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one tool; mistakes of the user are one sentence and exit code 2, Ctrl-C is one and 130."""
-    from sota_grpo.cli import score
+    from sota_grpo.cli import check, estimate, eval, export, replay, report, score, sweep, train
 
     parser = argparse.ArgumentParser(prog="sota-grpo", description="Tools around GRPO post-training.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    score.add_command(commands)
-    options = parser.parse_args(arguments)
+    for command in (train, check, estimate, eval, report, replay, export, score, sweep):
+        command.add_command(commands)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == [train.QUERY]:  # the shell's question, which comes without a command
+        sys.exit(train.complete(arguments, commands.choices))
+    options = _parsed(parser, arguments)
     try:
         code = options.run(options)
     except UserError as error:
@@ -31,3 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.close()
         code = 1
     sys.exit(code)
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; overrides (OPTION=VALUE) may stand behind them too, where argparse by itself takes none."""
+    options, left = parser.parse_known_args(arguments)
+    if left and not (hasattr(options, "overrides") and all("=" in one and one[0] != "-" for one in left)):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if left:
+        options.overrides = [*options.overrides, *left]
+    return options

@@ -117,7 +117,7 @@ def _score_text(task: Task, options: argparse.Namespace) -> None:
     if line.asked is None:
         raise UserError(f"{line.error}; give --answer, or the columns that the task needs with --row.")
     with row_writer(options.output) as out, _graders(task, options) as pool:
-        graded = _graded(task, line.row, pool.scores([line.asked]).result()[0])
+        graded = graded_row(task, line.row, pool.scores([line.asked]).result()[0])
         out.write({name: value for name, value in graded.items() if name not in row})
 
 
@@ -145,7 +145,7 @@ def _score_lines(task: Task, file: Iterable[str], out: RowWriter, options: argpa
                 print(f"sota-grpo: {line.error}", file=sys.stderr)
                 graded = {**line.row, "reward": None, "terms": {}, "success": False, "error": line.error}
             else:
-                graded = _graded(task, line.row, score)
+                graded = graded_row(task, line.row, score)
                 counts.scored += 1
                 counts.right += score.success
                 counts.failed += score.error is not None
@@ -195,7 +195,8 @@ def _line(task: Task, number: int, text: str) -> Line:
         return Line(number, row, error=str(error).rstrip("."))
 
 
-def _graded(task: Task, row: dict[str, Any], score: Score) -> dict[str, Any]:
+def graded_row(task: Task, row: dict[str, Any], score: Score) -> dict[str, Any]:
+    """The row with what its grader found, the reward, its terms, the success and the error."""
     reward = total_reward(score.terms, task.term_weights)
     found = {"reward": reward, "terms": dict(score.terms), "success": score.success, "error": score.error}
     return {**row, **score.info, **found}

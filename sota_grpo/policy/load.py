@@ -76,7 +76,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, token: str | N
     Raises:
         ModelNotFoundError: missing folder, or a hub that does not answer.
     """
-    tokenizer = _from_pretrained(AutoTokenizer.from_pretrained, name, trust_remote_code=trust_remote_code, token=token)
+    tokenizer = from_pretrained(AutoTokenizer.from_pretrained, name, trust_remote_code=trust_remote_code, token=token)
     if tokenizer.pad_token_id is None:
         # Padding is told by masks, never by ids, so sharing the id with EOS is harmless.
         tokenizer.pad_token = tokenizer.eos_token
@@ -116,13 +116,13 @@ def load_model(
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}, but the parameters can be one of {', '.join(_DTYPES)}")
-    config = _from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust_remote_code)
+    config = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust_remote_code)
     silence_dropout(config)
     options: dict[str, Any] = {"config": config, "dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with MODEL_LOCK:
-        model = _from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options)
+        model = from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options)
     if gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model.to(device).train()
@@ -159,7 +159,12 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
         )
 
 
-def _from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
+def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
+    """What ``load`` makes of the model called ``name``: the caller's mistakes and the hub's silence as one sentence.
+
+    Raises:
+        ModelNotFoundError: missing folder, damaged folder, or a hub that does not answer.
+    """
     path = resolve_model_path(name)
     try:
         return load(path, **options)

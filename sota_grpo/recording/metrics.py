@@ -107,6 +107,7 @@ _DECLARED = (
     Metric("time/learn_s", "sum", "Time of forward, backward and optimizer steps.", "s"),
     Metric("time/publish_s", "sum", "Time until every engine served the new weights.", "s"),
     Metric("time/checkpoint_s", "sum", "Time to write a checkpoint.", "s"),
+    Metric("time/store_s", "sum", "Time to look at a turn that is kept whole, and to write it.", "s"),
     Metric("time/eval_s", "sum", "Time of a held-out evaluation.", "s"),
     Metric("tokens_per_s", "mean", "Response tokens of the batch over the time of the turn.", "tokens/s"),
 )
@@ -201,3 +202,16 @@ def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, f
             if value is not None:
                 values.append(value)
     return {name: _REDUCE[declared(name).reduction](values) if values else None for name, values in found.items()}
+
+
+def glossary_table() -> str:
+    """The whole glossary as a Markdown table: what docs/logging.md shows, and a test compares.
+
+    >>> print(*glossary_table().splitlines()[:3], sep="\\n")
+    | metric | what it is | unit | of a turn's optimizer steps |
+    |---|---|---|---|
+    | `step` | Turn of the loop, counted from 0. |  | last |
+    """
+    lines = ["| metric | what it is | unit | of a turn's optimizer steps |", "|---|---|---|---|"]
+    lines += [f"| `{item.name}` | {item.sentence} | {item.unit} | {item.reduction} |" for item in _DECLARED]
+    return "\n".join(lines) + "\n"

@@ -16,6 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from sota_grpo.recording.notebook import NotebookLine, in_notebook
+
 _WINDOW = 20  # turns of the moving average: long enough to smooth evaluations, short enough to follow the lengths
 _TEXT_WIDTH = 100
 
@@ -23,8 +25,8 @@ _TEXT_WIDTH = 100
 class Progress:
     """One line that says how far the run is and how it does.
 
-    On a terminal the line is redrawn in place. Elsewhere (a file, CI) whole lines are printed, without any control
-    character: the first, the last, and one every ``every_s`` seconds.
+    On a terminal and in a notebook the line is redrawn in place. Elsewhere (a file, CI) whole lines are printed,
+    without any control character: the first, the last, and one every ``every_s`` seconds.
 
     Args:
         total_steps: turns of the whole run.
@@ -56,6 +58,7 @@ class Progress:
         self._live: Live | None = None
         if is_terminal(self._stream):
             self._live = Live(console=Console(file=self._stream), auto_refresh=False)
+        self._notebook = NotebookLine() if in_notebook(self._stream) else None
 
     def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
         """Show and return the line after ``done`` turns of the run; what was not measured is left out."""
@@ -65,6 +68,8 @@ class Progress:
         if self._live is not None:
             self._live.start()
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif self._notebook is not None:
+            self._notebook.show(line)
         elif done >= self._total or now - self._printed_at >= self._every_s:
             self._printed_at = now
             self._stream.write(line + "\n")
@@ -75,6 +80,8 @@ class Progress:
         """Leave the last line standing and give the terminal back. Idempotent."""
         if self._live is not None:
             self._live.stop()
+        if self._notebook is not None:
+            self._notebook.close()
 
     def __enter__(self) -> Progress:
         return self
@@ -189,7 +196,9 @@ def _time_table(phase_seconds: Mapping[str, float], wall_s: float | None) -> Tab
 
 
 def _as_text(content: RenderableType) -> str:
-    console = Console(file=io.StringIO(), width=_TEXT_WIDTH, force_terminal=False, color_system=None)
+    console = Console(
+        file=io.StringIO(), width=_TEXT_WIDTH, force_terminal=False, force_jupyter=False, color_system=None
+    )
     with console.capture() as capture:
         console.print(content)
     return capture.get()

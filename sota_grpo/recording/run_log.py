@@ -117,6 +117,8 @@ class RunLog:
             self._files[name].close()
             dropped += _drop_from(path, first_step)
             self._files[name] = _open_for_appending(path)
+        for sink in self._sinks:
+            sink.rewind(first_step)
         return dropped
 
     def close(self, exit_code: int = 0) -> None:

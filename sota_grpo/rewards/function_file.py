@@ -116,6 +116,23 @@ def _function(module: ModuleType, name: str, path: str) -> RewardFunction:
     if not callable(call):
         found = ", ".join(_functions_of(module)) or "none"
         raise RewardFunctionError(f"{path} has no function {name!r}; its functions are {found}: correct reward.name.")
+    return recognise(call, name, path)
+
+
+def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction:
+    """``call`` as a reward function: its form, told by its parameters, and what it takes.
+
+    Args:
+        call: a function, or an object that is called like one.
+        name: of its reward term.
+        place: where it is from, for messages.
+
+    Raises:
+        RewardFunctionError: its parameters are neither verl's nor TRL's.
+
+    >>> recognise(lambda solution_str, ground_truth: 1.0, "right", "demo").form
+    'verl'
+    """
     try:
         parameters = inspect.signature(call).parameters.values()
     except (TypeError, ValueError):  # some written in C have none
@@ -129,7 +146,7 @@ def _function(module: ModuleType, name: str, path: str) -> RewardFunction:
         optional=tuple(p.name for p in named if p.default is not p.empty),
         takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
-    _require_form(function, f"{path}: {name}({', '.join(map(str, parameters))})")
+    _require_form(function, f"{place}: {name}({', '.join(map(str, parameters))})")
     return function
 
 

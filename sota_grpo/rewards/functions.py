@@ -11,6 +11,7 @@ apart by their parameters, and both may be ``async``:
   not, because graders read text and nothing else.
 
 A function is given those keywords that it takes. ``builtin`` as a name is the task's own reward, to stand beside them.
+Functions can be passed as objects, too (:func:`sota_grpo.train`); the file is then one of pickled functions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from typing import Any
 
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards.function_calls import Asked, Found, call_function
-from sota_grpo.rewards.function_file import TRL, TRL_PARAMETERS, RewardFunction, RewardFunctionError, load_functions
+from sota_grpo.rewards.function_file import (
+    TRL,
+    TRL_PARAMETERS,
+    RewardFunction,
+    RewardFunctionError,
+    load_functions,
+    recognise,
+)
+from sota_grpo.rewards.passed_functions import PICKLED, Functions, unpickled
 from sota_grpo.scoring import failed_score, guarded_score, total_reward
 from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.table import TableTask
@@ -48,9 +57,11 @@ class WithRewardFunctions:
         task: any task; functions of TRL's form get its columns, or ``question``, ``answer`` and what else its examples
             hold, and ``ground_truth`` is the final answer of a worked one.
         path: the Python file. It is run here, so that mistakes are told at once, and again in every grader's process.
+            Or a file of pickled functions (:func:`~sota_grpo.rewards.passed_functions.pickled`).
         names: of the functions, each the name of its reward term; ``builtin`` is the task's own reward.
         weights: of the functions; None weighs each 1.
         success_above: see above.
+        functions: objects that are called in this process instead of what ``path`` holds, by name.
 
     Raises:
         RewardFunctionError: a file or function that cannot be used, or names and weights that do not match.
@@ -69,6 +80,7 @@ class WithRewardFunctions:
         weights: Sequence[float] | None = None,
         *,
         success_above: float = 0.0,
+        functions: Functions | None = None,
     ) -> None:
         _require_names(names, weights)
         self.name = task.name
@@ -76,7 +88,7 @@ class WithRewardFunctions:
         self.term_weights: Mapping[str, float] = dict(zip(names, weights or [1.0] * len(names), strict=True))
         self._task = copy.copy(task)
         self._task.train = self._task.heldout = ()  # see scorer_of
-        scorer = FunctionScorer(self._task, path, self.term_weights, success_above)
+        scorer = FunctionScorer(self._task, path, self.term_weights, success_above, functions)
         scorer.check(task.train[:1])
         self.score = scorer.of_groups() if scorer.sees_groups() else scorer
 
@@ -98,16 +110,25 @@ class FunctionScorer:
         path: of the file.
         term_weights: weight of each function, by name.
         success_above: least reward, itself excluded, of a success.
+        functions: see :class:`WithRewardFunctions`; they stay in this process.
     """
 
-    def __init__(self, task: Task, path: str, term_weights: Mapping[str, float], success_above: float) -> None:
+    def __init__(
+        self,
+        task: Task,
+        path: str,
+        term_weights: Mapping[str, float],
+        success_above: float,
+        functions: Functions | None = None,
+    ) -> None:
         self._task, self._term_weights, self._success_above = task, dict(term_weights), success_above
         self._path = str(Path(path).expanduser().resolve())  # a grader's process may have another working directory
         self._replies = getattr(task, "replies", False)  # then it answers turns, whoever rewards them
+        self._passed = functions
         self._loaded: dict[str, RewardFunction] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_loaded": None}
+        return {**self.__dict__, "_loaded": None, "_passed": None}
 
     def __call__(self, response: str, example: Example) -> Score:
         return self.together([(response, example)])[0]
@@ -121,7 +142,7 @@ class FunctionScorer:
         return any(function.form == TRL for function in self._functions().values())
 
     def of_groups(self) -> GroupScorer:
-        return GroupScorer(self._task, self._path, self._term_weights, self._success_above)
+        return GroupScorer(self._task, self._path, self._term_weights, self._success_above, self._passed)
 
     def together(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
         """The scores of a group's responses, whose functions of TRL's form see them all.
@@ -133,7 +154,7 @@ class FunctionScorer:
         group = [asked(self._task, response, copy.deepcopy(example)) for response, example in pairs]
         needed = BUILTIN in self._term_weights or self._replies
         builtin = [self._builtin(*pair) for pair in pairs] if needed else []
-        found = {name: call_function(function, self._path, group) for name, function in self._functions().items()}
+        found = {name: call_function(one, self._file_of(one), group) for name, one in self._functions().items()}
         return [
             self._total({name: column[row] for name, column in found.items()}, builtin[row] if builtin else None)
             for row in range(len(group))
@@ -163,8 +184,29 @@ class FunctionScorer:
     def _functions(self) -> dict[str, RewardFunction]:
         if self._loaded is None:
             names = [name for name in self._term_weights if name != BUILTIN]
-            self._loaded = {function.name: function for function in load_functions(self._path, names)}
+            self._loaded = {function.name: function for function in self._load(names)}
         return self._loaded
+
+    def _load(self, names: Sequence[str]) -> list[RewardFunction]:
+        if self._passed is None and not self._is_pickled:
+            return load_functions(self._path, names)
+        found = unpickled(Path(self._path)) if self._passed is None else self._passed
+        missing = [name for name in names if name not in found]
+        if missing:
+            raise RewardFunctionError(
+                f"{self._path} has no function {missing[0]!r}; its functions are {', '.join(found)}: "
+                "correct reward.name."
+            )
+        return [recognise(found[name], name, "reward") for name in names]
+
+    def _file_of(self, function: RewardFunction) -> str:
+        """Where the code of ``function`` is written, to name the line at which it fails."""
+        code = getattr(function.call, "__code__", None)
+        return code.co_filename if self._is_pickled and code is not None else self._path
+
+    @property
+    def _is_pickled(self) -> bool:
+        return self._path.endswith(PICKLED)
 
     def _builtin(self, response: str, example: Example) -> Score:
         return guarded_score(self._task.score, self._task.term_weights, response, example)

@@ -35,6 +35,20 @@ def make_task(name: str, **kwargs: Any) -> Task:
     return getattr(found, "load", found)(**kwargs)
 
 
+def make_bare_task(name: str, **options: Any) -> Task:
+    """A task without data, which can read rows and score responses.
+
+    Args:
+        name: of the task.
+        options: of its class, data excepted.
+
+    >>> task = make_bare_task("gsm8k", answer_format="any")
+    >>> task.score("It is 4.", task.read_row({"answer": "4"}, "demo, row 1")).success
+    True
+    """
+    return _task_class(name)(**options)
+
+
 def make_scorer(
     name: str,
     *,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_ANSWER = "ground_truth"  # column of the ground truths
+
 
 class TableTask:
     """Prompts of a table, each with its ground truth: ``reward = correct``, 1 for a right answer and 0 otherwise.
@@ -37,7 +39,8 @@ class TableTask:
         train: examples to train on, as :meth:`read_row` makes them.
         heldout: examples to evaluate on.
         prompt_column: column of the prompts.
-        answer_column: column of the ground truths; not read where verl's columns are there.
+        answer_column: column of the ground truths; not read where verl's columns are there. Data without a column
+            ``ground_truth``, the default, may have ``answer`` instead.
         answer_format: see :func:`sota_grpo.rewards.extract_answer`; None is ``hash`` for GSM8K, ``boxed`` for MATH
             and ``any`` for all others. Under ``any`` a whole response that is the ground truth is right, too.
         system_prompt: replaces the system turn of every prompt, or is put before it; an empty text takes it out; None
@@ -62,7 +65,7 @@ class TableTask:
         heldout: Sequence[Example] = (),
         *,
         prompt_column: str = "prompt",
-        answer_column: str = "ground_truth",
+        answer_column: str = DEFAULT_ANSWER,
         answer_format: str | None = None,
         system_prompt: str | None = None,
         answer_required: bool = True,
@@ -154,6 +157,9 @@ class TableTask:
         is_file = Path(path).suffix in SUFFIXES or Path(path).is_file()
         rows = load_rows(path, path=path if is_file else None)
         missing = dict.fromkeys(name for row in rows for name in row)  # None, as parquet and the hub have it
+        columns = [self.answer_column]
+        if self.answer_column == DEFAULT_ANSWER and DEFAULT_ANSWER not in missing:
+            columns.append("answer")
         examples = []
         for number, row in enumerate(rows, start=1):
             place = f"{path}, row {number}"
@@ -162,7 +168,7 @@ class TableTask:
                     f"{place}: column {self.prompt_column!r} holds no prompt; the columns found are "
                     f"{', '.join(map(repr, row))}: set env.prompt_column, or remove the row."
                 )
-            examples.append(self._example({**missing, **row}, place, [self.answer_column]))
+            examples.append(self._example({**missing, **row}, place, columns))
         return examples
 
     def _example(self, row: Row, place: str, answer_columns: Sequence[str]) -> Example:

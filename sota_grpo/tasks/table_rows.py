@@ -14,7 +14,8 @@ Chat = list[dict[str, Any]]
 
 
 def plain_columns(row: Row, place: str) -> dict[str, Any]:
-    """The columns with their types kept, as far as JSON has them: dates become ISO text, decimals numbers.
+    """The columns with their types kept, as far as JSON has them: dates become ISO text, decimals numbers,
+    arrays lists.
 
     Raises:
         DatasetError: a column of something else (bytes, images), which cannot travel to a grader's process.
@@ -36,6 +37,8 @@ def _plain(value: Any, place: str) -> Any:
         return value.isoformat()
     if isinstance(value, decimal.Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
+    if hasattr(value, "tolist"):  # of NumPy, pandas and torch: rows that are passed as objects
+        return _plain(value.tolist(), place)
     raise DatasetError(
         f"{place} holds {type(value).__name__}, which is neither text nor a number nor a list or dict of them; "
         "remove the column or write it as text."

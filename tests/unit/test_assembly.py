@@ -204,11 +204,13 @@ def test_arithmetic_trains_on_the_first_examples_only_when_asked() -> None:
     assert len(few.heldout) == len(all_of_them.heldout)
 
 
-def test_missing_wandb_is_found_before_anything_is_loaded(monkeypatch, tmp_path) -> None:
+def test_a_missing_sink_is_found_before_anything_is_loaded(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(assembly, "find_spec", lambda name: None)
     monkeypatch.setattr(assembly, "load_tokenizer", Mock(side_effect=Stop))
     with pytest.raises(UserError, match=r"logging.wandb=online needs wandb.*logging.wandb=disabled"):
         assembly.build(config_of("logging.wandb=online"), tmp_path)
+    with pytest.raises(UserError, match=r"logging.tensorboard=true needs tensorboard.*logging.tensorboard=false"):
+        assembly.build(config_of("logging.tensorboard=true"), tmp_path)
     for mode in ("offline", "disabled"):  # offline goes on without a copy
         with pytest.raises(Stop):
             assembly.build(config_of(f"logging.wandb={mode}"), tmp_path)

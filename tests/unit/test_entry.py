@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 import sota_grpo.app
 from sota_grpo import entry
@@ -16,6 +18,9 @@ from sota_grpo.assembly import rollout
 from sota_grpo.config import Config
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.run_record import read_failure, read_json
+from sota_grpo.runs import RunRefused
+from sota_grpo.sweeps.command import SWEEP_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Run the command line in this process with ``train`` in place of the real one; returns the exit code."""
-    monkeypatch.setattr(entry, "_quiet_console", lambda: None)
+    monkeypatch.setattr(entry, "quiet_console", lambda: None)
 
     def run(train: Callable[[Config, Path], int], *arguments: str, mode: str = "sync") -> int:
         monkeypatch.setattr(sota_grpo.app, "train", train)
@@ -121,3 +126,79 @@ def test_vllm_that_does_not_start_is_one_sentence(tmp_path: Path, monkeypatch: p
     config.engine.name = "transformers"  # ours: what it raises is a bug, and keeps its traceback
     with pytest.raises(ValueError, match="no room"):
         rollout.start_engine(config, "cpu", tokenizer, None, tmp_path)
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (UserError("Mend it."), 2, "Mend it."),
+        (RunFailed("It died."), 1, "It died."),
+        (ZeroDivisionError("a bug\nin a run"), 1, "ZeroDivisionError: a bug"),
+    ],
+    ids=["mistake", "failure", "bug"],
+)
+def test_a_run_that_fails_leaves_its_reason_and_the_others_go_on(
+    error: Exception, code: int, reason: str, command, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    trained = []
+
+    def train(config: Config, run_dir: Path) -> int:
+        if config.seed == 1:
+            raise error
+        trained.append(config.seed)
+        return sota_grpo.app.num_steps(config)
+
+    assert command(train, "--multirun", "seed=1,2,3") == code
+    assert trained == [2, 3]
+    assert read_failure(tmp_path / "sweep" / "0") == reason
+    said = capsys.readouterr()
+    assert f"run 0 failed: {reason}" in said.out.splitlines()
+    assert said.err.count("Traceback") == (1 if isinstance(error, ZeroDivisionError) else 0)
+    summary = json.loads((tmp_path / "sweep" / "summary.json").read_text())
+    assert [(run["overrides"]["seed"], run["state"]) for run in summary["runs"]][:1] == [("1", "failed")]
+    assert not read_json(tmp_path / "sweep" / SWEEP_FILE)["complete"]
+
+
+def test_a_sweep_whose_runs_are_all_done_is_complete(command, tmp_path: Path) -> None:
+    assert command(lambda config, run_dir: sota_grpo.app.num_steps(config), "--multirun", "seed=1,2") == 0
+    assert read_json(tmp_path / "sweep" / SWEEP_FILE)["complete"]
+
+
+def test_a_run_that_is_refused_leaves_another_runs_directory_alone(command, tmp_path: Path) -> None:
+    def train(config: Config, run_dir: Path) -> int:
+        raise RunRefused("That is another run's.")
+
+    assert command(train, "--multirun", "seed=1") == 2
+    assert read_failure(tmp_path / "sweep" / "0") is None
+
+
+def test_the_summary_of_an_interrupted_sweep_is_printed_too(command, capsys: pytest.CaptureFixture) -> None:
+    def train(config: Config, run_dir: Path) -> int:
+        raise KeyboardInterrupt
+
+    assert command(train, "--multirun", "seed=1,2") == 130
+    assert "1 run, 1 stopped" in capsys.readouterr().out
+
+
+def test_a_sweeper_gets_what_a_run_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accuracy first; a run that failed gives nothing, which a sweeper counts as a failure."""
+    from sota_grpo.jobs import Jobs
+
+    def train(config: Config, run_dir: Path) -> int:
+        if config.seed == 2:
+            raise RunFailed("It died.")
+        (run_dir / "metrics.jsonl").write_text('{"step": 1, "eval/accuracy": 0.75, "reward": 0.5}\n')
+        return sota_grpo.app.num_steps(config)
+
+    monkeypatch.setattr(sota_grpo.app, "train", train)
+    jobs = Jobs(["--multirun"], "grpo.py")
+    found = []
+    for seed in (1, 2):
+        config = OmegaConf.structured(Config(seed=seed))
+        run_dir = tmp_path / str(seed)
+        run_dir.mkdir()
+        found.append(jobs._one_of_a_sweep(config, run_dir, tmp_path))
+    assert found == [0.75, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from sota_grpo.evaluate import Accuracy, Evaluator
+from sota_grpo.assembly.evaluation import evaluate
+from sota_grpo.evaluate import Accuracy, Evaluator, Response, pass_at_k
 from sota_grpo.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
 from sota_grpo.rewards.grading import LocalGrader
 from tests.l3_parts import make_env, make_saying
@@ -59,6 +61,67 @@ def test_failed_gradings_count_as_wrong_and_are_told(caplog: pytest.LogCaptureFi
         "failed at 1 of 8 responses of this evaluation, which count as wrong; the first: OSError: no judge"
         in caplog.text
     )
+
+
+@pytest.mark.parametrize("num_samples", [1, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_sample(num_samples: int) -> None:
+    for right in range(num_samples + 1):
+        outcomes = [True] * right + [False] * (num_samples - right)
+        for k in range(1, num_samples + 1):
+            subsets = list(itertools.combinations(outcomes, k))
+            assert pass_at_k(right, num_samples, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    """Its mean over the number of right samples, which is binomial, is the chance that k draws hold a right one."""
+    chance, num_samples = 0.3, 12
+    for k in (1, 3, 12):
+        weights = [math.comb(num_samples, c) * chance**c * (1 - chance) ** (num_samples - c) for c in range(13)]
+        mean = sum(weight * pass_at_k(c, num_samples, k) for c, weight in enumerate(weights))
+        assert mean == pytest.approx(1 - (1 - chance) ** k)
+
+
+@pytest.mark.parametrize(("right", "samples", "k"), [(1, 4, 5), (1, 4, 0), (5, 4, 2), (-1, 4, 2)])
+def test_pass_at_k_refuses_what_cannot_be_counted(right: int, samples: int, k: int) -> None:
+    with pytest.raises(ValueError, match="needs"):
+        pass_at_k(right, samples, k)
+
+
+def test_every_response_is_handed_over_once_with_its_problem() -> None:
+    env, told = make_env(), dict[int, list[str]]()
+    engine = make_saying(env, lambda request, index: f"{request.group_id} {index}")
+    evaluator = Evaluator(env, engine, env.task.heldout[:8], max_tokens=64, avg_at_k=3, seed=SEED)
+
+    def graded(problem: int, responses: Sequence[Response]) -> None:
+        assert problem not in told
+        told[problem] = [response.text for response in responses]
+
+    problems = evaluator.responses(3, temperature=1.0, on_graded=graded)
+    assert told == {problem: [f"{problem} {index}" for index in range(3)] for problem in range(8)}
+    assert [[response.text for response in part] for part in problems] == [told[problem] for problem in range(8)]
+    assert all(response.num_tokens > 0 and not response.truncated for part in problems for response in part)
+
+
+def test_the_measures_of_an_evaluation_are_those_of_its_responses() -> None:
+    """Problem p has p % 5 right ones of 4 samples, and a right greedy answer where p is even."""
+    env = make_env()
+    examples = env.task.heldout[:10]
+
+    def say(request: GroupRequest, index: int) -> str:
+        greedy = request.num_samples == 1
+        is_right = request.group_id % 2 == 0 if greedy else index < request.group_id % 5
+        return env.task.gold_response(examples[request.group_id]) if is_right else "no idea"
+
+    evaluator = Evaluator(env, make_saying(env, say), examples, max_tokens=64, avg_at_k=4, seed=SEED)
+    found = evaluate(evaluator)
+    assert found["num_problems"] == 10
+    assert found["greedy"]["accuracy"] == 0.5
+    assert found["sampled"]["accuracy"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 5 / 4)
+    assert {k: part["accuracy"] for k, part in found["pass_at_k"].items()} == pytest.approx(
+        {"1": 0.5, "2": (0 + 3 / 6 + 5 / 6 + 1 + 1) / 5, "4": 0.8}
+    )
+    assert found["pass_at_k"]["4"]["stderr"] == pytest.approx(math.sqrt(0.8 * 0.2 / 9))
+    assert evaluator.measure()["eval/accuracy"] == found["greedy"]["accuracy"]
 
 
 class Dialogs:

@@ -17,16 +17,19 @@ LEVELS = {
         *("run_options", "task_options", "model_sizes", "hub_token"),
     ),
     1: ("objectives", "loss_inputs", "transforms", "collate", "scoring"),
-    2: ("engines", "envs", "tasks", "rewards", "policy", "placement", "recording", "assets", "workers"),
+    2: ("engines", "envs", "tasks", "rewards", "policy", "placement", "recording", "run_record", "assets", "workers"),
     3: (
         *("collectors", "batches", "dialogs", "learner", "publish", "checkpoint", "gate", "evaluate", "loop"),
-        *("runs", "stopping", "step_log", "schedule", "forward_passes"),
+        *("runs", "sweeps", "stopping", "step_log", "schedule", "forward_passes"),
         *("async_source", "group_buffer", "learner_ranks", "remote_learner", "fleet_engine", "simulation"),
     ),
-    4: ("app", "assembly", "entry", "cli", "compose", "report", "migration", "api"),
+    4: (
+        *("app", "assembly", "entry", "cli", "compose", "jobs"),
+        *("report", "migration", "api", "result"),
+    ),
 }
 LEVEL_OF = {room: level for level, rooms in LEVELS.items() for room in rooms}
-HEAVY = ("vllm", "ray", "wandb", "datasets")
+HEAVY = ("vllm", "ray", "wandb", "datasets", "plotly", "tensorboard", "optuna")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -68,6 +68,9 @@ class Copies:
     def __init__(self) -> None:
         self.calls: list[tuple] = []
 
+    def rewind(self, first_step):
+        self.calls.append(("rewind", first_step))
+
     def log(self, step, metrics):
         self.calls.append(("log", step, dict(metrics)))
 
@@ -266,6 +269,7 @@ def test_a_rollout_row_has_exactly_the_promised_fields(tmp_path):
 def test_sinks_get_what_was_written_and_how_the_run_ended(tmp_path):
     def fail_at_the_end(sink: Sink) -> None:
         with RunLog(tmp_path, sinks=[sink]) as log:
+            log.rewind(0)
             log.write_step(0, {"reward": 1.0, "kl": None})
             log.write_rollouts(0, [rollout(1, sample, reward) for sample, reward in enumerate([0.5, 1.0, 0.0])])
             raise RuntimeError
@@ -274,7 +278,8 @@ def test_sinks_get_what_was_written_and_how_the_run_ended(tmp_path):
     assert isinstance(sink, Sink)
     with pytest.raises(RuntimeError):
         fail_at_the_end(sink)
-    assert sink.calls == [("log", 0, {"reward": 1.0, "kl": None}), ("samples", 0, [1, 2]), ("close", 1)]
+    written = [("log", 0, {"reward": 1.0, "kl": None}), ("samples", 0, [1, 2])]
+    assert sink.calls == [("rewind", 0), *written, ("close", 1)]
 
 
 @pytest.mark.parametrize("make", [RunLog, setup_logging])
@@ -314,14 +319,14 @@ def test_training_log_replaces_its_own_handler_and_nobody_elses(tmp_path):
 
 @pytest.mark.parametrize(("level", "written"), [("debug", "012"), ("info", "12"), ("warning", "2")])
 def test_the_level_is_that_of_the_file_and_the_console_stays_at_info(level, written, tmp_path, monkeypatch, capsys):
-    from sota_grpo.entry import _quiet_console
+    from sota_grpo.entry import quiet_console
 
     logger = logging.getLogger("sota_grpo")
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(logger, "handlers", [])
     before = logger.level, logging.root.level
     try:
-        _quiet_console()
+        quiet_console()
         setup_logging(tmp_path, level)
         for digit, weight in enumerate((logging.DEBUG, logging.INFO, logging.WARNING)):
             logging.getLogger("sota_grpo.loop").log(weight, "%d", digit)

@@ -6,15 +6,18 @@ import json
 import os
 import socket
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
-from sota_grpo.recording.sinks import RUN_ID_FILE, WandbSink, has_api_key
+from sota_grpo.recording.sinks import FOLDER, RUN_ID_FILE, TensorBoardSink, WandbSink, has_api_key
+from sota_grpo.recording.sinks.tensorboard_sink import JUDGED_BY
 from sota_grpo.validators import ConfigError
+from tests.sink_files import event_files, wandb_config, wandb_history
 from tests.unit.test_recording import rollout, rows_of
+
+HOSTILE = "π 🎲 \ud800 | **bold** <script>alert(1)</script>"
 
 
 @pytest.fixture
@@ -23,6 +26,9 @@ def no_key(monkeypatch, tmp_path):
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+# --- W&B --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_key_is_found_where_it_may_be(tmp_path):
@@ -39,36 +45,6 @@ def test_a_key_is_found_where_it_may_be(tmp_path):
     assert has_api_key({**environ, "WANDB_API_KEY": "abc"})
 
 
-def chunks_of(path: Path) -> list[bytes]:
-    """The records of a W&B file: LevelDB's log format after a header of 7 bytes."""
-    data, at, found, open_chunk = path.read_bytes(), 7, [], b""
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:  # no record starts in the last bytes of a block
-            at += left
-            continue
-        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        open_chunk += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
-            found.append(open_chunk)
-            open_chunk = b""
-    return found
-
-
-def records_of(path: Path) -> tuple[str, list[dict]]:
-    """The run id and the history rows of one offline file."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    run_id, history = "", []
-    for record in map(Record.FromString, chunks_of(path)):
-        run_id = record.run.run_id or run_id
-        if record.HasField("history"):
-            items = record.history.item
-            history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-    return run_id, history
-
-
 def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tmp_path, no_key, monkeypatch, caplog):
     pytest.importorskip("wandb")
     server = socket.create_server(("127.0.0.1", 0))
@@ -77,26 +53,30 @@ def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tm
     for name in ("WANDB_BASE_URL", "HTTPS_PROXY", "HTTP_PROXY"):
         monkeypatch.setenv(name, address)
     monkeypatch.setattr(sys, "stdin", None)  # a prompt would fail
+    config = {"seed": 1, "engine": {"api_key": "secret"}}
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "engine.api_key=secret"])  # W&B keeps the command line
     for first, mode in ((0, "offline"), (1, "online")):  # the second is a resumed run, online in vain
-        sink = WandbSink(mode, project="p", run_dir=tmp_path, tags=["t"], config={"a": {"b": 1}}, samples_every=1)
+        sink = WandbSink(mode, project="p", run_dir=tmp_path, tags=["t"], config=config, samples_every=1)
         assert sink.mode == "offline"
         with RunLog(tmp_path, sinks=[sink]) as log:
+            log.rewind(first)
             log.write_step(first, {"reward": 0.5 + first, "kl": None})
-            log.write_rollouts(first, [rollout(1, 0, 1.0, "π 🎲")])
+            log.write_rollouts(first, [rollout(1, 0, 1.0, HOSTILE)])
     with pytest.raises(TimeoutError):
         server.accept()
     server.close()
-    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-    found = [records_of(path) for path in files]
     run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
+    found = wandb_history(tmp_path)
     assert [name for name, _ in found] == [run_id, run_id]
     history = [row for _, rows in found for row in rows]
     assert [(row["step"], row["reward"]) for row in history if "reward" in row] == [(0, 0.5), (1, 1.5)]
     assert not any("kl" in row for row in history)
     tables = [json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")]
     assert [table["columns"] for table in tables] == [["step", *ROLLOUT_FIELDS]] * 2
-    assert all("π 🎲" in table["data"][0] for table in tables)
+    assert all(HOSTILE.replace("\ud800", "\\ud800") in table["data"][0] for table in tables)
     assert [record.message.count("wandb sync") for record in caplog.records if record.levelname == "WARNING"] == [1]
+    assert wandb_config(tmp_path) == {"seed": 1, "engine": {"api_key": "***"}}
+    assert not any(b"secret" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 def test_without_wandb_only_online_is_an_error(tmp_path, no_key, monkeypatch, caplog):
@@ -121,10 +101,11 @@ class FailingWandb(SimpleNamespace):
     """W&B whose server refuses, and whose run breaks at ``broken``."""
 
     def __init__(self, broken: str):
-        super().__init__(broken=broken, calls=[], Settings=dict)
+        super().__init__(broken=broken, calls=[], options={}, Settings=dict)
 
-    def init(self, mode, **_):
+    def init(self, mode, **options):
         self.calls.append(f"init {mode}")
+        self.options = options
         if mode == "online" or self.broken == "init":
             raise RuntimeError("no route to host\nand a page of details")
         return SimpleNamespace(
@@ -170,6 +151,18 @@ def test_an_online_run_whose_server_does_not_answer_goes_on_offline(tmp_path, no
     assert "details" not in caplog.text
 
 
+def test_a_run_without_a_name_is_called_by_its_last_two_folders(tmp_path, no_key, monkeypatch):
+    """The last one alone is a clock time, or a number in a sweep."""
+    wandb = FailingWandb("nothing")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run_dir = tmp_path / "multirun" / "2026-01-01" / "10-00-00" / "3"
+    run_dir.mkdir(parents=True)
+    WandbSink("offline", project="p", run_dir=run_dir)
+    assert wandb.options["name"] == "10-00-00/3"
+    WandbSink("offline", project="p", run_dir=run_dir, name="mine")
+    assert wandb.options["name"] == "mine"
+
+
 def test_samples_go_out_every_nth_step(tmp_path, no_key, monkeypatch):
     wandb = FailingWandb("nothing")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -177,3 +170,78 @@ def test_samples_go_out_every_nth_step(tmp_path, no_key, monkeypatch):
     for step in range(9):
         sink.log_samples(step, [rollout(1, 0, 1.0)])
     assert wandb.calls.count("Table") == 3  # steps 0, 4 and 8
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_shows_the_curves_the_samples_and_the_config(tmp_path):
+    pytest.importorskip("tensorboard")
+    config = {"seed": 1, "env": {"repeats": 8, "path": None}, "engine": {"name": "auto", "api_key": "secret"}}
+    sink = TensorBoardSink(tmp_path, config=config, samples_every=2)
+    with RunLog(tmp_path, sinks=[sink]) as log:
+        for step in range(3):
+            log.write_step(step, {"reward": 0.25 + step, "kl": None, "eval/accuracy": 0.5})
+            log.write_rollouts(step, [rollout(1, 0, 1.0, HOSTILE)])
+    found = event_files(tmp_path / FOLDER)
+    assert set(found.Tags()["scalars"]) == {"reward", "eval/accuracy"}
+    assert [(event.step, event.value) for event in found.Scalars("reward")] == [(0, 0.25), (1, 1.25), (2, 2.25)]
+    texts = found.Tensors("samples/text_summary")
+    assert [event.step for event in texts] == [0, 2]
+    shown = texts[0].tensor_proto.string_val[0].decode()
+    assert "    " + HOSTILE.replace("\ud800", "\\ud800") in shown.splitlines()
+    start = hparams_of(found, "_hparams_/session_start_info").session_start_info.hparams
+    assert {name: value.WhichOneof("kind") for name, value in start.items()} == {
+        "seed": "number_value",
+        "env.repeats": "number_value",
+        "engine.name": "string_value",
+        "engine.api_key": "string_value",
+    }
+    assert start["env.repeats"].number_value == 8
+    assert start["engine.api_key"].string_value == "***"
+    judged = hparams_of(found, "_hparams_/experiment").experiment.metric_infos
+    assert {info.name.tag for info in judged} == set(JUDGED_BY)
+
+
+def hparams_of(events, tag):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    return HParamsPluginData.FromString(events.SummaryMetadata(tag).plugin_data.content)
+
+
+def test_what_a_resumed_run_writes_again_replaces_what_tensorboard_had(tmp_path):
+    pytest.importorskip("tensorboard")
+    for first, values in ((0, [0.0, 1.0, 2.0, 3.0]), (2, [20.0, 30.0, 40.0])):
+        with RunLog(tmp_path, sinks=[TensorBoardSink(tmp_path)]) as log:
+            log.rewind(first)
+            for step, value in enumerate(values, first):
+                log.write_step(step, {"reward": value})
+    assert len(list((tmp_path / FOLDER).iterdir())) == 2
+    events = event_files(tmp_path / FOLDER).Scalars("reward")
+    assert [(event.step, event.value) for event in events] == [(0, 0.0), (1, 1.0), (2, 20.0), (3, 30.0), (4, 40.0)]
+
+
+def test_a_failed_run_has_no_end_in_the_hparams_tab(tmp_path):
+    pytest.importorskip("tensorboard")
+    for name, code in (("good", 0), ("bad", 1)):
+        sink = TensorBoardSink(tmp_path / name)
+        sink.log(0, {"reward": 1.0})
+        sink.close(code)
+        ends = "_hparams_/session_end_info" in event_files(tmp_path / name / FOLDER).summary_metadata
+        assert ends == (name == "good")
+
+
+def test_a_tensorboard_failure_warns_once_and_never_ends_training(tmp_path, caplog):
+    pytest.importorskip("tensorboard")
+    (tmp_path / FOLDER).write_text("a file in the way")
+    with RunLog(tmp_path, sinks=[TensorBoardSink(tmp_path)]) as log:
+        for step in range(3):
+            log.write_step(step, {"reward": 1.0})
+    assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert [record.message.split(" (")[0] for record in caplog.records] == ["TensorBoard stopped"]
+
+
+def test_tensorboard_that_is_missing_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("sota_grpo.recording.sinks.tensorboard_sink.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^logging.tensorboard=true needs tensorboard: pip install .*=false\.$"):
+        TensorBoardSink(tmp_path)

@@ -193,11 +193,15 @@ def test_auto_looks_only_beside_directories_named_by_the_clock(tmp_path: Path) -
             assert (place.path, place.resumed) == (mine, False)
 
 
-def test_auto_finds_the_same_job_of_an_earlier_sweep(tmp_path: Path) -> None:
-    earlier = started(tmp_path / "multirun" / "2026-01-01" / "10-00-00" / "1", saved_at=1)
-    started(tmp_path / "multirun" / "2026-01-01" / "10-00-00" / "0", OTHER, saved_at=2)
-    with opened(tmp_path / "multirun" / "2026-01-02" / "09-00-00" / "1", "auto") as place:
-        assert place.path == earlier
+def test_a_run_of_a_sweep_is_continued_in_its_own_directory_only(tmp_path: Path) -> None:
+    """A sweep is continued as a whole, by its directory: what it did stands in one place."""
+    job = tmp_path / "multirun" / "2026-01-01" / "10-00-00" / "1"
+    started(job, saved_at=1)
+    other = tmp_path / "multirun" / "2026-01-02" / "09-00-00" / "1"
+    with opened(other, "auto") as place:
+        assert (place.path, place.resumed) == (other, False)
+    with opened(job, "auto") as place:
+        assert place.resumed
 
 
 # --- a run by its name ------------------------------------------------------------------------------------------------

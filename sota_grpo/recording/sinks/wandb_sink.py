@@ -1,8 +1,4 @@
-"""Where metrics go besides the run directory: a small protocol, and Weights & Biases behind it.
-
-A sink is a copy. ``metrics.jsonl`` and ``rollouts.jsonl`` are the record, so a sink that fails is dropped with one
-warning and training goes on.
-"""
+"""Weights & Biases: metrics, a table of samples and the config in one W&B run, online or offline."""
 
 from __future__ import annotations
 
@@ -12,12 +8,14 @@ import netrc
 import os
 import secrets
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from urllib.parse import urlsplit
 
+from sota_grpo.recording.sinks.base import SAMPLES_EVERY, SECRETS, CopySink, printable, sentence, without_secrets
 from sota_grpo.validators import ConfigError
 
 MODES = ("online", "offline", "disabled")
@@ -25,17 +23,6 @@ RUN_ID_FILE = "wandb_run_id.txt"
 
 _log = logging.getLogger(__name__)
 _FINISH_TIMEOUT_S = 120.0  # an upload that never ends must not keep a finished run alive
-
-
-@runtime_checkable
-class Sink(Protocol):
-    """A place that gets a copy of what the run log writes. ``close`` is idempotent."""
-
-    def log(self, step: int, metrics: Mapping[str, float | None]) -> None: ...
-
-    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def close(self, exit_code: int = 0) -> None: ...
 
 
 def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
@@ -54,7 +41,7 @@ def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
     return False
 
 
-class WandbSink:
+class WandbSink(CopySink):
     """Copies metrics and a table of samples to one W&B run, which a resumed run directory continues.
 
     Never prompts. ``online`` without a key, or without an answer from the server, becomes ``offline``; what is recorded
@@ -62,12 +49,12 @@ class WandbSink:
     writes some steps again, which W&B's own counter would refuse.
 
     Args:
-        mode: ``online``, ``offline`` or ``disabled``. The attribute ``mode`` afterwards is the mode in effect.
+        mode: ``online``, ``offline`` or ``disabled``. The attribute ``mode`` afterwards is the mode it began in.
         project: W&B project.
         run_dir: the run directory; it keeps the run's id and W&B's files.
-        name: name of the run; None takes the run directory's.
+        name: name of the run; None takes the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
         tags: W&B tags.
-        config: plain nested values, shown beside the run.
+        config: plain nested values, shown beside the run without keys and tokens.
         samples_every: steps between tables of samples, each of which W&B stores as a file.
 
     Raises:
@@ -78,6 +65,8 @@ class WandbSink:
     'disabled'
     """
 
+    label = "W&B"
+
     def __init__(
         self,
         mode: str,
@@ -87,62 +76,47 @@ class WandbSink:
         name: str | None = None,
         tags: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
-        samples_every: int = 10,
+        samples_every: int = SAMPLES_EVERY,
     ):
         if mode not in MODES:
             raise ConfigError(f"logging.wandb={mode} is not one of {', '.join(MODES)}.")
-        self.mode = mode
+        super().__init__(samples_every)
         self._dir = Path(run_dir)
-        self._samples_every = samples_every
-        self._run: Any = None
-        if mode == "disabled":
-            return
-        wandb = _import_wandb(mode)
+        wandb = None if mode == "disabled" else _import_wandb(mode)
+        self.mode = mode
         if wandb is None:
-            self.mode = "disabled"
+            self.mode, self.active = "disabled", False
             return
         self._wandb = wandb
         if mode == "online" and not has_api_key():
             self._go_offline("no API key was found (WANDB_API_KEY or netrc)")
-        options = {"project": project, "name": name or self._dir.resolve().name, "tags": list(tags)}
-        self._start(options | {"config": dict(config or {})})
+        title = name or "/".join(self._dir.resolve().parts[-2:])
+        options = {"project": project, "name": title, "tags": list(tags), "config": without_secrets(config or {})}
+        self._attempt(lambda: self._start(options))
 
-    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Send the measured values of one step."""
-        self._send({"step": step, **{name: value for name, value in metrics.items() if value is not None}})
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
 
-    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send the rows of ``rollouts.jsonl`` of every ``samples_every``-th step as one table."""
-        if self._run is None or not rows or step % self._samples_every:
-            return
+    def _write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = list(rows[0])
-        try:
-            table = self._wandb.Table(columns=columns, data=[[_cell(row[name]) for name in columns] for row in rows])
-        except Exception as error:  # wandb checks types its own way; a copy may fail, training may not
-            self._give_up(error)
-            return
-        self._send({"step": step, "samples": table})
+        table = self._wandb.Table(columns=columns, data=[[_cell(row[name]) for name in columns] for row in rows])
+        self._run.log({"step": step, "samples": table})
 
-    def close(self, exit_code: int = 0) -> None:
+    def _finish(self, exit_code: int) -> None:
         """Finish the W&B run as succeeded (0) or failed; waits at most two minutes for its upload."""
-        run, self._run = self._run, None
-        if run is None:
-            return
-        try:
-            run.finish(exit_code=exit_code)
-        except Exception as error:  # the run is over and its record is on disk: nothing is left to protect by raising
-            _log.warning("W&B could not finish its run (%s); metrics.jsonl is complete.", _sentence(error))
+        self._run.finish(exit_code=exit_code)
 
     def _start(self, options: dict[str, Any]) -> None:
-        settings = self._wandb.Settings(silent=True, console="off", finish_timeout=_FINISH_TIMEOUT_S)
+        settings = self._wandb.Settings(
+            silent=True, console="off", finish_timeout=_FINISH_TIMEOUT_S, x_disable_meta=_command_line_has_a_secret()
+        )
         place = {"dir": str(self._dir), "id": self._run_id(), "resume": "allow", "settings": settings}
         try:
             self._run = self._wandb.init(mode=self.mode, **place, **options)
         except Exception as error:  # a dead network or a refused key raises many types, none of them worth a run
             if self.mode == "offline":
-                self._give_up(error)
-                return
-            self._go_offline(f"the server could not be used ({_sentence(error)})")
+                raise
+            self._go_offline(f"the server could not be used ({sentence(error)})")
             self._start(options)
             return
         self._run.define_metric("*", step_metric="step")
@@ -163,17 +137,11 @@ class WandbSink:
             path.write_text(known + "\n", encoding="utf-8")
         return known
 
-    def _send(self, values: dict[str, Any]) -> None:
-        if self._run is None:
-            return
-        try:
-            self._run.log(values)
-        except Exception as error:  # its service process may be gone, and it raises its own and built-in types alike
-            self._give_up(error)
 
-    def _give_up(self, error: Exception) -> None:
-        self.mode, self._run = "disabled", None
-        _log.warning("W&B stopped (%s); training goes on and metrics.jsonl stays complete.", _sentence(error))
+def _command_line_has_a_secret() -> bool:
+    """W&B's description of the machine holds the command line; where a key is in it, it goes without."""
+    given = [argument.partition("=") for argument in sys.argv]
+    return any(name.endswith(SECRETS) and value not in ("", "null") for name, _, value in given)
 
 
 def _import_wandb(mode: str) -> ModuleType | None:
@@ -189,9 +157,6 @@ def _import_wandb(mode: str) -> ModuleType | None:
 
 
 def _cell(value: Any) -> Any:
-    return json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else value
-
-
-def _sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if isinstance(value, Mapping):
+        return json.dumps(value, sort_keys=True)
+    return printable(value) if isinstance(value, str) else value

@@ -1,0 +1,139 @@
+"""Training from Python: what ``grpo.py`` does, with rows and reward functions as objects."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.compose import DEFAULT_CONFIG, compose
+from sota_grpo.errors import UserError
+from sota_grpo.result import Result
+
+_HYDRAS = ("hydra.run.dir", "hydra.sweep.dir")
+
+
+def train(
+    config_name: str = DEFAULT_CONFIG,
+    *,
+    reward: Any = None,
+    dataset: Any = None,
+    eval_dataset: Any = None,
+    overrides: Sequence[str] = (),
+    run_dir: str | os.PathLike[str] | None = None,
+) -> Result:
+    """Train, in this process and in the workers that it starts, and return what came of it.
+
+    The same run as ``grpo.py --config-name CONFIG_NAME OVERRIDES``: same checks, same files, same resume. The process
+    is left as it was found: loggers, number of threads, random states, signal handlers. Ctrl-C lets the turn at hand
+    finish, saves it, closes the workers and raises; once more stops at once.
+
+    Args:
+        config_name: a preset.
+        reward: a function of verl's or TRL's form (docs/tasks.md), or a list of them, or a dict of them by name, in
+            place of the task's own reward; ``"builtin"`` in a list is that one, to stand beside them. They are sent to
+            the processes that grade: those of a notebook or script as code with the globals that they read. What cannot
+            be sent can grade in this process, under ``env.reward_workers=0``.
+        dataset: a ``datasets.Dataset``, a list of dicts, a DataFrame, or a path of a file; rows as the task ``table``
+            reads them: ``prompt`` (text or a chat), ``ground_truth`` or ``answer``, and whatever functions ask for.
+            Another task reads them under ``env.dataset=NAME``.
+        eval_dataset: the same for the held-out rows. None holds ``env.num_heldout`` rows out of a path; of rows that
+            are passed, a tenth at most.
+        overrides: options, as on the command line: ``["env.repeats=4", "mode=async", "train.resume=auto"]``.
+        run_dir: where everything is written; None is ``outputs/DATE/TIME``.
+
+    Raises:
+        UserError: the run cannot start, or it cannot go on (``RunFailed``); the message is one sentence.
+        KeyboardInterrupt: it was interrupted; the message says how to go on.
+
+    Example::
+
+        import sota_grpo
+
+        def brevity(completions, **columns):
+            return [1 / (1 + len(text)) for text in completions]
+
+        result = sota_grpo.train("grpo_cpu", reward=brevity, dataset=[{"prompt": "2 + 2?", "answer": "4"}, ...])
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts do: read by torch here and in the workers
+    _require_overrides(overrides)
+    config = compose(config_name, list(overrides))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without widgets
+        from sota_grpo.app import CONTINUES, num_steps
+        from sota_grpo.app import train as train_config
+        from sota_grpo.assembly.passed import take
+
+    with _left_as_found():
+        passed = take(config, overrides, reward=reward, dataset=dataset, eval_dataset=eval_dataset)
+        turns = train_config(config, _fresh_dir() if run_dir is None else Path(run_dir), passed)
+    assert passed.run_dir is not None
+    if turns < num_steps(config):
+        raise KeyboardInterrupt(f"{CONTINUES}; what there is so far: sota_grpo.Result({str(passed.run_dir)!r})")
+    return Result(passed.run_dir)
+
+
+def _require_overrides(overrides: Any) -> None:
+    if isinstance(overrides, str) or not isinstance(overrides, Sequence):
+        raise UserError(f"overrides is a {type(overrides).__name__}; give a list of texts, such as ['env.repeats=4'].")
+    for override in overrides:
+        name = str(override).partition("=")[0].lstrip("+")
+        if name in _HYDRAS:
+            raise UserError(f"{name} has no effect here; give run_dir=... instead.")
+
+
+def _fresh_dir() -> Path:
+    """``outputs/DATE/TIME``, as the scripts name it, of the first second from now on that no other run has taken."""
+    moment = datetime.now()
+    while (path := Path("outputs") / f"{moment:%Y-%m-%d}" / f"{moment:%H-%M-%S}").exists():
+        moment += timedelta(seconds=1)
+    return path
+
+
+@contextmanager
+def _left_as_found() -> Iterator[None]:
+    """What a run sets for its whole process is set back after it."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    from sota_grpo.checkpoint import rng_state, set_rng_state
+
+    threads, random_state = torch.get_num_threads(), rng_state()
+    has_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with _own_console():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        set_rng_state(random_state)
+        if has_bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def _own_console() -> Iterator[None]:
+    """Show the run's own sentences where the caller has not said what becomes of them; touch no other logger."""
+    from sota_grpo.recording.notebook import in_notebook
+
+    logger = logging.getLogger("sota_grpo")
+    before, level = list(logger.handlers), logger.level
+    if not logger.hasHandlers():
+        console = logging.StreamHandler(sys.stdout if in_notebook(sys.stdout) else sys.stderr)  # red in a notebook
+        console.setLevel(logging.INFO)
+        console.addFilter(lambda record: not getattr(record, "file_only", False))
+        logger.addHandler(console)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for handler in [one for one in logger.handlers if one not in before]:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(level)

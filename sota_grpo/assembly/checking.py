@@ -1,0 +1,81 @@
+"""The gate alone: the parts of a run are put together, checked and taken apart again; nothing is trained."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from sota_grpo.assembly import Parts, build
+from sota_grpo.config import Config
+from sota_grpo.gate import CHECKS, Check, Subject, run_gate
+from sota_grpo.hub_token import use_config_token
+from sota_grpo.recording.gate_record import write_gate
+from sota_grpo.validators import validate
+
+
+def subject_of(config: Config, parts: Parts) -> Subject:
+    """What the gate checks of a run that is put together."""
+    return Subject(
+        task=parts.task,
+        env=parts.env,
+        engine=parts.engine,
+        learner=parts.learner,
+        publisher=parts.publisher,
+        sampling=parts.sampling,
+        seed=config.seed,
+        tolerance=1e-4 if parts.exact else 5e-2,
+        transforms=[transform for _, transform in parts.transforms],
+    )
+
+
+def check(
+    config: Config, *, run_dir: Path | None = None, on_check: Callable[[Check], object] = lambda check: None
+) -> list[Check]:
+    """Make every check of the gate on ``config``, whatever its ``check.mode`` says.
+
+    Args:
+        run_dir: where engines write, and ``gate.json`` goes; None: a folder that is gone afterwards.
+        on_check: told of each outcome as it comes.
+
+    Raises:
+        UserError: the config breaks a rule, or its parts cannot be put together.
+    """
+    use_config_token(config)
+    validate(config)
+    config.logging.wandb = "disabled"  # nothing is logged
+
+    def told(one: Callable[[Subject], Check]) -> Callable[[Subject], Check]:
+        def checked(subject: Subject) -> Check:
+            began = time.perf_counter()
+            found = one(subject)
+            on_check(Check(found.name, found.passed, found.sentence, time.perf_counter() - began))
+            return found
+
+        return checked
+
+    with ExitStack() as opened:
+        folder = run_dir or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_check_")))
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = opened.enter_context(closing(build(config, folder)))
+        with _quiet_gate():
+            parts.publisher.publish(parts.learner.version)
+            found = run_gate(subject_of(config, parts), "warn", [told(one) for one in CHECKS])
+        if run_dir is not None:
+            write_gate(run_dir, "warn", found)
+        return found
+
+
+@contextmanager
+def _quiet_gate() -> Iterator[None]:
+    """The gate's own lines repeat what ``on_check`` is told."""
+    logger = logging.getLogger("sota_grpo.gate")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,259 @@
+"""Evaluation outside training: of a model, or of what a run has trained, on any task with any engine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sota_grpo.assembly.common import make_publisher, with_turns
+from sota_grpo.assembly.devices import resolve_device
+from sota_grpo.assembly.learning import add_adapter, make_model
+from sota_grpo.assembly.rollout import make_env, make_grader, start_engine
+from sota_grpo.assembly.tasks import task_of
+from sota_grpo.checkpoint import CheckpointStore
+from sota_grpo.compose import compose, load_config
+from sota_grpo.config import Config, ModelConfig, model_name, walk
+from sota_grpo.errors import UserError
+from sota_grpo.evaluate import Evaluator, Response, accuracy, num_failed, pass_accuracy
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.load import TINY, load_tokenizer
+from sota_grpo.rewards.grading import GradingPool
+from sota_grpo.run_record import CHECKPOINTS, CONFIG_FILE, read_record
+from sota_grpo.validators import validate
+from sota_grpo.validators.tasks import READERS
+
+EXPORTED = "hf"
+_PRESET_OF = {"gsm8k": "grpo_gsm8k", "math": "grpo_math", "ifeval": "grpo_ifeval", "reasoning": "grpo_reasoning"}
+_OF_ONE_TASK = (  # options that mean nothing to another task
+    *READERS,
+    *("reward.path", "reward.name", "reward.weights", "reward.success_above", "env.reasoning", "env.max_steps"),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is evaluated.
+
+    Attributes:
+        name: as the user gave it.
+        config: the task, the sampling, and the model that the engine is started with.
+        checkpoint: whose weights the engine is given; None: the model's own.
+        turns: of the run, after which it had these weights; None where that is not known.
+    """
+
+    name: str
+    config: Config
+    checkpoint: Path | None = None
+    turns: int | None = None
+
+
+def find_target(
+    name: str,
+    overrides: Sequence[str] = (),
+    *,
+    config_name: str | None = None,
+    task: str | None = None,
+    step: int | None = None,
+) -> Target:
+    """The model or run called ``name``, with its config under ``overrides``.
+
+    A run is evaluated as it was trained: on its held-out problems, with its seed and its engine. Its exported model is
+    taken where the run is finished, else its newest checkpoint. A model has the options of the task's preset.
+
+    Args:
+        name: a run directory, the folder of a model, its name on the hub, or ``tiny``.
+        overrides: as ``grpo.py`` takes them.
+        config_name: preset for a model; None: that of the task, for ``tiny`` the demonstration's.
+        task: what to evaluate on; None: the run's task, or the preset's. With another one than the run's, the options
+            of the run's task are left behind.
+        step: take the checkpoint that the run saved after so many turns.
+
+    Raises:
+        UserError: no such run, checkpoint or preset, or a config that contradicts itself.
+    """
+    run_dir = Path(name).expanduser()
+    if (run_dir / CONFIG_FILE).is_file():
+        if config_name is not None:
+            raise UserError(f"{name} is a run, which has a config of its own; leave --config-name out.")
+        target = _run_target(name, run_dir, overrides, task, step)
+    elif step is not None:
+        raise UserError(f"--step {step} chooses a checkpoint, and {name} is no run ({CONFIG_FILE} is missing there).")
+    else:
+        target = _model_target(name, overrides, config_name, task)
+    validate(target.config)
+    return target
+
+
+def _model_target(name: str, overrides: Sequence[str], config_name: str | None, task: str | None) -> Target:
+    preset = config_name or _PRESET_OF.get(task or "", "grpo_cpu" if name == TINY else "grpo_gsm8k")
+    asked = [] if task is None else [f"env.dataset={task}"]
+    config = compose(preset, [*asked, *overrides])
+    config.model.name, config.model.size = name, ModelConfig().size
+    return Target(name, config)
+
+
+def _run_target(name: str, run_dir: Path, overrides: Sequence[str], task: str | None, step: int | None) -> Target:
+    config = load_config(run_dir)
+    asked = _for_task(config, task) if task not in (None, config.env.dataset) else []
+    config = load_config(run_dir, [*asked, *overrides])
+    exported = exported_turns(run_dir, config)
+    if step is None and exported is not None:
+        config.model.name, config.model.size = str(run_dir / EXPORTED), ModelConfig().size
+        return Target(name, config, turns=exported)
+    turns, checkpoint = find_checkpoint(run_dir, step)
+    return Target(name, config, checkpoint, turns)
+
+
+def _for_task(config: Config, task: str | None) -> list[str]:
+    """Overrides that leave the options of the run's own task behind."""
+    defaults = {option: default for option, _, default in walk()}
+    given = {option for option, _, value in walk(config) if value != defaults[option]}
+    stale = [option for option in _OF_ONE_TASK if option in given]
+    return [f"env.dataset={task}", *(f"{option}={_written(defaults[option])}" for option in stale)]
+
+
+def _written(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def exported_turns(run_dir: Path, config: Config) -> int | None:
+    """Turns after which a run exported its model; None where there is none, or an older one than the run has come."""
+    record = read_record(run_dir) or {}
+    is_whole = bool(record.get("finished")) and config.train.export_hf
+    is_there = is_whole and (run_dir / EXPORTED / "config.json").is_file()
+    return int(record["num_steps"]) if is_there else None
+
+
+def find_checkpoint(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
+    """The newest checkpoint of a run, or the one after ``step`` turns, as (turns, path).
+
+    Raises:
+        UserError: there is none; the sentence names those that there are.
+    """
+    paths = CheckpointStore(run_dir / CHECKPOINTS).paths()
+    if not paths:
+        raise UserError(f"{run_dir} has saved no checkpoint and no model; train on, or give another run.")
+    chosen = [(turns, path) for turns, path in paths if step in (None, turns)]
+    if not chosen:
+        there = ", ".join(str(turns) for turns, _ in reversed(paths))
+        raise UserError(f"{run_dir} has no checkpoint after {step} turns; there are those after {there}.")
+    return chosen[0]
+
+
+def load_trained(checkpoint: Path, model: nn.Module) -> None:
+    """Put a checkpoint's weights into ``model``, which is the run's own with its adapter; no optimizer is built.
+
+    Raises:
+        CheckpointError: the file is damaged.
+        UserError: it is of another model.
+    """
+    saved = CheckpointStore.load(checkpoint)["learner"]["model"]
+    scorer = CausalPolicy(model, shared_prompt=False).scorer  # its names are those of checkpoints
+    mine = {name: value for name, value in scorer.named_parameters() if value.requires_grad}
+    odd = mine.keys() ^ saved.keys()
+    if odd:
+        raise UserError(
+            f"{checkpoint} and the model differ in {len(odd)} trainable parameters, for example {min(odd)}; leave "
+            "model.name and train_model.lora as they are in the run."
+        )
+    with torch.no_grad():
+        for name, value in mine.items():
+            value.copy_(saved[name])
+
+
+@contextmanager
+def open_evaluator(target: Target) -> Iterator[Evaluator]:
+    """What measures the target, with its engine started and its weights in place; closed again at the end.
+
+    Raises:
+        UserError: the model, the data or the engine cannot be used.
+    """
+    config = target.config
+    device = resolve_device(config)
+    tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
+    task = task_of(config)
+    if not task.heldout:
+        raise UserError(
+            f"env.dataset={config.env.dataset} holds no problems out; give env.eval_path or env.num_heldout."
+        )
+    with ExitStack() as opened:
+        scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_")))  # logs of servers
+        grader = make_grader(config, task)
+        opened.callback(grader.close)
+        env = make_env(config, task, tokenizer, grader)
+        base = None if target.checkpoint is None else make_model(config, torch.device("cpu"))
+        engine = start_engine(config, device, tokenizer, base, scratch)  # it copies the model before that is adapted
+        opened.callback(engine.close)
+        if base is not None:
+            assert target.checkpoint is not None
+            model = add_adapter(config, base)
+            load_trained(target.checkpoint, model)
+            make_publisher(model, engine).publish(target.turns or 0)
+        if isinstance(grader, GradingPool):
+            grader.wait_ready()
+        yield Evaluator(
+            env,
+            with_turns(config, env, engine),
+            task.heldout[: config.eval.num_samples],
+            max_tokens=config.inference_model.max_tokens,
+            avg_at_k=config.eval.avg_at_k,
+            seed=config.seed,
+        )
+
+
+def evaluate(
+    evaluator: Evaluator,
+    *,
+    temperature: float = 1.0,
+    on_graded: Callable[[bool, int, Sequence[Response]], None] = lambda greedy, problem, responses: None,
+) -> dict[str, Any]:
+    """Greedy accuracy, and with ``avg_at_k`` samples per problem avg@k and pass@1 to pass@k, each with its error.
+
+    The responses are those of an evaluation during training, for the same policy, seed and temperature.
+
+    Args:
+        temperature: of the samples.
+        on_graded: called with whether the responses are greedy, the index of their problem, and the responses.
+
+    Returns:
+        Plain values, as they are written to JSON; accuracies are shares with the standard error over problems.
+    """
+    problems = evaluator.responses(1, temperature=0.0, on_graded=lambda *graded: on_graded(True, *graded))
+    found: dict[str, Any] = {"num_problems": len(problems), "greedy": _shares(problems)}
+    failed, count = num_failed(problems), evaluator.avg_at_k
+    if count:
+        problems = evaluator.responses(
+            count, temperature=temperature, on_graded=lambda *graded: on_graded(False, *graded)
+        )
+        failed += num_failed(problems)
+        passes = {str(k): _share(pass_accuracy(problems, k)) for k in powers_of_two(count)}
+        found |= {"k": count, "temperature": temperature, "sampled": _shares(problems), "pass_at_k": passes}
+    return found | {"grader_errors": failed}
+
+
+def powers_of_two(largest: int) -> list[int]:
+    """1, 2, 4, ... and ``largest`` itself: the k for which pass@k is given.
+
+    >>> powers_of_two(1), powers_of_two(6)
+    ([1], [1, 2, 4, 6])
+    """
+    return sorted({*(1 << power for power in range(largest.bit_length())), largest})
+
+
+def _shares(problems: Sequence[Sequence[Response]]) -> dict[str, float]:
+    responses = [response for part in problems for response in part]
+    return _share(accuracy(problems)) | {
+        "truncated": sum(response.truncated for response in responses) / len(responses),
+        "response_tokens": sum(response.num_tokens for response in responses) / len(responses),
+    }
+
+
+def _share(found: Any) -> dict[str, float]:
+    return {"accuracy": found.mean, "stderr": found.stderr}

@@ -1,0 +1,204 @@
+"""Rows and reward functions that a Python caller passes as objects (:func:`sota_grpo.train`).
+
+The run writes them to its directory, where its config names them like a user's own files: whatever reads that config
+later (``sota-grpo eval``, a grader's process) finds them there. Until the run has a directory, the config says
+:data:`PASSED`, and what the run is known by (:mod:`sota_grpo.runs`) has their digests.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.config import Config
+from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.recording.metrics import term_metric
+from sota_grpo.rewards.function_file import RewardFunctionError, recognise
+from sota_grpo.rewards.functions import BUILTIN
+from sota_grpo.rewards.passed_functions import PICKLED, Functions, fingerprint, pickled
+from sota_grpo.tasks.table_rows import plain_columns
+
+PASSED = "(passed in Python)"
+FOLDER = "inputs"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Passed:
+    """What was passed, ready to be written; nothing by default.
+
+    Args:
+        train_rows, eval_rows: JSON lines.
+        functions: the reward functions by name; in this process they are called themselves.
+        reward_file: the same for other processes; None where they cannot leave this one.
+
+    Attributes:
+        run_dir: the directory of the run, once it has one.
+    """
+
+    train_rows: bytes | None = None
+    eval_rows: bytes | None = None
+    functions: Functions | None = None
+    reward_file: bytes | None = None
+    run_dir: Path | None = None
+
+    @property
+    def signature(self) -> dict[str, dict[str, str]]:
+        """What stands beside the config for the objects, whose paths say nothing."""
+        found = {name: _digest(rows) for name, rows in (("train", self.train_rows), ("eval", self.eval_rows)) if rows}
+        if self.functions is not None:
+            found["reward"] = fingerprint(self.functions)
+        return {"passed": found} if found else {}
+
+    def write(self, run_dir: Path, config: Config) -> None:
+        """Write the objects to ``run_dir`` and their places to ``config``.
+
+        Raises:
+            RunFailed: the disk is full, or may not be written.
+        """
+        self.run_dir, folder = run_dir, run_dir.resolve() / FOLDER
+        if self.train_rows is not None:
+            config.env.dataset_path = _write(folder / "train.jsonl", self.train_rows)
+        if self.eval_rows is not None:
+            config.env.eval_path = _write(folder / "eval.jsonl", self.eval_rows)
+        if self.functions is not None:
+            config.reward.path = _write(folder / f"reward{PICKLED}", self.reward_file)
+
+
+def take(
+    config: Config, overrides: Sequence[str], *, reward: Any = None, dataset: Any = None, eval_dataset: Any = None
+) -> Passed:
+    """Make of the objects what a run can use, and set the options of ``config`` that they stand for.
+
+    A path is no object: it becomes ``env.dataset_path`` or ``env.eval_path``.
+
+    Args:
+        config: changed in place.
+        overrides: of the caller, who may want another task than ``table``, or another ``env.num_heldout``.
+        reward, dataset, eval_dataset: see :func:`sota_grpo.train`.
+
+    Raises:
+        UserError: something cannot be used; the message says what and why.
+    """
+    passed, given = Passed(), {override.lstrip("+").partition("=")[0] for override in overrides}
+    if eval_dataset is not None:
+        _require_unset(config.env.eval_path, "env.eval_path", "eval_dataset")
+        config.env.eval_path, passed.eval_rows, _ = _place(eval_dataset, "eval_dataset")
+    if dataset is not None:
+        _require_unset(config.env.dataset_path, "env.dataset_path", "dataset")
+        config.env.dataset_path, passed.train_rows, count = _place(dataset, "dataset")
+        if "env.dataset" not in given:
+            config.env.dataset = "table"
+        if count and config.env.eval_path is None and "env.num_heldout" not in given:
+            config.env.num_heldout = min(config.env.num_heldout, max(1, count // 10))
+            logger.info("%d of %d rows are held out for evaluation.", config.env.num_heldout, count)
+    if reward is not None:
+        _take_functions(config, passed, reward)
+    return passed
+
+
+def _require_unset(value: Any, option: str, argument: str) -> None:
+    if value is not None:
+        raise UserError(f"{argument} is passed, and {option}={value} names another; leave one of them out.")
+
+
+def _place(table: Any, argument: str) -> tuple[str, bytes | None, int]:
+    """Where the config finds a table, and of a table that is an object its rows and their number."""
+    if isinstance(table, (str, os.PathLike)):
+        return str(table), None, 0
+    lines = list(_lines(table, argument))
+    if not lines:
+        raise UserError(f"{argument} has no rows.")
+    return PASSED, b"".join(lines), len(lines)
+
+
+def _lines(table: Any, argument: str) -> Iterable[bytes]:
+    rows = table.to_dict("records") if hasattr(table, "iterrows") else table  # a DataFrame iterates over its columns
+    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+        keys = f" with {', '.join(map(repr, rows))}" if isinstance(rows, Mapping) else ""
+        raise UserError(
+            f"{argument} is a {type(table).__name__}{keys}; give a datasets.Dataset, a list of dicts, a DataFrame or a "
+            f"path (of several splits one: {argument}=splits['train'])."
+        )
+    for number, row in enumerate(rows, start=1):
+        place = f"{argument}, row {number}"
+        if not isinstance(row, Mapping):
+            raise UserError(f"{place} is a {type(row).__name__}, not a dict of its columns.")
+        yield json.dumps(plain_columns(row, place)).encode() + b"\n"
+
+
+def _take_functions(config: Config, passed: Passed, reward: Any) -> None:
+    _require_unset(config.reward.path, "reward.path", "reward")
+    _require_unset(config.reward.name, "reward.name", "reward")
+    named = _named(reward)
+    passed.functions = {name: one for name, one in named.items() if one != BUILTIN}
+    for name, function in passed.functions.items():
+        recognise(function, name, "reward")
+    try:
+        passed.reward_file = pickled(passed.functions)
+    except RewardFunctionError:
+        if config.env.reward_workers:
+            raise
+    config.reward.path, config.reward.name = PASSED, list(named) if len(named) > 1 else next(iter(named), None)
+
+
+def _named(reward: Any) -> dict[str, Any]:
+    """The functions by the names of their reward terms, in order."""
+    if isinstance(reward, Mapping):
+        found = [(str(name), one) for name, one in reward.items()]
+    else:
+        listed = reward if isinstance(reward, (list, tuple)) else [reward]
+        found = [(_name_of(one), one) for one in listed]
+    for name, one in found:
+        if not callable(one) and (name, one) != (BUILTIN, BUILTIN):
+            raise UserError(
+                f"reward holds {one!r}, which is no function; give a function of verl's or TRL's form, a list of them, "
+                "or a dict of them by name (a file: overrides=['reward.path=FILE'])."
+            )
+    for name, _ in found:
+        try:
+            term_metric(name)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    names = [name for name, _ in found]
+    if len(set(names)) < len(names) or not names:
+        raise UserError(f"reward has the names {names}; give different ones with a dict, reward={{'name': function}}.")
+    return dict(found)
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, str):
+        return function
+    name = getattr(function, "__name__", type(function).__name__)
+    return "reward" if name == "<lambda>" else name
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _write(path: Path, content: bytes | None) -> str:
+    """The path as the config has it, once the content is there; without content what was there before is not."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            path.unlink(missing_ok=True)
+        else:
+            temporary = path.with_name(f".{path.name}.tmp")
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+    except OSError as error:
+        raise RunFailed(
+            f"{path} cannot be written ({error.strerror}); free space there, or choose another run_dir."
+        ) from error
+    return str(path)

@@ -1,0 +1,223 @@
+"""``sota-grpo estimate``: whether a run fits and how long it takes, before anything is loaded.
+
+Says where learner, engine and reference would stand, what each device holds at each moment with the largest sample
+that the data and the options allow, how many turns and optimizer steps there are, and, where the device is here, how
+long they take by a short probe. Needs no weights, and for common models no hub::
+
+    sota-grpo estimate --config-name grpo_gsm8k
+    sota-grpo estimate --config-name grpo_gsm8k model.name=Qwen/Qwen2.5-7B-Instruct --memory-gb 40
+
+The exit code is 0 when it fits and 2 when it does not; then the smallest change with which it would is named. A full
+fine-tune in float32 on a CPU is right within 15 % (a test measures it); GPUs and engines are counted alike, unmeasured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import socket
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from sota_grpo.cli.config_options import add_config, config_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sota_grpo.assembly.device_memory import DeviceMemory
+    from sota_grpo.assembly.estimate import Estimate
+
+TIGHT = 0.9  # of a device: beyond it the estimate's own error may decide
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add ``estimate`` and its options to the parser of ``sota-grpo``."""
+    parser = commands.add_parser(
+        "estimate",
+        help="memory, steps and time of a run, before it starts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_config(parser)
+    add = parser.add_argument
+    add("--memory-gb", metavar="X", type=_size, help="GiB of each GPU (of the machine on a CPU); default: what is here")
+    add("--prompt-tokens", metavar="N", type=_count, help="tokens of the longest prompt; default: measured on the data")
+    add(
+        "--probe",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="time a few passes on this device; default: yes, where it is here",
+    )
+    add("--show-config", action="store_true", help="print the resolved config first, as YAML")
+    add("--json", action="store_true", help="everything as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the estimate; 0 when the run fits, 2 when it does not.
+
+    Raises:
+        UserError: the config cannot be run at all.
+    """
+    config = config_of(options)
+    if not _hub_is_near():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else its client waits half a minute for it
+    with redirect_stdout(sys.stderr):  # libraries may print
+        from sota_grpo.assembly.estimate import estimate
+        from sota_grpo.entry import quiet_console
+
+        quiet_console()
+        logging.getLogger("sota_grpo").setLevel(logging.WARNING)  # what the probe builds says nothing of the run
+        found = estimate(config, memory_gib=options.memory_gb, prompt_tokens=options.prompt_tokens, probe=options.probe)
+    if options.json:
+        resolved = {"config": asdict(config)} if options.show_config else {}
+        print(json.dumps(resolved | found.as_dict(), indent=1))
+    else:
+        if options.show_config:
+            print(_as_yaml(config))
+        show(found)
+    if found.refusal:
+        print(f"sota-grpo: {found.refusal}", file=sys.stderr)
+    return 0 if found.fits else 2
+
+
+def show(found: Estimate) -> None:
+    """Tables on standard output, plain where it is no terminal."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    console.print(_facts(found))
+    for device in found.devices:
+        console.print(_memory(device))
+    console.print(_verdict(found))
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.ASCII, show_header=any(columns))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=not index)
+    return table
+
+
+def _facts(found: Estimate) -> Table:
+    """What is known of the run, one line each."""
+    from sota_grpo.config import model_name, turn_size
+
+    table = _table("", "")
+    table.columns[1].justify = "left"
+    config, model = found.config, found.facts.model
+    prompt, response = found.largest_sample
+    turn = turn_size(config)
+    rows = {
+        "model": f"{model_name(config)}, {model.parameters:,} parameters ({found.places['model']})",
+        "devices": f"{found.placement} ({found.places['machine']})",
+        "engine": found.plan.engine,
+        "largest sample": f"{prompt:,} prompt tokens ({found.places['prompt']}) + {response:,} of the response",
+        "one epoch": _epoch(found, turn),
+        "the run": f"{found.turns:,} turns of {turn:,} responses, {found.optimizer_steps:,} optimizer steps of "
+        f"{config.train.optim_batch_size:,} in {_counted(found.micro_batches, 'micro-batch')} at full length",
+        "time": _time(found),
+    }
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
+
+
+def _epoch(found: Estimate, turn: int) -> str:
+    if found.num_problems is None:
+        return "the data is not here"
+    samples = found.num_problems * found.config.env.repeats
+    passes = found.turns * turn / samples
+    return f"{found.num_problems:,} problems, {samples:,} responses; the run goes {passes:.3g} times through the data"
+
+
+def _time(found: Estimate) -> str:
+    from sota_grpo.recording.progress import duration
+
+    times = found.times
+    if times is None:
+        return "not measured" if found.machine.is_here else "not measured: the devices are not here"
+    total = duration(found.turns * times.turn_s)
+    return (
+        f"at most {total} at full length: {times.turn_s:.3g} s a turn (sampling {times.sample_s:.3g}, learning "
+        f"{times.learn_s:.3g}, reference {times.reference_s:.3g}), by a probe of {times.flops_per_s / 1e9:.3g} GFLOP/s "
+        f"and {times.sampled_tokens_per_s:.3g} tokens/s of the embedded engine"
+    )
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count:,} {name}{'' if count == 1 else 'es'}"
+
+
+def _memory(device: DeviceMemory) -> Table:
+    """Parts by moment in GiB, and their sums against what there is."""
+    moments = list(device.moments)
+    table = _table(f"{device.name} ({', '.join(device.roles)}), GiB", *moments)
+    names = dict.fromkeys(name for parts in reversed(list(device.moments.values())) for name in parts if parts[name])
+    for name in names:
+        table.add_row(name, *(_cell(device.moments[moment].get(name)) for moment in moments))
+    table.add_section()
+    sums = [sum(device.moments[moment].values()) for moment in moments]
+    table.add_row("sum", *(_cell(size) for size in sums))
+    table.add_row(f"of {device.capacity / 2**30:.1f} GiB", *(f"{size / device.capacity:.0%}" for size in sums))
+    return table
+
+
+def _cell(size: int | None) -> str:
+    if not size:
+        return "-"
+    gib = size / 2**30
+    return f"{gib:.2f}" if gib >= 0.01 else "<0.01"
+
+
+def _verdict(found: Estimate) -> str:
+    if not found.fits:
+        return "It does not fit."
+    full = max(device.peak / device.capacity for device in found.devices)
+    if full > TIGHT:
+        return f"It fits, tightly: {full:.0%} of a device, and the estimate is good to about 15 %."
+    return f"It fits: at most {full:.0%} of a device."
+
+
+def _as_yaml(config: Any) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _hub_is_near() -> bool:
+    """Whether the hub's name is known here; behind a proxy that is for the proxy to say."""
+    endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if getproxies():
+        return True
+    try:
+        socket.getaddrinfo(endpoint.hostname, endpoint.port or 443)
+    except OSError:
+        return False
+    return True
+
+
+def _size(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0")
+    return size
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens, 1 or more")
+    return int(text)

@@ -1,0 +1,256 @@
+"""``sota-grpo eval``: how many held-out problems a model, or what a run has trained, answers rightly.
+
+Greedy accuracy, avg@k (the mean over k samples) and pass@1 to pass@k (the chance that at least one of so many samples
+is right), each with its standard error over problems; on any task, with any engine. A run is evaluated on what it held
+out, with its own options and seed, so that its last evaluation comes out again::
+
+    sota-grpo eval outputs/2026-11-22/10-00-00 --k 8
+    sota-grpo eval Qwen/Qwen2.5-1.5B-Instruct --task math --num-samples 500 --responses responses.jsonl
+    sota-grpo eval tiny engine=transformers env.difficulty=2
+
+OPTION=VALUE is what ``grpo.py`` takes: env.dataset_path=FILE, inference_model.max_tokens=2048, engine=vllm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sota_grpo.cli.score_io import STANDARD, row_writer
+from sota_grpo.errors import RunFailed, UserError
+
+if TYPE_CHECKING:
+    from sota_grpo.assembly.evaluation import Target
+    from sota_grpo.evaluate import Evaluator, Response
+
+_PLAIN_LINE_S = 10.0  # between two lines of progress where there is no terminal
+
+
+def add_command(commands: Any) -> None:
+    """Add ``eval`` and its options to the parser of ``sota-grpo``."""
+    parser = commands.add_parser(
+        "eval",
+        help="measure a model, or what a run has trained, on held-out problems",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("target", metavar="MODEL_OR_RUN", help="a run directory, the folder of a model, its hub name, or tiny")
+    add("overrides", metavar="OPTION=VALUE", nargs="*", help="options of the run or of the preset")
+    add("--task", help="what to evaluate on (env.dataset); default: the run's own, or gsm8k")
+    add("--config-name", "-cn", metavar="NAME", help="preset for a model; default: that of the task")
+    add("--k", metavar="K", type=_not_negative, help="samples per problem; 0: greedy only; default: eval.avg_at_k")
+    add("--num-samples", metavar="N", type=_positive, help="held-out problems; default: eval.num_samples")
+    add("--engine", metavar="NAME", help="transformers, vllm, vllm_server, sglang_server or scripted; default: auto")
+    add("--temperature", metavar="T", type=_temperature, default=1.0, help="of the samples; default: 1")
+    add("--seed", metavar="N", type=_not_negative, help="of the samples; default: that of the run")
+    add("--step", metavar="N", type=_not_negative, help="of a run: the checkpoint after so many turns")
+    add("--out", metavar="FILE", help="write the result as JSON; - is stdout")
+    add("--responses", metavar="FILE", help="write every response with its score, .jsonl, as sota-grpo score does")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure what the options name; 0 once it is measured.
+
+    Raises:
+        UserError: the model, the run, the data or the options cannot be used, or a file cannot be written.
+    """
+    _require_writable(options.out)
+    if options.responses is not None and options.responses == options.out:
+        raise UserError(f"--out and --responses both name {options.out}; give each a file of its own.")
+    from sota_grpo.assembly.evaluation import evaluate, find_target, open_evaluator
+    from sota_grpo.entry import quiet_console
+
+    quiet_console()
+    target = find_target(
+        options.target, _overrides(options), config_name=options.config_name, task=options.task, step=options.step
+    )
+    began = time.perf_counter()
+    with ExitStack() as opened:
+        rows = None if options.responses is None else opened.enter_context(row_writer(options.responses))
+        opened.enter_context(redirect_stdout(sys.stderr))  # libraries and reward functions may print
+        evaluator = opened.enter_context(open_evaluator(target))
+        bar = opened.enter_context(_progress(evaluator))
+
+        def graded(greedy: bool, problem: int, responses: Sequence[Response]) -> None:
+            bar.graded(greedy, responses)
+            if rows is not None:
+                for row in _rows(evaluator, greedy, problem, responses):
+                    rows.write(row)
+
+        found = evaluate(evaluator, temperature=options.temperature, on_graded=graded)
+    result = _heading(target, evaluator) | found | {"seconds": round(time.perf_counter() - began, 3)}
+    _show(result, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
+    _write(options.out, result)
+    return 0
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    """Those that are options of this command, then those given as they stand."""
+    known = {
+        "engine": options.engine,
+        "eval.avg_at_k": options.k,
+        "eval.num_samples": options.num_samples,
+        "seed": options.seed,
+    }
+    odd = [given for given in options.overrides if "=" not in given]
+    if odd:
+        raise UserError(f"{odd[0]!r} is not OPTION=VALUE.")
+    return [*(f"{name}={value}" for name, value in known.items() if value is not None), *options.overrides]
+
+
+def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
+    """What was measured, as far as the config says it."""
+    config = target.config
+    return {
+        "model": target.name,
+        "turns": target.turns,
+        "task": config.env.dataset,
+        "engine": evaluator.engine.name,
+        "max_tokens": evaluator.max_tokens,
+        "seed": evaluator.seed,
+    }
+
+
+def _rows(evaluator: Evaluator, greedy: bool, problem: int, responses: Sequence[Response]) -> Iterator[dict[str, Any]]:
+    """The columns of the problem, the response, and what ``sota-grpo score`` would add to them."""
+    from sota_grpo.cli.score import graded_row
+
+    example = evaluator.examples[problem]
+    extra = dict(example.extra)
+    columns = {"question": example.query, "answer": example.answer, **extra.pop("columns", {}), **extra}
+    for sample, response in enumerate(responses):
+        row = columns | {
+            "group_id": problem,
+            "sample_id": sample,
+            "greedy": greedy,
+            "response": response.text,
+            "response_tokens": response.num_tokens,
+            "truncated": response.truncated,
+        }
+        yield graded_row(evaluator.env.task, row, response.score)
+
+
+class _Bar:
+    """How far an evaluation is: a bar on a terminal, else a line every few seconds; on stderr."""
+
+    def __init__(self, total: int, bar: Any = None) -> None:
+        self._total, self._bar = total, bar
+        self._task = None if bar is None else bar.add_task("", total=total)
+        self._done = self._right = self._responses = 0
+        self._greedy = True
+        self._told_at = time.monotonic()
+
+    def graded(self, greedy: bool, responses: Sequence[Response]) -> None:
+        """One problem more; the share of right responses starts again with the samples."""
+        if greedy != self._greedy:
+            self._greedy, self._right, self._responses = greedy, 0, 0
+        self._done += 1
+        self._responses += len(responses)
+        self._right += sum(response.score.success for response in responses)
+        text = f"{'greedy' if greedy else 'samples'} {self._right / self._responses:.1%} right"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, description=text)
+        elif time.monotonic() - self._told_at >= _PLAIN_LINE_S:
+            self._told_at = time.monotonic()
+            print(f"{self._done}/{self._total}  {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _progress(evaluator: Evaluator) -> Iterator[_Bar]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from sota_grpo.recording.progress import is_terminal
+
+    total = len(evaluator.examples) * (2 if evaluator.avg_at_k else 1)
+    if not is_terminal(sys.stderr):
+        yield _Bar(total)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield _Bar(total, bar)
+
+
+def _show(result: dict[str, Any], stream: Any) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    after = "" if result["turns"] is None else f" after {result['turns']} turns"
+    title = f"{result['model']}{after} on {result['num_problems']:,} problems of {result['task']} ({result['engine']})"
+    table = Table("", box=box.ASCII)
+    for column in ("accuracy", "truncated", "tokens"):
+        table.add_column(column, justify="right")
+    table.add_row("greedy", *_cells(result["greedy"]))
+    if "sampled" in result:
+        table.add_row(f"avg@{result['k']}", *_cells(result["sampled"]))
+        for k, found in result["pass_at_k"].items():
+            if k != "1":  # which is avg@k
+                table.add_row(f"pass@{k}", _percent(found), "", "")
+    console = Console(file=stream, soft_wrap=True, highlight=False, markup=False)
+    console.print(title)
+    console.print(table)
+    if result["grader_errors"]:
+        console.print(f"The grader failed at {result['grader_errors']} responses, which count as wrong.")
+
+
+def _cells(found: dict[str, float]) -> tuple[str, str, str]:
+    return _percent(found), f"{found['truncated']:.0%}".replace("%", " %"), f"{found['response_tokens']:,.0f}"
+
+
+def _percent(found: dict[str, float]) -> str:
+    return f"{100 * found['accuracy']:.1f} +/- {100 * found['stderr']:.1f} %"
+
+
+def _require_writable(name: str | None) -> None:
+    """Before an hour of work, not after it."""
+    if name in (None, STANDARD):
+        return
+    try:
+        Path(str(name)).open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise UserError(f"--out {name} cannot be written ({error.strerror}).") from error
+
+
+def _write(name: str | None, result: dict[str, Any]) -> None:
+    if name is None:
+        return
+    text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
+    if name == STANDARD:
+        sys.stdout.write(text)
+        return
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunFailed(f"--out {name} cannot be written ({error.strerror}); the result: {text}") from error
+
+
+def _not_negative(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 1 or more")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature above 0")
+    return value

@@ -1,0 +1,76 @@
+"""``sota-grpo export``: what a run has trained, or the run itself, for others to go on with.
+
+- ``--to hf``: the model, adapters merged (or, with ``--adapter``, the PEFT adapter), with a model card for the hub
+- ``--to verl``: run_verl.sh, the command of verl 0.9 that trains the same, with its data and reward function
+- ``--to trl``: train.py, the same for TRL 1.16
+
+Options without a counterpart are named in the comment at the head of the script::
+
+    sota-grpo export outputs/2026-11-22/10-00-00 --to hf --out my-model
+    sota-grpo export outputs/2026-11-22/10-00-00 --to verl
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.errors import UserError
+
+_KINDS = ("hf", "verl", "trl")
+
+
+def add_command(commands: Any) -> None:
+    """Add ``export`` and its options to the parser of ``sota-grpo``."""
+    parser = commands.add_parser(
+        "export",
+        help="write a run's model with a card, or the run as verl's command or TRL's script",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("run_dir", metavar="RUN", help="a run directory")
+    add("--to", required=True, choices=_KINDS, help="what to write")
+    add("--out", metavar="DIR", help="where; new or empty; default: RUN/export/ and the name of the kind")
+    add(
+        "--step",
+        metavar="N",
+        type=_turns,
+        help="hf: the checkpoint after so many turns; default: the end, or the newest",
+    )
+    add("--adapter", action="store_true", help="hf: the LoRA adapter alone")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write what the options name; 0 once it is written.
+
+    Raises:
+        UserError: the run, the checkpoint or the folder cannot be used.
+    """
+    if options.to != "hf" and (options.step is not None or options.adapter):
+        given = "--adapter" if options.adapter else "--step"
+        raise UserError(f"{given} goes with --to hf; --to {options.to} translates the whole run.")
+    from sota_grpo.entry import quiet_console
+    from sota_grpo.migration.folders import write_hf, write_trl, write_verl
+
+    quiet_console()
+    run_dir = Path(options.run_dir).expanduser()
+    out = run_dir / "export" / options.to if options.out is None else Path(options.out).expanduser()
+    if options.to == "hf":
+        turns = write_hf(run_dir, out, step=options.step, adapter=options.adapter)
+        print(f"{out}: the {'adapter' if options.adapter else 'model'} after {turns} turns, and its card README.md.")
+    elif options.to == "verl":
+        write_verl(run_dir, out)
+        print(f"{out}: run_verl.sh, train.parquet, heldout.parquet, reward.py; its head says what differs there.")
+    else:
+        write_trl(run_dir, out)
+        print(f"{out}: train.py, train.jsonl; its head says what differs there.")
+    return 0
+
+
+def _turns(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of turns")
+    return int(text)

@@ -1,0 +1,130 @@
+"""``sota-grpo replay``: compute a stored turn of a run again, offline on the CPU, and perhaps under another algorithm.
+
+Advantages, loss terms and gradient norms follow from the stored responses and rewards and from the checkpoint before
+the turn; no engine is started and nothing is written. A run keeps turn 0 and the turns after its checkpoints::
+
+    sota-grpo replay outputs/2026-11-22/10-00-00 --step 20
+    sota-grpo replay outputs/2026-11-22/10-00-00 --step 20 algorithm=dapo
+    sota-grpo replay outputs/2026-11-22/10-00-00 algorithm.clip_high=0.28 policy.kl_coef=0 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def add_command(commands: Any) -> None:
+    """Add ``replay`` and its options to the parser of ``sota-grpo``."""
+    parser = commands.add_parser(
+        "replay",
+        help="compute a stored turn again, perhaps under another algorithm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("run_dir", metavar="RUN", help="directory of the run")
+    add("overrides", metavar="OPTION=VALUE", nargs="*", help="another algorithm: algorithm=PRESET, algorithm.OPTION=..")
+    add("--step", metavar="N", type=_turn, help="the turn, as in metrics.jsonl; default: the last that can be replayed")
+    add("--json", action="store_true", help="print the figures as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replay the turn and print what came of it; 0 once it is computed, whether or not it agrees.
+
+    Raises:
+        UserError: the turn cannot be replayed, or not under these options.
+    """
+    from sota_grpo.assembly.replay_table import replayed
+    from sota_grpo.entry import quiet_console
+
+    quiet_console()
+
+    found = replayed(Path(options.run_dir), options.step, options.overrides)
+    print(json.dumps(found, indent=2) if options.json else as_text(found), end="\n" if options.json else "")
+    return 0
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """What :func:`sota_grpo.assembly.replay_table.replayed` found, for a person to read."""
+    start = found["checkpoint"] or "the initial weights"
+    steps = found["optimizer_steps"]
+    lines = [
+        f"Turn {found['step']} of {found['run']}: {found['samples']} samples in {found['groups']} groups, {steps} "
+        f"optimizer step{'s' if steps != 1 else ''} from {start}",
+        "",
+        *_table(found),
+        "",
+        _verdict(found),
+    ]
+    if "clip" in found:
+        lines += [_advantages(found["advantages"]), _clip(found["clip"])]
+    return "\n".join([*lines, *found["notes"], ""])
+
+
+def _table(found: Mapping[str, Any]) -> list[str]:
+    columns = ["stored", "replayed", "difference"]
+    titles = list(columns)
+    if "clip" in found:
+        columns += ["other", "other_difference"]
+        titles += [_short(" ".join(found["overrides"])), "difference"]
+    cells = [[name, *(_number(row[column]) for column in columns)] for name, row in found["figures"].items()]
+    rows = [["", *titles], *cells]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
+        for row in rows
+    ]
+
+
+def _number(value: float | None) -> str:
+    """Nine digits, which tell float32 values apart.
+
+    >>> _number(None), _number(0.0), _number(-0.5), _number(1 / 3)
+    ('-', '0', '-0.5', '0.333333333')
+    """
+    return "-" if value is None else f"{value:.9g}"
+
+
+def _short(text: str, width: int = 28) -> str:
+    return text if len(text) <= width else text[: width - 2] + ".."
+
+
+def _verdict(found: Mapping[str, Any]) -> str:
+    name, distance = found["worst"]["name"], found["worst"]["relative_difference"]
+    if distance is None:
+        return f"The replay does not agree with the run: only one of them has {name}."
+    if distance == 0:
+        return "The replay gives the losses and the gradient norm of the run exactly."
+    how = f"the largest relative difference is {distance:.1e} ({name})"
+    if found["agrees"]:
+        return f"The replay agrees with the run: {how}."
+    return f"The replay does not agree with the run: {how}."
+
+
+def _advantages(changed: Mapping[str, Any]) -> str:
+    if not changed["changed"]:
+        return f"Advantages: those of all {changed['samples']} samples are the same."
+    largest = changed["largest"]
+    return (
+        f"Advantages: {changed['changed']} of {changed['samples']} samples have another; the largest change is that of "
+        f"sample {largest['sample_id']} of group {largest['group_id']}, from {largest['replayed']:.4g} to "
+        f"{largest['other']:.4g}."
+    )
+
+
+def _clip(clip: Mapping[str, Any]) -> str:
+    text = f"Clip: it takes the gradient of {clip['other']} tokens instead of {clip['replayed']}, of {clip['tokens']}"
+    if clip["newly"] is None:
+        return f"{text}; the two do not train on the same tokens."
+    return f"{text}; {clip['newly']} newly, {clip['no_longer']} no longer."
+
+
+def _turn(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a turn, counted from 0")
+    return int(text)

@@ -1,0 +1,167 @@
+"""A config outside ``grpo.py``: what Hydra would give that script for the same preset and overrides."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.config import Config, register, walk
+from sota_grpo.entry import CONFIG_DIR
+from sota_grpo.errors import UserError
+from sota_grpo.hub_token import VARIABLE, split_token, use_config_token
+from sota_grpo.run_record import CONFIG_FILE
+
+DEFAULT_CONFIG = "grpo_gsm8k"
+_UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # what Hydra proposes there, our schema refuses
+_GLOBAL_PACKAGE = "@package _global_"  # a group whose options stand outside its own section
+
+
+def compose(
+    config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = (), *, config_dir: Path = CONFIG_DIR
+) -> Config:
+    """The config called ``config_name`` under ``overrides``, written as on the command line of ``grpo.py``.
+
+    It is composed, not validated: see :func:`sota_grpo.validators.validate`. A hub token moves to ``HF_TOKEN``, as it
+    does there, and is not in what is returned. Options of Hydra's own (``hydra.run.dir=...``) are accepted and have no
+    effect; ``hydra.searchpath=[file://DIR]`` adds a folder of configs. A Hydra that is already at work in this process,
+    around a notebook or a program of your own, is left as it was.
+
+    Args:
+        config_name: of a preset, with or without ``.yaml``.
+        overrides: such as ``["env.repeats=4", "algorithm=dapo"]``.
+        config_dir: where the presets are.
+
+    Raises:
+        UserError: no such config, an option that does not exist, or a value that it does not take.
+
+    >>> config = compose("grpo_cpu", ["env.repeats=4", "algorithm=dapo"])
+    >>> config.env.repeats, config.algorithm.name, config.model.name
+    (4, 'dapo', 'tiny')
+    >>> compose("grpo_cpu", ["env.repeat=4"])
+    Traceback (most recent call last):
+    sota_grpo.errors.UserError: There is no option env.repeat; did you mean env.repeats?
+    """
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    kept, token = split_token(overrides)
+    if token is not None:
+        os.environ[VARIABLE] = token
+    register()
+    try:
+        with _no_other_hydra(), hydra.initialize_config_dir(str(config_dir), "sota_grpo", version_base="1.3"):
+            config = OmegaConf.to_object(hydra.compose(config_name, overrides=kept))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_sentence(error, config_name, config_dir)) from error
+    assert isinstance(config, Config)
+    use_config_token(config)
+    return config
+
+
+@contextmanager
+def _no_other_hydra() -> Iterator[None]:
+    """Hydra knows one primary config at a time; the one that there is comes back afterwards."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = before
+
+
+def _sentence(error: Exception, config_name: str, config_dir: Path) -> str:
+    """Hydra's message on one line, without the list of places in which it looked."""
+    text = " ".join(str(error).partition("Config search path:")[0].split())
+    if text.startswith("Cannot find primary config"):
+        presets = ", ".join(sorted(path.stem for path in config_dir.glob("*.yaml")))
+        return f"There is no config {config_name}; the presets are {presets}."
+    unknown = _UNKNOWN.match(text)
+    return text if unknown is None else _no_option(unknown[1])
+
+
+def _no_option(name: str) -> str:
+    near = get_close_matches(name, [option for option, _, _ in walk()], n=1)
+    return f"There is no option {name}" + (f"; did you mean {near[0]}?" if near else ".")
+
+
+def load_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of the run in ``run_dir``, its ``config.yaml``, under ``overrides`` as ``grpo.py`` takes them.
+
+    A group (``algorithm=dapo``, ``engine=transformers``) replaces its whole section, as it does there. An option that
+    is newer than the run has its default. Not validated, as with :func:`compose`.
+
+    Raises:
+        UserError: there is no run, its config has an option that no longer exists, or an override does not fit.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "config.yaml").write_text("env: {repeats: 4}\\nalgorithm: {name: mine, clip_low: 0.1}")
+    >>> config = load_config(folder, ["algorithm=dapo", "seed=3"])
+    >>> config.env.repeats, config.seed, config.algorithm.name, config.algorithm.clip_low
+    (4, 3, 'dapo', 0.2)
+    >>> load_config(folder, ["env.repeat=4"])
+    Traceback (most recent call last):
+    sota_grpo.errors.UserError: There is no option env.repeat; did you mean env.repeats?
+    """
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        raise UserError(f"There is no run in {run_dir} ({CONFIG_FILE} is missing); give the directory of a run.")
+    kept, token = split_token(overrides)
+    if token is not None:
+        os.environ[VARIABLE] = token
+    try:
+        node = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        for key, value in _parsed(kept):
+            node = _overridden(node, key, value)
+        config = OmegaConf.to_object(node)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
+    assert isinstance(config, Config)
+    use_config_token(config)
+    return config
+
+
+def _parsed(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    """Name and value of each override, without Hydra's own."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    found = OverridesParser.create().parse_overrides(list(overrides))
+    odd = [one.input_line for one in found if one.is_delete() or one.is_add() or one.is_sweep_override()]
+    if odd:
+        raise UserError(f"{odd[0]} does not go with a run that there is; give option=value.")
+    return [(one.key_or_group, one.value()) for one in found if not one.key_or_group.startswith("hydra.")]
+
+
+def _overridden(node: Any, key: str, value: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    group = CONFIG_DIR / key
+    if not group.is_dir():
+        if not any(f"{option}.".startswith(f"{key}.") for option, _, _ in walk()):
+            raise UserError(_no_option(key))
+        OmegaConf.update(node, key, value, merge=True)
+        return node
+    preset = group / f"{value}.yaml"
+    if not preset.is_file():
+        names = ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
+        raise UserError(f"There is no {key}={value}; the presets are {names}.")
+    chosen = OmegaConf.load(preset)
+    if _GLOBAL_PACKAGE in preset.read_text():
+        return OmegaConf.merge(node, chosen)
+    default = getattr(OmegaConf.structured(Config), key)
+    setattr(node, key, OmegaConf.merge(default, chosen))
+    return node

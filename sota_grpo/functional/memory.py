@@ -1,0 +1,299 @@
+"""Bytes that a training step holds at its peak, counted from the shape of a model.
+
+Plain numbers in, bytes out. What is counted is what this project's own code keeps: rows packed with each prompt once
+(:mod:`sota_grpo.policy.layout`), attention that saves its inputs, its output and one number per token and head
+(:mod:`sota_grpo.policy.shared_attention`), logits in tiles (:mod:`sota_grpo.functional.logit_tiles`), AdamW in place.
+
+**A decoder layer** saves for its backward pass, per token, with ``H`` hidden, ``Q`` and ``K`` the widths of queries and
+of keys, ``I`` the MLP's, ``w`` bytes per weight and ``c`` per number of the matrix products (2 under autocast, else
+``c = w``)::
+
+    two norms         2 (4 H + 4)             their inputs, always in float32, and the inverse roots
+                      2 w H                   what they normed: the gradient of their weights needs it
+    their outputs     2 c H                   inputs of q, k, v and of gate, up; under autocast each of the five
+                                              casts its own: 5 c H
+    attention         2 c Q + 2 c K + 4 heads queries and output, keys and values, log-sum of each head
+    MLP               4 c I                   gate, silu(gate), up, and their product
+
+    float32           4 (6 H + 2 Q + 2 K + 4 I + heads + 2)
+
+The output of the attention is the input of ``o``, and positions enter the queries by a product with constants, so
+neither is saved twice. With frozen weights (LoRA) the norms keep no ``w H``; each linear layer keeps ``rank`` numbers
+more, and under dropout its own noise and dropped input. Under checkpointing a layer keeps its input ``w H`` alone, and
+one layer at a time is there in full.
+
+**The moments of an optimizer step** that can be its peak, for the first micro-batch, which finds no gradients, and the
+next, which finds them all (``G``); ``E`` is the gradient of the head (``w V H``)::
+
+    head        activations of all layers, tiles of logits, E, the gradient of the hidden states
+    decoder     activations of all layers, E where it waits for a tied embedding or is new, one MLP's gradients
+    embedding   G, and where head and embedding are tied, E once more: each has made a dense gradient by then
+
+Weights and the optimizer's two moments are there throughout.
+
+**The C library's heap** (glibc, on a CPU) gives tensors below 32 MiB room that others have left only in part: gradients
+that are made while activations go lie between their pieces. So high-water marks add up instead of taking turns, and
+some is never used again: measured, a fifth of the activations; 0.5 to 1.1 of them with an adapter, whose gradients are
+small and many (0.8 is taken); under checkpointing 0.4 of what all layers would save. ``MALLOC_MMAP_THRESHOLD_=1048576``
+in the environment gives every larger tensor pages of its own, which ends that and costs 3 to 25 % of the time. Under
+autocast on a CPU the matrix library holds some 60 MiB more, which are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from sota_grpo.model_sizes import Architecture
+
+TILE_BYTES_ON_CPU, TILE_BYTES = 8 * 2**20, 256 * 2**20  # of sota_grpo.functional.logit_tiles
+HEAP_TENSOR = 32 * 2**20  # glibc's largest threshold above which memory comes in pages of its own
+LOST, LOST_WITH_ADAPTER, LOST_UNDER_CHECKPOINTING = 0.2, 0.8, 0.4  # see the module
+SLOT_BYTES = 150  # of a padded slot in the elementwise loss, see sota_grpo.functional.balance.fill
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How a policy is trained, as far as its memory depends on it.
+
+    Args:
+        weight_bytes: per weight.
+        product_bytes: per number of the matrix products: 2 under autocast to half precision, else ``weight_bytes``.
+        rank: of a LoRA adapter on every linear layer, kept in float32; 0 trains all weights.
+        dropout: the adapter's inputs are dropped at random.
+        checkpointing: a layer's activations are computed again in the backward pass.
+        ranks: processes among which weights, gradients and moments are divided (FSDP2).
+        shard_gradients: with several ranks, gradients are summed after every micro-batch, so that each rank holds its
+            part; else each holds the whole gradient until the last.
+        on_cpu: the tiles of logits are small.
+        repeats_keys: the attention saves keys and values once per query head (padded rows; CUDA in float32).
+        heap: small tensors come from the C library's heap, see the module.
+    """
+
+    weight_bytes: int = 4
+    product_bytes: int = 4
+    rank: int = 0
+    dropout: bool = False
+    checkpointing: bool = False
+    ranks: int = 1
+    shard_gradients: bool = False
+    on_cpu: bool = True
+    repeats_keys: bool = False
+    heap: bool = False
+
+    @property
+    def casts(self) -> bool:
+        """Whether the products are computed in another dtype than the weights are kept in."""
+        return self.product_bytes != self.weight_bytes
+
+    @property
+    def tile_bytes(self) -> int:
+        return TILE_BYTES_ON_CPU if self.on_cpu else TILE_BYTES
+
+    def trainable(self, model: Architecture) -> int:
+        """Parameters that have a gradient."""
+        return model.adapter_parameters(self.rank) if self.rank else model.parameters
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of a trainable parameter, and so of its gradient and of each of its moments; adapters are in float32."""
+        return 4 if self.rank else self.weight_bytes
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What goes through the policy at once.
+
+    Args:
+        tokens: packed, each prompt once.
+        predicted: those that the policy wrote, which have logits.
+        slots: rows times the longest row.
+        keys: tokens whose keys and values the attention saves; 0: ``tokens``. On CUDA each response has its prompt's.
+    """
+
+    tokens: int
+    predicted: int
+    slots: int
+    keys: int = 0
+
+
+@dataclass(frozen=True)
+class LearnerMemory:
+    """Bytes of one rank at its peak."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    heap: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def resting(self) -> int:
+        """What stays between two steps."""
+        return self.weights + self.optimizer
+
+
+def layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
+    """What one decoder layer saves for its backward pass; see the module for the terms.
+
+    Its input counts as the input of its first norm.
+
+    >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
+    >>> layer_bytes(tiny, Learning(), MicroBatch(tokens=1, predicted=1, slots=1))  # 4 (48 + 16 + 8 + 64 + 2 + 2)
+    560
+    """
+    hidden, width, inner, c = model.hidden, model.query_width, model.intermediate, how.product_bytes
+    norms = 2 * (4 * hidden + 4) + (0 if how.rank else 2 * how.weight_bytes * hidden)
+    per_token = norms + 2 * c * width + 4 * model.heads + 4 * c * inner + _input_bytes(model, how)
+    if model.qk_norm:
+        both = width + model.kv_width
+        per_token += (4 + (0 if how.rank else c)) * both + 4 * (model.heads + model.kv_heads)
+    per_key = 2 * c * (width if how.repeats_keys else model.kv_width)
+    return rows.tokens * per_token + (rows.keys or rows.tokens) * per_key
+
+
+def _input_bytes(model: Architecture, how: Learning) -> int:
+    """Per token, what the linear layers save of their inputs beyond the attention's output and the MLP's product."""
+    hidden, width, inner, c = model.hidden, model.query_width, model.intermediate, how.product_bytes
+    if not how.rank:
+        return (5 if how.casts else 2) * c * hidden
+    ranks = len(model.linear_layers) * c * how.rank
+    noise = 4 if how.on_cpu else 1  # a factor, or a bit in a byte
+    if how.dropout:  # each layer drops for itself; the product is not saved as it was
+        return ranks + (noise + c) * (5 * hidden + width + inner) - c * inner
+    own_copies = how.casts or c != 4
+    return ranks + (c * (5 * hidden + width) if own_copies else 2 * c * hidden)
+
+
+def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
+    """What the decoder has saved when its last layer is through: its layers, or under checkpointing their inputs.
+
+    Beside them stand the cosines and sines of the positions, once for all layers, and the last norm; under autocast
+    without checkpointing the weights in half precision, from which the gradients of the inputs are computed.
+
+    >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
+    >>> rows = MicroBatch(tokens=10, predicted=6, slots=20)
+    >>> decoder_bytes(tiny, Learning(), rows)  # 2 layers of 5600, positions 320, norm 680
+    12200
+    >>> decoder_bytes(tiny, Learning(checkpointing=True), rows)  # 2 inputs of 320, positions 320, norm 680
+    1640
+    """
+    if how.checkpointing:
+        layers = model.layers * rows.tokens * how.weight_bytes * model.hidden
+    else:
+        layers = model.layers * layer_bytes(model, how, rows)
+        layers += how.product_bytes * model.layers * model.layer_matrices if how.casts else 0
+    return layers + rows.tokens * 2 * how.weight_bytes * model.head_dim + _last_norm_bytes(model, how, rows)
+
+
+def _last_norm_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
+    return rows.tokens * (4 * model.hidden + 4 + (0 if how.rank else how.weight_bytes * model.hidden))
+
+
+def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
+    """Saved by the log-probs: hidden states, or with a frozen head the slopes; places, targets and three vectors."""
+    return rows.predicted * (how.product_bytes * model.hidden + 8 + (0 if how.rank else 20))
+
+
+def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
+    """Of the head's backward pass: tiles, the gradient of the hidden states, one tile of that of the weight."""
+    wide = 4 * rows.predicted * model.hidden
+    if how.rank:
+        return how.tile_bytes + 2 * wide
+    columns = math.isqrt(how.tile_bytes // (8 + (how.product_bytes if how.product_bytes < 4 else 0)))
+    narrow = how.product_bytes * rows.predicted * model.hidden if how.product_bytes < 4 else 0
+    return how.tile_bytes + wide + narrow + 4 * model.hidden * min(columns, model.vocab)
+
+
+def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> LearnerMemory:
+    """Peak of an optimizer step on one rank, once the optimizer has its moments.
+
+    Args:
+        micro_batches: of the step, the heaviest first; only the first two count.
+
+    Worked example, one micro-batch of 10 tokens and a tied vocabulary of 32: 1448 parameters, so 5792 bytes of weights
+    and of gradients and 11584 of moments. In the decoder's backward pass there are ``E`` = 1024 bytes of gradients and
+    12200 + 20 * 150 of activations, less the last norm (680), more the MLP's (10 * 192); at its end 5792 + 1024. The
+    head's moment has 8 MiB of tiles, which decide here:
+
+    >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
+    >>> found = learner_memory(tiny, Learning(), [MicroBatch(tokens=10, predicted=6, slots=20)])
+    >>> found.weights, found.gradients, found.optimizer, found.activations, found.logits - 8 * 2**20
+    (5792, 1024, 11584, 15560, 1216)
+    """
+    weights, whole, optimizer = _standing_bytes(model, how)
+    moments = []
+    for carried, rows in zip((0, whole), micro_batches):
+        moments += [
+            LearnerMemory(weights, carried + gradients, optimizer, activations, logits)
+            for gradients, activations, logits in _moments(model, how, rows, is_first=not carried)
+        ]
+    head = 0 if how.rank else how.weight_bytes * model.head_weights
+    later = len(micro_batches) > 1
+    made_anew = head * (int(model.tied) + int(later))
+    moments.append(LearnerMemory(weights, whole + made_anew, optimizer, 0, 0))
+    worst = max(moments, key=lambda moment: moment.total)
+    return replace(worst, heap=_heap_bytes(model, how, micro_batches[0], moments, worst)) if how.heap else worst
+
+
+def _heap_bytes(
+    model: Architecture, how: Learning, rows: MicroBatch, moments: Sequence[LearnerMemory], worst: LearnerMemory
+) -> int:
+    """What the heap holds beyond the worst moment: other moments' gradients, activations and tiles, and lost room.
+
+    Only tensors below :data:`HEAP_TENSOR` come from it: the wide ones are those of the MLP.
+    """
+    narrow, wide = (rows.tokens * how.product_bytes * width for width in (model.hidden, model.intermediate))
+    layer = layer_bytes(model, how, rows)
+    in_mlp = 4 * wide / layer
+    share = 0.0 if narrow >= HEAP_TENSOR else (1 - in_mlp if wide >= HEAP_TENSOR else 1.0)
+    names = ("gradients", "activations", "logits")
+    apart = sum(max(getattr(moment, name) for moment in moments) - getattr(worst, name) for name in names)
+    activations = max(moment.activations for moment in moments)
+    lost = (LOST_WITH_ADAPTER if how.rank else LOST) * activations
+    if how.checkpointing:
+        lost = LOST_UNDER_CHECKPOINTING * model.layers * layer
+    return int(share * (apart + lost))
+
+
+def _standing_bytes(model: Architecture, how: Learning) -> tuple[int, int, int]:
+    """Weights, the whole gradient and the optimizer's moments of one rank.
+
+    Of several ranks each gathers the embedding, the head and two layers at a time: the one that computes and the next.
+    """
+    trainable = how.trainable(model) * how.trained_bytes
+    adapter = trainable if how.rank else 0
+    weights = model.parameters * how.weight_bytes + adapter
+    if how.ranks == 1:
+        return weights, trainable, 2 * trainable
+    gathered = model.embedding_parameters + 2 * model.layer_parameters
+    own = -(-weights // how.ranks) + gathered * how.weight_bytes
+    part = -(-trainable // how.ranks)
+    passing = 0 if how.rank else (model.embedding_parameters + model.layer_parameters) * how.weight_bytes
+    return own, (part + passing if how.shard_gradients else trainable), 2 * part
+
+
+def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: bool) -> list[tuple[int, int, int]]:
+    """New gradients, activations and logits at the moments of one micro-batch; see the module."""
+    c, w = how.product_bytes, how.weight_bytes
+    head = 0 if how.rank else w * model.head_weights
+    saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES
+    of_head = head_bytes(model, how, rows)
+    in_mlp = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)
+    again = layer_bytes(model, how, rows) if how.checkpointing else 0
+    if how.checkpointing and how.casts:
+        again += c * model.layer_matrices
+    waits = head if model.tied or is_first else 0
+    found = [
+        (head, saved + of_head, _head_working_bytes(model, how, rows)),
+        (waits, saved - _last_norm_bytes(model, how, rows) + again + in_mlp, 0),
+    ]
+    if how.checkpointing and how.casts and not how.rank:  # autocast keeps what it cast until the forward pass ends
+        found.append((0, saved + of_head + c * model.layers * model.layer_matrices, how.tile_bytes))
+    return found

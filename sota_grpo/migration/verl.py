@@ -1,0 +1,218 @@
+"""The command line of verl 0.9.0 that trains as a config of ours does.
+
+Names, choices and defaults of verl's options are those of the tag v0.9.0 of verl-project/verl, ``verl/trainer/config``;
+what its losses and advantages compute is in ``verl/trainer/ppo/core_algos.py`` there. verl counts batches in prompts,
+ours in responses. The options of 0.9.1 that are used here have the same names and meaning.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sota_grpo.config import Config, longest_response, turn_size
+from sota_grpo.migration.account import Account, Facts
+from sota_grpo.migration.verl_learning import ACTOR, advantage, correction, optimizer, policy_loss, reference
+
+VERSION = "0.9.0"
+HERE = "$HERE"  # at the beginning of a value: the folder of the script
+
+_ROLLOUT, _REF, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "actor_rollout_ref.model"
+_DTYPES = {"auto": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_PLAIN = re.compile(r"[A-Za-z/][\w./:@%+-]*")  # text that Hydra reads as such without quotes
+
+
+def verl_options(config: Config, facts: Facts) -> tuple[dict[str, Any], Account]:
+    """verl's options by name, in the order of the script, and the account of ours.
+
+    >>> options, account = verl_options(Config(), Facts("tiny", "demo", longest_prompt=100, num_train=8192))
+    >>> options["actor_rollout_ref.rollout.n"], options["data.train_batch_size"]
+    (8, 32)
+    """
+    account = Account(config)
+    found = _data(config, account, facts)
+    for part in (advantage, policy_loss, correction, reference, optimizer):
+        found |= part(config, account)
+    found |= _model(account, facts) | _actor(config, account, facts) | _rollout(config, account)
+    found |= _trainer(config, account, facts) | _mode(config, account)
+    return found, account
+
+
+def verl_script(options: Mapping[str, Any], account: Account, heading: Sequence[str]) -> str:
+    """A shell script around ``python3 -m verl.trainer.main_ppo``; what is given to it is added to the command."""
+    comment = [*heading, "", *account.comment()]
+    lines = ["#!/usr/bin/env bash", *(f"# {line}".rstrip() for line in comment), "set -euo pipefail"]
+    lines += ['HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"', "exec python3 -m verl.trainer.main_ppo \\"]
+    lines += [f"    {_word(name, value)} \\" for name, value in options.items()]
+    return "\n".join([*lines, '    "$@"', ""])
+
+
+def _word(name: str, value: Any) -> str:
+    """``name=value`` as one word of the shell, the value as Hydra reads it."""
+    if isinstance(value, str) and value.startswith(HERE):
+        return f"{name}=\"'{value}'\""
+    return shlex.quote(f"{name}={_hydra(value)}")
+
+
+def _hydra(value: Any) -> str:
+    """
+    >>> _hydra([True, None, 1e-06, "a b", {"len": 4}])
+    "[true,null,1e-06,'a b',{len:4}]"
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_hydra, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_hydra(item)}" for name, item in value.items()) + "}"
+    if not isinstance(value, str):
+        return str(value)
+    return value if _PLAIN.fullmatch(value) else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _data(config: Config, account: Account, facts: Facts) -> dict[str, Any]:
+    account.carry("train.dialog_turns_per_batch")
+    if config.mode == "async":
+        account.carry("train.weight_update_frequency")
+    if config.env.max_steps > 1:
+        account.remark(
+            "env.max_steps", "verl's dialogs need an agent loop of your own; each response is one turn here."
+        )
+    if account["env.reasoning"]:
+        account.remark("env.reasoning", "nobody is asked to think again there.")
+    return {
+        "data.train_files": f"{HERE}/train.parquet",
+        "data.val_files": f"{HERE}/heldout.parquet",
+        "data.train_batch_size": turn_size(config) // account["env.repeats"],
+        "data.max_prompt_length": facts.longest_prompt,
+        "data.max_response_length": account["inference_model.max_tokens"],
+        "data.shuffle": account["env.shuffle"],
+        "data.seed": account["seed"],
+        "reward.custom_reward_function.path": f"{HERE}/reward.py",
+        "reward.custom_reward_function.name": "compute_score",
+        "reward.num_workers": max(1, account["env.reward_workers"]),
+    }
+
+
+def _model(account: Account, facts: Facts) -> dict[str, Any]:
+    account.carry("model.name", "model.size")
+    trusted = account["model.trust_remote_code"]
+    found: dict[str, Any] = {
+        f"{_MODEL}.path": facts.model,
+        f"{_MODEL}.trust_remote_code": trusted,
+        "data.trust_remote_code": trusted,
+        f"{_MODEL}.enable_gradient_checkpointing": account["train_model.gradient_checkpointing"],
+    }
+    attention = account["model.attn_implementation"]
+    if attention is not None:
+        found[f"+{_MODEL}.override_config.attn_implementation"] = attention
+    if account["train_model.lora.enabled"]:
+        found |= {
+            f"{_MODEL}.lora_rank": account["train_model.lora.r"],
+            f"{_MODEL}.lora_alpha": account["train_model.lora.alpha"],
+            f"{_MODEL}.target_modules": "all-linear",
+            f"{_ROLLOUT}.load_format": "safetensors",
+        }
+        if account["train_model.lora.dropout"]:
+            account.remark("train_model.lora.dropout", "the adapters of verl's FSDP learner have no dropout.")
+    return found
+
+
+def _actor(config: Config, account: Account, facts: Facts) -> dict[str, Any]:
+    repeats, size = config.env.repeats, account["train.optim_batch_size"]
+    if size % repeats:
+        account.remark(
+            "train.optim_batch_size", f"verl cuts between prompts: {max(1, size // repeats)} of them a step."
+        )
+    longest = facts.longest_prompt + longest_response(config)
+    budget = account["train.micro_batch_tokens"]
+    if budget < longest:
+        account.remark(
+            "train.micro_batch_tokens", f"raised to the longest sequence, {longest}; it counts every prompt."
+        )
+    saved = ["model", "optimizer", "extra", *(["hf_model"] if account["train.export_hf"] else [])]
+    found: dict[str, Any] = {
+        f"{ACTOR}.ppo_mini_batch_size": max(1, size // repeats),
+        f"{ACTOR}.ppo_epochs": account["train.epochs"],
+        f"{ACTOR}.shuffle": config.train.epochs > 1,
+        f"{ACTOR}.use_dynamic_bsz": True,
+        f"{ACTOR}.ppo_max_token_len_per_gpu": max(budget, longest),
+        f"{ACTOR}.fsdp_config.model_dtype": _DTYPES[account["train_model.torch_dtype"]],
+        f"{ACTOR}.checkpoint.save_contents": saved,
+    }
+    precision = account["train.precision"]
+    if precision in ("fp32", "fp16"):  # verl's default is bf16
+        kinds = {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+        found |= {f"+{role}.fsdp_config.mixed_precision": kinds for role in (ACTOR, _REF)}
+    return found
+
+
+def _rollout(config: Config, account: Account) -> dict[str, Any]:
+    engine, dtype = account["engine.name"], account["inference_model.torch_dtype"]
+    if engine in ("transformers", "scripted"):
+        account.remark("engine.name", "verl samples with vllm or sglang; this is vllm.")
+    elif engine.endswith("_server"):
+        account.remark("engine.name", "verl starts the engine itself.")
+    found = {
+        f"{_ROLLOUT}.name": "sglang" if engine == "sglang_server" else "vllm",
+        f"{_ROLLOUT}.n": config.env.repeats,
+        f"{_ROLLOUT}.temperature": account["inference_model.temperature"],
+        f"{_ROLLOUT}.top_p": account["inference_model.top_p"],
+        f"{_ROLLOUT}.top_k": account["inference_model.top_k"] or -1,
+        f"{_ROLLOUT}.ignore_eos": account["inference_model.ignore_eos"],
+        f"{_ROLLOUT}.seed": config.seed,
+        f"{_ROLLOUT}.dtype": "bfloat16" if dtype == "auto" else dtype,
+        f"{_ROLLOUT}.tensor_model_parallel_size": account["inference_model.tensor_parallel_size"],
+        f"{_ROLLOUT}.gpu_memory_utilization": account["inference_model.gpu_memory_utilization"],
+        f"{_ROLLOUT}.enforce_eager": bool(account["inference_model.enforce_eager"]),
+        f"{_ROLLOUT}.max_num_seqs": account["env.num_envs"],
+    }
+    context = account["inference_model.max_model_len"]
+    return found if context is None else found | {f"{_ROLLOUT}.max_model_len": context}
+
+
+def _trainer(config: Config, account: Account, facts: Facts) -> dict[str, Any]:
+    turns = account["train.total_dialog_turns"] // turn_size(config)
+    prompts = turn_size(config) // config.env.repeats
+    is_on, every = account["eval.mode"] == "on", account["eval.every"]
+    if is_on and account["eval.avg_at_k"]:
+        account.remark("eval.avg_at_k", "verl's validation is greedy here (rollout.val_kwargs chooses).")
+    if account["device"] == "cpu":
+        account.remark("device", "verl needs accelerators.")
+    devices, count = account["train_model.devices"], account["train_model.num_devices"]
+    return {
+        "trainer.total_training_steps": turns,
+        "trainer.total_epochs": math.ceil(turns / max(1, facts.num_train // prompts)),
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": len(devices) if devices else count or 1,
+        "trainer.save_freq": account["train.checkpoint_frequency"] or turns,
+        "trainer.max_actor_ckpt_to_keep": account["train.keep_checkpoints"],
+        "trainer.resume_mode": "disable" if account["train.resume"] is None else "auto",
+        "trainer.val_before_train": is_on,
+        "trainer.test_freq": (every or turns) if is_on else -1,
+        "trainer.logger": ["console", *(["wandb"] if account["logging.wandb"] != "disabled" else [])],
+        "trainer.project_name": account["logging.project"],
+        "trainer.experiment_name": account["logging.run_name"] or facts.name,
+        "trainer.default_local_dir": f"{HERE}/checkpoints",
+    }
+
+
+def _mode(config: Config, account: Account) -> dict[str, Any]:
+    """Lockstep, or collection and training at the same time on devices of their own."""
+    if account["mode"] == "sync":
+        return {"trainer.v1.trainer_mode": "sync"}
+    devices, count = account["inference_model.devices"], account["inference_model.num_devices"]
+    account.remark("train.max_policy_age", "verl drops what became older, or waits for it; ours never samples it.")
+    return {
+        "trainer.v1.trainer_mode": "separate_async",
+        "trainer.v1.separate_async.parameter_sync_step": turn_size(config) // config.train.optim_batch_size,
+        "trainer.v1.sampler.max_off_policy_threshold": max(1, account["train.max_policy_age"]),
+        f"{_ROLLOUT}.nnodes": 1,
+        f"{_ROLLOUT}.n_gpus_per_node": len(devices) if devices else count or 1,
+        f"{_ROLLOUT}.checkpoint_engine.backend": "nccl",
+    }

@@ -1,0 +1,74 @@
+// The runs: which are shown, how far they are, and in which options they differ.
+
+function stateOf(run) {
+  const turns = run.asked === null || run.turns === run.asked ? plural(run.turns, "turn") : `${fmt(run.turns)} of ${plural(run.asked, "turn")}`;
+  return el("td", {}, `${run.state}, ${turns}`, run.note ? el("span", { class: "help quiet" }, readable(run.note)) : null);
+}
+
+function accuracyOf(run) {
+  const points = pointsOf(run, "eval/accuracy");
+  if (!points.length) return "–";
+  const say = (point) => percent(point.y) + (point.e === null ? "" : ` ± ${(100 * point.e).toFixed(1)}`);
+  return points.length === 1 ? say(points[0]) : `${say(points[0])} → ${say(points.at(-1))}`;
+}
+
+function lastReward(run) {
+  const points = smoothed(pointsOf(run, "reward"), 4);
+  if (!points.length) return "–";
+  const say = (point) => fmt(point.y, 3);
+  return points.length === 1 ? say(points[0]) : `${say(points[0])} → ${say(points.at(-1))}`;
+}
+
+function toggled() {
+  state.shown = new Set(boxes().filter((box) => box.checked).map((box) => Number(box.dataset.run)));
+  fillKey();
+  redraw();
+}
+
+const boxes = () => [...document.querySelectorAll("#runs-table [data-run]")];
+
+function toggleAll(event) {
+  for (const box of boxes()) box.checked = event.target.checked;
+  toggled();
+}
+
+function fillKey() {
+  fill(byId("key"), RUNS.length > 1 ? RUNS.filter((run) => state.shown.has(run.index)).map(badge) : null);
+}
+
+function runRow(run) {
+  const box = el("input", { type: "checkbox", checked: true, "aria-label": `show run ${run.label}`, "data-run": run.index, change: toggled });
+  return [
+    el("td", { class: "nowrap" }, RUNS.length > 1 ? box : null, badge(run)),
+    rowHead(el("span", { title: run.path }, readable(run.name))),
+    stateOf(run),
+    lastReward(run),
+    accuracyOf(run),
+    duration(run.phases.total),
+    el("td", { class: "nowrap" }, run.written),
+  ];
+}
+
+function differencesTable() {
+  const rows = DATA.options.filter((option) => option.differs);
+  if (!rows.length) return el("p", { class: "quiet" }, "Their configs are equal.");
+  const head = ["Option", ...RUNS.map((run) => el("th", {}, badge(run)))];
+  const body = rows.map((option) => [rowHead(readable(option.name)), ...option.values.map((value) => el("td", {}, value === null ? "–" : readable(value)))]);
+  return wide("Config differences", table(head, body, { id: "differences-table" }));
+}
+
+function startRuns() {
+  const one = RUNS.length === 1;
+  byId("about").textContent = `${one ? RUNS[0].path : plural(RUNS.length, "run")} · written ${DATA.made}`;
+  document.title = `Training report · ${one ? RUNS[0].name : plural(RUNS.length, "run")}`;
+  const all = one ? "" : el("input", { type: "checkbox", id: "all-runs", "aria-label": "show all runs", checked: true, change: toggleAll });
+  const head = [all, "Run", "State", "Reward (first → last turns)", "Held-out accuracy", "Time in turns", "Last written"];
+  byId("runs-table").append(table(head, RUNS.map(runRow)));
+  const notes = [];
+  if (DATA.stride > 1) notes.push(`Every ${DATA.stride}th turn is in the curves, all evaluations are.`);
+  for (const members of SEEDED) notes.push(`${members.map((index) => RUNS[index].label).join(", ")} are seeds of one config.`);
+  if (DATA.left_out.length) notes.push(`Without a finished turn, and left out: ${DATA.left_out.join(", ")}.`);
+  byId("runs-notes").textContent = notes.join(" ");
+  if (!one) byId("differences").append(el("h3", {}, "What differs in their configs"), differencesTable());
+  fillKey();
+}

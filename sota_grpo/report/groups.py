@@ -1,0 +1,240 @@
+"""The groups that a report shows: best and worst of each from ``rollouts.jsonl``, all samples with their tokens from
+the stored steps; as many as fit, spread over the run."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.recording.run_log import ROLLOUTS_FILE
+from sota_grpo.report.encode import clipped, number, safe_json, shown
+from sota_grpo.report.read import RunData, json_line, whole_lines
+from sota_grpo.report.tokens import token_columns
+
+_HEAD = re.compile(rb'\{"step": (\d+), "group_id": (-?\d+), ')
+_TAIL = re.compile(rb'"policy_version": (-?\d+)\}\n\Z')
+_AT_ONCE = 4  # groups of a turn that are taken before the next turn has its own
+_MISFITS = 50  # groups in a row that are too large for what is left of the budget, before the rest is not tried
+_STEP_BYTES = 400_000  # of the groups of one stored step
+
+
+@dataclass
+class Index:
+    """Where each group stands in ``rollouts.jsonl``, found without parsing it.
+
+    Attributes:
+        lines: by (turn, group), the number, offset and size of each of its lines.
+        ages: responses by the age of their policy, in versions.
+    """
+
+    lines: dict[tuple[int, int], list[tuple[int, int, int]]] = field(default_factory=dict)
+    ages: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What a page holds of a run's groups.
+
+    Attributes:
+        encoded: each group as JSON, safe in HTML.
+        total: groups in the record; those that are not in ``encoded`` are left out.
+        stored_turns: turns of which whole groups with tokens are among them.
+        ages: responses by the age of their policy, as in :class:`Index`.
+    """
+
+    encoded: list[str]
+    total: int
+    stored_turns: list[int]
+    ages: list[tuple[int, int]]
+
+
+def choose_groups(run: RunData, budget: int) -> Groups:
+    """At most ``budget`` bytes of groups: of the newest turn, the first, then evenly spread ones; few of each at first.
+
+    Raises:
+        UserError: a line of the record is broken.
+    """
+    path = run.path / ROLLOUTS_FILE
+    index = scan(path)
+    estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3"))
+    weight = sum(size for lines in index.lines.values() for *_, size in lines)
+    paths = _stored_paths(run.path)
+    stored = _stored(paths, estimator, max(budget // 2, budget - weight))
+    chosen = {(step, group): text for step, group, text in stored}
+    left = budget - sum(map(_size, chosen.values()))
+    rest = [place for place in _in_order(index.lines) if place not in chosen]
+    chosen |= _read(path, {place: index.lines[place] for place in rest}, left)
+    return Groups(
+        encoded=[chosen[place] for place in sorted(chosen)],
+        total=len(index.lines.keys() | chosen.keys()),
+        stored_turns=sorted({step for step, *_ in stored}),
+        ages=sorted(index.ages.items()),
+    )
+
+
+def scan(path: Path) -> Index:
+    """Find the groups of ``rollouts.jsonl``; a line in another form than the trainer's is parsed.
+
+    Raises:
+        UserError: a line is broken.
+    """
+    index = Index()
+    for line_number, offset, line in whole_lines(path):
+        head, tail = _HEAD.match(line), _TAIL.search(line, max(0, len(line) - 64))
+        if head and tail:
+            step, group, version = int(head[1]), int(head[2]), int(tail[1])
+        else:
+            row = json_line(line, path, line_number)
+            step, group = row["step"], _integer(row.get("group_id"), 0)
+            version = _integer(row.get("policy_version"), step)
+        index.lines.setdefault((step, group), []).append((line_number, offset, len(line)))
+        index.ages[step - version] += 1
+    return index
+
+
+def _size(text: str) -> int:
+    return len(text.encode())
+
+
+def _integer(value: Any, default: int) -> int:
+    return value if isinstance(value, int) else default
+
+
+def spread(count: int) -> list[int]:
+    """0 .. count - 1 so that however many one takes from the front, they are spread: last, first, middle, quarters.
+
+    >>> spread(9)
+    [8, 0, 4, 2, 6, 1, 3, 5, 7]
+    """
+    if count < 2:
+        return list(range(count))
+    order, gaps = [count - 1, 0], deque([(0, count - 1)])
+    while gaps:
+        low, high = gaps.popleft()
+        middle = (low + high) // 2
+        if middle > low:
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    return order
+
+
+def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: str = "k3") -> dict[str, Any]:
+    """One group for the page, from rows with the fields of ``rollouts.jsonl`` and perhaps of a stored step.
+
+    Args:
+        rows: samples of one group of one turn.
+        whole: these are all its samples, not just its best and worst.
+        estimator: of the KL to the reference, per token.
+    """
+    first = rows[0]
+    return {
+        "step": first["step"],
+        "id": first.get("group_id"),
+        "prompt": clipped(str(first.get("prompt") or first.get("query") or "")),
+        "answer": clipped(str(first.get("answer") or "")),
+        "whole": whole,
+        "zero": len({row.get("reward") for row in rows}) == 1,
+        "cut": any(bool(row.get("truncated")) for row in rows),
+        "samples": [_sample(row, estimator) for row in rows],
+    }
+
+
+def _sample(row: Mapping[str, Any], estimator: str) -> dict[str, Any]:
+    terms, notes = row.get("reward_terms") or {}, row.get("reward_info") or {}
+    columns = token_columns(row, estimator)
+    return {
+        "id": row.get("sample_id"),
+        "reward": number(row.get("reward")),
+        "terms": {str(name): number(value) for name, value in dict(terms).items()},
+        "notes": {str(name): clipped(shown(value)) for name, value in dict(notes).items()},
+        "advantage": number(row.get("advantage")),
+        "success": bool(row.get("success")),
+        "cut": bool(row.get("truncated")),
+        "version": number(row.get("policy_version")),
+        "length": number(row.get("response_tokens")),
+        **(columns or {"text": clipped(str(row.get("response") or ""))}),
+    }
+
+
+def _in_order(places: Mapping[tuple[int, int], Any]) -> Iterator[tuple[int, int]]:
+    """A few groups of each turn, the turns spread; then the next few of each."""
+    turns: dict[int, list[int]] = {}
+    for step, group in places:
+        turns.setdefault(step, []).append(group)
+    steps = sorted(turns)
+    order = [steps[at] for at in spread(len(steps))]
+    for start in range(0, max(map(len, turns.values()), default=0), _AT_ONCE):
+        for step in order:
+            yield from ((step, group) for group in turns[step][start : start + _AT_ONCE])
+
+
+def _read(
+    path: Path, places: Mapping[tuple[int, int], list[tuple[int, int, int]]], budget: int
+) -> dict[tuple[int, int], str]:
+    """The first of these groups that fit."""
+    found: dict[tuple[int, int], str] = {}
+    misfits = 0
+    if not places:
+        return found
+    with path.open("rb") as file:
+        for place, lines in places.items():
+            rows = []
+            for line_number, offset, size in lines:
+                file.seek(offset)
+                rows.append(json_line(file.read(size), path, line_number))
+            text = safe_json(plain_group(rows, whole=False))
+            if _size(text) > budget:
+                misfits += 1
+                if misfits > _MISFITS:
+                    break
+                continue
+            misfits, budget = 0, budget - _size(text)
+            found[place] = text
+    return found
+
+
+def _stored_paths(run_dir: Path) -> list[Path]:
+    if not (run_dir / "steps").is_dir():  # else nothing of torch is needed
+        return []
+    from sota_grpo.recording.steps import stored_steps
+
+    return stored_steps(run_dir)
+
+
+def _stored(paths: Sequence[Path], estimator: str, budget: int) -> list[tuple[int, int, str]]:
+    """Groups of the stored steps as (turn, group, JSON)."""
+    found: list[tuple[int, int, str]] = []
+    for at in spread(len(paths)):
+        status = paths[at].stat()
+        for place in _groups_of(paths[at], estimator, status.st_mtime_ns, status.st_size):
+            size = _size(place[2])
+            if size <= budget:
+                found.append(place)
+                budget -= size
+        if budget < _STEP_BYTES // 10:
+            break
+    return found
+
+
+@lru_cache(maxsize=32)  # a run that is training asks again at every checkpoint
+def _groups_of(path: Path, estimator: str, _written: int, _bytes: int) -> list[tuple[int, int, str]]:
+    from sota_grpo.recording.steps import read_step
+
+    stored = read_step(path)
+    siblings: dict[int, list[Mapping[str, Any]]] = {}
+    for row in stored.samples:
+        siblings.setdefault(int(row["group_id"]), []).append({**row, "step": stored.step})
+    found: list[tuple[int, int, str]] = []
+    left = _STEP_BYTES
+    for group, rows in siblings.items():
+        text = safe_json(plain_group(rows, whole=True, estimator=estimator))
+        left -= _size(text)
+        if left < 0 and found:
+            break
+        found.append((stored.step, group, text))
+    return found

@@ -1,0 +1,326 @@
+"""The report in a real browser, as a person uses it: by pointer and keyboard, in the dark, on a telephone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sota_grpo.recording.gate_record import write_gate
+from sota_grpo.report import write_report
+from tests.report_rigs import HOSTILE, turn_metrics, write_run
+
+pytestmark = pytest.mark.browser
+
+TURNS = 24
+LINES = """name => document.querySelector(`[data-metric="${name}"] .plot`).data.map(
+    trace => ({kind: trace.meta, x: [...trace.x], y: [...trace.y], dash: trace.line.dash, symbol: trace.marker?.symbol,
+               said: trace.customdata}))"""
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two seeds of one config and a run of another, the first with stored turns and a gate, the last interrupted."""
+    root = tmp_path_factory.mktemp("sweep")
+    first = write_run(root / "0", turns=TURNS, stored=[0, 20])
+    checks = [("gold answers", True, "64 of 64 earn <b>1</b>"), ("ratio is one", False, "it is 1.5")]
+    write_gate(first, "warn", [SimpleNamespace(name=n, passed=p, sentence=s, seconds=0.5) for n, p, s in checks])
+    write_run(root / "1", turns=TURNS, seed=1)
+    write_run(root / "2", turns=TURNS // 2, num_steps=TURNS, finished=False, options=["optimizer.lr=0.001"])
+    return write_report([root], root / "report.html")
+
+
+def rewards(seed: int = 0, turns: int = TURNS) -> list[float]:
+    return [float(f"{turn_metrics(turn, seed, 3, 4)['reward']:.5g}") for turn in range(turns)]
+
+
+def busy(page: Any) -> float:
+    """Seconds that the page's main thread has worked."""
+    metrics = page.devtools.send("Performance.getMetrics")["metrics"]
+    return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
+
+
+def lines(page: Any, name: str, kind: str = "line") -> list[dict[str, Any]]:
+    page.locator(f'[data-metric="{name}"]').scroll_into_view_if_needed()
+    page.wait_for_selector(f'[data-metric="{name}"][aria-busy="false"]')
+    return [trace for trace in page.evaluate(LINES, name) if trace["kind"] == kind]
+
+
+def says(page: Any, beginning: str) -> None:
+    """Filters take effect a moment after the last key."""
+    page.wait_for_selector(f"#groups-say:text-matches('^{beginning}')")
+
+
+def unsmoothed(page: Any) -> None:
+    page.locator("#smooth").focus()
+    page.keyboard.press("Home")
+
+
+def test_the_runs_and_what_differs_in_them(opened: Callable, three: Path) -> None:
+    page = opened(three)
+    table = page.locator("#runs-table tbody tr").all_inner_texts()
+    assert [row.split("\t")[1] for row in table] == ["0", "1", "2"]
+    assert "finished, 24 turns" in table[0]
+    assert "stopped, 12 of 24 turns" in table[2]
+    assert "25.0 % ± 2.7 → " in table[0]
+    differs = page.locator("#differences-table tbody tr").all_inner_texts()
+    assert [row.split("\t")[0] for row in differs] == ["seed", "optimizer.lr"]
+    assert differs[1].split("\t")[1:] == ["1e-06", "1e-06", "0.001"]
+    assert "A, B are seeds of one config." in page.inner_text("#runs-notes")
+    passed = page.locator("#gate-table tbody tr").all_inner_texts()
+    assert ["✓ passed" in row for row in passed] == [True, False]
+    assert "64 of 64 earn <b>1</b>" in passed[0]
+
+
+def test_curves_show_the_metrics_as_they_are(opened: Callable, three: Path) -> None:
+    page = opened(three)
+    unsmoothed(page)
+    drawn = lines(page, "reward")
+    assert [line["y"] for line in drawn] == [rewards(0), rewards(1), rewards(0, TURNS // 2)]
+    assert drawn[0]["x"] == list(range(TURNS))
+    assert len({(line["dash"], line["symbol"]) for line in drawn}) == 3  # told apart without colour
+    band = lines(page, "reward", "band")[0]
+    assert band["y"][0] == pytest.approx(rewards()[0] + 0.4 / math.sqrt(12), abs=1e-5)
+    assert band["y"][-1] == pytest.approx(rewards()[0] - 0.4 / math.sqrt(12), abs=1e-5)
+    assert lines(page, "eval/accuracy")[0]["x"] == [0, 4, 8, 12, 16, 20, 24]
+    assert "reward_errors 0" in " ".join(page.locator(".still").all_inner_texts())
+
+
+def test_smoothing_is_the_mean_of_the_turns_around(opened: Callable, three: Path) -> None:
+    page = opened(three)
+    unsmoothed(page)
+    assert page.inner_text("#smooth-says") == "none"
+    for _ in range(2):
+        page.keyboard.press("ArrowRight")
+    assert page.inner_text("#smooth-says") == "mean of 5 turns"
+    drawn, raw = lines(page, "reward")[0], rewards()
+    assert drawn["y"][10] == pytest.approx(sum(raw[8:13]) / 5)
+    assert drawn["y"][0] == pytest.approx(sum(raw[:3]) / 3)
+    assert lines(page, "reward", "raw")[0]["y"] == raw
+    band = lines(page, "reward", "band")[0]
+    assert band["y"][10] - drawn["y"][10] == pytest.approx(0.4 / math.sqrt(12) / math.sqrt(5), abs=1e-5)
+    assert lines(page, "eval/accuracy")[0]["y"][1] == pytest.approx(0.25 + 0.5 * 4 / 24, abs=1e-5)
+
+
+def test_the_mean_over_seeds_has_its_standard_error(opened: Callable, three: Path) -> None:
+    page = opened(three)
+    unsmoothed(page)
+    page.check("#means")
+    drawn = lines(page, "reward")
+    assert len(drawn) == 2
+    assert drawn[0]["y"] == pytest.approx([(a + b) / 2 for a, b in zip(rewards(0), rewards(1))])
+    error = abs(rewards(0)[5] - rewards(1)[5]) / 2  # of two numbers
+    assert lines(page, "reward", "band")[0]["y"][5] - drawn[0]["y"][5] == pytest.approx(error)
+    page.uncheck("#bands")
+    assert lines(page, "reward", "band") == []
+
+
+def test_other_axes_runs_and_metrics(opened: Callable, three: Path) -> None:
+    page = opened(three)
+    unsmoothed(page)
+    page.select_option("#axis", "responses")
+    assert lines(page, "reward")[0]["x"] == [12 * (turn + 1) for turn in range(TURNS)]
+    page.select_option("#axis", "minutes")
+    assert lines(page, "kl")[0]["x"][:2] == pytest.approx([(1.5 + 9) / 60, (1.5 + 18) / 60], rel=1e-4)
+    page.uncheck("[data-run='1']")
+    assert [line["y"] for line in lines(page, "reward")] == [rewards(0), rewards(0, TURNS // 2)]
+    assert page.locator("#key b").all_inner_texts() == ["A", "C"]
+    page.uncheck("#all-runs")
+    assert lines(page, "reward") == []
+    assert "No run that is shown" in page.inner_text("[data-metric='reward'] .says")
+    page.check("#all-runs")
+    assert len(lines(page, "reward")) == 3
+    assert lines(page, "eval/accuracy")[0]["x"][:2] == [0, pytest.approx((1.5 + 4 * 9) / 60, rel=1e-4)]
+    page.check("#log")
+    lines(page, "kl")
+    assert page.evaluate("document.querySelector(\"[data-metric='kl'] .plot\").layout.yaxis.type") == "log"
+    page.fill("#find-metric", "kl grad")
+    shown = page.locator(".chart:visible b").all_inner_texts()
+    assert "kl" in shown
+    assert "grad_norm" in shown
+    assert "reward" not in shown
+
+
+def test_a_curve_leads_to_the_groups_of_its_turn(opened: Callable, three: Path) -> None:
+    page = opened(three)
+    unsmoothed(page)
+    lines(page, "reward")
+    page.focus("[data-metric='reward']")
+    for key in ("Home", "ArrowRight", "ArrowRight", "ArrowRight"):
+        page.keyboard.press(key)
+    assert "turn 3" in page.inner_text("[data-metric='reward'] .says")
+    page.keyboard.press("Enter")
+    assert page.inner_text("#group h3").startswith("Turn 3, group 9")
+    assert page.evaluate("document.activeElement.id") == "group-list"
+    place = page.evaluate("""() => {
+        const plot = document.querySelector("[data-metric='reward'] .plot");
+        const {xaxis: x, yaxis: y} = plot._fullLayout;
+        const second = plot.data.filter(trace => trace.meta === "line")[1];
+        plot.scrollIntoView({block: "center"});
+        const box = plot.getBoundingClientRect();
+        return [box.left + x._offset + x.d2p(15), box.top + y._offset + y.d2p(second.y[15])];
+    }""")
+    page.mouse.move(*place)
+    page.mouse.click(*place)
+    assert page.inner_text("#group h3").startswith("Turn 15, group 45")
+    assert "Run B" in page.inner_text("#group")
+
+
+def test_groups_are_filtered_and_read_with_the_keyboard(opened: Callable, three: Path) -> None:
+    page = opened(three)
+    options = page.locator("#group-list [role=option]")
+    assert "All samples with their tokens: turns 0, 20." in page.inner_text("#groups-say")
+    assert page.inner_text("#group h3").startswith("Turn 20, group 61")  # the newest with signal and tokens
+    page.select_option("#group-kind", "zero")
+    assert page.inner_text("#groups-say").startswith("24 of the 72 groups")
+    assert all("zero-signal" in text for text in options.all_inner_texts())
+    page.select_option("#group-kind", "cut")
+    assert page.inner_text("#groups-say").startswith("24 of the 72 groups")
+    assert "truncated" in page.inner_text("#group .samples")
+    page.select_option("#group-kind", "all")
+    page.fill("#turn-from", "5")
+    page.fill("#turn-to", "6")
+    says(page, "6 of")
+    page.fill("#find-text", "TURN 6, group 1")
+    says(page, "1 of")
+    page.fill("#find-text", "")
+    says(page, "6 of")
+    page.focus("#group-list")
+    page.keyboard.press("Home")
+    assert page.inner_text("#group h3").startswith("Turn 5, group 15")
+    page.keyboard.press("ArrowDown")
+    assert page.inner_text("#group h3").startswith("Turn 5, group 16")
+    cards = page.locator(".sample").all_inner_texts()
+    assert len(cards) == 2
+    assert "reward 1" in cards[0]
+    assert "advantage +0.5" in cards[0]
+    assert "correct\n1" in cards[0]
+    assert "1 version old" in cards[0]
+    page.select_option("#group-run", "2")
+    page.fill("#turn-to", "")
+    page.fill("#turn-from", "")
+    says(page, "36 of the 36")
+    assert "No stored steps" in page.inner_text("#groups-say")
+
+
+def test_tokens_are_shaded_and_say_their_numbers(opened: Callable, three: Path) -> None:
+    """Token i has entropy i, ratio exp(0.11 i), and a KL that is k3 of 0.11 i - 0.5."""
+    page = opened(three)
+    tokens = page.locator(".sample").first.locator(".token")
+    assert "".join(tokens.all_text_contents()) == "So 2 + 2 = 4\n#### 4"
+    shades = lambda: [next((c for c in text.split() if c.startswith("shade")), "") for text in classes()]  # noqa: E731
+    classes = lambda: [tokens.nth(i).get_attribute("class") for i in range(9)]  # noqa: E731
+    assert shades()[:3] == ["", "shade3", "shade4"]
+    page.select_option("#shade", "ratio")
+    assert shades() == ["", "shade2", "shade3", "shade3", "shade3", "shade4", "shade4", "shade4", "shade4"]
+    tokens.nth(5).hover()
+    assert page.inner_text("#tip") == "token 6 · entropy 5 · ratio 1.73 · KL 0.00123 · advantage +0.5"
+    page.select_option("#shade", "advantage")
+    assert set(shades()) == {"shade2"}
+    assert "minus" in page.locator(".sample").last.locator(".token").first.get_attribute("class")
+    page.select_option("#shade", "kl")
+    page.check("#numbers")
+    gap = 0.5
+    assert float(tokens.first.get_attribute("data-number")) == pytest.approx(math.exp(gap) - gap - 1, abs=0.005)
+    page.select_option("#shade", "none")
+    assert set(shades()) == {""}
+    page.locator(".tokens").first.focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert page.inner_text("#tip").startswith("token 3 · entropy 2 ")
+    page.keyboard.press("Tab")
+    assert page.is_hidden("#tip")
+
+
+def test_light_and_dark(opened: Callable, three: Path) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    settled = "[data-metric='reward'][aria-busy='false']"
+    ink = "document.querySelector(\"[data-metric='reward'] .plot\").layout.font.color"
+    page = opened(three)
+    lines(page, "reward")
+    light = page.evaluate(ground), page.evaluate(ink)
+    page.click("#theme")
+    page.wait_for_selector(settled)
+    dark = page.evaluate(ground), page.evaluate(ink)
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]
+    page.click("#theme")
+    page.wait_for_selector(settled)
+    assert (page.evaluate(ground), page.evaluate(ink)) == light
+    assert opened(three, scheme="dark").evaluate(ground) == dark[0]
+
+
+def test_time_age_and_config(opened: Callable, three: Path) -> None:
+    page = opened(three)
+    rows = [row.split("\t") for row in page.locator("#time-table tbody tr").all_inner_texts()]
+    times = {row[0]: row[1].strip() for row in rows}
+    total = 9 * TURNS + 1.5 * 7
+    assert times["generate"].startswith("2 min 00 s")
+    assert times["generate"].endswith(f"{100 * 5 * TURNS / total:.1f} %")
+    ages = page.locator("#age-table tbody tr").first.inner_text().split()
+    assert " ".join(ages[:6]) == "0 versions 60 · 50.0 %"  # five responses of each even turn
+    assert page.locator("#config-table tbody tr").count() == 2
+    page.select_option("#config-kind", "all")
+    assert page.locator("#config-table tbody tr").count() > 80
+    page.fill("#find-option", "kl_coef")
+    assert "coefficient of the KL to the reference" in page.inner_text("#config-table")
+
+
+def test_a_narrow_window_scrolls_in_one_direction(opened: Callable, three: Path) -> None:
+    page = opened(three, width=400)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    lines(page, "kl")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_hostile_text_is_shown_and_does_nothing(opened: Callable, tmp_path: Path) -> None:
+    texts = [*HOSTILE, "<b>" * 333_333]
+    run_dir = write_run(tmp_path / "<img src=x onerror=hacked()>", turns=5, response=lambda turn, *_: texts[turn])
+    page = opened(write_report([run_dir], tmp_path / "report.html"))
+    page.focus("#group-list")
+    page.keyboard.press("Home")
+    seen = []
+    for turn in range(5):
+        page.fill("#turn-from", str(turn))
+        page.fill("#turn-to", str(turn))
+        page.wait_for_selector(f"#group h3:has-text('Turn {turn},')")
+        seen.append(page.locator(".sample .text").first.text_content())
+    assert seen[0] == HOSTILE[0]
+    assert seen[1] == HOSTILE[1]
+    assert seen[2].startswith("left U+202Eright to leftU+202C U+200FU+0000U+001B[31m U+2028 half U+D800")
+    assert seen[3] == HOSTILE[3]
+    assert "979,999 characters left out" in seen[4]
+    assert page.locator(".sample b").count() == page.locator(".sample header b").count()
+    assert page.evaluate("window.hacked") is None
+    assert "<img src=x" in page.inner_text("#runs-table")
+
+
+def test_a_thousand_turns_of_three_runs_open_in_two_seconds(opened: Callable, tmp_path: Path) -> None:
+    """The work of the page's own thread up to its first chart; what else the machine does is not counted."""
+    runs = [write_run(tmp_path / str(seed), turns=1000, groups=8, seed=seed) for seed in range(3)]
+    path = write_report(runs, tmp_path / "report.html")
+    page = opened(path, measure=True)
+    page.wait_for_selector(".chart[aria-busy='false']")
+    opening = busy(page)
+    assert 0.1 < opening < 2.0
+    assert page.inner_text("#smooth-says") == "mean of 21 turns"
+    assert "further groups of this run are left out" in page.inner_text("#groups-say")
+    page.focus("#smooth")
+    page.keyboard.press("End")
+    assert page.inner_text("#smooth-says") == "mean of 201 turns"
+    lines(page, "reward")
+    assert busy(page) - opening < 1.0
+
+
+def test_one_run_has_nothing_to_compare(opened: Callable, tmp_path: Path) -> None:
+    page = opened(write_report([write_run(tmp_path / "run", turns=1)], tmp_path / "report.html"))
+    assert page.inner_text("#differences") == page.inner_text("#key") == ""
+    assert page.is_hidden("#means")
+    assert page.locator("#config-kind option").count() == 2
+    assert page.locator("#config-table tbody tr").count() > 80
+    assert "No checks are recorded of this run." in page.inner_text("#gate-table")
+    assert lines(page, "reward")[0]["y"] == rewards(turns=1)

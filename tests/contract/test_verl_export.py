@@ -1,0 +1,58 @@
+"""The command line that ``sota-grpo export --to verl`` writes, composed over verl's config where it is there."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from sota_grpo.migration.account import Facts
+from sota_grpo.migration.verl import VERSION, verl_options, verl_script
+from tests.config.test_config import ALGORITHMS, PRESETS, composed
+
+pytestmark = pytest.mark.bench
+
+FACTS = Facts("org/model", "10-00-00", longest_prompt=100, num_train=1000)
+VARIANTS = {
+    "plain": (),
+    "adapter": ("train_model.lora.enabled=true", "train.precision=fp32", "optimizer.eps=1e-5"),
+    "corrected": ("algorithm.correction=sequence", "algorithm.correction_mode=mask", "policy.kl_coef=0.1",
+                  "train.kl_coef_in_loss=false", "algorithm.overlong_buffer=16", "train.epochs=2"),
+    "concurrent": ("mode=async", "inference_model.num_devices=2", "logging.wandb=online"),
+}  # fmt: skip
+
+
+def verls_config() -> Path:
+    spec = find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("verl is not installed")
+    return Path(spec.submodule_search_locations[0]) / "trainer" / "config"
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [*((name, "grpo") for name in PRESETS), *(("grpo_gsm8k", a) for a in ALGORITHMS)]
+)
+def test_verl_takes_the_command_line(name: str, algorithm: str, variant: str, tmp_path: Path) -> None:
+    import hydra
+
+    folder = verls_config()
+    overrides = (f"algorithm={algorithm}", *VARIANTS[variant])
+    if algorithm == "rloo" and variant == "corrected":
+        overrides = (*overrides, "train.epochs=1")
+    options, account = verl_options(composed(name, *overrides), FACTS)
+    script, python = tmp_path / "run_verl.sh", tmp_path / "python3"
+    script.write_text(verl_script(options, account, [VERSION]))
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=True, env=environment)
+    with hydra.initialize_config_dir(str(folder), version_base=None):
+        found = hydra.compose("ppo_trainer", overrides=done.stdout.splitlines()[2:])
+    for option, value in options.items():
+        if not (isinstance(value, str) and value.startswith("$HERE")):
+            read = OmegaConf.select(found, option.lstrip("+"))
+            assert (OmegaConf.to_container(read) if OmegaConf.is_config(read) else read) == value, option

@@ -1,0 +1,141 @@
+"""``sota-grpo eval``: a run measured afterwards says what it said itself; models, checkpoints and their responses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sota_grpo.app import train
+from sota_grpo.cli import main
+from tests.config.test_config import composed
+from tests.e2e.conftest import SMALL, metrics
+
+OPTIONS = (
+    *(*SMALL, "engine=transformers", "env.reward_workers=0", "check.mode=off", "train.total_dialog_turns=32"),
+    *("eval.num_samples=16", "eval.avg_at_k=4", "eval.every=0", "optimizer.lr=1e-3", "inference_model.max_tokens=48"),
+)
+LORA = ("train_model.lora.enabled=true", "train_model.lora.r=4")
+
+
+def trained(folder: Path, *overrides: str) -> Path:
+    assert train(composed("grpo_cpu", *OPTIONS, *overrides), folder) == 2
+    return folder
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("eval") / "run", *(LORA if request.param == "lora" else ()))
+
+
+def evaluated(folder: Path, *arguments: str) -> dict:
+    out = folder / "result.json"
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *arguments, "--out", str(out)])
+    assert ended.value.code == 0
+    return json.loads(out.read_text())
+
+
+def last_evaluation(run_dir: Path) -> dict:
+    return [row for row in metrics(run_dir) if "eval/accuracy" in row][-1]
+
+
+def test_the_last_evaluation_of_a_run_comes_out_again(run_dir: Path, tmp_path: Path) -> None:
+    found, own = evaluated(tmp_path, str(run_dir)), last_evaluation(run_dir)
+    assert own["step"] == found["turns"] == 2
+    assert (found["greedy"]["accuracy"], found["greedy"]["stderr"]) == (own["eval/accuracy"], own["eval/stderr"])
+    assert (found["sampled"]["accuracy"], found["sampled"]["stderr"]) == (
+        own["eval/avg_at_k"],
+        own["eval/avg_at_k_stderr"],
+    )
+    first = metrics(run_dir)[0]
+    assert (first["eval/accuracy"], first["eval/avg_at_k"]) != (own["eval/accuracy"], own["eval/avg_at_k"]), (
+        "not trained"
+    )
+
+
+def test_a_checkpoint_does_as_well_as_the_exported_model(run_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    shutil.rmtree(copy / "hf")
+    rows = []
+    for folder, name, options in (
+        (tmp_path / "a", run_dir, ()),
+        (tmp_path / "b", copy, ()),
+        (tmp_path / "c", run_dir, ("--step", "2")),
+    ):
+        folder.mkdir()
+        file = folder / "responses.jsonl"
+        evaluated(folder, str(name), "--responses", str(file), *options)
+        rows.append([json.loads(line)["response"] for line in file.read_text().splitlines()])
+    assert rows[0] == rows[1] == rows[2]
+    assert len(rows[0]) == 16 * 5
+
+
+def test_score_grades_the_responses_alike(run_dir: Path, tmp_path: Path) -> None:
+    file, scored = tmp_path / "responses.jsonl", tmp_path / "scored.jsonl"
+    evaluated(tmp_path, str(run_dir), "--responses", str(file), "--k", "2", "--num-samples", "8")
+    with pytest.raises(SystemExit) as ended:
+        main(["score", "--task", "arithmetic", "--input", str(file), "--output", str(scored), "--workers", "1"])
+    assert ended.value.code == 0
+    before, after = ([json.loads(line) for line in path.read_text().splitlines()] for path in (file, scored))
+    assert len(before) == 8 * 3
+    assert before == after
+    assert {row["group_id"] for row in before} == set(range(8))
+
+
+def test_another_task_leaves_the_options_of_the_runs_own_behind(run_dir: Path, tmp_path: Path) -> None:
+    found = evaluated(tmp_path, str(run_dir), "--task", "countdown", "--k", "0", "--num-samples", "4")
+    assert found["task"] == "countdown"
+    assert "sampled" not in found
+
+
+def test_a_model_is_measured_with_the_preset_of_its_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("engine=transformers", "env.reward_workers=0", "inference_model.max_tokens=32")
+    command = ("tiny", *small, "--k", "4", "--num-samples", "8")
+    found = evaluated(tmp_path, *command, "--temperature", "0.5", "--seed", "3")
+    assert (found["model"], found["task"], found["k"], found["temperature"], found["seed"]) == (
+        "tiny",
+        "arithmetic",
+        4,
+        0.5,
+        3,
+    )
+    assert list(found["pass_at_k"]) == ["1", "2", "4"]
+    assert found["pass_at_k"]["1"] == {name: found["sampled"][name] for name in ("accuracy", "stderr")}
+    assert found == evaluated(tmp_path, *command, "--temperature", "0.5", "--seed", "3") | {"seconds": found["seconds"]}
+    assert "pass@4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere/at/all"], "is not a folder with a config.json"),
+        (["tiny", "--step", "3"], "tiny is no run"),
+        (["tiny", "env.repeat=4"], "There is no option env.repeat; did you mean env.repeats?"),
+        (["tiny", "four"], "'four' is not OPTION=VALUE"),
+        (["tiny", "--config-name", "grpo_cpus"], "There is no config grpo_cpus"),
+        (["tiny", "--task", "chess"], "env.dataset=chess is not one of"),
+        (["tiny", "--out", "nowhere/at/all.json"], "cannot be written"),
+        (["tiny", "--k", "-1"], "is not a number, 0 or more"),
+        (["tiny", "--num-samples", "0"], "is not a number, 1 or more"),
+        (["tiny", "--temperature", "0"], "is not a temperature above 0"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *arguments])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert sentence in told
+    assert "Traceback" not in told
+
+
+def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval", str(run_dir), "--step", "7"])
+    assert "has no checkpoint after 7 turns; there are those after 2." in capsys.readouterr().err

@@ -1,0 +1,154 @@
+"""``sota-grpo export``: the model with its card, the adapter, and the folders for verl and TRL."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sota_grpo.app import train
+from sota_grpo.cli import main
+from sota_grpo.policy.load import resolve_model_path
+from tests.config.test_config import composed
+from tests.e2e.conftest import SMALL, metrics
+
+OPTIONS = (
+    *(*SMALL, "engine=transformers", "env.reward_workers=0", "check.mode=off", "train.total_dialog_turns=32"),
+    *("eval.num_samples=16", "env.max_samples=40", "train.checkpoint_frequency=1", "optimizer.lr=1e-3"),
+)
+LORA = ("train_model.lora.enabled=true", "train_model.lora.r=4")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "run"
+    assert train(composed("grpo_cpu", *OPTIONS, *LORA), folder) == 2
+    return folder
+
+
+def export(*arguments: object) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["export", *map(str, arguments)])
+    assert ended.value.code == 0
+
+
+def logits(folder: Path, load=AutoModelForCausalLM) -> torch.Tensor:
+    ids = AutoTokenizer.from_pretrained(folder)("12 + 30 is", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        return load.from_pretrained(folder).eval()(ids).logits
+
+
+def test_the_model_comes_with_a_card_that_the_hub_reads(run_dir: Path, tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    export(run_dir, "--to", "hf", "--out", tmp_path / "model")
+    torch.testing.assert_close(logits(tmp_path / "model"), logits(run_dir / "hf"), rtol=0, atol=0)
+    card = ModelCard.load(tmp_path / "model" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert {"grpo", "reinforcement-learning"} <= set(card.data.tags)
+    assert card.data.license is None
+    last = [row for row in metrics(run_dir) if "eval/accuracy" in row][-1]
+    assert f"| 2 | 16 | {100 * last['eval/accuracy']:.1f} ± {100 * last['eval/stderr']:.1f} % |" in card.text
+    for written in ("train_model.lora.r", "AutoModelForCausalLM", "arithmetic", "algorithm.clip_low", "sota_grpo"):
+        assert written in card.text
+    assert str(run_dir) not in card.text
+
+
+def test_an_earlier_turn_is_made_from_its_checkpoint(run_dir: Path, tmp_path: Path) -> None:
+    export(run_dir, "--to", "hf", "--step", "1", "--out", tmp_path / "first")
+    export(run_dir, "--to", "hf", "--step", "2", "--out", tmp_path / "second")
+    torch.testing.assert_close(logits(tmp_path / "second"), logits(run_dir / "hf"), rtol=0, atol=0)
+    assert not torch.equal(logits(tmp_path / "first"), logits(tmp_path / "second"))
+    assert "| 2 |" not in (tmp_path / "first" / "README.md").read_text()  # what came later is not its result
+
+
+def test_the_adapter_computes_what_the_merged_model_does(run_dir: Path, tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    export(run_dir, "--to", "hf", "--adapter", "--out", tmp_path / "adapter")
+    assert not list((tmp_path / "adapter").glob("model*.safetensors"))
+    found = logits(tmp_path / "adapter", AutoPeftModelForCausalLM)
+    torch.testing.assert_close(found, logits(run_dir / "hf"), rtol=1e-4, atol=1e-5)
+    base = logits(Path(resolve_model_path("tiny")))
+    assert (found - base).abs().max() > 1e-3
+    assert "library_name: peft" in (tmp_path / "adapter" / "README.md").read_text()
+
+
+def test_verls_folder_is_whole(run_dir: Path, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    export(run_dir, "--to", "verl", "--out", tmp_path / "verl")
+    rows = pyarrow.parquet.read_table(tmp_path / "verl" / "train.parquet").to_pylist()
+    assert len(rows) == 40
+    assert set(rows[0]) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+    assert len(pyarrow.parquet.read_table(tmp_path / "verl" / "heldout.parquet")) == 16
+    script = tmp_path / "verl" / "run_verl.sh"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = script.read_text()
+    assert "verl 0.9.0" in text
+    assert "- device=cpu: verl needs accelerators." in text.replace("# ", "")
+    code: dict = {"__file__": str(tmp_path / "verl" / "reward.py")}
+    exec((tmp_path / "verl" / "reward.py").read_text(), code)
+    row = rows[0]
+    for text, reward in ((f"#### {row['extra_info']['answer'].rpartition('#### ')[2]}", 1.0), ("#### 0.123", 0.0)):
+        found = code["compute_score"](row["data_source"], text, row["reward_model"]["ground_truth"], row["extra_info"])
+        assert found == {"score": reward, "acc": reward}
+
+
+def test_trls_folder_is_whole(run_dir: Path, tmp_path: Path) -> None:
+    export(run_dir, "--to", "trl", "--out", tmp_path / "trl")
+    rows = [json.loads(line) for line in (tmp_path / "trl" / "train.jsonl").read_text().splitlines()]
+    assert len(rows) == 40
+    assert rows[0]["prompt"][0]["role"] == "user"
+    text = (tmp_path / "trl" / "train.py").read_text()
+    compile(text, "train.py", "exec")
+    assert "LoraConfig(r=4, lora_alpha=32" in text
+
+
+def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        export(run_dir, "--to", "trl")
+    assert (run_dir / "export" / "trl" / "train.py").is_file()
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(run_dir), "--to", "trl", "--out", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere", "--to", "hf"], "There is no run in nowhere"),
+        (["RUN", "--to", "hf", "--step", "9"], "has no checkpoint after 9 turns; there are those after 1, 2."),
+        (["RUN", "--to", "verl", "--step", "1"], "--step goes with --to hf"),
+        (["RUN", "--to", "trl", "--adapter"], "--adapter goes with --to hf"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    run_dir: Path, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["export", *[str(run_dir) if one == "RUN" else one for one in arguments]])
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_run_without_an_adapter_has_none_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(
+        composed("grpo_cpu", *OPTIONS, "eval.mode=off", "engine=scripted", "train.total_dialog_turns=16"),
+        tmp_path / "run",
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(tmp_path / "run"), "--to", "hf", "--adapter"])
+    assert ended.value.code == 2
+    assert "trained all weights" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""``sota_grpo.train`` as people use it: in a script, in a notebook, with workers, and stopped in the middle."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sota_grpo import Result
+from tests.e2e.conftest import ENVIRONMENT, ROOT, SMALL, without_clock
+from tests.e2e.processes import require_gone, workers
+
+DOCUMENT = ROOT / "docs" / "python.md"
+NOTEBOOK = ROOT / "docs" / "python.ipynb"
+HAS_JUPYTER = all(importlib.util.find_spec(name) is not None for name in ("nbclient", "ipykernel"))
+SCRIPT = """
+import sota_grpo
+
+LONGEST = 10
+
+
+def shorter(text):
+    return len(text) < LONGEST
+
+
+def brief(completions, answer, **columns):
+    return [float(shorter(text)) for text in completions]
+
+
+rows = [{{"prompt": f"How much is {{n}} + 1?", "answer": str(n + 1)}} for n in range(40)]
+result = sota_grpo.train("grpo_cpu", reward=brief, dataset=rows, overrides={overrides!r}, run_dir={run_dir!r})
+print("TURNS", len(result.metrics), result.finished)
+"""
+OPTIONS = (*SMALL, "engine=transformers", "eval.mode=off", "train.checkpoint_frequency=1")
+
+
+def script(folder: Path, *overrides: str) -> list[str]:
+    path = folder / "mine.py"
+    path.write_text(SCRIPT.format(overrides=[*OPTIONS, *overrides], run_dir=str(folder / "run")))
+    return [sys.executable, str(path)]
+
+
+def finished(command: list[str], folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT, timeout=300)
+
+
+def test_the_first_example_of_the_document_runs_as_a_script(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0])
+    done = finished([sys.executable, "example.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = (tmp_path / "outputs").glob("*/*")
+    result = Result(run_dir)
+    assert result.finished
+    assert len(result.metrics) == 2
+    assert (result.metrics["reward_errors"] == 0).all()
+    assert f"Result({str(run_dir.relative_to(tmp_path))!r})" in done.stdout
+
+
+def test_functions_of_a_script_grade_in_workers_beside_other_workers(tmp_path: Path) -> None:
+    done = finished(script(tmp_path, "mode=async"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "TURNS 4 True" in done.stdout
+    result = Result(tmp_path / "run")
+    assert (result.metrics["reward_errors"] == 0).all()
+    assert all(row["reward"] == float(len(row["response"]) < 10) for _, row in result.rollouts.iterrows())
+
+
+def test_from_python_and_from_the_command_line_it_is_the_same_run(tmp_path: Path, grpo) -> None:
+    """Same numbers, but for the clock: the rows in a file, the function in a file."""
+    assert finished(script(tmp_path), tmp_path).returncode == 0
+    rows = [json.dumps({"prompt": f"How much is {n} + 1?", "answer": str(n + 1)}) for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "reward.py").write_text(SCRIPT.split("rows =")[0].replace("import sota_grpo", ""))
+    table = ("env.dataset=table", f"env.dataset_path={tmp_path / 'rows.jsonl'}", "env.num_heldout=4")
+    reward = (f"reward.path={tmp_path / 'reward.py'}", "reward.name=brief")
+    done = grpo(tmp_path / "other", *OPTIONS, *table, *reward)
+    assert done.returncode == 0, done.stderr
+    found = [
+        without_clock([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()])
+        for name in ("run", "other")
+    ]
+    assert found[0] == found[1]
+
+
+def test_an_interrupt_saves_the_run_and_leaves_no_process_behind(tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        script(tmp_path, "train.total_dialog_turns=6400"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+    )
+    saved = tmp_path / "run" / "checkpoints"
+    limit = time.monotonic() + 120
+    while not (saved.is_dir() and list(saved.glob("checkpoint_*.pt"))) and time.monotonic() < limit:
+        time.sleep(0.2)
+    started = workers(running.pid)
+    os.kill(running.pid, signal.SIGINT)
+    _, errors = running.communicate(timeout=120)
+    assert running.returncode != 0
+    assert "KeyboardInterrupt: train.resume=auto continues from the last checkpoint; what there is so far" in errors
+    assert started
+    require_gone(set(started))
+    newest = max(saved.glob("checkpoint_*.pt"))
+    assert newest.stem == f"checkpoint_{len(Result(tmp_path / 'run').metrics):06d}"
+
+
+@pytest.mark.skipif(not HAS_JUPYTER, reason="the test extra's jupyter packages are not installed")
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    import nbformat
+
+    from scripts.execute_notebook import executed
+
+    found = executed(NOTEBOOK, tmp_path)
+    saved = nbformat.read(NOTEBOOK, as_version=4)
+    for new, old in zip(found.cells, saved.cells, strict=True):
+        kinds = [[output.output_type for output in cell.get("outputs", [])] for cell in (new, old)]
+        assert kinds[0] == kinds[1], f"make notebook: {new.source}"
+    text = json.dumps(found)
+    assert "held-out accuracy" in text
+    assert NOTEBOOK.stat().st_size < 60_000
+    (line,) = [out for cell in found.cells for out in cell.get("outputs", []) if out.output_type == "display_data"]
+    assert line.data["text/plain"].startswith("step 12/12")  # the progress, redrawn in place

@@ -1,0 +1,88 @@
+"""``sota-grpo replay`` on a run that was broken off, and on one with workers and ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sota_grpo.recording.metrics import is_clock
+from sota_grpo.recording.steps import StoredStep, read_step, step_of, stored_steps
+from tests.e2e.conftest import ENVIRONMENT, SMALL
+
+QUIET = ("engine=transformers", "check.mode=off", "eval.mode=off", "train.export_hf=false", "logging.report=false")
+OPTIONS = (*SMALL, *QUIET, "env.difficulty=1", "train.checkpoint_frequency=1", "optimizer.schedule=constant")
+
+
+def replay(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "sota_grpo.cli", "replay", *arguments],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=120,
+    )
+
+
+def content(stored: StoredStep) -> tuple:
+    """All but the clock, as plain values."""
+    figures = {name: value for name, value in stored.metrics.items() if not is_clock(name)}
+    rows = [
+        {str(name): value.tolist() for name, value in row.items(True, True) if isinstance(value, torch.Tensor)}
+        for row in stored.rows
+    ]
+    return figures, rows, stored.samples
+
+
+@pytest.mark.slow
+def test_a_resumed_run_stores_again_what_it_does_again(tmp_path: Path, grpo) -> None:
+    run_dir = tmp_path / "run"
+    first = grpo(run_dir, *OPTIONS, "train.keep_checkpoints=9")
+    assert first.returncode == 0, first.stderr
+    assert [step_of(path) for path in stored_steps(run_dir)] == [0, 1, 2, 3]
+    before = [content(read_step(path)) for path in stored_steps(run_dir)]
+    for turns in (3, 4):
+        (run_dir / "checkpoints" / f"checkpoint_{turns:06d}.pt").unlink()
+    longer = (f"train.resume={run_dir}", "train.total_dialog_turns=80", "train.keep_checkpoints=9")
+    second = grpo(tmp_path / "again", *OPTIONS, *longer)
+    assert second.returncode == 0, second.stderr
+    assert "after 2 turns" in second.stderr
+    after = [content(read_step(path)) for path in stored_steps(run_dir)]
+    assert len(after) == 5
+    assert after[:4] == before
+
+    done = replay(str(run_dir), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["step"] == 4
+    assert found["worst"]["relative_difference"] <= 1e-6
+    told = replay(str(run_dir), "--step", "2", "algorithm=dapo")  # an override behind an option
+    assert told.returncode == 0, told.stderr
+    assert all(word in told.stdout for word in ("algorithm=dapo", "Advantages: ", "Clip: "))
+    refused = replay(str(run_dir), "--step", "7")
+    assert refused.returncode == 2
+    assert refused.stderr.strip().splitlines()[-1].endswith("turns that can be replayed: 0, 1, 2, 3, 4.")
+
+
+@pytest.mark.slow
+def test_a_run_with_workers_and_ranks_replays_in_one_process(tmp_path: Path, grpo) -> None:
+    pytest.importorskip("ray", reason="needs Ray (the extra ray)")
+    run_dir = tmp_path / "run"
+    options = ("train_model.num_devices=2", "policy.kl_coef=0.01", "train.total_dialog_turns=32")
+    done = grpo(run_dir, *OPTIONS, *options, script="grpo-async.py")
+    assert done.returncode == 0, done.stderr
+    stored = read_step(stored_steps(run_dir)[1])
+    assert stored.origin.num_ranks == 2
+    sample = max(stored.samples, key=lambda each: each["response_tokens"])
+    assert min(sample["policy_log_probs"]) < 0 < max(sample["entropy"])
+    again = replay(str(run_dir), "--step", "1", "--json")
+    assert again.returncode == 0, again.stderr
+    found = json.loads(again.stdout)
+    for name in ("loss/objective", "loss/kl", "grad_norm", "kl", "entropy"):
+        values = found["figures"][name]
+        assert values["replayed"] == pytest.approx(values["stored"], rel=1e-4, abs=1e-7), name
+    assert any("2 ranks" in note for note in found["notes"])

@@ -1,0 +1,113 @@
+"""The package as it is installed: what is in the wheel, and that it works where no checkout is."""
+
+from __future__ import annotations
+
+import shutil
+import site
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ENVIRONMENT, ROOT, SMALL, metrics
+
+pytestmark = pytest.mark.slow
+NOT_SHIPPED = (".git", ".venv*", "build", "dist", "outputs", "multirun", "*.egg-info", "__pycache__", ".*_cache")
+
+
+def run(command: list[str], folder: Path, **kwargs: str) -> str:
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        cwd=folder,
+        env={**ENVIRONMENT, **kwargs},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that the checkout has no build folder afterwards."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, folder / "copy", ignore=shutil.ignore_patterns(*NOT_SHIPPED))
+    build = ["wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    run([sys.executable, "-m", "pip", *build], folder / "copy")
+    (path,) = folder.glob("sota_grpo-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel; what it depends on is looked up in the environment of the tests."""
+    folder = tmp_path_factory.mktemp("clean") / "env"
+    run([sys.executable, "-m", "venv", "--without-pip", str(folder)], folder.parent)
+    python = folder / "bin" / "python"
+    install = ["--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    run([sys.executable, "-m", "pip", *install], folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # paths to look in; the .pth files that lie there, and with them a checkout in editable mode, are not read
+    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
+    return python
+
+
+def names(wheel: Path) -> set[str]:
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
+def sources(folder: str) -> set[str]:
+    found = (path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {name for name in found if "__pycache__" not in name}
+
+
+def test_the_wheel_holds_the_package_and_the_presets_and_nothing_else(wheel: Path) -> None:
+    presets = {name.replace("config/", "sota_grpo/presets/", 1) for name in sources("config")}
+    assert names(wheel) == sources("sota_grpo") | presets
+    needed = ("py.typed", "assets/tiny/model.safetensors", "presets/grpo_cpu.yaml", "presets/algorithm/dapo.yaml")
+    assert {f"sota_grpo/{name}" for name in needed} <= names(wheel)
+
+
+def test_the_presets_are_those_of_the_package(python: Path, tmp_path: Path) -> None:
+    code = "import sota_grpo.entry as entry; print(entry.__file__, entry.CONFIG_DIR)"
+    file, presets = run([str(python), "-c", code], tmp_path).split()
+    assert Path(file).is_relative_to(python.parents[1])
+    assert Path(presets) == Path(file).parent / "presets"
+
+
+def test_every_command_has_its_help(python: Path, tmp_path: Path) -> None:
+    program = str(python.parent / "sota-grpo")
+    commands = run([program, "-sc", "query=bash"], tmp_path, COMP_LINE="sota-grpo ").split()
+    modules = (ROOT / "sota_grpo" / "cli").glob("*.py")
+    assert set(commands) == {path.stem for path in modules if "def add_command(" in path.read_text()}
+    for command in commands:
+        assert command in run([program, command, "--help"], tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_it_trains_where_no_checkout_is(python: Path, tmp_path: Path, mode: str) -> None:
+    options = [*SMALL, "train.total_dialog_turns=32", "engine=transformers", "eval.mode=off"]
+    program = [str(python.parent / "sota-grpo"), "train", *(["--async"] if mode == "async" else [])]
+    said = run([*program, "--config-name", "grpo_cpu", *options], tmp_path)
+    (run_dir,) = (tmp_path / "outputs").glob("*/*")
+    assert len([row for row in metrics(run_dir) if "reward" in row]) == 2
+    assert (run_dir / "hf" / "model.safetensors").is_file()
+    assert f"Run directory: {run_dir}" in said
+
+
+def test_it_trains_from_python(python: Path, tmp_path: Path) -> None:
+    code = (
+        "import sota_grpo\nprint(sota_grpo.__version__)\n"
+        "def f(completions, **columns): return [float(len(text)) for text in completions]\n"
+        "rows = [{'prompt': str(n), 'answer': 'x'} for n in range(20)]\n"
+        "options = ['engine=scripted', 'check.mode=off', 'eval.mode=off', 'train.total_dialog_turns=128']\n"
+        "print(len(sota_grpo.train('grpo_cpu', reward=f, dataset=rows, overrides=options).metrics))\n"
+    )
+    (tmp_path / "mine.py").write_text(code)
+    said = run([str(python), "mine.py"], tmp_path).split()
+    assert said[0][0].isdigit()
+    assert said[-1] == "1"

@@ -1,0 +1,142 @@
+"""Peak memory of a learner in a process of its own, measured and predicted: ``python -m tests.learner_memory JSON``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.peers.memory import peak_bytes
+from sota_grpo import keys
+from sota_grpo.collate import micro_batches, sibling_groups
+from sota_grpo.functional.memory import Learning, MicroBatch, learner_memory
+from sota_grpo.learner import Learner
+from sota_grpo.objectives import GRPOLoss
+from sota_grpo.policy.architecture import architecture_from
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.load import enable_gradient_checkpointing
+from sota_grpo.policy.lora import add_lora
+from sota_grpo.schedule import LearnerSettings
+
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+SMALL = {
+    **{"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 64, "vocab": 300, "tied": True},
+    **{"prompt": 8, "response": 8, "group": 2, "groups": 2, "budget": 64},
+}
+
+
+def model_config(case: dict[str, Any]) -> Any:
+    """The transformers config of a case."""
+    return FAMILIES[case.get("family", "qwen2")][0](
+        hidden_size=case["hidden"],
+        num_hidden_layers=case["layers"],
+        num_attention_heads=case["heads"],
+        num_key_value_heads=case["kv_heads"],
+        head_dim=case["hidden"] // case["heads"],
+        intermediate_size=case["intermediate"],
+        vocab_size=case["vocab"],
+        tie_word_embeddings=case["tied"],
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+
+def make_policy(case: dict[str, Any]) -> CausalPolicy:
+    """Random weights, with an adapter or checkpointing where the case has them."""
+    model: Any = FAMILIES[case.get("family", "qwen2")][1](model_config(case)).train()
+    if case.get("checkpointing"):
+        enable_gradient_checkpointing(model)
+    if case.get("rank"):
+        model = add_lora(model, r=case["rank"], alpha=case["rank"], dropout=case.get("dropout", 0.0))
+    return CausalPolicy(model)
+
+
+def how_of(case: dict[str, Any]) -> Learning:
+    """The same for the prediction."""
+    return Learning(
+        rank=case.get("rank", 0),
+        dropout=case.get("dropout", 0.0) > 0,
+        checkpointing=case.get("checkpointing", False),
+        heap="MALLOC_MMAP_THRESHOLD_" not in os.environ,
+    )
+
+
+def make_rows(case: dict[str, Any]) -> list[TensorDictBase]:
+    """Ragged rows of a fresh random stream: prompts and responses of 0.7 to 1.3 times the case's lengths."""
+    stream = torch.Generator()
+    stream.seed()
+
+    def length(mean: int) -> int:
+        return int(torch.randint(int(0.7 * mean), int(1.3 * mean) + 1, (1,), generator=stream))
+
+    rows: list[TensorDictBase] = []
+    for group in range(case["groups"]):
+        prompt = torch.randint(3, case["vocab"], (length(case["prompt"]),), generator=stream)
+        for sample in range(case["group"]):
+            response = torch.randint(3, case["vocab"], (length(case["response"]),), generator=stream)
+            rows.append(_row(torch.cat([prompt, response]), len(prompt), group, sample, stream))
+    return rows
+
+
+def _row(full: torch.Tensor, prompt: int, group: int, sample: int, stream: torch.Generator) -> TensorDictBase:
+    spoken = torch.arange(len(full)) >= prompt
+    row = TensorDict({}, batch_size=[])
+    row.set(keys.FULL_TOKENS, full)
+    row.set(keys.ATTENTION_MASK, torch.ones_like(spoken))
+    row.set(keys.ASSISTANT_MASK, spoken)
+    row.set(keys.LOG_PROBS, torch.where(spoken, -5.0, 0.0))
+    row.set(keys.ADVANTAGE, torch.randn(1, 1, generator=stream))
+    row.set(keys.GROUP_ID, torch.tensor(group))
+    row.set(keys.SAMPLE_ID, torch.tensor(sample))
+    row.set(keys.TRUNCATED, torch.tensor([False]))
+    return row
+
+
+def batches_of(rows: Sequence[TensorDictBase], budget: int) -> list[MicroBatch]:
+    """What the learner makes of the rows, counted."""
+    found = []
+    for part in micro_batches(rows, token_budget=budget, shared_prompt=True):
+        groups = sibling_groups(part)
+        longest = max(row.get(keys.FULL_TOKENS).shape[-1] for row in part)
+        tokens = sum(group.tokens for group in groups)
+        found.append(MicroBatch(tokens, sum(sum(group.responses) for group in groups), len(part) * longest))
+    return found
+
+
+def train(case: dict[str, Any], rows: list[TensorDictBase], updates: int = 2) -> None:
+    """Build a learner and take some steps: from the second on the optimizer has its moments."""
+    policy = make_policy(case)
+    settings = LearnerSettings(
+        lr=1e-6, total_steps=10, optim_batch_size=len(rows), micro_batch_tokens=case["budget"], aggregation="token"
+    )
+    learner = Learner(policy, GRPOLoss(policy, entropy_bonus=False), settings, pad_token_id=0, dump_dir=Path("."))
+    for _ in range(updates):
+        learner.update(lazy_stack(rows))
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    train(SMALL | {name: case[name] for name in ("rank", "dropout", "checkpointing", "family") if name in case},
+          make_rows(SMALL))  # fmt: skip
+    rows = make_rows(case)
+    predicted = learner_memory(architecture_from(model_config(case)), how_of(case), batches_of(rows, case["budget"]))
+    measured = peak_bytes(lambda: train(case, rows))
+    print(json.dumps({"predicted": predicted.total, "measured": measured, "parts": vars(predicted)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""``sota_grpo.train``: the run of the scripts, in somebody else's process."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sota_grpo
+from sota_grpo import api, step_log
+from tests.e2e.processes import workers
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(24)]
+SMALL = [
+    "engine=scripted",
+    "check.mode=off",
+    "eval.mode=off",
+    "logging.report=false",
+    "train.export_hf=false",
+    "train.checkpoint_frequency=1",
+    "env.num_envs=8",
+    "env.repeats=4",
+    "inference_model.max_tokens=8",
+    "train.dialog_turns_per_batch=8",
+    "train.optim_batch_size=8",
+    "train.total_dialog_turns=32",
+]
+
+
+def _length() -> Callable[..., list[float]]:
+    """A function that travels as code: its grader need not import this module, and torch with it."""
+
+    def length(completions: list[str], **columns: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    return length
+
+
+length = _length()
+
+
+def trained(run_dir: Path, *overrides: str, **arguments: Any) -> sota_grpo.Result:
+    arguments = {"reward": length, "dataset": ROWS, **arguments}
+    return sota_grpo.train("grpo_cpu", overrides=[*SMALL, *overrides], run_dir=run_dir, **arguments)
+
+
+def test_importing_it_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, sota_grpo; sota_grpo.train, sota_grpo.Result, sota_grpo.UserError;"
+        "heavy = ('torch', 'ray', 'transformers', 'datasets', 'pandas', 'hydra');"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
+
+
+def test_what_the_package_offers_is_there() -> None:
+    assert {"Result", "RunFailed", "UserError", "train"} <= set(dir(sota_grpo))
+    assert sota_grpo.__version__[0].isdigit()
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = sota_grpo.trian
+
+
+def test_rows_and_a_function_of_mine_make_a_run(tmp_path: Path) -> None:
+    result = trained(tmp_path / "run")
+    assert result.run_dir == tmp_path / "run"
+    assert result.finished
+    assert list(result.metrics.index) == [0, 1, 2, 3]
+    asked = {row["prompt"] for row in ROWS}
+    assert set(result.rollouts["query"]) <= asked
+    for _, row in result.rollouts.iterrows():
+        assert row["reward_terms"] == {"length": float(len(row["response"]))}
+    assert (result.config["env"]["dataset"], result.config["reward"]["name"]) == ("table", "length")
+    assert Path(result.config["env"]["dataset_path"]).is_relative_to(tmp_path / "run")
+
+
+def test_two_runs_in_one_process_do_not_meet(tmp_path: Path) -> None:
+    first = trained(tmp_path / "a", "train.total_dialog_turns=8")
+    second = trained(tmp_path / "b", "train.total_dialog_turns=8", reward=lambda solution_str: -1.0)
+    assert set(second.metrics["reward"]) == {-1.0}
+    assert (first.metrics["reward"] >= 0).all()
+
+
+def test_the_process_is_left_as_it_was_found(tmp_path: Path) -> None:
+    logger, threads = logging.getLogger("sota_grpo"), torch.get_num_threads()
+    handlers, level, signals = list(logger.handlers), logger.level, signal.getsignal(signal.SIGINT)
+    folder, arguments, numbers = os.getcwd(), list(sys.argv), random.getstate()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    trained(tmp_path / "run", "train.total_dialog_turns=8")
+    assert torch.equal(torch.rand(3), expected)
+    assert random.getstate() == numbers
+    assert (list(logger.handlers), logger.level, signal.getsignal(signal.SIGINT)) == (handlers, level, signals)
+    assert (os.getcwd(), sys.argv, torch.get_num_threads()) == (folder, arguments, threads)
+    assert workers(os.getpid()) == {}
+
+
+def test_sentences_are_seen_only_where_nobody_else_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    logger, root = logging.getLogger("sota_grpo"), logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    with api._own_console():
+        logger.info("seen")
+        logger.info("for the file", extra={"file_only": True})
+    logger.info("after it")
+    monkeypatch.setattr(root, "handlers", [logging.StreamHandler(io.StringIO())])
+    with api._own_console():
+        logger.warning("shown by the caller's own")
+    assert stream.getvalue() == "seen\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"overrides": ["env.repeat=4"]}, "env.repeat"),
+        ({"overrides": "env.repeats=4"}, "overrides is a str; give a list of texts"),
+        ({"overrides": {"env.repeats": 4}}, "overrides is a dict; give a list"),
+        ({"overrides": ["hydra.run.dir=here"]}, r"hydra\.run\.dir has no effect here; give run_dir"),
+        ({"config_name": "grpo_gpu"}, "There is no config grpo_gpu; the presets are"),
+        ({"overrides": ["env.repeats=3"]}, "not divisible by the group size"),
+        ({"dataset": ROWS[:1]}, "leaves none to train on"),
+        ({"dataset": [{"text": "?", "answer": "1"}] * 4}, "row 1: column 'prompt' holds no prompt"),
+        ({"reward": lambda completions, levels: [1.0]}, "asks for levels, but the columns of the data are answer"),
+    ],
+)
+def test_mistakes_are_one_sentence_of_a_user_error(tmp_path: Path, arguments: dict, sentence: str) -> None:
+    arguments = {"config_name": "grpo_cpu", "dataset": ROWS, "run_dir": tmp_path / "run", **arguments}
+    with pytest.raises(sota_grpo.UserError, match=sentence):
+        sota_grpo.train(**arguments)
+
+
+def test_an_interrupted_run_is_saved_closed_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = step_log.StepLog.write
+
+    def write(self: Any, step: int, *rest: Any) -> None:
+        written(self, step, *rest)
+        if step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(step_log.StepLog, "write", write)
+    with pytest.raises(KeyboardInterrupt, match=r"train\.resume=auto continues .*sota_grpo\.Result\('.*run'\)"):
+        trained(tmp_path / "run")
+    assert workers(os.getpid()) == {}
+    assert list(sota_grpo.Result(tmp_path / "run").metrics.index) == [0, 1]
+    monkeypatch.setattr(step_log.StepLog, "write", written)
+    for other in ({"dataset": ROWS[1:]}, {"reward": lambda solution_str: 1.0}):
+        with pytest.raises(sota_grpo.UserError, match="started with another config"):
+            trained(tmp_path / "run", "train.resume=auto", **other)
+    result = trained(tmp_path / "run", "train.resume=auto")
+    assert list(result.metrics.index) == [0, 1, 2, 3]
+    straight = trained(tmp_path / "straight")
+    assert result.metrics["grad_norm"].tolist() == straight.metrics["grad_norm"].tolist()
+    again = trained(tmp_path / "run", "train.resume=auto")  # it is finished: nothing is done twice
+    assert len(again.metrics) == 4
+
+
+def test_beside_finished_and_other_runs_auto_finds_the_one_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory is found by what was passed; the fresh one is not made."""
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+
+    def once(**arguments: Any) -> sota_grpo.Result:
+        return sota_grpo.train("grpo_cpu", overrides=[*SMALL, "train.resume=auto"], dataset=ROWS, **arguments)
+
+    for name, reward in (("a", length), ("b", lambda solution_str: 2.0)):
+        found[name] = once(reward=reward)
+        record = found[name].run_dir / "run.json"
+        record.write_text(json.dumps({**json.loads(record.read_text()), "finished": False}))
+    assert found["a"].run_dir != found["b"].run_dir
+    assert once(reward=length).run_dir == found["a"].run_dir
+    assert len(list((tmp_path / "outputs").glob("*/*"))) == 2
+
+
+def test_a_directory_of_its_own_for_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Clock:
+            return cls(2026, 1, 31, 23, 59, 59)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "datetime", Clock)
+    assert api._fresh_dir() == Path("outputs/2026-01-31/23-59-59")
+    api._fresh_dir().mkdir(parents=True)
+    assert api._fresh_dir() == Path("outputs/2026-02-01/00-00-00")
+
+
+def test_it_trains_in_any_thread(tmp_path: Path) -> None:
+    """Only the main thread may install signal handlers."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(trained(tmp_path / "run", "train.total_dialog_turns=8")))
+    thread.start()
+    thread.join(120)
+    assert found
+    assert found[0].finished

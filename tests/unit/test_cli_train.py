@@ -1,0 +1,102 @@
+"""``sota-grpo train`` is the scripts, and the shell completes it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import sota_grpo.app
+from sota_grpo import entry
+from sota_grpo.cli import main
+from sota_grpo.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Config]]:
+    """Run ``sota-grpo`` in this process with a stand-in for the training; returns the configs that it was given."""
+    monkeypatch.setattr(entry, "quiet_console", lambda: None)
+
+    def run(*arguments: str) -> list[Config]:
+        found: list[Config] = []
+
+        def train(config: Config, run_dir: Path) -> int:
+            found.append(config)
+            return sota_grpo.app.num_steps(config)
+
+        monkeypatch.setattr(sota_grpo.app, "train", train)
+        monkeypatch.setattr(sys, "argv", ["/bin/sota-grpo", *arguments, f"hydra.run.dir={tmp_path / 'run'}"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode"),
+    [
+        (("train", "--config-name", "grpo_cpu", "seed=3"), "sync"),
+        (("train", "--async", "--config-name", "grpo_cpu", "seed=3"), "async"),
+        (("train", "seed=3", "--config-name=grpo_cpu", "--async"), "async"),
+    ],
+)
+def test_the_mode_is_the_commands_and_the_rest_is_hydras(command, arguments: tuple, mode: str) -> None:
+    (config,) = command(*arguments)
+    assert (config.mode, config.seed, config.model.name) == (mode, 3, "tiny")
+
+
+def test_mistakes_are_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/sota-grpo", "train", "env.repeat=3"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("sota-grpo: Could not override 'env.repeat'")
+
+
+def completions(line: str) -> list[str]:
+    """What the shell is told, in a process of its own: Hydra ends it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sota_grpo.cli", "-sc", "query=bash"],
+        env={"COMP_LINE": line, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_commands_are_completed() -> None:
+    assert completions("sota-grpo tr") == ["train"]
+    assert {"train", "score"} <= set(completions("sota-grpo "))
+    assert completions("sota-grpo score --in") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("sota-grpo train env.rep", ["env.repeats="]),
+        ("sota-grpo train --async seed=1 optimizer.l", ["optimizer.lr="]),
+        ("sota-grpo train --config-name grpo_cpu algorithm=d", ["algorithm=dapo", "algorithm=dr_grpo"]),
+        ("sota-grpo train --conf", ["--config-dir", "--config-name"]),
+        ("sota-grpo train --config-name grpo_c", ["grpo_cpu"]),
+    ],
+)
+def test_options_are_completed(line: str, expected: list[str]) -> None:
+    assert completions(line) == expected
+
+
+def test_the_shell_is_told_whom_to_ask(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/sota-grpo", "train", "-sc", "install=bash"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert capsys.readouterr().out.rstrip().endswith("-F hydra_bash_completion sota-grpo")

@@ -1,0 +1,62 @@
+"""A config composed outside Hydra's own entry: equal to the script's, and every mistake one sentence."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from sota_grpo.compose import compose
+from sota_grpo.config import register
+from sota_grpo.entry import CONFIG_DIR
+from sota_grpo.errors import UserError
+
+PRESETS = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_what_hydra_composes(name: str) -> None:
+    register()
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        expected = OmegaConf.to_object(hydra_compose(name, overrides=["seed=3", "algorithm=dapo"]))
+    assert compose(name, ["seed=3", "algorithm=dapo", "hydra.run.dir=anywhere"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "told"),
+    [
+        ("grpo_cpu", "env.repeat=4", "env.repeat"),
+        ("grpo_cpu", "env.repeats=many", "many"),
+        ("grpo_cpu", "env.repeats=4,8", "env.repeats=4,8"),
+        ("grpo_cpu", "algorithm=ppo", "ppo"),
+        ("grpo_cpu", "env.repeats=${nobody}", "nobody"),
+        ("grpo_gpu", "seed=1", "There is no config grpo_gpu; the presets are grpo_cpu, grpo_gsm8k"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(name: str, override: str, told: str) -> None:
+    with pytest.raises(UserError) as raised:
+        compose(name, [override])
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_token_goes_to_the_environment_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "before")
+    assert compose("grpo_cpu", ["model.hub_token=hf_secret"]).model.hub_token is None
+    assert os.environ["HF_TOKEN"] == "hf_secret"
+
+
+def test_a_hydra_at_work_is_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("answer: 42\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        compose("grpo_cpu")
+        assert hydra_compose("mine").answer == 42
+        with pytest.raises(UserError):
+            compose("grpo_cpu", ["nothing=1"])
+        assert hydra_compose("mine").answer == 42
+    assert not GlobalHydra.instance().is_initialized()

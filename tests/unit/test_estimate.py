@@ -1,0 +1,232 @@
+"""The dry run: what it adds up, what it refuses, and that what it proposes instead really fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from transformers import Qwen2Config
+
+from sota_grpo.assembly.device_memory import GIB, Facts, Machine, learning_of, plan_for, step_micro_batches
+from sota_grpo.assembly.estimate import Estimate, estimate
+from sota_grpo.assembly.fits import devices_of, with_options
+from sota_grpo.cli import estimate as command
+from sota_grpo.collate import micro_batches
+from sota_grpo.compose import compose
+from sota_grpo.config import Config
+from sota_grpo.entry import CONFIG_DIR
+from sota_grpo.errors import UserError
+from sota_grpo.model_sizes import architecture_of
+
+PRESETS = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
+LLAMA = ["model.name=meta-llama/Llama-2-7b-hf", "device=cuda", "env.dataset=arithmetic"]
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the machine is taken to have no GPU")
+
+
+def planned(*overrides: str, name: str = "grpo_gsm8k", gib: float | None = None, probe: bool = False) -> Estimate:
+    return estimate(compose(name, overrides), memory_gib=gib, prompt_tokens=300, probe=probe)
+
+
+def called(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_command(parser.add_subparsers())
+    options = parser.parse_args(["estimate", *arguments])
+    return options.run(options)
+
+
+@NO_GPU
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_fits_the_hardware_that_its_first_line_names(name: str) -> None:
+    found = planned(name=name)
+    assert found.fits, found.refusal
+    assert len(found.devices) == 1
+    assert found.optimizer_steps >= found.turns > 0
+
+
+@NO_GPU
+@pytest.mark.parametrize(
+    ("gib", "overrides"),
+    [
+        (24.0, []),
+        (16.0, ["train_model.gradient_checkpointing=false"]),
+        (24.0, ["train.micro_batch_tokens=65536", "train_model.gradient_checkpointing=false", "model.size=0.5B"]),
+        (80.0, LLAMA),
+        (24.0, [*LLAMA, "train_model.lora.enabled=true"]),
+        (40.0, ["inference_model.gpu_memory_utilization=0.95"]),
+        (16.0, ["inference_model.gpu_memory_utilization=0.05"]),
+    ],
+)
+def test_what_is_proposed_fits_and_nothing_less_of_it_does(gib: float, overrides: list[str]) -> None:
+    found = planned(*overrides, gib=gib)
+    assert not found.fits
+    assert found.change is not None
+    options = found.change.options
+
+    def fits(options: dict[str, Any]) -> bool:
+        return all(d.fits for d in devices_of(with_options(found.config, options), found.facts, found.machine))
+
+    assert fits(options)
+    for left_out in options:
+        assert not fits({name: value for name, value in options.items() if name != left_out})
+    assert found.change.overrides in found.refusal
+
+
+@NO_GPU
+def test_smaller_micro_batches_are_proposed_before_anything_else_and_no_smaller_than_needed() -> None:
+    wide = ["train.micro_batch_tokens=131072", "train.optim_batch_size=128", "model.size=0.5B"]
+    found = planned(*wide, "train_model.gradient_checkpointing=false", "engine=transformers", gib=60.0)
+    assert found.change is not None
+    assert list(found.change.options) == ["train.micro_batch_tokens"]
+    twice = 2 * found.change.options["train.micro_batch_tokens"]
+    bigger = with_options(found.config, {"train.micro_batch_tokens": twice})
+    assert not all(device.fits for device in devices_of(bigger, found.facts, found.machine))
+
+
+@NO_GPU
+def test_an_adapter_is_proposed_with_what_trains_all_weights_beside_it() -> None:
+    found = planned(*LLAMA, gib=80.0)
+    assert found.change is not None
+    assert found.change.options["train_model.lora.enabled"] is True
+    assert found.other_change is not None
+    assert found.other_change.options["train_model.num_devices"] > 1
+    assert "to train all weights" in found.refusal
+
+
+@NO_GPU
+def test_where_nothing_helps_it_says_so() -> None:
+    found = planned("model.name=Qwen/Qwen2.5-72B-Instruct", gib=4.0)
+    assert found.change is None
+    assert "smaller model" in found.refusal
+
+
+@NO_GPU
+def test_an_engine_whose_share_does_not_hold_the_model_cannot_start() -> None:
+    found = planned(*LLAMA, "engine=vllm", "inference_model.gpu_memory_utilization=0.1", gib=80.0)
+    assert "keys and values" in found.refusal
+
+
+@NO_GPU
+def test_more_ranks_hold_less_each() -> None:
+    peaks = []
+    for count in (2, 4, 8):
+        found = planned(*LLAMA, f"train_model.num_devices={count}", "inference_model.num_devices=1", gib=80.0)
+        assert len(found.devices) >= count + 1
+        peaks.append(max(device.peak for device in found.devices if "learner" in device.roles))
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_micro_batches_are_those_that_the_learner_makes_of_full_samples() -> None:
+    config = compose("grpo_cpu", ["train.micro_batch_tokens=1000", "env.repeats=4", "train.optim_batch_size=32"])
+    model = architecture_of("Qwen/Qwen2.5-0.5B")
+    assert model is not None
+    found = step_micro_batches(config, Facts(model, prompt_tokens=50), 1)
+
+    def row(group: int) -> TensorDict:
+        spoken = torch.arange(50 + 64) >= 50
+        return TensorDict({"tokens": {"full": torch.full((114,), group)}, "masks": {"all_assistant_mask": spoken}})
+
+    made = micro_batches([row(index // 4) for index in range(32)], token_budget=1000)
+    assert len(found) == len(made)
+    tokens = [50 * len({int(one["tokens", "full"][0]) for one in part}) + 64 * len(part) for part in made]
+    assert [batch.tokens for batch in found][:-1] == [1000] * (len(made) - 1)  # ragged samples fill it
+    assert sum(tokens) <= sum(batch.tokens for batch in found) + 1000
+
+
+def test_the_largest_sample_is_measured_and_ends_at_the_context() -> None:
+    config = compose("grpo_cpu", ["inference_model.max_model_len=100", "inference_model.max_tokens=2000"])
+    found = estimate(config, probe=False)
+    prompt, response = found.largest_sample
+    assert prompt + response == 100
+    assert found.num_problems is not None
+    assert "the longest of" in found.places["prompt"]
+
+
+def test_a_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
+    config = Qwen2Config(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
+        vocab_size=1000, max_position_embeddings=512,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    found = planned(f"model.name={tmp_path}", "device=cpu", "engine=transformers", name="grpo_cpu")
+    assert found.facts.model.hidden == 64
+    assert found.facts.model.context == 512
+
+
+def test_a_file_of_data_that_is_not_there_is_a_mistake() -> None:
+    with pytest.raises(UserError, match=r"nowhere\.jsonl"):
+        planned("env.dataset_path=nowhere.jsonl")
+
+
+def test_a_config_that_breaks_a_rule_is_refused_as_it_is_in_a_run() -> None:
+    with pytest.raises(UserError, match="temperature"):
+        planned("inference_model.temperature=0", name="grpo_cpu")
+
+
+def test_a_cpu_run_counts_every_role_on_one_machine() -> None:
+    config = compose("grpo_cpu", ["engine=transformers", "policy.kl_coef=0.1"])
+    machine = Machine("cpu", 8 * GIB, None, 500 * 2**20)
+    model = architecture_of("Qwen/Qwen2.5-0.5B")
+    assert model is not None
+    (device,) = devices_of(config, Facts(model, 100), machine)
+    weights = 4 * model.parameters
+    training = device.moments["training"]
+    assert training["weights"] == training["reference: weights"] == training["engine: weights"] == weights
+    assert training["optimizer"] == 2 * weights
+    assert device.roles == ("learner", "engine", "reference")
+    assert "gradients" not in device.moments["sampling"]
+
+
+def test_the_precision_of_the_products_is_that_of_the_learner() -> None:
+    for precision, expected in (("fp32", 4), ("bf16", 2)):
+        config = compose("grpo_cpu", [f"train.precision={precision}"])
+        how = learning_of(config, plan_for(config, Machine("cpu", GIB, None, 0)))
+        assert how.product_bytes == expected
+
+
+def test_the_probe_times_what_a_turn_does() -> None:
+    found = planned("engine=transformers", name="grpo_cpu", probe=True)
+    times = found.times
+    assert times is not None
+    for value in (times.learn_s, times.sample_s, times.flops_per_s, times.sampled_tokens_per_s):
+        assert 0 < value < math.inf
+    assert times.reference_s == 0
+
+
+@NO_GPU
+def test_the_command_refuses_with_2_and_names_the_change(capsys: pytest.CaptureFixture[str]) -> None:
+    assert called("--config-name", "grpo_gsm8k", "--memory-gb", "16", "--prompt-tokens", "200", "model.size=3B") == 2
+    printed = capsys.readouterr()
+    assert "It does not fit." in printed.out
+    assert "use train" in printed.err
+    assert called("--config-name", "grpo_gsm8k", "--prompt-tokens", "200") == 0
+    assert "It fits" in capsys.readouterr().out
+
+
+def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert called("-cn", "grpo_cpu", "--json", "--show-config", "--no-probe", "engine=transformers", "seed=7") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True
+    assert found["config"]["seed"] == 7
+    assert found["turns"] == 80
+    for device in found["devices"]:
+        assert device["peak"] == max(sum(parts.values()) for parts in device["moments"].values())
+
+
+def test_an_override_that_is_none_is_told_apart() -> None:
+    with pytest.raises(UserError, match="--config-name grpo_cpu"):
+        called("grpo_cpu")
+
+
+def test_the_resolved_config_is_what_would_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    from omegaconf import OmegaConf
+
+    assert called("-cn", "grpo_cpu", "--show-config", "--no-probe", "engine=transformers") == 0
+    text = capsys.readouterr().out.partition("\n+")[0]
+    again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+    assert again == compose("grpo_cpu", ["engine=transformers"])

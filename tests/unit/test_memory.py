@@ -1,0 +1,171 @@
+"""The memory model against what is public, and against what autograd really saves, tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+
+from sota_grpo import keys
+from sota_grpo.collate import pad_rows
+from sota_grpo.functional import engine_memory, memory
+from sota_grpo.functional.memory import Learning, MicroBatch, learner_memory
+from sota_grpo.model_sizes import Architecture, architecture_of
+from sota_grpo.policy.architecture import architecture_from, find_architecture
+from sota_grpo.policy.load import ModelNotFoundError
+from tests.learner_memory import batches_of, how_of, make_policy, make_rows, model_config
+
+PUBLISHED = {  # numbers of parameters as the hub shows them for the weights themselves
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-Math-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B-Instruct": 14_770_033_664,
+    "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen/Qwen2.5-72B-Instruct": 72_706_203_648,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "meta-llama/Llama-2-7b-chat-hf": 6_738_415_616,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+}
+BASE = {
+    **{"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate": 160, "vocab": 500, "tied": True},
+    **{"prompt": 20, "response": 30, "group": 4, "groups": 3, "budget": 10_000},
+}
+CASES = {
+    "full": {},
+    "one head per key, wide MLP": {"kv_heads": 4, "intermediate": 400, "layers": 2},
+    "untied": {"tied": False, "hidden": 96},
+    "llama": {"family": "llama", "tied": False},
+    "norms of queries and keys": {"family": "qwen3"},
+    "adapter": {"rank": 8},
+    "adapter with dropout": {"rank": 8, "dropout": 0.1, "layers": 8},  # the first has no gradient to pass on
+    "half precision": {"half": True},
+    "adapter in half precision": {"rank": 8, "half": True},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_table_has_the_published_number_of_parameters(name: str) -> None:
+    found = architecture_of(name)
+    assert found is not None
+    assert found.parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_config_gives_the_shape_and_every_parameter(family: str, tied: bool) -> None:
+    case = BASE | {"family": family, "tied": tied}
+    found = architecture_from(model_config(case))
+    assert found.parameters == sum(weight.numel() for weight in make_policy(case).model.parameters())
+    assert (found.other, found.tied, found.layers) == (0, tied, 3)
+
+
+def test_what_the_shape_does_not_know_of_is_counted_as_well() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100, n_positions=64)
+    counted = sum(weight.numel() for weight in GPT2LMHeadModel(config).parameters())
+    assert abs(architecture_from(config).parameters - counted) < config.n_layer
+
+
+def test_an_unknown_model_of_the_hub_needs_the_hub() -> None:
+    with pytest.raises(ModelNotFoundError, match="somebody/unheard-of-7b"):
+        find_architecture("somebody/unheard-of-7b")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_autograd_saves_is_what_is_counted(name: str) -> None:
+    """Every storage that the graph of a forward pass holds, parameters aside, within 3 %."""
+    case = BASE | {name: value for name, value in CASES[name].items() if name != "half"}
+    rows, half = make_rows(case), CASES[name].get("half", False)
+    how = replace(how_of(case), product_bytes=2 if half else 4)
+    (batch,) = batches_of(rows, case["budget"])
+    model = architecture_from(model_config(case))
+    counted = memory.decoder_bytes(model, how, batch) + memory.head_bytes(model, how, batch)
+    assert saved_bytes(make_policy(case), rows, half=half) == pytest.approx(counted, rel=0.03)
+
+
+def saved_bytes(policy, rows: list[TensorDictBase], *, half: bool) -> int:
+    """Bytes of the distinct storages that a forward pass saves for its backward pass, the parameters left out."""
+    storages: dict[int, tuple[int, torch.Tensor]] = {}
+    weights = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = (storage.nbytes(), tensor.detach())  # held, so that no address comes twice
+        return tensor
+
+    padded = pad_rows(rows, pad_token_id=0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            out = policy(padded.select(*policy.in_keys))
+        assert out.get(keys.LOG_PROBS).requires_grad
+    return sum(size for size, _ in storages.values())
+
+
+TINY = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
+
+
+FULL = Learning()
+
+
+def peak(how: Learning = FULL, *sizes: int, model: Architecture = TINY) -> memory.LearnerMemory:
+    return learner_memory(model, how, [MicroBatch(size, size // 2, size) for size in sizes or (1000,)])
+
+
+def test_the_second_micro_batch_meets_the_gradients_of_the_first() -> None:
+    assert peak(Learning(), 5000, 5000).gradients > peak(Learning(), 5000).gradients
+
+
+def test_activations_grow_with_the_tokens_and_nothing_else_does() -> None:
+    one, two = peak(Learning(), 200_000), peak(Learning(), 400_000)
+    assert (one.weights, one.optimizer) == (two.weights, two.optimizer)
+    assert two.activations == 2 * one.activations
+
+
+def test_the_vocabulary_costs_weights_and_no_logits_of_all_tokens() -> None:
+    wide = peak(Learning(), 100_000, model=Architecture(8, 2, 2, 1, 4, 16, vocab=50_000, tied=True, context=64))
+    assert wide.logits < 2 * memory.TILE_BYTES_ON_CPU + 4 * 100_000 * 8
+    assert wide.weights == 4 * (peak().weights // 4 - 32 * 8 + 50_000 * 8)
+
+
+def test_checkpointing_keeps_a_layer_and_the_inputs_of_the_others() -> None:
+    deep = Architecture(8, 50, 2, 1, 4, 16, vocab=32, tied=True, context=64)
+    plain, light = (peak(Learning(checkpointing=on), 100_000, model=deep) for on in (False, True))
+    assert 4 * 8 * 50 * 100_000 < light.activations < plain.activations / 5
+
+
+def test_an_adapter_has_gradient_and_moments_of_its_own_size_only() -> None:
+    found = peak(Learning(rank=4))
+    assert found.optimizer == 2 * 4 * TINY.adapter_parameters(4)
+    assert found.gradients <= 4 * TINY.adapter_parameters(4)
+    assert found.weights == 4 * (TINY.parameters + TINY.adapter_parameters(4))
+
+
+def test_ranks_divide_weights_and_moments_but_not_the_gathered_layers() -> None:
+    model = Architecture(64, 40, 4, 4, 16, 128, vocab=32, tied=True, context=64)
+    alone, eight = peak(model=model), peak(Learning(ranks=8, shard_gradients=True), model=model)
+    assert eight.optimizer == pytest.approx(alone.optimizer / 8, rel=0.001)
+    assert alone.weights / 8 < eight.weights < alone.weights / 4
+    whole = peak(Learning(ranks=8), 100, 100, model=model)
+    assert whole.gradients >= 4 * model.parameters
+
+
+def test_half_precision_weights_halve_weights_and_moments() -> None:
+    full, half = peak(), peak(Learning(weight_bytes=2, product_bytes=2))
+    assert (half.weights, half.optimizer) == (full.weights // 2, full.optimizer // 2)
+
+
+def test_vllm_has_nothing_left_where_its_share_is_smaller_than_the_weights() -> None:
+    model = architecture_of("meta-llama/Llama-2-7b-hf")
+    assert model is not None
+    assert engine_memory.vllm_pool_bytes(model, share_bytes=12 * 2**30, number_bytes=2, rows=64) < 0
+    halves = engine_memory.vllm_pool_bytes(model, share_bytes=12 * 2**30, number_bytes=2, rows=64, tensor_parallel=2)
+    assert halves > 0

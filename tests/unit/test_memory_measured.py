@@ -1,0 +1,55 @@
+"""The predicted peak of a learner against the peak of a real one, each in a fresh process on one CPU thread."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = {"hidden": 384, "layers": 4, "heads": 6, "kv_heads": 2, "intermediate": 1024, "vocab": 60_000, "tied": True}
+TOKENS = {"hidden": 256, "layers": 8, "heads": 4, "kv_heads": 2, "intermediate": 1024, "vocab": 8_000, "tied": True}
+DEEP = {"hidden": 512, "layers": 12, "heads": 8, "kv_heads": 8, "intermediate": 1408, "vocab": 32_000, "tied": False}
+SHORT = {"prompt": 60, "response": 60, "group": 4, "groups": 2, "budget": 4096}
+LONG = {"prompt": 100, "response": 150, "group": 4, "groups": 3, "budget": 1500}
+SIZES: dict[str, dict[str, Any]] = {
+    "29M parameters, most of them words, 600 tokens at once": WORDS | SHORT,
+    "10M parameters, 1500 of 2100 tokens at once": TOKENS | LONG,
+    "71M parameters, a head of its own, 600 tokens at once": DEEP | SHORT | {"family": "llama"},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "an adapter": TOKENS | LONG | {"rank": 16},
+    "an adapter with dropout": TOKENS | SHORT | {"rank": 16, "dropout": 0.05},
+    "checkpointing": TOKENS | LONG | {"checkpointing": True},
+}
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc"
+)
+
+
+def measured(case: dict[str, Any], **environment: str) -> dict[str, Any]:
+    kept = {name: value for name, value in os.environ.items() if name != "MALLOC_MMAP_THRESHOLD_"}
+    command = [sys.executable, "-m", "tests.learner_memory", json.dumps(case)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=kept | environment)
+    return json.loads(done.stdout)
+
+
+@needs_proc
+@pytest.mark.parametrize("name", SIZES)
+def test_the_learners_peak_is_predicted_within_15_percent(name: str) -> None:
+    found = measured(SIZES[name])
+    assert found["predicted"] == pytest.approx(found["measured"], rel=0.15), found
+
+
+@needs_proc
+@pytest.mark.parametrize("name", [*SIZES, *OTHERS])
+def test_what_is_alive_is_predicted_within_15_percent_where_nothing_comes_from_the_heap(name: str) -> None:
+    """With pages of its own for every tensor the peak is that of the tensors; the heap's losses are not in it."""
+    found = measured((SIZES | OTHERS)[name], MALLOC_MMAP_THRESHOLD_="65536")
+    assert found["parts"]["heap"] == 0
+    assert found["predicted"] == pytest.approx(found["measured"], rel=0.15), found

@@ -1,0 +1,312 @@
+"""A config as verl's options and as TRL's: nothing is dropped in silence, and what is carried over has an effect."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from sota_grpo.config import Config, walk
+from sota_grpo.migration.account import FILES, Account, Facts
+from sota_grpo.migration.data import trl_rows, verl_rows, write_parquet
+from sota_grpo.migration.graders import example_columns, trl_overlong, trl_reward, verl_reward
+from sota_grpo.migration.trl import trl_arguments, trl_script
+from sota_grpo.migration.verl import verl_options, verl_script
+from sota_grpo.tasks import make_task
+from tests.config.test_config import ALGORITHMS, PRESETS, composed
+
+VERL_NAMES = set((Path(__file__).parent / "verl_0_9_0_options.txt").read_text().split())
+FACTS = Facts("org/model", "demo", longest_prompt=100, num_train=1000)
+# a config in which every option is looked at: several steps, a correction, a reference, an adapter, concurrency
+RICH = (
+    *("algorithm.correction=token", "algorithm.dual_clip=3.0", "algorithm.overlong_buffer=16", "policy.kl_coef=0.01"),
+    *("train_model.lora.enabled=true", "algorithm.aggregation=constant", "optimizer.warmup_steps=4"),
+    *("train.checkpoint_frequency=5", "eval.every=3", "train.epochs=2", "algorithm.dynamic_sampling=true"),
+)
+
+
+def config_of(*overrides: str, name: str = "grpo_gsm8k") -> Config:
+    return composed(name, *overrides)
+
+
+def others(config: Config, option: str) -> list[Config]:
+    """The same config with other values of one option."""
+    item, value = next((item, value) for name, item, value in walk(config) if name == option)
+    kind = str(item.type)
+    if item.metadata["choices"]:
+        values = [choice for choice in item.metadata["choices"] if choice != value]
+    elif isinstance(value, bool) or (value is None and "bool" in kind):
+        values = [not value]
+    elif isinstance(value, (int, float)):
+        values = [2 * value + (0 if value else 1)]
+    elif value is None and "list" in kind:
+        values = [[0, 1]]
+    elif value is None and ("int" in kind or "float" in kind):
+        values = [4]
+    else:
+        values = ["another"]
+    found = []
+    for other in values:
+        node = OmegaConf.structured(config)
+        OmegaConf.update(node, option, other)
+        found.append(OmegaConf.to_object(node))
+    return found
+
+
+def verl_text(config: Config) -> str:
+    options, account = verl_options(config, FACTS)
+    return json.dumps(options) + repr(account.remarks)
+
+
+def trl_text(config: Config) -> str:
+    return trl_script(config, FACTS, [])
+
+
+def verl_account(config: Config) -> Account:
+    return verl_options(config, FACTS)[1]
+
+
+def trl_account(config: Config) -> Account:
+    return trl_arguments(config)[1]
+
+
+BOTH = pytest.mark.parametrize(
+    ("text", "account_of"), [(verl_text, verl_account), (trl_text, trl_account)], ids=["verl", "trl"]
+)
+# the model is a fact beside the config; the script for TRL always saves it, and resumes when it is told to
+STANDS_ELSEWHERE = ("model.name", "model.size", "train.export_hf", "train.resume")
+
+
+@BOTH
+@pytest.mark.parametrize("overrides", [(), RICH, (*RICH, "mode=async")], ids=["preset", "rich", "async"])
+def test_an_option_that_is_carried_over_has_an_effect(text, account_of, overrides) -> None:
+    config = config_of(*overrides)
+    for option in sorted(account_of(config).carried - {*FILES, *STANDS_ELSEWHERE, *_unused(config)}):
+        assert any(text(other) != text(config) for other in others(config, option)), option
+
+
+def _unused(config: Config) -> set[str]:
+    """What this config itself makes no other use of."""
+    unused = {"eval.avg_at_k"}  # how many does not matter there, only whether
+    return unused | (set() if config.engine.name == "vllm_server" else {"engine.url"})
+
+
+@pytest.mark.parametrize("overrides", [(), RICH], ids=["preset", "rich"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_option_is_named_in_the_script(name: str, overrides: tuple[str, ...]) -> None:
+    """As an option, in a remark, among those without a counterpart, or among those of the files."""
+    config = config_of(*overrides, name=name)
+    for account in (verl_account(config), trl_account(config)):
+        comment = "\n".join(account.comment())
+        named = account.carried | {option for option, _, _ in walk(config) if option in comment}
+        assert named == {option for option, _, _ in walk(config)}
+        assert not set(account.left()) & account.carried
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_verl_has_every_option_that_is_written(name: str, algorithm: str) -> None:
+    """The file lists the names of verl 0.9.0's config; what begins with + is added to it, as verl's examples do."""
+    for overrides in ((), RICH, ("mode=async",), ("train.kl_coef_in_loss=false", "policy.kl_coef=0.1")):
+        options, _ = verl_options(config_of(f"algorithm={algorithm}", *overrides, name=name), FACTS)
+        unknown = {option for option in options if not option.startswith("+")} - VERL_NAMES
+        assert not unknown
+
+
+def verl_of(*overrides: str) -> dict:
+    return verl_options(config_of(*overrides), FACTS)[0]
+
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ("algorithm=grpo",),
+            {
+                "algorithm.adv_estimator": "grpo",
+                "algorithm.norm_adv_by_std_in_grpo": True,
+                f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean",
+                f"{ACTOR}.policy_loss.loss_mode": "vanilla",
+                f"{ACTOR}.clip_ratio_c": 1e9,
+                "algorithm.rollout_correction.bypass_mode": True,  # our logp_old is the engine's
+                "data.train_batch_size": 16,  # 128 responses, 8 of each prompt
+                f"{ACTOR}.ppo_mini_batch_size": 16,
+                "trainer.total_training_steps": 800,
+                "trainer.total_epochs": 13,  # 62 batches of 16 in 1000 prompts
+            },
+        ),
+        (
+            ("algorithm=dr_grpo", "inference_model.max_tokens=512"),
+            {
+                "algorithm.norm_adv_by_std_in_grpo": False,
+                f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
+                f"{ACTOR}.loss_scale_factor": 512,
+            },
+        ),
+        (
+            ("algorithm=dapo",),
+            {
+                f"{ACTOR}.clip_ratio_high": 0.28,
+                f"{ACTOR}.loss_agg_mode": "token-mean",
+                "algorithm.filter_groups.enable": True,
+                "algorithm.filter_groups.metric": "score",
+            },
+        ),
+        (
+            ("algorithm=gspo",),
+            {f"{ACTOR}.policy_loss.loss_mode": "gspo", f"{ACTOR}.clip_ratio_low": 0.0003},
+        ),
+        (
+            ("algorithm=cispo",),
+            {
+                f"{ACTOR}.policy_loss.loss_mode": "cispo",
+                f"{ACTOR}.clip_ratio_low": 1.0,
+                f"{ACTOR}.clip_ratio_high": 4.0,
+            },
+        ),
+        (("algorithm=rloo",), {"algorithm.adv_estimator": "rloo", f"{ACTOR}.policy_loss.loss_mode": "gpg"}),
+        (("algorithm=reinforce_pp",), {"algorithm.adv_estimator": "reinforce_plus_plus"}),
+        (
+            ("policy.kl_coef=0.02", "algorithm.kl_estimator=k2"),
+            {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.02, f"{ACTOR}.kl_loss_type": "mse"},
+        ),
+        (
+            ("policy.kl_coef=0.02", "train.kl_coef_in_loss=false"),
+            {f"{ACTOR}.use_kl_loss": False, "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.02},
+        ),
+        (
+            ("algorithm.correction=sequence", "algorithm.correction_mode=mask", "algorithm.correction_cap=3.0"),
+            {
+                "algorithm.rollout_correction.bypass_mode": False,
+                "algorithm.rollout_correction.rollout_is": "sequence",
+                "algorithm.rollout_correction.rollout_is_threshold": "1e-9_3.0",
+            },
+        ),
+        (
+            ("optimizer.warmup_steps=6", "train.optim_batch_size=32"),
+            {f"{ACTOR}.optim.lr_warmup_steps": 2, f"{ACTOR}.ppo_mini_batch_size": 4},  # 4 optimizer steps an iteration
+        ),
+        (
+            ("mode=async", "train.optim_batch_size=64", "inference_model.num_devices=3"),
+            {
+                "trainer.v1.trainer_mode": "separate_async",
+                "trainer.v1.separate_async.parameter_sync_step": 2,
+                "trainer.v1.sampler.max_off_policy_threshold": 1,
+                "actor_rollout_ref.rollout.n_gpus_per_node": 3,
+            },
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_verl_computes_the_same_under(overrides: tuple[str, ...], expected: dict) -> None:
+    found = verl_of(*overrides)
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_hydra_reads_the_command_line_as_it_was_meant(tmp_path: Path) -> None:
+    """The script is run with a python3 that prints what it is given, and Hydra parses that."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    facts = Facts("/models/with space/it's", "10-00-00", longest_prompt=100, num_train=1000)
+    overrides = (*RICH, "algorithm.correction_mode=mask", "train.precision=fp32", "optimizer.eps=1e-5")
+    options, account = verl_options(config_of(*overrides), facts)
+    script, python = tmp_path / "run_verl.sh", tmp_path / "python3"
+    script.write_text(verl_script(options, account, ["A heading."]))
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    command = ["bash", str(script), "trainer.total_epochs=2"]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    module, name, *given = done.stdout.splitlines()
+    assert (module, name, given.pop()) == ("-m", "verl.trainer.main_ppo", "trainer.total_epochs=2")
+    parsed = OverridesParser.create().parse_overrides(given)
+    found = {one.input_line.partition("=")[0]: one.value() for one in parsed}
+    here = str(tmp_path.resolve())
+    assert found == {
+        option: value.replace("$HERE", here) if isinstance(value, str) else value for option, value in options.items()
+    }
+
+
+def test_secrets_stay_here() -> None:
+    config = config_of("engine.api_key=sk-secret", "engine=vllm_server")
+    assert "sk-secret" not in verl_script(*verl_options(config, FACTS), []) + trl_text(config)
+
+
+def exported(config: Config, folder: Path) -> Path:
+    file = folder / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    return file
+
+
+def test_the_grader_travels(tmp_path: Path) -> None:
+    """verl and TRL are given the reward of the run, from the columns of the exported data."""
+    overrides = ("env.dataset=reasoning", "env.format_weight=0.3", "reward.min_think_words=2")
+    file = exported(composed("grpo_gsm8k", *overrides), tmp_path)
+    rows = [{"question": "9 * 2?", "answer": "9*2=18\n#### 18"}, {"question": "1 + 1?", "answer": "#### 2"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = make_task(
+        "reasoning", path=str(tmp_path / "rows.jsonl"), num_heldout=1, format_weight=0.3, min_think_words=2
+    )
+    example = [*task.train, *task.heldout]
+    texts = ["<think>a b c</think><answer>18</answer>", "<answer>2</answer>", "18"]
+    expected = [[_reward(task, text, one) for text in texts] for one in example]
+    score = verl_reward(file)
+    for one, wanted in zip(example, expected, strict=True):
+        (row,) = verl_rows(task, [one], "train")
+        given = [
+            score(
+                row["data_source"], text, row["reward_model"]["ground_truth"], {**row["extra_info"], "num_turns": None}
+            )
+            for text in texts
+        ]
+        assert [found["score"] for found in given] == wanted
+        (columns,) = trl_rows(task, [one])
+        prompt = columns.pop("prompt")
+        lists = {name: [value] * len(texts) for name, value in columns.items()}
+        chats = [[{"role": "assistant", "content": text}] for text in texts]
+        rewarded = trl_reward(file)(prompts=[prompt] * 3, completions=chats, trainer_state=None, **lists)
+        assert rewarded == wanted
+    assert len({value for wanted in expected for value in wanted}) > 2
+
+
+def _reward(task, text: str, example) -> float:
+    score = task.score(text, example)
+    return sum(task.term_weights[name] * value for name, value in score.terms.items())
+
+
+def test_reward_functions_travel_with_the_folder(tmp_path: Path) -> None:
+    body = "    return {'score': 2.0 * (solution_str == ground_truth), 'acc': True}"
+    (tmp_path / "mine.py").write_text(f"def compute_score(data_source, solution_str, ground_truth):\n{body}\n")
+    file = exported(composed("grpo_gsm8k", "reward.path=mine.py"), tmp_path)
+    columns = example_columns(SimpleNamespace(query="2 + 2?", answer="#### 4", extra={}))
+    assert verl_reward(file)("gsm8k", "4", "4", columns) == {"score": 2.0, "acc": 1.0}
+    assert trl_reward(file)(completions=["5"], **{name: [value] for name, value in columns.items()}) == [0.0]
+
+
+def test_a_grader_that_fails_gives_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def compute_score(solution_str, ground_truth):\n    raise OSError('no judge')\n")
+    file = exported(composed("grpo_gsm8k", "reward.path=mine.py"), tmp_path)
+    columns = example_columns(SimpleNamespace(query="2 + 2?", answer="#### 4", extra={}))
+    assert verl_reward(file)("gsm8k", "4", "4", columns) == {"score": 0.0, "acc": 0.0}
+
+
+def test_the_table_reads_what_was_written_for_verl(tmp_path: Path) -> None:
+    """verl's five columns come back as a table of ours, with the same prompts."""
+    task = make_task("arithmetic", num_train=6, num_heldout=2)
+    write_parquet(tmp_path / "train.parquet", verl_rows(task, task.train, "train"))
+    table = make_task("table", path=str(tmp_path / "train.parquet"), num_heldout=1)
+    prompts = [table.messages(example) for example in [*table.train, *table.heldout]]
+    wanted = [task.messages(example) for example in task.train]
+    assert sorted(prompts, key=str) == sorted([one for i, one in enumerate(wanted) if one not in wanted[:i]], key=str)
+
+
+def test_the_penalty_on_length_is_ours() -> None:
+    assert trl_overlong(8, 4)(completion_ids=[[0] * n for n in (1, 4, 6, 8)]) == [0.0, 0.0, -0.5, -1.0]

@@ -1,0 +1,132 @@
+"""The groups of a page: never above the budget, spread over the run, tokens as the trainer's mathematics says."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sota_grpo.functional.divergences import kl_k1, kl_k2, kl_k3
+from sota_grpo.recording.run_log import ROLLOUTS_FILE
+from sota_grpo.report.groups import choose_groups, scan, spread
+from sota_grpo.report.read import read_run
+from sota_grpo.report.tokens import token_columns
+from tests.report_rigs import WORDS, write_run
+
+
+def chosen(run_dir: Path, budget: int) -> tuple[list[dict[str, Any]], Any]:
+    found = choose_groups(read_run(run_dir), budget)
+    assert sum(len(text.encode()) for text in found.encoded) <= budget
+    return [json.loads(text) for text in found.encoded], found
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 10, 1000])
+def test_every_turn_has_its_place_in_the_order(count: int) -> None:
+    assert sorted(spread(count)) == list(range(count))
+
+
+@pytest.mark.parametrize("taken", [3, 5, 9, 17, 33])
+def test_the_first_of_the_order_are_evenly_spread(taken: int) -> None:
+    picked = sorted(spread(1025)[:taken])
+    assert {b - a for a, b in pairwise(picked)} == {1024 // (taken - 1)}
+
+
+def test_everything_is_shown_where_it_fits(tmp_path: Path) -> None:
+    groups, found = chosen(write_run(tmp_path, turns=5, groups=3), 1_000_000)
+    assert [(group["step"], group["id"]) for group in groups] == [(i // 3, i) for i in range(15)]
+    assert found.total == 15
+    assert found.ages == [
+        (0, 3 * 5),
+        (1, 2 * 5),
+    ]  # two, two and one a turn; odd ones are a version old
+    zero, cut, plain = groups[:3]
+    assert (zero["zero"], zero["cut"], len(zero["samples"])) == (True, False, 1)
+    assert (cut["zero"], cut["cut"], len(cut["samples"])) == (False, True, 2)
+    assert plain["samples"][0]["terms"] == {"correct": 1}
+
+
+def test_a_small_page_has_the_newest_turn_the_first_and_the_middle(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, turns=101, groups=8)
+    whole = sum(len(json.dumps(group)) for group in chosen(run_dir, 10_000_000)[0])
+    groups, found = chosen(run_dir, whole // 20)
+    turns = sorted({group["step"] for group in groups})
+    assert {0, 50, 100} <= set(turns)
+    assert max(b - a for a, b in pairwise(turns)) <= 25
+    assert found.total == 808
+    assert len(groups) < 80
+
+
+def test_a_group_too_large_for_the_page_does_not_end_it(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, turns=3, response=lambda turn, *_: "a" * (19_000 if turn == 2 else 5))
+    groups, _ = chosen(run_dir, 9_000)
+    assert {group["step"] for group in groups} == {0, 1}
+
+
+def test_a_megabyte_is_clipped(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, turns=1, groups=1, response=lambda *_: "a" * 1_000_000)
+    (group,), _ = chosen(run_dir, 100_000)
+    text = group["samples"][0]["text"]
+    assert (len(text["head"]), text["left"], len(text["tail"])) == (16_000, 980_000, 4_000)
+
+
+def test_lines_in_another_form_are_found_too(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, turns=4)
+    quick = scan(run_dir / ROLLOUTS_FILE)
+    rows = [json.loads(line) for line in (run_dir / ROLLOUTS_FILE).read_text().splitlines()]
+    lines = [json.dumps(dict(reversed(row.items()))) + "\n" for row in rows]
+    (run_dir / ROLLOUTS_FILE).write_text("".join(lines))
+    slow = scan(run_dir / ROLLOUTS_FILE)
+    assert quick.lines.keys() == slow.lines.keys()
+    assert quick.ages == slow.ages
+
+
+def test_stored_turns_show_all_samples_with_their_tokens(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, turns=6, groups=2, siblings=4, stored=[0, 4])
+    groups, found = chosen(run_dir, 1_000_000)
+    whole = [group for group in groups if group["whole"]]
+    assert found.stored_turns == [0, 4]
+    assert [(group["step"], len(group["samples"])) for group in whole] == [(0, 4), (0, 4), (4, 4), (4, 4)]
+    assert len(groups) == found.total == 12
+    sample = whole[0]["samples"][0]
+    assert sample["pieces"] == list(WORDS)
+    assert sample["ratio"] == [float(f"{math.exp(0.11 * i):.3g}") for i in range(len(WORDS))]
+    assert sample["entropy"] == list(range(len(WORDS)))
+    assert "said" not in sample
+
+
+@pytest.mark.parametrize(("name", "reference"), [("k1", kl_k1), ("k2", kl_k2), ("k3", kl_k3)])
+def test_the_kl_of_a_token_is_the_trainers(name: str, reference: Callable) -> None:
+    policy, other = [-1.0, -0.5, -3.0, -1.0], [-1.0, -2.0, -0.25, -1.5]
+    row = {"pieces": list("abcd"), "assistant": [True] * 4, "log_probs": [-9.0] * 4, "policy_log_probs": policy}
+    found = token_columns(row | {"ref_log_probs": other}, name)
+    expected = reference(torch.tensor(policy, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
+    assert found is not None
+    assert found["kl"] == [float(f"{value:.3g}") for value in expected.tolist()]
+
+
+def test_tokens_that_the_policy_did_not_write_have_no_numbers() -> None:
+    row = {"pieces": ["a", "tool", "b"], "assistant": [True, False, True], "log_probs": [-1.0, 0.0, -1.0]}
+    found = token_columns(row | {"policy_log_probs": [-1.0, 0.0, -1.0], "entropy": [1.0, 0.0, 2.0]}, "k3")
+    assert found == {"pieces": ["a", "tool", "b"], "said": [1, 0, 1], "ratio": [1, None, 1], "entropy": [1, None, 2]}
+
+
+def test_a_ratio_beyond_all_bounds_is_still_a_number() -> None:
+    row = {"pieces": ["a"], "assistant": [True], "log_probs": [-1e6], "policy_log_probs": [0.0]}
+    found = token_columns(row | {"ref_log_probs": [1e6]}, "k3")
+    assert found is not None
+    assert json.dumps([found["ratio"], found["kl"]], allow_nan=False)
+
+
+def test_a_very_long_response_keeps_its_ends() -> None:
+    count = 10_000
+    row = {"pieces": ["a"] * count, "assistant": [True] * count, "entropy": list(range(count))}
+    found = token_columns(row, "k3")
+    assert found is not None
+    assert found["gap"] == [2500, 7000]
+    assert found["entropy"] == [*range(2500), *range(9500, 10_000)]

@@ -1,0 +1,236 @@
+"""The file itself: one, safe whatever models wrote, replaced whole, and never in the way of a run."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import os
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sota_grpo.cli import main
+from sota_grpo.errors import UserError
+from sota_grpo.recording.run_log import METRICS_FILE, ROLLOUTS_FILE
+from sota_grpo.report import TrainingReport, write_report
+from sota_grpo.report.data import seeds_of_one_config
+from sota_grpo.report.encode import safe_json
+from sota_grpo.report.page import MAX_BYTES
+from sota_grpo.report.read import read_run
+from tests.report_rigs import HOSTILE, write_run
+
+
+class Reader(HTMLParser):
+    """The scripts of a page, as a browser would take them apart, its policy, and its attributes that name addresses."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.scripts: list[str] = []
+        self.policy, self.addresses, self.handlers = "", [], []
+        self._inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self._inside = tag == "script"
+        self.scripts += [""] if self._inside else []
+        self.policy = (given.get("content") or "") if given.get("http-equiv") else self.policy
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "action") and value[:1] != "#"]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.scripts[-1] += data
+
+
+def page_of(*runs: Path, out: Path) -> tuple[Reader, dict[str, Any]]:
+    text = write_report(runs, out).read_text(encoding="utf-8")
+    reader = Reader(text)
+    return reader, json.loads(reader.scripts[0])
+
+
+def test_hostile_text_is_data_and_nothing_else(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, turns=4, response=lambda turn, group, sample: HOSTILE[turn])
+    reader, data = page_of(run_dir, out=tmp_path / "report.html")
+    assert len(reader.scripts) == 3
+    assert not reader.addresses
+    assert not reader.handlers
+    shown = [sample["text"] for group in data["runs"][0]["groups"] for sample in group["samples"]]
+    assert set(shown) == set(HOSTILE)
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_no_character_that_html_reads_is_left_in_json(text: str) -> None:
+    safe = safe_json({text: [text]})
+    assert not set(safe) & set("<>&\u2028\u2029\x7f")
+    assert safe.encode()  # no half of a surrogate pair either
+    assert json.loads(safe) == {text: [text]}
+
+
+def test_the_policy_allows_the_pages_own_scripts_only(tmp_path: Path) -> None:
+    reader, _ = page_of(write_run(tmp_path), out=tmp_path / "report.html")
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in reader.scripts[1:]]
+    rules = dict(rule.split(" ", 1) for rule in reader.policy.split("; "))
+    assert rules["default-src"] == "'none'"
+    assert sorted(rules["script-src"].split()) == sorted(f"'sha256-{digest}'" for digest in digests)
+    assert "connect-src" not in rules
+
+
+def test_a_page_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    run_dir, out = write_run(tmp_path / "run"), tmp_path / "report.html"
+    out.write_text("older")
+    (run_dir / METRICS_FILE).write_text("{broken\n")
+    with pytest.raises(UserError):
+        write_report([run_dir], out)
+    assert out.read_text() == "older"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
+
+
+@pytest.mark.parametrize("reading", ["metrics", "rollouts"])
+def test_a_page_of_a_run_that_is_being_written(tmp_path: Path, reading: str) -> None:
+    run_dir = write_run(tmp_path, turns=3, finished=False)
+    path = run_dir / (METRICS_FILE if reading == "metrics" else ROLLOUTS_FILE)
+    with path.open("a") as file:
+        file.write('{"step": 3, "group_id": 9, "rew')
+    _, data = page_of(run_dir, out=tmp_path / "report.html")
+    assert data["runs"][0]["turns"] == 3
+    assert max(group["step"] for group in data["runs"][0]["groups"]) == 2
+
+
+def test_secrets_are_not_passed_on(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, options=["engine.api_key=sesame", "model.hub_token=sesame"])
+    assert "sesame" not in write_report([run_dir], tmp_path / "report.html").read_text()
+
+
+def test_the_page_names_what_differs(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / str(seed), seed=seed, options=[f"optimizer.lr={lr}"]) for seed, lr in enumerate((1, 2))
+    ]
+    _, data = page_of(*runs, out=tmp_path / "report.html")
+    differs = {option["name"]: option["values"] for option in data["options"] if option["differs"]}
+    assert differs == {"seed": ["0", "1"], "optimizer.lr": ["1.0", "2.0"]}
+
+
+def test_seeds_of_one_config_are_found(tmp_path: Path) -> None:
+    """Where a run writes its logs, and on which devices it runs, changes no result."""
+    options = [["optimizer.lr=1"], ["optimizer.lr=2"], ["optimizer.lr=1", "logging.project=other"]]
+    runs = [read_run(write_run(tmp_path / str(seed), seed=seed, options=o)) for seed, o in enumerate(options)]
+    assert seeds_of_one_config(runs) == [[0, 2], [1]]
+
+
+def test_a_thousand_turns_of_three_runs_stay_under_ten_megabytes(tmp_path: Path) -> None:
+    """Every turn is in the curves; of the groups, what fits."""
+    runs = [
+        write_run(tmp_path / str(seed), turns=1000, groups=8, seed=seed, response=lambda *_: "words " * 200)
+        for seed in range(3)
+    ]
+    _, data = page_of(*runs, out=tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size <= MAX_BYTES < 10_000_000
+    assert data["stride"] == 1
+    for run in data["runs"]:
+        assert len(run["steps"]) == 1001
+        assert 100 < len(run["groups"]) < run["record"]["total"] == 8000
+
+
+def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out + err
+
+
+def test_the_command_writes_beside_the_run_or_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir, other = write_run(tmp_path / "sweep" / "0"), write_run(tmp_path / "sweep" / "1", seed=1)
+    assert told(["report", str(run_dir)], capsys)[0] == 0
+    assert told(["report", str(tmp_path / "sweep")], capsys)[0] == 0
+    assert told(["report", str(run_dir), str(other)], capsys)[0] == 0
+    assert told(["report", str(run_dir), "--out", "mine.html"], capsys)[1].startswith("mine.html (")
+    written = [run_dir, tmp_path / "sweep", tmp_path]
+    assert all((folder / "report.html").is_file() for folder in written)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere"], "There is no run in nowhere"),
+        (["run", "--out", "no/folder/r.html"], "there is no folder"),
+        (["run", "--out", "run"], "run is a folder; name a file in it"),
+    ],
+    ids=["no run", "no folder", "a folder"],
+)
+def test_mistakes_are_one_sentence(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("run"), turns=1)
+    code, said = told(["report", *arguments], capsys)
+    assert code == 2
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_pages_cost_a_run_half_a_percent_and_the_last_one(tmp_path: Path) -> None:
+    clock, written = Clock(), []
+
+    def write(*_: object) -> None:
+        written.append(clock.now)
+        clock.now += 0.3
+
+    (tmp_path / METRICS_FILE).write_text("one line\n")
+    report = TrainingReport(tmp_path, write=write, clock=clock)
+    for turn in range(200):
+        clock.now = max(clock.now, 10.0 * turn)
+        report.checkpoint()
+    assert all(0.3 * count <= 0.005 * (began + 0.3) for count, began in enumerate(written, 1))
+    assert len(written) > 20
+    report.finish()
+    assert written[-1] >= 1990
+
+
+def test_a_page_that_fails_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / METRICS_FILE).write_text("{broken\n")
+    report = TrainingReport(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            report.finish()
+    assert len(caplog.records) == 1
+    assert "training goes on" in caplog.text
+
+
+def test_before_the_first_line_of_metrics_there_is_nothing_to_say(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / METRICS_FILE).touch()
+    assert TrainingReport(tmp_path).finish() == 0
+    assert os.listdir(tmp_path) == [METRICS_FILE]
+    assert not caplog.records
+
+
+def test_a_run_that_wants_no_page_has_none(tmp_path: Path) -> None:
+    report = TrainingReport(write_run(tmp_path), enabled=False)
+    report.finish()
+    assert "report.html" not in os.listdir(tmp_path)

@@ -1,0 +1,88 @@
+"""Runs are read as they lie there: unfinished, torn, nested, empty; what is not a run is one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sota_grpo.errors import UserError
+from sota_grpo.recording.run_log import METRICS_FILE
+from sota_grpo.report.read import find_runs, read_run
+from tests.report_rigs import write_run
+
+
+def put(path: Path, *lines: str) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / METRICS_FILE).write_text("".join(lines))
+    return path
+
+
+def test_an_evaluation_and_the_turn_after_it_are_one_row(tmp_path: Path) -> None:
+    lines = ['{"step": 0, "eval/accuracy": 0.5}\n', '{"step": 0, "reward": 0.25}\n', '{"step": 1, "reward": 0.75}\n']
+    run = read_run(put(tmp_path, *lines, '{"step": 2, "eval/accuracy": 0.875}\n'))
+    assert run.rows[0] == {"step": 0, "eval/accuracy": 0.5, "reward": 0.25}
+    assert [row["step"] for row in run.rows] == [0, 1, 2]
+    assert run.turns == 2
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "rew', '{"step": 2, "reward": 1.0}'], ids=["half", "without its end"])
+def test_a_line_that_is_being_written_is_left_alone(tmp_path: Path, torn: str) -> None:
+    run = read_run(put(tmp_path, '{"step": 0, "reward": 0.5}\n', '{"step": 1, "reward": 0.5}\n', torn))
+    assert [row["step"] for row in run.rows] == [0, 1]
+
+
+@pytest.mark.parametrize("line", ["{not json", "[1]", '{"reward": 1}', '{"step": "x"}', "[" * 100_000], ids=range(5))
+def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
+    put(tmp_path, '{"step": 0, "reward": 0.5}\n', line + "\n", '{"step": 1, "reward": 0.5}\n')
+    with pytest.raises(UserError, match=rf"Line 2 of .*{METRICS_FILE} is not JSON with a step"):
+        read_run(tmp_path)
+
+
+def test_runs_below_a_folder_are_found_once_and_in_natural_order(tmp_path: Path) -> None:
+    for name in ("sweep/10", "sweep/2", "sweep/2/checkpoints/odd", "sweep/.hidden"):
+        put(tmp_path / name, '{"step": 0}\n')
+    put(tmp_path / "sweep/3")
+    runs, empty = find_runs([tmp_path, tmp_path / "sweep" / "2"])
+    assert [run.name for run in runs] == ["2", "10"]
+    assert [run.name for run in empty] == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("missing", "There is no run in .*missing: it does not exist"),
+        ("folder", "There is no run in .*folder: neither there nor in its folders is a metrics.jsonl"),
+        ("empty", r"metrics.jsonl is empty: that run has not finished a turn"),
+        ("torn", "holds no whole line yet"),
+        ("file", "is a file; give the run directory"),
+        ("unreadable", r"metrics.jsonl cannot be read|neither there nor in its folders"),
+    ],
+)
+def test_what_is_no_run_is_one_sentence(tmp_path: Path, name: str, sentence: str) -> None:
+    (tmp_path / "folder").mkdir()
+    put(tmp_path / "empty")
+    put(tmp_path / "torn", '{"step": 0')
+    (tmp_path / "file").write_text("")
+    (tmp_path / "unreadable" / METRICS_FILE).mkdir(parents=True)
+    with pytest.raises(UserError, match=sentence):
+        list(map(read_run, find_runs([tmp_path / name])[0]))
+
+
+def test_numbers_that_json_lacks_are_nothing(tmp_path: Path) -> None:
+    run = read_run(put(tmp_path, '{"step": 0, "reward": NaN, "kl": -Infinity, "lr": 0.5}\n'))
+    assert run.rows == [{"step": 0, "reward": None, "kl": None, "lr": 0.5}]
+
+
+@pytest.mark.parametrize(("finished", "state"), [(True, "finished"), (False, "stopped")])
+def test_the_state_of_a_run(tmp_path: Path, finished: bool, state: str) -> None:
+    run = read_run(write_run(tmp_path, turns=3, finished=finished, num_steps=5))
+    assert (run.state, run.turns, run.asked) == (state, 3, 5)
+
+
+def test_a_config_that_is_no_config_is_named(tmp_path: Path) -> None:
+    put(tmp_path, json.dumps({"step": 0}) + "\n")
+    (tmp_path / "config.yaml").write_text("a: [1")
+    with pytest.raises(UserError, match=r"config.yaml is not the YAML of a config"):
+        read_run(tmp_path)

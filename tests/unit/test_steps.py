@@ -1,0 +1,258 @@
+"""Stored turns: what is written comes back, whatever it holds; what a resumed run does again is dropped."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict, lazy_stack
+
+from sota_grpo import keys
+from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.recording.pieces import text_pieces
+from sota_grpo.recording.run_log import ROLLOUT_FIELDS
+from sota_grpo.recording.steps import (
+    STEPS_FOLDER,
+    Origin,
+    StoredStep,
+    drop_steps,
+    read_step,
+    save_step,
+    step_of,
+    stored_steps,
+)
+from sota_grpo.step_log import StoredTurns, rollout_rows
+
+ORIGIN = Origin(device="cpu", precision="fp32", num_ranks=0, num_threads=2, rng=torch.arange(5, dtype=torch.uint8))
+HALF_A_PAIR = "\ud83d"  # text of a dataset may hold it; no encoding can
+
+
+def make_row(prompt: int, response: int, *, group: int = 0, sample: int = 0, term: float | None = None) -> TensorDict:
+    length = prompt + response
+    said = torch.arange(length) >= prompt
+    tokens = torch.arange(length) + 100 * group
+    following = {
+        "reward": torch.tensor([0.5]),
+        "success": torch.tensor([True]),
+        "truncated": torch.tensor([False]),
+        "policy_version": torch.tensor(3),
+        "reward_info": NonTensorData('{"pred": "7"}'),
+    }
+    if term is not None:
+        following["reward_terms"] = {"correct": torch.tensor([term])}
+    return TensorDict(
+        {
+            "query": f"{HALF_A_PAIR} {group}?",
+            "answer": "7",
+            "group_id": torch.tensor(group),
+            "sample_id": torch.tensor(sample),
+            "tokens": {"full": tokens, "prompt": tokens[:prompt], "response": tokens[prompt:]},
+            "masks": {"all_attention_mask": torch.ones(length).bool(), "all_assistant_mask": said},
+            "log_probs": {"full": torch.where(said, -0.25, 0.0)},
+            "text": {"response": NonTensorData("seven")},
+            "advantage": torch.tensor([[1.5]]),
+            "next": following,
+        }
+    )
+
+
+class Letters:
+    """Token ``i`` is the letter ``a + i``."""
+
+    def decode(self, ids, **_) -> str:
+        return "".join(chr(97 + int(i) % 26) for i in ids)
+
+
+def make_stored(step: int = 20, rows: list[TensorDict] | None = None, **changes) -> StoredStep:
+    rows = rows or [make_row(2, 3, sample=0, term=1.0), make_row(2, 1, sample=1), make_row(1, 2, group=1, term=0.0)]
+    options = {
+        "step": step,
+        "metrics": {"reward": 0.5, "kl": None, "groups/trained": 2},
+        "rows": rows,
+        "fields": rollout_rows(lazy_stack(rows), Letters()),
+        "pieces": [[Letters().decode([i]) for i in row[keys.RESPONSE_TOKENS].tolist()] for row in rows],
+        "measured": [torch.stack([row[keys.LOG_PROBS] - 1, row[keys.LOG_PROBS] + 1]) for row in rows],
+        "origin": ORIGIN,
+    }
+    return StoredStep(**{**options, **changes})
+
+
+def test_a_stored_turn_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    stored = make_stored()
+    path = save_step(tmp_path, stored)
+    assert path == tmp_path / "steps" / "step_000020.pt"
+    found = read_step(path)
+    assert (found.step, found.metrics, found.fields, found.pieces) == (20, stored.metrics, stored.fields, stored.pieces)
+    assert found.samples == stored.samples
+    for row, wanted in zip(found.rows, stored.rows, strict=True):
+        names = set(wanted.keys(include_nested=True, leaves_only=True))
+        assert set(row.keys(include_nested=True, leaves_only=True)) == names
+        for name in names:
+            value, other = row.get(name), wanted.get(name)
+            if isinstance(other, torch.Tensor):
+                torch.testing.assert_close(value, other, rtol=0.0, atol=0.0)
+            else:
+                assert row[name] == wanted[name]
+    assert torch.equal(found.origin.rng, ORIGIN.rng)
+    assert (found.origin.device, found.origin.num_threads) == ("cpu", 2)
+
+
+def test_what_the_learner_writes_into_its_rows_is_not_stored(tmp_path: Path) -> None:
+    row = make_row(2, 3)
+    given = set(row.keys(include_nested=True, leaves_only=True))
+    row.set(keys.LOSS_WEIGHT, torch.ones(5))
+    row.set(keys.PROXIMAL_LOG_PROBS, torch.ones(5))
+    (found,) = read_step(save_step(tmp_path, make_stored(rows=[row]))).rows
+    assert set(found.keys(include_nested=True, leaves_only=True)) == given
+
+
+def test_a_sample_has_one_entry_for_each_token_after_its_prompt(tmp_path: Path) -> None:
+    row = make_row(2, 3)
+    row[keys.ASSISTANT_MASK][3] = False  # a user's token between two turns
+    row.set(keys.REF_LOG_PROBS, torch.tensor([0.0, 0.0, -1.0, 0.0, -2.0]))
+    measured = [torch.tensor([[0.0, 0.0, -3.0, 0.0, -4.0], [0.0, 0.0, 5.0, 0.0, 6.0]])]
+    (sample,) = read_step(save_step(tmp_path, make_stored(rows=[row], measured=measured))).samples
+    assert set(ROLLOUT_FIELDS) < set(sample)
+    assert sample["pieces"] == ["c", "d", "e"]
+    assert sample["assistant"] == [True, False, True]
+    assert sample["ref_log_probs"] == [-1.0, 0.0, -2.0]
+    assert sample["policy_log_probs"] == [-3.0, 0.0, -4.0]
+    assert sample["entropy"] == [5.0, 0.0, 6.0]
+
+
+def test_what_was_not_measured_is_none(tmp_path: Path) -> None:
+    for sample in read_step(save_step(tmp_path, make_stored(measured=None))).samples:
+        assert sample["policy_log_probs"] is sample["entropy"] is sample["ref_log_probs"] is None
+        assert sample["log_probs"] == [-0.25] * len(sample["pieces"])
+
+
+def test_turns_from_the_restart_on_are_dropped(tmp_path: Path) -> None:
+    for step in (0, 2, 4):
+        save_step(tmp_path, make_stored(step))
+    torn = tmp_path / STEPS_FOLDER / ".step_000004.pt.tmp"
+    torn.write_bytes(b"half")
+    drop_steps(tmp_path, 2)
+    assert [step_of(path) for path in stored_steps(tmp_path)] == [0]
+    assert not torn.exists()
+
+
+def test_the_oldest_turns_go_first_but_for_turn_0(tmp_path: Path) -> None:
+    size = save_step(tmp_path, make_stored(0)).stat().st_size
+    for step in (1, 2, 3):
+        save_step(tmp_path, make_stored(step), most_bytes=int(2.5 * size))
+    assert [step_of(path) for path in stored_steps(tmp_path)] == [0, 3]
+
+
+def test_the_newest_turn_is_kept_however_large(tmp_path: Path) -> None:
+    save_step(tmp_path, make_stored(1), most_bytes=1)
+    assert [step_of(path) for path in stored_steps(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("content", [b"", b"not an archive", None], ids=["empty", "text", "cut"])
+def test_a_damaged_turn_is_a_sentence(content: bytes | None, tmp_path: Path) -> None:
+    path = save_step(tmp_path, make_stored())
+    path.write_bytes(path.read_bytes()[:-700] if content is None else content)
+    with pytest.raises(UserError, match=r"step_000020\.pt is damaged"):
+        read_step(path)
+
+
+def test_another_programs_archive_is_a_sentence(tmp_path: Path) -> None:
+    torch.save({"model": torch.zeros(3)}, tmp_path / "step_000001.pt")
+    with pytest.raises(UserError, match="no stored turn"):
+        read_step(tmp_path / "step_000001.pt")
+
+
+def test_a_file_system_that_refuses_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / STEPS_FOLDER).write_text("a file where the folder should be")
+    with pytest.raises(RunFailed, match=r"logging\.store_steps=false"):
+        save_step(tmp_path, make_stored())
+
+
+class Watched:
+    """A learner that says when it was looked at."""
+
+    settings = SimpleNamespace(precision="fp32")
+
+    def __init__(self) -> None:
+        self.version, self.calls = 0, []
+
+    def measured(self, rows) -> torch.Tensor:
+        self.calls.append("measured")
+        return torch.zeros(2, sum(len(row[keys.FULL_TOKENS]) for row in rows))
+
+    def update(self, rows) -> dict:
+        self.calls.append("update")
+        self.version += 1
+        return {"grad_norm": 1.0}
+
+
+def turn(stored: StoredTurns, step: int) -> float:
+    batch = lazy_stack([make_row(2, 3)])
+    update = stored.update(batch)
+    return stored.write(step, update, batch, rollout_rows(batch, Letters()))
+
+
+def test_the_first_turn_and_those_after_a_checkpoint_are_stored(tmp_path: Path) -> None:
+    learner = Watched()
+    stored = StoredTurns(learner, tmp_path, Letters(), device="cpu", enabled=True)
+    seconds = [turn(stored, 5), turn(stored, 6)]
+    stored.after_checkpoint()
+    seconds += [turn(stored, 7), turn(stored, 8)]
+    assert [step_of(path) for path in stored_steps(tmp_path)] == [5, 7]
+    assert learner.calls == ["measured", "update", "update", "measured", "update", "update"]
+    assert [each > 0 for each in seconds] == [True, False, True, False]
+    assert stored.version == 4
+
+
+def test_nothing_is_stored_when_it_is_switched_off(tmp_path: Path) -> None:
+    learner = Watched()
+    stored = StoredTurns(learner, tmp_path, Letters(), device="cpu", enabled=False)
+    turn(stored, 0)
+    stored.after_checkpoint()
+    turn(stored, 1)
+    assert learner.calls == ["update", "update"]
+    assert not (tmp_path / STEPS_FOLDER).exists()
+
+
+def in_bytes(ids) -> str:
+    """A tokenizer whose tokens are the bytes."""
+    return bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a€b", ["a", "", "", "€", "b"]),
+        ("🙂", ["", "", "", "🙂"]),
+        ("\ufffd!", ["", "", "", "\ufffd!"]),  # the mark itself cannot be told from half a character before the next
+    ],
+)
+def test_a_character_of_several_tokens_stands_with_its_last(text: str, expected: list[str]) -> None:
+    assert text_pieces(list(text.encode()), in_bytes) == expected
+
+
+def test_half_a_character_at_the_end_is_not_lost() -> None:
+    assert text_pieces([0x41, 0xE2, 0x82], in_bytes) == ["A", "", "\ufffd"]
+
+
+def test_a_space_that_a_decoder_drops_at_the_start_belongs_to_its_word() -> None:
+    words = ["▁two", "▁more", "s", "▁", "▁end"]
+
+    def decode(ids) -> str:
+        return "".join(words[i] for i in ids).replace("▁", " ").removeprefix(" ")
+
+    assert text_pieces(range(5), decode) == ["two", " more", "s", "", "  end"]
+
+
+def test_the_pieces_of_any_tokens_join_to_their_text() -> None:
+    tokenizer = load_tokenizer("tiny")
+    dice = random.Random()
+    for _ in range(50):
+        ids = [dice.randrange(len(tokenizer)) for _ in range(dice.randrange(60))]
+        assert "".join(text_pieces(ids, tokenizer.decode)) == tokenizer.decode(ids), ids
+        raw = [dice.randrange(256) for _ in range(200)]
+        assert "".join(text_pieces(raw, in_bytes)) == in_bytes(raw), raw

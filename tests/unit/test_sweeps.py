@@ -1,0 +1,278 @@
+"""What is said of the runs of a sweep, and which sweep a command continues."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import fcntl
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from sota_grpo.cli.sweep import add_command
+from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.run_record import FAILURE_FILE, LOCK_FILE, RUN_FILE, is_held, note_failure, read_failure
+from sota_grpo.sweeps import (
+    as_csv,
+    as_json,
+    as_text,
+    continued,
+    mark_complete,
+    note_command,
+    objective,
+    read_sweep,
+    write_summary,
+)
+from sota_grpo.sweeps.command import SWEEP_FILE
+
+TURNS = 12
+
+
+def make_run(
+    folder: Path,
+    overrides: Sequence[str] = (),
+    *,
+    rewards: Sequence[float] = (0.5,),
+    accuracy: float | None = None,
+    began: bool = True,
+    finished: bool = True,
+) -> Path:
+    """A run directory as a command leaves it; each turn takes 2 s, the evaluation 5 s."""
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {json.dumps(one)}\n" for one in overrides))
+    if began:
+        (folder / RUN_FILE).write_text(json.dumps({"signature": "x", "num_steps": TURNS, "finished": finished}))
+    rows = [{"step": turn, "reward": one, "lr": turn / 10, "time/step_s": 2.0} for turn, one in enumerate(rewards)]
+    rows += [] if accuracy is None else [evaluation(len(rewards), accuracy)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def evaluation(step: int, accuracy: float) -> dict:
+    return {"step": step, "eval/accuracy": accuracy, "eval/stderr": 0.03, "time/eval_s": 5.0}
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_turns_are_averaged_over_the_last_ten_and_evaluations_and_counters_are_the_last(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "0", rewards=range(TURNS), accuracy=0.75)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(evaluation(TURNS, 0.25)) + '\n{"step": 99, "rew')  # a kill tore the last line
+    (run,) = read_sweep(tmp_path).runs
+    assert run.metrics["reward"] == 6.5  # of 2 .. 11
+    assert run.metrics["lr"] == 1.1
+    assert (run.metrics["eval/accuracy"], run.metrics["eval/stderr"]) == (0.25, 0.03)
+    assert (run.turns, run.asked, run.seconds) == (TURNS, TURNS, 34.0)
+
+
+def test_a_sweeper_optimises_accuracy_or_else_reward(tmp_path: Path) -> None:
+    assert objective(make_run(tmp_path / "0", rewards=[0.0, 1.0], accuracy=0.75)) == 0.75
+    assert objective(make_run(tmp_path / "1", rewards=[0.0, 1.0])) == 0.5
+    assert objective(tmp_path / "nowhere") is None
+
+
+def test_every_way_to_end_has_its_state_and_reason(tmp_path: Path) -> None:
+    make_run(tmp_path / "0")
+    make_run(tmp_path / "1", finished=False)
+    note_failure(make_run(tmp_path / "2", finished=False), RunFailed("The disk\n is full."))
+    make_run(tmp_path / "3", began=False)
+    note_failure(make_run(tmp_path / "4", began=False), ValueError("odd shape\nand a page"))
+    make_run(tmp_path / "5", finished=False)
+    with (tmp_path / "5" / LOCK_FILE).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        found = [(run.state, run.note) for run in read_sweep(tmp_path).runs]
+        assert is_held(tmp_path / "5")
+    assert not is_held(tmp_path / "5")
+    assert found == [
+        ("finished", ""),
+        ("stopped", ""),
+        ("failed", "The disk is full."),
+        ("stopped", "before its first turn"),
+        ("failed", "ValueError: odd shape"),
+        ("running", ""),
+    ]
+
+
+def test_a_run_that_trains_again_has_not_failed(tmp_path: Path) -> None:
+    from sota_grpo.runs import open_run
+
+    config = {"seed": 1, "train": {}}
+    note_failure(tmp_path, RunFailed("The disk is full."))
+    with open_run(tmp_path, config, "auto", num_steps=4) as place:
+        assert read_failure(tmp_path) == "The disk is full."
+        place.start("seed: 1\n")
+    assert not (tmp_path / FAILURE_FILE).exists()
+
+
+# --- runs side by side ------------------------------------------------------------------------------------------------
+
+
+def test_only_what_differs_is_a_column_and_runs_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for number in (10, 2, 1):
+        make_run(tmp_path / str(number), ["mode=sync", f"optimizer.lr={number}e-6", *(["+a=1"] if number == 2 else [])])
+    sweep = read_sweep(tmp_path)
+    assert [run.name for run in sweep.runs] == ["1", "2", "10"]
+    assert sweep.varied == ["optimizer.lr", "a"]
+    assert [run.overrides.get("a") for run in sweep.runs] == [None, "1", None]
+
+
+def test_runs_are_sorted_by_a_metric_and_those_without_it_come_last(tmp_path: Path) -> None:
+    for name, accuracy in (("0", 0.25), ("1", None), ("2", 0.75), ("3", 0.5)):
+        make_run(tmp_path / name, accuracy=accuracy)
+    sweep = read_sweep(tmp_path)
+    assert [run.name for run in sweep.ranked("eval/accuracy")] == ["2", "3", "0", "1"]
+    assert [run.name for run in sweep.ranked("eval/accuracy", ascending=True)] == ["0", "3", "2", "1"]
+
+
+def test_seeds_of_a_setting_are_averaged_over_the_runs_that_are_finished(tmp_path: Path) -> None:
+    accuracies = iter([0.4, 0.6, 0.7, 0.8, 0.9])
+    for number, (lr, seed) in enumerate([("1", "0"), ("1", "1"), ("2", "0"), ("2", "1"), ("2", "2")]):
+        overrides = [f"optimizer.lr={lr}", f"seed={seed}"]
+        make_run(tmp_path / str(number), overrides, accuracy=next(accuracies), finished=number != 4)
+    two, one = read_sweep(tmp_path).settings("eval/accuracy")
+    assert (one.overrides, one.runs, one.finished) == ({"optimizer.lr": "1"}, 2, 2)
+    assert one.means["eval/accuracy"] == pytest.approx((0.5, 0.1))
+    assert (two.overrides, two.runs, two.finished) == ({"optimizer.lr": "2"}, 3, 2)
+    assert two.means["eval/accuracy"] == pytest.approx((0.75, 0.05))
+
+
+def test_without_several_seeds_of_a_setting_nothing_is_averaged(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", ["optimizer.lr=1", "seed=0"])
+    make_run(tmp_path / "1", ["optimizer.lr=2", "seed=1"])
+    assert read_sweep(tmp_path).settings("reward") == []
+
+
+def test_the_table_says_it_all_and_takes_no_value_for_markup(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", ["train_model.devices=[0,1]"], rewards=[0.25] * TURNS, accuracy=0.5)
+    make_run(tmp_path / "1", ["train_model.devices=[red]"], rewards=[], began=False)
+    note_failure(tmp_path / "1", UserError("Not a device."))
+    lines = as_text(read_sweep(tmp_path)).splitlines()
+    assert lines[0] == f"{tmp_path}: 2 runs, 1 finished, 1 failed; sorted by eval/accuracy."
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    header = ["run", "train_model.devices", "reward", "accuracy", "turns", "state", "time"]
+    assert [row for row in cells if not set("".join(row)) <= set("-+")] == [
+        header,
+        ["0", "[0,1]", "0.25", "50.0 +/- 3.0 %", "12", "finished", "0:29"],
+        ["1", "[red]", "-", "-", "0", "failed", "0:00"],
+    ]
+    assert lines[-1] == "run 1 failed: Not a device."
+
+
+def test_the_csv_has_every_metric_and_leaves_empty_what_was_not_measured(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", ["env.path='a,b'", "seed=0"], rewards=[0.1], accuracy=0.5)
+    make_run(tmp_path / "1", ["env.path=c", "seed=1"], rewards=[0.2])
+    rows = list(csv.DictReader(io.StringIO(as_csv(read_sweep(tmp_path)))))
+    assert [(row["run"], row["env.path"], row["reward"], row["eval/accuracy"]) for row in rows] == [
+        ("0", "'a,b'", "0.1", "0.5"),
+        ("1", "c", "0.2", ""),
+    ]
+
+
+def test_the_summary_is_written_beside_the_runs(tmp_path: Path) -> None:
+    for seed, accuracy in ((0, 0.4), (1, 0.6)):
+        make_run(tmp_path / str(seed), [f"seed={seed}", "model.name=a|b"], accuracy=accuracy)
+    write_summary(tmp_path)
+    plain = json.loads((tmp_path / "summary.json").read_text())
+    assert plain == as_json(read_sweep(tmp_path))
+    assert [run["run"] for run in plain["runs"]] == ["1", "0"]
+    (setting,) = plain["settings"]
+    assert setting["means"]["eval/accuracy"] == {"mean": pytest.approx(0.5), "stderr": pytest.approx(0.1)}
+    text = (tmp_path / "summary.md").read_text()
+    assert "| 1 | 1 | 0.5 | 60.0 +/- 3.0 % | 1 of 12 | finished | 0:07 |" in text
+    assert "| 2 | 0.5 +/- 0 | 50.0 +/- 10.0 % |" in text
+
+
+@pytest.mark.parametrize(("make", "match"), [(False, "There is no run below"), (True, "is one run")])
+def test_a_folder_without_runs_is_one_sentence(make: bool, match: str, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "x") if make else tmp_path
+    with pytest.raises(UserError, match=match):
+        read_sweep(folder)
+
+
+# --- sota-grpo sweep --------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers())
+    options = parser.parse_args(["sweep", *arguments])
+    return options.run(options)
+
+
+def test_the_command_prints_the_newest_sweep_in_any_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^There is no sweep below multirun/; give the directory of one\.$"):
+        command()
+    for day, reward in (("2026-01-01", 0.1), ("2026-01-02", 0.2)):
+        make_run(Path("multirun") / day / "10-00-00" / "0", rewards=[reward])
+    assert command() == 0
+    assert capsys.readouterr().out.startswith("multirun/2026-01-02/10-00-00: 1 run, 1 finished; sorted by reward.")
+    assert command("multirun/2026-01-01/10-00-00", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["metrics"]["reward"] == 0.1
+    assert command("multirun", "--csv", "--sort", "reward", "--ascending") == 0
+    names = [row["run"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))]
+    assert names == ["2026-01-01/10-00-00/0", "2026-01-02/10-00-00/0"]
+    with pytest.raises(UserError, match="no run measured it; did you mean reward"):
+        command("multirun", "--sort", "rewards")
+
+
+# --- which sweep goes on ----------------------------------------------------------------------------------------------
+
+SWEEP = ["mode=sync", "optimizer.lr=1,2", "train.resume=auto", "--multirun"]
+
+
+@pytest.fixture
+def sweeps(tmp_path: Path) -> Path:
+    """Four sweeps, the older ones first: ours, ours and complete, ours, another one."""
+    other = ["mode=sync", "optimizer.lr=1,2,3", "--multirun"]
+    for hour, arguments in ((10, SWEEP), (11, SWEEP), (12, SWEEP), (13, other)):
+        folder = tmp_path / "2026-01-01" / f"{hour}-00-00"
+        make_run(folder / "0", finished=False)
+        note_command(folder, arguments)
+        if hour == 11:
+            mark_complete(folder)
+    return tmp_path
+
+
+def test_auto_continues_the_newest_sweep_of_the_same_command(sweeps: Path) -> None:
+    newest = sweeps / "2026-01-01" / "12-00-00"
+    assert continued(SWEEP, sweeps) == [f"hydra.sweep.dir={newest}", *SWEEP]
+    free = [*SWEEP[:2], "logging.wandb=offline", *SWEEP[2:]]  # changes nothing that is computed
+    assert continued(free, sweeps) == [f"hydra.sweep.dir={newest}", *free]
+
+
+def test_auto_passes_over_a_sweep_that_is_alive_or_complete(sweeps: Path) -> None:
+    alive = sweeps / "2026-01-01" / "12-00-00" / "0" / LOCK_FILE
+    with alive.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert continued(SWEEP, sweeps)[0] == f"hydra.sweep.dir={sweeps / '2026-01-01' / '10-00-00'}"
+    mark_complete(alive.parents[1])
+    mark_complete(sweeps / "2026-01-01" / "10-00-00")
+    assert continued(SWEEP, sweeps) == SWEEP
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["mode=sync", "optimizer.lr=1,2", "--multirun"],  # does not ask
+        ["mode=sync", "optimizer.lr=1,2", "train.resume=auto"],  # is no sweep
+        ["mode=sync", "optimizer.lr=2,1", "train.resume=auto", "--multirun"],  # its runs have other numbers
+        ["hydra.sweep.dir=mine", *SWEEP],
+    ],
+    ids=["no auto", "no sweep", "other order", "own directory"],
+)
+def test_every_other_command_is_left_as_it_is(arguments: list[str], sweeps: Path) -> None:
+    assert continued(arguments, sweeps) == arguments
+
+
+def test_a_sweep_file_of_another_program_is_passed_over(tmp_path: Path) -> None:
+    folder = tmp_path / "2026-01-01" / "10-00-00"
+    folder.mkdir(parents=True)
+    (folder / SWEEP_FILE).write_text("[]")
+    assert continued(SWEEP, tmp_path) == SWEEP
