@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 
 from sota_grpo.assembly import Parts, build
+from sota_grpo.assembly.checking import subject_of
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.passed import Passed
 from sota_grpo.checkpoint import CheckpointStore, rng_state, set_rng_state
 from sota_grpo.config import Config, turn_size
 from sota_grpo.errors import UserError
-from sota_grpo.gate import Subject, run_gate
+from sota_grpo.gate import run_gate
 from sota_grpo.hub_token import use_config_token
 from sota_grpo.loop import run
 from sota_grpo.recording.examine import ExamineLog
@@ -192,20 +193,8 @@ class Run:
             ) from error
 
     def _check(self) -> None:
-        parts, began = self.parts, time.perf_counter()
-        exact = parts.exact
-        subject = Subject(
-            task=parts.task,
-            env=parts.env,
-            engine=parts.engine,
-            learner=parts.learner,
-            publisher=parts.publisher,
-            sampling=parts.sampling,
-            seed=self.config.seed,
-            tolerance=1e-4 if exact else 5e-2,
-            transforms=[transform for _, transform in parts.transforms],
-        )
-        checks = run_gate(subject, self.config.check.mode)
+        began = time.perf_counter()
+        checks = run_gate(subject_of(self.config, self.parts), self.config.check.mode)
         write_gate(self.run_dir, self.config.check.mode, checks)
         if checks:
             passed = sum(check.passed for check in checks)

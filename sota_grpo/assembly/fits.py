@@ -224,13 +224,13 @@ def _levers(config: Config, facts: Facts, machine: Machine, with_lora: bool) -> 
             ),
             _Lever(3, [] if train.shard_gradients else [{"train_model.shard_gradients": True}]),
         ]
-    if train.torch_dtype in ("auto", "float32"):  # frozen weights may be in half precision, trained ones should not
-        half = {"train_model.torch_dtype": "bfloat16"}
-        adapter = {"train_model.lora.enabled": True}
-        if train.lora.enabled:
-            found.append(_Lever(4, [half]))
-        elif with_lora:
-            found.append(_Lever(8, [adapter, adapter | half]))
+    adapter = {"train_model.lora.enabled": True}
+    half = {"train_model.torch_dtype": "bfloat16"}  # for frozen weights: trained ones should not be in it
+    halves = [half] if train.torch_dtype in ("auto", "float32") else []
+    if train.lora.enabled:
+        found.append(_Lever(4, halves))
+    elif with_lora:
+        found.append(_Lever(8, [adapter, *(adapter | each for each in halves)]))
     return [lever for lever in found if lever.settings]
 
 

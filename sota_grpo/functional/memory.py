@@ -35,7 +35,7 @@ Weights and the optimizer's two moments are there throughout.
 that are made while activations go lie between their pieces. So high-water marks add up instead of taking turns, and
 some is never used again: measured, a fifth of the activations; 0.5 to 1.1 of them with an adapter, whose gradients are
 small and many (0.8 is taken); under checkpointing 0.4 of what all layers would save. ``MALLOC_MMAP_THRESHOLD_=1048576``
-in the environment gives every larger tensor pages of its own, which ends that and costs 3 to 25 % of the time. Under
+in the environment gives every larger tensor pages of its own, which ends that and costs 4 to 36 % of the time. Under
 autocast on a CPU the matrix library holds some 60 MiB more, which are not counted.
 """
 
