@@ -3,6 +3,7 @@
 # make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server)
 # make bench   ours, TRL and TorchRL on identical work, 25 minutes (bench-quick: 3); benchmarks/README.md has the others
 # make notebook   run docs/python.ipynb again
+# make api     a reference of every public name in docs/api, from the docstrings
 # make lint type e2e clean
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +12,7 @@ SEED ?= 0
 # vLLM 0.32 pins this torch, on CPU and CUDA alike; installed first, so that no newer build is pulled in
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test slow lint type e2e bench bench-quick notebook clean
+.PHONY: demo test slow lint type e2e bench bench-quick notebook api clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11")'
@@ -54,6 +55,10 @@ lint: $(VENV)/.test
 
 type: $(VENV)/.test
 	$(BIN)/mypy
+
+api: $(VENV)/.base
+	$(BIN)/pip install -q -e ".[docs]"
+	$(BIN)/python scripts/api_reference.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -80,7 +80,8 @@ def train(
 
 
 def _require_overrides(overrides: Any) -> None:
-    if isinstance(overrides, str) or not isinstance(overrides, Sequence):
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+    if not is_list or not all(isinstance(one, str) for one in overrides):
         raise UserError(f"overrides is a {type(overrides).__name__}; give a list of texts, such as ['env.repeats=4'].")
     for override in overrides:
         name = str(override).partition("=")[0].lstrip("+")

@@ -125,7 +125,7 @@ def load_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
         os.environ[VARIABLE] = token
     try:
         node = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
-        for key, value in _parsed(kept):
+        for key, value in sorted(_parsed(kept), key=lambda one: not (CONFIG_DIR / one[0]).is_dir()):  # groups first
             node = _overridden(node, key, value)
         config = OmegaConf.to_object(node)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -156,7 +156,7 @@ def _overridden(node: Any, key: str, value: Any) -> Any:
         OmegaConf.update(node, key, value, merge=True)
         return node
     preset = group / f"{value}.yaml"
-    if not preset.is_file():
+    if preset not in group.glob("*.yaml"):
         names = ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
         raise UserError(f"There is no {key}={value}; the presets are {names}.")
     chosen = OmegaConf.load(preset)

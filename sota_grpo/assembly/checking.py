@@ -11,9 +11,11 @@ from pathlib import Path
 
 from sota_grpo.assembly import Parts, build
 from sota_grpo.config import Config
+from sota_grpo.errors import UserError
 from sota_grpo.gate import CHECKS, Check, Subject, run_gate
 from sota_grpo.hub_token import use_config_token
 from sota_grpo.recording.gate_record import write_gate
+from sota_grpo.run_record import RUN_FILE
 from sota_grpo.validators import validate
 
 
@@ -59,7 +61,12 @@ def check(
 
     with ExitStack() as opened:
         folder = run_dir or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_check_")))
-        folder.mkdir(parents=True, exist_ok=True)
+        if run_dir is not None and (run_dir / RUN_FILE).exists():
+            raise UserError(f"--run-dir {run_dir} holds a run, whose gate.json would be replaced; give another folder.")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}).") from error
         parts = opened.enter_context(closing(build(config, folder)))
         with _quiet_gate():
             parts.publisher.publish(parts.learner.version)

@@ -232,9 +232,12 @@ def engine_of(config: Config, facts: Facts, plan: Plan, capacity: int) -> tuple[
         model, share_bytes=share, number_bytes=number_bytes, rows=rows, tensor_parallel=part.tensor_parallel_size
     )
     context = min(part.max_model_len or model.context, model.context)
-    needed = kv_bytes_per_token(model, number_bytes) * context // part.tensor_parallel_size
+    parallel = part.tensor_parallel_size
+    needed = kv_bytes_per_token(model, number_bytes) * context // min(parallel, model.kv_heads)  # heads are not split
     problem = None
-    if pool < needed:
+    if model.heads % parallel:
+        problem = f"vLLM cannot share {model.heads} attention heads among tensor_parallel_size={parallel}"
+    elif pool < needed:
         problem = (
             f"vLLM's share of {share / GIB:.1f} GiB leaves {max(0, pool) / GIB:.1f} GiB for keys and values, and one "
             f"sequence of {context} tokens needs {needed / GIB:.1f} GiB"

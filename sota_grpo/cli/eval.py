@@ -216,7 +216,11 @@ def _require_writable(name: str | None) -> None:
     if name in (None, STANDARD):
         return
     try:
-        Path(str(name)).open("a", encoding="utf-8").close()
+        path = Path(str(name))
+        is_new = not path.exists()
+        path.open("a", encoding="utf-8").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise UserError(f"--out {name} cannot be written ({error.strerror}).") from error
 

@@ -85,8 +85,9 @@ def read_evaluations(metrics_file: Path) -> list[dict[str, Any]]:
     """The evaluations of a run, in order; none where nothing was written."""
     if not metrics_file.is_file():
         return []
-    rows = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [row for row in rows if "eval/accuracy" in row]
+    lines = metrics_file.read_bytes().split(b"\n")[:-1]  # what stands behind the last break is still being written
+    rows = [json.loads(line) for line in lines if line.strip()]
+    return [row for row in rows if row.get("eval/accuracy") is not None]
 
 
 def model_card(config: Config, trained: Trained) -> str:
@@ -192,7 +193,7 @@ def _results(config: Config, trained: Trained) -> list[str]:
     for row in known:
         shares = [_share(row, "eval/accuracy", "eval/stderr")]
         shares += [_share(row, "eval/avg_at_k", "eval/avg_at_k_stderr")] if count else []
-        lines.append(f"| {row['step']} | {row['eval/num_samples']:,} | {' | '.join(shares)} |")
+        lines.append(f"| {row['step']} | {row.get('eval/num_samples') or '-'} | {' | '.join(shares)} |")
     return lines
 
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.errors import UserError
 from sota_grpo.recording.run_log import ROLLOUTS_FILE
 from sota_grpo.report.encode import clipped, number, safe_json, shown
 from sota_grpo.report.read import RunData, json_line, whole_lines
@@ -210,8 +211,12 @@ def _stored(paths: Sequence[Path], estimator: str, budget: int) -> list[tuple[in
     """Groups of the stored steps as (turn, group, JSON)."""
     found: list[tuple[int, int, str]] = []
     for at in spread(len(paths)):
-        status = paths[at].stat()
-        for place in _groups_of(paths[at], estimator, status.st_mtime_ns, status.st_size):
+        try:
+            status = paths[at].stat()
+            groups = _groups_of(paths[at], estimator, status.st_mtime_ns, status.st_size)
+        except (FileNotFoundError, UserError):  # pruned by the run meanwhile, or damaged: the page does without it
+            continue
+        for place in groups:
             size = _size(place[2])
             if size <= budget:
                 found.append(place)

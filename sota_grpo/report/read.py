@@ -60,9 +60,9 @@ def find_runs(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list
         for run in _runs_at(path):
             found.setdefault(run.resolve(), run)
     runs = list(found.values())
-    empty = [run for run in runs if not (run / METRICS_FILE).stat().st_size]
+    empty = [run for run in runs if next(whole_lines(run / METRICS_FILE), None) is None]
     if len(empty) == len(runs):
-        raise UserError(f"{runs[0] / METRICS_FILE} is empty: that run has not finished a turn yet.")
+        raise UserError(f"{runs[0] / METRICS_FILE} holds no whole line yet: that run has not finished a turn.")
     return [run for run in runs if run not in empty], empty
 
 

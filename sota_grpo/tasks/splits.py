@@ -109,9 +109,10 @@ def split_examples(
     """
     unique = unique_examples(examples)
     if num_heldout >= len(unique):
+        fewer = f"env.num_heldout={max(1, len(unique) // 10)} or " if len(unique) > 1 else ""
         raise DatasetError(
             f"{source} has {len(unique)} different questions, so env.num_heldout={num_heldout} leaves none to train "
-            f"on; use env.num_heldout={max(1, len(unique) // 10)} or a larger file."
+            f"on; use {fewer}a larger file."
         )
     keyed = sorted(unique, key=lambda e: hashlib.sha256(f"{seed}:{normalised(e.query)}".encode()).digest())
     chosen = {normalised(example.query) for example in keyed[:num_heldout]}

@@ -259,6 +259,18 @@ def test_fp16_scales_and_skips_alike(pair: Pair) -> None:
     assert two.update(rows)["grad_norm"] == pytest.approx(one.update(rows)["grad_norm"], rel=1e-2)
 
 
+def test_every_token_is_measured_alike(pair: Pair) -> None:
+    """7 rows over two ranks: each fills in its own; two rows leave one rank without any."""
+    two, one = pair.learner(), pair.one()
+    for count in (7, 2):
+        rows = ragged_rows(count)
+        found, expected = two.measured(row_list(rows)), one.measured(row_list(rows))
+        assert found.shape == (2, sum(len(row[keys.FULL_TOKENS]) for row in row_list(rows)))
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5)
+        said = torch.cat([row[keys.ASSISTANT_MASK] for row in row_list(rows)])
+        assert bool((found[:, ~said] == 0).all() and (found[0, said] < 0).all() and (found[1, said] > 0).all())
+
+
 def test_a_killed_rank_ends_the_other_and_is_named(pair: Pair) -> None:
     """The last one: the processes do not come back."""
     two = pair.learner()
@@ -273,15 +285,3 @@ def test_a_killed_rank_ends_the_other_and_is_named(pair: Pair) -> None:
     for worker in pair.workers:
         with pytest.raises(ProcessLookupError):
             os.kill(worker.pid, 0)
-
-
-def test_every_token_is_measured_alike(pair: Pair) -> None:
-    """7 rows over two ranks: each fills in its own; two rows leave one rank without any."""
-    two, one = pair.learner(), pair.one()
-    for count in (7, 2):
-        rows = ragged_rows(count)
-        found, expected = two.measured(row_list(rows)), one.measured(row_list(rows))
-        assert found.shape == (2, sum(len(row[keys.FULL_TOKENS]) for row in row_list(rows)))
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5)
-        said = torch.cat([row[keys.ASSISTANT_MASK] for row in row_list(rows)])
-        assert bool((found[:, ~said] == 0).all() and (found[0, said] < 0).all() and (found[1, said] > 0).all())

@@ -11,7 +11,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from sota_grpo.compose import compose
+from sota_grpo.compose import compose, load_config
 from sota_grpo.config import register
 from sota_grpo.entry import CONFIG_DIR
 from sota_grpo.errors import UserError
@@ -60,3 +60,10 @@ def test_a_hydra_at_work_is_left_as_it_was(tmp_path: Path) -> None:
             compose("grpo_cpu", ["nothing=1"])
         assert hydra_compose("mine").answer == 42
     assert not GlobalHydra.instance().is_initialized()
+
+
+def test_a_group_stands_before_the_options_in_it_whatever_their_order(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("mode: sync")
+    overrides = ["algorithm.clip_high=0.9", "algorithm=dapo"]
+    found = [load_config(tmp_path, order) for order in (overrides, overrides[::-1])] + [compose("grpo_cpu", overrides)]
+    assert [(config.algorithm.name, config.algorithm.clip_high) for config in found] == [("dapo", 0.9)] * 3

@@ -1,0 +1,108 @@
+"""A process that has imported what every run imports, and forks one child per command: six seconds are spent once.
+
+Each child is a process of its own in everything that a command can change: arguments, working directory, environment,
+Hydra, loggers, signals. vLLM is hidden from them, as on a machine where it is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_OUTPUTS = ("stdout", "stderr")
+
+
+@dataclass(frozen=True)
+class Done:
+    """Exit code and output of a command."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    def require(self, command: object) -> None:
+        """Fail unless the exit code is 0."""
+        assert self.code == 0, f"{command}\nexit code {self.code}\n{self.stdout[-2000:]}\n{self.stderr[-6000:]}"
+
+
+class ForkServer:
+    """The process, from the side of the tests."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]):
+        self._folder = folder
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(environment),
+            cwd=Path(__file__).resolve().parents[2],
+        )
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        *,
+        cwd: Path,
+        environment: Sequence[tuple[str, str]] = (),
+        timeout_s: int = 300,
+    ) -> Done:
+        """Run the Python script ``arguments[0]`` with the other arguments, to its end."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        job = {"arguments": list(arguments), "cwd": str(cwd), "environment": dict(environment)}
+        job |= {"timeout_s": timeout_s, "folder": str(self._folder)}
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        assert answer, "the fork server has ended; its own error is above"
+        return Done(int(answer), *((self._folder / name).read_text(errors="replace") for name in _OUTPUTS))
+
+    def close(self) -> None:
+        """End the process; a command that is under way is left to its time limit."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+def _become(job: Mapping[str, Any]) -> None:
+    """In the child: run the script and exit as it does."""
+    os.setsid()
+    signal.alarm(job["timeout_s"])  # ends the child; its workers end with it
+    os.chdir(job["cwd"])
+    os.environ.update(job["environment"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor, name in enumerate(_OUTPUTS, start=1):
+        os.dup2(os.open(Path(job["folder"]) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    sys.argv = job["arguments"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit(0)
+
+
+def _serve() -> None:
+    sys.modules["vllm"] = None  # type: ignore[assignment]
+    import datasets  # noqa: F401
+
+    import sota_grpo.api
+    import sota_grpo.app
+    import sota_grpo.assembly.estimate
+    import sota_grpo.assembly.evaluation
+    import sota_grpo.report  # noqa: F401
+
+    for line in iter(sys.stdin.readline, ""):
+        child = os.fork()
+        if child == 0:
+            _become(json.loads(line))
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,208 @@
+"""What becomes of each command of the documents: how it is run, or why it is not. What no rule knows fails its test."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Callable
+from functools import cache
+
+from tests.docs.markdown import ROOT, Command
+
+# A run of two turns. Only sizes: what a command says beside them stays as it is written.
+SIZES = {
+    "env.num_envs": "16",
+    "train.dialog_turns_per_batch": "16",
+    "train.optim_batch_size": "16",
+    "train.total_dialog_turns": "32",
+    "inference_model.max_tokens": "40",
+    "eval.num_samples": "4",
+    "eval.avg_at_k": "1",
+    "env.max_samples": "200",
+}
+#: Folders that stand for a model of the reader's own; the desk has the embedded policy there.
+OWN_MODELS = ("path/to/your/model", "checkpoints/your_sft_checkpoint")
+#: What a block may need that no test has; its configs are estimated all the same.
+ELSEWHERE = {"cluster", "server"}
+_SCRIPTS = ("grpo.py", "grpo-async.py")
+_OF_THE_SHELL = re.compile(r"\||\$\(|^python -c|^echo |^eval ")
+_TRAINS_NOTHING = ("--help", "--cfg", "--info")
+
+
+def is_training(command: Command) -> bool:
+    """Whether it is ``grpo.py``, ``grpo-async.py`` or ``sota-grpo train``."""
+    words = command.words
+    return (words[:1] == ("python",) and words[1] in _SCRIPTS) or words[:2] == ("sota-grpo", "train")
+
+
+def is_async(command: Command) -> bool:
+    return "grpo-async.py" in command.words or "--async" in command.words or "mode=async" in command.words
+
+
+def is_tool(command: Command) -> bool:
+    """Whether it is another command of ``sota-grpo``."""
+    return command.words[:1] == ("sota-grpo",) and not is_training(command)
+
+
+def is_of_the_shell(command: Command) -> bool:
+    """Whether the shell itself has to read it: pipes, substitutions, and what writes files for later commands."""
+    return not is_training(command) and _OF_THE_SHELL.search(command.text) is not None
+
+
+def starts_workers(command: Command) -> bool:
+    """Whether it starts Ray or vLLM."""
+    words = command.words
+    several = any(".num_devices=" in word and not word.endswith("=1") for word in words)
+    wants_vllm = any(word.startswith("engine=") and "vllm" in word for word in words)
+    return is_training(command) and (is_async(command) or several or wants_vllm)
+
+
+def is_slow(command: Command) -> bool:
+    """Whether it starts Ray or vLLM, or several runs."""
+    return starts_workers(command) or (is_training(command) and "--multirun" in command.words)
+
+
+def packages_of(command: Command) -> list[str]:
+    """What has to be installed beside the package, so that it runs at all."""
+    found = ["ray"] if is_async(command) or any(".num_devices=2" in word for word in command.words) else []
+    for part, package in (
+        ("engine=vllm", "vllm"),
+        ("logging.wandb=", "wandb"),
+        ("logging.tensorboard=true", "tensorboard"),
+        ("hydra/sweeper=search", "optuna"),
+    ):
+        found += [package] if any(part in word for word in command.words) else []
+    return found
+
+
+def overrides_of(command: Command) -> list[str]:
+    """Of a training command its options and overrides, without the program."""
+    return [word for word in command.words[2:] if word not in ("--async", "&")]
+
+
+def small(command: Command) -> list[str]:
+    """Its options and overrides with the sizes of a test, and the embedded policy where it names a model of the hub.
+
+    Nothing is added to what prints something and ends (``--help``, ``--cfg``).
+    """
+    given = overrides_of(command)
+    if set(_TRAINS_NOTHING) & set(given):
+        return given
+    sizes = [f"{name}={value}" for name, value in SIZES.items()]
+    sizes += ["hydra.sweeper.n_trials=2"] if any(word.startswith("hydra.sweeper.n_trials") for word in given) else []
+    own = any(word == f"model.name={folder}" for word in given for folder in OWN_MODELS)
+    if own:
+        return [*given, *sizes]
+    return [*(word for word in given if not word.startswith("model.size=")), *sizes, "model.name=tiny"]
+
+
+def small_tool(command: Command) -> list[str]:
+    """The same for another command of ``sota-grpo``: what samples gets the sizes, the others stay as they are.
+
+    ``estimate`` times nothing: a minute for a model of half a billion parameters.
+    """
+    given = list(command.words[1:])
+    if given[0] == "estimate":
+        return [*given, "--no-probe"]
+    if given[0] == "check":
+        return [*given, *(f"{name}={value}" for name, value in SIZES.items()), "model.name=tiny"]
+    if given[0] == "eval":
+        names = ("inference_model.max_tokens", *(("eval.num_samples",) if "--num-samples" not in given else ()))
+        return [*given, *(f"{name}={SIZES[name]}" for name in names)]
+    return given
+
+
+def estimated(command: Command) -> list[str]:
+    """What ``sota-grpo estimate`` is given to say whether the run would fit as it is written: of a sweep, its first."""
+    given = [f"mode={'async' if is_async(command) else 'sync'}"]
+    for word in overrides_of(command):
+        if word in ("--multirun", "-m") or word.startswith(("hydra", "train.resume")):
+            continue
+        name, _, value = word.partition("=")
+        if value and "--multirun" in command.words:
+            value = re.sub(r"^(?:choice\(|tag\(log, interval\()", "", value)
+            word = f"{name}={value if value[:1] in '[{' else value.partition(',')[0]}"
+        given.append(word)
+    return given
+
+
+def needs_gpu(command: Command) -> bool:
+    """Whether the config that it names, as it is written, is one for a GPU: neither the CPU nor the embedded policy."""
+    from sota_grpo.compose import compose
+    from sota_grpo.config import model_name
+
+    given = estimated(command)
+    name, overrides = "grpo_gsm8k", []
+    while given:
+        word = given.pop(0)
+        if word in ("--config-name", "-cn"):
+            name = given.pop(0)
+        elif "=" in word and not word.startswith("-"):
+            overrides.append(word)
+    config = compose(name, overrides)
+    return config.device != "cpu" and model_name(config) != "tiny"
+
+
+def why_not_run(command: Command) -> str:
+    """The reason why a command is only looked at, after a look at what it names.
+
+    Raises:
+        AssertionError: no rule knows the command, or what it names does not exist.
+    """
+    for need in ELSEWHERE & set(command.block.needs):
+        return f"needs a {need}"
+    for start, (reason, look) in _NOT_RUN.items():
+        if command.words[: len(start)] == start:
+            look(command)
+            return reason
+    raise AssertionError(f"{command}: no rule knows what becomes of {command.text!r}; give it one in {__name__}")
+
+
+def _is_target(command: Command) -> None:
+    for target in (word for word in command.words[1:] if "=" not in word):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"make {target} does not exist"
+
+
+def _is_installable(command: Command) -> None:
+    asked = [extra for word in command.words for found in re.findall(r"\[(.*)\]", word) for extra in found.split(",")]
+    assert set(asked) <= _extras(), f"{command}: {set(asked) - _extras()} is no extra of pyproject.toml"
+
+
+@cache
+def _extras() -> set[str]:
+    return set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
+def _has_options(command: Command) -> None:
+    """The script or module is there, and every ``--option`` and subcommand stands in its source."""
+    words = command.words[1:]
+    path = ROOT / (words[1].replace(".", "/") if words[0] == "-m" else words[0])
+    path = path if path.suffix else (path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))
+    folder = path.parent if path.name == "__main__.py" else None
+    texts = [one.read_text() for one in (sorted(folder.glob("*.py")) if folder else [path])]
+    strings = {
+        node.value
+        for text in texts
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    asked = [word.partition("=")[0] for word in words if word.startswith("--")]
+    missing = [option for option in asked if option not in strings]
+    assert not missing, f"{command}: {path.relative_to(ROOT)} has no {', '.join(missing)}"
+
+
+def _nothing(command: Command) -> None:
+    """There is nothing to look at."""
+
+
+_NOT_RUN: dict[tuple[str, ...], tuple[str, Callable[[Command], None]]] = {
+    ("make",): ("sets up a virtual environment, or takes minutes; its target exists", _is_target),
+    ("pip", "install"): ("installs packages; its extras exist", _is_installable),
+    ("python3", "-m", "venv"): ("Python's own", _nothing),
+    ("python", "scripts/train_tiny.py"): ("takes half an hour; its options exist", _has_options),
+    ("python", "-m", "benchmarks.peers"): ("takes half an hour; its options exist", _has_options),
+    ("python", "-m", "benchmarks.scale"): ("takes minutes; its options exist", _has_options),
+    ("wandb", "sync"): ("needs an account of Weights & Biases", _nothing),
+    ("tensorboard",): ("a server that does not end", _nothing),
+}

@@ -1,0 +1,89 @@
+"""Every command and every Python block of README.md, CONTRIBUTING.md and docs/*.md does what a reader expects.
+
+Commands are run as they are written, in a directory that has what they name, with sizes of seconds and the embedded
+policy in place of models of the hub (:mod:`tests.docs.rules`). Where a command needs a GPU as it is written, a comment
+above its block says so, and ``sota-grpo estimate`` has to find that it fits.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.util import find_spec
+
+import pytest
+
+from tests.docs.markdown import DOCUMENTS, Block, Command, blocks, commands
+from tests.docs.rules import (
+    ELSEWHERE,
+    is_of_the_shell,
+    is_slow,
+    is_tool,
+    is_training,
+    needs_gpu,
+    packages_of,
+    why_not_run,
+)
+from tests.docs.workshop import Workshop
+
+BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
+SHELL = [block for block in BLOCKS if block.language == "bash"]
+COMMANDS = [command for block in SHELL for command in commands(block)]
+
+
+#: A model that only the hub describes cannot be estimated without it.
+ON_GPUS = [c for c in COMMANDS if is_training(c) and c.block.needs and "hub" not in c.block.needs]
+
+
+def is_run(command: Command) -> bool:
+    known = is_training(command) or is_tool(command) or is_of_the_shell(command)
+    return known and not ELSEWHERE & set(command.block.needs)
+
+
+def cases(chosen: list[Command]) -> list:
+    return [pytest.param(c, id=str(c), marks=[pytest.mark.slow] if is_slow(c) else []) for c in chosen]
+
+
+def test_every_block_says_its_language() -> None:
+    """Those without one are not code: pictures of folders, output, pseudo-code."""
+    assert {block.language for block in BLOCKS} <= {"bash", "python", "text", ""}
+    assert len(SHELL) > 20
+
+
+@pytest.mark.parametrize("block", SHELL, ids=lambda block: f"{block.document.name}:{block.line}")
+def test_blocks_are_valid_shell(block: Block) -> None:
+    done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", cases([c for c in COMMANDS if is_run(c)]))
+def test_commands_run(command: Command, workshop: Workshop) -> None:
+    missing = [package for package in packages_of(command) if find_spec(package) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} is not installed")
+    workshop.run(command).require(command)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not is_run(c) and not is_training(c)], ids=str)
+def test_commands_that_are_not_run_have_a_reason_and_name_what_exists(command: Command) -> None:
+    assert why_not_run(command)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if is_training(c)], ids=str)
+def test_a_comment_says_what_a_command_needs(command: Command) -> None:
+    """The comment counts for the block, so a block that a GPU is needed for may hold commands that need none."""
+    if needs_gpu(command):
+        assert {"gpu", "cluster"} & set(command.block.needs), f"{command}: <!-- needs: gpu --> belongs above the block"
+    elif "gpu" in command.block.needs:
+        assert any(needs_gpu(other) for other in commands(command.block) if is_training(other))
+
+
+@pytest.mark.parametrize("command", ON_GPUS, ids=str)
+def test_what_needs_a_gpu_fits_on_one_as_it_is_written(command: Command, workshop: Workshop) -> None:
+    workshop.estimate(command).require(f"{command}: sota-grpo estimate")
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language == "python"], ids=lambda block: f"{block.document.name}:{block.line}"
+)
+def test_python_blocks_run(block: Block, workshop: Workshop) -> None:
+    workshop.run_python(block).require(f"{block.document.name}:{block.line}")

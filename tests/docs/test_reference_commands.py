@@ -1,0 +1,96 @@
+"""The usage lines of TorchRL's GRPO recipe work as they stand, without the folder before the script's name.
+
+Nothing is added to them but sizes and, for a model of the hub, the embedded policy (:data:`tests.docs.rules.SIZES`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import Command
+from tests.docs.rules import is_slow, packages_of
+from tests.docs.workshop import Workshop, typed
+
+WORKERS = "train_model.num_devices=2 ref_model.num_devices=2 inference_model.num_devices=2"
+LINES = {
+    "lockstep": f"VLLM_USE_V1=0 python grpo.py {WORKERS}",
+    "async": f"VLLM_USE_V1=0 python grpo-async.py {WORKERS}",
+    "ifeval_config": "python grpo.py --config-name grpo_ifeval",
+    "dataset": "python grpo.py env.dataset=ifeval",
+    "optimizer": "python grpo.py optimizer.lr=2e-5 optimizer.weight_decay=0.01",
+    "model": "python grpo.py model.name=meta-llama/Llama-2-7b-hf",
+    "sweep": "python grpo.py --multirun optimizer.lr=1e-4,1e-5,1e-6",
+    "grid": "python grpo.py --multirun \\\n  optimizer.lr=1e-4,1e-5 \\\n  policy.kl_coef=0.01,0.1",
+}
+COMMANDS = {name: typed(line, f"reference_{name}") for name, line in LINES.items()}
+#: Fragments that its text tells the reader to add to a command.
+OPTIONS = (
+    WORKERS,
+    "train_model.devices=[0,1] ref_model.devices=[2,3] inference_model.devices=[4,5]",
+    "inference_model.gpu_memory_utilization=0.4 env.num_envs=64 train.optim_batch_size=64",
+    "train.total_dialog_turns=1024 train.checkpoint_frequency=5",
+)
+
+
+def marked(name: str, command: Command) -> object:
+    return pytest.param(name, marks=[pytest.mark.slow] if is_slow(command) else [])
+
+
+def ran(name: str, workshop: Workshop) -> list[Path]:
+    """Run the command; returns its run directories, in the order of a sweep's runs."""
+    for package in packages_of(COMMANDS[name]):
+        pytest.importorskip(package)
+    done = workshop.run(COMMANDS[name])
+    done.require(name)
+    if "VLLM_USE_V1" in LINES[name]:
+        assert "VLLM_USE_V1=0 is accepted and has no effect" in done.stderr
+    desk, folder = workshop.desk(f"reference_{name}"), "multirun" if "--multirun" in LINES[name] else "outputs"
+    return sorted(path.parent for path in desk.glob(f"{folder}/**/metrics.jsonl"))
+
+
+def turns(run_dir: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "grad_norm" in row]
+
+
+@pytest.mark.parametrize("name", [marked(name, command) for name, command in COMMANDS.items()])
+def test_usage_lines_train(name: str, workshop: Workshop) -> None:
+    found = ran(name, workshop)
+    assert len(found) == {"sweep": 3, "grid": 4}.get(name, 1)
+    for run_dir in found:
+        assert len(turns(run_dir)) == 2
+        assert (run_dir / ".hydra" / "config.yaml").is_file()
+        assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["checkpoint_000002.pt"]
+
+
+def test_options_reach_the_run(workshop: Workshop) -> None:
+    """What a line asks for stands in the config of its run, and a config name chooses the data."""
+    from omegaconf import OmegaConf
+
+    (first,), (second,) = ran("ifeval_config", workshop), ran("dataset", workshop)
+    for run_dir in (first, second):
+        assert OmegaConf.load(run_dir / "config.yaml").env.dataset == "ifeval"
+        assert all("reward/instructions" in row for row in turns(run_dir))
+    (changed,) = ran("optimizer", workshop)
+    config = OmegaConf.load(changed / "config.yaml")
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (2e-5, 0.01)
+
+
+@pytest.mark.slow
+def test_a_grid_holds_every_pair(workshop: Workshop) -> None:
+    from omegaconf import OmegaConf
+
+    configs = [OmegaConf.load(run_dir / "config.yaml") for run_dir in ran("grid", workshop)]
+    found = [(config.optimizer.lr, config.policy.kl_coef) for config in configs]
+    assert found == [(1e-4, 0.01), (1e-4, 0.1), (1e-5, 0.01), (1e-5, 0.1)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: re.split(r"[=\s]", options)[0])
+@pytest.mark.parametrize("script", ["grpo.py", "grpo-async.py"])
+def test_options_of_the_text_are_known_and_fit(script: str, options: str, workshop: Workshop) -> None:
+    command = typed(f"python {script} {options}", "reference_options")
+    workshop.estimate(command).require(f"{script} {options}")

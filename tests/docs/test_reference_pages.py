@@ -1,0 +1,78 @@
+"""What the documents point to exists, and what they were generated from still says the same."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.api_reference import modules
+from tests.docs.markdown import DOCUMENTS, ROOT
+
+PAGES = [*DOCUMENTS, ROOT / "benchmarks" / "README.md", ROOT / "CHANGELOG.md"]
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of the headings, as GitHub makes them."""
+    text = _FENCED.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def public(path: Path) -> list[tuple[str, ast.AST]]:
+    """The module itself, and its classes and functions without an underscore."""
+    tree = ast.parse(path.read_text())
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [("", tree), *((n.name, n) for n in tree.body if isinstance(n, kinds) and not n.name.startswith("_"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in _LINK.findall(_FENCED.sub("", page.read_text())):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link} (there is {sorted(anchors(target))})"
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    """Modules, classes and functions; methods are described by their class. A validator's name is its sentence."""
+    missing = []
+    for path in sorted((ROOT / "sota_grpo").rglob("*.py")):
+        if "validators" in path.parts or "presets" in path.parts:
+            continue
+        missing += [f"{path.relative_to(ROOT)} {name}" for name, node in public(path) if not ast.get_docstring(node)]
+    assert missing == []
+
+
+def test_the_reference_has_every_public_module() -> None:
+    found = set(modules())
+    assert {"sota_grpo", "sota_grpo.api", "sota_grpo.functional.surrogates", "sota_grpo.cli.score"} <= found
+    files = {path for path in (ROOT / "sota_grpo").rglob("*.py") if not path.stem.startswith("_")}
+    assert len(found) == len(files) + len({path.parent for path in (ROOT / "sota_grpo").rglob("__init__.py")})
+
+
+def test_a_page_of_the_reference_holds_every_public_name(tmp_path: Path) -> None:
+    pdoc = pytest.importorskip("pdoc", reason="pdoc is not installed (extra docs)")
+    pdoc.render.configure(docformat="google", show_source=False)
+    pdoc.pdoc("sota_grpo.functional.surrogates", output_directory=tmp_path)
+    page = (tmp_path / "sota_grpo" / "functional" / "surrogates.html").read_text()
+    names = [name for name, _ in public(ROOT / "sota_grpo" / "functional" / "surrogates.py") if name]
+    assert names
+    assert all(f'id="{name}"' in page for name in names)
+
+
+@pytest.mark.slow
+def test_the_table_of_hardware_is_what_estimate_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails: python scripts/hardware_table.py prints what belongs there."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from scripts.hardware_table import table
+
+    text = (ROOT / "docs" / "hardware.md").read_text()
+    assert text.split("<!-- hardware -->")[1].strip() == table().strip()

@@ -1,0 +1,154 @@
+"""Runs the commands of the documents: one desk per document, each command once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from tests.docs.desk import lay, write_program
+from tests.docs.forked import Done, ForkServer
+from tests.docs.markdown import ROOT, Block, Command, blocks, commands
+from tests.docs.rules import (
+    estimated,
+    is_async,
+    is_of_the_shell,
+    is_slow,
+    is_tool,
+    is_training,
+    small,
+    small_tool,
+    starts_workers,
+)
+
+#: How the documents call a finished run, and a finished sweep.
+RUNS = {name: name for name in ("RUN", "outputs/2026-01-31/10-00-00")} | {"outputs": "outputs/2026-01-31/10-00-00"}
+SWEEPS = {name: name for name in ("multirun/2026-01-31/10-00-00",)}
+_FINISHED = ("train.total_dialog_turns=16", "train.checkpoint_frequency=1")
+_LONG_S = 600
+
+
+class Workshop:
+    """Desks, and the fork server that most commands are run in.
+
+    Args:
+        folder: new and empty.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder, self._desks = folder, dict[str, Path]()
+        self._done: dict[Command, Done] = {}
+        self._estimates: dict[tuple[str, ...], Done] = {}
+        self._program = write_program(folder / "bin", sys.executable)
+        path = f"{self._program.parent}{os.pathsep}{os.environ['PATH']}"
+        caches = {"HF_HOME": str(folder / "hf"), "HF_DATASETS_CACHE": str(folder / "datasets")}
+        self._environment = {**os.environ, **caches, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": path}
+        self._server = ForkServer(folder, self._environment)
+
+    def close(self) -> None:
+        """End the fork server."""
+        self._server.close()
+
+    def desk(self, name: str) -> Path:
+        """The working directory of that name; made when first asked for."""
+        if name not in self._desks:
+            self._desks[name] = self._folder / "desks" / name
+            self._desks[name].mkdir(parents=True)
+            lay(self._desks[name])
+        return self._desks[name]
+
+    def run(self, command: Command) -> Done:
+        """Run a command at the desk of its document, after those above it whose files it may need."""
+        for before in _foundations(command.block.document):
+            if before.line < command.line and before not in self._done:
+                self._done[before] = self._run(before)
+        if command not in self._done:
+            self._done[command] = self._run(command)
+        return self._done[command]
+
+    def _run(self, command: Command) -> Done:
+        desk = self.desk(command.block.document.name)
+        self._put_runs(desk, command.text)
+        if is_of_the_shell(command):
+            return self._own_process(["bash", "-e", "-c", command.text], desk)
+        if is_tool(command):
+            arguments = [str(self._program), *small_tool(command)]
+        elif command.words[0] == "sota-grpo":
+            arguments = [str(self._program), "train", *(["--async"] if is_async(command) else []), *small(command)]
+        else:
+            arguments = [str(ROOT / command.words[1]), *small(command)]
+        if starts_workers(command):  # Ray and vLLM do not like to be forked
+            return self._own_process([sys.executable, *arguments], desk, command.environment)
+        return self._server.run(arguments, cwd=desk, environment=command.environment)
+
+    def run_python(self, block: Block) -> Done:
+        """Run a Python block as a script at the desk of its document; each has to stand alone."""
+        desk = self.desk(block.document.name)
+        script = desk / f"block_{block.line}.py"
+        script.write_text(block.text)
+        return self._server.run([str(script)], cwd=desk)
+
+    def estimate(self, command: Command) -> Done:
+        """Whether the run would fit on the GPUs of its block, as it is written."""
+        for before in _foundations(command.block.document):
+            if is_of_the_shell(before) and before.line < command.line and before not in self._done:
+                self._done[before] = self._run(before)
+        memory = ("--memory-gb", command.block.gpu_gib)
+        arguments = (str(self._program), "estimate", *estimated(command), "--no-probe", *memory)
+        if arguments not in self._estimates:  # many commands of a document differ in nothing that counts here
+            self._estimates[arguments] = self._server.run(arguments, cwd=self.desk(command.block.document.name))
+        return self._estimates[arguments]
+
+    def _put_runs(self, desk: Path, text: str) -> None:
+        """Finished runs and sweeps under the names that ``text`` calls them by."""
+        for names, maker in ((RUNS, self._finished_run), (SWEEPS, self._finished_sweep)):
+            for name, place in names.items():
+                if name in text.replace("=", " ").split() and not (desk / place).exists():
+                    shutil.copytree(maker(), desk / place)
+
+    def _finished_run(self) -> Path:
+        """One turn of the default preset."""
+        folder = self._folder / "finished_run"
+        if not folder.exists():
+            options = [*small(typed("python grpo.py")), *_FINISHED, f"hydra.run.dir={folder}"]
+            self._server.run([str(ROOT / "grpo.py"), *options], cwd=self.desk("finished")).require("the finished run")
+        return folder
+
+    def _finished_sweep(self) -> Path:
+        folder = self._folder / "finished_sweep"
+        if not folder.exists():
+            sweep = typed("python grpo.py --multirun optimizer.lr=1e-4,1e-5")
+            options = [*small(sweep), f"hydra.sweep.dir={folder}"]
+            self._server.run([str(ROOT / "grpo.py"), *options], cwd=self.desk("finished")).require("the sweep")
+        return folder
+
+    def _own_process(self, arguments: list[str], desk: Path, environment: tuple[tuple[str, str], ...] = ()) -> Done:
+        done = subprocess.run(
+            arguments,
+            cwd=desk,
+            env={**self._environment, **dict(environment)},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=_LONG_S,
+        )
+        return Done(done.returncode, done.stdout, done.stderr)
+
+
+def typed(text: str, name: str = "typed") -> Command:
+    """A command that stands in no document; ``name`` is that of its desk."""
+    return next(commands(Block(Path(name), "bash", text + "\n", 1)))
+
+
+@cache
+def _foundations(document: Path) -> list[Command]:
+    """Commands whose files later ones may need: those that write data, and runs in a directory with a name."""
+    if not document.is_file():
+        return []
+    typed = [c for block in blocks(document) if block.language == "bash" for c in commands(block)]
+    named = [c for c in typed if is_training(c) and not is_slow(c) and any("hydra.run.dir=" in w for w in c.words)]
+    written = [c for c in typed if is_tool(c) and "--out" in c.words]
+    return [c for c in typed if is_of_the_shell(c) or c in named or c in written]
