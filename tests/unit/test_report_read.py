@@ -54,7 +54,7 @@ def test_runs_below_a_folder_are_found_once_and_in_natural_order(tmp_path: Path)
     [
         ("missing", "There is no run in .*missing: it does not exist"),
         ("folder", "There is no run in .*folder: neither there nor in its folders is a metrics.jsonl"),
-        ("empty", r"metrics.jsonl is empty: that run has not finished a turn"),
+        ("empty", r"holds no whole line yet: that run has not finished a turn"),
         ("torn", "holds no whole line yet"),
         ("file", "is a file; give the run directory"),
         ("unreadable", r"metrics.jsonl cannot be read|neither there nor in its folders"),
