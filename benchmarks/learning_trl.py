@@ -101,33 +101,11 @@ def drawn_examples(config: Config, task: Task) -> list[Example]:
     return [example for _, example in stream.draw(config.train.total_dialog_turns // config.env.repeats)]
 
 
-def trl_trainer(config: Config, parts: Parts, folder: Path, *, max_steps: int, rollout_func: Any = None) -> Any:
-    """TRL's trainer of a fresh copy of the policy.
+def trl_arguments(config: Config, folder: Path, max_steps: int) -> Any:
+    """What TRL calls the options of ``config``."""
+    from trl import GRPOConfig
 
-    Args:
-        parts: of a run of ours, for its task, tokenizer and settings.
-        max_steps: at which it stops; the learning rate follows the whole run.
-        rollout_func: gives the responses in place of TRL's own generation.
-    """
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    settings, task, examples = parts.learner.settings, parts.task, drawn_examples(config, parts.task)
-    model = load_model(model_name(config))
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings))
-
-    def reward(completions: list[list[dict[str, str]]], draw: list[int], **_: Any) -> list[float | None]:
-        scores = (task.score(said[0]["content"], examples[index]) for said, index in zip(completions, draw))
-        return [total_reward(score.terms, task.term_weights) for score in scores]
-
-    arguments = GRPOConfig(
+    return GRPOConfig(
         output_dir=str(folder),
         seed=config.seed,
         max_steps=max_steps,
@@ -151,11 +129,39 @@ def trl_trainer(config: Config, parts: Parts, folder: Path, *, max_steps: int, r
         logging_strategy="no",
         save_strategy="no",
     )
+
+
+def trl_trainer(config: Config, parts: Parts, folder: Path, *, max_steps: int, rollout_func: Any = None) -> Any:
+    """TRL's trainer of a fresh copy of the policy.
+
+    Args:
+        parts: of a run of ours, for its task, tokenizer and settings.
+        max_steps: at which it stops; the learning rate follows the whole run.
+        rollout_func: gives the responses in place of TRL's own generation.
+    """
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    settings, task, examples = parts.learner.settings, parts.task, drawn_examples(config, parts.task)
+    model = load_model(model_name(config))
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings))
+
+    def reward(completions: list[list[dict[str, str]]], draw: list[int], **_: Any) -> list[float | None]:
+        scores = (task.score(said[0]["content"], examples[index]) for said, index in zip(completions, draw))
+        return [total_reward(score.terms, task.term_weights) for score in scores]
+
     prompts = {"prompt": [task.messages(example) for example in examples], "draw": list(range(len(examples)))}
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
-        args=arguments,
+        args=trl_arguments(config, folder, max_steps),
         train_dataset=Dataset.from_dict(prompts),
         processing_class=copy.deepcopy(parts.tokenizer),
         optimizers=(optimizer, schedule),
