@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sota_grpo.assembly.checking import check
 from sota_grpo.cli import check as command
+from sota_grpo.compose import compose
 from sota_grpo.errors import UserError
 from sota_grpo.gate import CHECKS
 
@@ -50,3 +52,10 @@ def test_a_reward_function_that_fails_at_every_text_fails_its_check(
 def test_a_config_that_cannot_run_is_a_mistake_and_no_failed_check() -> None:
     with pytest.raises(UserError, match="top_p"):
         called(*SMALL, "inference_model.top_p=0.9")
+
+
+def test_the_directory_of_a_run_is_not_written_into(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(UserError, match="holds a run"):
+        check(compose("grpo_cpu"), run_dir=tmp_path)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "run.json"]

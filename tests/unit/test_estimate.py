@@ -230,3 +230,12 @@ def test_the_resolved_config_is_what_would_be_run(capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out.partition("\n+")[0]
     again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
     assert again == compose("grpo_cpu", ["engine=transformers"])
+
+
+@NO_GPU
+def test_heads_that_vllm_cannot_share_do_not_fit_and_are_not_proposed() -> None:
+    """Qwen2.5-1.5B has 12 query heads and 2 of keys and values: 4 GPUs can share them, 8 cannot."""
+    on_gpu = ["device=cuda", "engine=vllm", "mode=async", "inference_model.num_devices=8"]
+    eight, four = (planned(*on_gpu, f"inference_model.tensor_parallel_size={n}", gib=80.0) for n in (8, 4))
+    assert "12 attention heads" in str(eight.refusal)
+    assert four.fits, four.refusal

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from sota_grpo.config import Config, walk
 from sota_grpo.migration.account import FILES, Account, Facts
+from sota_grpo.migration.card import read_evaluations
 from sota_grpo.migration.data import trl_rows, verl_rows, write_parquet
 from sota_grpo.migration.graders import example_columns, trl_overlong, trl_reward, verl_reward
 from sota_grpo.migration.trl import trl_arguments, trl_script
@@ -310,3 +311,9 @@ def test_the_table_reads_what_was_written_for_verl(tmp_path: Path) -> None:
 
 def test_the_penalty_on_length_is_ours() -> None:
     assert trl_overlong(8, 4)(completion_ids=[[0] * n for n in (1, 4, 6, 8)]) == [0.0, 0.0, -0.5, -1.0]
+
+
+def test_evaluations_are_read_while_the_run_still_writes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "eval/accuracy": null}\n{"step": 2, "eval/acc')
+    assert read_evaluations(path) == [{"step": 0, "eval/accuracy": 0.5}]

@@ -130,3 +130,12 @@ def test_a_very_long_response_keeps_its_ends() -> None:
     assert found is not None
     assert found["gap"] == [2500, 7000]
     assert found["entropy"] == [*range(2500), *range(9500, 10_000)]
+
+
+def test_a_damaged_stored_turn_is_left_out_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", stored=(0, 4, 8))
+    stored = sorted((run / "steps").glob("step_*.pt"))
+    before = choose_groups(read_run(run), 1 << 24).stored_turns
+    assert len(before) == len(stored) > 1
+    stored[0].write_bytes(b"torn")
+    assert choose_groups(read_run(run), 1 << 24).stored_turns == before[1:]
