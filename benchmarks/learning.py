@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.learning_trl import PRESET, Curve, agreement, composed, drawn_examples, train_trl
 from sota_grpo.assembly.tasks import task_of
-from sota_grpo.recording.run_log import METRICS_FILE, ROLLOUTS_FILE
+from sota_grpo.run_record import METRICS_FILE, ROLLOUTS_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import logging
 import time
 from contextlib import closing
@@ -26,10 +25,11 @@ from sota_grpo.loop import run
 from sota_grpo.recording.examine import ExamineLog
 from sota_grpo.recording.gate_record import write_gate
 from sota_grpo.recording.progress import Progress, closing_table
-from sota_grpo.recording.run_log import METRICS_FILE, RunLog, setup_logging
+from sota_grpo.recording.run_log import RunLog, setup_logging
 from sota_grpo.recording.sinks import Sink, TensorBoardSink, WandbSink
 from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.passed_functions import Functions
+from sota_grpo.run_record import read_evaluations
 from sota_grpo.runs import CHECKPOINTS, RunDir, open_run
 from sota_grpo.step_log import StepLog, StoredTurns
 from sota_grpo.stopping import Interrupted, StopRequest
@@ -172,7 +172,7 @@ class Run:
             self._export(self.run_dir / "hf")
         self.place.finish()
         self._report(last=True)
-        evaluations = _evaluations(self.run_dir / METRICS_FILE)
+        evaluations = {row["step"]: row for row in read_evaluations(self.run_dir)}
         text = closing_table(
             evaluations.get(0, {}),
             evaluations.get(turns, {}),
@@ -256,12 +256,6 @@ def _digest(path: str | None) -> str | None:
     """Of a file that counts as part of the config; None where there is none."""
     file = None if path is None else Path(path).expanduser()
     return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else None
-
-
-def _evaluations(path: Path) -> dict[int, dict[str, float]]:
-    """The evaluations written so far, by step."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return {row["step"]: row for row in rows if "eval/accuracy" in row}
 
 
 def _as_yaml(config: Config) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.run_record import CONFIG_FILE, read_record
+from sota_grpo.run_record import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FILE, read_record, read_rows
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -44,8 +43,8 @@ class Result:
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         self.run_dir = Path(run_dir)
-        if not (self.run_dir / "metrics.jsonl").is_file():
-            raise UserError(f"There is no run in {self.run_dir} (metrics.jsonl is missing).")
+        if not (self.run_dir / METRICS_FILE).is_file():
+            raise UserError(f"There is no run in {self.run_dir} ({METRICS_FILE} is missing).")
 
     @property
     def metrics(self) -> DataFrame:
@@ -53,17 +52,17 @@ class Result:
 
         NaN where a quantity could not be measured.
         """
-        return _frame([row for row in self._rows("metrics.jsonl") if _EVALUATION not in row])
+        return _frame([row for row in read_rows(self.run_dir / METRICS_FILE) if _EVALUATION not in row])
 
     @property
     def evaluations(self) -> DataFrame:
         """A row for each evaluation on held-out problems; ``step`` is the number of turns done before."""
-        return _frame([row for row in self._rows("metrics.jsonl") if _EVALUATION in row])
+        return _frame([row for row in read_rows(self.run_dir / METRICS_FILE) if _EVALUATION in row])
 
     @property
     def rollouts(self) -> DataFrame:
         """The best and the worst response of each group, with prompt, reward and reward terms, under its ``step``."""
-        return _frame(self._rows("rollouts.jsonl"))
+        return _frame(read_rows(self.run_dir / ROLLOUTS_FILE))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -131,12 +130,6 @@ class Result:
         if (self.run_dir / "hf").is_dir():
             lines.append(f"model      {self.run_dir / 'hf'}")
         return "\n  ".join(lines)
-
-    def _rows(self, name: str) -> list[dict[str, Any]]:
-        """The lines of a file that are whole; a run that is training may be writing the last one."""
-        path = self.run_dir / name
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def _file(self, name: str, reason: str) -> Path:
         path = self.run_dir / name

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,27 @@ from sota_grpo.errors import UserError
 
 RUN_FILE = "run.json"  # written when training begins: signature, turns asked for, whether they are done
 CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
+OVERRIDES_FILE = ".hydra/overrides.yaml"  # Hydra's own, there before anything else
 CHECKPOINTS = "checkpoints"
 FAILURE_FILE = "failure.json"  # why a run of a sweep ended; gone as soon as it trains again
 LOCK_FILE = ".lock"
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run is or was in this folder, however far it came."""
+    return any((path / name).is_file() for name in (RUN_FILE, METRICS_FILE, OVERRIDES_FILE))
+
+
+def natural(path: Path) -> list[tuple[int, str]]:
+    """Sorting key by which job 10 of a sweep comes after job 2.
+
+    >>> sorted([Path("sweep/10"), Path("sweep/2")], key=natural)[0].name
+    '2'
+    """
+    parts = re.split(r"(\d+)", path.as_posix())
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
@@ -67,7 +87,66 @@ def state_of(run_dir: Path) -> tuple[str, str]:
         return "running", "starting" if record is None else ""
     if failure is not None:
         return "failed", failure
-    return "stopped", "before its first turn" if record is None else ""
+    began = record is not None or next(whole_lines(run_dir / METRICS_FILE), None) is not None
+    return "stopped", "" if began else "before its first turn"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl`` or ``rollouts.jsonl``, of a run that may be writing the last one just now.
+
+    Raises:
+        UserError: the file cannot be read, or a line of it is damaged.
+    """
+    return [json_line(line, path, number) for number, _, line in whole_lines(path)]
+
+
+def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of ``metrics.jsonl`` that hold an evaluation, in order.
+
+    Raises:
+        UserError: as :func:`read_rows`.
+    """
+    return [row for row in read_rows(run_dir / METRICS_FILE) if row.get("eval/accuracy") is not None]
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Number from 1, offset in bytes, and text of each line that ends; nothing where there is no file.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    offset = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n"):
+                    yield number, offset, line
+                offset += len(line)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """The object in a line; numbers that JSON does not have are None.
+
+    Raises:
+        UserError: it is no object with a step.
+    """
+    try:
+        row = json.loads(line, parse_constant=lambda _: None)
+        row["step"] = int(row["step"])
+        if not 0 <= row["step"] < 1 << 53:
+            raise ValueError(row["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise UserError(f"Line {number} of {path} is not JSON with a step; remove it, and the rest is read.") from error
+    return row
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """For a file or folder that is there and refuses."""
+    return UserError(f"{path} cannot be read ({error.strerror or type(error).__name__}).")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

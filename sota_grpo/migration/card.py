@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -79,15 +78,6 @@ class Trained:
     turns: int
     is_adapter: bool
     evaluations: Sequence[Mapping[str, Any]]
-
-
-def read_evaluations(metrics_file: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run, in order; none where nothing was written."""
-    if not metrics_file.is_file():
-        return []
-    lines = metrics_file.read_bytes().split(b"\n")[:-1]  # what stands behind the last break is still being written
-    rows = [json.loads(line) for line in lines if line.strip()]
-    return [row for row in rows if row.get("eval/accuracy") is not None]
 
 
 def model_card(config: Config, trained: Trained) -> str:

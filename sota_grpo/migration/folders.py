@@ -20,7 +20,7 @@ from sota_grpo.compose import load_config
 from sota_grpo.config import Config, model_name
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.migration.account import Account, Facts
-from sota_grpo.migration.card import Trained, model_card, our_version, read_evaluations
+from sota_grpo.migration.card import Trained, model_card, our_version
 from sota_grpo.migration.data import trl_rows, verl_rows, write_jsonl, write_parquet
 from sota_grpo.migration.trl import VERSION as TRL_VERSION
 from sota_grpo.migration.trl import trl_script
@@ -28,9 +28,8 @@ from sota_grpo.migration.verl import VERSION as VERL_VERSION
 from sota_grpo.migration.verl import verl_options, verl_script
 from sota_grpo.policy.export import save_hf
 from sota_grpo.policy.load import load_tokenizer, resolve_model_path
-from sota_grpo.recording.run_log import METRICS_FILE
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.run_record import CONFIG_FILE
+from sota_grpo.run_record import CONFIG_FILE, read_evaluations
 from sota_grpo.tasks.base import Task
 
 _VERL_REWARD = '''"""The reward of {name}: sota_grpo's own grader, as verl calls it."""
@@ -63,7 +62,7 @@ def write_hf(run_dir: Path, out: Path, *, step: int | None = None, adapter: bool
             model = add_adapter(config, make_model(config, torch.device("cpu")))
             load_trained(checkpoint, model)
             _save(config, model, folder, adapter)
-        trained = Trained(_name(run_dir), turns, adapter, read_evaluations(run_dir / METRICS_FILE))
+        trained = Trained(_name(run_dir), turns, adapter, read_evaluations(run_dir))
         (folder / "README.md").write_text(model_card(config, trained), encoding="utf-8")
     return turns
 

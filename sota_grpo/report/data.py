@@ -6,10 +6,10 @@ import os
 import string
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from sota_grpo.config import walk
+from sota_grpo.errors import UserError
 from sota_grpo.report.curves import curves, glossary, phases, stride_for
 from sota_grpo.report.encode import safe_json, shown
 from sota_grpo.report.groups import Groups, choose_groups
@@ -18,16 +18,14 @@ from sota_grpo.report.read import RunData, flat
 _HIDDEN = "(hidden)"  # a page is passed on; a secret in it would be too
 
 
-def report_json(runs: Sequence[RunData], left_out: Sequence[Path], budget: int) -> str:
+def report_json(runs: Sequence[RunData], left_out: Sequence[str], budget: int) -> str:
     """The page's data as JSON that is safe in HTML.
 
     Args:
         runs: at least one.
-        left_out: run directories that have no turn to show, for the page to name.
+        left_out: of each run that cannot be shown, a sentence that says why.
         budget: bytes of the whole text. Curves come first, groups get what is left, each run the same.
 
-    Raises:
-        UserError: a file of a run cannot be read.
     """
     stride = stride_for(runs)
     columns = [curves(run, stride) for run in runs]
@@ -35,16 +33,22 @@ def report_json(runs: Sequence[RunData], left_out: Sequence[Path], budget: int) 
     page = {
         "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "stride": stride,
-        "left_out": list(map(str, left_out)),
         "metrics": glossary(metrics),
         "options": options(runs),
     }
     said = [_about(run, name) | found for run, name, found in zip(runs, run_names(runs), columns)]
     head, bodies = safe_json(page), list(map(safe_json, said))
     share = max(0, budget - sum(map(len, [head, *bodies]))) // len(runs)
-    told = [_with_groups(body, choose_groups(run, share)) for run, body in zip(runs, bodies)]
-    seeds = safe_json(seeds_of_one_config(runs))
-    return f'{head[:-1]},"seeds":{seeds},"runs":[{",".join(told)}]}}'
+    told, left_out = [], list(left_out)
+    for run, body in zip(runs, bodies):
+        try:
+            groups = choose_groups(run, share)
+        except UserError as error:  # of a damaged line: the curves are worth a page without them
+            groups = Groups([], 0, [], [])
+            left_out.append(f"The groups of {run.path}: {error}")
+        told.append(_with_groups(body, groups))
+    rest = safe_json({"seeds": seeds_of_one_config(runs), "left_out": left_out})
+    return f'{head[:-1]},{rest[1:-1]},"runs":[{",".join(told)}]}}'
 
 
 def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
@@ -130,6 +134,7 @@ def _about(run: RunData, name: str) -> dict[str, Any]:
 def _gate(found: dict[str, Any] | None) -> dict[str, Any] | None:
     if found is None:
         return None
+    listed = found.get("checks")
     checks = [
         {
             "name": str(check.get("name")),
@@ -137,7 +142,7 @@ def _gate(found: dict[str, Any] | None) -> dict[str, Any] | None:
             "sentence": str(check.get("sentence")),
             "seconds": shown(check.get("seconds")),
         }
-        for check in found.get("checks", [])
+        for check in (listed if isinstance(listed, list) else [])
         if isinstance(check, dict)
     ]
     return {"mode": str(found.get("mode")), "checks": checks}

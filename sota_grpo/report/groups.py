@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.recording.run_log import ROLLOUTS_FILE
 from sota_grpo.report.encode import clipped, number, safe_json, shown
-from sota_grpo.report.read import RunData, json_line, whole_lines
+from sota_grpo.report.read import RunData
 from sota_grpo.report.tokens import token_columns
+from sota_grpo.run_record import ROLLOUTS_FILE, json_line, whole_lines
 
 _HEAD = re.compile(rb'\{"step": (\d+), "group_id": (-?\d+), ')
 _TAIL = re.compile(rb'"policy_version": (-?\d+)\}\n\Z')
@@ -139,20 +139,20 @@ def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: st
         "prompt": clipped(str(first.get("prompt") or first.get("query") or "")),
         "answer": clipped(str(first.get("answer") or "")),
         "whole": whole,
-        "zero": len({row.get("reward") for row in rows}) == 1,
+        "zero": len({number(row.get("reward"), digits=15) for row in rows}) == 1,
         "cut": any(bool(row.get("truncated")) for row in rows),
         "samples": [_sample(row, estimator) for row in rows],
     }
 
 
 def _sample(row: Mapping[str, Any], estimator: str) -> dict[str, Any]:
-    terms, notes = row.get("reward_terms") or {}, row.get("reward_info") or {}
+    terms, notes = (found if isinstance(found, dict) else {} for found in map(row.get, ("reward_terms", "reward_info")))
     columns = token_columns(row, estimator)
     return {
         "id": row.get("sample_id"),
         "reward": number(row.get("reward")),
-        "terms": {str(name): number(value) for name, value in dict(terms).items()},
-        "notes": {str(name): clipped(shown(value)) for name, value in dict(notes).items()},
+        "terms": {str(name): number(value) for name, value in terms.items()},
+        "notes": {str(name): clipped(shown(value)) for name, value in notes.items()},
         "advantage": number(row.get("advantage")),
         "success": bool(row.get("success")),
         "cut": bool(row.get("truncated")),

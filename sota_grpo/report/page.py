@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sota_grpo.errors import UserError
 from sota_grpo.report.data import report_json
-from sota_grpo.report.read import find_runs, read_run
+from sota_grpo.report.read import find_runs, read_runs
 
 MAX_BYTES = 9_500_000  # of the file; plotly is half of it
 _MOST_DATA = 4_500_000
@@ -40,11 +40,9 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathL
     >>> write_report([run_dir], run_dir / "report.html").name
     'report.html'
     """
-    runs, empty = find_runs(run_dirs)
+    runs, left_out = read_runs(find_runs(run_dirs))
     library = _plotly()
-    data = report_json(
-        [read_run(run) for run in runs], empty, budget=min(_MOST_DATA, MAX_BYTES - len(library.encode()))
-    )
+    data = report_json(runs, left_out, budget=min(_MOST_DATA, MAX_BYTES - len(library.encode())))
     return _write(Path(out), page(library, data))
 
 

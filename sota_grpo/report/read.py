@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.config import walk
 from sota_grpo.errors import UserError
 from sota_grpo.recording.gate_record import GATE_FILE
-from sota_grpo.recording.run_log import METRICS_FILE
-from sota_grpo.run_record import CONFIG_FILE, is_held, read_failure, read_json, read_record
+from sota_grpo.run_record import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    is_run,
+    natural,
+    read_json,
+    read_record,
+    read_rows,
+    state_of,
+    unreadable,
+)
 
 _DEPTH = 4  # folders between the one named and a run: DATE/TIME/JOB and one to spare
 
@@ -49,21 +57,34 @@ class RunData:
         return max((row["step"] + 1 for row in self.rows if "dialog_turns" in row or "reward" in row), default=0)
 
 
-def find_runs(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list[Path]]:
-    """The run directories among ``paths`` and below them, in natural order, each once; and those yet without a turn.
+def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The run directories among ``paths`` and below them, in natural order, each once.
 
     Raises:
-        UserError: a path is not there, or no run with metrics is.
+        UserError: a path is not there, or no run is.
     """
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
         for run in _runs_at(path):
             found.setdefault(run.resolve(), run)
-    runs = list(found.values())
-    empty = [run for run in runs if next(whole_lines(run / METRICS_FILE), None) is None]
-    if len(empty) == len(runs):
-        raise UserError(f"{runs[0] / METRICS_FILE} holds no whole line yet: that run has not finished a turn.")
-    return [run for run in runs if run not in empty], empty
+    return list(found.values())
+
+
+def read_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
+    """The runs that have something to show, and of each other one a sentence that says why it has not.
+
+    Raises:
+        UserError: none has; the sentence is that of the first.
+    """
+    runs, sentences = [], []
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except UserError as error:
+            sentences.append(str(error))
+    if not runs:
+        raise UserError(sentences[0])
+    return runs, sentences
 
 
 def _runs_at(path: Path) -> list[Path]:
@@ -78,41 +99,31 @@ def _runs_at(path: Path) -> list[Path]:
 
 
 def _below(path: Path, depth: int) -> Iterator[Path]:
-    if (path / METRICS_FILE).is_file():
+    if is_run(path):
         yield path
     elif depth:
         try:
             folders = [entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         for folder in sorted(folders, key=natural):
             yield from _below(folder, depth - 1)
-
-
-def natural(path: Path) -> list[tuple[int, str]]:
-    """Sorting key by which job 10 of a sweep comes after job 2.
-
-    >>> sorted([Path("sweep/10"), Path("sweep/2")], key=natural)[0].name
-    '2'
-    """
-    parts = re.split(r"(\d+)", path.name)
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def read_run(path: Path) -> RunData:
     """Read the run in ``path``; a last line that is still being written is left alone.
 
     Raises:
-        UserError: a file cannot be read, or a line of it is no JSON with a step.
+        UserError: it has no finished turn, a file cannot be read, or it is not what a run writes.
     """
     rows: dict[int, dict[str, Any]] = {}
-    for number, _, line in whole_lines(path / METRICS_FILE):
-        row = json_line(line, path / METRICS_FILE, number)
+    for row in read_rows(path / METRICS_FILE):
         rows.setdefault(row["step"], {}).update(row)
+    state, note = state_of(path)
     if not rows:
-        raise UserError(f"{path / METRICS_FILE} holds no whole line yet: that run has not finished a turn.")
+        how = f"it {'is' if state == 'running' else 'has'} {state}" + (f" ({note})" if note else "")
+        raise UserError(f"The run in {path} has not finished a turn: {how}.")
     asked = (read_record(path) or {}).get("num_steps")
-    state, note = _state(path)
     return RunData(
         path=path,
         rows=[rows[step] for step in sorted(rows)],
@@ -123,39 +134,6 @@ def read_run(path: Path) -> RunData:
         gate=read_json(path / GATE_FILE),
         written=(path / METRICS_FILE).stat().st_mtime,
     )
-
-
-def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number from 1, offset in bytes, and text of each line that ends; nothing where there is no file.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    offset = 0
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n"):
-                    yield number, offset, line
-                offset += len(line)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """The object in a line; numbers that JSON does not have are None.
-
-    Raises:
-        UserError: it is no object with a step.
-    """
-    try:
-        row = json.loads(line, parse_constant=lambda _: None)
-        row["step"] = int(row["step"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"Line {number} of {path} is not JSON with a step: remove it to get a report.") from error
-    return row
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -171,23 +149,13 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _state(path: Path) -> tuple[str, str]:
-    """How the run stands. A run that is training asks this too, and holds its own lock."""
-    failure = read_failure(path)
-    if (read_record(path) or {}).get("finished"):
-        return "finished", ""
-    if is_held(path):
-        return "running", ""
-    return ("stopped", "") if failure is None else ("failed", failure)
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         return _parsed_config(path, path.stat().st_mtime_ns)
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 @lru_cache(maxsize=64)  # a run that is training asks again at every checkpoint
@@ -199,9 +167,10 @@ def _parsed_config(path: Path, _written: int) -> dict[str, Any]:
     except OSError:
         raise
     except Exception as error:  # PyYAML and OmegaConf have a family of errors each
-        raise UserError(f"{path} is not the YAML of a config: remove it to get a report.") from error
-    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
-
-
-def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path} cannot be read ({error.strerror or type(error).__name__}).")
+        raise UserError(f"{path} is not the YAML of a config; remove it, and the rest is read.") from error
+    config = {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+    sections = {name.partition(".")[0] for name, _, _ in walk() if "." in name}
+    odd = [name for name in sections & config.keys() if not isinstance(config[name], dict)]
+    if odd:
+        raise UserError(f"{path}: {min(odd)} is no section of options; remove the file, and the rest is read.")
+    return config

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.recording.run_log import METRICS_FILE
 from sota_grpo.report.page import write_report
+from sota_grpo.run_record import METRICS_FILE
 
 REPORT_FILE = "report.html"
 _SHARE = 0.005  # of the run's time at most

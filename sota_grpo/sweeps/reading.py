@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import statistics
+import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sota_grpo.errors import UserError
 from sota_grpo.recording.metrics import METRICS
-from sota_grpo.run_record import RUN_FILE, read_record, state_of
+from sota_grpo.run_record import METRICS_FILE, OVERRIDES_FILE, is_run, natural, read_record, read_rows, state_of
 
 LAST_TURNS = 10  # a single turn's reward is too noisy to compare runs by
 SEED = "seed"
 ACCURACY, ACCURACY_ERROR, REWARD = "eval/accuracy", "eval/stderr", "reward"
 
-_METRICS_FILE, _OVERRIDES = "metrics.jsonl", ".hydra/overrides.yaml"
 _DEPTH = 3  # folders between a sweep and its runs: hydra.sweep.subdir may name several
 
 
@@ -111,12 +109,12 @@ def read_sweep(path: Path) -> Sweep:
     Raises:
         UserError: there is no run below it, or it is itself one run.
     """
-    if _is_run(path):
+    if is_run(path):
         raise UserError(f"{path} is one run, not a folder of runs; give {path.parent}.")
-    found = [folder for depth in range(1, _DEPTH + 1) for folder in path.glob("*/" * depth) if _is_run(folder)]
+    found = [folder for depth in range(1, _DEPTH + 1) for folder in path.glob("*/" * depth) if is_run(folder)]
     if not found:
         raise UserError(f"There is no run below {path}; give the directory of a sweep (multirun/DATE/TIME).")
-    runs = [_read_run(folder, path) for folder in sorted(found, key=lambda folder: _by_number(folder, path))]
+    runs = [_read_run(folder, path) for folder in sorted(found, key=natural)]
     return Sweep(path, runs, _varied([run.overrides for run in runs]))
 
 
@@ -125,35 +123,29 @@ def objective(run_dir: Path) -> float | None:
 
     None where neither was measured.
     """
-    metrics, _, _ = read_metrics(run_dir / _METRICS_FILE)
+    metrics, _, _ = read_metrics(run_dir / METRICS_FILE)
     return metrics.get(ACCURACY, metrics.get(REWARD))
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
-    """The metrics of a run as in :class:`RunRow`, its turns, its seconds. A line that a kill cut off is left out."""
+    """The metrics of a run as in :class:`RunRow`, its turns, its seconds. A line that a kill cut off is left out.
+
+    Raises:
+        UserError: another line is damaged.
+    """
     recent: dict[str, deque[float]] = {}
     turns, seconds = 0, 0.0
-    for row in _rows(path):
-        seconds += sum(row.get(name) or 0.0 for name in ("time/step_s", "time/eval_s"))
+    for row in read_rows(path):
+        known = {name: value for name, value in row.items() if name != "step" and _is_number(value)}
+        seconds += sum(known.get(name, 0.0) for name in ("time/step_s", "time/eval_s"))
         turns += REWARD in row
-        for name, value in row.items():
-            if name != "step" and isinstance(value, (int, float)):
-                recent.setdefault(name, deque(maxlen=LAST_TURNS)).append(value)
+        for name, value in known.items():
+            recent.setdefault(name, deque(maxlen=LAST_TURNS)).append(value)
     return {name: _summed_up(name, values) for name, values in recent.items()}, turns, seconds
 
 
-def _rows(path: Path) -> Iterable[dict]:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                try:
-                    row = json.loads(line)
-                except ValueError:  # torn by a kill, or being written at this moment
-                    continue
-                if isinstance(row, dict):
-                    yield row
-    except FileNotFoundError:
-        return
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _summed_up(name: str, values: deque[float]) -> float:
@@ -163,15 +155,21 @@ def _summed_up(name: str, values: deque[float]) -> float:
 
 
 def _read_run(path: Path, root: Path) -> RunRow:
-    metrics, turns, seconds = read_metrics(path / _METRICS_FILE)
-    asked = (read_record(path) or {}).get("num_steps")
+    """What can be read of a run; what cannot is named in its note."""
     state, note = state_of(path)
+    notes, metrics, turns, seconds, overrides = [note] if note else [], {}, 0, 0.0, {}
+    try:
+        overrides = _overrides(path / OVERRIDES_FILE)
+        metrics, turns, seconds = read_metrics(path / METRICS_FILE)
+    except UserError as error:
+        notes.append(str(error))
+    asked = (read_record(path) or {}).get("num_steps")
     return RunRow(
         name=path.relative_to(root).as_posix(),
         path=path,
-        overrides=_overrides(path / _OVERRIDES),
+        overrides=overrides,
         state=state,
-        note=note,
+        note="; ".join(notes),
         metrics=metrics,
         turns=turns,
         asked=asked if isinstance(asked, int) else None,
@@ -182,11 +180,17 @@ def _read_run(path: Path, root: Path) -> RunRow:
 def _overrides(path: Path) -> dict[str, str]:
     """The overrides that Hydra noted, by option: ``+`` does not count, ``~option`` is ``removed``."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
-    if not path.exists():
-        return {}
     found = {}
-    for given in OmegaConf.to_container(OmegaConf.load(path)) or []:
+    try:
+        noted = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError:
+        return {}
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}).") from error
+    for given in noted if isinstance(noted, list) else []:
         name, _, value = str(given).partition("=")
         found[name.lstrip("+~")] = "removed" if name.startswith("~") else value
     return found
@@ -213,13 +217,3 @@ def _mean(values: list[float]) -> tuple[float, float | None]:
     """
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return statistics.fmean(values), error
-
-
-def _is_run(path: Path) -> bool:
-    return (path / _OVERRIDES).is_file() or (path / RUN_FILE).is_file()
-
-
-def _by_number(folder: Path, root: Path) -> list[tuple[int, str]]:
-    """Sorts 10 after 9."""
-    parts = re.split(r"(\d+)", folder.relative_to(root).as_posix())
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]

@@ -19,8 +19,9 @@ from sota_grpo.compose import compose
 from sota_grpo.config import Config
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.recording.run_log import METRICS_FILE, TRAINING_LOG
+from sota_grpo.recording.run_log import TRAINING_LOG
 from sota_grpo.recording.steps import Origin, StoredStep, read_step, stored_steps
+from sota_grpo.run_record import METRICS_FILE
 
 SMALL = (
     *("engine=transformers", "check.mode=off", "eval.mode=off", "train.export_hf=false", "logging.report=false"),

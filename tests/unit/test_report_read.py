@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.errors import UserError
-from sota_grpo.recording.run_log import METRICS_FILE
-from sota_grpo.report.read import find_runs, read_run
+from sota_grpo.report.read import find_runs, read_run, read_runs
+from sota_grpo.run_record import METRICS_FILE, note_failure
 from tests.report_rigs import write_run
 
 
@@ -44,9 +44,23 @@ def test_runs_below_a_folder_are_found_once_and_in_natural_order(tmp_path: Path)
     for name in ("sweep/10", "sweep/2", "sweep/2/checkpoints/odd", "sweep/.hidden"):
         put(tmp_path / name, '{"step": 0}\n')
     put(tmp_path / "sweep/3")
-    runs, empty = find_runs([tmp_path, tmp_path / "sweep" / "2"])
-    assert [run.name for run in runs] == ["2", "10"]
-    assert [run.name for run in empty] == ["3"]
+    runs, left_out = read_runs(find_runs([tmp_path, tmp_path / "sweep" / "2"]))
+    assert [run.path.name for run in runs] == ["2", "10"]
+    assert left_out == [
+        f"The run in {tmp_path / 'sweep' / '3'} has not finished a turn: it has stopped (before its first turn)."
+    ]
+
+
+def test_a_run_that_failed_before_its_first_turn_is_named(tmp_path: Path) -> None:
+    put(tmp_path / "0", '{"step": 0}\n')
+    (tmp_path / "1" / ".hydra").mkdir(parents=True)
+    (tmp_path / "1" / ".hydra" / "overrides.yaml").write_text("[seed=1]")
+    note_failure(tmp_path / "1", UserError("There is no model there."))
+    runs, left_out = read_runs(find_runs([tmp_path]))
+    assert [run.path.name for run in runs] == ["0"]
+    assert left_out == [
+        f"The run in {tmp_path / '1'} has not finished a turn: it has failed (There is no model there.)."
+    ]
 
 
 @pytest.mark.parametrize(
@@ -54,8 +68,8 @@ def test_runs_below_a_folder_are_found_once_and_in_natural_order(tmp_path: Path)
     [
         ("missing", "There is no run in .*missing: it does not exist"),
         ("folder", "There is no run in .*folder: neither there nor in its folders is a metrics.jsonl"),
-        ("empty", r"holds no whole line yet: that run has not finished a turn"),
-        ("torn", "holds no whole line yet"),
+        ("empty", r"The run in .*empty has not finished a turn: it has stopped"),
+        ("torn", "has not finished a turn"),
         ("file", "is a file; give the run directory"),
         ("unreadable", r"metrics.jsonl cannot be read|neither there nor in its folders"),
     ],
@@ -67,7 +81,7 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path, name: str, sentence: str
     (tmp_path / "file").write_text("")
     (tmp_path / "unreadable" / METRICS_FILE).mkdir(parents=True)
     with pytest.raises(UserError, match=sentence):
-        list(map(read_run, find_runs([tmp_path / name])[0]))
+        read_runs(find_runs([tmp_path / name]))
 
 
 def test_numbers_that_json_lacks_are_nothing(tmp_path: Path) -> None:

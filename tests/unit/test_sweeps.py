@@ -79,8 +79,8 @@ def test_every_way_to_end_has_its_state_and_reason(tmp_path: Path) -> None:
     make_run(tmp_path / "0")
     make_run(tmp_path / "1", finished=False)
     note_failure(make_run(tmp_path / "2", finished=False), RunFailed("The disk\n is full."))
-    make_run(tmp_path / "3", began=False)
-    note_failure(make_run(tmp_path / "4", began=False), ValueError("odd shape\nand a page"))
+    make_run(tmp_path / "3", began=False, rewards=())
+    note_failure(make_run(tmp_path / "4", began=False, rewards=()), ValueError("odd shape\nand a page"))
     make_run(tmp_path / "5", finished=False)
     with (tmp_path / "5" / LOCK_FILE).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

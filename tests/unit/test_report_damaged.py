@@ -1,0 +1,106 @@
+"""One damaged run among several: the page of the others is written, and says of this one what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sota_grpo.cli import main
+from sota_grpo.report import write_report
+from sota_grpo.report.data import report_json
+from sota_grpo.report.read import read_runs
+from sota_grpo.sweeps import read_sweep
+from tests.report_rigs import write_run
+from tests.unit.test_report_page import page_of
+
+FILES = ("config.yaml", "gate.json", "run.json", "metrics.jsonl", "rollouts.jsonl", "failure.json")
+ODD: tuple[Any, ...] = (None, True, -1, 10**400, 1e308, "", "text", [], [1, [2]], {}, {"a": {"b": 1}})
+
+
+def damage(run_dir: Path, name: str, rng: random.Random) -> None:
+    """Put something odd in the place of one value, somewhere in a file of the run."""
+    path = run_dir / name
+    lines = [yaml.safe_load(path.read_text())] if name[-1] != "l" or name == "config.yaml" else None
+    found = lines if lines is not None else [json.loads(line) for line in path.read_text().splitlines()]
+    places = [(found, index) for index in range(len(found))]
+    for value, key in places:
+        inside = value[key]
+        keys = inside if isinstance(inside, dict) else range(len(inside)) if isinstance(inside, list) else ()
+        places += [(inside, inner) for inner in keys]
+    value, key = rng.choice(places)
+    value[key] = rng.choice(ODD)
+    if name == "config.yaml":
+        path.write_text(yaml.safe_dump(found[0]))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_run_with_an_odd_file_does_not_cost_the_others_their_page(tmp_path: Path, name: str) -> None:
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    sound, damaged = write_run(tmp_path / "sweep" / "0", turns=2, groups=2), tmp_path / "sweep" / "1"
+    for attempt in range(20):
+        write_run(damaged, turns=2, groups=2, finished=bool(attempt % 2))
+        checks = [{"name": "ratio", "passed": True, "sentence": "it is 1", "seconds": 0.25}]
+        (damaged / "gate.json").write_text(json.dumps({"mode": "warn", "checks": checks}))
+        (damaged / "failure.json").write_text(json.dumps({"reason": "it failed"}))
+        damage(damaged, name, rng)
+        where = f"random.Random({seed}), attempt {attempt}: {(damaged / name).read_text()[:2000]}"
+        try:
+            data = json.loads(report_json(*read_runs([sound, damaged]), budget=1 << 20))
+            assert len(read_sweep(tmp_path / "sweep").runs) == 2
+        except Exception as error:
+            pytest.fail(f"{type(error).__name__}: {error}; {where}")
+        assert data["runs"][0]["groups"], where
+        assert len(data["runs"]) + len(data["left_out"]) >= 2, where
+        for path in damaged.iterdir():
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("metrics.jsonl", "{broken\n", "Line 1 of .* is not JSON with a step"),
+        ("rollouts.jsonl", "{broken\n", "The groups of .*: Line 1 of .* is not JSON with a step"),
+        ("config.yaml", "a: [1", "is not the YAML of a config"),
+        ("config.yaml", "algorithm: 3", "algorithm is no section of options"),
+    ],
+)
+def test_what_is_wrong_is_said_on_the_page(tmp_path: Path, name: str, text: str, sentence: str) -> None:
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b")]
+    (runs[1] / name).write_text(text)
+    _, data = page_of(*runs, out=tmp_path / "report.html")
+    assert len(data["left_out"]) == 1
+    assert re.search(sentence, data["left_out"][0])
+
+
+def test_a_sweep_names_the_run_that_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in ("0", "1"):
+        hydra = write_run(tmp_path / seed) / ".hydra"
+        hydra.mkdir()
+        (hydra / "overrides.yaml").write_text(f"[seed={seed}]")
+    (tmp_path / "0" / "metrics.jsonl").write_text("{broken\n")
+    (tmp_path / "1" / ".hydra" / "overrides.yaml").write_text("[seed=1")
+    notes = [run.note for run in read_sweep(tmp_path).runs]
+    assert "Line 1 of" in notes[0]
+    assert "overrides.yaml cannot be read" in notes[1]
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", str(tmp_path)])
+    assert ended.value.code == 0
+    assert "Line 1 of" in capsys.readouterr().out
+
+
+def test_a_single_run_without_readable_groups_has_its_curves(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "rollouts.jsonl").write_text("[1]\n")
+    _, data = page_of(run_dir, out=tmp_path / "report.html")
+    assert data["runs"][0]["columns"]["reward"]
+    assert data["runs"][0]["groups"] == []
+    assert write_report([run_dir], tmp_path / "again.html").is_file()
