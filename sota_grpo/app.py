@@ -17,6 +17,7 @@ from sota_grpo.assembly.checking import subject_of
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.passed import Passed
 from sota_grpo.checkpoint import CheckpointStore, rng_state, set_rng_state
+from sota_grpo.compose import anchor_paths
 from sota_grpo.config import Config, turn_size
 from sota_grpo.errors import UserError
 from sota_grpo.gate import run_gate
@@ -237,7 +238,8 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
     use_config_token(config)  # before anything keeps a copy
     validate(config)
     passed = passed or Passed()
-    signed = asdict(config) | {"reward_file": _digest(config.reward.path)} | passed.signature
+    signed = asdict(config) | {"reward_file": _digest(config.reward.path)} | passed.signature  # paths as they are given
+    anchor_paths(config)
     with open_run(run_dir, signed, config.train.resume, num_steps=num_steps(config)) as place:
         passed.write(place.path, config)
         if place.finished:

@@ -14,9 +14,10 @@ from sota_grpo.config import Config, register, walk
 from sota_grpo.entry import CONFIG_DIR
 from sota_grpo.errors import UserError
 from sota_grpo.hub_token import VARIABLE, split_token, use_config_token
-from sota_grpo.run_record import CONFIG_FILE
+from sota_grpo.run_record import CONFIG_FILE, INPUTS
 
 DEFAULT_CONFIG = "grpo_gsm8k"
+PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path")  # of files, of folders, or of a hub
 _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # what Hydra proposes there, our schema refuses
 _GLOBAL_PACKAGE = "@package _global_"  # a group whose options stand outside its own section
 
@@ -132,7 +133,35 @@ def load_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from error
     assert isinstance(config, Config)
     use_config_token(config)
+    _find_inputs(config, run_dir)
     return config
+
+
+def anchor_paths(config: Config) -> None:
+    """Write the files and folders that ``config`` names in full, so that it means the same in any current directory."""
+    from sota_grpo.policy.load import TINY  # brings transformers
+
+    for section, option, value in _paths(config):
+        path = Path(value).expanduser()
+        is_here = (path / "config.json").is_file() and value != TINY if option == "name" else path.exists()
+        if is_here:
+            setattr(section, option, str(path.absolute()))
+
+
+def _find_inputs(config: Config, run_dir: Path) -> None:
+    """What was passed in Python moves with the directory of the run."""
+    for section, option, value in _paths(config):
+        moved = run_dir.absolute() / INPUTS / Path(value).name
+        if Path(value).parent.name == INPUTS and not Path(value).exists() and moved.is_file():
+            setattr(section, option, str(moved))
+
+
+def _paths(config: Config) -> Iterator[tuple[Any, str, str]]:
+    for name in PATH_OPTIONS:
+        section, _, option = name.partition(".")
+        value = getattr(getattr(config, section), option)
+        if value is not None:
+            yield getattr(config, section), option, value
 
 
 def _parsed(overrides: Sequence[str]) -> list[tuple[str, Any]]:

@@ -18,6 +18,7 @@ METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 OVERRIDES_FILE = ".hydra/overrides.yaml"  # Hydra's own, there before anything else
 CHECKPOINTS = "checkpoints"
+INPUTS = "inputs"  # what was passed in Python as an object
 FAILURE_FILE = "failure.json"  # why a run of a sweep ended; gone as soon as it trains again
 LOCK_FILE = ".lock"
 

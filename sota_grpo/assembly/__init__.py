@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -23,6 +24,8 @@ from sota_grpo.rewards.passed_functions import Functions
 
 __all__ = ["Parts", "build"]
 
+logger = logging.getLogger(__name__)
+
 
 def build(
     config: Config,
@@ -38,6 +41,8 @@ def build(
     """
     _require_sinks(config)
     plan = make_plan(config, resolve_device(config), lambda: visible_gpus(config))
+    for note in plan.notes:
+        logger.info(note)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     task = task_of(config, functions)
     with ExitStack() as opened:

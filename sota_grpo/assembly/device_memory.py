@@ -139,9 +139,14 @@ def learning_of(config: Config, plan: Plan) -> Learning:
     )
 
 
+def context_of(config: Config, model: Architecture) -> int:
+    """Tokens of prompt and response together: what the config says, at most what the model allows."""
+    return min(config.inference_model.max_model_len or model.context, model.context)
+
+
 def largest_sample(config: Config, facts: Facts) -> tuple[int, int]:
     """Tokens of the longest prompt and of the longest response that fits behind it."""
-    context = min(config.inference_model.max_model_len or facts.model.context, facts.model.context)
+    context = context_of(config, facts.model)
     prompt = min(facts.prompt_tokens, context - 1)
     return prompt, min(longest_response(config), context - prompt)
 
@@ -231,7 +236,7 @@ def engine_of(config: Config, facts: Facts, plan: Plan, capacity: int) -> tuple[
     pool = vllm_pool_bytes(
         model, share_bytes=share, number_bytes=number_bytes, rows=rows, tensor_parallel=part.tensor_parallel_size
     )
-    context = min(part.max_model_len or model.context, model.context)
+    context = context_of(config, model)
     parallel = part.tensor_parallel_size
     needed = kv_bytes_per_token(model, number_bytes) * context // min(parallel, model.kv_heads)  # heads are not split
     problem = None

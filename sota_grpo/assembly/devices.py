@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +14,21 @@ from sota_grpo.errors import UserError
 from sota_grpo.placement import Placement, Role, describe, place
 from sota_grpo.policy.load import resolve_model_path
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Plan:
-    """What stands where. ``workers``: collection, reference and several ranks live in processes of their own."""
+    """What stands where.
+
+    Args:
+        workers: collection, reference and several ranks live in processes of their own.
+        notes: what a run says of it when it starts, one sentence each.
+    """
 
     device_type: str
     placement: Placement
     engine: str
     workers: bool
+    notes: tuple[str, ...] = ()
 
 
 def resolve_device(config: Config) -> str:
@@ -44,8 +47,8 @@ def resolve_device(config: Config) -> str:
         return "cuda"
     if config.device == "auto" and not Path(model).is_dir():
         raise UserError(
-            f"Training {model_name(config)} needs a CUDA GPU and this machine has none; "
-            "`python grpo.py --config-name grpo_cpu` trains the embedded policy here (device=cpu insists)."
+            f"{model_name(config)} is no folder here, and a model from the hub needs a CUDA GPU, which this machine "
+            "has not; `python grpo.py --config-name grpo_cpu` trains the embedded policy here (device=cpu insists)."
         )
     return "cpu"
 
@@ -92,6 +95,7 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
     reference = ref if reference_has_own_weights(config) else None
     engine = resolve_engine_name(config.engine.name, device=device_type)
     workers = wants_workers(config)
+    notes = []
     available = (num_gpus or torch.cuda.device_count)() if device_type == "cuda" else 0
     found = place(learner, engines, reference, available=available, concurrent=workers)
     if engines.default > 1 and device_type == "cpu":
@@ -102,7 +106,7 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
     if config.ray.address is not None and device_type == "cuda":
         _require_disjoint(found, available)
     if workers and device_type == "cuda" and found.colocated:
-        logger.info("One GPU: collection and training take turns on it, in lockstep.")
+        notes.append("One GPU: collection and training take turns on it, in lockstep.")
         workers = False
     if not workers and device_type == "cuda" and found.inference[0] and engine == "vllm":
         raise UserError(
@@ -111,10 +115,10 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
             f"another order, or engine=transformers."
         )
     if ref.asked and config.policy.kl_coef == 0:
-        logger.info("%s has no effect: with policy.kl_coef=0 no reference is built.", ref.option)
+        notes.append(f"{ref.option} has no effect: with policy.kl_coef=0 no reference is built.")
     if workers:
-        logger.info("Placement: %s.", describe(found, device_type))
-    return Plan(device_type, found, engine, workers)
+        notes.append(f"Placement: {describe(found, device_type)}.")
+    return Plan(device_type, found, engine, workers, tuple(notes))
 
 
 def _require_disjoint(found: Placement, available: int) -> None:

@@ -15,6 +15,7 @@ from sota_grpo.assembly.device_memory import (
     DeviceMemory,
     Facts,
     Machine,
+    context_of,
     largest_sample,
     learning_of,
     plan_for,
@@ -159,11 +160,12 @@ def estimate(
         probe: whether to time anything, if it fits.
 
     Raises:
-        UserError: the config breaks a rule, its devices cannot be shared out, or its model or data cannot be read.
+        UserError: the config breaks a rule, its devices cannot be shared out, its model or data cannot be read, or a
+            prompt is longer than the context.
     """
     validate(config)
     model, model_place = find_architecture(model_name(config), trust_remote_code=config.model.trust_remote_code)
-    longest, prompt_place, num_problems = _prompts(config, prompt_tokens)
+    longest, prompt_place, num_problems = _prompts(config, prompt_tokens, context_of(config, model))
     facts = Facts(model, longest)
     machine, machine_place = find_machine(config, memory_gib)
     plan = plan_for(config, machine)
@@ -232,7 +234,7 @@ def _own_bytes() -> int:
         return GIB
 
 
-def _prompts(config: Config, given: int | None) -> tuple[int, str, int | None]:
+def _prompts(config: Config, given: int | None, context: int) -> tuple[int, str, int | None]:
     """Tokens of the longest prompt, how they are known, and the number of training problems where it is known.
 
     What cannot be reached is assumed, but only of a hub: a path that is wrong is a mistake.
@@ -245,6 +247,8 @@ def _prompts(config: Config, given: int | None) -> tuple[int, str, int | None]:
             raise
     count = None if task is None else len(task.train)
     if given is not None:
+        if given >= context:
+            raise UserError(f"A prompt of {given:,} tokens leaves no room for a response in a context of {context:,}.")
         return given, "as --prompt-tokens says", count
     if task is None:
         return ASSUMED_PROMPT, "assumed, the data is not here; --prompt-tokens says otherwise", None
@@ -257,7 +261,8 @@ def _prompts(config: Config, given: int | None) -> tuple[int, str, int | None]:
         guess = max(len(text.encode()) for text in texts) // _BYTES_PER_TOKEN + 32
         return guess, "from the length of its text, the tokenizer is not here", count
     repeats = config.env.repeats
-    env = TaskEnv(task, tokenizer, num_envs=repeats, repeats=repeats, multi_turn=config.env.max_steps > 1)
+    several = config.env.max_steps > 1
+    env = TaskEnv(task, tokenizer, num_envs=repeats, repeats=repeats, multi_turn=several, max_prompt_tokens=context - 1)
     return env.check_prompts(), f"the longest of {len(task.train) + len(task.heldout):,} prompts", count
 
 

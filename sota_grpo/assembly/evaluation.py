@@ -23,7 +23,7 @@ from sota_grpo.config import Config, ModelConfig, model_name, walk
 from sota_grpo.errors import UserError
 from sota_grpo.evaluate import Evaluator, Response, accuracy, num_failed, pass_accuracy
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.load import TINY, load_tokenizer
+from sota_grpo.policy.load import TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
 from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.run_record import CHECKPOINTS, CONFIG_FILE, read_record
 from sota_grpo.validators import validate
@@ -92,6 +92,10 @@ def find_target(
 
 
 def _model_target(name: str, overrides: Sequence[str], config_name: str | None, task: str | None) -> Target:
+    try:
+        resolve_model_path(name)
+    except ModelNotFoundError as error:
+        raise UserError(f"There is neither a run ({CONFIG_FILE}) nor a model (config.json) in {name}.") from error
     preset = config_name or _PRESET_OF.get(task or "", "grpo_cpu" if name == TINY else "grpo_gsm8k")
     asked = [] if task is None else [f"env.dataset={task}"]
     config = compose(preset, [*asked, *overrides])

@@ -16,6 +16,7 @@ from sota_grpo.assembly.device_memory import (
     Facts,
     Machine,
     Parts,
+    context_of,
     engine_of,
     largest_sample,
     learner_of,
@@ -252,7 +253,7 @@ def _shares(config: Config) -> list[float]:
 
 def _contexts(config: Config, facts: Facts, longest: int) -> list[dict[str, Any]]:
     """A context that holds the largest sample and little more, where the one that there is holds much more."""
-    context = min(config.inference_model.max_model_len or facts.model.context, facts.model.context)
+    context = context_of(config, facts.model)
     tight = -(-longest // 256) * 256
     return [{"inference_model.max_model_len": tight}] if tight < context else []
 

@@ -23,10 +23,10 @@ from sota_grpo.recording.metrics import term_metric
 from sota_grpo.rewards.function_file import RewardFunctionError, recognise
 from sota_grpo.rewards.functions import BUILTIN
 from sota_grpo.rewards.passed_functions import PICKLED, Functions, fingerprint, pickled
+from sota_grpo.run_record import INPUTS
 from sota_grpo.tasks.table_rows import plain_columns
 
 PASSED = "(passed in Python)"
-FOLDER = "inputs"
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Passed:
         Raises:
             RunFailed: the disk is full, or may not be written.
         """
-        self.run_dir, folder = run_dir, run_dir.resolve() / FOLDER
+        self.run_dir, folder = run_dir, run_dir.resolve() / INPUTS
         if self.train_rows is not None:
             config.env.dataset_path = _write(folder / "train.jsonl", self.train_rows)
         if self.eval_rows is not None:

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.compose import PATH_OPTIONS
 from sota_grpo.config import Config, model_name, turn_size, walk
 from sota_grpo.policy.load import TINY
 from sota_grpo.tasks import gsm8k, ifeval, math
@@ -20,7 +21,7 @@ _AMOUNTS = (
     "seed",
 )
 _PRIVATE = ("engine.api_key", "engine.url", "ray.address", "model.hub_token", "logging.project", "logging.run_name")
-_PATHS = ("env.dataset_path", "env.eval_path", "reward.path", "model.name", "train.resume")
+_PATHS = (*PATH_OPTIONS, "train.resume")
 
 _TEXT = """---
 # The licence is yours to choose (license: ...); that of the base model has to be kept.

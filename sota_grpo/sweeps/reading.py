@@ -157,12 +157,14 @@ def _summed_up(name: str, values: deque[float]) -> float:
 def _read_run(path: Path, root: Path) -> RunRow:
     """What can be read of a run; what cannot is named in its note."""
     state, note = state_of(path)
-    notes, metrics, turns, seconds, overrides = [note] if note else [], {}, 0, 0.0, {}
+    notes = [note] if note else []
+    overrides, measured = dict[str, str](), (dict[str, float](), 0, 0.0)
     try:
         overrides = _overrides(path / OVERRIDES_FILE)
-        metrics, turns, seconds = read_metrics(path / METRICS_FILE)
+        measured = read_metrics(path / METRICS_FILE)
     except UserError as error:
         notes.append(str(error))
+    metrics, turns, seconds = measured
     asked = (read_record(path) or {}).get("num_steps")
     return RunRow(
         name=path.relative_to(root).as_posix(),

@@ -112,7 +112,7 @@ def test_a_model_is_measured_with_the_preset_of_its_task(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere/at/all"], "is not a folder with a config.json"),
+        (["nowhere/at/all"], "There is neither a run (config.yaml) nor a model (config.json) in nowhere/at/all"),
         (["tiny", "--step", "3"], "tiny is no run"),
         (["tiny", "env.repeat=4"], "There is no option env.repeat; did you mean env.repeats?"),
         (["tiny", "four"], "'four' is not OPTION=VALUE"),

@@ -11,7 +11,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from sota_grpo.compose import compose, load_config
+from sota_grpo.compose import anchor_paths, compose, load_config
 from sota_grpo.config import register
 from sota_grpo.entry import CONFIG_DIR
 from sota_grpo.errors import UserError
@@ -67,3 +67,30 @@ def test_a_group_stands_before_the_options_in_it_whatever_their_order(tmp_path: 
     overrides = ["algorithm.clip_high=0.9", "algorithm=dapo"]
     found = [load_config(tmp_path, order) for order in (overrides, overrides[::-1])] + [compose("grpo_cpu", overrides)]
     assert [(config.algorithm.name, config.algorithm.clip_high) for config in found] == [("dapo", 0.9)] * 3
+
+
+def test_what_a_config_names_here_it_names_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("train.jsonl", "reward.py", "model/config.json", "tiny/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    given = ["model.name=model", "env.dataset_path=train.jsonl", "env.eval_path=org/table", "reward.path=./reward.py"]
+    config = compose("grpo_cpu", given)
+    embedded = compose("grpo_cpu", ["model.name=tiny"])
+    monkeypatch.chdir(tmp_path)
+    anchor_paths(config)
+    anchor_paths(embedded)
+    assert (config.model.name, config.env.dataset_path) == (str(tmp_path / "model"), str(tmp_path / "train.jsonl"))
+    assert (config.env.eval_path, config.reward.path) == ("org/table", str(tmp_path / "reward.py"))
+    assert embedded.model.name == "tiny"
+
+
+def test_a_run_that_was_moved_finds_what_was_passed_to_it(tmp_path: Path) -> None:
+    (tmp_path / "now" / "inputs").mkdir(parents=True)
+    (tmp_path / "now" / "inputs" / "train.jsonl").touch()
+    before = tmp_path / "before"
+    paths = f"dataset_path: {before}/inputs/train.jsonl, eval_path: {before}/inputs/eval.jsonl"
+    (tmp_path / "now" / "config.yaml").write_text(f"env: {{{paths}}}\nreward: {{path: {before}/train.jsonl}}")
+    config = load_config(tmp_path / "now")
+    assert config.env.dataset_path == str(tmp_path / "now" / "inputs" / "train.jsonl")
+    assert config.env.eval_path == f"{before}/inputs/eval.jsonl"  # it is not there either
+    assert config.reward.path == f"{before}/train.jsonl"  # it was not passed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,20 @@ def test_a_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
     found = planned(f"model.name={tmp_path}", "device=cpu", "engine=transformers", name="grpo_cpu")
     assert found.facts.model.hidden == 64
     assert found.facts.model.context == 512
+
+
+def test_a_prompt_that_is_longer_than_the_context_is_refused() -> None:
+    """As the run itself refuses it, with the same sentence; a context of one token more is enough."""
+    with pytest.raises(
+        UserError, match=r"has (\d+) tokens and at most 9 fit; raise inference_model.max_model_len"
+    ) as no:
+        estimate(compose("grpo_cpu", ["inference_model.max_model_len=10"]), probe=False)
+    fits = int(re.search(r"max_model_len to (\d+)", str(no.value))[1])
+    assert fits > 10
+    with pytest.raises(UserError, match="leaves no room for a response in a context of 64"):
+        estimate(compose("grpo_cpu", ["inference_model.max_model_len=64"]), prompt_tokens=64, probe=False)
+    found = estimate(compose("grpo_cpu", ["inference_model.max_model_len=64"]), prompt_tokens=63, probe=False)
+    assert found.largest_sample == (63, 1)
 
 
 def test_a_file_of_data_that_is_not_there_is_a_mistake() -> None:
