@@ -107,16 +107,20 @@ class Subject:
 def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
     """A gold answer is right and earns more than an empty one, for the first training and held-out examples.
 
-    Where the task knows no gold answer, the empty one must be gradable, at least once.
+    Where the task knows no gold answer, the empty one must be gradable, at least once: as a whole group of them where
+    the grader looks at groups.
     """
-    task, num_texts = subject.task, 0
+    task, num_texts, applies = subject.task, 0, False
     known: list[tuple[Example, Score, Score]] = []  # with the scores of the empty and of the gold answer
     errors: list[str] = []
     for example in [*task.train[:NUM_GRADED], *task.heldout[:NUM_GRADED]]:
         gold = task.gold_response(example)
-        scores = subject.env.grader.scores([(text, example) for text in ("", gold) if text is not None]).result()
+        siblings = subject.env.repeats if hasattr(task.score, "score_group") else 1
+        texts = [""] * siblings if gold is None else ["", gold]
+        scores = subject.env.grader.scores([(text, example) for text in texts]).result()
         known += [(example, scores[0], scores[1])] if gold is not None else []
         errors += [score.error for score in scores if score.error is not None]
+        applies |= any(value is not None for score in scores for value in score.terms.values())
         num_texts += len(scores)
         if len(errors) >= ENOUGH:  # each may have cost the grader's whole deadline
             break
@@ -131,6 +135,8 @@ def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
         sentence = "the task knows no gold answers"
     if bad:
         sentence += f"; the first that does not: {bad[0].query[:80]!r} with answer {bad[0].answer[-40:]!r}"
+    if not applies:
+        sentence += f"; no reward applies to any of {num_texts} texts, and where that goes on nothing is learned"
     if errors:
         sentence += f"; the grader failed at {len(errors)} of {num_texts} texts, the first: {errors[0]}"
     return Check("gold answers earn the full reward", not bad and len(errors) < num_texts, sentence)

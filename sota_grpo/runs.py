@@ -49,6 +49,7 @@ FREE_OPTIONS = (
 # Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
 # a sweep is continued as a whole (sota_grpo/sweeps/command.py), so that what it did stands in one place.
 _BY_THE_CLOCK = re.compile(r"(?<![^/])\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d$")
+_ELSEWHERE = "choose another hydra.run.dir (of a sweep: hydra.sweep.dir; from Python: run_dir)"
 _TRIES = 5
 
 
@@ -147,10 +148,7 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
         raise RunRefused(f"train.resume={resume}: there is no run in {path} ({RUN_FILE} is missing).")
     lock = _lock(path)
     if lock is None:
-        raise RunRefused(
-            f"Another process is at work in {path}; stop it first or choose another hydra.run.dir "
-            "(of a sweep: hydra.sweep.dir)."
-        )
+        raise RunRefused(f"Another process is at work in {path}; stop it first or {_ELSEWHERE}.")
     sentence = _refusal(path, digest, num_steps, resume)
     if sentence is not None:
         lock.close()
@@ -166,10 +164,7 @@ def _refusal(path: Path, digest: str, num_steps: int, resume: str | None) -> str
     if record is None:
         return None
     if resume is None:
-        return (
-            f"{path} already holds a run; continue it with train.resume=auto or choose another hydra.run.dir "
-            "(of a sweep: hydra.sweep.dir)."
-        )
+        return f"{path} already holds a run; continue it with train.resume=auto or {_ELSEWHERE}."
     if record.get("signature") != digest:
         return (
             f"The run in {path} was started with another config; give the same options as then ({path / CONFIG_FILE})."

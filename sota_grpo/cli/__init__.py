@@ -13,18 +13,8 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one tool; mistakes of the user are one sentence and exit code 2, Ctrl-C is one and 130."""
-    from sota_grpo.cli import check, estimate, eval, export, replay, report, score, sweep, train
-
-    parser = argparse.ArgumentParser(prog="sota-grpo", description="Tools around GRPO post-training.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, check, estimate, eval, report, replay, export, score, sweep):
-        command.add_command(commands)
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == [train.QUERY]:  # the shell's question, which comes without a command
-        sys.exit(train.complete(arguments, commands.choices))
-    options = _parsed(parser, arguments)
     try:
-        code = options.run(options)
+        code = _run(sys.argv[1:] if arguments is None else arguments)
     except UserError as error:
         print(f"sota-grpo: {error}", file=sys.stderr)
         code = error.exit_code
@@ -37,7 +27,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+def _run(arguments: Sequence[str]) -> int:
+    from sota_grpo.cli import check, estimate, eval, export, replay, report, score, sweep, train
+
+    parser = argparse.ArgumentParser(prog="sota-grpo", description="Tools around GRPO post-training.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in (train, check, estimate, eval, report, replay, export, score, sweep):
+        command.add_command(commands)
+    if arguments[:1] == [train.QUERY]:  # the shell's question, which comes without a command
+        return train.complete(arguments, commands.choices)
+    options = _parsed(parser, arguments)
+    return options.run(options)
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """The options; overrides (OPTION=VALUE) may stand behind them too, where argparse by itself takes none."""
     options, left = parser.parse_known_args(arguments)
     if left and not (hasattr(options, "overrides") and all("=" in one and one[0] != "-" for one in left)):

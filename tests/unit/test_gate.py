@@ -193,6 +193,7 @@ def test_a_grader_that_refuses_the_gold_answer_is_found(subject: Subject) -> Non
         heldout=task.heldout,
         term_weights=task.term_weights,
         gold_response=lambda example: "the gold answer, in a form that the grader cannot read",
+        score=task.score,
     )
     subject.task = grader
     check = gate.gold_answers_earn_the_full_reward(subject)
@@ -207,7 +208,11 @@ def test_a_grader_that_pays_for_nothing_is_found(subject: Subject) -> None:
 
 def without_golds(task) -> SimpleNamespace:
     return SimpleNamespace(
-        train=task.train, heldout=task.heldout, term_weights=task.term_weights, gold_response=lambda example: None
+        train=task.train,
+        heldout=task.heldout,
+        term_weights=task.term_weights,
+        gold_response=lambda example: None,
+        score=task.score,
     )
 
 
@@ -216,6 +221,35 @@ def test_a_task_that_knows_no_gold_answers_passes_and_says_so(subject: Subject) 
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert check.passed
     assert check.sentence == "the task knows no gold answers"
+
+
+class NeedsEverySibling:
+    """As a function that shares out points among the responses of a group."""
+
+    def __init__(self, siblings: int) -> None:
+        self.siblings = siblings
+
+    def score_group(self, asked: list[tuple[str, Example]]) -> list[Score]:
+        if len(asked) != self.siblings:
+            raise ValueError(f"{len(asked)} responses")
+        return [Score({"correct": 1.0}, True) for _ in asked]
+
+
+@pytest.mark.parametrize("more", [0, 1], ids=["works in training", "works in no group"])
+def test_a_function_of_whole_groups_is_asked_about_a_whole_group(subject: Subject, more: int) -> None:
+    subject.task = without_golds(subject.task)
+    subject.task.score = NeedsEverySibling(subject.env.repeats + more)
+    subject.env.grader = LocalGrader(subject.task.score, ["correct"])
+    check = gate.gold_answers_earn_the_full_reward(subject)
+    assert check.passed == (not more)
+    assert ("failed at" in check.sentence) == bool(more)
+
+
+def test_a_reward_that_applies_to_nothing_is_told(subject: Subject) -> None:
+    subject.task = without_golds(subject.task)
+    subject.env.grader = LocalGrader(lambda text, example: Score({"correct": None}, False), ["correct"])
+    sentence = gate.gold_answers_earn_the_full_reward(subject).sentence
+    assert "no reward applies to any of 104 texts" in sentence
 
 
 def test_a_term_that_does_not_apply_counts_nothing(subject: Subject) -> None:
@@ -250,6 +284,7 @@ def test_empty_answers_that_cannot_be_graded_are_told_where_the_gold_ones_can(su
         heldout=task.heldout[:1],
         term_weights=task.term_weights,
         gold_response=lambda example: " " + task.gold_response(example),
+        score=task.score,
     )
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert check.passed

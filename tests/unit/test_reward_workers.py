@@ -113,7 +113,11 @@ def test_the_gate_refuses_a_grader_that_hangs_at_gold_answers(env: TaskEnv, tmp_
     subject = make_subject(tmp_path)
     subject.env, task = env, env.task
     subject.task = SimpleNamespace(
-        train=task.train, heldout=task.heldout, term_weights=WEIGHTS, gold_response=lambda example: "hang"
+        train=task.train,
+        heldout=task.heldout,
+        term_weights=WEIGHTS,
+        gold_response=lambda example: "hang",
+        score=task.score,
     )
     sentence = r"0 of 4 gold answers .* failed at 4 of 8 texts, the first: TimeoutError: no score within 0\.5 s"
     with pytest.raises(CheckError, match=sentence):
