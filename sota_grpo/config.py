@@ -18,6 +18,7 @@ from sota_grpo.options import leaves, opt, part
 from sota_grpo.run_options import CheckConfig, EvalConfig, LoggingConfig, RayConfig
 from sota_grpo.task_options import EnvConfig, RewardConfig
 
+SECRETS = ("engine.api_key", "model.hub_token")  # shown and passed on nowhere
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field, fields, is_dataclass
 from typing import Any
 
@@ -23,4 +24,17 @@ def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
         value = getattr(node, item.name)
         name = prefix + item.name
         found += leaves(value, name + ".") if is_dataclass(value) else [(name, item, value)]
+    return found
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested config by their dotted names; an empty section is a value.
+
+    >>> flat({"seed": 0, "train": {"epochs": 1, "resume": None}})
+    {'seed': 0, 'train.epochs': 1, 'train.resume': None}
+    """
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        dotted = f"{prefix}{name}"
+        found |= flat(value, dotted + ".") if isinstance(value, Mapping) and value else {dotted: value}
     return found

@@ -15,7 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from benchmarks.peers.memory import peak_bytes
 from sota_grpo import keys
+from sota_grpo.assembly.device_memory import GIB, Facts, Machine, learner_of, plan_for
 from sota_grpo.collate import micro_batches, sibling_groups
+from sota_grpo.compose import compose
 from sota_grpo.functional.memory import Learning, MicroBatch, learner_memory
 from sota_grpo.learner import Learner
 from sota_grpo.objectives import GRPOLoss
@@ -75,11 +77,16 @@ def how_of(case: dict[str, Any]) -> Learning:
 
 
 def make_rows(case: dict[str, Any]) -> list[TensorDictBase]:
-    """Ragged rows of a fresh random stream: prompts and responses of 0.7 to 1.3 times the case's lengths."""
+    """Ragged rows of a fresh random stream: prompts and responses of 0.7 to 1.3 times the case's lengths.
+
+    With ``full`` in the case they have these lengths exactly.
+    """
     stream = torch.Generator()
     stream.seed()
 
     def length(mean: int) -> int:
+        if case.get("full"):
+            return mean
         return int(torch.randint(int(0.7 * mean), int(1.3 * mean) + 1, (1,), generator=stream))
 
     rows: list[TensorDictBase] = []
@@ -127,6 +134,24 @@ def train(case: dict[str, Any], rows: list[TensorDictBase], updates: int = 2) ->
         learner.update(lazy_stack(rows))
 
 
+def estimated(case: dict[str, Any]) -> int:
+    """What ``sota-grpo estimate`` says of the learner of such a run, when every sample is as long as it may be."""
+    given = {
+        "env.repeats": case["group"],
+        "env.num_envs": case["group"],
+        "train.optim_batch_size": case["group"] * case["groups"],
+        "train.micro_batch_tokens": case["budget"],
+        "inference_model.max_tokens": case["response"],
+        "train_model.gradient_checkpointing": bool(case.get("checkpointing")),
+        "device": "cpu",
+        "engine": "transformers",
+    }
+    config = compose("grpo_cpu", [f"{name}={value}" for name, value in given.items()])
+    facts = Facts(architecture_from(model_config(case)), case["prompt"])
+    plan = plan_for(config, Machine("cpu", 64 * GIB, None, 0))
+    return learner_of(config, facts, plan).total
+
+
 def main() -> None:
     case = json.loads(sys.argv[1])
     torch.set_num_threads(1)
@@ -135,7 +160,8 @@ def main() -> None:
     rows = make_rows(case)
     predicted = learner_memory(architecture_from(model_config(case)), how_of(case), batches_of(rows, case["budget"]))
     measured = peak_bytes(lambda: train(case, rows))
-    print(json.dumps({"predicted": predicted.total, "measured": measured, "parts": vars(predicted)}))
+    found = {"predicted": predicted.total, "measured": measured, "parts": vars(predicted)}
+    print(json.dumps(found | ({"estimated": estimated(case)} if case.get("full") else {})))
 
 
 if __name__ == "__main__":

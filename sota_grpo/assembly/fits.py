@@ -10,7 +10,6 @@ from typing import Any
 
 from sota_grpo.assembly.device_memory import (
     CUDA_CONTEXT,
-    GIB,
     GRADER_BYTES,
     DeviceMemory,
     Facts,
@@ -260,12 +259,3 @@ def _contexts(config: Config, facts: Facts, longest: int) -> list[dict[str, Any]
 
 def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def in_gib(size: float) -> str:
-    """Bytes as text.
-
-    >>> in_gib(3 * 2**29)
-    '1.5 GiB'
-    """
-    return f"{size / GIB:.1f} GiB"

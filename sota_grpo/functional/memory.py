@@ -133,11 +133,6 @@ class LearnerMemory:
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
 
-    @property
-    def resting(self) -> int:
-        """What stays between two steps."""
-        return self.weights + self.optimizer
-
 
 def layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     """What one decoder layer saves for its backward pass; see the module for the terms.

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from sota_grpo.config import Config, walk
+from sota_grpo.config import SECRETS, Config, walk
 
 _WIDTH = 118
 #: Options that the data and the reward beside the translation stand for.
@@ -17,7 +17,6 @@ FILES = (
     *("reward.wrong", "reward.no_answer", "reward.instructions_weight", "reward.all_weight"),
     *("reward.thinking_weight", "reward.min_think_words", "eval.num_samples"),
 )
-_SECRET = ("engine.api_key", "model.hub_token")
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Account:
         changed = [option for option in self.left() if self._values[option] != self._defaults[option]]
         if changed:
             lines += ["Left behind (no counterpart, or off), and not at their defaults here:"]
-            lines += _items(option if option in _SECRET else f"{option}={self._values[option]}" for option in changed)
+            lines += _items(option if option in SECRETS else f"{option}={self._values[option]}" for option in changed)
         unchanged = [option for option in self.left() if option not in changed]
         if unchanged:
             lines += ["Left behind, at their defaults:", *textwrap.wrap(", ".join(unchanged), _WIDTH)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.compose import PATH_OPTIONS
-from sota_grpo.config import Config, model_name, turn_size, walk
+from sota_grpo.config import SECRETS, Config, model_name, turn_size, walk
 from sota_grpo.policy.load import TINY
 from sota_grpo.tasks import gsm8k, ifeval, math
 
@@ -20,7 +20,7 @@ _AMOUNTS = (
     *("train.total_dialog_turns", "train.max_policy_age", "inference_model.max_tokens", "inference_model.temperature"),
     "seed",
 )
-_PRIVATE = ("engine.api_key", "engine.url", "ray.address", "model.hub_token", "logging.project", "logging.run_name")
+_PRIVATE = (*SECRETS, "engine.url", "ray.address", "logging.project", "logging.run_name")
 _PATHS = (*PATH_OPTIONS, "train.resume")
 
 _TEXT = """---

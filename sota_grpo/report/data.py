@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sota_grpo.config import walk
+from sota_grpo.config import SECRETS, walk
 from sota_grpo.errors import UserError
+from sota_grpo.options import flat
 from sota_grpo.report.curves import curves, glossary, phases, stride_for
 from sota_grpo.report.encode import safe_json, shown
 from sota_grpo.report.groups import Groups, choose_groups
-from sota_grpo.report.read import RunData, flat
+from sota_grpo.report.read import RunData
 
 _HIDDEN = "(hidden)"  # a page is passed on; a secret in it would be too
 
@@ -155,6 +156,5 @@ def _with_groups(body: str, groups: Groups) -> str:
 
 
 def _value(name: str, value: Any) -> str:
-    last = name.rpartition(".")[2]
-    secret = last in ("api_key", "hub_token") or last.endswith(("_token", "_secret", "password"))
+    secret = name in SECRETS or name.endswith(("_token", "_secret", "password", "api_key"))  # of another version, too
     return _HIDDEN if secret and value is not None else shown(value)

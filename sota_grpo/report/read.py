@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -134,19 +134,6 @@ def read_run(path: Path) -> RunData:
         gate=read_json(path / GATE_FILE),
         written=(path / METRICS_FILE).stat().st_mtime,
     )
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Options by their dotted names.
-
-    >>> flat({"seed": 0, "train": {"epochs": 1, "resume": None}})
-    {'seed': 0, 'train.epochs': 1, 'train.resume': None}
-    """
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        dotted = f"{prefix}{name}"
-        found |= flat(value, dotted + ".") if isinstance(value, Mapping) and value else {dotted: value}
-    return found
 
 
 def _read_config(path: Path) -> dict[str, Any]:

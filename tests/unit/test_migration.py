@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 
 from sota_grpo.config import Config, walk
 from sota_grpo.migration.account import FILES, Account, Facts
-from sota_grpo.migration.card import read_evaluations
 from sota_grpo.migration.data import trl_rows, verl_rows, write_parquet
 from sota_grpo.migration.graders import example_columns, trl_overlong, trl_reward, verl_reward
 from sota_grpo.migration.trl import trl_arguments, trl_script
 from sota_grpo.migration.verl import verl_options, verl_script
+from sota_grpo.run_record import METRICS_FILE, read_evaluations
 from sota_grpo.tasks import make_task
 from tests.config.test_config import ALGORITHMS, PRESETS, composed
 
@@ -314,6 +314,6 @@ def test_the_penalty_on_length_is_ours() -> None:
 
 
 def test_evaluations_are_read_while_the_run_still_writes(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    path = tmp_path / METRICS_FILE
     path.write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "eval/accuracy": null}\n{"step": 2, "eval/acc')
-    assert read_evaluations(path) == [{"step": 0, "eval/accuracy": 0.5}]
+    assert read_evaluations(tmp_path) == [{"step": 0, "eval/accuracy": 0.5}]

@@ -9,9 +9,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from sota_grpo.config import SECRETS
+
 SAMPLES_EVERY = 10  # steps between two tables of samples: each is a file of its own
 
-SECRETS = ("api_key", "hub_token")
+SECRET_NAMES = tuple(name.rpartition(".")[2] for name in SECRETS)
 _log = logging.getLogger(__name__)
 
 
@@ -125,4 +127,4 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 def _starred(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return without_secrets(value)
-    return "***" if value is not None and name in SECRETS else value
+    return "***" if value is not None and name in SECRET_NAMES else value

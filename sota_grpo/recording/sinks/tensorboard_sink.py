@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.options import flat
 from sota_grpo.recording.sinks.base import SAMPLES_EVERY, CopySink, printable, without_secrets
 from sota_grpo.validators import ConfigError
 
@@ -94,22 +95,11 @@ class TensorBoardSink(CopySink):
         """What the HParams tab reads: the experiment, the start of this session, its end."""
         from torch.utils.tensorboard.summary import hparams
 
-        return hparams(flat(self._config), dict.fromkeys(JUDGED_BY, 0.0))
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """The leaves of nested plain values by their dotted names; lists are written out, None is left out.
-
-    >>> flat({"seed": 1, "env": {"path": None, "repeats": 8}, "logging": {"tags": ["a"]}})
-    {'seed': 1, 'env.repeats': 8, 'logging.tags': "['a']"}
-    """
-    found: dict[str, bool | int | float | str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            found[prefix + name] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return found
+        given = {name: value for name, value in flat(self._config).items() if value is not None}
+        plain = {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in given.items()
+        }
+        return hparams(plain, dict.fromkeys(JUDGED_BY, 0.0))
 
 
 def as_markdown(row: Mapping[str, Any]) -> str:

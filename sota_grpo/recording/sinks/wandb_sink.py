@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from sota_grpo.recording.sinks.base import SAMPLES_EVERY, SECRETS, CopySink, printable, sentence, without_secrets
+from sota_grpo.recording.sinks.base import SAMPLES_EVERY, SECRET_NAMES, CopySink, printable, sentence, without_secrets
 from sota_grpo.validators import ConfigError
 
 MODES = ("online", "offline", "disabled")
@@ -141,7 +141,7 @@ class WandbSink(CopySink):
 def _command_line_has_a_secret() -> bool:
     """W&B's description of the machine holds the command line; where a key is in it, it goes without."""
     given = [argument.partition("=") for argument in sys.argv]
-    return any(name.endswith(SECRETS) and value not in ("", "null") for name, _, value in given)
+    return any(name.endswith(SECRET_NAMES) and value not in ("", "null") for name, _, value in given)
 
 
 def _import_wandb(mode: str) -> ModuleType | None:
