@@ -96,6 +96,7 @@ def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
 def run_names(runs: Sequence[RunData]) -> list[str]:
     """What distinguishes the runs' paths; of a single one its last two folders.
 
+    >>> from pathlib import Path
     >>> def run(path): return RunData(Path(path), [], {}, None, "stopped", "", None, 0.0)
     >>> run_names([run("/x/multirun/d/0"), run("/x/multirun/d/1")]), run_names([run("/x/2026-01-31/10-00-00")])
     (['0', '1'], ['2026-01-31/10-00-00'])
