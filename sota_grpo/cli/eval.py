@@ -75,7 +75,11 @@ def run(options: argparse.Namespace) -> int:
     )
     began = time.perf_counter()
     with ExitStack() as opened:
-        rows = None if options.responses is None else opened.enter_context(row_writer(options.responses))
+        rows = (
+            None
+            if options.responses is None
+            else opened.enter_context(row_writer(options.responses, option="--responses"))
+        )
         opened.enter_context(redirect_stdout(sys.stderr))  # libraries and reward functions may print
         evaluator = opened.enter_context(open_evaluator(target))
         bar = opened.enter_context(_progress(evaluator))

@@ -24,7 +24,7 @@ class RowWriter:
 
     Args:
         file: where they go.
-        name: of the output, for messages.
+        given: option and name of the output, for messages.
         place: where written rows are to be found when the work ends early.
 
     Raises:
@@ -38,9 +38,9 @@ class RowWriter:
     1
     """
 
-    def __init__(self, file: TextIO, name: str, place: str) -> None:
+    def __init__(self, file: TextIO, given: str, place: str) -> None:
         self.count = 0
-        self._file, self._name, self._place = file, name, place
+        self._file, self._given, self._place = file, given, place
 
     def write(self, row: dict[str, Any]) -> None:
         with self._told():
@@ -60,7 +60,7 @@ class RowWriter:
         except OSError as error:
             _abandon(self._file)
             left = f"{self._place} holds the rows before"
-            raise RunFailed(f"--output {self._name} cannot be written on ({error.strerror}); {left}.") from error
+            raise RunFailed(f"{self._given} cannot be written on ({error.strerror}); {left}.") from error
 
 
 @contextmanager
@@ -84,12 +84,13 @@ def row_reader(name: str) -> Iterator[TextIO]:
 
 
 @contextmanager
-def row_writer(name: str, read: str | None = None) -> Iterator[RowWriter]:
+def row_writer(name: str, read: str | None = None, option: str = "--output") -> Iterator[RowWriter]:
     """The output, under its name only once it is complete; an interrupted one keeps what it has beside it.
 
     Args:
         name: of the file, or ``-``.
         read: name of the input.
+        option: by which the user gave the name.
 
     Raises:
         UserError: at once, if nothing can be written there.
@@ -99,33 +100,33 @@ def row_writer(name: str, read: str | None = None) -> Iterator[RowWriter]:
     if name == STANDARD:
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")
-        with _rows(sys.stdout, name, "stdout") as rows:
+        with _rows(sys.stdout, option, "stdout") as rows:
             yield rows
         return
     partial = Path(f"{name}.partial")
-    with _opened(name, partial, read) as file, _rows(file, name, str(partial)) as rows:
+    given = f"{option} {name}"
+    with _opened(Path(name), partial, read, given) as file, _rows(file, given, str(partial)) as rows:
         yield rows
     try:
         partial.replace(name)
     except OSError as error:
-        raise RunFailed(f"--output {name} cannot be written ({error.strerror}); {partial} holds all rows.") from error
+        raise RunFailed(f"{given} cannot be written ({error.strerror}); {partial} holds all rows.") from error
 
 
-def _opened(name: str, partial: Path, read: str | None) -> TextIO:
-    path = Path(name)
+def _opened(path: Path, partial: Path, read: str | None, given: str) -> TextIO:
     if read is not None and Path(read).resolve() in (path.resolve(), partial.resolve()):
-        raise UserError(f"--output {name} would overwrite the input; give another file.")
+        raise UserError(f"{given} would overwrite the input; give another file.")
     try:
         if path.exists() and not path.is_file():
-            raise UserError(f"--output {name} is there and is no file; give a file, or - for stdout.")
+            raise UserError(f"{given} is there and is no file; give a file, or - for stdout.")
         return partial.open("w", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output {name} cannot be written ({error.strerror}).") from error
+        raise UserError(f"{given} cannot be written ({error.strerror}).") from error
 
 
 @contextmanager
-def _rows(file: TextIO, name: str, place: str) -> Iterator[RowWriter]:
-    rows = RowWriter(file, name, place)
+def _rows(file: TextIO, given: str, place: str) -> Iterator[RowWriter]:
+    rows = RowWriter(file, given, place)
     try:
         yield rows
     except KeyboardInterrupt:

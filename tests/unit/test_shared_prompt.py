@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 
 import pytest
@@ -87,6 +88,49 @@ def test_packed_rows_equal_padded_ones(case: str, tool_turns: bool) -> None:
     rows = make_groups(GROUPS, tool_turns=tool_turns)
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
+
+
+def varlen_in_plain_torch(query, key, value, ends, key_ends, longest, longest_key, *, scale, window_size, enable_gqa):
+    """What torch's variable-length kernel, which needs a GPU, is documented to compute: ``[tokens, heads, width]``."""
+    assert longest == int(ends.diff().max())
+    assert longest_key == int(key_ends.diff().max())
+    found = []
+    for start, stop, first, last in zip(ends, ends[1:], key_ends, key_ends[1:]):
+        queries, keys, values = query[start:stop], key[first:last], value[first:last]
+        if enable_gqa:
+            many = query.shape[1] // key.shape[1]
+            keys, values = keys.repeat_interleave(many, dim=1), values.repeat_interleave(many, dim=1)
+        behind = torch.arange(len(queries)).unsqueeze(1) + len(keys) - len(queries) - torch.arange(len(keys))
+        before, after = window_size
+        seen = (behind >= -after) & ((behind <= before) | torch.tensor(before < 0))
+        scores = torch.einsum("qhw,khw->hqk", queries, keys) * scale
+        found.append(torch.einsum("hqk,khw->qhw", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("gemma2")])
+def test_the_call_of_the_kernel_for_gpus_asks_for_the_same_attention(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its arguments, with plain torch in the kernel's place: the kernel itself runs on CUDA only."""
+    import torch.nn.attention.varlen
+
+    from sota_grpo.policy import shared_attention as module
+
+    family = case.split()[0] if case.split()[0] in FAMILIES else "qwen3"
+    packed, padded = policies(family, **CASES[case])
+    rows = make_groups(GROUPS)
+    weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
+    kernel, asked = inspect.signature(torch.nn.attention.varlen.varlen_attn), []
+
+    def standing_in(*given, **named):
+        asked.append(kernel.bind(*given, **named))
+        return varlen_in_plain_torch(*given, **named)
+
+    monkeypatch.setattr(module, "_takes_varlen", lambda query, value: True)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", standing_in)
+    assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
+    assert asked
 
 
 @pytest.mark.parametrize("family", FAMILIES)
