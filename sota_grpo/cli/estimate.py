@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import os
 import socket
 import sys
@@ -27,6 +26,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from sota_grpo.cli.config_options import add_config, config_of
+from sota_grpo.cli.option_types import above_zero, whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,8 +47,18 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     add_config(parser)
     add = parser.add_argument
-    add("--memory-gb", metavar="X", type=_size, help="GiB of each GPU (of the machine on a CPU); default: what is here")
-    add("--prompt-tokens", metavar="N", type=_count, help="tokens of the longest prompt; default: measured on the data")
+    add(
+        "--memory-gb",
+        metavar="X",
+        type=above_zero("a number of GiB"),
+        help="GiB of each GPU (of the machine on a CPU); default: what is here",
+    )
+    add(
+        "--prompt-tokens",
+        metavar="N",
+        type=whole("a number of tokens"),
+        help="tokens of the longest prompt; default: measured on the data",
+    )
     add(
         "--probe",
         action=argparse.BooleanOptionalAction,
@@ -205,19 +215,3 @@ def _hub_is_near() -> bool:
     except OSError:
         return False
     return True
-
-
-def _size(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
-    if not 0 < size < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0")
-    return size
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens, 1 or more")
-    return int(text)

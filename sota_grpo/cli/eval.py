@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sota_grpo.cli.option_types import above_zero, whole
 from sota_grpo.cli.score_io import STANDARD, row_writer
 from sota_grpo.errors import RunFailed, UserError
 
@@ -46,12 +46,13 @@ def add_command(commands: Any) -> None:
     add("overrides", metavar="OPTION=VALUE", nargs="*", help="options of the run or of the preset")
     add("--task", help="what to evaluate on (env.dataset); default: the run's own, or gsm8k")
     add("--config-name", "-cn", metavar="NAME", help="preset for a model; default: that of the task")
-    add("--k", metavar="K", type=_not_negative, help="samples per problem; 0: greedy only; default: eval.avg_at_k")
-    add("--num-samples", metavar="N", type=_positive, help="held-out problems; default: eval.num_samples")
+    number = whole("a number", least=0)
+    add("--k", metavar="K", type=number, help="samples per problem; 0: greedy only; default: eval.avg_at_k")
+    add("--num-samples", metavar="N", type=whole("a number"), help="held-out problems; default: eval.num_samples")
     add("--engine", metavar="NAME", help="transformers, vllm, vllm_server, sglang_server or scripted; default: auto")
-    add("--temperature", metavar="T", type=_temperature, default=1.0, help="of the samples; default: 1")
-    add("--seed", metavar="N", type=_not_negative, help="of the samples; default: that of the run")
-    add("--step", metavar="N", type=_not_negative, help="of a run: the checkpoint after so many turns")
+    add("--temperature", metavar="T", type=above_zero("a temperature"), default=1.0, help="of the samples; default: 1")
+    add("--seed", metavar="N", type=number, help="of the samples; default: that of the run")
+    add("--step", metavar="N", type=number, help="of a run: the checkpoint after so many turns")
     add("--out", metavar="FILE", help="write the result as JSON; - is stdout")
     add("--responses", metavar="FILE", help="write every response with its score, .jsonl, as sota-grpo score does")
     parser.set_defaults(run=run)
@@ -240,25 +241,3 @@ def _write(name: str | None, result: dict[str, Any]) -> None:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunFailed(f"--out {name} cannot be written ({error.strerror}); the result: {text}") from error
-
-
-def _not_negative(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 1 or more")
-    return int(text)
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature above 0")
-    return value

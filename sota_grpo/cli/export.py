@@ -16,6 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.cli.option_types import whole
 from sota_grpo.errors import UserError
 
 _KINDS = ("hf", "verl", "trl")
@@ -36,7 +37,7 @@ def add_command(commands: Any) -> None:
     add(
         "--step",
         metavar="N",
-        type=_turns,
+        type=whole("a number of turns", least=0),
         help="hf: the checkpoint after so many turns; default: the end, or the newest",
     )
     add("--adapter", action="store_true", help="hf: the LoRA adapter alone")
@@ -68,9 +69,3 @@ def run(options: argparse.Namespace) -> int:
         write_trl(run_dir, out)
         print(f"{out}: train.py, train.jsonl; its head says what differs there.")
     return 0
-
-
-def _turns(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of turns")
-    return int(text)

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.cli.option_types import whole
+
 
 def add_command(commands: Any) -> None:
     """Add ``replay`` and its options to the parser of ``sota-grpo``."""
@@ -28,7 +30,8 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="directory of the run")
     add("overrides", metavar="OPTION=VALUE", nargs="*", help="another algorithm: algorithm=PRESET, algorithm.OPTION=..")
-    add("--step", metavar="N", type=_turn, help="the turn, as in metrics.jsonl; default: the last that can be replayed")
+    turn = whole("a turn", least=0)
+    add("--step", metavar="N", type=turn, help="as in metrics.jsonl; default: the last that can be replayed")
     add("--json", action="store_true", help="print the figures as JSON")
     parser.set_defaults(run=run)
 
@@ -122,9 +125,3 @@ def _clip(clip: Mapping[str, Any]) -> str:
     if clip["newly"] is None:
         return f"{text}; the two do not train on the same tokens."
     return f"{text}; {clip['newly']} newly, {clip['no_longer']} no longer."
-
-
-def _turn(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a turn, counted from 0")
-    return int(text)

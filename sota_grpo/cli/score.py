@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections import deque
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from sota_grpo.cli.option_types import above_zero, whole
 from sota_grpo.cli.score_io import STANDARD, RowWriter, row_reader, row_writer
 from sota_grpo.errors import UserError
 from sota_grpo.records import Example, Score
@@ -65,9 +65,19 @@ def add_command(commands: Any) -> None:
     add("--reward-path", metavar="FILE", help="Python file with reward functions, instead of the task's own reward")
     add("--reward-name", metavar="NAME", action="append", help="function in --reward-path; may be given several times")
     add(
-        "--workers", metavar="N", type=_count, default=os.cpu_count() or 1, help="grader processes; default: one a core"
+        "--workers",
+        metavar="N",
+        type=whole("a number of processes"),
+        default=os.cpu_count() or 1,
+        help="grader processes; default: one a core",
     )
-    add("--timeout-s", metavar="S", type=_seconds, default=60.0, help="longest time for one response; default: 60")
+    add(
+        "--timeout-s",
+        metavar="S",
+        type=above_zero("a time"),
+        default=60.0,
+        help="longest time for one response; default: 60",
+    )
     parser.set_defaults(run=run)
 
 
@@ -216,19 +226,3 @@ def _object(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time greater than 0")
-    return seconds
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of processes, 1 or more")
-    return int(text)

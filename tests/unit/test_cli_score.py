@@ -104,7 +104,7 @@ def test_text_that_no_encoding_holds_comes_back(tmp_path: Path) -> None:
         (["--task", "gsm8k", "--input", "-", "--answer", "4"], "--answer goes with --text"),
         (["--task", "gsm8k", "--text", "4", "--answer", "4", "--reward-name", "f"], "with --reward-path FILE"),
         *(
-            (["--task", "gsm8k", "--text", "4", "--timeout-s", s], "greater than 0")
+            (["--task", "gsm8k", "--text", "4", "--timeout-s", s], "is not a time above 0")
             for s in ("0", "-1", "nan", "inf", "x")
         ),
     ],

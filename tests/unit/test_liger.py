@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import chunked_log_probs
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.liger import liger_log_probs, require_liger
+from tests.unit.tiny_models import make_model
 
 pytest.importorskip("liger_kernel", reason="needs the liger extra")
 
@@ -41,17 +41,7 @@ def test_no_token_is_no_log_prob() -> None:
 
 
 def test_a_head_that_it_cannot_compute_is_refused() -> None:
-    config = Gemma2Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        final_logit_softcapping=30.0,
-    )
     with pytest.raises(UserError, match="capped logits"):
-        CausalPolicy(Gemma2ForCausalLM(config), liger=True)
+        CausalPolicy(make_model("gemma2", final_logit_softcapping=30.0), liger=True)
     with pytest.raises(UserError, match="a bias"):
         require_liger(softcap=None, has_bias=True)
