@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from sota_grpo.errors import UserError
 from sota_grpo.recording.gate_record import write_gate
 from sota_grpo.report import write_report
+from sota_grpo.run_record import note_failure
 from tests.report_rigs import HOSTILE, turn_metrics, write_run
 
 pytestmark = pytest.mark.browser
@@ -324,3 +326,18 @@ def test_one_run_has_nothing_to_compare(opened: Callable, tmp_path: Path) -> Non
     assert page.locator("#config-table tbody tr").count() > 80
     assert "No checks are recorded of this run." in page.inner_text("#gate-table")
     assert lines(page, "reward")[0]["y"] == rewards(turns=1)
+
+
+def test_runs_that_cannot_be_shown_are_named_with_the_reason(opened: Callable, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "0", turns=3)
+    for number in range(1, 5):
+        folder = tmp_path / "runs" / str(number)
+        folder.mkdir()
+        (folder / "metrics.jsonl").touch()
+        note_failure(folder, UserError(f"Mend <b>{number}</b>."))
+    page = opened(write_report([tmp_path / "runs"], tmp_path / "report.html"))
+    assert page.inner_text("#left-out summary") == "4 left out"
+    page.click("#left-out summary")
+    told = page.locator("#left-out li").all_inner_texts()
+    assert len(told) == 4
+    assert told[0].endswith("has not finished a turn: it has failed (Mend <b>1</b>.).")

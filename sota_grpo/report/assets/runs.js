@@ -67,8 +67,11 @@ function startRuns() {
   const notes = [];
   if (DATA.stride > 1) notes.push(`Every ${DATA.stride}th turn is in the curves, all evaluations are.`);
   for (const members of SEEDED) notes.push(`${members.map((index) => RUNS[index].label).join(", ")} are seeds of one config.`);
-  if (DATA.left_out.length) notes.push(`Left out: ${DATA.left_out.join(" ")}`);
   byId("runs-notes").textContent = notes.join(" ");
+  if (DATA.left_out.length) {
+    const said = DATA.left_out.map((sentence) => el("li", {}, readable(sentence)));
+    byId("runs-notes").after(el("details", { id: "left-out", open: said.length < 4 }, el("summary", {}, `${said.length} left out`), el("ul", {}, said)));
+  }
   if (!one) byId("differences").append(el("h3", {}, "What differs in their configs"), differencesTable());
   fillKey();
 }
