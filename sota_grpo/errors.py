@@ -8,6 +8,10 @@ class UserError(Exception):
 
     exit_code = 2
 
+    def _render_traceback_(self) -> list[str]:
+        """IPython's hook: a notebook shows the sentence, as the command line does; ``%debug`` still has the frames."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class RunFailed(UserError):
     """The run cannot go on though nothing is wrong with the config: a process died, a disk is full, nobody answers."""

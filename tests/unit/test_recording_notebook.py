@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
+
 from sota_grpo.recording import progress
 from sota_grpo.recording.notebook import NotebookLine, in_notebook
 
@@ -66,3 +68,11 @@ def test_the_progress_of_a_run_takes_that_line(monkeypatch: Any) -> None:
     assert stream.getvalue() == ""
     assert len(cell.shown) == 1
     assert cell.shown[0].startswith("step 3/3  reward 0.50")
+
+
+def test_a_mistake_in_a_cell_is_its_sentence_and_no_page_of_frames(capsys: pytest.CaptureFixture[str]) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    InteractiveShell().run_cell('import sota_grpo\nsota_grpo.train("grpo_cpu", overrides=["env.repeat=4"])')
+    told = capsys.readouterr().out.strip().splitlines()
+    assert told == ["UserError: There is no option env.repeat; did you mean env.repeats?"]
