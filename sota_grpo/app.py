@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from sota_grpo.checkpoint import CheckpointStore, rng_state, set_rng_state
 from sota_grpo.compose import anchor_paths
 from sota_grpo.config import Config, turn_size
 from sota_grpo.errors import UserError
-from sota_grpo.gate import run_gate
+from sota_grpo.gate import Check, run_gate
 from sota_grpo.hub_token import use_config_token
 from sota_grpo.loop import run
 from sota_grpo.recording.examine import ExamineLog
@@ -30,7 +29,7 @@ from sota_grpo.recording.run_log import RunLog, setup_logging
 from sota_grpo.recording.sinks import Sink, TensorBoardSink, WandbSink
 from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.passed_functions import Functions
-from sota_grpo.run_record import read_evaluations
+from sota_grpo.run_record import note_failure, read_evaluations
 from sota_grpo.runs import CHECKPOINTS, RunDir, open_run
 from sota_grpo.step_log import StepLog, StoredTurns
 from sota_grpo.stopping import Interrupted, StopRequest
@@ -79,8 +78,8 @@ class Run:
         parts, total = self.parts, num_steps(self.config)
         parts.publisher.publish(parts.learner.version)
         examine = ExamineLog(self.run_dir, self.config.logging.num_examine, parts.task.term_weights)
+        self._check()  # an interrupt ends it at once: there is nothing to save yet
         with self._run_log() as self.run_log, examine, Progress(total, first_step=first) as progress, self.stop:
-            self._check()
             gc.collect()
             gc.freeze()  # what lives as long as the run is not walked through again at every collection
             self.run_log.rewind(first)
@@ -195,8 +194,11 @@ class Run:
 
     def _check(self) -> None:
         began = time.perf_counter()
-        checks = run_gate(subject_of(self.config, self.parts), self.config.check.mode)
-        write_gate(self.run_dir, self.config.check.mode, checks)
+        checks: list[Check] = []
+        try:
+            run_gate(subject_of(self.config, self.parts), self.config.check.mode, on_check=checks.append)
+        finally:
+            write_gate(self.run_dir, self.config.check.mode, checks)
         if checks:
             passed = sum(check.passed for check in checks)
             print(f"Checks before training: {passed} of {len(checks)} passed in {time.perf_counter() - began:.1f} s")
@@ -238,8 +240,8 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
     use_config_token(config)  # before anything keeps a copy
     validate(config)
     passed = passed or Passed()
-    signed = asdict(config) | {"reward_file": _digest(config.reward.path)} | passed.signature  # paths as they are given
     anchor_paths(config)
+    signed = asdict(config) | passed.signature
     with open_run(run_dir, signed, config.train.resume, num_steps=num_steps(config)) as place:
         passed.write(place.path, config)
         if place.finished:
@@ -248,16 +250,14 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
         try:
             with closing(Run(config, place, passed.functions)) as job:
                 return job.train()
+        except UserError as error:
+            with suppress(OSError):
+                note_failure(place.path, error)
+            raise
         except KeyboardInterrupt:
             if CheckpointStore(place.path / CHECKPOINTS).paths():
                 raise KeyboardInterrupt(CONTINUES) from None
             raise
-
-
-def _digest(path: str | None) -> str | None:
-    """Of a file that counts as part of the config; None where there is none."""
-    file = None if path is None else Path(path).expanduser()
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else None
 
 
 def _as_yaml(config: Config) -> str:

@@ -14,11 +14,16 @@ from sota_grpo.config import Config, register, walk
 from sota_grpo.entry import CONFIG_DIR
 from sota_grpo.errors import UserError
 from sota_grpo.hub_token import VARIABLE, split_token, use_config_token
+from sota_grpo.options import flat
 from sota_grpo.run_record import CONFIG_FILE, INPUTS
 
 DEFAULT_CONFIG = "grpo_gsm8k"
 PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path")  # of files, of folders, or of a hub
 _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # what Hydra proposes there, our schema refuses
+_NO_PRIMARY = re.compile(r"primary config '([^']+)'")
+_UNPARSED = re.compile(r"(mismatched|extraneous) input|Error parsing override|no viable alternative|token recognition")
+_BARE = re.compile(r"override '(\w+)' missing EQUAL")
+_NO_PRESET = re.compile(r"Could not find '(\w+)/([^']+)'")
 _GLOBAL_PACKAGE = "@package _global_"  # a group whose options stand outside its own section
 
 
@@ -58,9 +63,11 @@ def compose(
     register()
     try:
         with _no_other_hydra(), hydra.initialize_config_dir(str(config_dir), "sota_grpo", version_base="1.3"):
-            config = OmegaConf.to_object(hydra.compose(config_name, overrides=kept))
+            composed = hydra.compose(config_name, overrides=kept)
+            require_known(composed)
+            config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_sentence(error, config_name, config_dir)) from error
+        raise UserError(sentence_of(error, config_dir)) from None
     assert isinstance(config, Config)
     use_config_token(config)
     return config
@@ -79,18 +86,60 @@ def _no_other_hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = before
 
 
-def _sentence(error: Exception, config_name: str, config_dir: Path) -> str:
-    """Hydra's message on one line, without the list of places in which it looked."""
-    text = " ".join(str(error).partition("Config search path:")[0].split())
-    if text.startswith("Cannot find primary config"):
-        presets = ", ".join(sorted(path.stem for path in config_dir.glob("*.yaml")))
-        return f"There is no config {config_name}; the presets are {presets}."
-    unknown = _UNKNOWN.match(text)
-    return text if unknown is None else _no_option(unknown[1])
+def sentence_of(error: Exception, config_dir: Path = CONFIG_DIR) -> str:
+    """What Hydra or OmegaConf found wrong with a config or an override, in one sentence.
+
+    Args:
+        error: of theirs.
+        config_dir: where the presets are.
+    """
+    text = " ".join(re.split("Config search path:|See https://hydra.cc", str(error))[0].split())
+    primary, preset, unknown = (pattern.search(text) for pattern in (_NO_PRIMARY, _NO_PRESET, _UNKNOWN))
+    if primary is not None:
+        return f"There is no config {primary[1]}; the presets are {_presets(config_dir)}."
+    if preset is not None and (config_dir / preset[1]).is_dir():
+        return _no_preset(preset[1], preset[2], config_dir)
+    if unknown is not None:
+        return _no_option(unknown[1])
+    bare = _BARE.search(text)
+    if bare is not None and (config_dir / f"{bare[1]}.yaml").is_file():
+        return f"{bare[1]} is a preset; give it as --config-name {bare[1]}."
+    if _UNPARSED.search(text):
+        return f"{text.rstrip('.')}: an override is OPTION=VALUE, and a value with =, {{ or [ in it stands in quotes."
+    if text.startswith("Error merging override") and error.__cause__ is not None:
+        return f"{text}: {' '.join(str(error.__cause__).partition('full_key')[0].split()).rstrip('.')}."
+    return text
+
+
+def _presets(folder: Path) -> str:
+    return ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+
+
+def _no_preset(group: str, name: str, config_dir: Path) -> str:
+    return f"There is no {group}={name}; the presets are {_presets(config_dir / group)}."
+
+
+def require_known(composed: Any) -> None:
+    """What is added with a plus (``+name=1``) has to be an option as well.
+
+    Args:
+        composed: what Hydra made.
+
+    Raises:
+        UserError: it is none.
+    """
+    from omegaconf import OmegaConf
+
+    known = {name for name, _, _ in walk()}
+    for name in flat(OmegaConf.to_container(composed)):  # type: ignore[arg-type]
+        if name not in known and not any(name.startswith(f"{option}.") for option in known):
+            raise UserError(_no_option(name))
 
 
 def _no_option(name: str) -> str:
-    near = get_close_matches(name, [option for option, _, _ in walk()], n=1)
+    options = [option for option, _, _ in walk()]
+    groups = sorted({option.partition(".")[0] for option in options if "." in option})
+    near = get_close_matches(name, options if "." in name else [*groups, *options], n=1)
     return f"There is no option {name}" + (f"; did you mean {near[0]}?" if near else ".")
 
 
@@ -130,7 +179,7 @@ def load_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
             node = _overridden(node, key, value)
         config = OmegaConf.to_object(node)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
     assert isinstance(config, Config)
     use_config_token(config)
     _find_inputs(config, run_dir)
@@ -186,8 +235,7 @@ def _overridden(node: Any, key: str, value: Any) -> Any:
         return node
     preset = group / f"{value}.yaml"
     if preset not in group.glob("*.yaml"):
-        names = ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
-        raise UserError(f"There is no {key}={value}; the presets are {names}.")
+        raise UserError(_no_preset(key, value, CONFIG_DIR))
     chosen = OmegaConf.load(preset)
     if _GLOBAL_PACKAGE in preset.read_text():
         return OmegaConf.merge(node, chosen)

@@ -8,23 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.batches import finish_group, group_request
 from sota_grpo.checkpoint import rng_state, set_rng_state
 from sota_grpo.collate import row_list
-from sota_grpo.engines.base import Generates
-from sota_grpo.envs import TaskEnv, prompt_rows
-from sota_grpo.errors import UserError
-from sota_grpo.publish import Publisher
-from sota_grpo.records import Example, Sampling, Score, sample_seed
-from sota_grpo.schedule import LearnerSettings
+from sota_grpo.gate_subject import Answers, Check, CheckError, Subject
+from sota_grpo.records import Example, Score
 from sota_grpo.scoring import total_reward
 from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.splits import normalised
@@ -32,98 +24,35 @@ from sota_grpo.tasks.splits import normalised
 logger = logging.getLogger(__name__)
 
 NUM_GRADED = 64  # examples whose gold and empty answers are graded
-ENOUGH = 4  # failures of the grader after which no more are
+NUM_GROUPS = 4  # examples for which a grader of groups is given a whole group: each may cost a call of a judge
+ENOUGH = 4  # failures of the grader, at texts or at whole groups, after which no more are graded
 EXACT = 1e-3  # a tolerance below it says that engine and trainer both compute in float32
 ROUNDING = 1e-6  # float32's own error in a mean of ratios
-
-
-class CheckError(UserError):
-    """The gate found something that would make the training wrong."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """The outcome of one check; the sentence carries the measured figures."""
-
-    name: str
-    passed: bool
-    sentence: str
-    seconds: float = 0.0
-
-
-class Answers(Protocol):
-    """What the gate asks of a learner, in this process or another: see :class:`sota_grpo.learner.Learner`."""
-
-    settings: LearnerSettings
-    version: int
-
-    def log_prob_gaps(self, rows: Sequence[TensorDictBase]) -> torch.Tensor: ...
-
-    def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]: ...
-
-    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> tuple[float, float]: ...
-
-    def perturb(self) -> None: ...
-
-    def restore(self) -> None: ...
-
-
-@dataclass
-class Subject:
-    """What is checked: the parts of the run as they will train.
-
-    ``transforms`` are those of the source (reference log-probs, advantages). ``tolerance`` is the largest mean gap, in
-    nats per token, that the dtypes of engine and trainer allow; the other bounds follow from it.
-    """
-
-    task: Task
-    env: TaskEnv
-    engine: Generates
-    learner: Answers
-    publisher: Publisher
-    sampling: Sampling
-    seed: int
-    tolerance: float
-    transforms: Sequence[Callable[[TensorDictBase], TensorDictBase]] = ()
-    rows: list[TensorDictBase] = field(default_factory=list)
-
-    def sample(self, num_prompts: int = 4, num_samples: int = 2, salt: int = 0) -> list[TensorDictBase]:
-        """Fresh graded rows of the first training prompts, outside the run's own stream of prompts."""
-        examples = list(self.task.train[:num_prompts])
-        requests = [
-            group_request(
-                self.env, index, example, num_samples=num_samples, seed=sample_seed(self.seed, index, 2 + salt)
-            )
-            for index, example in enumerate(examples)
-        ]
-        grading = []
-        for output in self.engine.generate(requests, self.sampling):
-            example = examples[output.group_id]
-            prompts = prompt_rows(output.group_id, example, self.env.prompt_ids(example), num_samples)
-            grading.append(self.env.begin_grading(finish_group(prompts, output, self.env.tokenizer)))
-        return [row for rows in grading for row in rows.result()]
 
 
 def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
     """A gold answer is right and earns more than an empty one, for the first training and held-out examples.
 
-    Where the task knows no gold answer, the empty one must be gradable, at least once: as a whole group of them where
-    the grader looks at groups.
+    Where the task knows no gold answer, the empty one must be gradable for at least one training example: as a whole
+    group where the grader looks at groups, as it will be in training.
     """
-    task, num_texts, applies = subject.task, 0, False
+    task, num_texts, graded, applies = subject.task, 0, False, False
     known: list[tuple[Example, Score, Score]] = []  # with the scores of the empty and of the gold answer
     errors: list[str] = []
-    for example in [*task.train[:NUM_GRADED], *task.heldout[:NUM_GRADED]]:
+    lost = 0
+    for example, siblings in _examples(subject):
         gold = task.gold_response(example)
-        siblings = subject.env.repeats if hasattr(task.score, "score_group") else 1
         texts = [""] * siblings if gold is None else ["", gold]
         scores = subject.env.grader.scores([(text, example) for text in texts]).result()
+        failures = [score.error for score in scores if score.error is not None]
         known += [(example, scores[0], scores[1])] if gold is not None else []
-        errors += [score.error for score in scores if score.error is not None]
+        graded |= len(failures) < len(scores)
         applies |= any(value is not None for score in scores for value in score.terms.values())
+        errors += failures
         num_texts += len(scores)
-        if len(errors) >= ENOUGH:  # each may have cost the grader's whole deadline
-            break
+        lost += len(failures) if siblings == 1 else len(failures) == siblings
+        if lost >= ENOUGH or (not graded and any("TimeoutError" in failure for failure in failures)):
+            break  # each may have cost the grader's whole deadline
     full = max((_reward(task, right) for *_, right in known), default=0.0)
     bad = [
         example
@@ -139,7 +68,16 @@ def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
         sentence += f"; no reward applies to any of {num_texts} texts, and where that goes on nothing is learned"
     if errors:
         sentence += f"; the grader failed at {len(errors)} of {num_texts} texts, the first: {errors[0]}"
-    return Check("gold answers earn the full reward", not bad and len(errors) < num_texts, sentence)
+    return Check("gold answers earn the full reward", not bad and graded, sentence)
+
+
+def _examples(subject: Subject) -> Iterator[tuple[Example, int]]:
+    """The examples whose answers are graded, each with the number of its siblings."""
+    task = subject.task
+    if hasattr(task.score, "score_group"):
+        yield from ((example, subject.env.repeats) for example in task.train[:NUM_GROUPS])
+    else:
+        yield from ((example, 1) for example in [*task.train[:NUM_GRADED], *task.heldout[:NUM_GRADED]])
 
 
 def _reward(task: Task, score: Score) -> float:
@@ -247,8 +185,20 @@ CHECKS: tuple[Callable[[Subject], Check], ...] = (
 )
 
 
-def run_gate(subject: Subject, mode: str, checks: Sequence[Callable[[Subject], Check]] = CHECKS) -> list[Check]:
-    """Make every check; ``strict`` raises at the end with the sentences of those that failed, ``warn`` logs them.
+WITHOUT_SAMPLES = (gold_answers_earn_the_full_reward, no_held_out_question_is_trained_on)
+
+
+def run_gate(
+    subject: Subject,
+    mode: str,
+    checks: Sequence[Callable[[Subject], Check]] = CHECKS,
+    *,
+    on_check: Callable[[Check], object] = lambda check: None,
+) -> list[Check]:
+    """Make every check; ``warn`` logs those that fail, ``strict`` raises at the first: the next may wait as long.
+
+    Args:
+        on_check: told of each outcome as it comes.
 
     Raises:
         CheckError: a check failed and ``mode`` is ``strict``.
@@ -257,25 +207,31 @@ def run_gate(subject: Subject, mode: str, checks: Sequence[Callable[[Subject], C
         return []
     random = rng_state()
     done: list[Check] = []
-    batch = lazy_stack(subject.sample())
-    for transform in subject.transforms:
-        batch = transform(batch)
-    subject.rows = row_list(batch)
     for check in checks:
+        if check not in WITHOUT_SAMPLES and not subject.rows:
+            subject.rows = _transformed(subject)
         began = time.perf_counter()
         result = check(subject)
         result = Check(result.name, result.passed, result.sentence, time.perf_counter() - began)
         done.append(result)
+        on_check(result)
         logger.info("check %s: %s, %s (%.2f s)", "passed" if result.passed else "FAILED", result.name, result.sentence,
                     result.seconds)  # fmt: skip
+        if not result.passed and mode == "strict":
+            set_rng_state(random)
+            failed = f"The check before training failed ({result.name}): {result.sentence}"
+            raise CheckError(f"{failed}; check.mode=warn trains all the same.")
+        if not result.passed:
+            logger.warning("check.mode=warn: %s: %s", result.name, result.sentence)
     set_rng_state(random)
-    failed = [result for result in done if not result.passed]
-    if failed and mode == "strict":
-        sentences = "; ".join(f"{result.name}: {result.sentence}" for result in failed)
-        raise CheckError(f"The check before training failed. {sentences}. check.mode=warn trains all the same.")
-    for result in failed:
-        logger.warning("check.mode=warn: %s: %s", result.name, result.sentence)
     return done
+
+
+def _transformed(subject: Subject) -> list[TensorDictBase]:
+    batch = lazy_stack(subject.sample())
+    for transform in subject.transforms:
+        batch = transform(batch)
+    return row_list(batch)
 
 
 def _typical_gap(learner: Answers, rows: Sequence[TensorDictBase]) -> float:

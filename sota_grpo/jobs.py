@@ -112,8 +112,13 @@ class Jobs:
         if _NO_OPTUNA.search(str(error)):
             self._say("Optuna's plugin for Hydra is not installed: pip install 'sota-grpo[optuna]'.")
         else:
-            self._say(str(error) if mistake else reason(error))
+            self._say(self._sentence(error) if mistake else reason(error))
         self._codes.append(getattr(error, "exit_code", USER_MISTAKE if mistake else CRASHED))
+
+    def _sentence(self, error: Exception) -> str:
+        from sota_grpo.compose import sentence_of
+
+        return str(error) if isinstance(error, UserError) else sentence_of(error)
 
     def _say(self, sentence: str) -> None:
         print(f"{self._program}: {sentence}", file=sys.stderr)
@@ -150,7 +155,9 @@ def _train(composed: DictConfig, run_dir: Path) -> Config:
     from omegaconf import OmegaConf
 
     from sota_grpo.app import CONTINUES, num_steps, train
+    from sota_grpo.compose import require_known
 
+    require_known(composed)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     if train(config, run_dir) < num_steps(config):

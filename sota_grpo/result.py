@@ -8,14 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.run_record import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FILE, read_record, read_rows
+from sota_grpo.run_record import (
+    CONFIG_FILE,
+    EVALUATED,
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    read_config,
+    read_evaluations,
+    read_record,
+    read_rows,
+)
 
 if TYPE_CHECKING:
     from pandas import DataFrame
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _ENDS = 10  # most turns whose mean stands for the beginning and the end of a run
-_EVALUATION = "eval/accuracy"  # stands in the lines that are evaluations
 
 
 class Result:
@@ -48,16 +56,16 @@ class Result:
 
     @property
     def metrics(self) -> DataFrame:
-        """A row for each turn, under its number ``step``; the columns are explained in docs/algorithm.md.
+        """A row for each turn, under its number ``step``; the columns are explained in docs/logging.md.
 
         NaN where a quantity could not be measured.
         """
-        return _frame([row for row in read_rows(self.run_dir / METRICS_FILE) if _EVALUATION not in row])
+        return _frame([row for row in read_rows(self.run_dir / METRICS_FILE) if EVALUATED not in row])
 
     @property
     def evaluations(self) -> DataFrame:
         """A row for each evaluation on held-out problems; ``step`` is the number of turns done before."""
-        return _frame([row for row in read_rows(self.run_dir / METRICS_FILE) if _EVALUATION in row])
+        return _frame(read_evaluations(self.run_dir))
 
     @property
     def rollouts(self) -> DataFrame:
@@ -67,11 +75,8 @@ class Result:
     @property
     def config(self) -> dict[str, Any]:
         """The options of the run, all of them, as nested dicts."""
-        from omegaconf import OmegaConf
-
-        found = OmegaConf.to_container(OmegaConf.load(self._file(CONFIG_FILE, "it has not begun to train")))
-        assert isinstance(found, dict)
-        return {str(name): section for name, section in found.items()}
+        self._file(CONFIG_FILE, "it has not begun to train")
+        return read_config(self.run_dir)
 
     @property
     def finished(self) -> bool:
@@ -123,7 +128,7 @@ class Result:
             ends = "turn" if count == 1 else f"{count} turns"
             lines.append(f"reward     {first:.3g} -> {last:.3g} (first and last {ends})")
         if len(evaluations):
-            steps, accuracy = evaluations.index, 100 * evaluations[_EVALUATION]
+            steps, accuracy = evaluations.index, 100 * evaluations[EVALUATED]
             shown = " -> ".join(f"{accuracy.iloc[i]:.1f} %" for i in ((0, -1) if len(steps) > 1 else (0,)))
             problems = int(evaluations["eval/num_samples"].iloc[-1])
             lines.append(f"held out   {shown} right of {problems} problems, greedy")

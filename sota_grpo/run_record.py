@@ -1,4 +1,7 @@
-"""What a run directory says about its run, for whoever only looks: nothing here needs torch or locks anything."""
+"""The small files of a run directory, and what they say about its run; nothing here needs torch.
+
+A run may be writing them while they are read, and somebody may have damaged them.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,18 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.config import walk
 from sota_grpo.errors import UserError
 
 RUN_FILE = "run.json"  # written when training begins: signature, turns asked for, whether they are done
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
+EVALUATED = "eval/accuracy"  # stands in the rows that are evaluations
 OVERRIDES_FILE = ".hydra/overrides.yaml"  # Hydra's own, there before anything else
 CHECKPOINTS = "checkpoints"
 INPUTS = "inputs"  # what was passed in Python as an object
@@ -24,8 +30,20 @@ LOCK_FILE = ".lock"
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run is or was in this folder, however far it came."""
-    return any((path / name).is_file() for name in (RUN_FILE, METRICS_FILE, OVERRIDES_FILE))
+    """Whether a run is or was in this folder, however far it came; one that may not be looked into may be one."""
+    try:
+        return any((path / name).is_file() for name in (RUN_FILE, METRICS_FILE, OVERRIDES_FILE))
+    except PermissionError:
+        return True
+
+
+def has_begun(path: Path) -> bool:
+    """Whether a run in this folder has begun to train; a folder that may not be looked into is taken for one."""
+    try:
+        os.listdir(path)
+        return any((path / name).is_file() for name in (RUN_FILE, METRICS_FILE))
+    except PermissionError:
+        return True
 
 
 def natural(path: Path) -> list[tuple[int, str]]:
@@ -102,12 +120,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of ``metrics.jsonl`` that hold an evaluation, in order.
+    """The rows of ``metrics.jsonl`` that are evaluations, in order.
 
     Raises:
         UserError: as :func:`read_rows`.
     """
-    return [row for row in read_rows(run_dir / METRICS_FILE) if row.get("eval/accuracy") is not None]
+    return [row for row in read_rows(run_dir / METRICS_FILE) if EVALUATED in row]
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
@@ -120,8 +138,9 @@ def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if line.endswith(b"\n"):
-                    yield number, offset, line
+                if not line.endswith(b"\n"):  # its end may be there a moment later, and is no line
+                    return
+                yield number, offset, line
                 offset += len(line)
     except FileNotFoundError:
         return
@@ -143,6 +162,39 @@ def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(f"Line {number} of {path} is not JSON with a step; remove it, and the rest is read.") from error
     return row
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """The nested options in ``config.yaml``, as they stand there; empty where there is no such file.
+
+    Raises:
+        UserError: it cannot be read, or is no config.
+    """
+    path = run_dir / CONFIG_FILE
+    try:
+        return _parsed_config(path, path.stat().st_mtime_ns)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+@lru_cache(maxsize=64)  # a run that is training asks again at every checkpoint
+def _parsed_config(path: Path, _written: int) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except OSError:
+        raise
+    except Exception as error:  # PyYAML and OmegaConf have a family of errors each
+        raise UserError(f"{path} is not the YAML of a config; remove it, and the rest is read.") from error
+    config = {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+    sections = {name.partition(".")[0] for name, _, _ in walk() if "." in name}
+    odd = [name for name in sections & config.keys() if not isinstance(config[name], dict)]
+    if odd:
+        raise UserError(f"{path}: {min(odd)} is no section of options; remove the file, and the rest is read.")
+    return config
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
@@ -168,6 +220,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
         record = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError):  # of another user, or of another program
+    except (OSError, ValueError, RecursionError):  # of another user, or of another program
         return {}
     return record if isinstance(record, dict) else {}

@@ -16,12 +16,14 @@ from typing import IO, Any
 from sota_grpo.checkpoint import CheckpointStore
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
+from sota_grpo.options import flat
 from sota_grpo.run_record import (
     CHECKPOINTS,
     CONFIG_FILE,
     FAILURE_FILE,
     LOCK_FILE,
     RUN_FILE,
+    read_config,
     read_record,
     write_text,
 )
@@ -46,6 +48,7 @@ FREE_OPTIONS = (
     ("train_model", "shard_gradients"),
     ("check", "mode"),
 )
+FILES = (("env", "dataset_path"), ("env", "eval_path"), ("reward", "path"))
 # Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
 # a sweep is continued as a whole (sota_grpo/sweeps/command.py), so that what it did stands in one place.
 _BY_THE_CLOCK = re.compile(r"(?<![^/])\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d$")
@@ -56,23 +59,41 @@ _TRIES = 5
 def signature(config: Mapping[str, Any]) -> str:
     """Digest of everything in ``config`` that changes what a turn computes.
 
-    The engine counts by the name that ``auto`` stands for here. The length of the run counts only where the learning
-    rate depends on it.
+    The engine counts by the name that ``auto`` stands for here, a file of data or of reward functions by what it holds.
+    The length of the run counts only where the learning rate depends on it.
 
     >>> a, b = {"seed": 1, "train": {"resume": "auto"}}, {"seed": 1, "train": {"resume": None}}
     >>> signature(a) == signature(b), signature(a) == signature({"seed": 2, "train": {"resume": None}})
     (True, False)
     """
-    kept = {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
-    for name in FREE_SECTIONS:
-        kept.pop(name, None)
-    for section, option in FREE_OPTIONS:
-        kept.get(section, {}).pop(option, None)
+    kept = _counted(config)
+    for section, option in FILES:
+        if section in kept and kept[section].get(option) is not None:
+            kept[section][option] = _content(kept[section][option])
     if kept.get("optimizer", {}).get("schedule") == "constant":
         kept["train"].pop("total_dialog_turns", None)
     if "engine" in kept:
         kept["engine"]["name"] = resolve_engine_name(kept["engine"]["name"], device=config.get("device"))
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without what a continuation is free to change."""
+    kept = {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
+    for name in FREE_SECTIONS:
+        kept.pop(name, None)
+    for section, option in FREE_OPTIONS:
+        kept.get(section, {}).pop(option, None)
+    return kept
+
+
+def _content(path: str) -> str:
+    """Digest of a file; what is no file stands for itself."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        return path
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 class RunRefused(UserError):
@@ -88,12 +109,12 @@ class RunDir:
         finished: that run has done all the turns asked for.
     """
 
-    def __init__(self, path: Path, digest: str, num_steps: int, lock: IO[bytes]):
+    def __init__(self, path: Path, digest: str, num_steps: int, lock: IO[bytes], passed: Any = None):
         record = read_record(path)
         self.path = path
         self.resumed = record is not None
         self.finished = record is not None and bool(record.get("finished")) and record.get("num_steps", 0) >= num_steps
-        self._row = {"signature": digest, "num_steps": num_steps}
+        self._row = {"signature": digest, "num_steps": num_steps} | ({"passed": passed} if passed else {})
         self._lock = lock
 
     def start(self, config_yaml: str) -> None:
@@ -137,9 +158,9 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
         RunRefused: the directory already holds a run, another process works in it, the run named is not there, or its
             config is another one.
     """
-    digest = signature(config)
+    digest, passed = signature(config), config.get("passed")
     if resume == "auto" and not (run_dir / RUN_FILE).exists():
-        beside = _newest_beside(run_dir, digest, num_steps)
+        beside = _newest_beside(run_dir, digest, num_steps, passed)
         if beside is not None:
             _drop_empty(run_dir, beside.path)
             return beside
@@ -149,16 +170,16 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
     lock = _lock(path)
     if lock is None:
         raise RunRefused(f"Another process is at work in {path}; stop it first or {_ELSEWHERE}.")
-    sentence = _refusal(path, digest, num_steps, resume)
+    sentence = _refusal(path, config, digest, num_steps, resume)
     if sentence is not None:
         lock.close()
         raise RunRefused(sentence)
     if path is not run_dir:
         _drop_empty(run_dir, path)
-    return RunDir(path, digest, num_steps, lock)
+    return RunDir(path, digest, num_steps, lock, passed)
 
 
-def _refusal(path: Path, digest: str, num_steps: int, resume: str | None) -> str | None:
+def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int, resume: str | None) -> str | None:
     """Why this command cannot work in ``path``, which is locked."""
     record = read_record(path)
     if record is None:
@@ -167,7 +188,8 @@ def _refusal(path: Path, digest: str, num_steps: int, resume: str | None) -> str
         return f"{path} already holds a run; continue it with train.resume=auto or {_ELSEWHERE}."
     if record.get("signature") != digest:
         return (
-            f"The run in {path} was started with another config; give the same options as then ({path / CONFIG_FILE})."
+            f"The run in {path} was started with another config: {_what_differs(path, config)}; give the same options "
+            f"as then ({path / CONFIG_FILE})."
         )
     if record["num_steps"] > num_steps:
         return (
@@ -177,7 +199,14 @@ def _refusal(path: Path, digest: str, num_steps: int, resume: str | None) -> str
     return None
 
 
-def _newest_beside(run_dir: Path, digest: str, num_steps: int) -> RunDir | None:
+def _what_differs(path: Path, config: Mapping[str, Any]) -> str:
+    before, now = (flat(_counted(given)) for given in (read_config(path), config))
+    names = [name for name, value in now.items() if name in before and before[name] != value]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more if names else "a file that it names, or what was passed, is another"
+
+
+def _newest_beside(run_dir: Path, digest: str, num_steps: int, passed: Any) -> RunDir | None:
     shape = _BY_THE_CLOCK.search(run_dir.as_posix())
     if shape is None:
         return None
@@ -186,7 +215,7 @@ def _newest_beside(run_dir: Path, digest: str, num_steps: int) -> RunDir | None:
     for path in sorted((path for path in found if _goes_on(path, digest, num_steps)), key=_age, reverse=True):
         lock = _lock(path)
         if lock is not None and _goes_on(path, digest, num_steps):  # still: its process may just have finished it
-            return RunDir(path, digest, num_steps, lock)
+            return RunDir(path, digest, num_steps, lock, passed)
         if lock is not None:
             lock.close()
     return None

@@ -21,6 +21,7 @@ from sota_grpo.recording.metrics import info_metric, is_number, term_metric
 from sota_grpo.recording.pieces import text_pieces
 from sota_grpo.recording.progress import Progress
 from sota_grpo.recording.run_log import RunLog
+from sota_grpo.recording.signal_watch import SignalWatch
 from sota_grpo.recording.steps import Origin, StoredStep, drop_steps, save_step
 
 
@@ -136,6 +137,7 @@ class StepLog:
         self.progress = progress
         self.tokenizer = tokenizer
         self.publish_seconds = publish_seconds
+        self.watch = SignalWatch(progress.total)
         self.phase_seconds: dict[str, float] = {}
         self._began = time.perf_counter()
 
@@ -168,6 +170,7 @@ class StepLog:
         if stored_s:
             self.add_seconds("time/store_s", stored_s)
         self.progress.update(step + 1, metrics)
+        self.watch.turn(step, metrics)
 
 
 class StoredTurns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from sota_grpo.assembly import Parts, build
 from sota_grpo.config import Config
 from sota_grpo.errors import UserError
-from sota_grpo.gate import CHECKS, Check, Subject, run_gate
+from sota_grpo.gate import Check, Subject, run_gate
 from sota_grpo.hub_token import use_config_token
 from sota_grpo.recording.gate_record import write_gate
 from sota_grpo.run_record import RUN_FILE
@@ -50,15 +49,6 @@ def check(
     validate(config)
     config.logging.wandb = "disabled"  # nothing is logged
 
-    def told(one: Callable[[Subject], Check]) -> Callable[[Subject], Check]:
-        def checked(subject: Subject) -> Check:
-            began = time.perf_counter()
-            found = one(subject)
-            on_check(Check(found.name, found.passed, found.sentence, time.perf_counter() - began))
-            return found
-
-        return checked
-
     with ExitStack() as opened:
         folder = run_dir or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_check_")))
         if run_dir is not None and (run_dir / RUN_FILE).exists():
@@ -70,7 +60,7 @@ def check(
         parts = opened.enter_context(closing(build(config, folder)))
         with _quiet_gate():
             parts.publisher.publish(parts.learner.version)
-            found = run_gate(subject_of(config, parts), "warn", [told(one) for one in CHECKS])
+            found = run_gate(subject_of(config, parts), "warn", on_check=on_check)
         if run_dir is not None:
             write_gate(run_dir, "warn", found)
         return found

@@ -26,7 +26,7 @@ from sota_grpo.assembly.fits import TRAIN, Change, devices_of, smallest_change, 
 from sota_grpo.assembly.learning import make_settings
 from sota_grpo.assembly.rollout import engine_dtype
 from sota_grpo.assembly.tasks import task_of
-from sota_grpo.config import Config, model_name, turn_size
+from sota_grpo.config import Config, longest_response, model_name, turn_size
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.functional.flops import forward_flops, recomputed_flops, step_flops
@@ -251,7 +251,8 @@ def _prompts(config: Config, given: int | None, context: int) -> tuple[int, str,
             raise UserError(f"A prompt of {given:,} tokens leaves no room for a response in a context of {context:,}.")
         return given, "as --prompt-tokens says", count
     if task is None:
-        return ASSUMED_PROMPT, "assumed, the data is not here; --prompt-tokens says otherwise", None
+        guess = min(ASSUMED_PROMPT, max(context - longest_response(config), context // 2))
+        return guess, "assumed, the data is not here; --prompt-tokens says otherwise", None
     try:
         tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     except UserError:

@@ -100,6 +100,11 @@ def _model_target(name: str, overrides: Sequence[str], config_name: str | None, 
     asked = [] if task is None else [f"env.dataset={task}"]
     config = compose(preset, [*asked, *overrides])
     config.model.name, config.model.size = name, ModelConfig().size
+    if config.device == "auto" and not torch.cuda.is_available() and not Path(resolve_model_path(name)).is_dir():
+        raise UserError(
+            f"There is neither a run ({CONFIG_FILE}) nor a model (config.json) in {name}; if it is a model of the hub, "
+            "it needs a GPU, which this machine has not, or device=cpu."
+        )
     return Target(name, config)
 
 

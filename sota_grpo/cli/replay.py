@@ -30,7 +30,7 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="directory of the run")
     add("overrides", metavar="OPTION=VALUE", nargs="*", help="another algorithm: algorithm=PRESET, algorithm.OPTION=..")
-    turn = whole("a turn", least=0)
+    turn = whole("the number of a turn", least=0)
     add("--step", metavar="N", type=turn, help="as in metrics.jsonl; default: the last that can be replayed")
     add("--json", action="store_true", help="print the figures as JSON")
     parser.set_defaults(run=run)

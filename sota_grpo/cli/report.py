@@ -11,6 +11,7 @@ be finished, interrupted, or training at this moment::
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,6 @@ def run(options: argparse.Namespace) -> int:
     out = Path(options.out) if options.out else folder / _FILE
     if options.out and not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}.")
-    path = write_report(options.runs, out)
+    path = write_report(options.runs, out, on_left_out=lambda sentence: print(f"Left out: {sentence}", file=sys.stderr))
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
     return 0

@@ -107,7 +107,7 @@ class TaskEnv(EnvBase):
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             raise UserError(
                 f"the prompt of {example.query[:60]!r} has {len(ids)} tokens and at most {self.max_prompt_tokens} fit; "
-                f"raise inference_model.max_model_len to {len(ids) + 1} or more, or take the problem out."
+                f"raise inference_model.max_model_len where the model allows more, or take the problem out."
             )
         return ids
 

@@ -35,6 +35,9 @@ class Progress:
         every_s: least seconds between two plain lines.
         clock: seconds, monotonic.
 
+    Attributes:
+        total: turns of the whole run.
+
     >>> progress = Progress(60, stream=io.StringIO())
     >>> progress.update(12, {"reward": 0.61, "success": 0.57})[:43]
     'step 12/60  reward 0.61  success 57 %  ETA '
@@ -49,7 +52,7 @@ class Progress:
         every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._total = total_steps
+        self.total = total_steps
         self._stream = stream or sys.stdout
         self._every_s = every_s
         self._clock = clock
@@ -70,7 +73,7 @@ class Progress:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         elif self._notebook is not None:
             self._notebook.show(line)
-        elif done >= self._total or now - self._printed_at >= self._every_s:
+        elif done >= self.total or now - self._printed_at >= self._every_s:
             self._printed_at = now
             self._stream.write(line + "\n")
             self._stream.flush()
@@ -90,7 +93,7 @@ class Progress:
         self.close()
 
     def _line(self, done: int, metrics: Mapping[str, float | None]) -> str:
-        parts = [f"step {done}/{self._total}"]
+        parts = [f"step {done}/{self.total}"]
         for name, style in (
             ("reward", "reward {:.2f}"),
             ("success", "success {:.0%}"),
@@ -100,9 +103,12 @@ class Progress:
             value = metrics.get(name)
             if value is not None:
                 parts.append(style.format(value).replace("%", " %"))
+        failed = metrics.get("reward_errors")
+        if failed:
+            parts.append(f"{failed:.0f} not graded")
         (first, began), (last, now) = self._marks[0], self._marks[-1]
         if last > first:
-            parts.append(f"ETA {duration((self._total - last) * (now - began) / (last - first))}")
+            parts.append(f"ETA {duration((self.total - last) * (now - began) / (last - first))}")
         return "  ".join(parts)
 
 

@@ -6,8 +6,10 @@ import os
 import string
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+from sota_grpo.compose import PATH_OPTIONS
 from sota_grpo.config import SECRETS, walk
 from sota_grpo.errors import UserError
 from sota_grpo.options import flat
@@ -15,18 +17,18 @@ from sota_grpo.report.curves import curves, glossary, phases, stride_for
 from sota_grpo.report.encode import safe_json, shown
 from sota_grpo.report.groups import Groups, choose_groups
 from sota_grpo.report.read import RunData
+from sota_grpo.run_record import INPUTS
 
 _HIDDEN = "(hidden)"  # a page is passed on; a secret in it would be too
 
 
-def report_json(runs: Sequence[RunData], left_out: Sequence[str], budget: int) -> str:
+def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> str:
     """The page's data as JSON that is safe in HTML.
 
     Args:
         runs: at least one.
-        left_out: of each run that cannot be shown, a sentence that says why.
+        left_out: of each run that cannot be shown, a sentence that says why; groups that cannot be read are added.
         budget: bytes of the whole text. Curves come first, groups get what is left, each run the same.
-
     """
     stride = stride_for(runs)
     columns = [curves(run, stride) for run in runs]
@@ -40,7 +42,7 @@ def report_json(runs: Sequence[RunData], left_out: Sequence[str], budget: int) -
     said = [_about(run, name) | found for run, name, found in zip(runs, run_names(runs), columns)]
     head, bodies = safe_json(page), list(map(safe_json, said))
     share = max(0, budget - sum(map(len, [head, *bodies]))) // len(runs)
-    told, left_out = [], list(left_out)
+    told = []
     for run, body in zip(runs, bodies):
         try:
             groups = choose_groups(run, share)
@@ -87,10 +89,16 @@ def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
         given = flat(run.config).items()
-        kept = {name: shown(value) for name, value in given if name not in free}
-        key = frozenset(item for item in kept.items() if item[0].partition(".")[0] not in FREE_SECTIONS) or index
+        kept = {name: shown(value) for name, value in given if name not in free and not _was_passed(run, name, value)}
+        found = frozenset(item for item in kept.items() if item[0].partition(".")[0] not in FREE_SECTIONS)
+        key = (found, safe_json(run.passed)) if found else index
         groups.setdefault(key, []).append(index)
     return list(groups.values())
+
+
+def _was_passed(run: RunData, name: str, value: Any) -> bool:
+    """Whether an option names one of the run's own inputs, which its path does not distinguish."""
+    return bool(run.passed) and name in PATH_OPTIONS and Path(str(value)).parent.name == INPUTS
 
 
 def run_names(runs: Sequence[RunData]) -> list[str]:

@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sota_grpo.errors import UserError
@@ -21,7 +21,12 @@ _SCRIPTS = ("base.js", "lines.js", "curves.js", "runs.js", "tokens.js", "groups.
 _PLACE = re.compile(r"@@(\w+)@@")
 
 
-def write_report(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
+def write_report(
+    run_dirs: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    on_left_out: Callable[[str], object] = lambda sentence: None,
+) -> Path:
     """Write one page about these runs, and about all runs below a folder of runs; returns its path.
 
     The page is complete when it gets its name, and an older one of that name is replaced. It holds plotly's JavaScript,
@@ -30,6 +35,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathL
     Args:
         run_dirs: run directories, or folders that hold some (``multirun/DATE/TIME``).
         out: the file; its folder exists.
+        on_left_out: given, for each run or part of one that cannot be shown, the sentence that stands on the page too.
 
     Raises:
         UserError: there is no run, or something cannot be read or written.
@@ -43,7 +49,10 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathL
     runs, left_out = read_runs(find_runs(run_dirs))
     library = _plotly()
     data = report_json(runs, left_out, budget=min(_MOST_DATA, MAX_BYTES - len(library.encode())))
-    return _write(Path(out), page(library, data))
+    path = _write(Path(out), page(library, data))
+    for sentence in left_out:
+        on_left_out(sentence)
+    return path
 
 
 def page(library: str, data: str) -> str:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.config import walk
 from sota_grpo.errors import UserError
 from sota_grpo.recording.gate_record import GATE_FILE
 from sota_grpo.run_record import (
-    CONFIG_FILE,
     METRICS_FILE,
+    has_begun,
     is_run,
     natural,
+    read_config,
     read_json,
     read_record,
     read_rows,
     state_of,
-    unreadable,
 )
 
 _DEPTH = 4  # folders between the one named and a run: DATE/TIME/JOB and one to spare
@@ -40,6 +38,7 @@ class RunData:
         note: why it failed; empty where it did not.
         gate: of ``gate.json``, or None.
         written: when the metrics were last written, seconds since the epoch.
+        passed: digests of what was passed in Python, of which the config has only the places.
     """
 
     path: Path
@@ -50,6 +49,7 @@ class RunData:
     note: str
     gate: dict[str, Any] | None
     written: float
+    passed: Any = None
 
     @property
     def turns(self) -> int:
@@ -99,15 +99,14 @@ def _runs_at(path: Path) -> list[Path]:
 
 
 def _below(path: Path, depth: int) -> Iterator[Path]:
-    if is_run(path):
+    if has_begun(path):
         yield path
-    elif depth:
-        try:
-            folders = [entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
-        except OSError as error:
-            raise unreadable(path, error) from error
-        for folder in sorted(folders, key=natural):
-            yield from _below(folder, depth - 1)
+        return
+    below: list[Path] = []
+    if depth:
+        folders = [entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+        below = [run for folder in sorted(folders, key=natural) for run in _below(folder, depth - 1)]
+    yield from below or ([path] if is_run(path) else [])
 
 
 def read_run(path: Path) -> RunData:
@@ -123,41 +122,16 @@ def read_run(path: Path) -> RunData:
     if not rows:
         how = f"it {'is' if state == 'running' else 'has'} {state}" + (f" ({note})" if note else "")
         raise UserError(f"The run in {path} has not finished a turn: {how}.")
-    asked = (read_record(path) or {}).get("num_steps")
+    record = read_record(path) or {}
+    asked = record.get("num_steps")
     return RunData(
         path=path,
         rows=[rows[step] for step in sorted(rows)],
-        config=_read_config(path / CONFIG_FILE),
+        config=read_config(path),
         asked=asked if isinstance(asked, int) else None,
         state=state,
         note=note,
         gate=read_json(path / GATE_FILE),
         written=(path / METRICS_FILE).stat().st_mtime,
+        passed=record.get("passed"),
     )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        return _parsed_config(path, path.stat().st_mtime_ns)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-@lru_cache(maxsize=64)  # a run that is training asks again at every checkpoint
-def _parsed_config(path: Path, _written: int) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    try:
-        found = OmegaConf.to_container(OmegaConf.load(path))
-    except OSError:
-        raise
-    except Exception as error:  # PyYAML and OmegaConf have a family of errors each
-        raise UserError(f"{path} is not the YAML of a config; remove it, and the rest is read.") from error
-    config = {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
-    sections = {name.partition(".")[0] for name, _, _ in walk() if "." in name}
-    odd = [name for name in sections & config.keys() if not isinstance(config[name], dict)]
-    if odd:
-        raise UserError(f"{path}: {min(odd)} is no section of options; remove the file, and the rest is read.")
-    return config

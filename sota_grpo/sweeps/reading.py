@@ -6,14 +6,16 @@ import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from sota_grpo.errors import UserError
 from sota_grpo.recording.metrics import METRICS
 from sota_grpo.run_record import METRICS_FILE, OVERRIDES_FILE, is_run, natural, read_record, read_rows, state_of
 
+Found = TypeVar("Found")
 LAST_TURNS = 10  # a single turn's reward is too noisy to compare runs by
 SEED = "seed"
 ACCURACY, ACCURACY_ERROR, REWARD = "eval/accuracy", "eval/stderr", "reward"
@@ -156,22 +158,27 @@ def _summed_up(name: str, values: deque[float]) -> float:
 
 def _read_run(path: Path, root: Path) -> RunRow:
     """What can be read of a run; what cannot is named in its note."""
-    state, note = state_of(path)
-    notes = [note] if note else []
-    overrides, measured = dict[str, str](), (dict[str, float](), 0, 0.0)
-    try:
-        overrides = _overrides(path / OVERRIDES_FILE)
-        measured = read_metrics(path / METRICS_FILE)
-    except UserError as error:
-        notes.append(str(error))
-    metrics, turns, seconds = measured
+    notes: list[str] = []
+
+    def tried(read: Callable[[], Found], instead: Found) -> Found:
+        try:
+            return read()
+        except UserError as error:
+            notes.append(str(error))
+            return instead
+
+    state, note = tried(lambda: state_of(path), ("stopped", ""))
+    notes += [note] if note else []
+    nothing = (dict[str, float](), 0, 0.0)
+    metrics, turns, seconds = tried(lambda: read_metrics(path / METRICS_FILE), nothing)
+    overrides = tried(lambda: _overrides(path / OVERRIDES_FILE), dict[str, str]())
     asked = (read_record(path) or {}).get("num_steps")
     return RunRow(
         name=path.relative_to(root).as_posix(),
         path=path,
         overrides=overrides,
         state=state,
-        note="; ".join(notes),
+        note="; ".join(dict.fromkeys(notes)),
         metrics=metrics,
         turns=turns,
         asked=asked if isinstance(asked, int) else None,

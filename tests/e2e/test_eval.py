@@ -113,6 +113,7 @@ def test_a_model_is_measured_with_the_preset_of_its_task(tmp_path: Path, capsys:
     ("arguments", "sentence"),
     [
         (["nowhere/at/all"], "There is neither a run (config.yaml) nor a model (config.json) in nowhere/at/all"),
+        (["outpts"], "There is neither a run (config.yaml) nor a model (config.json) in outpts; if it is a model of"),
         (["tiny", "--step", "3"], "tiny is no run"),
         (["tiny", "env.repeat=4"], "There is no option env.repeat; did you mean env.repeats?"),
         (["tiny", "four"], "'four' is not OPTION=VALUE"),
@@ -120,8 +121,8 @@ def test_a_model_is_measured_with_the_preset_of_its_task(tmp_path: Path, capsys:
         (["tiny", "--task", "chess"], "env.dataset=chess is not one of"),
         (["tiny", "--out", "nowhere/at/all.json"], "--out nowhere/at/all.json cannot be written"),
         (["tiny", "--responses", "nowhere/at/all.jsonl"], "--responses nowhere/at/all.jsonl cannot be written"),
-        (["tiny", "--k", "-1"], "is not a number, 0 or more"),
-        (["tiny", "--num-samples", "0"], "is not a number, 1 or more"),
+        (["tiny", "--k", "-1"], "is not a whole number, 0 or more"),
+        (["tiny", "--num-samples", "0"], "is not a whole number, 1 or more"),
         (["tiny", "--temperature", "0"], "is not a temperature above 0"),
     ],
 )

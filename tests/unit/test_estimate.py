@@ -165,8 +165,13 @@ def test_a_prompt_that_is_longer_than_the_context_is_refused() -> None:
         UserError, match=r"has (\d+) tokens and at most 9 fit; raise inference_model.max_model_len"
     ) as no:
         estimate(compose("grpo_cpu", ["inference_model.max_model_len=10"]), probe=False)
-    fits = int(re.search(r"max_model_len to (\d+)", str(no.value))[1])
-    assert fits > 10
+    tokens = int(re.search(r"has (\d+) tokens", str(no.value))[1])
+    longest = estimate(compose("grpo_cpu"), probe=False).facts.prompt_tokens
+    assert 10 < tokens <= longest
+    with pytest.raises(UserError, match=f"has {longest} tokens and at most {longest - 1} fit"):
+        estimate(compose("grpo_cpu", [f"inference_model.max_model_len={longest}"]), probe=False)
+    found = estimate(compose("grpo_cpu", [f"inference_model.max_model_len={longest + 1}"]), probe=False)
+    assert found.largest_sample == (longest, 1)
     with pytest.raises(UserError, match="leaves no room for a response in a context of 64"):
         estimate(compose("grpo_cpu", ["inference_model.max_model_len=64"]), prompt_tokens=64, probe=False)
     found = estimate(compose("grpo_cpu", ["inference_model.max_model_len=64"]), prompt_tokens=63, probe=False)

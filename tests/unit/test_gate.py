@@ -245,6 +245,36 @@ def test_a_function_of_whole_groups_is_asked_about_a_whole_group(subject: Subjec
     assert ("failed at" in check.sentence) == bool(more)
 
 
+class FailsAtOneQuestion(NeedsEverySibling):
+    def score_group(self, asked: list[tuple[str, Example]]) -> list[Score]:
+        if asked[0][1].query == self.question:
+            raise ValueError("an odd row")
+        return super().score_group(asked)
+
+
+def test_one_example_that_a_function_of_groups_cannot_grade_is_told_and_no_more(subject: Subject) -> None:
+    subject.task = without_golds(subject.task)
+    subject.task.score = FailsAtOneQuestion(subject.env.repeats)
+    subject.task.score.question = subject.task.train[0].query
+    subject.env.grader = LocalGrader(subject.task.score, ["correct"])
+    check = gate.gold_answers_earn_the_full_reward(subject)
+    assert check.passed
+    assert f"failed at {subject.env.repeats} of {gate.NUM_GROUPS * subject.env.repeats} texts" in check.sentence
+
+
+def test_a_strict_gate_ends_at_the_first_check_that_fails(subject: Subject) -> None:
+    made = []
+
+    def check(passed: bool):
+        return lambda subject: made.append(passed) or gate.Check("one", passed, "it is so")
+
+    told: list[gate.Check] = []
+    with pytest.raises(gate.CheckError, match=r"failed \(one\): it is so; check.mode=warn trains all the same"):
+        gate.run_gate(subject, "strict", [check(True), check(False), check(True)], on_check=told.append)
+    assert made == [True, False]
+    assert [one.passed for one in told] == made
+
+
 def test_a_reward_that_applies_to_nothing_is_told(subject: Subject) -> None:
     subject.task = without_golds(subject.task)
     subject.env.grader = LocalGrader(lambda text, example: Score({"correct": None}, False), ["correct"])

@@ -316,4 +316,4 @@ def test_the_penalty_on_length_is_ours() -> None:
 def test_evaluations_are_read_while_the_run_still_writes(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     path.write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "eval/accuracy": null}\n{"step": 2, "eval/acc')
-    assert read_evaluations(tmp_path) == [{"step": 0, "eval/accuracy": 0.5}]
+    assert read_evaluations(tmp_path) == [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "eval/accuracy": None}]

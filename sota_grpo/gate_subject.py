@@ -1,0 +1,86 @@
+"""What the gate looks at, and what it says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from tensordict import TensorDictBase
+
+from sota_grpo.batches import finish_group, group_request
+from sota_grpo.engines.base import Generates
+from sota_grpo.envs import TaskEnv, prompt_rows
+from sota_grpo.errors import UserError
+from sota_grpo.publish import Publisher
+from sota_grpo.records import Sampling, sample_seed
+from sota_grpo.schedule import LearnerSettings
+from sota_grpo.tasks.base import Task
+
+
+class CheckError(UserError):
+    """The gate found something that would make the training wrong."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one check; the sentence carries the measured figures."""
+
+    name: str
+    passed: bool
+    sentence: str
+    seconds: float = 0.0
+
+
+class Answers(Protocol):
+    """What the gate asks of a learner, in this process or another: see :class:`sota_grpo.learner.Learner`."""
+
+    settings: LearnerSettings
+    version: int
+
+    def log_prob_gaps(self, rows: Sequence[TensorDictBase]) -> torch.Tensor: ...
+
+    def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]: ...
+
+    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> tuple[float, float]: ...
+
+    def perturb(self) -> None: ...
+
+    def restore(self) -> None: ...
+
+
+@dataclass
+class Subject:
+    """What is checked: the parts of the run as they will train.
+
+    ``transforms`` are those of the source (reference log-probs, advantages). ``tolerance`` is the largest mean gap, in
+    nats per token, that the dtypes of engine and trainer allow; the other bounds follow from it.
+    """
+
+    task: Task
+    env: TaskEnv
+    engine: Generates
+    learner: Answers
+    publisher: Publisher
+    sampling: Sampling
+    seed: int
+    tolerance: float
+    transforms: Sequence[Callable[[TensorDictBase], TensorDictBase]] = ()
+    rows: list[TensorDictBase] = field(default_factory=list)
+
+    def sample(self, num_prompts: int = 4, num_samples: int = 2, salt: int = 0) -> list[TensorDictBase]:
+        """Fresh graded rows of the first training prompts, outside the run's own stream of prompts."""
+        examples = list(self.task.train[:num_prompts])
+        requests = [
+            group_request(
+                self.env, index, example, num_samples=num_samples, seed=sample_seed(self.seed, index, 2 + salt)
+            )
+            for index, example in enumerate(examples)
+        ]
+        grading = []
+        for output in self.engine.generate(requests, self.sampling):
+            example = examples[output.group_id]
+            prompts = prompt_rows(output.group_id, example, self.env.prompt_ids(example), num_samples)
+            grading.append(self.env.begin_grading(finish_group(prompts, output, self.env.tokenizer)))
+        return [row for rows in grading for row in rows.result()]
