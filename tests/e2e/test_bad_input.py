@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sota_grpo.run_record import state_of
 from tests.e2e.conftest import SMALL, metrics, without_clock
 
 QUICK = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false", "env.num_heldout=4")
@@ -49,6 +50,14 @@ def case_unknown_key(tmp: Path) -> tuple[list[str], str]:
     return ["env.num_env=3"], "num_env"
 
 
+def case_added_key(tmp: Path) -> tuple[list[str], str]:
+    return ["+foo=1"], "There is no option foo."
+
+
+def case_mistyped_preset(tmp: Path) -> tuple[list[str], str]:
+    return ["algorithm=dappo"], "There is no algorithm=dappo; the presets are"
+
+
 def case_missing_model(tmp: Path) -> tuple[list[str], str]:
     return [f"model.name={tmp / 'no_model'}"], "no_model"
 
@@ -81,13 +90,18 @@ def test_default_config_without_a_gpu_names_the_command_that_runs_here(tmp_path:
     assert corrected.returncode == 0, corrected.stderr
 
 
-def test_a_failed_gate_leaves_no_run(tmp_path: Path, grpo) -> None:
+def test_a_failed_gate_leaves_its_reason_and_no_run(tmp_path: Path, grpo) -> None:
     options = [option for option in QUICK if option != "check.mode=off"]  # scripted tokens are no policy's
     done = grpo(tmp_path / "run", *options)
     assert done.returncode == 2, done.stderr
     assert "The check before training failed" in done.stderr
+    checks = json.loads((tmp_path / "run" / "gate.json").read_text())["checks"]
+    assert [check["passed"] for check in checks][-1] is False
+    state, note = state_of(tmp_path / "run")
+    assert (state, note[:34]) == ("failed", "The check before training failed (")
     corrected = grpo(tmp_path / "run", *QUICK)
     assert corrected.returncode == 0, corrected.stderr
+    assert state_of(tmp_path / "run") == ("finished", "")
 
 
 def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:

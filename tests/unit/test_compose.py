@@ -94,3 +94,28 @@ def test_a_run_that_was_moved_finds_what_was_passed_to_it(tmp_path: Path) -> Non
     assert config.env.dataset_path == str(tmp_path / "now" / "inputs" / "train.jsonl")
     assert config.env.eval_path == f"{before}/inputs/eval.jsonl"  # it is not there either
     assert config.reward.path == f"{before}/train.jsonl"  # it was not passed
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("engin=vllm", "There is no option engin; did you mean engine?"),
+        ("+foo=1", "There is no option foo."),
+        ("+env.repeat=1", "There is no option env.repeat; did you mean env.repeats?"),
+        ("algorithm=dappo", "There is no algorithm=dappo; the presets are cispo, dapo, "),
+        ("optimizer.lr=abc", "optimizer.lr=abc: Value 'abc' of type 'str' could not be converted to Float."),
+        ("env.dataset_path=a=b", "an override is OPTION=VALUE, and a value with =, { or [ in it stands in quotes."),
+        ("grpo_cpu", "grpo_cpu is a preset; give it as --config-name grpo_cpu."),
+    ],
+)
+def test_a_mistyped_override_is_told_in_one_sentence(override: str, sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        compose("grpo_cpu", [override])
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+    hidden = refused.value.__suppress_context__ or refused.value.__context__ is None
+    assert hidden, "Hydra's own page of errors is not shown above it"
+
+
+def test_an_option_may_be_given_with_two_pluses() -> None:
+    assert compose("grpo_cpu", ["++env.repeats=4"]).env.repeats == 4

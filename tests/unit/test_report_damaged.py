@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -14,7 +15,8 @@ import yaml
 from sota_grpo.cli import main
 from sota_grpo.report import write_report
 from sota_grpo.report.data import report_json
-from sota_grpo.report.read import read_runs
+from sota_grpo.report.read import find_runs, read_runs
+from sota_grpo.run_record import whole_lines
 from sota_grpo.sweeps import read_sweep
 from tests.report_rigs import write_run
 from tests.unit.test_report_page import page_of
@@ -91,6 +93,7 @@ def test_a_sweep_names_the_run_that_it_cannot_read(tmp_path: Path, capsys: pytes
     notes = [run.note for run in read_sweep(tmp_path).runs]
     assert "Line 1 of" in notes[0]
     assert "overrides.yaml cannot be read" in notes[1]
+    assert "reward" in read_sweep(tmp_path).runs[1].metrics, "what can be read is shown all the same"
     with pytest.raises(SystemExit) as ended:
         main(["sweep", str(tmp_path)])
     assert ended.value.code == 0
@@ -104,3 +107,57 @@ def test_a_single_run_without_readable_groups_has_its_curves(tmp_path: Path) -> 
     assert data["runs"][0]["columns"]["reward"]
     assert data["runs"][0]["groups"] == []
     assert write_report([run_dir], tmp_path / "again.html").is_file()
+
+
+def test_a_folder_that_may_not_be_looked_into_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for another user: root, who runs tests in containers, may look into every folder."""
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+    locked = tmp_path / "b"
+    for module, name in ((os, "listdir"), (Path, "is_file"), (Path, "open"), (Path, "read_text")):
+        monkeypatch.setattr(module, name, _refusing(getattr(module, name), locked))
+    runs, left_out = read_runs(find_runs([tmp_path]))
+    assert [run.path.name for run in runs] == ["a"]
+    assert left_out == [f"{locked / 'metrics.jsonl'} cannot be read (Permission denied)."]
+    notes = {run.name: run.note for run in read_sweep(tmp_path).runs}
+    assert notes["a"] == ""
+    assert "metrics.jsonl cannot be read (Permission denied)" in notes["b"]
+
+
+def _refusing(function: Any, folder: Path) -> Any:
+    def refuse(path: Any, *given: Any, **named: Any) -> Any:
+        if Path(path) == folder or folder in Path(path).parents:
+            raise PermissionError(13, "Permission denied")
+        return function(path, *given, **named)
+
+    return refuse
+
+
+def test_a_run_of_other_programs_hides_no_run_below_it(tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("[]")
+    write_run(tmp_path / "a")
+    assert find_runs([tmp_path]) == [tmp_path / "a"]
+
+
+def test_a_line_whose_end_is_still_to_come_is_no_line_and_neither_is_its_rest(tmp_path: Path) -> None:
+    """Readers see what a writer has flushed: perhaps half a line, and then, before they are done, its other half."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step": 1, "rew')
+    found = []
+    for number, _, line in whole_lines(path):
+        found.append((number, line))
+        if number == 1:
+            with path.open("ab") as file:
+                file.write(b'ard": 0.5}\n{"step": 2}\n')
+    assert found[0] == (1, b'{"step": 0}\n')
+    assert all(line.startswith(b"{") and line.endswith(b"}\n") for _, line in found)
+
+
+def test_the_command_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b")]
+    (runs[1] / "metrics.jsonl").write_text("{broken\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *map(str, runs), "--out", str(tmp_path / "report.html")])
+    assert ended.value.code == 0
+    assert "Left out: Line 1 of" in capsys.readouterr().err

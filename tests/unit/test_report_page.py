@@ -118,6 +118,18 @@ def test_the_page_names_what_differs(tmp_path: Path) -> None:
     assert differs == {"seed": ["0", "1"], "optimizer.lr": ["1.0", "2.0"]}
 
 
+def test_seeds_of_a_run_from_python_are_known_by_what_was_passed(tmp_path: Path) -> None:
+    """Their configs name files in each run's own folder."""
+    paths = []
+    for seed, passed in enumerate(("same", "same", "other")):
+        path = tmp_path / str(seed)
+        write_run(path, seed=seed, options=[f"env.dataset_path={path}/inputs/train.jsonl"])
+        record = json.loads((path / "run.json").read_text())
+        (path / "run.json").write_text(json.dumps(record | {"passed": {"train": passed}}))
+        paths.append(path)
+    assert seeds_of_one_config([read_run(path) for path in paths]) == [[0, 1], [2]]
+
+
 def test_seeds_of_one_config_are_found(tmp_path: Path) -> None:
     """Where a run writes its logs, and on which devices it runs, changes no result."""
     options = [["optimizer.lr=1"], ["optimizer.lr=2"], ["optimizer.lr=1", "logging.project=other"]]

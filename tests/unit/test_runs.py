@@ -11,7 +11,17 @@ import pytest
 
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
-from sota_grpo.runs import CHECKPOINTS, FREE_OPTIONS, RUN_FILE, RunDir, open_run, read_record, signature
+from sota_grpo.runs import (
+    CHECKPOINTS,
+    FILES,
+    FREE_OPTIONS,
+    RUN_FILE,
+    RunDir,
+    RunRefused,
+    open_run,
+    read_record,
+    signature,
+)
 
 CONFIG = {
     "seed": 1,
@@ -277,3 +287,26 @@ def test_a_run_does_not_become_shorter(tmp_path: Path) -> None:
     fresh = run_at(tmp_path, "2026-01-02", "10-00-00")
     with opened(fresh, "auto", num_steps=STEPS - 1) as place:
         assert place.path == fresh
+
+
+# --- files and differences --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("section", "option"), FILES)
+def test_a_file_counts_by_what_it_holds(tmp_path: Path, section: str, option: str) -> None:
+    for name, text in (("a", "one"), ("b", "one"), ("c", "two")):
+        (tmp_path / name).write_text(text)
+    a, b, c, hub = (
+        signature(with_option(section, option, name)) for name in (*(str(tmp_path / n) for n in "abc"), "org/table")
+    )
+    assert a == b != c != hub != a
+
+
+def test_a_refusal_names_what_differs(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with opened(run_dir, None) as place:
+        place.start("seed: 1\ntrain: {epochs: 1, total_dialog_turns: 64}\nlogging: {level: warning}\n")
+    with pytest.raises(RunRefused, match=r"with another config: seed, train\.epochs; give the same options"):
+        opened(run_dir, "auto", with_option("train", "epochs", 2, OTHER))
+    with pytest.raises(RunRefused, match="another config: a file that it names, or what was passed, is another"):
+        opened(run_dir, "auto", {**CONFIG, "passed": {"train": "0"}})
