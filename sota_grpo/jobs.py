@@ -58,6 +58,10 @@ class Jobs:
         except ValueError:  # a sweeper that looks for the best run; where all of them failed, each has said why
             if self._sweep_dir is None or 0 in self._codes:
                 raise
+        except KeyboardInterrupt as stop:
+            if self._sweep_dir is None or str(stop):
+                raise
+            raise KeyboardInterrupt("finished runs stay, train.resume=auto goes on with the others") from None
         finally:
             self._end_sweep(completed)
         return max(self._codes)

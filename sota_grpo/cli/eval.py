@@ -4,7 +4,7 @@ Greedy accuracy, avg@k (the mean over k samples) and pass@1 to pass@k (the chanc
 is right), each with its standard error over problems; on any task, with any engine. A run is evaluated on what it held
 out, with its own options and seed, so that its last evaluation comes out again::
 
-    sota-grpo eval outputs/2026-11-22/10-00-00 --k 8
+    sota-grpo eval outputs/2026-01-31/10-00-00 --k 8
     sota-grpo eval Qwen/Qwen2.5-1.5B-Instruct --task math --num-samples 500 --responses responses.jsonl
     sota-grpo eval tiny engine=transformers env.difficulty=2
 

@@ -6,8 +6,8 @@
 
 Options without a counterpart are named in the comment at the head of the script::
 
-    sota-grpo export outputs/2026-11-22/10-00-00 --to hf --out my-model
-    sota-grpo export outputs/2026-11-22/10-00-00 --to verl
+    sota-grpo export outputs/2026-01-31/10-00-00 --to hf --out my-model
+    sota-grpo export outputs/2026-01-31/10-00-00 --to verl
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Advantages, loss terms and gradient norms follow from the stored responses and rewards and from the checkpoint before
 the turn; no engine is started and nothing is written. A run keeps turn 0 and the turns after its checkpoints::
 
-    sota-grpo replay outputs/2026-11-22/10-00-00 --step 20
-    sota-grpo replay outputs/2026-11-22/10-00-00 --step 20 algorithm=dapo
-    sota-grpo replay outputs/2026-11-22/10-00-00 algorithm.clip_high=0.28 policy.kl_coef=0 --json
+    sota-grpo replay outputs/2026-01-31/10-00-00 --step 20
+    sota-grpo replay outputs/2026-01-31/10-00-00 --step 20 algorithm=dapo
+    sota-grpo replay outputs/2026-01-31/10-00-00 algorithm.clip_high=0.28 policy.kl_coef=0 --json
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def _require_answer(client: HttpClient, timeout_s: float) -> None:
 def _start(dialect: Dialect, options: ServerOptions) -> ServerEngine:
     if find_spec(dialect.package) is None:
         raise UserError(
-            f"engine={dialect.name} needs the package {dialect.package}, which is not installed; install it, or give "
-            "engine.url of a server that runs elsewhere on this machine."
+            f"engine={dialect.name} needs the package {dialect.package}, which is not installed; install it "
+            "(README.md, Install), or give engine.url of a server that runs elsewhere on this machine."
         )
     on_cpu = not torch.cuda.is_available()
     shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)

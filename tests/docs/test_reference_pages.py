@@ -69,6 +69,19 @@ def test_a_page_of_the_reference_holds_every_public_name(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_the_whole_reference_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("pdoc", reason="pdoc is not installed (extra docs)")
+    from scripts.api_reference import write
+
+    write(tmp_path)
+    pages = {
+        path.relative_to(tmp_path).with_suffix("").as_posix().replace("/", ".") for path in tmp_path.rglob("*.html")
+    }
+    assert set(modules()) <= pages
+    assert (tmp_path / "search.js").is_file()
+
+
+@pytest.mark.slow
 def test_the_table_of_hardware_is_what_estimate_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails: python scripts/hardware_table.py prints what belongs there."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

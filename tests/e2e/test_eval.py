@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,3 +143,19 @@ def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(
     with pytest.raises(SystemExit):
         main(["eval", str(run_dir), "--step", "7"])
     assert "has no checkpoint after 7 turns; there are those after 2." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_with_vllm_a_greedy_evaluation_is_that_of_the_embedded_engine(tmp_path: Path) -> None:
+    """In processes of their own: vLLM keeps what it has set up until its process ends."""
+    found = {}
+    for engine in ("transformers", "vllm"):
+        out = tmp_path / f"{engine}.jsonl"
+        command = ["eval", "tiny", "--engine", engine, "--k", "0", "--num-samples", "16", "--responses", str(out)]
+        program = [sys.executable, "-m", "sota_grpo.cli", *command, "inference_model.max_tokens=48"]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        found[engine] = [json.loads(line)["response"] for line in out.read_text().splitlines()]
+    same = sum(one == other for one, other in zip(found["transformers"], found["vllm"], strict=True))
+    assert same >= 14, "two greedy answers of 16 may differ where two tokens are equally likely"

@@ -1,0 +1,1 @@
+"""What is run now and then: each module says by what command."""
