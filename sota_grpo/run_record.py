@@ -25,14 +25,14 @@ EVALUATED = "eval/accuracy"  # stands in the rows that are evaluations
 OVERRIDES_FILE = ".hydra/overrides.yaml"  # Hydra's own, there before anything else
 CHECKPOINTS = "checkpoints"
 INPUTS = "inputs"  # what was passed in Python as an object
-FAILURE_FILE = "failure.json"  # why a run of a sweep ended; gone as soon as it trains again
+FAILURE_FILE = "failure.json"  # why a run ended too early; gone as soon as it trains again
 LOCK_FILE = ".lock"
 
 
 def is_run(path: Path) -> bool:
     """Whether a run is or was in this folder, however far it came; one that may not be looked into may be one."""
     try:
-        return any((path / name).is_file() for name in (RUN_FILE, METRICS_FILE, OVERRIDES_FILE))
+        return has_begun(path) or (path / OVERRIDES_FILE).is_file()
     except PermissionError:
         return True
 
@@ -74,7 +74,7 @@ def is_held(run_dir: Path) -> bool:
 
 
 def note_failure(run_dir: Path, error: Exception) -> None:
-    """Leave in ``run_dir`` why its run ended, for the summary of a sweep."""
+    """Leave in ``run_dir`` why its run ended, for reports and the summary of a sweep."""
     write_json(run_dir / FAILURE_FILE, {"reason": reason(error)})
 
 

@@ -57,7 +57,7 @@ def test_mistakes_are_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("sota-grpo: Could not override 'env.repeat'")
+    assert capsys.readouterr().err.startswith("sota-grpo: There is no option env.repeat; did you mean env.repeats?")
 
 
 def completions(line: str) -> list[str]:
