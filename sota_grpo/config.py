@@ -18,10 +18,7 @@ from sota_grpo.options import leaves, opt, part
 from sota_grpo.run_options import CheckConfig, EvalConfig, LoggingConfig, RayConfig
 from sota_grpo.task_options import EnvConfig, RewardConfig
 
-SECRETS = (
-    "engine.api_key",
-    "model.hub_token",
-)  # hidden wherever a config is shown or copied
+SECRETS = ("engine.api_key", "model.hub_token")  # hidden in pages, cards, and copies of a config
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

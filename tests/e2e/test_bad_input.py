@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from sota_grpo.run_record import state_of
-from tests.e2e.conftest import SMALL, metrics, without_clock
+from tests.e2e.conftest import ROOT, SMALL, metrics, without_clock
 
 QUICK = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false", "env.num_heldout=4")
 LONGER = ("train.resume=auto", "train.total_dialog_turns=80")
@@ -161,3 +163,31 @@ def test_all_checkpoints_damaged_is_a_sentence(tmp_path: Path, grpo) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "is damaged" in done.stderr
+
+
+def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path) -> None:
+    """A reward function that hangs has a minute for each answer; whoever notices it need not wait for that."""
+    (tmp_path / "reward.py").write_text(
+        "import pathlib, time\n"
+        "def wait(completions, **columns):\n"
+        f"    pathlib.Path({str(tmp_path / 'asked')!r}).touch()\n"
+        "    time.sleep(1000)\n"
+    )
+    options = [option for option in QUICK if option != "check.mode=off"]
+    reward = [f"reward.path={tmp_path / 'reward.py'}", "reward.name=wait", f"hydra.run.dir={tmp_path / 'run'}"]
+    command = [sys.executable, "grpo.py", "--config-name", "grpo_cpu", *options, *reward]
+    run = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(1)
+        run.send_signal(signal.SIGINT)
+        _, told = run.communicate(timeout=20)
+    finally:
+        run.kill()
+    assert run.returncode == 130, told
+    assert "interrupted; nothing was saved" in told
