@@ -109,7 +109,7 @@ def attention(options: Options) -> Iterator[Finding]:
     for dtype, close in ((torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-5)):
         worst: dict[str, float] = {}
         for query_heads, key_heads, width in heads[:2] if options.small else heads:
-            for name, groups in GROUPS.items():
+            for groups in GROUPS.values():
                 for window in (None, 50):
                     found = attention_errors(options, groups, (query_heads, key_heads, width), window, dtype)
                     for part, error in found.items():

@@ -196,7 +196,7 @@ def make_transforms(config: Config, reference: ReferencePolicy | None, learner: 
 
         def log_probs(rows: TensorDictBase) -> torch.Tensor:
             with learner.autocast():  # the policy's own precision, so that the KL of equal weights is 0
-                return reference(rows.to(learner.device))
+                return reference(rows)
 
         transform = ReferenceKL(
             log_probs,

@@ -16,14 +16,14 @@ from sota_grpo.policy.shared_attention import SHARED_ATTENTION
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def packed_hidden(model: PreTrainedModel, tokens: Tensor, layout: Layout) -> Tensor:
-    """Last hidden states ``[L, H]`` of right-padded ``tokens`` ``[N, T]`` in the order of ``layout``.
+def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
+    """Last hidden states ``[L, H]`` in the order of ``layout``, which is on the model's device.
 
     The model's attention is :data:`SHARED_ATTENTION`: see :func:`use_shared_attention`.
     """
-    no_mask = tokens.new_ones((1, 1, 1, 1), dtype=torch.bool)  # transformers makes none where it is given one
+    no_mask = layout.tokens.new_ones((1, 1, 1, 1), dtype=torch.bool)  # transformers makes none where it is given one
     output = model.get_decoder()(
-        input_ids=tokens.flatten()[layout.source].unsqueeze(0),
+        input_ids=layout.tokens.unsqueeze(0),
         attention_mask=no_mask,
         position_ids=layout.positions,
         use_cache=False,
@@ -84,9 +84,9 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     said = [torch.arange(len(row), device=device) >= start for row, start in zip(rows, (4, 2, 4))]
     tokens, spoken = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (rows, said))
     real = nn.utils.rnn.pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
-    layout = pack(tokens, real, spoken)
+    layout = pack(tokens, real, spoken).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        packed = packed_hidden(model, tokens, layout)[layout.place[real]].float()
+        packed = packed_hidden(model, layout)[layout.place.to(device)[real]].float()
         padded = padded_hidden(model, tokens, real)[real].float()
     if len(layout.windows) != config.num_hidden_layers:
         return "not every layer asks transformers' attention interface"
