@@ -1,0 +1,3 @@
+"""What pytest leaves alone: modules that are only for processes that pretend."""
+
+collect_ignore = ["host.py", "site", "tensor.py"]

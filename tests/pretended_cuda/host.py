@@ -1,0 +1,252 @@
+"""What a process is told once: the answers of ``torch.cuda``, modules that move, checkpoints, threads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.pretended_cuda import imports
+from tests.pretended_cuda.counters import MEMORY, note_wait
+from tests.pretended_cuda.tensor import CUDA, DEFAULT_GENERATOR, PretendedTensor, answer_for_cuda
+
+CAPABILITY = (9, 0)
+TOTAL_MEMORY = 85_029_158_912  # of an H100 SXM
+PROPERTIES = SimpleNamespace(
+    name="Pretended H100",
+    major=CAPABILITY[0],
+    minor=CAPABILITY[1],
+    total_memory=TOTAL_MEMORY,
+    multi_processor_count=132,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    shared_memory_per_block=49_152,
+    shared_memory_per_block_optin=232_448,
+    regs_per_multiprocessor=65_536,
+    L2_cache_size=52_428_800,
+    is_integrated=0,
+    gcnArchName="",
+)
+
+_kept: list[Any] = []
+
+
+class Event:
+    """``torch.cuda.Event``; it keeps the host's clock."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.at = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        note_wait("Event.synchronize")
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) * 1e3
+
+
+class Stream:
+    """``torch.cuda.Stream``: whatever is given to it is done at once, in order."""
+
+    device = CUDA
+    device_type = 1
+    device_index = 0
+    stream_id = 0
+    cuda_stream = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
+        self.priority = priority
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        note_wait("Stream.synchronize")
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def install() -> None:
+    """Tell the process of its device.
+
+    The guard must be loaded (:func:`tests.pretended_cuda.guard.load`). There is no way back.
+    """
+    _kept.extend(answer_for_cuda())
+    _answer_queries()
+    _answer_memory()
+    _answer_random()
+    _compile_nothing()
+    _profile_the_cpu()
+    # a parameter that moves stays the same object, as its data would on CUDA: tied weights stay tied
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    _join_with_gloo()
+    imports.around("sota_grpo.checkpoint", after=_save_plain_tensors)
+
+
+def _answer_queries() -> None:
+    stream = Stream()
+    answers: dict[str, Callable[..., Any] | type] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "device": lambda device: contextlib.nullcontext(),
+        "device_of": lambda tensor: contextlib.nullcontext(),
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "get_device_name": lambda device=None: PROPERTIES.name,
+        "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_properties": lambda device=None: PROPERTIES,
+        "get_arch_list": lambda: ["sm_90"],
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_tf32_supported": lambda: True,
+        "can_device_access_peer": lambda device, peer: False,
+        "synchronize": lambda device=None: note_wait("torch.cuda.synchronize"),
+        "Event": Event,
+        "Stream": Stream,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "is_current_stream_capturing": lambda: False,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    for name in ("init", "_lazy_init", "set_device", "ipc_collect", "set_stream"):
+        setattr(torch.cuda, name, lambda *args, **options: None)  # a function each: torch tells them apart by identity
+
+
+def _answer_memory() -> None:
+    def stats(device: Any = None) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.current": MEMORY.allocated,
+            "allocated_bytes.all.peak": MEMORY.peak,
+            "reserved_bytes.all.current": MEMORY.reserved,
+            "reserved_bytes.all.peak": MEMORY.peak_reserved,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+
+    answers: dict[str, Callable[..., Any]] = {
+        "memory_allocated": lambda device=None: MEMORY.allocated,
+        "max_memory_allocated": lambda device=None: MEMORY.peak,
+        "memory_reserved": lambda device=None: MEMORY.reserved,
+        "max_memory_reserved": lambda device=None: MEMORY.peak_reserved,
+        "reset_peak_memory_stats": lambda device=None: MEMORY.reset_peak(),
+        "reset_max_memory_allocated": lambda device=None: MEMORY.reset_peak(),
+        "empty_cache": lambda: MEMORY.release_cached(),
+        "mem_get_info": lambda device=None: (TOTAL_MEMORY - MEMORY.reserved, TOTAL_MEMORY),
+        "memory_stats": stats,
+        "memory_summary": lambda device=None, abbreviated=False: str(stats()),
+        "set_per_process_memory_fraction": lambda fraction, device=None: None,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+        if hasattr(torch.cuda.memory, name):
+            setattr(torch.cuda.memory, name, answer)
+
+
+def _answer_random() -> None:
+    def set_state_all(states: Sequence[Tensor]) -> None:
+        (state,) = states
+        DEFAULT_GENERATOR.set_state(state)
+
+    answers: dict[str, Callable[..., Any]] = {
+        "get_rng_state": lambda device=None: DEFAULT_GENERATOR.get_state(),
+        "get_rng_state_all": lambda: [DEFAULT_GENERATOR.get_state()],
+        "set_rng_state": lambda state, device=None: DEFAULT_GENERATOR.set_state(state),
+        "set_rng_state_all": set_state_all,
+        "manual_seed": lambda seed: DEFAULT_GENERATOR.manual_seed(seed),
+        "manual_seed_all": lambda seed: DEFAULT_GENERATOR.manual_seed(seed),
+        "seed": lambda: DEFAULT_GENERATOR.seed(),
+        "seed_all": lambda: DEFAULT_GENERATOR.seed(),
+        "initial_seed": lambda: DEFAULT_GENERATOR.initial_seed(),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+        setattr(torch.cuda.random, name, answer)
+    torch.cuda.default_generators = (DEFAULT_GENERATOR,)
+
+
+def _compile_nothing() -> None:
+    """``torch.compile`` would ask for Triton and a GPU: the function itself is what it must equal."""
+
+    def compile_nothing(model: Any = None, **options: Any) -> Any:
+        return (lambda function: function) if model is None else model
+
+    torch.compile = compile_nothing
+    torch.nn.Module.compile = lambda self, *args, **options: None
+
+
+def _profile_the_cpu() -> None:
+    """The profiler would complain of every operation that it has no CUDA event; the device's columns stay 0."""
+    profiler = torch.profiler.profiler._KinetoProfile
+    original = profiler.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *, activities: Any = None, **options: Any) -> None:
+        original(self, activities={torch.profiler.ProfilerActivity.CPU}, **options)
+
+    profiler.__init__ = init
+
+
+def _join_with_gloo() -> None:
+    """NCCL is not in a CPU build; gloo carries what the pretended tensors hold."""
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init(backend: str | None = None, *args: Any, **options: Any) -> None:
+        options.pop("device_id", None)
+        original("cpu:gloo,cuda:gloo" if backend in ("nccl", None) else backend, *args, **options)
+
+    dist.init_process_group = init
+    dist.distributed_c10d.init_process_group = init
+
+
+def _save_plain_tensors(checkpoint: ModuleType) -> None:
+    """Checkpoints hold plain tensors only; on CUDA these are plain."""
+    original = checkpoint.CheckpointStore.save
+
+    @functools.wraps(original)
+    def save(self: Any, step: int, state: Any) -> Any:
+        return original(self, step, plain(state))
+
+    checkpoint.CheckpointStore.save = save
+
+
+def plain(value: Any) -> Any:
+    """Pretended tensors in dicts, lists and tuples as CPU tensors."""
+    if isinstance(value, PretendedTensor):
+        return value.inner.detach().clone()
+    if isinstance(value, dict):
+        return type(value)((name, plain(item)) for name, item in value.items())
+    return type(value)(plain(item) for item in value) if type(value) in (list, tuple) else value
