@@ -108,8 +108,7 @@ class Layout:
 
     def scatter(self, values: Tensor) -> Tensor:
         """``values [M]`` as ``[N, T]``, 0 where there is none."""
-        flat = values.new_zeros(self.place.numel()).index_copy(0, self.slots, values)
-        return flat.view(self.place.shape)
+        return values.new_zeros(self.place.shape).put(self.slots, values)  # no view: FSDP2's hooks are on this tensor
 
     @property
     def longest(self) -> int:

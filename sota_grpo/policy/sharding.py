@@ -121,8 +121,12 @@ def shard(policy: CausalPolicy, ranks: Ranks) -> None:
     the whole model. Gradients are sums over the ranks, not means. Do this before an optimizer is built. With one rank
     nothing happens.
     """
-    if ranks.size == 1:
-        return
+    if ranks.size > 1:
+        shard_over(policy, ranks)
+
+
+def shard_over(policy: CausalPolicy, ranks: Ranks) -> None:
+    """:func:`shard` whatever the number of ranks: one has all of every parameter, and takes the same path."""
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     scorer = policy.scorer
     for module in [*decoder_layers(base_model(policy.model)), scorer]:
