@@ -188,8 +188,12 @@ class SteppingEngine(ABC):
     def _advance(self) -> None:
         if self._baskets:
             self._require_open()
-            for ticket, output in self._step():
-                self._baskets.pop(ticket)[ticket] = output
+            self._hand_out(self._step())
+
+    def _hand_out(self, ended: Iterable[tuple[int, GroupOutput]]) -> None:
+        """Put what a step has ended where it was asked for."""
+        for ticket, output in ended:
+            self._baskets.pop(ticket)[ticket] = output
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
