@@ -94,6 +94,18 @@ def a_url_is_one_engine(config: Config) -> str | None:
     return None
 
 
+def a_server_started_here_has_gpus_of_its_own(config: Config) -> str | None:
+    """A server is a child of this process, and on a cluster the GPUs are Ray's to give, to actors only."""
+    server, address = config.engine.name in ("vllm_server", "sglang_server"), config.ray.address
+    if server and address is not None and config.engine.url is None and config.device != "cpu":
+        return (
+            f"engine={config.engine.name} starts its servers on this machine, whose GPUs the cluster of ray.address="
+            f"{address} gives to others; use engine=vllm there, engine.url of a server on GPUs that Ray does not have, "
+            "device=cpu, or leave ray.address out."
+        )
+    return None
+
+
 def a_broadcast_of_weights_has_whole_engines(config: Config) -> str | None:
     """Members of the broadcast are the learner and one process per engine, and full weights travel."""
     part = config.inference_model
