@@ -162,7 +162,7 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
         count,
         capacity=rows if config.env.max_steps > 1 else max(1, rows // config.env.repeats),  # later turns come alone
         silence_s=config.inference_model.timeout_s,
-        start_deadline_s=config.ray.start_timeout_s,
+        start_silence_s=config.ray.start_timeout_s,
     )
 
 
@@ -186,7 +186,7 @@ def _reference(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster) -> 
         count,
         capacity=2,  # the next group is there when one is answered
         silence_s=config.ref_model.timeout_s,
-        start_deadline_s=config.ray.start_timeout_s,
+        start_silence_s=config.ray.start_timeout_s,
     )
     in_reward = None if config.train.kl_coef_in_loss else config.policy.kl_coef
     return ReferenceService(fleet, num_workers=count, in_reward_coeff=in_reward)
@@ -243,7 +243,7 @@ def _learning(
                 make_settings(config, plan.device_type),
                 share=cluster.share,
                 silence_s=config.train_model.timeout_s,
-                start_deadline_s=config.ray.start_timeout_s,
+                start_silence_s=config.ray.start_timeout_s,
             )
         )
         collective = _collective(config, plan, cluster, engine, remote, crew)
