@@ -94,7 +94,7 @@ class TransformersEngine(SteppingEngine):
         own: Any = copy.deepcopy(model) if copy_model else model
         self._model: PreTrainedModel | None = own.to(device=device, dtype=dtype)
         own.eval().requires_grad_(False)
-        self._device = own.device
+        self.device = own.device
         self._tied = tied_names(own)
         self._shares_prompts = use_decode_attention(own)
 
@@ -183,7 +183,7 @@ class TransformersEngine(SteppingEngine):
             RuntimeError: groups are in flight; their keys and values would stay behind.
         """
         with self._turn():
-            if self._device.type == "cpu":
+            if self.device.type == "cpu":
                 return
             if self._baskets:
                 raise RuntimeError(
@@ -200,8 +200,8 @@ class TransformersEngine(SteppingEngine):
 
     def _bring_back(self) -> None:
         model: Any = self._require_open()
-        if model.device != self._device:
-            model.to(self._device)
+        if model.device != self.device:
+            model.to(self.device)
 
     def close(self) -> None:
         """Free the weights and forget what is in flight; idempotent."""

@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+import torch
+
 from sota_grpo.engines.checks import response_rooms
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 
@@ -83,6 +85,7 @@ class SteppingEngine(ABC):
     """
 
     max_model_len: int
+    device = torch.device("cpu")  # see :class:`~sota_grpo.engines.base.Engine`
 
     def __init__(self) -> None:
         self._lock = FairLock()

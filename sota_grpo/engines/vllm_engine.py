@@ -71,6 +71,8 @@ class VLLMEngine(SteppingEngine):
         self._requests: dict[int, GroupRequest] = {}  # in flight, by ticket; vLLM knows them as str(ticket)
         self._asleep = False
         self._tensor_parallel_size = tensor_parallel_size
+        if not self._on_cpu and tensor_parallel_size == 1:
+            self.device = torch.device("cuda:0")  # vLLM takes the first that this process sees
         options: dict[str, Any] = {
             "max_model_len": max_model_len,
             "dtype": dtype,

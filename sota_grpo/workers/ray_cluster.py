@@ -127,6 +127,15 @@ def cluster_gpus(address: str) -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
+def cores_per_gpu() -> int:
+    """The fewest cores to a GPU on any node of the cluster that this process is connected to; at least 1."""
+    import ray
+
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    shares = [found.get("CPU", 0) // found["GPU"] for found in resources if found.get("GPU", 0)]
+    return max(1, int(min(shares, default=1)))
+
+
 class RayLauncher:
     """Starts :class:`RayWorker` in the bundles of one placement group (:class:`~.base.Launcher`).
 

@@ -104,7 +104,7 @@ class RolloutServant:
             if isinstance(pack, AdapterPack):
                 if self._base is None:
                     raise ValueError("An adapter came before the weights that it is an adapter of; call set_base.")
-                engine.update_weights(pack.merged(self._base), version)
+                engine.update_weights(pack.merged(self._base, engine.device), version)
             else:
                 engine.update_weights(pack.tensors(), version)
             return engine.version
