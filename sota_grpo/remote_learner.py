@@ -119,17 +119,17 @@ class RemoteLearner:
         self._call("load_state_dict", self._share(StatePack.of(state)))
         self.version = state["version"]
 
-    def weights(self, *, base: bool = True) -> WeightPack:
-        """What engines load, as :func:`sota_grpo.policy.lora.engine_weights` gives it."""
-        return self._call("weights", base)
+    def weights(self, *, base: bool = True, dtype: torch.dtype | None = None) -> WeightPack:
+        """What engines load, as :func:`sota_grpo.policy.lora.packed_weights` gives it."""
+        return self._call("weights", base, dtype)
 
-    def weight_layout(self) -> WeightLayout:
+    def weight_layout(self, dtype: torch.dtype | None) -> WeightLayout:
         """:meth:`sota_grpo.workers.weight_ends.WeightSender.weight_layout` of rank 0."""
-        return self._call("weight_layout")
+        return self._call("weight_layout", dtype)
 
-    def send_weights(self, meeting: Meeting | None, version: int) -> str | None:
+    def send_weights(self, meeting: Meeting | None, version: int, dtype: torch.dtype | None) -> str | None:
         """:meth:`sota_grpo.workers.weight_ends.WeightSender.send_weights`, by rank 0."""
-        return self._call("send_weights", meeting, version)
+        return self._call("send_weights", meeting, version, dtype)
 
     def kept_weights(self) -> tuple[WeightPack, int]:
         """Rank 0's copy of what it sent last; another thread may ask while the ranks compute."""

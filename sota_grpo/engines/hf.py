@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from sota_grpo.engines.checks import checked_weights, tied_names
+from sota_grpo.engines.checks import checked_weights, matrix_dtype, tied_names
 from sota_grpo.engines.decode import GroupDecoder
 from sota_grpo.engines.decode_attention import use_decode_attention
 from sota_grpo.engines.stepping import SteppingEngine
@@ -95,6 +95,7 @@ class TransformersEngine(SteppingEngine):
         self._model: PreTrainedModel | None = own.to(device=device, dtype=dtype)
         own.eval().requires_grad_(False)
         self.device = own.device
+        self.weight_dtype = matrix_dtype(own.state_dict().values())
         self._tied = tied_names(own)
         self._shares_prompts = use_decode_attention(own)
 

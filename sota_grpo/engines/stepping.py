@@ -85,7 +85,8 @@ class SteppingEngine(ABC):
     """
 
     max_model_len: int
-    device = torch.device("cpu")  # see :class:`~sota_grpo.engines.base.Engine`
+    device = torch.device("cpu")  # these two: see :class:`~sota_grpo.engines.base.Engine`
+    weight_dtype: torch.dtype | None = None
 
     def __init__(self) -> None:
         self._lock = FairLock()

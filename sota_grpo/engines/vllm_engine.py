@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sota_grpo.engines.checks import checked_weights, tied_names
+from sota_grpo.engines.checks import checked_weights, matrix_dtype, tied_names
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
@@ -88,6 +88,8 @@ class VLLMEngine(SteppingEngine):
         self._engine: Any = self._llm.llm_engine
         self.max_model_len = int(self._engine.model_config.max_model_len)
         self._engine.set_weight_version("0")
+        found = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
+        self.weight_dtype = found.pop() if len(found) == 1 else None
         self._shapes, self._tied = _expected_weights(self._engine.model_config.hf_config, trust_remote_code)
 
     def _start(
@@ -282,6 +284,11 @@ def _expected_weights(hf_config: Any, trust_remote_code: bool) -> tuple[dict[str
     with MODEL_LOCK, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
     return {name: tensor.shape for name, tensor in model.state_dict().items()}, tied_names(model)
+
+
+def _weight_dtype(model: torch.nn.Module) -> torch.dtype | None:
+    """Of vLLM's own model, in the process that has it."""
+    return matrix_dtype(model.parameters())
 
 
 def _group_output(request: GroupRequest, output: Any) -> GroupOutput:

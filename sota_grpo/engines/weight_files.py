@@ -46,7 +46,7 @@ class WeightFolder:
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype | None):
-        self._dtype = dtype
+        self.dtype = dtype
         num_bytes = sum(math.prod(shape) for shape in shapes.values()) * (dtype or torch.float32).itemsize
         roomy = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > num_bytes
         self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=_SHARED_MEMORY if roomy else None))
@@ -63,7 +63,7 @@ class WeightFolder:
         tensors: dict[str, torch.Tensor] = {}
         written: set[int] = set()
         for name, weight in weights.items():
-            tensor = weight.detach().to("cpu", self._dtype).contiguous()
+            tensor = weight.detach().to("cpu", self.dtype).contiguous()
             # safetensors takes no two names of one memory, and readers need a tied weight under both its names
             tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor
             written.add(tensor.data_ptr())

@@ -108,9 +108,12 @@ def a_server_started_here_has_gpus_of_its_own(config: Config) -> str | None:
 
 def a_broadcast_of_weights_has_whole_engines(config: Config) -> str | None:
     """Members of the broadcast are the learner and one process per engine, and full weights travel."""
+    return obstacle_to_a_broadcast(config) if config.inference_model.weight_transfer == "collective" else None
+
+
+def obstacle_to_a_broadcast(config: Config) -> str | None:
+    """Why ``inference_model.weight_transfer=collective`` would be refused; None where it would not."""
     part = config.inference_model
-    if part.weight_transfer != "collective":
-        return None
     if config.engine.name in ("vllm_server", "sglang_server"):
         return f"inference_model.weight_transfer=collective does not reach engine={config.engine.name}; leave it out."
     if config.train_model.lora.enabled:

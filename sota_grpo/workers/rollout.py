@@ -111,6 +111,10 @@ class RolloutServant:
 
         return self._submit(_Call(push))
 
+    def weight_dtype(self) -> Future[torch.dtype | None]:
+        """In which pushed weights may come (:class:`~sota_grpo.engines.base.Engine`)."""
+        return self._submit(_Call(lambda engine: engine.weight_dtype))
+
     def weight_member(self) -> str:
         """The name of this worker in a :class:`~sota_grpo.workers.weight_group.Meeting`."""
         return self._receiver.member

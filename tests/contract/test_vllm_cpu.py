@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupRequest, Sampling
 from sota_grpo.workers.rollout import rollout_servant
@@ -217,6 +218,26 @@ def test_a_group_alone_gives_the_tokens_it_gives_in_a_batch(rig: Rig):
     for request in requests:
         alone = token_lists(generate(rig.engine, [request], Sampling(max_tokens=20)))
         assert alone[request.group_id] == together[request.group_id]
+
+
+def test_weights_rounded_beforehand_are_what_vllm_would_have_made_of_them(tmp_path: Path):
+    from sota_grpo.engines.vllm_engine import VLLMEngine
+
+    model = tiny_model(seed=7)
+    model.save_pretrained(tmp_path)
+    engine = VLLMEngine(str(tmp_path), eos_token_ids=[EOS], dtype="bfloat16")
+    assert engine.weight_dtype == torch.bfloat16
+    model.load_state_dict(changed_weights(model))
+    requests, sampling = ragged_requests(4, 4, seed=5), Sampling(max_tokens=20)
+    served = []
+    for dtype in (None, engine.weight_dtype):
+        engine.update_weights(packed_weights(model, dtype=dtype), len(served) + 1)
+        served.append(generate(engine, requests, sampling))  # its own weights cannot be read: it packs them
+    engine.close()
+    for by_vllm, beforehand in zip(*(outputs.values() for outputs in served)):
+        for one, other in zip(by_vllm.samples, beforehand.samples):
+            assert torch.equal(one.token_ids, other.token_ids)
+            assert torch.equal(one.log_probs, other.log_probs)
 
 
 def test_a_copy_on_several_gpus_does_not_take_ray_inside_an_actor(monkeypatch: pytest.MonkeyPatch):

@@ -269,6 +269,27 @@ def test_workers_on_gpus_share_the_cores(address, monkeypatch, tmp_path) -> None
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "device_type", "train", "broadcast"),
+    [
+        ([], "cuda", (0,), True),
+        ([], "cpu", (0,), False),
+        (["ray.address=auto"], "cuda", (0,), False),
+        (["train_model.lora.enabled=true"], "cuda", (0,), False),
+        (["inference_model.tensor_parallel_size=2"], "cuda", (0,), False),
+        (["engine.name=vllm_server"], "cuda", (0,), False),
+        ([], "cuda", (1,), False),
+        (["inference_model.weight_transfer=object_store"], "cuda", (0,), False),
+        (["inference_model.weight_transfer=collective"], "cpu", (0,), True),
+    ],
+)
+def test_weights_are_broadcast_between_gpus_of_one_machine(overrides, device_type, train, broadcast) -> None:
+    config = config_of("mode=async", *overrides)
+    placement = Placement(train=train, inference=(1, 2), ref=(), colocated=False)
+    plan = Plan(device_type, placement, config.engine.name, True)
+    assert workers.broadcasts_weights(config, plan) is broadcast
+
+
 def test_on_a_cluster_every_role_needs_gpus_of_its_own(with_vllm) -> None:
     config = config_of("mode=async", "policy.kl_coef=0.1", "engine.name=vllm", "ray.address=auto")
     with pytest.raises(UserError, match=r"3 in all, and this one has 2; .*policy.kl_coef=0"):
