@@ -21,6 +21,7 @@ from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.guardian import descendants
 from sota_grpo.workers.host import ConstructionFailed
 from sota_grpo.workers.processes import ProcessLauncher
+from sota_grpo.workers.starting import IDLE_METHOD
 from sota_grpo.workers.threads import ThreadLauncher
 from tests.servants import spec
 
@@ -107,7 +108,10 @@ def is_gone(pid: int | None) -> bool:
 
 
 def test_calls_start_in_order_and_wait_for_the_construction(place: Place) -> None:
-    worker = place.start("slow_echo", seconds=0.3)
+    worker = place.start("slow_echo", seconds=1.0)
+    ready = worker.call("ping")
+    assert worker.call(IDLE_METHOD).result(WAIT_S) == 0.0
+    assert not ready.done()  # so that a start can be watched
     noted = [worker.call("note", number) for number in range(50)]
     assert worker.call("notes").result(WAIT_S) == list(range(50))
     assert all(future.done() for future in noted)
@@ -318,6 +322,7 @@ def command(pid: int) -> str:
 
 PROCESS_DRIVER = """
 from sota_grpo.workers.processes import ProcessLauncher
+from sota_grpo.workers.starting import IDLE_METHOD
 launcher = ProcessLauncher()
 placements = [{}, {}]
 """

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from sota_grpo import assembly, engines, keys
 from sota_grpo.assembly import Parts, common, learning, local, workers
-from sota_grpo.assembly.cluster import visible_gpus, visible_names
+from sota_grpo.assembly.cluster import Cluster, visible_gpus, visible_names
 from sota_grpo.assembly.devices import Plan, make_plan, reference_has_own_weights, resolve_device
 from sota_grpo.assembly.learning import make_model, make_overlong, make_reference
 from sota_grpo.assembly.rollout import end_token_ids, generation_config_of
@@ -27,6 +27,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
+from sota_grpo.workers.base import ServantSpec
 
 
 def config_of(*overrides: str) -> Config:
@@ -244,6 +245,49 @@ def test_workers_get_the_gpus_that_this_process_was_given(seen, names, monkeypat
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
     assert visible_names((0, 2)) == names
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_workers_on_gpus_share_the_cores(address, monkeypatch, tmp_path) -> None:
+    """Two engines, a reference and two ranks; left alone, Ray gives each actor one thread."""
+    launcher = Mock()
+    monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: launcher)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(40))
+    nodes = [
+        {"Alive": True, "Resources": found} for found in ({"CPU": 64, "GPU": 4}, {"CPU": 40, "GPU": 4}, {"CPU": 9})
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: [*nodes, {"Alive": False, "Resources": {"CPU": 1, "GPU": 1}}])
+    config = config_of("mode=async", *([] if address is None else [f"ray.address={address}"]))
+    plan = Plan("cuda", Placement(train=(0, 1), inference=(2, 3), ref=(4,), colocated=False), "vllm", True)
+    cluster = Cluster(config, plan, tmp_path)
+    cluster.start_rollout(ServantSpec("a:b"))(1)
+    cluster.start_reference(ServantSpec("a:b"))(0)
+    cluster._starter("learner", ServantSpec("a:b"), [(0,)], first=3)(0)
+    placed = [call.kwargs for call in launcher.start.call_args_list]
+    assert [(found["threads"], found["env"]["OMP_WAIT_POLICY"]) for found in placed] == (
+        [(8, "PASSIVE")] * 3 if address is None else [(10, "PASSIVE")] * 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device_type", "train", "broadcast"),
+    [
+        ([], "cuda", (0,), True),
+        ([], "cpu", (0,), False),
+        (["ray.address=auto"], "cuda", (0,), False),
+        (["train_model.lora.enabled=true"], "cuda", (0,), False),
+        (["inference_model.tensor_parallel_size=2"], "cuda", (0,), False),
+        (["engine.name=vllm_server"], "cuda", (0,), False),
+        ([], "cuda", (1,), False),
+        (["inference_model.weight_transfer=object_store"], "cuda", (0,), False),
+        (["inference_model.weight_transfer=collective"], "cpu", (0,), True),
+    ],
+)
+def test_weights_are_broadcast_between_gpus_of_one_machine(overrides, device_type, train, broadcast) -> None:
+    config = config_of("mode=async", *overrides)
+    placement = Placement(train=train, inference=(1, 2), ref=(), colocated=False)
+    plan = Plan(device_type, placement, config.engine.name, True)
+    assert workers.broadcasts_weights(config, plan) is broadcast
 
 
 def test_on_a_cluster_every_role_needs_gpus_of_its_own(with_vllm) -> None:

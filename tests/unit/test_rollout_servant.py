@@ -17,6 +17,7 @@ from sota_grpo.engines import Engine
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.errors import UserError
+from sota_grpo.policy.adapter_pack import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.base import WorkerDied
@@ -130,6 +131,16 @@ def test_weights_land_while_a_group_runs_and_serve_its_next_tokens(start):
     for sample in long.result(20.0).samples:
         assert (sample.versions.diff() >= 0).all()
         assert int(sample.versions[-1]) == 7
+
+
+def test_an_adapter_is_merged_where_the_engines_weights_lie(start, monkeypatch: pytest.MonkeyPatch):
+    engine, merged_on = ScriptedEngine(), []
+    engine.device = torch.device("cuda:0")
+    monkeypatch.setattr(AdapterPack, "merged", lambda self, base, device: merged_on.append(device) or iter(()))
+    servant = start(lambda: engine)
+    servant.set_base(NO_WEIGHTS)
+    assert servant.update_weights(AdapterPack(NO_WEIGHTS, {}), 3).result(5.0) == 3
+    assert merged_on == [torch.device("cuda:0")]
 
 
 def test_a_push_waits_for_one_step_at_most(start):

@@ -29,6 +29,7 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.remote_learner import LearnerDied, RemoteLearner
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
+from sota_grpo.workers.starting import IDLE_METHOD
 from tests.rank_rigs import learner_settings, ragged_rows
 from tests.unit.tiny_models import VOCAB, make_model
 
@@ -124,7 +125,7 @@ class Rank:
 
 
 def facade(*ranks: Rank, **changes: float) -> RemoteLearner:
-    options = {"silence_s": 0.4, "start_deadline_s": 1.0, "grace_s": 0.2, **changes}
+    options = {"silence_s": 0.4, "start_silence_s": 1.0, "grace_s": 0.2, **changes}
     return RemoteLearner(ranks, learner_settings(), **options)
 
 
@@ -197,13 +198,27 @@ def test_the_dead_rank_is_named_and_not_the_one_that_noticed_first() -> None:
 
 @pytest.mark.parametrize(
     ("ping", "message"),
-    [(failing(WorkerDied("learner-1 could not be constructed: no such model")), "no such model"), (None, "not ready")],
+    [
+        (failing(WorkerDied("learner-1 could not be constructed: no such model")), "no such model"),
+        (None, "has not answered"),
+    ],
 )
 def test_a_rank_that_does_not_start_is_a_sentence(ping: Any, message: str) -> None:
     ranks = [Rank(0), Rank(1)]
     ranks[1].answers["ping"] = ping or ranks[1].never
     with pytest.raises(LearnerDied, match=rf"rank 1 \(learner-1\).*{message}"):
-        facade(*ranks, start_deadline_s=0.3).update(ragged_rows(2))
+        facade(*ranks, start_silence_s=0.3).update(ragged_rows(2))
+    assert all(rank.killed.is_set() for rank in ranks)
+
+
+def test_ranks_may_take_long_to_start_while_one_of_them_works() -> None:
+    began = time.monotonic()
+    waits = {"ping": lambda: time.sleep(1.0), IDLE_METHOD: lambda: time.monotonic() - began}
+    works = {"ping": lambda: time.sleep(1.0), IDLE_METHOD: lambda: 0.0}
+    facade(Rank(0, **waits), Rank(1, **works), start_silence_s=0.3).wait_ready()
+    ranks = [Rank(number, **waits) for number in range(2)]
+    with pytest.raises(LearnerDied, match=r"did nothing for 0\.3 s while it was being started"):
+        facade(*ranks, start_silence_s=0.3).wait_ready()
     assert all(rank.killed.is_set() for rank in ranks)
 
 
