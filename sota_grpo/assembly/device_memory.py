@@ -22,7 +22,9 @@ from sota_grpo.functional.engine_memory import (
     kv_bytes_per_token,
     vllm_pool_bytes,
 )
-from sota_grpo.functional.memory import LearnerMemory, Learning, MicroBatch, learner_memory
+from sota_grpo.functional.memory import LearnerMemory, Learning, MicroBatch, gate_memory, learner_memory
+from sota_grpo.gate import compared_budgets
+from sota_grpo.gate_subject import NUM_PROMPTS, NUM_SAMPLES
 from sota_grpo.model_sizes import Architecture
 
 GIB = 2**30
@@ -195,6 +197,22 @@ def learner_of(config: Config, facts: Facts, plan: Plan) -> LearnerMemory:
     if how.on_cpu:  # there keys are read where they stand
         batches = [replace(batch, keys=0) for batch in batches]
     return learner_memory(facts.model, how, batches)
+
+
+def gate_of(config: Config, facts: Facts, plan: Plan) -> LearnerMemory:
+    """Peak of one rank in the gate, of a run that is resumed: a fresh one has no moments of the optimizer yet.
+
+    Its rows are few, but cut by another budget than a step's (:mod:`sota_grpo.gate`).
+    """
+    how = learning_of(config, plan)
+    prompt, response = largest_sample(config, facts)
+    rows, shared = max(1, NUM_PROMPTS * NUM_SAMPLES // how.ranks), config.model.attn_implementation is None
+    group = min(rows, NUM_SAMPLES) if shared else 1
+    budgets = compared_budgets(config.train.micro_batch_tokens, prompt + response)
+    cuts = [_cut(prompt, response, rows, group, budget, shared)[:2] for budget in budgets]
+    if how.on_cpu:
+        cuts = [[replace(batch, keys=0) for batch in batches] for batches in cuts]
+    return gate_memory(facts.model, how, *cuts)
 
 
 def reference_of(config: Config, facts: Facts, plan: Plan) -> tuple[int, int]:

@@ -262,6 +262,30 @@ def test_one_example_that_a_function_of_groups_cannot_grade_is_told_and_no_more(
     assert f"failed at {subject.env.repeats} of {gate.NUM_GROUPS * subject.env.repeats} texts" in check.sentence
 
 
+@pytest.mark.parametrize("share_device", [True, False])
+def test_on_a_shared_device_the_engine_sleeps_while_the_learner_computes(
+    share_device: bool, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before it wakes, this process gives back what it only holds in reserve."""
+    seen = {"asleep": False, "given back": False}
+    computed, woken = [], []
+    engine, learner = subject.engine, subject.learner
+    sleep = lambda: seen.update({"asleep": True, "given back": False})  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.update({"given back": True}))
+    monkeypatch.setattr(engine, "sleep", sleep)
+    monkeypatch.setattr(engine, "wake", lambda: (woken.append(seen["given back"]), seen.update(asleep=False)))
+    for name in ("log_prob_gaps", "diagnose", "gradient_gap"):
+        call = getattr(learner, name)
+        watched = lambda *args, call=call: (computed.append(seen["asleep"]), call(*args))[1]  # noqa: E731
+        monkeypatch.setattr(learner, name, watched)
+    subject.transforms = [lambda batch: (computed.append(seen["asleep"]), batch)[1]]
+    subject.publisher.share_device = share_device
+    assert failed(subject) == []
+    assert set(computed) == {share_device}
+    assert set(woken) == {share_device}
+    assert not seen["asleep"]
+
+
 def test_a_strict_gate_ends_at_the_first_check_that_fails(subject: Subject) -> None:
     made = []
 
