@@ -163,7 +163,7 @@ class CheckpointStore:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every global random generator (python, numpy, torch, CUDA when there is one).
+    """Return the state of every global random generator (python, numpy, torch, CUDA where this process computes on it).
 
     All values are tensors and primitives, so the result can be saved by :class:`CheckpointStore`.
 
@@ -186,7 +186,7 @@ def rng_state() -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # else this would take memory of every GPU
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
@@ -194,23 +194,22 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Put every generator back to what :func:`rng_state` returned.
 
-    CUDA generators are left alone when the state has none or this machine has none.
-
-    Raises:
-        ValueError: the state was taken with another number of CUDA devices.
+    CUDA generators are left alone when the state has none, this process does not compute on CUDA, or the devices that
+    it sees are others in number, of which it warns: what is drawn on a GPU (an adapter's dropout) then differs.
     """
-    cuda = state.get("cuda")
-    if cuda is not None and torch.cuda.is_available() and len(cuda) != torch.cuda.device_count():
-        raise ValueError(
-            f"the random state holds {len(cuda)} CUDA generators but {torch.cuda.device_count()} devices are visible; "
-            f"set CUDA_VISIBLE_DEVICES to {len(cuda)} of them to resume exactly"
+    cuda = state.get("cuda") if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    if cuda is not None and len(cuda) != torch.cuda.device_count():
+        logger.warning(
+            "The random state is of %d CUDA devices and %d are visible: random numbers on them are not continued.",
+            *(len(cuda), torch.cuda.device_count()),
         )
+        cuda = None
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
     key = numpy["key"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], key, numpy["position"], numpy["has_gauss"], numpy["cached"]))
     torch.set_rng_state(state["torch"])
-    if cuda is not None and torch.cuda.is_available():
+    if cuda is not None:
         torch.cuda.set_rng_state_all(cuda)
 
 

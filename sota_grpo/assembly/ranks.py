@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from sota_grpo.assembly.cuda import use_expandable_segments
 from sota_grpo.assembly.learning import add_adapter, make_learner, make_model, make_policy
 from sota_grpo.config import Config, model_name
 from sota_grpo.learner import Learner
@@ -36,6 +37,8 @@ def learner_servant(
     """
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     device = torch.device("cuda:0" if device_type == "cuda" else "cpu")
+    if device_type == "cuda":
+        use_expandable_segments()
 
     def make() -> Learner:
         if device_type == "cpu":

@@ -213,11 +213,20 @@ def test_the_random_state_survives_a_checkpoint_bit_for_bit(tmp_path):
     assert [_draw() for _ in range(3)] == expected
 
 
-def test_a_random_state_of_more_devices_than_are_here_is_refused(monkeypatch):
+@pytest.mark.parametrize(("visible", "initialized"), [(3, True), (2, True), (3, False)])
+def test_cuda_generators_are_continued_where_they_are_used_and_as_many(visible, initialized, monkeypatch, caplog):
+    """With other GPUs, or where the learner lives in other processes, all else is continued."""
     state = rng_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}
+    given = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="holds 3 CUDA generators but 2 devices"):
-        set_rng_state(state)
-    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: pytest.fail("it would start CUDA on every GPU"))
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", given.append)
+    if not initialized:
+        assert "cuda" not in rng_state()
+    torch.rand(3)
+    set_rng_state(state)
+    assert given == ([state["cuda"]] if (visible, initialized) == (3, True) else [])
+    assert torch.equal(torch.get_rng_state(), state["torch"])
+    assert ("3 CUDA devices and 2 are visible" in caplog.text) == (visible == 2)
