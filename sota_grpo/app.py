@@ -14,6 +14,7 @@ import torch
 from sota_grpo.assembly import Parts, build
 from sota_grpo.assembly.checking import subject_of
 from sota_grpo.assembly.devices import resolve_device
+from sota_grpo.assembly.disk import require_disk
 from sota_grpo.assembly.passed import Passed
 from sota_grpo.checkpoint import CheckpointStore, rng_state, set_rng_state
 from sota_grpo.compose import anchor_paths
@@ -59,6 +60,7 @@ class Run:
         self.place, self.run_dir = place, place.path
         self.began = time.perf_counter()
         setup_logging(self.run_dir, config.logging.level)
+        require_disk(config, self.run_dir)
         self.checkpoints = CheckpointStore(self.run_dir / CHECKPOINTS, keep=config.train.keep_checkpoints)
         self.stop = StopRequest(grace_s=config.train.grace_s)
         self.turns = 0  # done so far

@@ -124,7 +124,7 @@ def plan_for(config: Config, machine: Machine) -> Plan:
 def learning_of(config: Config, plan: Plan) -> Learning:
     """How the learner of ``config`` trains, in the terms of :mod:`sota_grpo.functional.memory`."""
     part = config.train_model
-    weight_bytes = _number_bytes(part.torch_dtype)
+    weight_bytes = dtype_bytes(part.torch_dtype)
     on_cpu = plan.device_type == "cpu"
     product_bytes = weight_bytes if trainer_precision(config, plan.device_type) == "fp32" else 2
     return Learning(
@@ -219,7 +219,7 @@ def reference_of(config: Config, facts: Facts, plan: Plan) -> tuple[int, int]:
     """Bytes of the reference's own weights (0 where it has none), and of a pass through it (0 without reference)."""
     if config.policy.kl_coef == 0:
         return 0, 0
-    weight_bytes = _number_bytes(reference_dtype(config))
+    weight_bytes = dtype_bytes(reference_dtype(config))
     how = learning_of(config, plan)
     how = replace(how, weight_bytes=weight_bytes, product_bytes=min(weight_bytes, how.product_bytes))
     batch = step_micro_batches(config, facts, 1)[0]
@@ -232,7 +232,7 @@ def engine_of(config: Config, facts: Facts, plan: Plan, capacity: int) -> tuple[
     part, model = config.inference_model, facts.model
     if plan.engine == "scripted" or config.engine.url is not None:
         return {}, None
-    number_bytes = _number_bytes(engine_dtype(part.torch_dtype, plan.device_type))
+    number_bytes = dtype_bytes(engine_dtype(part.torch_dtype, plan.device_type))
     engines = max(1, len(plan.placement.inference) // part.tensor_parallel_size)
     rows = max(config.env.repeats, config.env.num_envs // (engines if plan.workers else 1))
     prompt, response = largest_sample(config, facts)
@@ -273,5 +273,5 @@ def engine_of(config: Config, facts: Facts, plan: Plan, capacity: int) -> tuple[
     }, problem
 
 
-def _number_bytes(dtype: str) -> int:
+def dtype_bytes(dtype: str) -> int:
     return 4 if dtype in ("auto", "float32") else 2
