@@ -94,17 +94,22 @@ def no_held_out_question_is_trained_on(subject: Subject) -> Check:
 
 
 def engine_and_trainer_agree(subject: Subject) -> Check:
-    """Mean over sampled tokens of |log-prob of the engine - log-prob of the trainer|, and its largest value.
+    """Mean over sampled tokens of |log-prob of the engine - log-prob of the trainer|, and a high quantile of it.
 
-    The largest may be 20 times the mean that is allowed: 1 nat where a dtype is half precision. A sharp policy hides a
-    wrong temperature in the mean, since most of its tokens are certain under either; see :func:`first_ratio_is_one`.
+    The quantile may be 20 times the mean that is allowed: 1 nat where a dtype is half precision. In float32 it is the
+    largest gap. Half precision rounds logits to steps of an eighth and more, and some token of thousands is far off by
+    that alone: there as many of the largest gaps are left out as half of the responses are, so that a mistake at one
+    token of every response is still found, however long they are. A sharp policy hides a wrong temperature in the mean,
+    since most of its tokens are certain under either; see :func:`first_ratio_is_one`.
     """
     gaps = subject.learner.log_prob_gaps(subject.rows).abs()
-    mean, largest = float(gaps.mean()), float(gaps.max())
+    left_out = 0 if subject.tolerance < EXACT else len(subject.rows) // 2
+    mean, highest = float(gaps.mean()), gaps.topk(min(left_out + 1, gaps.numel())).values
+    within = f", all but {left_out} within {highest[-1]:.2g}" if left_out else ""
     return Check(
         "engine and trainer agree",
-        mean <= subject.tolerance and largest <= 20 * subject.tolerance,
-        f"mean log-prob gap {mean:.2g}, largest {largest:.2g}, over {gaps.numel()} tokens "
+        mean <= subject.tolerance and float(highest[-1]) <= 20 * subject.tolerance,
+        f"mean log-prob gap {mean:.2g}, largest {highest[0]:.2g}{within}, over {gaps.numel()} tokens "
         f"(allowed {subject.tolerance:g} and {20 * subject.tolerance:g})",
     )
 
