@@ -99,6 +99,7 @@ class TrainModelConfig:
     log_probs: str = opt(
         "tiled", "what computes log-probs from the last hidden states: ours, or liger-kernel's head", ("tiled", "liger")
     )
+    compile: bool | None = opt(None, "compile the decoder's layers, packed rows only; null: on CUDA")
     shard_gradients: bool = opt(
         False, "several devices: sum gradients after every micro-batch; less memory per rank, more traffic"
     )

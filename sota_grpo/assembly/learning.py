@@ -66,7 +66,7 @@ def add_adapter(config: Config, model: PreTrainedModel) -> nn.Module:
         return add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout)
 
 
-def make_policy(config: Config, model: nn.Module) -> CausalPolicy:
+def make_policy(config: Config, model: nn.Module, device_type: str) -> CausalPolicy:
     """The policy whose log-probs are trained, under the temperature that it is sampled with."""
     return CausalPolicy(
         model,
@@ -74,7 +74,14 @@ def make_policy(config: Config, model: nn.Module) -> CausalPolicy:
         entropy_grad=config.algorithm.entropy_coef > 0,
         shared_prompt=config.model.attn_implementation is None,
         liger=config.train_model.log_probs == "liger",
+        fused=wants_fused_layers(config, device_type),
     )
+
+
+def wants_fused_layers(config: Config, device_type: str) -> bool:
+    """Whether the learner's layers are compiled, and with them the reference's, which must compute alike."""
+    asked = config.train_model.compile
+    return device_type == "cuda" if asked is None else asked
 
 
 def make_reference(
@@ -102,7 +109,12 @@ def make_reference(
         }
         return ReferenceService.start(ProcessLauncher(), service | options, timeout_s=part.timeout_s)
     model = load_model(model_name(config), **options)
-    return FrozenReference(model, temperature=temperature, shared_prompt=config.model.attn_implementation is None)
+    return FrozenReference(
+        model,
+        temperature=temperature,
+        shared_prompt=config.model.attn_implementation is None,
+        fused=wants_fused_layers(config, device_type),
+    )
 
 
 def reference_dtype(config: Config) -> Any:

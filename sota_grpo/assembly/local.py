@@ -39,7 +39,7 @@ def build_local(config: Config, plan: Plan, task: Task, env: TaskEnv, tokenizer:
         opened.callback(engine.close)
         engine = with_turns(config, env, engine)
         model = add_adapter(config, base)
-        policy = make_policy(config, model)
+        policy = make_policy(config, model, device_type)
         reference = make_reference(config, policy, placement, device_type)
         if reference is not None:
             opened.callback(reference.close)

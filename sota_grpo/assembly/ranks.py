@@ -44,7 +44,7 @@ def learner_servant(
         if device_type == "cpu":
             torch.set_num_threads(num_threads)
         model = add_adapter(config, make_model(config, torch.device("cpu") if size > 1 else device))
-        policy = make_policy(config, model)
+        policy = make_policy(config, model, device_type)
         ranks = join_ranks(
             rank,
             size,

@@ -116,7 +116,7 @@ def replay(turn: Turn, config: Config | None = None) -> Replay:
     rows = _scored_rows(turn, config)
     with TemporaryDirectory() as dump, _as_it_was_computed(turn):
         model = add_adapter(config, make_model(config, torch.device("cpu")))
-        policy = make_policy(config, model)
+        policy = make_policy(config, model, "cpu")
         learner = make_learner(config, policy, tokenizer.pad_token_id, "cpu", Path(dump), objective=ClipWatch)
         if turn.checkpoint is not None:  # read each time: an optimizer changes the moments that it is given
             learner.load_state_dict(CheckpointStore.load(turn.checkpoint)["learner"])

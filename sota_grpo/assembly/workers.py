@@ -251,7 +251,9 @@ def _learning(
     if plan.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cluster.threads)
     model = add_adapter(config, make_model(config, torch.device(device_name(plan.device_type, plan.placement.train))))
-    learner = make_learner(config, make_policy(config, model), tokenizer.pad_token_id, plan.device_type, run_dir)
+    learner = make_learner(
+        config, make_policy(config, model, plan.device_type), tokenizer.pad_token_id, plan.device_type, run_dir
+    )
     if config.train_model.lora.enabled:
         engine.base = lambda: base_pack(model)
         publisher = Publisher(lambda: AdapterPack.of(model), [engine])

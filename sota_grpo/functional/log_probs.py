@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -178,24 +179,54 @@ def _score(
     others = None if slopes is None else torch.zeros_like(hidden, dtype=tiles.wide)
     for columns in tiles.columns:
         weight = tiles.weight[columns].to(hidden.dtype)
-        raw = tiles.raw(hidden, weight, columns)
-        index, inside = tiles.find(targets, columns)
-        last, top = top, torch.maximum(top, raw.amax(1, keepdim=True) * tiles.factor)
-        drop, scale = last - top, (last - top).exp2()
-        z = tiles.minus(raw, top)
-        own = torch.where(inside, z.gather(1, index), own + drop)
-        p = torch.exp2(z, out=tiles.buffer(-1, z))
-        if with_entropy:
-            moment = (moment + drop * mass) * scale + z.mul_(p).sum(1, keepdim=True)
-        mass = mass * scale + p.sum(1, keepdim=True)
-        if others is not None:
-            p.scatter_(1, index, p.gather(1, index).masked_fill_(inside, 0))
-            add_product(others.mul_(scale), tiles.narrowed(p), weight)
+        raw, last = tiles.raw(hidden, weight, columns), top
+        if tiles.kernels:
+            top = top.clone()
+            p = None if others is None else tiles.narrow(raw)
+            _kernels().scan(
+                raw, targets - columns.start, top, own, mass, moment,
+                factor=tiles.factor, with_entropy=with_entropy, weights=p,
+            )  # fmt: skip
+        else:
+            top, own, mass, moment, p = _scan(tiles, raw, targets, columns, (top, own, mass, moment), with_entropy)
+            if others is not None:
+                index, inside = tiles.find(targets, columns)
+                p = tiles.narrowed(p.scatter_(1, index, p.gather(1, index).masked_fill_(inside, 0)))
+        if others is not None and p is not None:
+            add_product(others.mul_((last - top).exp2()), p, weight)
     log_probs = (own - mass.log2()) * LN2
     if slopes is not None and others is not None:
         weight = tiles.weight[targets.squeeze(1)].to(hidden.dtype).to(tiles.wide)
         slopes.copy_(others.div_(mass).addcmul_(log_probs.expm1(), weight).mul_(-tiles.slope))
     return log_probs, top, mass, (mass.log2() - moment / mass) * LN2
+
+
+def _scan(
+    tiles: LogitTiles,
+    raw: Tensor,
+    targets: Tensor,
+    columns: slice,
+    so_far: tuple[Tensor, Tensor, Tensor, Tensor],
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``top``, ``own``, ``mass`` and ``moment`` with one tile more, and its ``2^(z - top)`` ``[r, c]``."""
+    last, own, mass, moment = so_far
+    index, inside = tiles.find(targets, columns)
+    top = torch.maximum(last, raw.amax(1, keepdim=True) * tiles.factor)
+    drop, scale = last - top, (last - top).exp2()
+    z = tiles.minus(raw, top)
+    own = torch.where(inside, z.gather(1, index), own + drop)
+    p = torch.exp2(z, out=tiles.buffer(-1, z))
+    if with_entropy:
+        moment = (moment + drop * mass) * scale + z.mul_(p).sum(1, keepdim=True)
+    return top, own, mass * scale + p.sum(1, keepdim=True), moment, p
+
+
+def _kernels() -> ModuleType:
+    """The kernels for GPUs; Triton comes with torch's builds for CUDA only."""
+    from sota_grpo.functional import tile_kernels
+
+    return tile_kernels
 
 
 def _pull_back(tiles: LogitTiles, rows: _Rows, wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
@@ -213,7 +244,10 @@ def _pull_back(tiles: LogitTiles, rows: _Rows, wanted: tuple[bool, ...]) -> tupl
         to_weight = hidden.new_zeros(tile_weight.t().shape, dtype=tiles.wide)
         to_bias = to_weight.new_zeros(len(tile_weight))
         for piece in tiles.rows:
-            grad_logits = _grad_logits(tiles, rows.take(piece), tile_weight, columns)
+            if tiles.kernels:
+                grad_logits = _grad_logits_by_kernel(tiles, rows.take(piece), tile_weight, columns)
+            else:
+                grad_logits = _grad_logits(tiles, rows.take(piece), tile_weight, columns)
             if grad_bias is not None:
                 to_bias += grad_logits.sum(0)
             grad_logits = tiles.narrowed(grad_logits)
@@ -241,6 +275,19 @@ def _grad_logits(tiles: LogitTiles, rows: _Rows, weight: Tensor, columns: slice)
     index, inside = tiles.find(rows.targets, columns)
     grad.scatter_add_(1, index, torch.where(inside, g, 0.0))
     return grad if tiles.softcap is None else grad.mul_(raw.addcmul_(raw, raw, value=-1))
+
+
+def _grad_logits_by_kernel(tiles: LogitTiles, rows: _Rows, weight: Tensor, columns: slice) -> Tensor:
+    """:func:`_grad_logits` in the dtype of the matrix products, without bias and softcap."""
+    raw = tiles.raw(rows.hidden, weight, columns)
+    g, by_zp, start = tiles.slope * rows.g, None, tiles.slope * rows.g
+    if rows.h is not None:
+        h = tiles.slope * rows.h
+        start = g + h * (rows.entropy - LN2 * rows.mass.log2())
+        by_zp = -LN2 * h / rows.mass
+    grad, index = tiles.narrow(raw), rows.targets - columns.start
+    _kernels().pull(raw, index, rows.top, -start / rows.mass, by_zp, g, grad, factor=tiles.factor)
+    return grad
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 LN2 = math.log(2.0)
 LOGITS_BYTES_ON_CPU = 8 * 2**20
 LOGITS_BYTES = 256 * 2**20
+MAX_COLUMNS = 8192  # of a tile whose rows lie in the registers of a kernel
+ALIGNED = 128  # rows of a tile begin where matrix products on a GPU read fastest
 
 
 class LogitTiles:
@@ -60,13 +62,15 @@ class LogitTiles:
         self.factor = (1 if softcap is None else 2 * softcap) / (LN2 * temperature)
         self.slope = (1 if softcap is None else 4) / temperature
         self.dtype, self.wide = hidden.dtype, torch.promote_types(hidden.dtype, torch.float32)
-        num_buffers += softcap is not None
+        self.kernels = _takes_kernels(hidden, bias, softcap)
+        num_buffers = 1 if self.kernels else num_buffers + (softcap is not None)
         narrow_bytes = 0 if self.dtype == self.wide else self.dtype.itemsize
         size = max(1, num_bytes // (num_buffers * self.wide.itemsize + narrow_bytes))
         num_rows = max(1, min(len(hidden), math.isqrt(size)))
-        num_columns = min(len(weight), size // num_rows)
+        num_columns = min(len(weight), size // num_rows, MAX_COLUMNS if self.kernels else size)
         num_rows = max(1, min(len(hidden), size // num_columns))
-        self.rows, self.columns = _pieces(len(hidden), num_rows), _pieces(len(weight), num_columns)
+        self.rows = _pieces(len(hidden), num_rows)
+        self.columns = _pieces(len(weight), num_columns, ALIGNED if hidden.is_cuda else 1)
         self.buffers = hidden.new_empty(num_buffers, num_rows * num_columns, dtype=self.wide)
         self.narrow_buffer = hidden.new_empty(num_rows * num_columns if narrow_bytes else 0)
 
@@ -80,6 +84,8 @@ class LogitTiles:
         x = self.buffers[0, : shape[0] * shape[1]].view(shape)
         if self.dtype == self.wide:
             torch.mm(hidden, weight.t(), out=x)
+        elif x.is_cuda:  # the sums of the products as they are, not rounded to half precision first
+            torch.mm(hidden, weight.t(), out_dtype=self.wide, out=x)
         else:
             x.copy_(torch.mm(hidden, weight.t(), out=self.narrow_buffer[: x.numel()].view(shape)))
         if self.bias is not None:
@@ -96,7 +102,11 @@ class LogitTiles:
 
     def narrowed(self, tile: Tensor) -> Tensor:
         """``tile`` in the dtype of the matrix products."""
-        return tile if self.dtype == self.wide else self.narrow_buffer[: tile.numel()].view_as(tile).copy_(tile)
+        return tile if self.dtype == self.wide else self.narrow(tile).copy_(tile)
+
+    def narrow(self, tile: Tensor) -> Tensor:
+        """Room for ``tile`` in the dtype of the matrix products, which is its own where that is the wide one."""
+        return tile if self.dtype == self.wide else self.narrow_buffer[: tile.numel()].view_as(tile)
 
     @staticmethod
     def find(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -119,15 +129,26 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """
     if total.dtype == right.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
 
 
-def _pieces(total: int, most: int) -> list[slice]:
-    """``range(total)`` in pieces of nearly equal size, none above ``most``.
+def _takes_kernels(hidden: Tensor, bias: Tensor | None, softcap: float | None) -> bool:
+    """Whether :mod:`sota_grpo.functional.tile_kernels` computes these logits."""
+    return hidden.is_cuda and hidden.dtype != torch.float64 and bias is None and softcap is None
+
+
+def _pieces(total: int, most: int, multiple: int = 1) -> list[slice]:
+    """``range(total)`` in pieces of nearly equal size, none above ``most``; all but the last a ``multiple`` if it can be.
 
     >>> [(piece.start, piece.stop) for piece in _pieces(10, 4)]
     [(0, 4), (4, 8), (8, 10)]
+    >>> [(piece.start, piece.stop) for piece in _pieces(1000, 400, 128)]
+    [(0, 384), (384, 768), (768, 1000)]
     """
+    most = most // multiple * multiple or most
     size = -(-total // max(1, -(-total // most)))
+    size = min(-(-size // multiple) * multiple, most)
     return [slice(start, min(start + size, total)) for start in range(0, total, max(1, size))]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from sota_grpo import keys
 from sota_grpo.functional.log_probs import chunked_log_probs
+from sota_grpo.policy.fused import fuse_layers
 from sota_grpo.policy.layout import is_right_padded, pack
 from sota_grpo.policy.liger import liger_log_probs, require_liger
 from sota_grpo.policy.lora import base_model
@@ -42,6 +43,7 @@ class CausalPolicy(TensorDictModuleBase):
         logits_bytes: memory for logits; see :func:`~sota_grpo.functional.log_probs.chunked_log_probs`.
         shared_prompt: False pads every row and gives each its prompt; the model's attention is left as it is then.
         liger: the head is computed by liger-kernel (:mod:`sota_grpo.policy.liger`).
+        fused: the decoder's layers are compiled (:mod:`sota_grpo.policy.fused`), where rows are packed.
 
     Raises:
         UserError: liger-kernel is not there, or cannot compute this head.
@@ -74,6 +76,7 @@ class CausalPolicy(TensorDictModuleBase):
         logits_bytes: int | None = None,
         shared_prompt: bool = True,
         liger: bool = False,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         if not temperature > 0:
@@ -81,6 +84,8 @@ class CausalPolicy(TensorDictModuleBase):
         self.in_keys = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
         self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, logits_bytes, shared_prompt, liger)
+        if fused and self.shared_prompt:
+            fuse_layers(base_model(model))
 
     @property
     def model(self) -> nn.Module:

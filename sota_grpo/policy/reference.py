@@ -42,7 +42,7 @@ class FrozenReference:
         model: taken over: frozen, put in evaluation mode and moved. Use :meth:`copy_of` for a model that still trains.
         device: where it computes; None leaves it where it is.
         temperature: the policy's sampling temperature.
-        shared_prompt: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
+        shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
     """
 
     def __init__(
@@ -52,10 +52,11 @@ class FrozenReference:
         device: torch.device | str | None = None,
         temperature: float = 1.0,
         shared_prompt: bool = True,
+        fused: bool = False,
     ) -> None:
         frozen = model.requires_grad_(False).eval().to(device)  # to(None) leaves it where it is
         self._policy: CausalPolicy | None = CausalPolicy(
-            frozen, temperature=temperature, with_entropy=False, shared_prompt=shared_prompt
+            frozen, temperature=temperature, with_entropy=False, shared_prompt=shared_prompt, fused=fused
         )
         self.shared_prompt = self._policy.shared_prompt
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from sota_grpo.policy.fused import decoder_layers
 from sota_grpo.policy.lora import base_model
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def shard(policy: CausalPolicy, ranks: Ranks) -> None:
         return
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     scorer = policy.scorer
-    for module in [*_layers(policy.model), scorer]:
+    for module in [*decoder_layers(base_model(policy.model)), scorer]:
         # the outermost too: what stayed gathered would be computed with after the weights have changed
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     for module in scorer.modules():
@@ -138,10 +139,3 @@ def reduce_gradients(policy: CausalPolicy, now: bool) -> None:
     """Whether the next backward pass sums the gradients over the ranks, or keeps them for a later one to do so."""
     if isinstance(policy.scorer, FSDPModule):
         policy.scorer.set_requires_gradient_sync(now)
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers: what transformers itself keeps together when it spreads a model over devices."""
-    inner = base_model(model)
-    names = set(inner._no_split_modules or ())
-    return [module for module in inner.modules() if type(module).__name__ in names]

@@ -16,6 +16,7 @@ shorter than the longest row, capped scores, and CUDA in float32 go response by 
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -167,7 +168,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
     from torch.nn.attention.varlen import varlen_attn
 
     spans = layout.spans
-    keys, values = (each[0].transpose(0, 1)[spans.key_index] for each in (key, value))
+    # index_select: the gradient of [..] would sort the indices in every layer
+    keys, values = (each[0].transpose(0, 1).index_select(0, spans.key_index) for each in (key, value))
     out: Any = varlen_attn(
         query[0].transpose(0, 1).contiguous(),
         keys,
@@ -178,9 +180,14 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
         spans.longest_key,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **_grouped_heads(varlen_attn, query.shape[1] != key.shape[1]),
     )
     return out.unsqueeze(0)
+
+
+def _grouped_heads(varlen_attn: Callable[..., Any], grouped: bool) -> dict[str, Any]:
+    """What tells the kernel that several query heads share a key head: torch 2.11's takes them without being told."""
+    return {"enable_gqa": grouped} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def _plain(

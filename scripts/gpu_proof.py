@@ -1,0 +1,107 @@
+"""Proof on one GPU, stage by stage: ``python scripts/gpu_proof.py kernels`` (then runs, speed, memory, processes).
+
+Every check prints one line of JSON with what was measured, what was allowed and whether it passed, and a table comes
+last. A stage starts no further check after 80 % of ``--limit`` seconds, and names those that it left out. Exit code 1
+if a check failed. ``--small`` takes shapes for a device that is slow (one that is only pretended, or a CPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+STAGES = ("kernels", "runs", "speed", "memory", "processes")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the command line."""
+
+    device: str
+    small: bool
+    out: Path
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the proof; ``passed`` is None where something was only measured."""
+
+    what: str
+    passed: bool | None
+    figures: dict[str, Any]
+
+
+Check = Callable[[Options], Iterator[Finding]]
+
+
+def run_stage(name: str, checks: list[Check], options: Options, limit_s: float) -> list[Finding]:
+    """Make the checks of a stage while there is time; an exception is a finding, and the next check goes on."""
+    began, found = time.perf_counter(), []
+    for index, check in enumerate(checks):
+        if time.perf_counter() - began > 0.8 * limit_s:
+            left = [each.__name__ for each in checks[index:]]
+            found.append(report(name, Finding("left out for lack of time", False, {"checks": left}), 0.0))
+            break
+        since = time.perf_counter()
+        try:
+            for finding in check(options):
+                found.append(report(name, finding, time.perf_counter() - since))
+                since = time.perf_counter()
+        except Exception as error:  # the rest of the stage may still show something
+            traceback.print_exc()
+            figures = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+            found.append(report(name, Finding(check.__name__, False, figures), time.perf_counter() - since))
+    return found
+
+
+def report(stage: str, finding: Finding, seconds: float) -> Finding:
+    line = {"stage": stage, "what": finding.what, "passed": finding.passed, **finding.figures}
+    print(json.dumps(line | {"seconds": round(seconds, 2)}), flush=True)
+    return finding
+
+
+def table(found: list[Finding]) -> str:
+    """The findings, one line each."""
+    marks = {True: "ok  ", False: "FAIL", None: "    "}
+    lines = []
+    for finding in found:
+        shown = [f"{name} {short(value)}" for name, value in finding.figures.items()]
+        lines.append(f"{marks[finding.passed]} {finding.what}: {', '.join(shown)}"[:300])
+    return "\n".join(lines)
+
+
+def short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--only", nargs="+", help="names of checks")
+    parser.add_argument("--out", type=Path, default=Path("outputs/gpu_proof"), help="for profiles and runs")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    checks = importlib.import_module(f"scripts.proof.{given.stage}").CHECKS
+    chosen = [check for check in checks if not given.only or check.__name__ in given.only]
+    options = Options(given.device, given.small, given.out)
+    found = run_stage(given.stage, chosen, options, given.limit)
+    print(table(found), flush=True)
+    sys.exit(any(finding.passed is False for finding in found))
+
+
+if __name__ == "__main__":
+    sys.modules["scripts.gpu_proof"] = sys.modules["__main__"]  # the stages import Finding from here
+    main()

@@ -1,0 +1,55 @@
+"""Stage 3: the learner's speed at the shapes of published models, its profile, and others beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks import trainer
+from benchmarks.trainer_work import Case
+from scripts.gpu_proof import Finding, Options
+
+KEPT = ("who", "step_s", "packed_tokens_per_s", "mfu", "times_floor", "peak_gib", "packed_tokens")
+
+
+def _run(options: Options, against: list[str], profiled: bool = False, **how: object) -> Iterator[Finding]:
+    small = {"shape": "tiny", "tokens": 600, "prompt": 40, "response": 30} if options.small else {}
+    precision = "bf16" if options.device == "cuda" else "fp32"
+    case = Case(**{"device": options.device, "precision": precision, **how, **small})  # type: ignore[arg-type]
+    repeat = 2 if options.small else 5
+    for result in trainer.run(case, against=against, measure_peak=options.small, repeat=repeat, profiled=profiled):
+        asked = {name: value for name, value in how.items() if name != "shape"}
+        named = f"{case.shape} {asked} {result['who']}"
+        yield Finding(named, None, {name: result[name] for name in KEPT if name != "who"})
+
+
+def small_model(options: Options) -> Iterator[Finding]:
+    """Qwen3-0.6B, 16,384 packed tokens, no checkpointing: eager beside compiled, and the profile."""
+    yield from _run(options, ["eager"], profiled=True, shape="qwen3-0.6b")
+
+
+def large_model(options: Options) -> Iterator[Finding]:
+    """Qwen2.5-1.5B with checkpointing, and without at 8,192 tokens."""
+    yield from _run(options, ["eager"], profiled=True, shape="qwen2.5-1.5b", checkpointing=True)
+    yield from _run(options, [], shape="qwen2.5-1.5b", micro_tokens=8192)
+
+
+def micro_batches(options: Options) -> Iterator[Finding]:
+    """Smaller and larger micro-batches, and ragged GSM8K lengths."""
+    yield from _run(options, [], shape="qwen3-0.6b", micro_tokens=4096)
+    yield from _run(options, [], shape="qwen3-0.6b", tokens=32768)
+    yield from _run(options, [], shape="qwen3-0.6b", tokens=32768, prompt=128, response=256, ragged=0.8, group=16)
+    yield from _run(options, [], shape="qwen3-0.6b", dtype="bfloat16")
+
+
+def beside_trl(options: Options) -> Iterator[Finding]:
+    """TRL at equal settings."""
+    yield from _run(options, ["trl"], shape="qwen3-0.6b")
+    yield from _run(options, ["trl"], shape="qwen2.5-1.5b", checkpointing=True)
+
+
+def beside_liger(options: Options) -> Iterator[Finding]:
+    """liger-kernel's head in the place of ours."""
+    yield from _run(options, ["liger"], shape="qwen3-0.6b")
+
+
+CHECKS = [small_model, large_model, beside_trl, micro_batches, beside_liger]

@@ -1,0 +1,131 @@
+"""The elementwise half of the log-probs over one tile of logits, one kernel per direction: each logit is read once.
+
+The same arithmetic as :func:`sota_grpo.functional.log_probs.chunked_log_probs` does with torch's operators, which is
+its reference: a program takes one row, whose logits stay in registers. Logits are in base 2; see
+:class:`sota_grpo.functional.logit_tiles.LogitTiles`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sota_grpo.functional.logit_tiles import MAX_COLUMNS
+
+WARPS = 8
+
+
+@triton.jit
+def _scan_row(
+    raw, index, top, own, mass, moment, weights, factor, columns,
+    ENTROPY: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    z = tl.load(raw + row * columns + column, mask=inside, other=float("-inf")) * factor
+    last = tl.load(top + row)
+    peak = tl.maximum(last, tl.max(z, 0))
+    z -= peak
+    p = tl.exp2(z)
+    drop = last - peak
+    scale = tl.exp2(drop)
+    before = tl.load(mass + row)
+    if ENTROPY:
+        added = tl.sum(tl.where(inside, z, 0.0) * p, 0)  # outside 0, not -inf 0
+        tl.store(moment + row, (tl.load(moment + row) + drop * before) * scale + added)
+    tl.store(top + row, peak)
+    tl.store(mass + row, before * scale + tl.sum(p, 0))
+    target = tl.load(index + row)
+    here = (target >= 0) & (target < columns)
+    found = tl.sum(tl.where(column == target, z, 0.0), 0)
+    tl.store(own + row, tl.where(here, found, tl.load(own + row) + drop))
+    if WEIGHTS:
+        others = tl.where(column == target, 0.0, p).to(weights.dtype.element_ty)
+        tl.store(weights + row * columns + column, others, mask=inside)
+
+
+@triton.jit
+def _pull_row(
+    raw, index, top, by_p, by_zp, at_target, grad, factor, columns, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    z = tl.load(raw + row * columns + column, mask=inside, other=float("-inf")) * factor - tl.load(top + row)
+    slope = tl.load(by_p + row)
+    if ENTROPY:
+        slope += tl.load(by_zp + row) * tl.where(inside, z, 0.0)
+    found = slope * tl.exp2(z) + tl.where(column == tl.load(index + row), tl.load(at_target + row), 0.0)
+    tl.store(grad + row * columns + column, found.to(grad.dtype.element_ty), mask=inside)
+
+
+def scan(
+    raw: Tensor,
+    index: Tensor,
+    top: Tensor,
+    own: Tensor,
+    mass: Tensor,
+    moment: Tensor,
+    *,
+    factor: float,
+    with_entropy: bool,
+    weights: Tensor | None = None,
+) -> None:
+    """Add a tile to the online softmax of its rows, in place.
+
+    Args:
+        raw: ``[r, c]`` float32, contiguous; ``z = factor raw``; ``c`` is at most ``MAX_COLUMNS``.
+        index: int64 ``[r, 1]``, column of the target; outside ``[0, c)`` it is in another tile.
+        top, own, mass, moment: float32 ``[r, 1]``: greatest logit so far, and, relative to it, the target's logit,
+            ``sum 2^z`` and ``sum z 2^z``.
+        with_entropy: keep ``moment``.
+        weights: ``[r, c]``, filled with ``2^(z - top)``, 0 at the target, under the new ``top``.
+    """
+    rows, columns = raw.shape
+    with _current(raw):
+        _scan_row[(rows,)](
+            raw, index, top, own, mass, moment, raw if weights is None else weights, factor, columns,
+            ENTROPY=with_entropy, WEIGHTS=weights is not None, BLOCK=_block(columns), num_warps=WARPS,
+        )  # fmt: skip
+
+
+def pull(
+    raw: Tensor,
+    index: Tensor,
+    top: Tensor,
+    by_p: Tensor,
+    by_zp: Tensor | None,
+    at_target: Tensor,
+    grad: Tensor,
+    *,
+    factor: float,
+) -> None:
+    """Fill ``grad [r, c]`` with ``(by_p + by_zp z) 2^z``, plus ``at_target`` at the target; ``z = factor raw - top``.
+
+    Args:
+        raw, index, top: as in :func:`scan`.
+        by_p, by_zp, at_target: float32 ``[r, 1]``; ``by_zp`` None is 0.
+        grad: contiguous, in any dtype; ``raw`` itself will do.
+    """
+    rows, columns = raw.shape
+    with _current(raw):
+        _pull_row[(rows,)](
+            raw, index, top, by_p, by_p if by_zp is None else by_zp, at_target, grad, factor, columns,
+            ENTROPY=by_zp is not None, BLOCK=_block(columns), num_warps=WARPS,
+        )  # fmt: skip
+
+
+def _block(columns: int) -> int:
+    if columns > MAX_COLUMNS:
+        raise ValueError(f"a tile of {columns} columns is wider than {MAX_COLUMNS}")
+    return triton.next_power_of_2(columns)
+
+
+def _current(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, whatever the tensors' is."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
