@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -266,14 +266,22 @@ class Learner(ForwardPasses):
             f"{path}. A smaller optimizer.lr or train.precision=fp32 are the usual cures."
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, progress: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Trainable parameters, optimizer, schedule, scaler and counters, all of plain types.
 
         Its form is the same for any number of ranks. Of several all must take part, and rank 0's alone is whole.
+
+        Args:
+            progress: called after each tensor.
         """
+
+        def whole(tensor: torch.Tensor) -> torch.Tensor | None:
+            progress()
+            return gathered(tensor)
+
         return {
-            "model": {name: gathered(parameter.detach()) for name, parameter in self.trainable.items()},
-            "optimizer": optimizer_state(self.optimizer),
+            "model": {name: whole(parameter.detach()) for name, parameter in self.trainable.items()},
+            "optimizer": optimizer_state(self.optimizer, whole),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "version": self.version,

@@ -15,6 +15,8 @@ from sota_grpo.learner_ranks import LearnerServant
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.sharding import join_ranks, shard
 
+LONGEST_START_S = 3600.0  # of rank 0, which loads the model; who waits for the ranks ends them much sooner if they idle
+
 
 def learner_servant(
     *,
@@ -43,7 +45,8 @@ def learner_servant(
     def make() -> Learner:
         if device_type == "cpu":
             torch.set_num_threads(num_threads)
-        model = add_adapter(config, make_model(config, torch.device("cpu") if size > 1 else device))
+        loads_on = torch.device("cpu") if size > 1 else device
+        model = add_adapter(config, make_model(config, loads_on, weights=rank == 0))  # the others are sent theirs
         policy = make_policy(config, model, device_type)
         ranks = join_ranks(
             rank,
@@ -51,6 +54,7 @@ def learner_servant(
             init_method=init_method,
             device=device,
             timeout_s=max(60.0, config.train_model.timeout_s),
+            start_timeout_s=LONGEST_START_S,
             reduce_once=not config.train_model.shard_gradients,
         )
         shard(policy, ranks)
