@@ -14,6 +14,7 @@ import os
 import random
 import re
 import shutil
+import threading
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
@@ -160,6 +161,97 @@ class CheckpointStore:
         kept = self.paths()
         message += f"; {kept[0][1].name} is the last good one" if kept else "; there is no earlier one"
         return message + "; free space there or choose another output directory"
+
+
+class BackgroundSaves:
+    """Saves to a store from a thread, so that training goes on meanwhile; a context that ends when all is written.
+
+    Contract. Consumes: states that nobody changes any more (:func:`host_copy`). Produces: checkpoints, one at a time,
+    in order. Waits for: the one before, in :meth:`save` and at the end of the context. What keeps a checkpoint from
+    being written is raised by the next :meth:`save` or :meth:`check`, or at the end, where nothing else is being
+    raised. Killed in between it leaves the one before, as :class:`CheckpointStore` itself does; an interpreter that
+    ends in good order writes to the end.
+
+    Args:
+        store: where they go.
+
+    >>> import tempfile
+    >>> store = CheckpointStore(tempfile.mkdtemp())
+    >>> with BackgroundSaves(store) as saves:
+    ...     saves.save(1, {"step": 1})
+    >>> store.latest()
+    (1, {'step': 1})
+    """
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self.store = store
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Begin to write; waits for the checkpoint before.
+
+        Raises:
+            CheckpointError: that one could not be written.
+        """
+        self.wait()
+
+        def write() -> None:
+            try:
+                self.store.save(step, state)
+            except Exception as failure:  # raised in the thread that trains
+                self._failure = failure
+
+        self._thread = threading.Thread(target=write, name="checkpoint")  # no daemon: see the contract
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what kept a checkpoint from being written; does not wait."""
+        if self._thread is None or not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when what was saved is on the disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def __enter__(self) -> BackgroundSaves:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.wait()
+        except CheckpointError as failure:
+            if kind is None:
+                raise
+            logger.error("%s", failure)
+
+
+def host_copy(value: Any) -> Any:
+    """A nested state whose tensors are copies on the CPU, so that what it was taken from may change.
+
+    >>> weight = torch.ones(2)
+    >>> copied = host_copy({"model": [weight], "step": 3})
+    >>> weight.zero_()
+    tensor([0., 0.])
+    >>> copied
+    {'model': [tensor([1., 1.])], 'step': 3}
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return type(value)((key, host_copy(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value)(host_copy(item) for item in value)
+    return value
 
 
 def rng_state() -> dict[str, Any]:
