@@ -94,17 +94,22 @@ def no_held_out_question_is_trained_on(subject: Subject) -> Check:
 
 
 def engine_and_trainer_agree(subject: Subject) -> Check:
-    """Mean over sampled tokens of |log-prob of the engine - log-prob of the trainer|, and its largest value.
+    """Mean over sampled tokens of |log-prob of the engine - log-prob of the trainer|, and a high quantile of it.
 
-    The largest may be 20 times the mean that is allowed: 1 nat where a dtype is half precision. A sharp policy hides a
-    wrong temperature in the mean, since most of its tokens are certain under either; see :func:`first_ratio_is_one`.
+    The quantile may be 20 times the mean that is allowed: 1 nat where a dtype is half precision. In float32 it is the
+    largest gap. Half precision rounds logits to steps of an eighth and more, and some token of thousands is far off by
+    that alone: there as many of the largest gaps are left out as half of the responses are, so that a mistake at one
+    token of every response is still found, however long they are. A sharp policy hides a wrong temperature in the mean,
+    since most of its tokens are certain under either; see :func:`first_ratio_is_one`.
     """
     gaps = subject.learner.log_prob_gaps(subject.rows).abs()
-    mean, largest = float(gaps.mean()), float(gaps.max())
+    left_out = 0 if subject.tolerance < EXACT else len(subject.rows) // 2
+    mean, highest = float(gaps.mean()), gaps.topk(min(left_out + 1, gaps.numel())).values
+    within = f", all but {left_out} within {highest[-1]:.2g}" if left_out else ""
     return Check(
         "engine and trainer agree",
-        mean <= subject.tolerance and largest <= 20 * subject.tolerance,
-        f"mean log-prob gap {mean:.2g}, largest {largest:.2g}, over {gaps.numel()} tokens "
+        mean <= subject.tolerance and float(highest[-1]) <= 20 * subject.tolerance,
+        f"mean log-prob gap {mean:.2g}, largest {highest[0]:.2g}{within}, over {gaps.numel()} tokens "
         f"(allowed {subject.tolerance:g} and {20 * subject.tolerance:g})",
     )
 
@@ -136,13 +141,22 @@ def first_ratio_is_one(subject: Subject) -> Check:
 def gradient_does_not_depend_on_the_split(subject: Subject) -> Check:
     """The gradient over micro-batches of several rows equals the sum over micro-batches of one row each."""
     longest = max(row.get(keys.FULL_TOKENS).shape[-1] for row in subject.rows)
-    together = max(subject.learner.settings.micro_batch_tokens, 2 * longest)  # else each row is alone in both
-    norm, gap = subject.learner.gradient_gap(subject.rows, (together, 1))
+    budgets = compared_budgets(subject.learner.settings.micro_batch_tokens, longest)
+    norm, gap = subject.learner.gradient_gap(subject.rows, budgets)
     return Check(
         "the gradient does not depend on the split",
         norm > 0 and gap <= subject.tolerance,
         f"relative gap {gap:.2g} at gradient norm {norm:.3g} (allowed {subject.tolerance:g})",
     )
+
+
+def compared_budgets(micro_batch_tokens: int, longest: int) -> tuple[int, int]:
+    """Tokens of a micro-batch, of several rows and of one; at least twice the longest, else each is alone in both.
+
+    >>> compared_budgets(1000, longest=300), compared_budgets(1000, longest=900)
+    ((1000, 1), (1800, 1))
+    """
+    return max(micro_batch_tokens, 2 * longest), 1
 
 
 def pushed_weights_landed(subject: Subject) -> Check:
@@ -160,12 +174,15 @@ def pushed_weights_landed(subject: Subject) -> Check:
     try:
         subject.publisher.publish(version)
         rows = subject.sample(salt=1)
+        subject.publisher.sleep()
         new = _typical_gap(learner, rows)
     finally:
         learner.restore()
     old = _typical_gap(learner, rows)
     subject.publisher.publish(version)
-    back = _typical_gap(learner, subject.sample())
+    rows = subject.sample()
+    subject.publisher.sleep()
+    back = _typical_gap(learner, rows)
     allowed = subject.tolerance if subject.tolerance < EXACT else max(2 * back, old / 10)
     return Check(
         "pushed weights landed",
@@ -223,12 +240,15 @@ def run_gate(
             raise CheckError(f"{failed}; check.mode=warn trains all the same.")
         if not result.passed:
             logger.warning("check.mode=warn: %s: %s", result.name, result.sentence)
+    subject.publisher.wake()
     set_rng_state(random)
     return done
 
 
 def _transformed(subject: Subject) -> list[TensorDictBase]:
+    """The samples as a batch is trained on; what follows needs the learner's device as much as a step does."""
     batch = lazy_stack(subject.sample())
+    subject.publisher.sleep()
     for transform in subject.transforms:
         batch = transform(batch)
     return row_list(batch)

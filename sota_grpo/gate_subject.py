@@ -18,6 +18,8 @@ from sota_grpo.records import Sampling, sample_seed
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.tasks.base import Task
 
+NUM_PROMPTS, NUM_SAMPLES = 4, 2  # that the checks are made on
+
 
 class CheckError(UserError):
     """The gate found something that would make the training wrong."""
@@ -69,7 +71,9 @@ class Subject:
     transforms: Sequence[Callable[[TensorDictBase], TensorDictBase]] = ()
     rows: list[TensorDictBase] = field(default_factory=list)
 
-    def sample(self, num_prompts: int = 4, num_samples: int = 2, salt: int = 0) -> list[TensorDictBase]:
+    def sample(
+        self, num_prompts: int = NUM_PROMPTS, num_samples: int = NUM_SAMPLES, salt: int = 0
+    ) -> list[TensorDictBase]:
         """Fresh graded rows of the first training prompts, outside the run's own stream of prompts."""
         examples = list(self.task.train[:num_prompts])
         requests = [

@@ -58,7 +58,7 @@ class LearnerServant:
         """:meth:`Learner.state_dict`."""
 
         def state_dict() -> StatePack | None:
-            state = self.learner.state_dict()
+            state = self.learner.state_dict(progress=self._thread.progress)
             return StatePack.of(state) if self.learner.ranks.leads else None
 
         return self._thread.submit(state_dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -165,8 +166,62 @@ def test_a_mistyped_model_folder_is_not_reported_as_a_missing_gpu(gpus) -> None:
     with pytest.raises(UserError, match=r"model.name=/no/such/dir is not a folder"):
         resolve_device(config_of("model.name=/no/such/dir", "device=auto"))
     with pytest.raises(UserError, match="needs a CUDA GPU"):
-        resolve_device(config_of("model.name=some/model", "device=auto"))
+        resolve_device(config_of("model.name=some/model", "device=auto"))  # no driver here
     assert resolve_device(config_of("device=auto")) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "said"),
+    [
+        ("13.0", "550.54.15", "driver 550.54.15, .* for CUDA 13.0, which needs driver 580 or newer"),
+        ("12.8", "470.82", "driver 470.82, .* for CUDA 12.8, which needs driver 525 or newer"),
+        ("12.8", "535.1", "sees none of its GPUs; CUDA_VISIBLE_DEVICES=7 may hide them"),
+        (None, "580.65.06", "built without CUDA; install PyTorch for CUDA"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_named_with_the_driver_that_it_needs(cuda, driver, said, monkeypatch) -> None:
+    monkeypatch.setattr(assembly.cuda, "driver_version", lambda: driver)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    for asked in (["device=cuda"], ["model.name=some/model", "device=auto"]):
+        with pytest.raises(UserError, match=said):
+            resolve_device(config_of(*asked))
+    monkeypatch.setattr(assembly.cuda, "driver_version", lambda: None)
+    with pytest.raises(UserError, match="no CUDA device; use device=cpu"):
+        resolve_device(config_of("device=cuda"))
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n", "535.104.05"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: 13",
+            "580.65.06",
+        ),
+    ],
+)
+def test_the_version_of_the_driver_is_read(text: str, version: str, tmp_path, monkeypatch) -> None:
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(assembly.cuda, "_DRIVER_FILE", tmp_path / "version")
+    assert assembly.cuda.driver_version() == version
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment", "expected"),
+    [
+        ([], {}, "expandable_segments:True"),
+        ([], {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ([], {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "backend:cudaMallocAsync"),
+        (["inference_model.tensor_parallel_size=2"], {}, None),
+        (["engine.name=sglang_server"], {}, None),
+    ],
+)
+def test_segments_grow_unless_the_user_or_the_engine_says_otherwise(overrides, environment, expected, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.setenv(name, environment.get(name, ""))
+    assembly.cuda.use_expandable_segments(config_of(*overrides))
+    assert (os.environ["PYTORCH_ALLOC_CONF"] or None) == expected
 
 
 def test_vllm_is_not_taken_for_the_cpu_of_a_machine_with_a_gpu(gpus, with_vllm) -> None:

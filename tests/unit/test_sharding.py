@@ -22,6 +22,7 @@ from sota_grpo import keys
 from sota_grpo.collate import micro_batches, row_list, sibling_groups
 from sota_grpo.forward_passes import ForwardPasses
 from sota_grpo.functional.flops import ModelShape
+from sota_grpo.learner_ranks import LearnerServant
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks
@@ -30,7 +31,7 @@ from sota_grpo.remote_learner import LearnerDied, RemoteLearner
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.starting import IDLE_METHOD
-from tests.rank_rigs import learner_settings, ragged_rows
+from tests.rank_rigs import build_learner, learner_settings, ragged_rows
 from tests.unit.tiny_models import VOCAB, make_model
 
 
@@ -240,6 +241,18 @@ def test_every_rank_is_given_the_calls_of_all_threads_in_one_order() -> None:
     orders = [[call for call in rank.calls if call[0] != "ping"] for rank in ranks]
     assert orders[0] == orders[1] == orders[2]
     assert len(orders[0]) == 50
+
+
+def test_a_rank_shows_progress_while_it_gathers_its_state(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of a large model takes longer than a rank may be silent."""
+    servant = LearnerServant(lambda: build_learner(Ranks(), str(tmp_path)))
+    servant.update(RowPack.of(row_list(ragged_rows(5)))).result()
+    ticks = []
+    monkeypatch.setattr(servant._thread, "progress", lambda: ticks.append(None))
+    state = servant.state_dict().result().state()
+    moments = [name for entry in state["optimizer"]["state"].values() for name in entry]
+    assert len(ticks) > len(state["model"]) + len(moments)
+    servant.close()
 
 
 def test_a_packed_state_of_several_dtypes_can_be_saved(tmp_path) -> None:
