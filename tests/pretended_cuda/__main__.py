@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def environment() -> dict[str, str]:
     """The variables of a process that pretends."""
     before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(SITE), *before, str(ROOT)])}
+    path = os.pathsep.join([str(SITE), *before, str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}  # Triton's kernels run line by line, in numpy
 
 
 if __name__ == "__main__":
