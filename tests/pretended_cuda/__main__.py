@@ -16,7 +16,7 @@ def environment() -> dict[str, str]:
     """The variables of a process that pretends."""
     before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     path = os.pathsep.join([str(SITE), *before, str(ROOT)])
-    return {"TRITON_INTERPRET": "1", **os.environ, "PYTHONPATH": path}
+    return {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}  # Triton's kernels run line by line, in numpy
 
 
 if __name__ == "__main__":

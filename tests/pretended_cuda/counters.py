@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import weakref
 from collections import Counter
@@ -67,9 +68,10 @@ def _line() -> str:
     frame, outside = sys._getframe(2), None
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/sota_grpo/" in name and not name.startswith(HERE):
+        own = os.path.dirname(name) == HERE
+        if "/sota_grpo/" in name and not own:
             return f"sota_grpo/{name.rsplit('/sota_grpo/', 1)[1]}:{frame.f_lineno}"
-        if outside is None and not name.startswith(HERE) and "/torch/" not in name:
+        if outside is None and not own and "/torch/" not in name:
             outside = f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return outside or "backward"

@@ -1,0 +1,171 @@
+"""The learner on the device computes what it computes on the CPU, in every precision, and seldom waits for it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, lazy_stack
+
+from sota_grpo.collate import row_list
+from sota_grpo.learner import Learner
+from sota_grpo.objectives import GRPOLoss
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.load import enable_gradient_checkpointing
+from sota_grpo.policy.lora import add_lora, engine_weights
+from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
+from sota_grpo.schedule import LearnerSettings
+from sota_grpo.transforms import ReferenceKL
+from tests.pretended_cuda import kernels
+from tests.pretended_cuda.counters import host_traffic
+from tests.rank_rigs import ragged_rows
+from tests.unit.tiny_models import make_model
+
+CUDA = torch.device("cuda", 0)
+WAITS_PER_MICRO_BATCH = 9  # how often a micro-batch may make the host wait for the device
+COPIES_PER_MICRO_BATCH = 15  # of memory that is not pinned
+# relative error of a gradient: the unit roundoffs of bf16 (2^-9) and fp16 (2^-12), of which some ten meet on the way
+# through two layers and the head; float32 sums in another order
+CLOSE = {"fp32": 1e-5, "fp16": 10 * 2**-12, "bf16": 10 * 2**-9}
+
+
+def build(folder: Path, device: str, *, lora: bool, dropout: float, tied: bool, checkpointing: bool, **settings: Any):
+    """A learner of the same random weights every time; an adapter is as after some training."""
+    torch.manual_seed(11)
+    model = make_model(head_dim=8, tie_word_embeddings=tied).train()
+    if checkpointing:
+        enable_gradient_checkpointing(model)
+    if lora:
+        model = add_lora(model, r=3, alpha=6, dropout=dropout)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0.0, 0.1)
+    policy = CausalPolicy(model.to(device), temperature=0.8)
+    loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=0.05)
+    chosen = {"lr": 1e-3, "eps": 1e-5, "total_steps": 40, "optim_batch_size": 8, "micro_batch_tokens": 60, **settings}
+    return Learner(policy, loss, LearnerSettings(**chosen), pad_token_id=0, dump_dir=folder)
+
+
+def rows(count: int = 16) -> LazyStackedTensorDict:
+    torch.manual_seed(5)
+    return ragged_rows(count)
+
+
+def distance(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Of all tensors together, relative to the norm of ``right``."""
+    assert found.keys() == right.keys()
+    pairs = [(found[name].detach().cpu().float(), right[name].detach().cpu().float()) for name in right]
+    gap = torch.stack([(left - other).norm() for left, other in pairs]).norm()
+    return float(gap / torch.stack([other.norm() for _, other in pairs]).norm())
+
+
+FULL = {"lora": False, "dropout": 0.0, "tied": True, "checkpointing": False}
+CASES = [
+    {**FULL, "precision": "fp32", "tied": False},
+    {**FULL, "precision": "bf16", "checkpointing": True, "recompute": True},
+    {**FULL, "precision": "bf16", "lora": True, "checkpointing": True, "epochs": 2},
+    {**FULL, "precision": "fp16"},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(name for name, on in case.items() if on))
+def test_it_learns_what_the_cpu_learns(case: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against float32 on the CPU: gradient, losses, gradient norm, weights after an update of two steps."""
+    calls = []
+    varlen = kernels.STAND_INS["torch_attn::_varlen_attn"]
+    monkeypatch.setitem(
+        kernels.STAND_INS, "torch_attn::_varlen_attn", lambda *given: (calls.append(len(given)), varlen(*given))[1]
+    )
+    here = build(tmp_path, "cuda", **case)
+    there = build(tmp_path, "cpu", **{**case, "precision": "fp32"})
+    assert here.device == CUDA
+    assert here.policy.shared_prompt
+    calls.clear()
+    close, batch = CLOSE[case["precision"]], row_list(rows())
+    gradients = [learner.gradient(batch, token_budget=60) for learner in (here, there)]
+    assert distance(*gradients) < close
+    assert bool(calls) == (case["precision"] != "fp32")
+    norm, gap = here.gradient_gap(batch, (1000, 20))
+    assert norm > 0.01
+    assert gap < close
+    metrics = [learner.update(rows()) for learner in (here, there)]
+    for name in ("loss/objective", "loss/kl", "grad_norm", "entropy", "kl", "ess"):
+        assert metrics[0][name] == pytest.approx(metrics[1][name], rel=close, abs=close), name
+    assert metrics[0].get("skipped_steps", 0) == 0
+    assert metrics[0]["optimizer_steps"] == 2 * case.get("epochs", 1)
+    weights = [dict(engine_weights(learner.policy.model)) for learner in (here, there)]
+    assert all(weight.device == CUDA for weight in weights[0].values())
+    assert distance(*weights) < 0.1 * close  # a step moves them little
+
+
+def test_dropout_of_an_adapter_draws_from_the_devices_stream(tmp_path: Path) -> None:
+    options = {**FULL, "precision": "bf16", "lora": True, "dropout": 0.3, "checkpointing": True}
+    start = build(tmp_path, "cuda", **options).state_dict()
+
+    def norm(seed: int) -> float | None:
+        learner = build(tmp_path, "cuda", **options)
+        learner.load_state_dict(start)
+        batch = rows()
+        torch.cuda.manual_seed(seed)
+        return learner.update(batch)["grad_norm"]
+
+    first = norm(1)
+    assert norm(1) == first
+    assert norm(2) != first
+
+
+def test_it_is_saved_restored_and_probed_where_it_is(tmp_path: Path) -> None:
+    options = {**FULL, "precision": "bf16"}
+    learner, other = (build(tmp_path, "cuda", **options) for _ in range(2))
+    learner.update(rows())
+    state = copy.deepcopy(learner.state_dict())
+    other.load_state_dict(state)
+    assert learner.update(rows())["grad_norm"] == other.update(rows())["grad_norm"]
+    before = {name: value.detach().clone() for name, value in learner.trainable.items()}
+    learner.perturb()
+    assert distance(learner.trainable, before) > 0.01
+    learner.restore()
+    assert all(torch.equal(value, before[name]) for name, value in learner.trainable.items())
+    assert learner.measured(row_list(rows())).device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_reference_answers_from_the_device(lora: bool, tmp_path: Path) -> None:
+    learner = build(tmp_path, "cuda", **{**FULL, "precision": "bf16", "lora": lora})
+    there = build(tmp_path, "cpu", **{**FULL, "precision": "fp32", "lora": lora})
+    found = []
+    for one in (learner, there):
+        reference = AdapterOffReference(one.policy) if lora else FrozenReference.copy_of(one.policy.model)
+
+        def log_probs(batch: Any, one: Learner = one, reference: Any = reference) -> torch.Tensor:
+            with one.autocast():
+                return reference(batch.to(one.device))
+
+        fresh = lazy_stack([row.exclude(("next", "ref_log_probs")).clone() for row in row_list(rows())])
+        answer = ReferenceKL(log_probs, in_reward_coeff=None, pad_token_id=0, token_budget=60)(fresh)
+        found.append(torch.cat([row["next", "ref_log_probs", "full"] for row in row_list(answer)]))
+    assert found[0].device == torch.device("cpu")
+    assert distance({"log_probs": found[0]}, {"log_probs": found[1]}) < CLOSE["bf16"]
+
+
+def test_a_micro_batch_seldom_makes_the_host_wait(tmp_path: Path) -> None:
+    """Of steps over the same rows in one micro-batch and in many, by their difference."""
+    learner = build(tmp_path, "cuda", **{**FULL, "precision": "bf16", "optim_batch_size": 16})
+    counted, batch = {}, row_list(rows())
+    for budget in (20, 1000):
+        with host_traffic() as traffic:
+            learner._accumulate(batch, budget)
+        counted[len(learner.own_micro_batches(batch, budget))] = traffic
+    (many, several), (one, single) = counted.items()
+    assert one == 1
+    assert many >= 4
+    waits, copies = (
+        (getattr(several, kind).total() - getattr(single, kind).total()) / (many - one) for kind in ("waits", "copies")
+    )
+    print(f"a micro-batch: {waits:.1f} waits, {copies:.1f} copies; in one:\n{single}")
+    assert waits <= WAITS_PER_MICRO_BATCH
+    assert copies <= COPIES_PER_MICRO_BATCH

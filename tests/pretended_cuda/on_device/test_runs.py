@@ -1,0 +1,70 @@
+"""Whole lockstep runs on the device: gate, sampling, reference, training, checkpoints, and going on from one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from sota_grpo.app import train
+from sota_grpo.compose import compose
+from tests.e2e.conftest import final_weights, metrics, without_clock
+
+SMALL = (
+    "device=cuda",
+    "engine=transformers",
+    "env.num_envs=8",
+    "env.repeats=4",
+    "inference_model.max_tokens=24",
+    "train.total_dialog_turns=16",
+    "train.dialog_turns_per_batch=8",
+    "train.optim_batch_size=8",
+    "train.checkpoint_frequency=1",
+    "train.export_hf=false",
+    "eval.mode=off",
+    "logging.report=false",
+)
+
+
+def run(folder: Path, *overrides: str) -> list[dict]:
+    """The metrics of two turns of packed rows, of which one had a gradient at least."""
+    assert train(compose("grpo_cpu", [*SMALL, *overrides]), folder) == 2
+    assert "computes packed rows" in (folder / "training.log").read_text()
+    rows = metrics(folder)
+    assert any(row["grad_norm"] > 0 for row in rows)
+    return rows
+
+
+def test_the_preset_runs_with_a_reference_on_the_device(tmp_path: Path) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    rows = run(tmp_path / "run", "policy.kl_coef=0.001")
+    assert len(rows) == 2
+    assert sum(row["grad_norm"] > 0 for row in rows) >= 1
+    weights = final_weights(tmp_path / "run")
+    assert all(value.device.type == "cpu" for value in weights.values())
+    bytes_of_weights = sum(value.numel() * value.element_size() for value in weights.values())
+    # policy, reference and engine (half the bytes), gradient and two moments
+    assert torch.cuda.max_memory_allocated() > 5 * bytes_of_weights
+
+
+def test_an_adapter_in_fp16_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Its dropout draws from the device's random stream, which is in the checkpoint therefore."""
+    options = (
+        "train_model.lora.enabled=true",
+        "train_model.lora.dropout=0.1",
+        "train.precision=fp16",
+        "check.mode=off",
+    )
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    expected = run(whole, *options)
+    shutil.copytree(whole, cut)
+    (cut / "checkpoints" / "checkpoint_000002.pt").unlink()
+    record = json.loads((cut / "run.json").read_text())
+    (cut / "run.json").write_text(json.dumps(record | {"finished": False}))
+    torch.manual_seed(99)
+    assert without_clock(run(cut, *options, f"train.resume={cut}")) == without_clock(expected)
+    weights = final_weights(whole)
+    assert weights.keys() == final_weights(cut).keys()
+    assert all(torch.equal(value, weights[name]) for name, value in final_weights(cut).items())

@@ -1,0 +1,152 @@
+"""The pretended device answers as CUDA does: what it refuses, what it counts, what it computes in place of CUDA."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.pretended_cuda.counters import host_traffic
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("mixed", "message"),
+    [
+        (lambda here, there: here + there, "two devices"),
+        (lambda here, there: there.add_(here), "two devices"),
+        (lambda here, there: torch.cat([here, there]), "two devices"),
+        (lambda here, there: here @ there, "two devices"),
+        (lambda here, there: torch.where(there > 0, here, 0.0), "two devices"),
+        (lambda here, there: there[here.long()], "two devices"),
+        (lambda here, there: here.gather(0, there.long()), "two devices"),
+        (lambda here, there: here.scatter_(0, here.long(), there), "two devices"),
+        (lambda here, there: torch.stack([here.sum(), there.sum()]), "two devices"),
+        (lambda here, there: here.masked_fill_(there > 0, 1.0), "two devices"),
+        (lambda here, there: here.normal_(generator=torch.Generator()), "'cuda' device type for generator"),
+        (lambda here, there: torch.zeros(1, device="cuda:1"), "invalid device ordinal"),
+    ],
+)
+def test_operands_of_two_devices_are_refused(mixed: Callable, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        mixed(torch.zeros(2, 2, device="cuda"), torch.zeros(2, 2))
+
+
+def test_what_cuda_takes_from_the_cpu_is_taken() -> None:
+    here = torch.arange(4.0, device="cuda")
+    found = [here * torch.tensor(2.0), here[torch.tensor([1, 2])], here.masked_fill(here > 1, torch.tensor(9.0))]
+    assert [each.device for each in found] == [CUDA] * 3
+    assert [each.tolist() for each in found] == [[0, 2, 4, 6], [1, 2], [0, 1, 9, 9]]
+    with pytest.raises(TypeError, match="can't convert cuda:0"):
+        here.numpy()
+
+
+def test_waits_and_copies_are_counted_by_their_line() -> None:
+    here, there = torch.arange(4.0, device="cuda"), torch.arange(4.0)
+    with host_traffic() as nothing:
+        torch.where(here > 1, here, 0.0).sum().cpu  # noqa: B018  computes, and fetches nothing
+        there.pin_memory().to("cuda", non_blocking=True)
+        here.to("cpu", non_blocking=True)
+    assert (nothing.waits.total(), nothing.copies.total()) == (0, 0), str(nothing)
+    with host_traffic() as counted:
+        float(here.sum())
+        here[here > 1]
+        here.cpu()
+        there.to("cuda")
+        torch.tensor([1, 2], device="cuda")
+        torch.cuda.synchronize()
+    assert (counted.waits.total(), counted.copies.total()) == (4, 2), str(counted)
+    assert all("test_tensors.py" in place for _, place in counted.waits + counted.copies), str(counted)
+
+
+def test_memory_is_that_of_the_storages() -> None:
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.zeros(1 << 18, device="cuda")  # 1 MiB
+    view = held[10:]
+    other = held * 2
+    assert torch.cuda.memory_allocated() - before == 2 << 20
+    del held, other
+    assert torch.cuda.memory_allocated() - before == 1 << 20
+    assert torch.cuda.max_memory_allocated() - before == 2 << 20
+    assert torch.cuda.memory_reserved() - before >= 2 << 20
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == torch.cuda.memory_allocated()
+    del view
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_the_device_has_a_random_stream_of_its_own() -> None:
+    torch.manual_seed(3)
+    first = torch.rand(2, device="cuda"), torch.rand(2)
+    torch.manual_seed(3)
+    torch.rand(100)
+    state = torch.cuda.get_rng_state_all()
+    assert torch.equal(torch.rand(2, device="cuda"), first[0])
+    torch.cuda.set_rng_state_all(state)
+    assert torch.equal(torch.rand(2, device="cuda"), first[0])
+    assert not torch.equal(torch.rand(2), first[1])
+    stream = torch.Generator("cuda").manual_seed(3)
+    assert torch.equal(torch.rand(2, device="cuda", generator=stream), first[0])
+
+
+def test_modules_move_as_one_and_are_saved_as_tensors_of_the_device() -> None:
+    module = nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+    weight = module[0].weight
+    module.cuda()
+    assert module[0].weight is module[1].weight is weight
+    assert weight.device == CUDA
+    assert isinstance(weight, nn.Parameter)
+    copied = copy.deepcopy(module)
+    assert copied[0].weight is copied[1].weight
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    for where, device in ((None, CUDA), ("cpu", torch.device("cpu"))):
+        file.seek(0)
+        loaded = torch.load(file, map_location=where, weights_only=True)
+        assert loaded["0.weight"].device == device
+        assert torch.equal(loaded["0.weight"].cpu(), weight.detach().cpu())
+    assert module.cpu()[0].weight.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (2, 0), (-1, -1)])
+def test_the_variable_length_kernel_is_attention_span_by_span(window: tuple[int, int]) -> None:
+    """Spans of 3 queries on 5 keys and 1 on 4: against torch's own attention under a mask, forward and backward."""
+    torch.manual_seed(0)
+    shapes = ((4, 4, 8), (9, 2, 8), (9, 2, 8))
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    plain = [leaf.detach().cpu().float().requires_grad_() for leaf in leaves]
+    ends = [torch.tensor(each, dtype=torch.int32, device="cuda") for each in ((0, 3, 4), (0, 5, 9))]
+    out = varlen_attn(*leaves, *ends, 3, 5, window_size=window, enable_gqa=True)
+    parts = []
+    for queries, keys in ((slice(0, 3), slice(0, 5)), (slice(3, 4), slice(5, 9))):
+        one = [each[part].transpose(0, 1) for each, part in zip(plain, (queries, keys, keys))]
+        place = torch.arange(one[1].shape[1])
+        distance = place[-one[0].shape[1] :].unsqueeze(1) - place
+        seen = (distance >= 0) | (window[1] < 0)
+        seen &= (distance <= window[0]) | (window[0] < 0)
+        parts.append(scaled_dot_product_attention(*one, attn_mask=seen, enable_gqa=True).transpose(0, 1))
+    expected = torch.cat(parts)
+    pull = torch.randn(expected.shape)
+    out.backward(pull.to("cuda", torch.bfloat16))
+    expected.backward(pull)
+    for found, right in zip((out, *(leaf.grad for leaf in leaves)), (expected, *(leaf.grad for leaf in plain))):
+        gap = (found.cpu().float() - right).norm() / right.norm()
+        assert gap < 2**-7, gap  # one rounding of the result to 8 bits, and one of the probabilities
+
+
+def test_products_of_half_precision_are_summed_and_given_in_float32() -> None:
+    left, right = (torch.full((2, 2), 257 / 256).to("cuda", torch.bfloat16) for _ in range(2))
+    left[0, 0] = 1 + 2**-7
+    wide = torch.mm(left, right, out_dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.cpu(), left.cpu().float() @ right.cpu().float())
+    assert torch.equal(torch.bmm(left[None], right[None], out_dtype=torch.float32)[0], wide)
