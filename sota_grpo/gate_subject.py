@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -57,7 +58,8 @@ class Subject:
     """What is checked: the parts of the run as they will train.
 
     ``transforms`` are those of the source (reference log-probs, advantages). ``tolerance`` is the largest mean gap, in
-    nats per token, that the dtypes of engine and trainer allow; the other bounds follow from it.
+    nats per token, that the dtypes of engine and trainer allow; the other bounds follow from it. ``packs`` says
+    that the policy is of a family whose rows are known to be packed, and that nobody asked for padded ones.
     """
 
     task: Task
@@ -69,7 +71,13 @@ class Subject:
     seed: int
     tolerance: float
     transforms: Sequence[Callable[[TensorDictBase], TensorDictBase]] = ()
+    packs: bool = False
     rows: list[TensorDictBase] = field(default_factory=list)
+
+    @cached_property
+    def diagnosis(self) -> dict[str, float | None]:
+        """What the learner says of the rows; see :meth:`sota_grpo.learner.Learner.diagnose`."""
+        return self.learner.diagnose(self.rows)
 
     def sample(
         self, num_prompts: int = NUM_PROMPTS, num_samples: int = NUM_SAMPLES, salt: int = 0

@@ -115,7 +115,8 @@ class Learner(ForwardPasses):
         found = reduce_updates(steps)
         # the later steps compare with weights that they changed
         found["mismatch_kl"] = steps[0]["mismatch_kl"] if clean is None else clean
-        return found | {"optimizer_steps": self.optimizer_steps, "time/learn_s": time.perf_counter() - began}
+        found |= {"packed": int(self.policy.shared_prompt), "optimizer_steps": self.optimizer_steps}
+        return found | {"time/learn_s": time.perf_counter() - began}
 
     def _mini_batches(self, rows: Sequence[TensorDictBase], epoch: int) -> Iterator[list[TensorDictBase]]:
         """Rows of each optimizer step; the second and later epochs mix groups, so that siblings still share a prompt.
@@ -234,14 +235,14 @@ class Learner(ForwardPasses):
         self.changed = []
 
     def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
-        """The objective's own diagnostics (``ess``, ``clip_fraction``, ``mismatch_kl``, ...) of a step; none is taken.
+        """The objective's own diagnostics (``ess``, ``mismatch_kl``, ...) of a step, and ``packed``; none is taken.
 
         Rows get a random advantage, so that a batch without signal has a gradient and clipped tokens too; truncated
         rows take part, since all may be; adapter dropout is off.
         """
         metrics = self._dry_run(rows, self.settings.micro_batch_tokens)
         self.optimizer.zero_grad(set_to_none=True)
-        return metrics
+        return metrics | {"packed": int(self.policy.shared_prompt)}
 
     def _dry_run(self, rows: Sequence[TensorDictBase], token_budget: int) -> dict[str, float | None]:
         generator = torch.Generator().manual_seed(self.seed)

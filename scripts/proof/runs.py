@@ -15,7 +15,9 @@ import torch
 
 from scripts.gpu_proof import Finding, Options
 from scripts.proof.kernels import relative
+from sota_grpo.gate import CHECKS as CHECKS_OF_THE_GATE
 
+NUM_CHECKS = len(CHECKS_OF_THE_GATE)
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "env.num_envs=8", "env.repeats=4", "train.dialog_turns_per_batch=8", "train.optim_batch_size=8",
@@ -62,7 +64,7 @@ def demonstration(options: Options) -> Iterator[Finding]:
     folder = options.out / "demonstration"
     found = ran(command(options, folder))
     seen = accuracies(folder)
-    good = found["exit"] == 0 and len(gate_of(folder)) == 6
+    good = found["exit"] == 0 and len(gate_of(folder)) == NUM_CHECKS
     good = good and (options.small or (len(seen) > 1 and seen[-1] >= 0.9))
     yield Finding("demonstration", good, found | {"accuracy": seen[:1] + seen[-1:], "gate": gate_of(folder)})
 
@@ -80,7 +82,7 @@ def variants(options: Options) -> Iterator[Finding]:
         found = ran(command(options, folder, *overrides, turns=None if options.small else 8))
         rows = [row for row in metrics(folder) if "reward" in row]
         figures = {"turns": len(rows), "reward": [row["reward"] for row in rows[:1] + rows[-1:]]}
-        good = found["exit"] == 0 and len(gate_of(folder)) == 6
+        good = found["exit"] == 0 and len(gate_of(folder)) == NUM_CHECKS
         yield Finding(f"run, {name}", good, found | figures | {"gate": gate_of(folder)[2:4]})
 
 

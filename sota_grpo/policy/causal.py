@@ -85,6 +85,7 @@ class CausalPolicy(TensorDictModuleBase):
         self.in_keys = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
         self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, logits_bytes, shared_prompt, liger)
+        self.fused = fused
         if fused and self.shared_prompt:
             fuse_layers(base_model(model))
 

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sota_grpo.policy.layout import Layout, is_right_padded, pack
-from sota_grpo.policy.shared_attention import SHARED_ATTENTION
+from sota_grpo.policy.shared_attention import SHARED_ATTENTION, shared_attention
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+#: Families whose packed rows are tested to equal padded ones: where they are padded, something is wrong.
+KNOWN_TO_PACK = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text")
 
 
 def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
@@ -72,6 +74,30 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
     if reason is not None:
         model.set_attn_implementation(before)
     return reason
+
+
+@torch.no_grad()
+def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | None:
+    """Why the attention of packed rows cannot run on ``device``, as half a sentence, for a model that lies elsewhere.
+
+    Its kernel for half precision is given three rows with the model's heads, and compared with plain attention.
+    """
+    config: Any = model.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    groups = (heads, getattr(config, "num_key_value_heads", None) or heads)
+    tokens = torch.tensor([[5, 6, 7, 1, 2], [5, 6, 7, 3, 0], [8, 9, 4, 0, 0]])
+    layout = pack(tokens, tokens > 0, torch.tensor([[False, False, False, True, True]]).expand(3, -1) & (tokens > 0))
+    length = len(layout.tokens)
+    query, key, value = (torch.randn(1, count, length, width) for count in (groups[0], groups[1], groups[1]))
+    expected, _ = shared_attention(model, query, key, value, None, layout=layout)
+    query, key, value = (each.to(device, torch.bfloat16) for each in (query, key, value))
+    try:
+        found, _ = shared_attention(model, query, key, value, None, layout=layout.to(device))
+    except RuntimeError as error:  # no kernel for this device
+        return f"{type(error).__name__}: {error}"
+    gap = float((found.cpu().float() - expected).abs().max() / expected.abs().max())
+    return None if gap <= 5e-2 else f"its attention on {device} differs by {gap:.1g} of its size"
 
 
 @torch.no_grad()

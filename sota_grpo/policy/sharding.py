@@ -5,6 +5,7 @@ One rank is the same code with nothing to share: :class:`Ranks` of size 1 calls 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -20,12 +21,17 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from sota_grpo.policy.fused import decoder_layers
+from sota_grpo.policy.fused import decoder_layers, fuse_layers
 from sota_grpo.policy.lora import base_model
+from sota_grpo.policy.packed import kernel_difference
 from sota_grpo.policy.shared_attention import SHARED_ATTENTION
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from sota_grpo.policy.causal import CausalPolicy
+
+logger = logging.getLogger(__name__)
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -137,10 +143,13 @@ def shard_over(policy: CausalPolicy, ranks: Ranks) -> None:
     """:func:`shard` whatever the number of ranks: one has all of every parameter, and takes the same path."""
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     scorer = policy.scorer
-    scorer.shared_prompt = _of_rank_0(scorer.shared_prompt, ranks)
+    model = base_model(policy.model)
+    scorer.shared_prompt = _of_rank_0(scorer.shared_prompt and _packs_there(model, ranks), ranks)
     if scorer.shared_prompt:
-        base_model(policy.model).set_attn_implementation(SHARED_ATTENTION)
-    for module in [*decoder_layers(base_model(policy.model)), scorer]:
+        model.set_attn_implementation(SHARED_ATTENTION)
+        if policy.fused:
+            fuse_layers(model)
+    for module in [*decoder_layers(model), scorer]:
         _send(module, ranks)
         # the outermost too: what stayed gathered would be computed with after the weights have changed
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
@@ -148,6 +157,16 @@ def shard_over(policy: CausalPolicy, ranks: Ranks) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+
+
+def _packs_there(model: PreTrainedModel, ranks: Ranks) -> bool:
+    """Whether what packs on the CPU, where rank 0 has loaded it, does so where the ranks compute."""
+    if not ranks.leads or ranks.device.type == "cpu":
+        return True
+    reason = kernel_difference(model, ranks.device)
+    if reason is not None:
+        logger.warning("%s computes padded rows, each with its prompt: %s.", type(model).__name__, reason)
+    return reason is None
 
 
 @torch.no_grad()

@@ -103,10 +103,22 @@ def test_one_token_off_in_float32_is_found(subject: Subject) -> None:
 
 def test_a_clipped_token_in_float32_is_found(subject: Subject) -> None:
     subject.rows = subject.sample()
-    diagnose = subject.learner.diagnose
     assert gate.first_ratio_is_one(subject).passed
-    subject.learner.diagnose = lambda rows: {**diagnose(rows), "clip_fraction": 0.01}
+    subject.diagnosis |= {"clip_fraction": 0.01}
     assert not gate.first_ratio_is_one(subject).passed
+
+
+def test_rows_that_are_padded_for_no_reason_are_found(subject: Subject) -> None:
+    subject.rows = subject.sample()
+    subject.packs = True
+    assert gate.prompts_are_computed_once(subject).passed
+    del subject.diagnosis
+    subject.learner.policy.scorer.shared_prompt = False
+    check = gate.prompts_are_computed_once(subject)
+    assert not check.passed
+    assert "rows are padded" in check.sentence
+    subject.packs = False
+    assert gate.prompts_are_computed_once(subject).passed
 
 
 def test_rows_that_are_all_truncated_pass(tmp_path: Path) -> None:
