@@ -107,6 +107,7 @@ def make_reference(
             "precision": trainer_precision(config, device_type),
             "token_budget": config.train.micro_batch_tokens,
             "num_threads": 1,
+            "fused": wants_fused_layers(config, device_type),
         }
         return ReferenceService.start(ProcessLauncher(), service | options, timeout_s=part.timeout_s)
     model = load_model(model_name(config), **options)

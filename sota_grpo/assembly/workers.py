@@ -25,6 +25,7 @@ from sota_grpo.assembly.learning import (
     make_settings,
     reference_dtype,
     trainer_precision,
+    wants_fused_layers,
 )
 from sota_grpo.assembly.parts import Closable, Parts
 from sota_grpo.assembly.rollout import engine_options, make_sampling, max_model_len
@@ -180,6 +181,7 @@ def _reference(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster) -> 
         "precision": trainer_precision(config, plan.device_type),
         "token_budget": config.train.micro_batch_tokens,
         "pad_token_id": tokenizer.pad_token_id,
+        "fused": wants_fused_layers(config, plan.device_type),
     }
     count = len(plan.placement.ref)
     fleet = Fleet(

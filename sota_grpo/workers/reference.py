@@ -70,7 +70,7 @@ class ReferenceServant:
         precision: autocast, ``fp32``, ``bf16`` or ``fp16``; that of the policy makes the KL of equal weights 0.
         token_budget: packed tokens of one forward pass; padded ones for a model that cannot be packed.
         pad_token_id: padding of the tokens; any id of the vocabulary will do.
-        shared_prompt: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
+        shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
 
     Raises:
         ValueError: an unknown precision.
@@ -85,12 +85,13 @@ class ReferenceServant:
         token_budget: int,
         pad_token_id: int = 0,
         shared_prompt: bool = True,
+        fused: bool = False,
     ) -> None:
         if precision not in _AUTOCAST:
             raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(_AUTOCAST)}")
         self._device_type = next(model.parameters()).device.type
         self._autocast = _AUTOCAST[precision]
-        self._reference = FrozenReference(model, temperature=temperature, shared_prompt=shared_prompt)
+        self._reference = FrozenReference(model, temperature=temperature, shared_prompt=shared_prompt, fused=fused)
         self._token_budget, self._pad_token_id = token_budget, pad_token_id
         self._thread = ServantThread("reference")
 
