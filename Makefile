@@ -1,6 +1,7 @@
 # make demo    train the embedded policy on this machine (creates .venv, installs, five minutes in all)
 # make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones
-# make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server)
+# make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server);
+#              SLOW="--minutes=30 --seed=1" runs as many files as half an hour allows, in an order drawn from the seed
 # make bench   ours, TRL and TorchRL on identical work, 25 minutes (bench-quick: 3); benchmarks/README.md has the others
 # make notebook   run docs/python.ipynb again
 # make api     a reference of every public name in docs/api, from the docstrings
@@ -9,6 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SEED ?= 0
+SLOW ?=
 # vLLM 0.32 pins this torch, on CPU and CUDA alike; installed first, so that no newer build is pulled in
 TORCH ?= torch==2.13.0
 
@@ -36,7 +38,7 @@ test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 slow: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/slow_tests.py $(SLOW)
 
 e2e: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e

@@ -14,13 +14,15 @@ import torch
 from sota_grpo.assembly import Parts, build
 from sota_grpo.assembly.checking import subject_of
 from sota_grpo.assembly.devices import resolve_device
+from sota_grpo.assembly.disk import require_disk
 from sota_grpo.assembly.passed import Passed
-from sota_grpo.checkpoint import CheckpointStore, rng_state, set_rng_state
+from sota_grpo.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
 from sota_grpo.compose import anchor_paths
 from sota_grpo.config import Config, turn_size
 from sota_grpo.errors import UserError
 from sota_grpo.gate import Check, run_gate
 from sota_grpo.hub_token import use_config_token
+from sota_grpo.learner import Learner
 from sota_grpo.loop import run
 from sota_grpo.recording.examine import ExamineLog
 from sota_grpo.recording.gate_record import write_gate
@@ -59,7 +61,9 @@ class Run:
         self.place, self.run_dir = place, place.path
         self.began = time.perf_counter()
         setup_logging(self.run_dir, config.logging.level)
+        require_disk(config, self.run_dir)
         self.checkpoints = CheckpointStore(self.run_dir / CHECKPOINTS, keep=config.train.keep_checkpoints)
+        self.saves = BackgroundSaves(self.checkpoints)
         self.stop = StopRequest(grace_s=config.train.grace_s)
         self.turns = 0  # done so far
         self.parts: Parts = build(config, self.run_dir, lambda: self.stop.asked, functions)
@@ -79,7 +83,9 @@ class Run:
         parts.publisher.publish(parts.learner.version)
         examine = ExamineLog(self.run_dir, self.config.logging.num_examine, parts.task.term_weights)
         self._check()  # an interrupt ends it at once: there is nothing to save yet
-        with self._run_log() as self.run_log, examine, Progress(total, first_step=first) as progress, self.stop:
+        progress = Progress(total, first_step=first)
+        # the last one ends first: what is being saved is waited for when no signal's grace ends the process any more
+        with self._run_log() as self.run_log, examine, progress, self.saves, self.stop:
             gc.collect()
             gc.freeze()  # what lives as long as the run is not walked through again at every collection
             self.run_log.rewind(first)
@@ -124,20 +130,30 @@ class Run:
         return step
 
     def _save(self, turns: int) -> None:
+        """On a GPU, or where the learner is other processes, training goes on while its copied state is written.
+
+        A learner on this machine's CPU has no core to spare for that, and its copy would need memory beside it.
+        """
         began = time.perf_counter()
+        learner = self.parts.learner
+        learned, here = learner.state_dict(), isinstance(learner, Learner)
+        on_cpu = here and learner.device.type == "cpu"
         state = {
-            "learner": self.parts.learner.state_dict(),
-            "source": self.parts.source.state_dict(),
+            "learner": learned if on_cpu or not here else host_copy(learned),  # of other processes it is a copy
+            "source": host_copy(self.parts.source.state_dict()),
             "rng": rng_state(),
             "num_threads": torch.get_num_threads(),
             "config": asdict(self.config),
         }
-        self.checkpoints.save(turns, state)
+        self.saves.save(turns, state)
+        if on_cpu:
+            self.saves.wait()
         self.stored.after_checkpoint()
         self.log.add_seconds("time/checkpoint_s", time.perf_counter() - began)
 
     def _before(self, step: int) -> None:
         """Evaluate at the start and every ``eval.every`` turns."""
+        self.saves.check()
         every = self.config.eval.every
         if self.config.eval.mode == "on" and (step == 0 or (every and step % every == 0)):
             self._evaluate(step)
@@ -170,6 +186,7 @@ class Run:
             self._evaluate(turns)
         if self.config.train.export_hf:
             self._export(self.run_dir / "hf")
+        self.saves.wait()
         self.place.finish()
         self._report(last=True)
         evaluations = {row["step"]: row for row in read_evaluations(self.run_dir)}

@@ -14,6 +14,7 @@ import os
 import random
 import re
 import shutil
+import threading
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
@@ -162,8 +163,99 @@ class CheckpointStore:
         return message + "; free space there or choose another output directory"
 
 
+class BackgroundSaves:
+    """Saves to a store from a thread, so that training goes on meanwhile; a context that ends when all is written.
+
+    Contract. Consumes: states that nobody changes any more (:func:`host_copy`). Produces: checkpoints, one at a time,
+    in order. Waits for: the one before, in :meth:`save` and at the end of the context. What keeps a checkpoint from
+    being written is raised by the next :meth:`save` or :meth:`check`, or at the end, where nothing else is being
+    raised. Killed in between it leaves the one before, as :class:`CheckpointStore` itself does; an interpreter that
+    ends in good order writes to the end.
+
+    Args:
+        store: where they go.
+
+    >>> import tempfile
+    >>> store = CheckpointStore(tempfile.mkdtemp())
+    >>> with BackgroundSaves(store) as saves:
+    ...     saves.save(1, {"step": 1})
+    >>> store.latest()
+    (1, {'step': 1})
+    """
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self.store = store
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Begin to write; waits for the checkpoint before.
+
+        Raises:
+            CheckpointError: that one could not be written.
+        """
+        self.wait()
+
+        def write() -> None:
+            try:
+                self.store.save(step, state)
+            except Exception as failure:  # raised in the thread that trains
+                self._failure = failure
+
+        self._thread = threading.Thread(target=write, name="checkpoint")  # no daemon: see the contract
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what kept a checkpoint from being written; does not wait."""
+        if self._thread is None or not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when what was saved is on the disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def __enter__(self) -> BackgroundSaves:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.wait()
+        except CheckpointError as failure:
+            if kind is None:
+                raise
+            logger.error("%s", failure)
+
+
+def host_copy(value: Any) -> Any:
+    """A nested state whose tensors are copies on the CPU, so that what it was taken from may change.
+
+    >>> weight = torch.ones(2)
+    >>> copied = host_copy({"model": [weight], "step": 3})
+    >>> weight.zero_()
+    tensor([0., 0.])
+    >>> copied
+    {'model': [tensor([1., 1.])], 'step': 3}
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return type(value)((key, host_copy(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value)(host_copy(item) for item in value)
+    return value
+
+
 def rng_state() -> dict[str, Any]:
-    """Return the state of every global random generator (python, numpy, torch, CUDA when there is one).
+    """Return the state of every global random generator (python, numpy, torch, CUDA where this process computes on it).
 
     All values are tensors and primitives, so the result can be saved by :class:`CheckpointStore`.
 
@@ -186,7 +278,7 @@ def rng_state() -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # else this would take memory of every GPU
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
@@ -194,23 +286,22 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Put every generator back to what :func:`rng_state` returned.
 
-    CUDA generators are left alone when the state has none or this machine has none.
-
-    Raises:
-        ValueError: the state was taken with another number of CUDA devices.
+    CUDA generators are left alone when the state has none, this process does not compute on CUDA, or the devices that
+    it sees are others in number, of which it warns: what is drawn on a GPU (an adapter's dropout) then differs.
     """
-    cuda = state.get("cuda")
-    if cuda is not None and torch.cuda.is_available() and len(cuda) != torch.cuda.device_count():
-        raise ValueError(
-            f"the random state holds {len(cuda)} CUDA generators but {torch.cuda.device_count()} devices are visible; "
-            f"set CUDA_VISIBLE_DEVICES to {len(cuda)} of them to resume exactly"
+    cuda = state.get("cuda") if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    if cuda is not None and len(cuda) != torch.cuda.device_count():
+        logger.warning(
+            "The random state is of %d CUDA devices and %d are visible: random numbers on them are not continued.",
+            *(len(cuda), torch.cuda.device_count()),
         )
+        cuda = None
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
     key = numpy["key"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], key, numpy["position"], numpy["has_gauss"], numpy["cached"]))
     torch.set_rng_state(state["torch"])
-    if cuda is not None and torch.cuda.is_available():
+    if cuda is not None:
         torch.cuda.set_rng_state_all(cuda)
 
 

@@ -117,9 +117,10 @@ class InferenceModelConfig:
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     tensor_parallel_size: int = opt(1, "GPUs that hold one copy of the model; num_devices counts all of them")
     weight_transfer: str = opt(
-        "object_store",
-        "how weights reach engines in workers: shared memory, or a broadcast (NCCL on CUDA, gloo on CPU)",
-        ("object_store", "collective"),
+        "auto",
+        "how weights reach engines in workers: shared memory, or a broadcast (NCCL on CUDA, gloo on CPU); auto is the "
+        "broadcast between GPUs of one machine",
+        ("auto", "object_store", "collective"),
     )
     timeout_s: float = opt(120.0, "workers and servers: longest silence of an engine before it is replaced")
     torch_dtype: str = opt("auto", "dtype of the engine's weights; auto is bfloat16 on CUDA, float32 on CPU", DTYPES)

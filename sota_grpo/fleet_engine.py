@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -93,6 +94,12 @@ class FleetEngine:
         if wrong:
             raise RuntimeError(f"Rollout workers serve versions {wrong} after a push of {version}.")
         self.version = version
+
+    @cached_property
+    def weight_dtype(self) -> torch.dtype | None:
+        """The one that all the engines' matrices have, so that pushed ones may come in it; None where there is none."""
+        found = set(self.fleet.broadcast("weight_dtype", deadline_s=self._deadline_s))
+        return found.pop() if len(found) == 1 else None
 
     def _packed(self, weights: Iterable[tuple[str, torch.Tensor]] | AdapterPack) -> WeightPack | AdapterPack:
         if isinstance(weights, AdapterPack):

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
@@ -16,6 +16,7 @@ from sota_grpo.collate import micro_batches, pad_rows, sibling_groups
 from sota_grpo.functional.balance import Siblings, rank_shares
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
+from sota_grpo.policy.device_copy import copy_to
 from sota_grpo.policy.lora import adapter_disabled, base_model
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.schedule import LearnerSettings
@@ -46,8 +47,18 @@ class ForwardPasses:
         self.device = next(policy.parameters()).device
 
     def padded(self, rows: Sequence[TensorDictBase]) -> TensorDictBase:
-        """Right-padded ``[N, T]`` batch on the learner's device."""
-        return pad_rows(rows, pad_token_id=self.pad_token_id).to(self.device)
+        """Right-padded ``[N, T]`` batch on the learner's device, with its layout where the policy packs rows.
+
+        The layout is computed before the copy, and all goes in one, so that the host need not wait for the device.
+        """
+        batch = pad_rows(rows, pad_token_id=self.pad_token_id)
+        layout = self.policy.layout(*(batch.get(key) for key in self.policy.in_keys))
+        if self.device.type == "cuda":
+            names, values = zip(*batch.items(include_nested=True, leaves_only=True))
+            moved = copy_to([*values, *([] if layout is None else layout.tensors())], self.device)
+            batch = TensorDict(dict(zip(names, moved)), batch_size=batch.batch_size, device=self.device)
+            layout = None if layout is None else layout.on(moved[len(names) :])
+        return batch if layout is None else batch.set_non_tensor(keys.LAYOUT, layout)
 
     def log_probs(self, batch: TensorDictBase) -> torch.Tensor:
         """Log-probs ``[N, T]`` of a padded batch without dropout, 0 off the assistant mask."""
@@ -59,7 +70,7 @@ class ForwardPasses:
         training = self.policy.training
         self.policy.eval()
         with self.autocast():
-            found = self.policy(batch.select(*self.policy.in_keys))
+            found = self.policy(batch)
         self.policy.train(training)
         return found
 
@@ -173,7 +184,8 @@ class ForwardPasses:
         if self.settings.precision == "fp32":
             return contextlib.nullcontext()
         dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
-        return torch.autocast(self.device.type, dtype=dtype)
+        # its cache would hold a copy of every layer that FSDP2 gathers and gives back, until the pass ends
+        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=self.ranks.size == 1)
 
 
 def by_signal(

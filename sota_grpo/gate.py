@@ -94,17 +94,22 @@ def no_held_out_question_is_trained_on(subject: Subject) -> Check:
 
 
 def engine_and_trainer_agree(subject: Subject) -> Check:
-    """Mean over sampled tokens of |log-prob of the engine - log-prob of the trainer|, and its largest value.
+    """Mean over sampled tokens of |log-prob of the engine - log-prob of the trainer|, and a high quantile of it.
 
-    The largest may be 20 times the mean that is allowed: 1 nat where a dtype is half precision. A sharp policy hides a
-    wrong temperature in the mean, since most of its tokens are certain under either; see :func:`first_ratio_is_one`.
+    The quantile may be 20 times the mean that is allowed: 1 nat where a dtype is half precision. In float32 it is the
+    largest gap. Half precision rounds logits to steps of an eighth and more, and some token of thousands is far off by
+    that alone: there as many of the largest gaps are left out as half of the responses are, so that a mistake at one
+    token of every response is still found, however long they are. A sharp policy hides a wrong temperature in the mean,
+    since most of its tokens are certain under either; see :func:`first_ratio_is_one`.
     """
     gaps = subject.learner.log_prob_gaps(subject.rows).abs()
-    mean, largest = float(gaps.mean()), float(gaps.max())
+    left_out = 0 if subject.tolerance < EXACT else len(subject.rows) // 2
+    mean, highest = float(gaps.mean()), gaps.topk(min(left_out + 1, gaps.numel())).values
+    within = f", all but {left_out} within {highest[-1]:.2g}" if left_out else ""
     return Check(
         "engine and trainer agree",
-        mean <= subject.tolerance and largest <= 20 * subject.tolerance,
-        f"mean log-prob gap {mean:.2g}, largest {largest:.2g}, over {gaps.numel()} tokens "
+        mean <= subject.tolerance and float(highest[-1]) <= 20 * subject.tolerance,
+        f"mean log-prob gap {mean:.2g}, largest {highest[0]:.2g}{within}, over {gaps.numel()} tokens "
         f"(allowed {subject.tolerance:g} and {20 * subject.tolerance:g})",
     )
 
@@ -119,7 +124,7 @@ def first_ratio_is_one(subject: Subject) -> Check:
     bfloat16, 3.1e-3 to 1.3e-2, 4.5e-3 to 1.2e-2 and 0.69 to 1.96, at a mean gap of only 0.019 to 0.038. How many
     tokens half precision clips depends on the clip's width (GSPO's 3e-4 is within the rounding): reported only.
     """
-    found = subject.learner.diagnose(subject.rows)
+    found = subject.diagnosis
     ess, kl, clipped = (found[name] for name in ("ess", "mismatch_kl", "clip_fraction"))
     assert ess is not None  # every sample has at least one token
     assert kl is not None
@@ -133,16 +138,37 @@ def first_ratio_is_one(subject: Subject) -> Check:
     )
 
 
+def prompts_are_computed_once(subject: Subject) -> Check:
+    """Where the policy's family is known to pack its rows, it does: padded ones cost several times as much.
+
+    Why it does not is in the log: something here is older or newer than what was tested.
+    """
+    packed = bool(subject.diagnosis["packed"])
+    sentence = "rows are packed, each prompt once" if packed else "rows are padded, each with its prompt"
+    if subject.packs and not packed:
+        sentence += ", which this model does not need: the log says why; model.attn_implementation=sdpa asks for it"
+    return Check("prompts are computed once", packed or not subject.packs, sentence)
+
+
 def gradient_does_not_depend_on_the_split(subject: Subject) -> Check:
     """The gradient over micro-batches of several rows equals the sum over micro-batches of one row each."""
     longest = max(row.get(keys.FULL_TOKENS).shape[-1] for row in subject.rows)
-    together = max(subject.learner.settings.micro_batch_tokens, 2 * longest)  # else each row is alone in both
-    norm, gap = subject.learner.gradient_gap(subject.rows, (together, 1))
+    budgets = compared_budgets(subject.learner.settings.micro_batch_tokens, longest)
+    norm, gap = subject.learner.gradient_gap(subject.rows, budgets)
     return Check(
         "the gradient does not depend on the split",
         norm > 0 and gap <= subject.tolerance,
         f"relative gap {gap:.2g} at gradient norm {norm:.3g} (allowed {subject.tolerance:g})",
     )
+
+
+def compared_budgets(micro_batch_tokens: int, longest: int) -> tuple[int, int]:
+    """Tokens of a micro-batch, of several rows and of one; at least twice the longest, else each is alone in both.
+
+    >>> compared_budgets(1000, longest=300), compared_budgets(1000, longest=900)
+    ((1000, 1), (1800, 1))
+    """
+    return max(micro_batch_tokens, 2 * longest), 1
 
 
 def pushed_weights_landed(subject: Subject) -> Check:
@@ -160,12 +186,15 @@ def pushed_weights_landed(subject: Subject) -> Check:
     try:
         subject.publisher.publish(version)
         rows = subject.sample(salt=1)
+        subject.publisher.sleep()
         new = _typical_gap(learner, rows)
     finally:
         learner.restore()
     old = _typical_gap(learner, rows)
     subject.publisher.publish(version)
-    back = _typical_gap(learner, subject.sample())
+    rows = subject.sample()
+    subject.publisher.sleep()
+    back = _typical_gap(learner, rows)
     allowed = subject.tolerance if subject.tolerance < EXACT else max(2 * back, old / 10)
     return Check(
         "pushed weights landed",
@@ -180,6 +209,7 @@ CHECKS: tuple[Callable[[Subject], Check], ...] = (
     no_held_out_question_is_trained_on,
     engine_and_trainer_agree,
     first_ratio_is_one,
+    prompts_are_computed_once,
     gradient_does_not_depend_on_the_split,
     pushed_weights_landed,
 )
@@ -223,12 +253,15 @@ def run_gate(
             raise CheckError(f"{failed}; check.mode=warn trains all the same.")
         if not result.passed:
             logger.warning("check.mode=warn: %s: %s", result.name, result.sentence)
+    subject.publisher.wake()
     set_rng_state(random)
     return done
 
 
 def _transformed(subject: Subject) -> list[TensorDictBase]:
+    """The samples as a batch is trained on; what follows needs the learner's device as much as a step does."""
     batch = lazy_stack(subject.sample())
+    subject.publisher.sleep()
     for transform in subject.transforms:
         batch = transform(batch)
     return row_list(batch)

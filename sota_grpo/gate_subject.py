@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -17,6 +18,8 @@ from sota_grpo.publish import Publisher
 from sota_grpo.records import Sampling, sample_seed
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.tasks.base import Task
+
+NUM_PROMPTS, NUM_SAMPLES = 4, 2  # that the checks are made on
 
 
 class CheckError(UserError):
@@ -55,7 +58,8 @@ class Subject:
     """What is checked: the parts of the run as they will train.
 
     ``transforms`` are those of the source (reference log-probs, advantages). ``tolerance`` is the largest mean gap, in
-    nats per token, that the dtypes of engine and trainer allow; the other bounds follow from it.
+    nats per token, that the dtypes of engine and trainer allow; the other bounds follow from it. ``packs`` says
+    that the policy is of a family whose rows are known to be packed, and that nobody asked for padded ones.
     """
 
     task: Task
@@ -67,9 +71,17 @@ class Subject:
     seed: int
     tolerance: float
     transforms: Sequence[Callable[[TensorDictBase], TensorDictBase]] = ()
+    packs: bool = False
     rows: list[TensorDictBase] = field(default_factory=list)
 
-    def sample(self, num_prompts: int = 4, num_samples: int = 2, salt: int = 0) -> list[TensorDictBase]:
+    @cached_property
+    def diagnosis(self) -> dict[str, float | None]:
+        """What the learner says of the rows; see :meth:`sota_grpo.learner.Learner.diagnose`."""
+        return self.learner.diagnose(self.rows)
+
+    def sample(
+        self, num_prompts: int = NUM_PROMPTS, num_samples: int = NUM_SAMPLES, salt: int = 0
+    ) -> list[TensorDictBase]:
         """Fresh graded rows of the first training prompts, outside the run's own stream of prompts."""
         examples = list(self.task.train[:num_prompts])
         requests = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,8 @@ class Learner(ForwardPasses):
         found = reduce_updates(steps)
         # the later steps compare with weights that they changed
         found["mismatch_kl"] = steps[0]["mismatch_kl"] if clean is None else clean
-        return found | {"optimizer_steps": self.optimizer_steps, "time/learn_s": time.perf_counter() - began}
+        found |= {"packed": int(self.policy.shared_prompt), "optimizer_steps": self.optimizer_steps}
+        return found | {"time/learn_s": time.perf_counter() - began}
 
     def _mini_batches(self, rows: Sequence[TensorDictBase], epoch: int) -> Iterator[list[TensorDictBase]]:
         """Rows of each optimizer step; the second and later epochs mix groups, so that siblings still share a prompt.
@@ -187,28 +188,41 @@ class Learner(ForwardPasses):
         return _named(losses), {name: value if measured else None for name, value in means.items()}
 
     def gradient(self, rows: Sequence[TensorDictBase], *, token_budget: int) -> dict[str, torch.Tensor]:
-        """This rank's part of the gradient of one step over ``rows``, by parameter; nothing is updated.
+        """This rank's part of the gradient of one step over ``rows``, by parameter, on the CPU; nothing is updated.
 
         See :meth:`diagnose`.
         """
-        self._dry_run(rows, token_budget)
-        scale = self.scaler.get_scale()
-        found = {
-            name: local(parameter.grad.detach()).clone() / scale
-            for name, parameter in self.trainable.items()
-            if parameter.grad is not None
-        }
+        found = {name: value.cpu() for name, value in self._gradients(rows, token_budget)}
         self.optimizer.zero_grad(set_to_none=True)
         return found
 
     def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> tuple[float, float]:
-        """Norm of :meth:`gradient` under the first budget, and its relative distance from that under the second."""
-        one, other = (self.gradient(rows, token_budget=budget) for budget in token_budgets)
-        norm = self._norm(one.values())
-        return norm, self._norm([one[name] - other[name] for name in one]) / max(norm, 1e-30)
+        """Norm of :meth:`gradient` under the first budget, and its relative distance from that under the second.
 
-    def _norm(self, parts: Iterable[torch.Tensor]) -> float:
-        own = torch.stack([part.norm() for part in parts]).norm()
+        The first waits on the CPU and comes back one parameter at a time, so that a GPU holds no more than in a step.
+        """
+        first, second = token_budgets
+        one = self.gradient(rows, token_budget=first)
+        norms, gaps = [], []
+        for name, other in self._gradients(rows, second):
+            own = one.pop(name).to(other.device)
+            norms.append(own.norm())
+            gaps.append(own.sub_(other).norm())
+        self.optimizer.zero_grad(set_to_none=True)
+        norm = self._norm(norms)
+        return norm, self._norm(gaps) / max(norm, 1e-30)
+
+    def _gradients(self, rows: Sequence[TensorDictBase], token_budget: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """:meth:`gradient`, where it lies: in ``.grad``, which the caller empties."""
+        self._dry_run(rows, token_budget)
+        scale = self.scaler.get_scale()
+        for name, parameter in self.trainable.items():
+            if parameter.grad is not None:
+                yield name, local(parameter.grad.detach()).div_(scale)
+
+    def _norm(self, parts: Sequence[torch.Tensor]) -> float:
+        """Over all ranks, from the norms of this one's tensors."""
+        own = torch.stack(list(parts)).norm()
         return float(own if self.ranks.size == 1 else self.ranks.sum(own.double().square()).sqrt())
 
     def perturb(self) -> None:
@@ -221,14 +235,14 @@ class Learner(ForwardPasses):
         self.changed = []
 
     def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
-        """The objective's own diagnostics (``ess``, ``clip_fraction``, ``mismatch_kl``, ...) of a step; none is taken.
+        """The objective's own diagnostics (``ess``, ``mismatch_kl``, ...) of a step, and ``packed``; none is taken.
 
         Rows get a random advantage, so that a batch without signal has a gradient and clipped tokens too; truncated
         rows take part, since all may be; adapter dropout is off.
         """
         metrics = self._dry_run(rows, self.settings.micro_batch_tokens)
         self.optimizer.zero_grad(set_to_none=True)
-        return metrics
+        return metrics | {"packed": int(self.policy.shared_prompt)}
 
     def _dry_run(self, rows: Sequence[TensorDictBase], token_budget: int) -> dict[str, float | None]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -253,14 +267,22 @@ class Learner(ForwardPasses):
             f"{path}. A smaller optimizer.lr or train.precision=fp32 are the usual cures."
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, progress: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Trainable parameters, optimizer, schedule, scaler and counters, all of plain types.
 
         Its form is the same for any number of ranks. Of several all must take part, and rank 0's alone is whole.
+
+        Args:
+            progress: called after each tensor.
         """
+
+        def whole(tensor: torch.Tensor) -> torch.Tensor | None:
+            progress()
+            return gathered(tensor)
+
         return {
-            "model": {name: gathered(parameter.detach()) for name, parameter in self.trainable.items()},
-            "optimizer": optimizer_state(self.optimizer),
+            "model": {name: whole(parameter.detach()) for name, parameter in self.trainable.items()},
+            "optimizer": optimizer_state(self.optimizer, whole),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "version": self.version,

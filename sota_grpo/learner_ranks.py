@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from sota_grpo.learner import Learner
 from sota_grpo.policy.export import save_hf
-from sota_grpo.policy.lora import engine_weights
+from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import sample_seed
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.servant_thread import ServantThread
 from sota_grpo.workers.weight_ends import WeightLayout, WeightSender
 from sota_grpo.workers.weight_group import Meeting
-
-Item = TypeVar("Item")
 
 
 class LearnerServant:
@@ -61,7 +58,7 @@ class LearnerServant:
         """:meth:`Learner.state_dict`."""
 
         def state_dict() -> StatePack | None:
-            state = self.learner.state_dict()
+            state = self.learner.state_dict(progress=self._thread.progress)
             return StatePack.of(state) if self.learner.ranks.leads else None
 
         return self._thread.submit(state_dict)
@@ -70,22 +67,23 @@ class LearnerServant:
         """:meth:`Learner.load_state_dict`."""
         return self._thread.submit(lambda: self.learner.load_state_dict(state.state()))
 
-    def weights(self, base: bool = True) -> Future[WeightPack | None]:
-        """What engines load: :func:`sota_grpo.policy.lora.engine_weights`."""
+    def weights(self, base: bool = True, dtype: torch.dtype | None = None) -> Future[WeightPack | None]:
+        """What engines load: :func:`sota_grpo.policy.lora.packed_weights`."""
 
         def weights() -> WeightPack | None:
-            pack = WeightPack.of(self._ticking(engine_weights(self.learner.policy.model, base=base)))
+            model, progress = self.learner.policy.model, self._thread.progress
+            pack = packed_weights(model, base=base, dtype=dtype, progress=progress)
             return pack if self.learner.ranks.leads else None
 
         return self._thread.submit(weights)
 
-    def weight_layout(self) -> Future[WeightLayout]:
+    def weight_layout(self, dtype: torch.dtype | None) -> Future[WeightLayout]:
         """:meth:`WeightSender.weight_layout`."""
-        return self._thread.submit(self._sender.weight_layout)
+        return self._thread.submit(self._sender.weight_layout, dtype)
 
-    def send_weights(self, meeting: Meeting | None, version: int) -> Future[str | None]:
+    def send_weights(self, meeting: Meeting | None, version: int, dtype: torch.dtype | None) -> Future[str | None]:
         """:meth:`WeightSender.send_weights`."""
-        return self._thread.submit(self._sender.send_weights, meeting, version)
+        return self._thread.submit(self._sender.send_weights, meeting, version, dtype)
 
     def kept_weights(self) -> tuple[WeightPack, int]:
         """:meth:`WeightSender.kept_weights`, at once, whatever the learner is at."""
@@ -133,8 +131,3 @@ class LearnerServant:
     def close(self) -> None:
         """End after what is queued."""
         self._thread.close()
-
-    def _ticking(self, items: Iterable[Item]) -> Iterator[Item]:
-        for item in items:
-            self._thread.progress()
-            yield item

@@ -19,6 +19,7 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.workers.base import Worker, WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
+from sota_grpo.workers.starting import IDLE_METHOD, Start
 from sota_grpo.workers.weight_ends import WeightLayout
 from sota_grpo.workers.weight_group import Meeting
 
@@ -44,7 +45,8 @@ class RemoteLearner:
         settings: those of the ranks' learners.
         share: makes a large argument travel once, as :meth:`sota_grpo.workers.base.Launcher.share` does.
         silence_s: longest time without progress: one micro-batch, or one optimizer step, or one gathered state.
-        start_deadline_s: longest wait for all ranks to be there with their model.
+        start_silence_s: longest time in which no rank that is starting does anything, or one does not answer
+            (:class:`sota_grpo.workers.starting.Start`).
         grace_s: after one rank's exception, how long the others may take to answer.
     """
 
@@ -55,15 +57,14 @@ class RemoteLearner:
         *,
         share: Callable[[Any], Any] = lambda value: value,
         silence_s: float = 600.0,
-        start_deadline_s: float = 1800.0,
+        start_silence_s: float = 600.0,
         grace_s: float = 10.0,
     ):
         self.workers = tuple(workers)
         self.settings = settings
         self.version = 0
         self._share = share
-        self._silence_s, self._start_deadline_s, self._grace_s = silence_s, start_deadline_s, grace_s
-        self._began = time.monotonic()
+        self._silence_s, self._start_silence_s, self._grace_s = silence_s, start_silence_s, grace_s
         self._ready = False
         self._order = threading.Lock()
 
@@ -71,20 +72,36 @@ class RemoteLearner:
         """Return when every rank has built its learner; the first call does this by itself.
 
         Raises:
-            LearnerDied: one did not, or not within ``start_deadline_s``.
+            LearnerDied: one did not, or fell silent.
         """
         if self._ready:
             return
         answers = [worker.call("ping") for worker in self.workers]
-        left_s = self._start_deadline_s - (time.monotonic() - self._began)
-        pending = wait(answers, timeout=max(0.0, left_s), return_when=FIRST_EXCEPTION).not_done
+        self._watch_starts(answers)
         failed = [index for index, answer in enumerate(answers) if answer.done() and answer.exception()]
         if failed:
             self._die(failed[0], str(answers[failed[0]].exception()), answers[failed[0]].exception())
-        if pending:
-            late = [index for index, answer in enumerate(answers) if answer in pending]
-            self._die(late[0], f"was not ready after {self._start_deadline_s:g} s")
         self._ready = True
+
+    def _watch_starts(self, answers: Sequence[Future[Any]]) -> None:
+        """Return when all have answered or one has failed; end all when those that have not do nothing for too long."""
+        limit_s, began_s = self._start_silence_s, time.monotonic()
+        starts = {index: Start(limit_s, began_s) for index in range(len(answers))}
+        asked: dict[int, Future[Any]] = {}
+        pause_s = min(limit_s / (2 * _PINGS_PER_SILENCE), _LONGEST_PING_PAUSE_S)
+        while pending := wait(answers, timeout=pause_s, return_when=FIRST_EXCEPTION).not_done:
+            if any(answer.done() and answer.exception() for answer in answers):
+                return
+            now_s = time.monotonic()
+            left = {index: start for index, start in starts.items() if answers[index] in pending}
+            for index, start in left.items():
+                if index in asked and asked[index].done() and not asked[index].exception():
+                    start.answered(asked.pop(index).result(), now_s)
+                if index not in asked:
+                    asked[index] = self.workers[index].call(IDLE_METHOD)
+            for index, start in left.items():
+                if why := start.verdict(now_s, left.values()):
+                    self._die(index, why)
 
     def update(self, rows: TensorDictBase) -> dict[str, float | None]:
         """:meth:`Learner.update`, with the time that the driver waited; the rows are left as they are."""
@@ -102,17 +119,17 @@ class RemoteLearner:
         self._call("load_state_dict", self._share(StatePack.of(state)))
         self.version = state["version"]
 
-    def weights(self, *, base: bool = True) -> WeightPack:
-        """What engines load, as :func:`sota_grpo.policy.lora.engine_weights` gives it."""
-        return self._call("weights", base)
+    def weights(self, *, base: bool = True, dtype: torch.dtype | None = None) -> WeightPack:
+        """What engines load, as :func:`sota_grpo.policy.lora.packed_weights` gives it."""
+        return self._call("weights", base, dtype)
 
-    def weight_layout(self) -> WeightLayout:
+    def weight_layout(self, dtype: torch.dtype | None) -> WeightLayout:
         """:meth:`sota_grpo.workers.weight_ends.WeightSender.weight_layout` of rank 0."""
-        return self._call("weight_layout")
+        return self._call("weight_layout", dtype)
 
-    def send_weights(self, meeting: Meeting | None, version: int) -> str | None:
+    def send_weights(self, meeting: Meeting | None, version: int, dtype: torch.dtype | None) -> str | None:
         """:meth:`sota_grpo.workers.weight_ends.WeightSender.send_weights`, by rank 0."""
-        return self._call("send_weights", meeting, version)
+        return self._call("send_weights", meeting, version, dtype)
 
     def kept_weights(self) -> tuple[WeightPack, int]:
         """Rank 0's copy of what it sent last; another thread may ask while the ranks compute."""

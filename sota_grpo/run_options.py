@@ -22,7 +22,9 @@ class RayConfig:
     """The cluster on which workers run (mode=async, or several devices for a role)."""
 
     address: str | None = opt(None, "a running cluster (HOST:PORT, auto); null starts one on this machine")
-    start_timeout_s: float = opt(300.0, "longest wait for the cluster's resources, and for a worker to start")
+    start_timeout_s: float = opt(
+        300.0, "longest wait for the cluster's resources, and longest time in which workers that start do nothing"
+    )
 
 
 @dataclass

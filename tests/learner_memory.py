@@ -15,10 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from benchmarks.peers.memory import peak_bytes
 from sota_grpo import keys
-from sota_grpo.assembly.device_memory import GIB, Facts, Machine, learner_of, plan_for
+from sota_grpo.assembly.device_memory import GIB, Facts, Machine, gate_of, learner_of, plan_for
 from sota_grpo.collate import micro_batches, sibling_groups
 from sota_grpo.compose import compose
 from sota_grpo.functional.memory import Learning, MicroBatch, learner_memory
+from sota_grpo.gate import compared_budgets
 from sota_grpo.learner import Learner
 from sota_grpo.objectives import GRPOLoss
 from sota_grpo.policy.architecture import architecture_from
@@ -124,18 +125,28 @@ def batches_of(rows: Sequence[TensorDictBase], budget: int) -> list[MicroBatch]:
 
 
 def train(case: dict[str, Any], rows: list[TensorDictBase], updates: int = 2) -> None:
-    """Build a learner and take some steps: from the second on the optimizer has its moments."""
+    """Build a learner and take some steps: from the second on the optimizer has its moments.
+
+    With ``gate`` in the case it takes none, and compares two gradients.
+    """
     policy = make_policy(case)
     settings = LearnerSettings(
         lr=1e-6, total_steps=10, optim_batch_size=len(rows), micro_batch_tokens=case["budget"], aggregation="token"
     )
     learner = Learner(policy, GRPOLoss(policy, entropy_bonus=False), settings, pad_token_id=0, dump_dir=Path("."))
+    if case.get("gate"):
+        longest = max(row.get(keys.FULL_TOKENS).shape[-1] for row in rows)
+        learner.gradient_gap(rows, compared_budgets(case["budget"], longest))
+        return
     for _ in range(updates):
         learner.update(lazy_stack(rows))
 
 
 def estimated(case: dict[str, Any]) -> int:
-    """What ``sota-grpo estimate`` says of the learner of such a run, when every sample is as long as it may be."""
+    """What ``sota-grpo estimate`` says of the learner of such a run, when every sample is as long as it may be.
+
+    With ``gate`` in the case it is the learner of the checks, before the optimizer's first step.
+    """
     given = {
         "env.repeats": case["group"],
         "env.num_envs": case["group"],
@@ -149,6 +160,9 @@ def estimated(case: dict[str, Any]) -> int:
     config = compose("grpo_cpu", [f"{name}={value}" for name, value in given.items()])
     facts = Facts(architecture_from(model_config(case)), case["prompt"])
     plan = plan_for(config, Machine("cpu", 64 * GIB, None, 0))
+    if case.get("gate"):
+        found = gate_of(config, facts, plan)
+        return found.total - found.optimizer
     return learner_of(config, facts, plan).total
 
 

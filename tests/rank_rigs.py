@@ -71,9 +71,9 @@ def build_learner(
     kl_coef: float = 0.05,
     **settings: Any,
 ) -> Learner:
-    """The same random weights on every rank and for every number of ranks; adapters as after some training."""
+    """The same random weights for every number of ranks: rank 0's, which it sends; adapters as after some training."""
     with torch.random.fork_rng():
-        torch.manual_seed(11)
+        torch.manual_seed(11 + ranks.rank)
         model = make_model().to(dtype).train()
         if checkpointing:
             enable_gradient_checkpointing(model)

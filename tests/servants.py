@@ -109,6 +109,14 @@ def slow_echo(seconds: float) -> Echo:
     return Echo()
 
 
+def busy_echo(seconds: float) -> Echo:
+    """Loads for so long, as far as anybody can see from outside."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(10_000))
+    return Echo()
+
+
 def broken(tries: str) -> Echo:
     """Raises, after leaving a trace of every try."""
     with Path(tries).open("a") as file:

@@ -92,7 +92,7 @@ def layout_of(groups: list[tuple[int, list[int]]], device: str) -> tuple[Layout,
         tokens[row, :prompt] = 100 + group
         real[row, : prompt + length] = True
         said[row, prompt : prompt + length] = True
-    layout = pack(tokens.to(device), real.to(device), said.to(device))
+    layout = pack(tokens, real, said).to(torch.device(device))
     return layout, layout.positions.shape[1]
 
 
@@ -109,7 +109,7 @@ def attention(options: Options) -> Iterator[Finding]:
     for dtype, close in ((torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-5)):
         worst: dict[str, float] = {}
         for query_heads, key_heads, width in heads[:2] if options.small else heads:
-            for name, groups in GROUPS.items():
+            for groups in GROUPS.values():
                 for window in (None, 50):
                     found = attention_errors(options, groups, (query_heads, key_heads, width), window, dtype)
                     for part, error in found.items():
@@ -295,7 +295,7 @@ def policies(options: Options) -> Iterator[Finding]:
                 gap, mean = relative(*flat), float((own - log_probs)[said].abs().mean())
                 figures = {"gradient": gap, "log_prob_gap": mean, "split": split, "allowed": allowed}
                 landed = learner.policy.shared_prompt == packed
-                yield Finding(name, gap < allowed and split < allowed and landed, figures | {"packed": landed})
+                yield Finding(name, gap < allowed and split < allowed and landed, figures | {"as_asked": landed})
                 if packed and not fused:
                     before = [parameter.detach().clone() for parameter in learner.parameters]
                     learner.perturb()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from sota_grpo.assembly.cluster import visible_gpus
+from sota_grpo.assembly.cuda import use_expandable_segments, why_no_gpu
 from sota_grpo.assembly.devices import make_plan, resolve_device
 from sota_grpo.assembly.local import build_local
 from sota_grpo.assembly.parts import Parts
@@ -40,7 +41,12 @@ def build(
         functions: reward functions that were passed as objects (:mod:`sota_grpo.assembly.passed`).
     """
     _require_sinks(config)
-    plan = make_plan(config, resolve_device(config), lambda: visible_gpus(config))
+    device = resolve_device(config)
+    if device == "cuda":
+        use_expandable_segments(config)
+    elif config.device == "auto" and (reason := why_no_gpu()):
+        logger.warning("Training on the CPU. %s", reason)
+    plan = make_plan(config, device, lambda: visible_gpus(config))
     for note in plan.notes:
         logger.info(note)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)

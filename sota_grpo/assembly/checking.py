@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+from transformers import AutoConfig
+
 from sota_grpo.assembly import Parts, build
-from sota_grpo.config import Config
+from sota_grpo.config import Config, model_name
 from sota_grpo.errors import UserError
 from sota_grpo.gate import Check, Subject, run_gate
 from sota_grpo.hub_token import use_config_token
+from sota_grpo.policy.load import from_pretrained
+from sota_grpo.policy.packed import KNOWN_TO_PACK
 from sota_grpo.recording.gate_record import write_gate
 from sota_grpo.run_record import RUN_FILE
 from sota_grpo.validators import validate
@@ -30,7 +34,15 @@ def subject_of(config: Config, parts: Parts) -> Subject:
         seed=config.seed,
         tolerance=1e-4 if parts.exact else 5e-2,
         transforms=[transform for _, transform in parts.transforms],
+        packs=config.model.attn_implementation is None and family_of(config) in KNOWN_TO_PACK,
     )
+
+
+def family_of(config: Config) -> str:
+    """What transformers calls the policy's architecture, as ``qwen2``."""
+    trusts = config.model.trust_remote_code
+    found = from_pretrained(AutoConfig.from_pretrained, model_name(config), trust_remote_code=trusts)
+    return found.get_text_config().model_type
 
 
 def check(

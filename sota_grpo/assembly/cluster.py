@@ -70,7 +70,14 @@ class Cluster:
 
     @property
     def threads(self) -> int:
-        """CPU threads of each process that computes, so that together they have as many as there are cores."""
+        """CPU threads of each process that computes, so that together they have as many as there are cores.
+
+        On a cluster of GPUs, where Ray places them, each has its GPU's share of the cores of its node.
+        """
+        if self._on_cluster and self._plan.device_type == "cuda":
+            from sota_grpo.workers.ray_cluster import cores_per_gpu
+
+            return cores_per_gpu()
         busy = len(self._engines) + len(self._references) + max(1, len(self._ranks))
         return max(1, len(os.sched_getaffinity(0)) // busy) if hasattr(os, "sched_getaffinity") else 1
 
@@ -150,13 +157,11 @@ class Cluster:
         return starter(self._ray, role, spec, placements)
 
     def _placed(self, gpus: Sequence[int]) -> Mapping[str, Any]:
-        if self._plan.device_type == "cpu":
-            return {"threads": self.threads, "env": {"OMP_WAIT_POLICY": "PASSIVE"}}
-        if self._on_cluster:
-            return {"num_gpus": len(gpus)}
-        return {
-            "env": {"CUDA_VISIBLE_DEVICES": visible_names(gpus), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        }
+        env = {"OMP_WAIT_POLICY": "PASSIVE"}
+        if self._plan.device_type == "cuda" and not self._on_cluster:
+            env |= {"CUDA_VISIBLE_DEVICES": visible_names(gpus), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        place: dict[str, Any] = {"threads": self.threads, "env": env}  # left alone, Ray gives an actor one thread
+        return place | ({"num_gpus": len(gpus)} if self._plan.device_type == "cuda" and self._on_cluster else {})
 
     def _start_ray(self, places: Sequence[tuple[int, ...]]) -> Any:
         by_ray = self._on_cluster and self._plan.device_type == "cuda"

@@ -46,9 +46,9 @@ def with_turns(config: Config, env: TaskEnv, engine: Generates) -> Any:
     return DialogEngine(engine, env.grader, turns, max_steps=config.env.max_steps, in_rounds=in_rounds)
 
 
-def make_publisher(model: nn.Module, engine: Generates) -> Publisher:
+def make_publisher(model: nn.Module, engine: Generates, *, share_device: bool = False) -> Publisher:
     """Merged weights of ``model``, pushed to ``engine``."""
-    return Publisher(lambda: engine_weights(model), [engine])
+    return Publisher(lambda: engine_weights(model), [engine], share_device=share_device)
 
 
 def numerics_are_exact(config: Config, device_type: str) -> bool:

@@ -22,7 +22,9 @@ from sota_grpo.functional.engine_memory import (
     kv_bytes_per_token,
     vllm_pool_bytes,
 )
-from sota_grpo.functional.memory import LearnerMemory, Learning, MicroBatch, learner_memory
+from sota_grpo.functional.memory import LearnerMemory, Learning, MicroBatch, gate_memory, learner_memory
+from sota_grpo.gate import compared_budgets
+from sota_grpo.gate_subject import NUM_PROMPTS, NUM_SAMPLES
 from sota_grpo.model_sizes import Architecture
 
 GIB = 2**30
@@ -122,7 +124,7 @@ def plan_for(config: Config, machine: Machine) -> Plan:
 def learning_of(config: Config, plan: Plan) -> Learning:
     """How the learner of ``config`` trains, in the terms of :mod:`sota_grpo.functional.memory`."""
     part = config.train_model
-    weight_bytes = _number_bytes(part.torch_dtype)
+    weight_bytes = dtype_bytes(part.torch_dtype)
     on_cpu = plan.device_type == "cpu"
     product_bytes = weight_bytes if trainer_precision(config, plan.device_type) == "fp32" else 2
     return Learning(
@@ -197,11 +199,27 @@ def learner_of(config: Config, facts: Facts, plan: Plan) -> LearnerMemory:
     return learner_memory(facts.model, how, batches)
 
 
+def gate_of(config: Config, facts: Facts, plan: Plan) -> LearnerMemory:
+    """Peak of one rank in the gate, of a run that is resumed: a fresh one has no moments of the optimizer yet.
+
+    Its rows are few, but cut by another budget than a step's (:mod:`sota_grpo.gate`).
+    """
+    how = learning_of(config, plan)
+    prompt, response = largest_sample(config, facts)
+    rows, shared = max(1, NUM_PROMPTS * NUM_SAMPLES // how.ranks), config.model.attn_implementation is None
+    group = min(rows, NUM_SAMPLES) if shared else 1
+    budgets = compared_budgets(config.train.micro_batch_tokens, prompt + response)
+    cuts = [_cut(prompt, response, rows, group, budget, shared)[:2] for budget in budgets]
+    if how.on_cpu:
+        cuts = [[replace(batch, keys=0) for batch in batches] for batches in cuts]
+    return gate_memory(facts.model, how, *cuts)
+
+
 def reference_of(config: Config, facts: Facts, plan: Plan) -> tuple[int, int]:
     """Bytes of the reference's own weights (0 where it has none), and of a pass through it (0 without reference)."""
     if config.policy.kl_coef == 0:
         return 0, 0
-    weight_bytes = _number_bytes(reference_dtype(config))
+    weight_bytes = dtype_bytes(reference_dtype(config))
     how = learning_of(config, plan)
     how = replace(how, weight_bytes=weight_bytes, product_bytes=min(weight_bytes, how.product_bytes))
     batch = step_micro_batches(config, facts, 1)[0]
@@ -214,7 +232,7 @@ def engine_of(config: Config, facts: Facts, plan: Plan, capacity: int) -> tuple[
     part, model = config.inference_model, facts.model
     if plan.engine == "scripted" or config.engine.url is not None:
         return {}, None
-    number_bytes = _number_bytes(engine_dtype(part.torch_dtype, plan.device_type))
+    number_bytes = dtype_bytes(engine_dtype(part.torch_dtype, plan.device_type))
     engines = max(1, len(plan.placement.inference) // part.tensor_parallel_size)
     rows = max(config.env.repeats, config.env.num_envs // (engines if plan.workers else 1))
     prompt, response = largest_sample(config, facts)
@@ -255,5 +273,5 @@ def engine_of(config: Config, facts: Facts, plan: Plan, capacity: int) -> tuple[
     }, problem
 
 
-def _number_bytes(dtype: str) -> int:
+def dtype_bytes(dtype: str) -> int:
     return 4 if dtype in ("auto", "float32") else 2

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from sota_grpo.assembly.cuda import why_no_gpu
 from sota_grpo.config import Config, model_name
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
@@ -36,16 +37,19 @@ def resolve_device(config: Config) -> str:
 
     Raises:
         UserError: no such model folder, no GPU where one is asked for, or no GPU and a model from the hub that nobody
-            asked to train on the CPU.
+            asked to train on the CPU. Where there is one that torch does not see, it says why.
     """
     model = resolve_model_path(model_name(config))  # a mistyped folder is not a model from the hub
     if config.device == "cuda" and config.ray.address is not None:
         return "cuda"  # of the cluster; this machine may have none
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
-            raise UserError("device=cuda, and this machine has no CUDA device; use device=cpu.")
+            raise UserError(why_no_gpu() or "device=cuda, and this machine has no CUDA device; use device=cpu.")
         return "cuda"
     if config.device == "auto" and not Path(model).is_dir():
+        reason = why_no_gpu()
+        if reason is not None:
+            raise UserError(f"{model_name(config)} is trained on a GPU (device=cpu insists). {reason}")
         raise UserError(
             f"{model_name(config)} is no folder here, and a model from the hub needs a CUDA GPU, which this machine "
             "has not; `python grpo.py --config-name grpo_cpu` trains the embedded policy here (device=cpu insists)."

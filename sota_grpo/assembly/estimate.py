@@ -22,6 +22,7 @@ from sota_grpo.assembly.device_memory import (
     step_micro_batches,
 )
 from sota_grpo.assembly.devices import Plan
+from sota_grpo.assembly.disk import Disk, disk_of
 from sota_grpo.assembly.fits import TRAIN, Change, devices_of, smallest_change, worst_of
 from sota_grpo.assembly.learning import make_settings
 from sota_grpo.assembly.rollout import engine_dtype
@@ -66,6 +67,7 @@ class Estimate:
         num_problems: of the training split; None where the data is not here.
         micro_batches: of an optimizer step, on one rank.
         turns, optimizer_steps: of the whole run.
+        disk: what is written to the run's directory.
         change: the smallest one that makes it fit; None where it fits, or where nothing helps.
         other_change: the smallest one that still trains all weights, where ``change`` does not.
         times: None where nothing was measured.
@@ -81,6 +83,7 @@ class Estimate:
     micro_batches: int
     turns: int
     optimizer_steps: int
+    disk: Disk
     change: Change | None = None
     other_change: Change | None = None
     times: Times | None = None
@@ -128,6 +131,7 @@ class Estimate:
             "turns": self.turns,
             "optimizer_steps": self.optimizer_steps,
             "micro_batches_per_step": self.micro_batches,
+            "disk": asdict(self.disk) | {"total": self.disk.total},
             "devices": [
                 {
                     "name": device.name,
@@ -188,6 +192,7 @@ def estimate(
         micro_batches=len(step_micro_batches(config, facts, how.ranks)),
         turns=turns,
         optimizer_steps=make_settings(config, plan.device_type).total_steps,
+        disk=disk_of(config, model),
         change=change,
         other_change=other,
         times=_times(config, facts, plan) if probe and machine.is_here and all(d.fits for d in devices) else None,

@@ -17,6 +17,7 @@ from sota_grpo.assembly.device_memory import (
     Parts,
     context_of,
     engine_of,
+    gate_of,
     largest_sample,
     learner_of,
     plan_for,
@@ -30,31 +31,38 @@ from sota_grpo.functional.memory import LearnerMemory
 from sota_grpo.validators import validate
 
 _MOST_CHANGES = 3  # options that a proposal may touch
-SAMPLE, SCORE, TRAIN, AT_WORK = "sampling", "reference", "training", "at work"
+SAMPLE, SCORE, TRAIN, AT_WORK, GATE = "sampling", "reference", "training", "at work", "checks"
 
 
 def devices_of(config: Config, facts: Facts, machine: Machine) -> list[DeviceMemory]:
     """Every device of the run with what it holds at each moment.
 
     In lockstep on one device its parts take turns: sampling, the reference's pass, training; an engine that shares a
-    GPU with the learner sleeps through the latter two. With workers all are at work at once.
+    GPU with the learner sleeps through the latter two. With workers all are at work at once. Before the first turn come
+    the checks, where the learner compares two gradients.
 
     Raises:
         UserError: the devices cannot be shared out.
     """
     plan = plan_for(config, machine)
-    learner = learner_of(config, facts, plan)
+    learner, gate = learner_of(config, facts, plan), gate_of(config, facts, plan)
     if plan.device_type == "cpu":
-        return [_whole_machine(config, facts, machine, plan, learner)]
+        return [_whole_machine(config, facts, machine, plan, learner, gate)]
     place = plan.placement
     return [
-        _gpu(config, facts, machine, plan, learner, index)
+        _gpu(config, facts, machine, plan, learner, gate, index)
         for index in sorted({*place.train, *place.inference, *place.ref})
     ]
 
 
 def _gpu(
-    config: Config, facts: Facts, machine: Machine, plan: Plan, learner: LearnerMemory, index: int
+    config: Config,
+    facts: Facts,
+    machine: Machine,
+    plan: Plan,
+    learner: LearnerMemory,
+    gate: LearnerMemory,
+    index: int,
 ) -> DeviceMemory:
     place = plan.placement
     trains, samples, refers = index in place.train, index in place.inference, index in place.ref
@@ -63,10 +71,14 @@ def _gpu(
     engine, problem = engine_of(config, facts, plan, machine.memory) if samples else ({}, None)
     reference: Parts = {"reference: weights": own} if refers else {}
     scoring: Parts = {"reference: pass": passing} if refers else {}
+    checked = config.check.mode != "off"
     if plan.workers:
         contexts = CUDA_CONTEXT * (trains + refers + (samples and not _within_share(plan)))
-        everything = {"context": contexts, **(_training(learner) if trains else {}), **reference, **scoring, **engine}
-        return DeviceMemory(f"cuda:{index}", tuple(roles), {AT_WORK: everything}, machine.memory, problem)
+        others = {"context": contexts, **reference, **scoring, **engine}
+        moments = {AT_WORK: others | (_training(learner) if trains else {})}
+        if trains and checked:
+            moments[GATE] = others | _training(gate)
+        return DeviceMemory(f"cuda:{index}", tuple(roles), moments, machine.memory, problem)
     base: Parts = {"context": CUDA_CONTEXT * (1 + (refers and config.ref_model.process))} | reference
     resting = _resting(learner) if trains else {}
     moments = {}
@@ -77,12 +89,16 @@ def _gpu(
         moments[SCORE] = base | resting | {"reference: pass": passing} | asleep
     if trains:
         moments[TRAIN] = base | _training(learner) | asleep
+    if trains and checked:
+        moments[GATE] = base | _training(gate) | asleep
     return DeviceMemory(f"cuda:{index}", tuple(roles), moments, machine.memory, problem)
 
 
-def _whole_machine(config: Config, facts: Facts, machine: Machine, plan: Plan, learner: LearnerMemory) -> DeviceMemory:
+def _whole_machine(
+    config: Config, facts: Facts, machine: Machine, plan: Plan, learner: LearnerMemory, gate: LearnerMemory
+) -> DeviceMemory:
     """All processes of a CPU run share its memory; nothing sleeps."""
-    place = plan.placement
+    place, checked = plan.placement, config.check.mode != "off"
     own, passing = reference_of(config, facts, plan)
     engine, problem = engine_of(config, facts, plan, machine.memory)
     roles = ("learner", "engine", *(["reference"] if own or passing else []))
@@ -97,7 +113,10 @@ def _whole_machine(config: Config, facts: Facts, machine: Machine, plan: Plan, l
             "weights on their way": facts.model.parameters * 4,  # in the store that the workers read
         }
         everything |= {"reference: weights": references * own, "reference: pass": references * passing} if own else {}
-        return DeviceMemory("CPU", roles, {AT_WORK: everything}, machine.memory, problem)
+        moments = {AT_WORK: everything}
+        if checked:
+            moments[GATE] = everything | {name: ranks * size for name, size in _training(gate).items()}
+        return DeviceMemory("CPU", roles, moments, machine.memory, problem)
     processes = 1 + (own > 0 and config.ref_model.process)
     base: Parts = {"libraries": processes * machine.process_bytes + graders}
     base |= {"reference: weights": own} if own else {}
@@ -106,6 +125,8 @@ def _whole_machine(config: Config, facts: Facts, machine: Machine, plan: Plan, l
     if passing:
         moments[SCORE] = base | _resting(learner) | kept | {"reference: pass": passing}
     moments[TRAIN] = base | _training(learner) | kept
+    if checked:
+        moments[GATE] = base | _training(gate) | kept
     return DeviceMemory("CPU", roles, moments, machine.memory, problem)
 
 

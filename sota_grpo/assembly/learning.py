@@ -27,8 +27,8 @@ from sota_grpo.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from sota_grpo.workers.processes import ProcessLauncher
 
 
-def make_model(config: Config, device: torch.device) -> PreTrainedModel:
-    """The policy in training mode on ``device``.
+def make_model(config: Config, device: torch.device, *, weights: bool = True) -> PreTrainedModel:
+    """The policy in training mode on ``device``; without ``weights`` as :func:`load_model` makes it.
 
     Raises:
         UserError: transformers does not know ``model.attn_implementation``, or lacks the package that it needs.
@@ -43,6 +43,7 @@ def make_model(config: Config, device: torch.device) -> PreTrainedModel:
             trust_remote_code=config.model.trust_remote_code,
             gradient_checkpointing=part.gradient_checkpointing,
             device=device,
+            weights=weights,
         )
     except (ValueError, ImportError) as error:
         if attention is None or not (isinstance(error, ImportError) or "attn_implementation" in str(error)):
@@ -196,7 +197,7 @@ def make_transforms(config: Config, reference: ReferencePolicy | None, learner: 
 
         def log_probs(rows: TensorDictBase) -> torch.Tensor:
             with learner.autocast():  # the policy's own precision, so that the KL of equal weights is 0
-                return reference(rows.to(learner.device))
+                return reference(rows)
 
         transform = ReferenceKL(
             log_probs,

@@ -31,6 +31,7 @@ from sota_grpo.tasks.base import Task
 def build_local(config: Config, plan: Plan, task: Task, env: TaskEnv, tokenizer: Any, run_dir: Path) -> Parts:
     """Assemble the run. What was started is closed again when a later part fails."""
     device_type, placement = plan.device_type, plan.placement
+    share_device = placement.colocated and device_type == "cuda"
     with ExitStack() as opened:
         base = make_model(config, torch.device(device_name(device_type, placement.train)))
         # the engine copies the model while that has no adapter
@@ -50,8 +51,8 @@ def build_local(config: Config, plan: Plan, task: Task, env: TaskEnv, tokenizer:
             tokenizer=tokenizer,
             engine=engine,
             learner=learner,
-            publisher=make_publisher(model, engine),
-            source=_source(config, env, engine, transforms, placement.colocated and device_type == "cuda"),
+            publisher=make_publisher(model, engine, share_device=share_device),
+            source=_source(config, env, engine, transforms, share_device),
             evaluator=make_evaluator(config, task, env, engine),
             sampling=make_sampling(config),
             transforms=transforms,

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import torch
 
+from sota_grpo.assembly.cuda import use_expandable_segments
 from sota_grpo.assembly.learning import add_adapter, make_learner, make_model, make_policy
 from sota_grpo.config import Config, model_name
 from sota_grpo.learner import Learner
 from sota_grpo.learner_ranks import LearnerServant
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.sharding import join_ranks, shard
+
+LONGEST_START_S = 3600.0  # of rank 0, which loads the model; who waits for the ranks ends them much sooner if they idle
 
 
 def learner_servant(
@@ -36,11 +39,14 @@ def learner_servant(
     """
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     device = torch.device("cuda:0" if device_type == "cuda" else "cpu")
+    if device_type == "cuda":
+        use_expandable_segments()
 
     def make() -> Learner:
         if device_type == "cpu":
             torch.set_num_threads(num_threads)
-        model = add_adapter(config, make_model(config, torch.device("cpu") if size > 1 else device))
+        loads_on = torch.device("cpu") if size > 1 else device
+        model = add_adapter(config, make_model(config, loads_on, weights=rank == 0))  # the others are sent theirs
         policy = make_policy(config, model, device_type)
         ranks = join_ranks(
             rank,
@@ -48,6 +54,7 @@ def learner_servant(
             init_method=init_method,
             device=device,
             timeout_s=max(60.0, config.train_model.timeout_s),
+            start_timeout_s=LONGEST_START_S,
             reduce_once=not config.train_model.shard_gradients,
         )
         shard(policy, ranks)

@@ -32,19 +32,21 @@ from sota_grpo.async_source import AsyncSource
 from sota_grpo.collate import row_list
 from sota_grpo.config import Config, model_name, turn_size
 from sota_grpo.dialogs import DialogEngine
+from sota_grpo.engines import SERVERS
 from sota_grpo.envs import TaskEnv
 from sota_grpo.fleet_engine import FleetEngine
 from sota_grpo.learner import Learner
 from sota_grpo.policy.adapter_pack import AdapterPack, base_pack
 from sota_grpo.policy.export import save_hf
 from sota_grpo.policy.load import resolve_model_path
-from sota_grpo.policy.lora import engine_weights
+from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.reference_service import ReferenceService
 from sota_grpo.publish import Publisher
 from sota_grpo.remote_learner import RemoteLearner
 from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.tasks.base import Task
 from sota_grpo.transforms import ReferenceKL
+from sota_grpo.validators.processes import obstacle_to_a_broadcast
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.futures import promised
@@ -162,7 +164,7 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
         count,
         capacity=rows if config.env.max_steps > 1 else max(1, rows // config.env.repeats),  # later turns come alone
         silence_s=config.inference_model.timeout_s,
-        start_deadline_s=config.ray.start_timeout_s,
+        start_silence_s=config.ray.start_timeout_s,
     )
 
 
@@ -186,7 +188,7 @@ def _reference(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster) -> 
         count,
         capacity=2,  # the next group is there when one is answered
         silence_s=config.ref_model.timeout_s,
-        start_deadline_s=config.ray.start_timeout_s,
+        start_silence_s=config.ray.start_timeout_s,
     )
     in_reward = None if config.train.kl_coef_in_loss else config.policy.kl_coef
     return ReferenceService(fleet, num_workers=count, in_reward_coeff=in_reward)
@@ -243,11 +245,12 @@ def _learning(
                 make_settings(config, plan.device_type),
                 share=cluster.share,
                 silence_s=config.train_model.timeout_s,
-                start_deadline_s=config.ray.start_timeout_s,
+                start_silence_s=config.ray.start_timeout_s,
             )
         )
         collective = _collective(config, plan, cluster, engine, remote, crew)
-        return remote, collective or Publisher(remote.weights, [engine]), remote.export_hf
+        publisher = collective or Publisher(lambda: remote.weights(dtype=engine.weight_dtype), [engine])
+        return remote, publisher, remote.export_hf
     if plan.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cluster.threads)
     model = add_adapter(config, make_model(config, torch.device(device_name(plan.device_type, plan.placement.train))))
@@ -259,16 +262,16 @@ def _learning(
         publisher = Publisher(lambda: AdapterPack.of(model), [engine])
     else:
         collective = _collective(config, plan, cluster, engine, WeightSender(model), crew)
-        publisher = collective or Publisher(lambda: engine_weights(model), [engine])
+        publisher = collective or Publisher(lambda: packed_weights(model, dtype=engine.weight_dtype), [engine])
     return learner, publisher, lambda folder: save_hf(model, tokenizer, folder)
 
 
 def _collective(
     config: Config, plan: Plan, cluster: Cluster, engine: FleetEngine, sender: Any, crew: _Crew
 ) -> Publisher | None:
-    """A publisher that broadcasts the weights, where the config asks for one."""
+    """A publisher that broadcasts the weights, where the config asks for one or NCCL has a short way."""
     part = config.inference_model
-    if part.weight_transfer != "collective":
+    if not broadcasts_weights(config, plan):
         return None
     transfer = crew.add(
         WeightTransfer(
@@ -278,9 +281,22 @@ def _collective(
             backend="nccl" if plan.device_type == "cuda" else "gloo",
             deadline_s=part.timeout_s,
             host=cluster.host,
+            dtype=lambda: engine.weight_dtype,
         )
     )
     return Publisher(lambda: transfer, [engine])
+
+
+def broadcasts_weights(config: Config, plan: Plan) -> bool:
+    """Whether weights go by broadcast: on GPUs of one machine they do, unless something is in the way.
+
+    NCCL wants a GPU for each member. Between machines a broadcast has not been tried: there it has to be asked for.
+    """
+    if config.inference_model.weight_transfer != "auto":
+        return config.inference_model.weight_transfer == "collective"
+    own = set(plan.placement.train).isdisjoint(plan.placement.inference)
+    near = plan.device_type == "cuda" and config.ray.address is None and plan.engine not in SERVERS
+    return near and own and obstacle_to_a_broadcast(config) is None
 
 
 def _counts(fleets: list[Fleet]) -> Callable[[], dict[str, float]]:

@@ -48,8 +48,14 @@ class Engine(Generates, Protocol):
 
     ``add`` takes groups in and returns a ticket for each; equal group ids may be in flight under several tickets.
     ``step`` moves everything in flight on by about one token and returns what ended, each ticket once.
-    ``num_in_flight`` counts the groups added and not yet returned; ``abort`` forgets them all.
+    ``num_in_flight`` counts the groups added and not yet returned; ``abort`` forgets them all. ``device`` is where this
+    process can compute with weights before it pushes them: a GPU where the engine's own lie on one of this process's.
+    ``weight_dtype`` is the one that all its matrices have, so that pushed ones may be rounded to it beforehand; None
+    where they have several, or that is not known.
     """
+
+    device: torch.device
+    weight_dtype: torch.dtype | None
 
     @property
     def num_in_flight(self) -> int: ...

@@ -85,6 +85,18 @@ def checked_weights(
     return given
 
 
+def matrix_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
+    """The dtype of all floating-point matrices among ``tensors``; None where they have several.
+
+    >>> matrix, vector = torch.ones(2, 2), torch.ones(2)
+    >>> matrix_dtype([matrix, vector.half()]), matrix_dtype([matrix, matrix.half()])
+    (torch.float32, None)
+    """
+    of_matrices = [tensor for tensor in tensors if tensor.ndim > 1 or not tensor.numel()]  # vLLM empties what it packs
+    found = {tensor.dtype for tensor in of_matrices if tensor.is_floating_point()}
+    return found.pop() if len(found) == 1 else None
+
+
 def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() or torch.equal(a, b)
 

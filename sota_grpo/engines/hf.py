@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from sota_grpo.engines.checks import checked_weights, tied_names
+from sota_grpo.engines.checks import checked_weights, matrix_dtype, tied_names
 from sota_grpo.engines.decode import GroupDecoder
 from sota_grpo.engines.decode_attention import use_decode_attention
 from sota_grpo.engines.stepping import SteppingEngine
@@ -94,7 +94,8 @@ class TransformersEngine(SteppingEngine):
         own: Any = copy.deepcopy(model) if copy_model else model
         self._model: PreTrainedModel | None = own.to(device=device, dtype=dtype)
         own.eval().requires_grad_(False)
-        self._device = own.device
+        self.device = own.device
+        self.weight_dtype = matrix_dtype(own.state_dict().values())
         self._tied = tied_names(own)
         self._shares_prompts = use_decode_attention(own)
 
@@ -183,7 +184,7 @@ class TransformersEngine(SteppingEngine):
             RuntimeError: groups are in flight; their keys and values would stay behind.
         """
         with self._turn():
-            if self._device.type == "cpu":
+            if self.device.type == "cpu":
                 return
             if self._baskets:
                 raise RuntimeError(
@@ -200,8 +201,8 @@ class TransformersEngine(SteppingEngine):
 
     def _bring_back(self) -> None:
         model: Any = self._require_open()
-        if model.device != self._device:
-            model.to(self._device)
+        if model.device != self.device:
+            model.to(self.device)
 
     def close(self) -> None:
         """Free the weights and forget what is in flight; idempotent."""

@@ -82,6 +82,7 @@ class ServerEngine(SteppingEngine):
         self._stop_token_ids = tuple(sorted(eos_token_ids))
         self._deadlines = deadlines or Deadlines()
         self._weights = weight_folder or WeightFolder(shapes, None)
+        self.weight_dtype = self._weights.dtype
         self._versions = Versions(secrets.token_hex(4))
         self._can_sleep, self._asleep, self._closed = can_sleep, False, False
         self._failure: Exception | None = None

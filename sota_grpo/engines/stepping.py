@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+import torch
+
 from sota_grpo.engines.checks import response_rooms
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 
@@ -83,6 +85,8 @@ class SteppingEngine(ABC):
     """
 
     max_model_len: int
+    device = torch.device("cpu")  # these two: see :class:`~sota_grpo.engines.base.Engine`
+    weight_dtype: torch.dtype | None = None
 
     def __init__(self) -> None:
         self._lock = FairLock()
@@ -188,8 +192,12 @@ class SteppingEngine(ABC):
     def _advance(self) -> None:
         if self._baskets:
             self._require_open()
-            for ticket, output in self._step():
-                self._baskets.pop(ticket)[ticket] = output
+            self._hand_out(self._step())
+
+    def _hand_out(self, ended: Iterable[tuple[int, GroupOutput]]) -> None:
+        """Put what a step has ended where it was asked for."""
+        for ticket, output in ended:
+            self._baskets.pop(ticket)[ticket] = output
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:

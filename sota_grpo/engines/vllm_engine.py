@@ -7,13 +7,13 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from sota_grpo.engines.checks import checked_weights, tied_names
+from sota_grpo.engines.checks import checked_weights, matrix_dtype, tied_names
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
@@ -42,7 +42,8 @@ class VLLMEngine(SteppingEngine):
         max_rows: most samples in flight at once.
         gpu_memory_utilization: share of the GPU's memory for weights and cache; unused on CPU.
         enforce_eager: no CUDA graphs; None: only on CPU.
-        tensor_parallel_size: GPUs that hold one copy of the model.
+        tensor_parallel_size: GPUs that hold one copy of the model, each in a process that vLLM spawns: a script whose
+            main module is imported again there needs ``if __name__ == "__main__":``.
         seed: of vLLM's own random state; no sample depends on it.
         trust_remote_code: run Python code that the model's repository brings along.
     """
@@ -70,6 +71,8 @@ class VLLMEngine(SteppingEngine):
         self._requests: dict[int, GroupRequest] = {}  # in flight, by ticket; vLLM knows them as str(ticket)
         self._asleep = False
         self._tensor_parallel_size = tensor_parallel_size
+        if not self._on_cpu and tensor_parallel_size == 1:
+            self.device = torch.device("cuda:0")  # vLLM takes the first that this process sees
         options: dict[str, Any] = {
             "max_model_len": max_model_len,
             "dtype": dtype,
@@ -85,6 +88,8 @@ class VLLMEngine(SteppingEngine):
         self._engine: Any = self._llm.llm_engine
         self.max_model_len = int(self._engine.model_config.max_model_len)
         self._engine.set_weight_version("0")
+        found = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
+        self.weight_dtype = found.pop() if len(found) == 1 else None
         self._shapes, self._tied = _expected_weights(self._engine.model_config.hf_config, trust_remote_code)
 
     def _start(
@@ -153,11 +158,29 @@ class VLLMEngine(SteppingEngine):
             pairs = [(name, tensor.cpu()) for name, tensor in pairs]
         with self._turn():
             self._wake_now()
+            self._finish_batches()
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
             if not engine.has_unfinished_requests():
                 engine.reset_prefix_cache()
             engine.set_weight_version(str(version))
             self.version = version
+
+    def _finish_batches(self) -> None:
+        """Fetch what has been launched and not been fetched, and launch nothing more meanwhile.
+
+        Where vLLM schedules asynchronously, as it does on CUDA, a step launches a batch and gives the tokens of the one
+        before, labelled with the version of that moment: so the last batch of the old weights must be in before the
+        version changes. One step's overlap of CPU and GPU is lost per push.
+        """
+        core = self._engine.engine_core.engine_core  # in this process: see _start
+        if not core.batch_queue:
+            return
+        core.pause_scheduler(mode="keep", clear_cache=False)
+        try:
+            while core.batch_queue:
+                self._hand_out(self._step())
+        finally:
+            core.resume_scheduler()
 
     def sleep(self) -> None:
         """On CUDA, move the weights to the host and drop the cache; nothing on CPU, where vLLM cannot.
@@ -198,31 +221,41 @@ class VLLMEngine(SteppingEngine):
             self._llm = None
 
 
-def _start(model_path: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
+def engine_arguments(options: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+    """Everything that vLLM's ``LLM`` is given beside the model's path.
+
+    A copy on several GPUs runs in processes that vLLM starts itself (``mp``), on this process's devices. Left alone,
+    vLLM takes Ray inside one of our actors and then refuses the actor's placement group: it wants a bundle per GPU.
+    """
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,  # ids in, ids out
+        "generation_config": "vllm",  # else the model's folder adds stop tokens and sampling defaults of its own
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "use_tqdm_on_load": False,
+        **options,
+    }
+    if options["tensor_parallel_size"] > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    if on_cpu:
+        # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut in pieces, which CPU generators
+        # do not support: the prefill of a prompt stays whole.
+        return arguments | {"enable_chunked_prefill": False, "block_size": _CPU_BLOCK_TOKENS}
+    return arguments | {"enable_sleep_mode": True}
+
+
+def _start(model_path: str, options: Mapping[str, Any], *, on_cpu: bool) -> Any:
     """Import vLLM and load the model."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM sets it only after its imports
     if on_cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut in pieces, which CPU generators
-        # do not support: the prefill of a prompt stays whole.
-        options |= {"enable_chunked_prefill": False, "block_size": _CPU_BLOCK_TOKENS}
-    else:
-        options |= {"enable_sleep_mode": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from vllm import LLM
 
-        return LLM(
-            model_path,
-            skip_tokenizer_init=True,  # ids in, ids out
-            generation_config="vllm",  # else the model's folder adds stop tokens and sampling defaults of its own
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=True,
-            use_tqdm_on_load=False,
-            **options,
-        )
+        return LLM(model_path, **engine_arguments(options, on_cpu=on_cpu))
 
 
 @contextlib.contextmanager
@@ -251,6 +284,11 @@ def _expected_weights(hf_config: Any, trust_remote_code: bool) -> tuple[dict[str
     with MODEL_LOCK, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
     return {name: tensor.shape for name, tensor in model.state_dict().items()}, tied_names(model)
+
+
+def _weight_dtype(model: torch.nn.Module) -> torch.dtype | None:
+    """Of vLLM's own model, in the process that has it."""
+    return matrix_dtype(model.parameters())
 
 
 def _group_output(request: GroupRequest, output: Any) -> GroupOutput:

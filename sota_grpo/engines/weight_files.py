@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 from sota_grpo.engines.checks import tied_names
 
+logger = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -46,9 +48,19 @@ class WeightFolder:
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype | None):
-        self._dtype = dtype
+        self.dtype = dtype
         num_bytes = sum(math.prod(shape) for shape in shapes.values()) * (dtype or torch.float32).itemsize
-        roomy = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > num_bytes
+        free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
+        roomy = free is not None and free > num_bytes
+        if free is not None and not roomy:
+            logger.warning(
+                "%s has %.2f GiB free and a push of weights takes %.2f GiB, so it goes through %s: start the container "
+                "with a larger --shm-size (or --ipc=host).",
+                _SHARED_MEMORY,
+                free / 2**30,
+                num_bytes / 2**30,
+                tempfile.gettempdir(),
+            )
         self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=_SHARED_MEMORY if roomy else None))
         # also when the process ends while the thread that owns this is busy
         self._delete = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
@@ -63,7 +75,7 @@ class WeightFolder:
         tensors: dict[str, torch.Tensor] = {}
         written: set[int] = set()
         for name, weight in weights.items():
-            tensor = weight.detach().to("cpu", self._dtype).contiguous()
+            tensor = weight.detach().to("cpu", self.dtype).contiguous()
             # safetensors takes no two names of one memory, and readers need a tied weight under both its names
             tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor
             written.add(tensor.data_ptr())

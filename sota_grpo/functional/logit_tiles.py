@@ -141,7 +141,7 @@ def _takes_kernels(hidden: Tensor, bias: Tensor | None, softcap: float | None) -
 
 
 def _pieces(total: int, most: int, multiple: int = 1) -> list[slice]:
-    """``range(total)`` in pieces of nearly equal size, none above ``most``; all but the last a ``multiple`` if it can be.
+    """``range(total)`` in pieces of nearly equal size, at most ``most``; all but the last a ``multiple`` if possible.
 
     >>> [(piece.start, piece.stop) for piece in _pieces(10, 4)]
     [(0, 4), (4, 8), (8, 10)]

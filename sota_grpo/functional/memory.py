@@ -237,6 +237,29 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
     return replace(worst, heap=_heap_bytes(model, how, micro_batches[0], moments, worst)) if how.heap else worst
 
 
+def gate_memory(
+    model: Architecture, how: Learning, together: Sequence[MicroBatch], alone: Sequence[MicroBatch]
+) -> LearnerMemory:
+    """Peak while the gate compares two gradients of the same rows (:meth:`sota_grpo.learner.Learner.gradient_gap`).
+
+    The first waits in the host's memory: beside the second where the learner computes there too, apart from a GPU.
+
+    Args:
+        together: the micro-batches of the first, the heaviest first.
+        alone: those of the second.
+
+    One row that is a micro-batch of its own in both makes the same gradient twice:
+
+    >>> tiny, rows = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64), [MicroBatch(10, 6, 20)]
+    >>> [gate_memory(tiny, Learning(on_cpu=cpu), rows, rows).gradients for cpu in (True, False)]
+    [6816, 1024]
+    """
+    first, second = (learner_memory(model, how, batches) for batches in (together, alone))
+    if how.on_cpu:
+        second = replace(second, gradients=second.gradients + _standing_bytes(model, how)[1])
+    return max(first, second, key=lambda found: found.total)
+
+
 def _heap_bytes(
     model: Architecture, how: Learning, rows: MicroBatch, moments: Sequence[LearnerMemory], worst: LearnerMemory
 ) -> int:

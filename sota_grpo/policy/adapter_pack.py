@@ -46,9 +46,15 @@ class AdapterPack:
             raise ValueError(f"{type(model).__name__} has no adapter; publish its weights instead")
         return cls(WeightPack.of(tensors), scales)
 
-    def merged(self, base: WeightPack) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight of ``base`` by name, the adapted ones merged."""
-        adapter = dict(self.pack.tensors())
+    def merged(self, base: WeightPack, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight of ``base`` by name and on the CPU, the adapted ones merged.
+
+        Args:
+            base: of :func:`base_pack`.
+            device: where the products are computed, one weight at a time: a thread of a CPU takes a minute for what a
+                GPU does in a second.
+        """
+        adapter = {name: tensor.to(device) for name, tensor in self.pack.tensors()}
         for name, weight in base.tensors():
             scale = self.scales.get(name)
             if scale is None:
@@ -56,7 +62,8 @@ class AdapterPack:
                 continue
             delta = (adapter[f"{name}:B"] @ adapter[f"{name}:A"]) * scale
             wide = torch.promote_types(weight.dtype, torch.float32)
-            yield name, (weight.to(wide) + delta.to(wide)).to(weight.dtype)
+            merged = weight.to(device, wide) + delta.to(wide)
+            yield name, merged.to(weight.dtype).cpu()
 
 
 def base_pack(model: nn.Module) -> WeightPack:

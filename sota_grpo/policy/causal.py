@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from sota_grpo import keys
 from sota_grpo.functional.log_probs import chunked_log_probs
 from sota_grpo.policy.fused import fuse_layers
-from sota_grpo.policy.layout import is_right_padded, pack
+from sota_grpo.policy.layout import Layout, is_right_padded, pack
 from sota_grpo.policy.liger import liger_log_probs, require_liger
 from sota_grpo.policy.lora import base_model
 from sota_grpo.policy.packed import packed_hidden, padded_hidden, use_shared_attention
@@ -84,6 +85,7 @@ class CausalPolicy(TensorDictModuleBase):
         self.in_keys = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
         self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, logits_bytes, shared_prompt, liger)
+        self.fused = fused
         if fused and self.shared_prompt:
             fuse_layers(base_model(model))
 
@@ -107,10 +109,14 @@ class CausalPolicy(TensorDictModuleBase):
 
         The given rows are left as they are: their ``log_probs`` are the behaviour policy's.
 
+        Rows that come with their :meth:`layout` are not waited for by the host.
+
         Raises:
             ValueError: the first token of a row is an assistant token, which nothing predicts.
         """
-        log_probs, entropy = self.log_probs(*(tensordict.get(key) for key in self.in_keys))
+        layout = tensordict.get_non_tensor(keys.LAYOUT, default=None)
+        tokens, attention_mask, assistant_mask = (tensordict.get(key) for key in self.in_keys)
+        log_probs, entropy = self.log_probs(tokens, attention_mask, assistant_mask, layout)
         out = tensordict.copy()
         out.set(keys.LOG_PROBS, log_probs)
         if entropy is not None:
@@ -118,13 +124,34 @@ class CausalPolicy(TensorDictModuleBase):
         return out
 
     def log_probs(
-        self, tokens: torch.Tensor, attention_mask: torch.Tensor, assistant_mask: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        attention_mask: torch.Tensor,
+        assistant_mask: torch.Tensor,
+        layout: Layout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log-probabilities and entropies ``[N, T]`` (float32, 0 off the assistant mask) of int64 ``[N, T]``."""
+        """Return log-probabilities and entropies ``[N, T]`` (float32, 0 off the assistant mask) of int64 ``[N, T]``.
+
+        They are on the model's device, wherever the rows are; rows on the CPU cost no wait for the device.
+        """
+        layout = layout or self.layout(tokens, attention_mask, assistant_mask)
+        device = next(self.parameters()).device
+        if layout is not None:
+            return self.scorer(layout.to(device))
+        return self.scorer(None, *(each.to(device) for each in (tokens, attention_mask, assistant_mask)))
+
+    def layout(self, tokens: torch.Tensor, attention_mask: torch.Tensor, assistant_mask: torch.Tensor) -> Layout | None:
+        """How the rows ``[N, T]`` will be packed, on the CPU; None for rows or a model that cannot be.
+
+        Raises:
+            ValueError: the first token of a row is an assistant token, which nothing predicts.
+        """
+        tokens, attention_mask, assistant_mask = tokens.cpu(), attention_mask.cpu(), assistant_mask.cpu()
         if bool(assistant_mask[:, 0].any()):
             row = int(assistant_mask[:, 0].nonzero()[0])
             raise ValueError(f"row {row} begins with an assistant token, which nothing predicts; give it a prompt")
-        return self.scorer(tokens, attention_mask, assistant_mask)
+        packs = self.shared_prompt and is_right_padded(attention_mask)
+        return pack(tokens, attention_mask, assistant_mask) if packs else None
 
 
 class Scorer(nn.Module):
@@ -157,24 +184,21 @@ class Scorer(nn.Module):
         self.liger = liger
         self.shared_prompt = shared_prompt and _takes_packed_rows(base_model(model))
 
-    def forward(
-        self, tokens: torch.Tensor, attention_mask: torch.Tensor, assistant_mask: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :meth:`CausalPolicy.log_probs`."""
-        predicted = assistant_mask[:, 1:]
-        hidden = self._predicting(tokens, attention_mask, predicted)
-        log_probs, entropy = self._head(hidden, tokens[:, 1:][predicted])
-        if entropy is not None:
-            entropy = _scatter(entropy if self.entropy_grad else entropy.detach(), assistant_mask)
-        return _scatter(log_probs, assistant_mask), entropy
-
-    def _predicting(self, tokens: torch.Tensor, attention_mask: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-        """Hidden states [M, H] in front of the tokens that ``predicted`` [N, T - 1] names, row by row."""
+    def forward(self, layout: Layout | None, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :meth:`CausalPolicy.log_probs`: of a layout, or of padded ``rows``; all on the model's device."""
         model = base_model(self.model)
-        if not (self.shared_prompt and is_right_padded(attention_mask)):
-            return padded_hidden(model, tokens, attention_mask)[:, :-1][predicted]
-        layout = pack(tokens, attention_mask, torch.nn.functional.pad(predicted, (1, 0)))
-        return packed_hidden(model, tokens, layout)[layout.place[:, :-1][predicted]]
+        if layout is not None:
+            hidden, targets, put = packed_hidden(model, layout), layout.targets, layout.scatter
+            hidden = hidden.index_select(0, layout.predicting)
+        else:
+            tokens, attention_mask, assistant_mask = rows
+            predicted = assistant_mask[:, 1:]
+            hidden = padded_hidden(model, tokens, attention_mask)[:, :-1][predicted]
+            targets, put = tokens[:, 1:][predicted], functools.partial(_scatter, assistant_mask=assistant_mask)
+        log_probs, entropy = self._head(hidden, targets)
+        if entropy is not None:
+            entropy = put(entropy if self.entropy_grad else entropy.detach())
+        return put(log_probs), entropy
 
     def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         head: Any = base_model(self.model).get_output_embeddings()

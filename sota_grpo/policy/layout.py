@@ -14,12 +14,14 @@ length stand together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
+
+from sota_grpo.policy.device_copy import copy_to
 
 
 @dataclass(frozen=True)
@@ -65,21 +67,48 @@ class Spans:
 
 @dataclass
 class Layout:
-    """Where the tokens of right-padded rows ``[N, T]`` stand in the packed sequence of ``L`` tokens; see the module.
+    """The packed sequence of ``L`` tokens that right-padded rows ``[N, T]`` become, ``M`` of them predicted.
 
     Attributes:
-        source: int64 ``[L]``, the flat position in ``[N, T]`` from which each packed token is taken.
+        tokens: int64 ``[L]``, the sequence.
         positions: int64 ``[1, L]``, position of each token in its row.
-        place: int64 ``[N, T]``, the packed position of each real token; siblings share those of their prompt.
+        predicting: int64 ``[M]``, where each assistant token's predecessor stands in the sequence, row by row.
+        targets: int64 ``[M]``, these assistant tokens.
+        slots: int64 ``[M]``, their flat positions in ``[N, T]``.
+        place: int64 ``[N, T]`` on the CPU, the packed position of each real token; siblings share their prompt's.
         blocks: prompts and their responses, in the order of the packed sequence.
         windows: the sliding window that each layer asked for, as the layers answered.
     """
 
-    source: Tensor
+    tokens: Tensor
     positions: Tensor
+    predicting: Tensor
+    targets: Tensor
+    slots: Tensor
     place: Tensor
     blocks: tuple[Block, ...]
     windows: list[int | None] = field(default_factory=list)
+
+    def tensors(self) -> list[Tensor]:
+        """What a GPU computes with; see :meth:`on`."""
+        spans = self.spans
+        own = [self.tokens, self.positions, self.predicting, self.targets, self.slots]
+        return [*own, spans.key_index, spans.query_ends, spans.key_ends]
+
+    def on(self, tensors: Sequence[Tensor]) -> Layout:
+        """The same layout with :meth:`tensors` on another device."""
+        ids, positions, predicting, targets, slots, key_index, query_ends, key_ends = tensors
+        found = Layout(ids, positions, predicting, targets, slots, self.place, self.blocks)
+        found.spans = replace(self.spans, key_index=key_index, query_ends=query_ends, key_ends=key_ends)
+        return found
+
+    def to(self, device: torch.device) -> Layout:
+        """Itself on ``device``."""
+        return self if self.tokens.device == device else self.on(copy_to(self.tensors(), device))
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """``values [M]`` as ``[N, T]``, 0 where there is none."""
+        return values.new_zeros(self.place.shape).put(self.slots, values)  # no view: FSDP2's hooks are on this tensor
 
     @property
     def longest(self) -> int:
@@ -88,8 +117,8 @@ class Layout:
 
     @cached_property
     def spans(self) -> Spans:
-        """The same for one variable-length attention call, on the device of the positions."""
-        queries, keys, index = [], [], []
+        """The same for one variable-length attention call."""
+        queries, keys, index = [], [], [torch.arange(0)]
         for block in self.blocks:
             prompt = torch.arange(block.start, block.end)
             queries.append(len(prompt))
@@ -100,17 +129,15 @@ class Layout:
                     queries.append(run.length)
                     keys.append(len(prompt) + run.length)
                     index += [prompt, torch.arange(start, start + run.length)]
-        device = self.positions.device
-        ends = [
-            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, keys)
-        ]
-        return Spans(torch.cat(index).to(device), ends[0], ends[1], max(queries), max(keys))
+        ends = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys)]
+        return Spans(torch.cat(index), ends[0], ends[1], max(queries, default=0), max(keys, default=0))
 
 
 def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layout:
     """The layout of ``tokens`` ``[N, T]``: rows are dense, prompts that are equal stand once.
 
     A row's prompt is what stands before its first assistant token; a row without one is a prompt that nothing follows.
+    All is computed on the CPU, and stays there: see :meth:`Layout.to`.
 
     Args:
         tokens: int64 ``[N, T]``.
@@ -123,22 +150,45 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
     >>> tokens = torch.tensor([[5, 6, 1, 2, 0], [5, 6, 3, 0, 0], [7, 8, 9, 0, 0]])
     >>> said = torch.tensor([[0, 0, 1, 1, 0], [0, 0, 1, 0, 0], [0, 1, 1, 0, 0]]).bool()
     >>> layout = pack(tokens, tokens > 0, said)
-    >>> tokens.flatten()[layout.source].tolist(), layout.positions.tolist()
+    >>> layout.tokens.tolist(), layout.positions.tolist()
     ([5, 6, 3, 1, 2, 7, 8, 9], [[0, 1, 2, 2, 3, 0, 1, 2]])
+    >>> layout.predicting.tolist(), layout.targets.tolist()
+    ([1, 3, 1, 5, 6], [1, 2, 3, 8, 9])
     >>> layout.place[0, :4].tolist(), layout.place[1, :3].tolist()
     ([0, 1, 3, 4], [0, 1, 2])
     """
+    tokens, attention_mask, assistant_mask = tokens.cpu(), attention_mask.cpu(), assistant_mask.cpu()
     if not is_right_padded(attention_mask):
         raise ValueError("padding stands before a real token; the packed layout needs right-padded rows")
-    device, width = tokens.device, tokens.shape[1]
     lengths = attention_mask.sum(-1)
     spoken = assistant_mask & attention_mask
     prompts = torch.where(spoken.any(-1), spoken.int().argmax(-1), lengths)
-    total, prompt = lengths.tolist(), prompts.tolist()
+    source, positions, place, blocks = _placed(tokens, lengths.tolist(), prompts.tolist())
+    row, column = assistant_mask[:, 1:].nonzero(as_tuple=True)
+    return Layout(
+        tokens=tokens.flatten()[source],
+        positions=positions.unsqueeze(0),
+        predicting=place[row, column],
+        targets=tokens[row, column + 1],
+        slots=row * tokens.shape[1] + column + 1,
+        place=place,
+        blocks=tuple(blocks),
+    )
+
+
+def _placed(tokens: Tensor, total: list[int], prompt: list[int]) -> tuple[Tensor, Tensor, Tensor, list[Block]]:
+    """Where each packed token is taken from in ``[N, T]`` (flat), its position in its row, ``place``, and the blocks.
+
+    Args:
+        tokens: ``[N, T]``.
+        total: tokens of each row.
+        prompt: those of its prompt.
+    """
+    width = tokens.shape[1]
     source, positions, blocks = [], [], []
     place = torch.zeros(tokens.shape, dtype=torch.int64)
     end = 0
-    for rows in _siblings(tokens.cpu(), prompt):
+    for rows in _siblings(tokens, prompt):
         shared = prompt[rows[0]]
         source.append(torch.arange(shared) + rows[0] * width)
         positions.append(torch.arange(shared))
@@ -157,8 +207,7 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
             runs.append(Run(first, count, length))
         if end > start:  # a row of padding alone has no token, and kernels divide by their number
             blocks.append(Block(start, prompt_end, tuple(runs)))
-    flat = torch.cat(positions).unsqueeze(0).to(device)
-    return Layout(torch.cat(source).to(device), flat, place.to(device), tuple(blocks))
+    return torch.cat(source), torch.cat(positions), place, blocks
 
 
 def is_right_padded(attention_mask: Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -95,6 +96,7 @@ def load_model(
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
     device: torch.device | str = "cpu",
+    weights: bool = True,
 ) -> PreTrainedModel:
     """Load a causal language model for training: every dropout at 0, in training mode, on ``device``.
 
@@ -109,6 +111,8 @@ def load_model(
         trust_remote_code: run Python code that the model's repository brings along.
         gradient_checkpointing: keep one activation per decoder layer and recompute the rest in the backward pass.
         device: where the parameters go.
+        weights: False reads none: every number of a parameter is the same one, which takes no memory, for a rank that
+            is sent its part of them (:func:`sota_grpo.policy.sharding.shard`).
 
     Raises:
         ModelNotFoundError: missing folder, damaged folder, or a hub that does not answer.
@@ -122,10 +126,28 @@ def load_model(
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with MODEL_LOCK:
-        model = from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options)
+        if weights:
+            model = from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options)
+        else:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(**options)
+            _fill(model)
     if gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model.to(device).train()
+
+
+def _fill(model: nn.Module) -> None:
+    """Replace tensors on the meta device by ones of the same shape that repeat one number; tied ones stay tied."""
+    made: dict[int, torch.Tensor] = {}
+    for owner in model.modules():
+        for table in (owner._parameters, owner._buffers):
+            for name, value in table.items():
+                if value is not None and value.is_meta:
+                    if id(value) not in made:
+                        one = torch.tensor(0.01).to(value.dtype).expand(value.shape)
+                        made[id(value)] = nn.Parameter(one) if isinstance(value, nn.Parameter) else one
+                    table[name] = made[id(value)]  # type: ignore[assignment]
 
 
 def silence_dropout(config: PretrainedConfig) -> None:

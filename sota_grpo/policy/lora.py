@@ -5,7 +5,7 @@ engine needs of them: plain merged weights under the model's own names, computed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sota_grpo.policy.shards import gathered
+from sota_grpo.policy.weight_pack import WeightPack, padded, rounded, rounded_dtype
 
 _ALL_LINEAR = "all-linear"
 
@@ -74,7 +75,9 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
 
 
-def engine_weights(model: nn.Module, *, base: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def engine_weights(
+    model: nn.Module, *, base: bool = True, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, weight) as a rollout engine loads them: transformers' names, LoRA merged, detached.
 
     A merged weight is ``W + (alpha / r) B A``, computed in float32 one layer at a time and rounded to the dtype of
@@ -87,6 +90,8 @@ def engine_weights(model: nn.Module, *, base: bool = True) -> Iterator[tuple[str
     Args:
         model: a causal language model, with or without LoRA.
         base: False leaves out what training cannot change: parameters that are frozen and have no adapter.
+        dtype: of all the engine's matrices, to which it would round these: they are rounded before they are gathered or
+            leave their device, to the same bits. None leaves them as they are.
 
     >>> import torch
     >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -102,11 +107,37 @@ def engine_weights(model: nn.Module, *, base: bool = True) -> Iterator[tuple[str
     uses = Counter(id(value) for value in inner.state_dict(keep_vars=True).values())
     tied: dict[int, torch.Tensor | None] = {}  # gathered once, by all ranks alike
     for name, value in _merged_parts(inner, base):
-        whole = tied[id(value)] if id(value) in tied else gathered(value)
+        whole = tied[id(value)] if id(value) in tied else gathered(rounded(value, dtype))
         if uses[id(value)] > 1:
             tied[id(value)] = whole
         if whole is not None:
             yield name, whole.detach()
+
+
+def packed_weights(
+    model: nn.Module,
+    *,
+    base: bool = True,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> WeightPack:
+    """:func:`engine_weights` in one buffer of the host, filled one by one; of the ranks of a sharded model, rank 0's.
+
+    Args:
+        model, base, dtype: see there.
+        progress: called for every weight.
+    """
+
+    def ticking() -> Iterator[tuple[str, torch.Tensor]]:
+        for item in engine_weights(model, base=base, dtype=dtype):
+            progress()
+            yield item
+
+    return WeightPack.of(ticking(), room=_room(base_model(model).state_dict(keep_vars=True).values(), dtype))
+
+
+def _room(state: Iterable[torch.Tensor], dtype: torch.dtype | None) -> int:
+    return sum(padded(value.numel() * rounded_dtype(value, dtype).itemsize) for value in state)
 
 
 def _merged_parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -75,12 +75,9 @@ class FrozenReference:
         """
         if self._policy is None:
             raise RuntimeError("the reference policy was closed and cannot answer any more")
-        own_device = next(self._policy.parameters()).device
         tokens, attention_mask, assistant_mask = (rows.get(key) for key in _IN_KEYS)
         with torch.no_grad():
-            found, _ = self._policy.log_probs(
-                tokens.to(own_device), attention_mask.to(own_device), assistant_mask.to(own_device)
-            )
+            found, _ = self._policy.log_probs(tokens, attention_mask, assistant_mask)
         return found.to(tokens.device)
 
     def close(self) -> None:

@@ -5,24 +5,33 @@ One rank is the same code with nothing to share: :class:`Ranks` of size 1 calls 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
-from sota_grpo.policy.fused import decoder_layers
+from sota_grpo.policy.fused import decoder_layers, fuse_layers
 from sota_grpo.policy.lora import base_model
+from sota_grpo.policy.packed import kernel_difference
+from sota_grpo.policy.shared_attention import SHARED_ATTENTION
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from sota_grpo.policy.causal import CausalPolicy
+
+logger = logging.getLogger(__name__)
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -81,6 +90,7 @@ def join_ranks(
     init_method: str,
     device: torch.device | str,
     timeout_s: float = 1800.0,
+    start_timeout_s: float | None = None,
     reduce_once: bool = True,
 ) -> Ranks:
     """Make this process one of ``size`` ranks; returns when all have come. Once per process.
@@ -93,7 +103,8 @@ def join_ranks(
         init_method: where they meet: ``tcp://host:port``; or, for processes of one machine, ``file:///path`` of a file
             that does not exist yet.
         device: where this rank computes.
-        timeout_s: longest wait for the others, here and in every collective.
+        timeout_s: longest wait for the others in every collective.
+        start_timeout_s: longest wait for the others to come: rank 0 may load a model first. None: ``timeout_s``.
         reduce_once: see :class:`Ranks`.
 
     Raises:
@@ -110,29 +121,78 @@ def join_ranks(
         init_method=init_method,
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=max(timeout_s, start_timeout_s or 0.0)),
     )
+    _set_pg_timeout(timedelta(seconds=timeout_s))
     return Ranks(rank, size, device, reduce_once)
 
 
 def shard(policy: CausalPolicy, ranks: Ranks) -> None:
     """Leave this rank its part of every parameter, in place; what computes gathers one decoder layer at a time.
 
-    The parameters may lie on the CPU: each layer moves to the ranks' device on its own, so that no device ever holds
-    the whole model. Gradients are sums over the ranks, not means. Do this before an optimizer is built. With one rank
-    nothing happens.
+    The parameters are rank 0's: it sends them, bit for bit, and the others' count for nothing, so that they need not
+    load any. They may lie on the CPU: each layer moves to the ranks' device on its own, so that no device ever holds
+    the whole model. Whether rows are packed is rank 0's to say too, which has measured it on real weights. Gradients
+    are sums over the ranks, not means. Do this before an optimizer is built. With one rank nothing happens.
     """
-    if ranks.size == 1:
-        return
+    if ranks.size > 1:
+        shard_over(policy, ranks)
+
+
+def shard_over(policy: CausalPolicy, ranks: Ranks) -> None:
+    """:func:`shard` whatever the number of ranks: one has all of every parameter, and takes the same path."""
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     scorer = policy.scorer
-    for module in [*decoder_layers(base_model(policy.model)), scorer]:
+    model = base_model(policy.model)
+    scorer.shared_prompt = _of_rank_0(scorer.shared_prompt and _packs_there(model, ranks), ranks)
+    if scorer.shared_prompt:
+        model.set_attn_implementation(SHARED_ATTENTION)
+        if policy.fused:
+            fuse_layers(model)
+    for module in [*decoder_layers(model), scorer]:
+        _send(module, ranks)
         # the outermost too: what stayed gathered would be computed with after the weights have changed
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+
+
+def _packs_there(model: PreTrainedModel, ranks: Ranks) -> bool:
+    """Whether what packs on the CPU, where rank 0 has loaded it, does so where the ranks compute."""
+    if not ranks.leads or ranks.device.type == "cpu":
+        return True
+    reason = kernel_difference(model, ranks.device)
+    if reason is not None:
+        logger.warning("%s computes padded rows, each with its prompt: %s.", type(model).__name__, reason)
+    return reason is None
+
+
+@torch.no_grad()
+def _send(module: nn.Module, ranks: Ranks) -> None:
+    """Rank 0's parameters and buffers to all, on their device; what is sharded has been sent already.
+
+    Raises:
+        RuntimeError: the ranks have built different modules.
+    """
+    tensors = [value for value in [*module.parameters(), *module.buffers()] if not isinstance(value, DTensor)]
+    shapes = _of_rank_0([value.shape for value in tensors], ranks)
+    if shapes != [value.shape for value in tensors]:
+        raise RuntimeError(f"Rank {ranks.rank} has built another {type(module).__name__} than rank 0.")
+    dtypes = _of_rank_0([value.dtype for value in tensors], ranks)
+    for value, dtype in zip(tensors, dtypes):
+        empty = torch.empty(value.shape, dtype=dtype, device=ranks.device)
+        whole = empty.copy_(value) if ranks.leads else empty
+        dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+        value.data = whole
+
+
+def _of_rank_0(value: Any, ranks: Ranks) -> Any:
+    """What rank 0 has as ``value``; collective."""
+    said = [value]
+    dist.broadcast_object_list(said, src=0, device=ranks.device)
+    return said[0]
 
 
 def reduce_gradients(policy: CausalPolicy, now: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -47,13 +47,16 @@ def divided(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, whole: Callable[[torch.Tensor], torch.Tensor | None] = gathered
+) -> dict[str, Any]:
     """``optimizer.state_dict()`` with whole tensors; collective, one tensor at a time, and rank 0's alone is whole."""
     state = optimizer.state_dict()
-    return state | {
-        "state": {index: {name: _gathered_value(value) for name, value in entry.items()}
-                  for index, entry in state["state"].items()}
-    }  # fmt: skip
+    entries = {
+        index: {name: whole(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
+        for index, entry in state["state"].items()
+    }
+    return state | {"state": entries}
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -64,10 +67,6 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
         for index, entry in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": entries})
-
-
-def _gathered_value(value: Any) -> Any:
-    return gathered(value) if isinstance(value, torch.Tensor) else value
 
 
 def _divided_value(value: Any, parameter: torch.Tensor) -> Any:

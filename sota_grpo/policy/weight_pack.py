@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_ALIGNMENT = 64  # bytes; wide enough for every dtype and for vector loads
+ALIGNMENT = 64  # bytes; wide enough for every dtype and for vector loads
+_SLICE_BYTES = 64 << 20  # a power of two, to which torch rounds pinned memory up
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,20 @@ class WeightPack:
     places: Mapping[str, Place]
 
     @classmethod
-    def of(cls, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightPack:
-        """Copy ``weights`` (any dtype, any device) into a new pack, one after the other."""
+    def of(cls, weights: Iterable[tuple[str, torch.Tensor]], *, room: int | None = None) -> WeightPack:
+        """Copy ``weights`` (any dtype, any device) into a new pack.
+
+        Args:
+            weights: named tensors.
+            room: most bytes that they take, each rounded up as :func:`padded` does: then each is copied as it comes and
+                let go. None counts them first, all at once.
+        """
+        if room is None:
+            weights = list(weights)
+            room = sum(padded(tensor.numel() * tensor.element_size()) for _, tensor in weights)
+        buffer = np.empty(room, dtype=np.uint8)  # what is not written takes no memory
+        whole = torch.from_numpy(buffer)
         places: dict[str, Place] = {}
-        parts: list[tuple[int, torch.Tensor]] = []
         seen: dict[tuple[int, torch.dtype, torch.Size], tuple[Place, StorageWeakRef]] = {}
         end = 0
         for name, tensor in weights:
@@ -52,15 +63,13 @@ class WeightPack:
             place, storage = seen.get(identity, (None, None))
             if place is None or storage is None or storage.expired():  # a merged weight frees its address to the next
                 place = Place(str(flat.dtype).removeprefix("torch."), tuple(flat.shape), end)
-                parts.append((end, flat.cpu()))
                 seen[identity] = place, StorageWeakRef(flat.untyped_storage())
-                end += -(-flat.numel() * flat.element_size() // _ALIGNMENT) * _ALIGNMENT
+                num_bytes = flat.numel() * flat.element_size()
+                if num_bytes:
+                    copy_to_host(whole[end : end + num_bytes], flat.reshape(-1).view(torch.uint8))
+                end += padded(num_bytes)
             places[name] = place
-        buffer = np.empty(end, dtype=np.uint8)
-        for offset, flat in parts:
-            data = flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-            buffer[offset : offset + data.size] = data
-        return cls(buffer, places)
+        return cls(buffer[:end], places)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of the buffer, under the names and in the order given."""
@@ -79,3 +88,44 @@ class WeightPack:
     def num_bytes(self) -> int:
         """Size of what travels."""
         return self.buffer.nbytes
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A matrix in the dtype of the engine that it is for, where that is known and narrower: as it will be there.
+
+    Vectors stay as they are: engines keep some of them in float32 (biases, decay rates), and they take no room.
+
+    >>> rounded(torch.tensor([[1.001]]), torch.bfloat16), rounded(torch.tensor([1.001]), torch.bfloat16)
+    (tensor([[1.]], dtype=torch.bfloat16), tensor([1.0010]))
+    """
+    return tensor.detach().to(rounded_dtype(tensor, dtype))
+
+
+def rounded_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What :func:`rounded` gives."""
+    if dtype is None or tensor.ndim < 2 or not tensor.is_floating_point():
+        return tensor.dtype
+    return dtype if dtype.itemsize < tensor.dtype.itemsize else tensor.dtype
+
+
+def padded(num_bytes: int) -> int:
+    """Bytes from one tensor's first to the next one's.
+
+    >>> padded(0), padded(1), padded(64), padded(65)
+    (0, 64, 64, 128)
+    """
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bytes (``uint8 [n]``, of any device) into ordinary memory of the host.
+
+    From a GPU they go through one slice of pinned memory, which the driver can write to by itself: without it, it makes
+    slower copies of its own. To pin all of ``target`` would take up to twice its size, and seconds.
+    """
+    if source.device.type != "cuda":
+        target.copy_(source)
+        return
+    pinned = torch.empty(_SLICE_BYTES, dtype=torch.uint8, pin_memory=True)  # torch keeps it for the next call
+    for into, part in zip(target.split(_SLICE_BYTES), source.split(_SLICE_BYTES)):
+        into.copy_(pinned[: part.numel()].copy_(part))

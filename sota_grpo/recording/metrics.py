@@ -50,6 +50,7 @@ _DECLARED = (
         "sum",
         "Optimizer steps of the turn that the fp16 gradient scaler skipped; they are not in optimizer_steps.",
     ),
+    Metric("packed", "last", "1 where the learner computes packed rows, each prompt once; 0 where it pads them."),
     Metric("loss_scale", "last", "Factor of the fp16 gradient scaler in the last optimizer step."),
     Metric("dialog_turns", "last", "Responses trained on since the run began.", "responses"),
     Metric("reward", "mean", "Mean reward of the batch's responses."),

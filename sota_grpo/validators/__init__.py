@@ -46,6 +46,7 @@ RULES: tuple[Rule, ...] = (
     processes.a_copy_of_the_model_fills_its_devices,
     processes.a_url_belongs_to_a_server,
     processes.a_url_is_one_engine,
+    processes.a_server_started_here_has_gpus_of_its_own,
     processes.a_broadcast_of_weights_has_whole_engines,
 )
 

@@ -94,11 +94,26 @@ def a_url_is_one_engine(config: Config) -> str | None:
     return None
 
 
+def a_server_started_here_has_gpus_of_its_own(config: Config) -> str | None:
+    """A server is a child of this process, and on a cluster the GPUs are Ray's to give, to actors only."""
+    server, address = config.engine.name in ("vllm_server", "sglang_server"), config.ray.address
+    if server and address is not None and config.engine.url is None and config.device != "cpu":
+        return (
+            f"engine={config.engine.name} starts its servers on this machine, whose GPUs the cluster of ray.address="
+            f"{address} gives to others; use engine=vllm there, engine.url of a server on GPUs that Ray does not have, "
+            "device=cpu, or leave ray.address out."
+        )
+    return None
+
+
 def a_broadcast_of_weights_has_whole_engines(config: Config) -> str | None:
     """Members of the broadcast are the learner and one process per engine, and full weights travel."""
+    return obstacle_to_a_broadcast(config) if config.inference_model.weight_transfer == "collective" else None
+
+
+def obstacle_to_a_broadcast(config: Config) -> str | None:
+    """Why ``inference_model.weight_transfer=collective`` would be refused; None where it would not."""
     part = config.inference_model
-    if part.weight_transfer != "collective":
-        return None
     if config.engine.name in ("vllm_server", "sglang_server"):
         return f"inference_model.weight_transfer=collective does not reach engine={config.engine.name}; leave it out."
     if config.train_model.lora.enabled:

@@ -60,7 +60,8 @@ class Fleet:
         task_deadline_s: a worker that is at one task for longer is killed and the task fails with TimeoutError.
         progress: ``progress(*args)`` counts the parts of a task that are done; the deadline then is that of a part.
         silence_s: see above.
-        start_deadline_s: a worker that is not constructed by then counts as a failed start.
+        start_silence_s: a start counts as failed when neither this worker nor another that is starting does anything
+            for so long (:class:`~.starting.Activity`), when this one does not answer for so long, or after 12 times it.
         max_attempts: a task that was with so many workers as they died fails with :class:`WorkerDied`.
         max_start_failures: in a row; the slot is then given up, and with the last slot the fleet. A construction that
             raises in a slot where none has worked yet is not repeated.
@@ -85,14 +86,14 @@ class Fleet:
         task_deadline_s: float | None = None,
         progress: Callable[..., int] | None = None,
         silence_s: float = 60.0,
-        start_deadline_s: float = 600.0,
+        start_silence_s: float = 600.0,
         max_attempts: int = 8,
         max_start_failures: int = 5,
     ) -> None:
         if count < 1 or capacity < 1:
             raise ValueError(f"A fleet needs at least one worker with room for one task; got {count} and {capacity}.")
         patience = None if task_deadline_s is None else Patience(task_deadline_s, progress)
-        limits = Limits(capacity, patience, silence_s, start_deadline_s, max_attempts, max_start_failures)
+        limits = Limits(capacity, patience, silence_s, start_silence_s, max_attempts, max_start_failures)
         self._role, self._start = role, start
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()

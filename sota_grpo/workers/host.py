@@ -17,6 +17,7 @@ from typing import Any
 
 from sota_grpo.workers.base import ServantSpec, WorkerDied
 from sota_grpo.workers.futures import promised, resolve
+from sota_grpo.workers.starting import IDLE_METHOD, Activity
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PID_METHOD = "__pid__"
@@ -33,7 +34,8 @@ class Host:
     Contract. Consumes: calls, from any thread. Produces: one future per call: the method's result, its exception, or,
     where the method returned a future, what that one has. Waits for: the next call. Unblocked by: :meth:`call` and
     :meth:`close`. A servant whose construction raises leaves a host that answers every call with
-    :class:`ConstructionFailed`. The call ``"__pid__"`` is the host's own and is answered at once.
+    :class:`ConstructionFailed`. The calls ``"__pid__"`` and ``"__idle_s__"`` (for how long this process has done
+    nothing) are the host's own and are answered at once, during the construction too.
 
     Args:
         name: of the worker, for messages.
@@ -51,6 +53,7 @@ class Host:
         self.name = name
         self._unpack_spec = unpack_spec
         self._inbox: queue.SimpleQueue[tuple[Future[Any], str, Unpack] | None] = queue.SimpleQueue()
+        self._activity = Activity()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """Queue ``method(*args)``."""
@@ -65,6 +68,8 @@ class Host:
         future = promised()
         if method == PID_METHOD:
             future.set_result(os.getpid())
+        elif method == IDLE_METHOD:
+            future.set_result(self._activity.idle_s())
         else:
             self._inbox.put((future, method, unpack))
         return future

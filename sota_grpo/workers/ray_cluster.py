@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache, partial
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from sota_grpo.workers.base import ServantSpec
@@ -24,6 +26,8 @@ from sota_grpo.workers.guardian import descendants, guard
 from sota_grpo.workers.host import OpenCalls, child_environment
 from sota_grpo.workers.ray_actor import HostActor, Place, Shared, machine_id, pack
 
+logger = logging.getLogger(__name__)
+_SHARED_MEMORY = Path("/dev/shm")
 _LISTENER_S = 10.0  # longest wait for a cluster's address to accept
 _OBEY_S = 1.0  # longest wait of kill() for Ray
 _GONE_S = 10.0  # longest wait of kill() for the kernel
@@ -125,6 +129,15 @@ def cluster_gpus(address: str) -> int:
     if not ray.is_initialized():
         _connect(ray, address, 0, None)
     return int(ray.cluster_resources().get("GPU", 0))
+
+
+def cores_per_gpu() -> int:
+    """The fewest cores to a GPU on any node of the cluster that this process is connected to; at least 1."""
+    import ray
+
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    shares = [found.get("CPU", 0) // found["GPU"] for found in resources if found.get("GPU", 0)]
+    return max(1, int(min(shares, default=1)))
 
 
 class RayLauncher:
@@ -261,11 +274,27 @@ def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: i
         options |= {"num_cpus": max(num_cpus, 1), "object_store_memory": object_store_bytes}
         options |= {"include_dashboard": False, "_system_config": _NO_IDLE_WORKERS, "_node_ip_address": "127.0.0.1"}
     on_sigterm = signal.getsignal(signal.SIGTERM)
+    free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
     try:
         ray.init(**options, namespace=f"sota_grpo_{uuid.uuid4().hex}", log_to_driver=False, logging_level=logging.ERROR)
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
+    if address is None and free is not None:
+        _warn_of_disk(ray.cluster_resources().get("object_store_memory", 0), free)
+
+
+def _warn_of_disk(store: float, free: int) -> None:
+    """Ray itself says it on a logger that is silenced here."""
+    if store > free:
+        logger.warning(
+            "%s has %.2f GiB free and Ray's object store takes %.1f GiB, so it lies on the disk and everything that "
+            "workers exchange goes through there: start the container with --shm-size=%dg (or --ipc=host).",
+            _SHARED_MEMORY,
+            free / 2**30,
+            store / 2**30,
+            math.ceil(1.1 * store / 2**30),
+        )
 
 
 def _require_listener(address: str | None) -> None:

@@ -104,12 +104,16 @@ class RolloutServant:
             if isinstance(pack, AdapterPack):
                 if self._base is None:
                     raise ValueError("An adapter came before the weights that it is an adapter of; call set_base.")
-                engine.update_weights(pack.merged(self._base), version)
+                engine.update_weights(pack.merged(self._base, engine.device), version)
             else:
                 engine.update_weights(pack.tensors(), version)
             return engine.version
 
         return self._submit(_Call(push))
+
+    def weight_dtype(self) -> Future[torch.dtype | None]:
+        """In which pushed weights may come (:class:`~sota_grpo.engines.base.Engine`)."""
+        return self._submit(_Call(lambda engine: engine.weight_dtype))
 
     def weight_member(self) -> str:
         """The name of this worker in a :class:`~sota_grpo.workers.weight_group.Meeting`."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from sota_grpo.workers.base import Worker, WorkerDied
 from sota_grpo.workers.futures import promised
+from sota_grpo.workers.starting import Start
 
 
 class TaskOverdue(TimeoutError):
@@ -50,6 +51,7 @@ class Slot:
     life: int = 0
     worker: Worker | None = None
     state: Literal["starting", "ready", "retired"] = "starting"
+    start: Start = field(default_factory=lambda: Start(0.0, 0.0))  # while it is starting
     tasks: dict[int, Task] = field(default_factory=dict)  # oldest first
     failed_starts: int = 0  # in a row
     has_run: bool = False
@@ -139,7 +141,7 @@ class Limits:
     capacity: int
     patience: Patience | None
     silence_s: float
-    start_deadline_s: float
+    start_silence_s: float
     max_attempts: int
     max_start_failures: int
 

@@ -13,6 +13,7 @@ from sota_grpo.workers.base import Worker, WorkerDied
 from sota_grpo.workers.broadcasts import Broadcast, Broadcasts, OnDemand, Sticky
 from sota_grpo.workers.host import ConstructionFailed
 from sota_grpo.workers.slots import Limits, Patience, Rota, Slot, Task, TaskLost, TaskOverdue, Timers
+from sota_grpo.workers.starting import IDLE_METHOD, Start
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between two starts that fail
@@ -54,9 +55,8 @@ class Supervisor:
         old, slot.worker = slot.worker, None
         slot.life += 1
         slot.state, slot.is_pinged, slot.is_timed = "starting", False, False
-        deadline_s = self._limits.start_deadline_s
-        late = TimeoutError(f"it was not ready within {deadline_s:g} s")
-        self.timers.at(self.timers.now_s() + pause_s + deadline_s, self.start_failed, slot, slot.life, late)
+        slot.start = Start(self._limits.start_silence_s, self.timers.now_s() + pause_s)
+        self._look_at_start(slot, slot.life)
         self._launch(slot, slot.life, old, pause_s)
 
     def started(self, slot: Slot, life: int, worker: Worker) -> None:
@@ -81,6 +81,23 @@ class Supervisor:
         logger.warning("%s does not start: %s; it is tried again.", slot.who, error)
         self.restarts += 1
         self.begin(slot, min(_FIRST_PAUSE_S * 2 ** (slot.failed_starts - 1), _LONGEST_PAUSE_S))
+
+    def _look_at_start(self, slot: Slot, life: int) -> None:
+        """Ask a worker whether it works at its start, eight times in the longest silence."""
+        if slot.life != life or slot.state != "starting" or self.dead is not None:
+            return
+        now_s, start = self.timers.now_s(), slot.start
+        if why := start.verdict(now_s, [other.start for other in self.slots if other.state == "starting"]):
+            self.start_failed(slot, life, TimeoutError(why))
+            return
+        if slot.worker is not None and not start.is_asked:
+            start.is_asked = True
+            self._ask(slot, IDLE_METHOD, (), self._seen_at_start)
+        self.timers.at(now_s + start.limit_s / 8, self._look_at_start, slot, life)
+
+    def _seen_at_start(self, slot: Slot, life: int, future: Future[Any]) -> None:
+        if slot.life == life and future.exception() is None:  # of its death, what it is asked to prepare will tell
+            slot.start.answered(future.result(), self.timers.now_s())
 
     def _prepare(self, slot: Slot, method: str, args: Sticky) -> None:
         slot.answers_owed += 1

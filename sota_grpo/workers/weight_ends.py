@@ -15,10 +15,8 @@ import torch
 from torch import nn
 
 from sota_grpo.policy.shards import replicated
-from sota_grpo.policy.weight_pack import Place, WeightPack
+from sota_grpo.policy.weight_pack import Place, WeightPack, copy_to_host, padded, rounded, rounded_dtype
 from sota_grpo.workers.weight_group import Meeting, Seat, TransferFailed, first_line
-
-_ALIGNMENT = 64  # bytes; wide enough for every dtype and for vector loads
 
 
 @dataclass(frozen=True)
@@ -34,15 +32,21 @@ class WeightLayout:
     num_bytes: int
 
     @classmethod
-    def of(cls, state: Mapping[str, torch.Tensor]) -> WeightLayout:
-        """Of a ``state_dict(keep_vars=True)``, sharded or not; a tensor under two names (a tied head) lies once."""
+    def of(cls, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> WeightLayout:
+        """Of a ``state_dict(keep_vars=True)``, sharded or not; a tensor under two names (a tied head) lies once.
+
+        Args:
+            state: named weights.
+            dtype: that they are sent in; None: as they are.
+        """
         places: dict[str, Place] = {}
         seen: dict[int, Place] = {}
         end = 0
         for name, value in state.items():
             if id(value) not in seen:
-                seen[id(value)] = Place(str(value.dtype).removeprefix("torch."), tuple(value.shape), end)
-                end += -(-value.numel() * value.element_size() // _ALIGNMENT) * _ALIGNMENT
+                sent = rounded_dtype(value, dtype)
+                seen[id(value)] = Place(str(sent).removeprefix("torch."), tuple(value.shape), end)
+                end += padded(value.numel() * sent.itemsize)
             places[name] = seen[id(value)]
         return cls(places, end)
 
@@ -57,9 +61,9 @@ class WeightLayout:
 class SendsWeights(Protocol):
     """A learner whose weights can be sent: :class:`WeightSender`, or the facade of one in another process."""
 
-    def weight_layout(self) -> WeightLayout: ...
+    def weight_layout(self, dtype: torch.dtype | None) -> WeightLayout: ...
 
-    def send_weights(self, meeting: Meeting | None, version: int) -> str | None: ...
+    def send_weights(self, meeting: Meeting | None, version: int, dtype: torch.dtype | None) -> str | None: ...
 
     def kept_weights(self) -> tuple[WeightPack, int]: ...
 
@@ -81,27 +85,32 @@ class WeightSender:
         self._seat = Seat()
         self._kept: tuple[WeightPack, int] | None = None
 
-    def weight_layout(self) -> WeightLayout:
-        """What receivers must know beforehand."""
-        return WeightLayout.of(self._state())
+    def weight_layout(self, dtype: torch.dtype | None) -> WeightLayout:
+        """What receivers must know beforehand; ``dtype`` as in :meth:`send_weights`."""
+        return WeightLayout.of(self._state(), dtype)
 
-    def send_weights(self, meeting: Meeting | None, version: int) -> str | None:
+    def send_weights(self, meeting: Meeting | None, version: int, dtype: torch.dtype | None) -> str | None:
         """Send every weight to the members of the meeting (None: only keep a copy); collective over the ranks.
+
+        Args:
+            meeting: where.
+            version: what they are called.
+            dtype: of all the engines' matrices, to which these are rounded where they lie; None sends them as they are.
 
         Returns:
             Why the transfer failed; None when every byte is on its way. Either way the copy is complete.
         """
         if not self._leads:
-            for _ in self._whole():
+            for _ in self._whole(dtype):
                 pass
             return None
-        layout, device = self.weight_layout(), torch.device("cpu")
+        layout, device = self.weight_layout(dtype), torch.device("cpu")
         if meeting is not None and meeting.backend == "nccl":
             device = next(iter(self._state().values())).device
         slice_bytes = layout.num_bytes if meeting is None else meeting.slice_bytes
-        kept = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        kept = torch.empty(layout.num_bytes, dtype=torch.uint8)
         failure = None
-        for part in _filled(self._whole(), layout, kept, slice_bytes, device):
+        for part in _filled(self._whole(dtype), layout, kept, slice_bytes, device):
             if meeting is None or failure is not None:  # the ranks go on gathering, and the copy is needed all the more
                 continue
             try:
@@ -109,8 +118,6 @@ class WeightSender:
             except TransferFailed as error:
                 failure = str(error)
                 self._seat.leave()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         self._kept = WeightPack(kept.numpy(), layout.places), version
         return failure
 
@@ -128,14 +135,14 @@ class WeightSender:
         return self._model.state_dict(keep_vars=True)
 
     @torch.no_grad()
-    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each weight under its first name, where it is computed with; gathered one by one."""
+    def _whole(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each weight under its first name, where it is computed with; rounded and gathered one by one."""
         seen: set[int] = set()
         for name, value in self._state().items():
             if id(value) not in seen:
                 seen.add(id(value))
                 self._progress()
-                yield name, replicated(value).detach()
+                yield name, replicated(rounded(value, dtype))
 
 
 def _filled(
@@ -159,7 +166,7 @@ def _filled(
             if offset >= start + slice_bytes:
                 yield part
                 if staging is not None:
-                    copy.copy_(part, non_blocking=True)
+                    copy_to_host(copy, part)
                 start, copy = start + slice_bytes, next(parts)
                 part = copy if staging is None else staging[: copy.numel()]
             here, flat = flat.tensor_split([start + slice_bytes - offset])
@@ -167,7 +174,7 @@ def _filled(
             offset += here.numel()
     yield part
     if staging is not None:
-        copy.copy_(part, non_blocking=True)
+        copy_to_host(copy, part)
 
 
 class WeightReceiver:

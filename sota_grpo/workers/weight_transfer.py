@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from sota_grpo.workers.broadcasts import OnDemand
@@ -36,6 +37,7 @@ class WeightTransfer:
         backend: ``nccl`` where learner and workers each have a GPU, else ``gloo``.
         deadline_s: longest wait for one worker.
         host: this process's address, as workers and learner reach it; the store listens there only.
+        dtype: that of all the engines' matrices, asked at the first push; None: weights are sent as they are.
         slice_bytes: of one message.
     """
 
@@ -48,11 +50,12 @@ class WeightTransfer:
         backend: Literal["gloo", "nccl"],
         deadline_s: float,
         host: str = "127.0.0.1",
+        dtype: Callable[[], torch.dtype | None] = lambda: None,
         slice_bytes: int = 64 << 20,
     ):
         self._fleet, self._sender, self._share, self._backend = fleet, sender, share, backend
         self._deadline_s, self._stall_s = deadline_s, deadline_s / 2  # a worker that waits is not silent
-        self._slice_bytes = slice_bytes
+        self._slice_bytes, self._dtype = slice_bytes, dtype
         self._layout: WeightLayout | None = None
         self._meeting: Meeting | None = None
         self._failures = 0
@@ -75,7 +78,9 @@ class WeightTransfer:
         """
         restarts, is_tried = self._fleet.restarts, self._failures < _MAX_FAILURES
         meeting = self._gather(version) if is_tried else None
-        failure = self._sender.send_weights(meeting, version) or (None if meeting else "no worker answered")
+        failure = self._sender.send_weights(meeting, version, self._dtype()) or (
+            None if meeting else "no worker answered"
+        )
         newest = OnDemand(self._newest)
         self._fleet.keep("update_weights", newest)
         answers = [] if meeting is None else self._served(self._stall_s if failure else self._deadline_s)
@@ -106,7 +111,7 @@ class WeightTransfer:
     def _gather(self, version: int) -> Meeting | None:
         """Tell everybody to take part; the group of the last time, if it has the same members."""
         if self._layout is None:
-            self._layout = self._sender.weight_layout()
+            self._layout = self._sender.weight_layout(self._dtype())
         try:
             members = tuple(sorted(self._fleet.broadcast("weight_member", deadline_s=self._stall_s)))
             if self._meeting is None or self._meeting.members != members:

@@ -231,6 +231,11 @@ BROKEN = [
         ["engine=vllm_server", "engine.url=http://127.0.0.1:1", "inference_model.num_devices=2"],
         "leave inference_model.num_devices and devices out",
     ),
+    (
+        "a_server_started_here_has_gpus_of_its_own",
+        ["engine=vllm_server", "ray.address=auto", "device=cuda"],
+        "gives to others; use engine=vllm there",
+    ),
     ("difficulty_is_one_to_four", ["env.difficulty=5"], "env.difficulty=5"),
     ("every_amount_is_positive", ["algorithm.correction_cap=0"], "algorithm.correction_cap=0"),
     ("every_amount_is_positive", ["env.max_samples=0"], "env.max_samples=0"),
@@ -330,6 +335,8 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
         ["reward.path=r.py", "reward.name=[a,b]", "reward.weights=[1.0,-0.5]"],
         ["env.dataset=math", "reward.path=r.py", "reward.name=[a,builtin]", "reward.wrong=-2"],
         ["model.name=null", "model.size=3B"],
+        ["engine=vllm_server", "ray.address=auto", "device=cpu"],
+        ["engine=vllm_server", "ray.address=auto", "device=cuda", "engine.url=http://127.0.0.1:1"],
     ],
 )
 def test_rules_let_pass_what_works(overrides: list[str]) -> None:

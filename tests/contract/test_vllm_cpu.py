@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupRequest, Sampling
 from sota_grpo.workers.rollout import rollout_servant
@@ -37,9 +40,10 @@ pytestmark = [
 class Rig:
     """One vLLM engine and the transformers model whose weights it serves."""
 
-    def __init__(self, folder: Path, *, tied: bool):
+    def __init__(self, folder: Path, *, tied: bool, in_flight: int):
         from sota_grpo.engines.vllm_engine import VLLMEngine
 
+        self.tied, self.in_flight = tied, in_flight  # batches that vLLM has launched and not fetched between two steps
         self.model = tiny_model(tied=tied, seed=7, max_position_embeddings=512)
         self.model.save_pretrained(folder)
         self.base = copy.deepcopy(self.model)
@@ -58,11 +62,31 @@ def process_state() -> list[object]:
     return [*drawn, torch.get_num_threads(), torch.set_num_threads]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", "untied-asynchronous"])
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    rig = Rig(tmp_path_factory.mktemp("model"), tied=request.param)
+    """The second is scheduled as vLLM does on CUDA and, unless it is made to, never on a CPU."""
+    folder = tmp_path_factory.mktemp("model")
+    if request.param == "tied":
+        rig = Rig(folder, tied=True, in_flight=0)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            schedule_asynchronously(patch)
+            rig = Rig(folder, tied=False, in_flight=1)
+        assert rig.engine._engine.engine_core.engine_core.batch_queue is not None
     yield rig
     rig.engine.close()
+
+
+def schedule_asynchronously(patch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    configure = CpuPlatform.check_and_update_config
+
+    def configured(vllm_config: Any) -> None:
+        configure(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(configured))
 
 
 def test_starting_it_leaves_random_state_and_threads_alone(rig: Rig):
@@ -107,10 +131,40 @@ def test_a_push_while_groups_run_is_seen_in_their_versions(rig: Rig):
     rig.push(4)
     (second,) = stream
     for sample in second.samples:
-        assert sample.versions.tolist() == [old] * 14 + [old + 1] * 46
+        by_old = 14 + rig.in_flight
+        assert sample.versions.tolist() == [old] * by_old + [old + 1] * (60 - by_old)
     # The prompt cache could not be reset under the running group: its old blocks must not serve the next one.
     requests = [GroupRequest(group_id=2, prompt_ids=long.prompt_ids, num_samples=2, seed=6)]
     assert largest_gap(rig.model, requests, generate(rig.engine, requests, Sampling(max_tokens=20)), 1.0) < 1e-5
+
+
+def test_every_token_is_labelled_with_the_version_that_sampled_it(rig: Rig):
+    """Behind a head of zeros every token has the log-prob of a uniform choice; behind no other head has it any."""
+    rig.push(6)
+    old = rig.engine.version
+    requests = ragged_requests(3, 4)
+    lengths = {
+        request.group_id: 9 + 8 * i for i, request in enumerate(requests)
+    }  # the first ends before the push, or in it
+    for request in requests:
+        rig.engine.add([request], Sampling(max_tokens=lengths[request.group_id], ignore_eos=True))
+    ended = [output for _ in range(9) for _, output in rig.engine.step()]
+    assert len(ended) == 1 - rig.in_flight
+    weights = changed_weights(rig.base, 6)
+    weights["lm_head.weight"] = torch.zeros_like(weights["lm_head.weight"])
+    if rig.tied:
+        weights["model.embed_tokens.weight"] = weights["lm_head.weight"]
+    rig.engine.update_weights(weights.items(), old + 1)
+    while rig.engine.num_in_flight:
+        ended += [output for _, output in rig.engine.step()]
+    assert sorted(output.group_id for output in ended) == [request.group_id for request in requests]
+    for output in ended:
+        for sample in output.samples:
+            uniform = (sample.log_probs + math.log(VOCAB)).abs() < 1e-5
+            assert torch.equal(uniform, sample.versions == old + 1)
+            assert len(sample.versions) == lengths[output.group_id]
+            assert int(uniform.sum()) == len(uniform) - 9
+    rig.push(6)  # what the engine serves is the rig's model again
 
 
 def test_a_push_without_the_head_of_a_tied_model_is_refused(rig: Rig):
@@ -164,6 +218,40 @@ def test_a_group_alone_gives_the_tokens_it_gives_in_a_batch(rig: Rig):
     for request in requests:
         alone = token_lists(generate(rig.engine, [request], Sampling(max_tokens=20)))
         assert alone[request.group_id] == together[request.group_id]
+
+
+def test_weights_rounded_beforehand_are_what_vllm_would_have_made_of_them(tmp_path: Path):
+    from sota_grpo.engines.vllm_engine import VLLMEngine
+
+    model = tiny_model(seed=7)
+    model.save_pretrained(tmp_path)
+    engine = VLLMEngine(str(tmp_path), eos_token_ids=[EOS], dtype="bfloat16")
+    assert engine.weight_dtype == torch.bfloat16
+    model.load_state_dict(changed_weights(model))
+    requests, sampling = ragged_requests(4, 4, seed=5), Sampling(max_tokens=20)
+    served = []
+    for dtype in (None, engine.weight_dtype):
+        engine.update_weights(packed_weights(model, dtype=dtype), len(served) + 1)
+        served.append(generate(engine, requests, sampling))  # its own weights cannot be read: it packs them
+    engine.close()
+    for by_vllm, beforehand in zip(*(outputs.values() for outputs in served)):
+        for one, other in zip(by_vllm.samples, beforehand.samples):
+            assert torch.equal(one.token_ids, other.token_ids)
+            assert torch.equal(one.log_probs, other.log_probs)
+
+
+def test_a_copy_on_several_gpus_does_not_take_ray_inside_an_actor(monkeypatch: pytest.MonkeyPatch):
+    from vllm.config import ParallelConfig
+
+    from sota_grpo.engines.vllm_engine import engine_arguments
+
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.util.get_current_placement_group", lambda: "that of an actor of ours")
+    assert ParallelConfig(tensor_parallel_size=2).distributed_executor_backend == "ray"  # vLLM's own choice
+    arguments = engine_arguments({"tensor_parallel_size": 2}, on_cpu=False)
+    ours = {name: arguments[name] for name in arguments.keys() & ParallelConfig.__dataclass_fields__.keys()}
+    assert ParallelConfig(**ours).distributed_executor_backend == "mp"
+    assert "distributed_executor_backend" not in engine_arguments({"tensor_parallel_size": 1}, on_cpu=False)
 
 
 def test_a_rollout_worker_pushes_under_a_running_group(tmp_path: Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from tests.engine_rigs import CONTEXT, ragged_requests, tiny_model
 from tests.process_rigs import wait_for
 from tests.weight_rigs import TOKENS_HELD, resources
 
-DEADLINE_S = 6.0
+DEADLINE_S = 2400.0  # half of it for a slice: a test that waited for that would run into its own timeout
 
 
 @dataclass
@@ -49,6 +48,10 @@ class Rig:
         self.version += 1
         self.publisher.publish(self.version)
         return {name: weight.float().clone() for name, weight in engine_weights(self.model)}
+
+    def wait_at_most(self, deadline_s: float) -> None:
+        """The deadline of the transfers that begin now, by a new group."""
+        self.transfer._deadline_s, self.transfer._stall_s, self.transfer._meeting = deadline_s, deadline_s / 2, None
 
     def assert_served(self, weights: dict[str, torch.Tensor], count: int) -> None:
         assert [served for served, _ in self.fleet.broadcast("served", deadline_s=60)] == [self.version] * count
@@ -116,9 +119,7 @@ def test_a_killed_worker_is_done_without_and_its_successor_gets_the_version_that
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.fleet.broadcast("arm", rig.fleet.pids[0], "SIGKILL", 4, deadline_s=60)
-    began = time.monotonic()
-    weights = rig.publish()
-    assert time.monotonic() - began < DEADLINE_S / 2  # noticed at once, no deadline was needed
+    weights = rig.publish()  # noticed at once: no deadline passes here
     assert "through the object store" in caplog.text
     assert "workers lost: 1" in caplog.text
     rig.assert_served(weights, 1)
@@ -134,10 +135,9 @@ def test_a_killed_worker_is_done_without_and_its_successor_gets_the_version_that
 
 def test_a_stopped_worker_is_found_within_the_deadline(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
+    rig.wait_at_most(6.0)
     rig.fleet.broadcast("arm", rig.fleet.pids[1], "SIGSTOP", 4, deadline_s=60)
-    began = time.monotonic()
     weights = rig.publish()
-    assert time.monotonic() - began < DEADLINE_S + 3
-    assert "has not answered" in caplog.text
+    assert "has not answered served within 3 s" in caplog.text  # and not: a ping, for the fleet's 60 s
     assert "workers lost: 1" in caplog.text
     rig.assert_served(weights, 1)

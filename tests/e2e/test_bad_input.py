@@ -166,16 +166,16 @@ def test_all_checkpoints_damaged_is_a_sentence(tmp_path: Path, grpo) -> None:
 
 
 def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path) -> None:
-    """A reward function that hangs has a minute for each answer; whoever notices it need not wait for that."""
+    """A reward function that hangs has an hour for each answer here; whoever notices it need not wait for that."""
     (tmp_path / "reward.py").write_text(
         "import pathlib, time\n"
         "def wait(completions, **columns):\n"
         f"    pathlib.Path({str(tmp_path / 'asked')!r}).touch()\n"
-        "    time.sleep(1000)\n"
+        "    time.sleep(3600)\n"
     )
     options = [option for option in QUICK if option != "check.mode=off"]
-    reward = [f"reward.path={tmp_path / 'reward.py'}", "reward.name=wait", f"hydra.run.dir={tmp_path / 'run'}"]
-    command = [sys.executable, "grpo.py", "--config-name", "grpo_cpu", *options, *reward]
+    options += ["env.reward_timeout_s=3600", f"reward.path={tmp_path / 'reward.py'}", "reward.name=wait"]
+    command = [sys.executable, "grpo.py", "--config-name", "grpo_cpu", *options, f"hydra.run.dir={tmp_path / 'run'}"]
     run = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -186,7 +186,7 @@ def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path) -> None:
             time.sleep(0.1)
         time.sleep(1)
         run.send_signal(signal.SIGINT)
-        _, told = run.communicate(timeout=20)
+        _, told = run.communicate(timeout=120)
     finally:
         run.kill()
     assert run.returncode == 130, told

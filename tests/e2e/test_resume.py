@@ -160,7 +160,7 @@ def test_ctrl_c_saves_the_turn_and_exits(tmp_path: Path, grpo) -> None:
     while not ready():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 130, output
     assert "Traceback" not in output
     turns = len(metrics(run_dir))

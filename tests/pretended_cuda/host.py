@@ -112,6 +112,27 @@ def install() -> None:
     torch.utils._foreach_utils._foreach_supported_types.append(PretendedTensor)  # as for plain tensors on CUDA
     _join_with_gloo()
     imports.around("sota_grpo.checkpoint", after=_save_plain_tensors)
+    imports.around("sota_grpo.functional.tile_kernels", after=_interpret_kernels)
+
+
+def _interpret_kernels(module: ModuleType) -> None:
+    """Triton's interpreter (TRITON_INTERPRET=1) works on CPU tensors, in place."""
+
+    def on_the_cpu(launch: Callable[..., None]) -> Callable[..., None]:
+        def launched(*args: Any, **options: Any) -> None:
+            everything = [*args, *options.values()]
+            if len({tensor.device for tensor in everything if isinstance(tensor, Tensor)}) > 1:
+                raise RuntimeError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+            launch(*(_inner(each) for each in args), **{name: _inner(each) for name, each in options.items()})
+
+        return launched
+
+    for name in ("scan", "pull"):
+        setattr(module, name, on_the_cpu(getattr(module, name)))
+
+
+def _inner(value: Any) -> Any:
+    return value.inner if isinstance(value, PretendedTensor) else value
 
 
 def _answer_queries() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -13,7 +14,7 @@ from tensordict import TensorDict
 
 from sota_grpo import assembly, engines, keys
 from sota_grpo.assembly import Parts, common, learning, local, workers
-from sota_grpo.assembly.cluster import visible_gpus, visible_names
+from sota_grpo.assembly.cluster import Cluster, visible_gpus, visible_names
 from sota_grpo.assembly.devices import Plan, make_plan, reference_has_own_weights, resolve_device
 from sota_grpo.assembly.learning import make_model, make_overlong, make_reference
 from sota_grpo.assembly.rollout import end_token_ids, generation_config_of
@@ -27,6 +28,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
+from sota_grpo.workers.base import ServantSpec
 
 
 def config_of(*overrides: str) -> Config:
@@ -164,8 +166,62 @@ def test_a_mistyped_model_folder_is_not_reported_as_a_missing_gpu(gpus) -> None:
     with pytest.raises(UserError, match=r"model.name=/no/such/dir is not a folder"):
         resolve_device(config_of("model.name=/no/such/dir", "device=auto"))
     with pytest.raises(UserError, match="needs a CUDA GPU"):
-        resolve_device(config_of("model.name=some/model", "device=auto"))
+        resolve_device(config_of("model.name=some/model", "device=auto"))  # no driver here
     assert resolve_device(config_of("device=auto")) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "said"),
+    [
+        ("13.0", "550.54.15", "driver 550.54.15, .* for CUDA 13.0, which needs driver 580 or newer"),
+        ("12.8", "470.82", "driver 470.82, .* for CUDA 12.8, which needs driver 525 or newer"),
+        ("12.8", "535.1", "sees none of its GPUs; CUDA_VISIBLE_DEVICES=7 may hide them"),
+        (None, "580.65.06", "built without CUDA; install PyTorch for CUDA"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_named_with_the_driver_that_it_needs(cuda, driver, said, monkeypatch) -> None:
+    monkeypatch.setattr(assembly.cuda, "driver_version", lambda: driver)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    for asked in (["device=cuda"], ["model.name=some/model", "device=auto"]):
+        with pytest.raises(UserError, match=said):
+            resolve_device(config_of(*asked))
+    monkeypatch.setattr(assembly.cuda, "driver_version", lambda: None)
+    with pytest.raises(UserError, match="no CUDA device; use device=cpu"):
+        resolve_device(config_of("device=cuda"))
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n", "535.104.05"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: 13",
+            "580.65.06",
+        ),
+    ],
+)
+def test_the_version_of_the_driver_is_read(text: str, version: str, tmp_path, monkeypatch) -> None:
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(assembly.cuda, "_DRIVER_FILE", tmp_path / "version")
+    assert assembly.cuda.driver_version() == version
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment", "expected"),
+    [
+        ([], {}, "expandable_segments:True"),
+        ([], {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ([], {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "backend:cudaMallocAsync"),
+        (["inference_model.tensor_parallel_size=2"], {}, None),
+        (["engine.name=sglang_server"], {}, None),
+    ],
+)
+def test_segments_grow_unless_the_user_or_the_engine_says_otherwise(overrides, environment, expected, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.setenv(name, environment.get(name, ""))
+    assembly.cuda.use_expandable_segments(config_of(*overrides))
+    assert (os.environ["PYTORCH_ALLOC_CONF"] or None) == expected
 
 
 def test_vllm_is_not_taken_for_the_cpu_of_a_machine_with_a_gpu(gpus, with_vllm) -> None:
@@ -244,6 +300,49 @@ def test_workers_get_the_gpus_that_this_process_was_given(seen, names, monkeypat
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
     assert visible_names((0, 2)) == names
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_workers_on_gpus_share_the_cores(address, monkeypatch, tmp_path) -> None:
+    """Two engines, a reference and two ranks; left alone, Ray gives each actor one thread."""
+    launcher = Mock()
+    monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: launcher)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(40))
+    nodes = [
+        {"Alive": True, "Resources": found} for found in ({"CPU": 64, "GPU": 4}, {"CPU": 40, "GPU": 4}, {"CPU": 9})
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: [*nodes, {"Alive": False, "Resources": {"CPU": 1, "GPU": 1}}])
+    config = config_of("mode=async", *([] if address is None else [f"ray.address={address}"]))
+    plan = Plan("cuda", Placement(train=(0, 1), inference=(2, 3), ref=(4,), colocated=False), "vllm", True)
+    cluster = Cluster(config, plan, tmp_path)
+    cluster.start_rollout(ServantSpec("a:b"))(1)
+    cluster.start_reference(ServantSpec("a:b"))(0)
+    cluster._starter("learner", ServantSpec("a:b"), [(0,)], first=3)(0)
+    placed = [call.kwargs for call in launcher.start.call_args_list]
+    assert [(found["threads"], found["env"]["OMP_WAIT_POLICY"]) for found in placed] == (
+        [(8, "PASSIVE")] * 3 if address is None else [(10, "PASSIVE")] * 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device_type", "train", "broadcast"),
+    [
+        ([], "cuda", (0,), True),
+        ([], "cpu", (0,), False),
+        (["ray.address=auto"], "cuda", (0,), False),
+        (["train_model.lora.enabled=true"], "cuda", (0,), False),
+        (["inference_model.tensor_parallel_size=2"], "cuda", (0,), False),
+        (["engine.name=vllm_server"], "cuda", (0,), False),
+        ([], "cuda", (1,), False),
+        (["inference_model.weight_transfer=object_store"], "cuda", (0,), False),
+        (["inference_model.weight_transfer=collective"], "cpu", (0,), True),
+    ],
+)
+def test_weights_are_broadcast_between_gpus_of_one_machine(overrides, device_type, train, broadcast) -> None:
+    config = config_of("mode=async", *overrides)
+    placement = Placement(train=train, inference=(1, 2), ref=(), colocated=False)
+    plan = Plan(device_type, placement, config.engine.name, True)
+    assert workers.broadcasts_weights(config, plan) is broadcast
 
 
 def test_on_a_cluster_every_role_needs_gpus_of_its_own(with_vllm) -> None:

@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from benchmarks.overlap import Overlap, measure_async, measure_sync
 from sota_grpo import keys
 from sota_grpo.async_source import AsyncSource
 from sota_grpo.async_source.refill import Group, Refill
@@ -25,6 +24,7 @@ from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sampl
 from sota_grpo.stopping import Interrupted
 from sota_grpo.transforms import GroupAdvantage
 from tests.l3_parts import make_env
+from tests.process_rigs import wait_for
 from tests.unit.test_group_buffer import same
 
 SAMPLING = Sampling(max_tokens=24)
@@ -352,10 +352,8 @@ def test_a_stop_interrupts_the_wait_and_changes_nothing(threaded: bool) -> None:
     stop = threading.Event()
     rig = Rig(threaded=threaded, should_stop=stop.is_set)
     threading.Timer(0.15, stop.set).start()
-    began = time.monotonic()
     with pytest.raises(Interrupted):
         rig.source.next_batch(0)
-    assert time.monotonic() - began < 5.0
     state = rig.source.state_dict()
     assert [numbers[0] for numbers in state["in_flight"]] == [0, 1, 2, 3]
     assert state["released"]
@@ -376,7 +374,7 @@ def test_a_wait_in_which_nothing_moves_ends_with_a_count_by_stage() -> None:
         TimeoutError, match="3 groups are being sampled, 1 graded, 0 are at the reference, 0 are finished"
     ):
         rig.source.next_batch(0)
-    assert 0.1 <= time.monotonic() - began < 5.0
+    assert time.monotonic() - began >= 0.1
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -530,13 +528,25 @@ def test_threads_that_finish_at_random_moments_give_every_prompt_once() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "conductor" and thread.is_alive()]
 
 
-def test_generation_and_learning_overlap() -> None:
-    """Equal durations of engine and learner: at most 0.6 of lockstep's time per step, 5 % of it control plane. A busy
-    machine only adds to a step, so the best step of each counts, and the best of a few attempts."""
-    phase_s = 0.6
-    sync_s = min(measure_sync(phase_s, num_steps=2))
-    for _ in range(5):
-        found = Overlap.of(phase_s, sync_s, min(measure_async(phase_s, num_steps=3)))
-        if found.ratio <= 0.6 and found.overhead <= 0.05:
-            return
-    raise AssertionError(found)
+def test_the_next_batch_is_sampled_and_graded_while_the_learner_has_this_one() -> None:
+    """Nobody calls the source meanwhile: its own thread does it. What that saves: ``benchmarks.overlap``."""
+    graded: list[int] = []
+
+    def grade(rows) -> Future:
+        graded.append(int(rows[0].get(keys.GROUP_ID)))
+        return rig.env.begin_grading(rows)
+
+    rig = Rig(max_policy_age=1, threaded=True, grade=grade)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(rig.source.next_batch, 0)
+        wait_for(lambda: sorted(rig.desk.open) == list(range(8)))
+        for group_id in range(4):
+            rig.desk.finish(group_id)
+        learning = asking.result(60)
+    for group_id in range(4, 8):
+        rig.desk.finish(group_id)
+    wait_for(lambda: sorted(graded) == list(range(8)))
+    rig.engine.version = 1
+    rig.source.release(learning)
+    assert ids(rig.source.next_batch(1)) == [4, 5, 6, 7]
+    rig.source.close()

@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,14 @@ import pytest
 import torch
 
 from sota_grpo import checkpoint
-from sota_grpo.checkpoint import CheckpointError, CheckpointStore, rng_state, set_rng_state
+from sota_grpo.checkpoint import (
+    BackgroundSaves,
+    CheckpointError,
+    CheckpointStore,
+    host_copy,
+    rng_state,
+    set_rng_state,
+)
 
 
 def _state(step: int, size: int = 500) -> dict:
@@ -167,20 +175,22 @@ SPAWNER = multiprocessing.get_context("forkserver")
 SPAWNER.set_forkserver_preload([__name__])
 
 
-def _save_for_ever(directory: str, first: int) -> None:
+def _save_for_ever(directory: str, first: int, in_background: bool) -> None:
     store = CheckpointStore(directory, keep=2)
+    save = BackgroundSaves(store).save if in_background else store.save
     for step in range(first, first + 10_000):
-        store.save(step, _state(step, size=1_000_000))
+        save(step, _state(step, size=1_000_000))
 
 
-def test_kill_9_at_random_moments_always_leaves_a_loadable_checkpoint(tmp_path):
+@pytest.mark.parametrize("in_background", [False, True])
+def test_kill_9_at_random_moments_always_leaves_a_loadable_checkpoint(in_background, tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     store.save(0, _state(0))
     newest, killed_mid_save = 0, 0
     for attempt in range(60):
         if attempt >= 15 and killed_mid_save:
             break
-        writer = SPAWNER.Process(target=_save_for_ever, args=(str(tmp_path), newest + 1))
+        writer = SPAWNER.Process(target=_save_for_ever, args=(str(tmp_path), newest + 1, in_background))
         writer.start()
         while writer.is_alive() and store.paths()[0][0] <= newest:  # a busy machine may start it late
             time.sleep(0.001)
@@ -193,11 +203,53 @@ def test_kill_9_at_random_moments_always_leaves_a_loadable_checkpoint(tmp_path):
         assert found is not None
         step, state = found
         assert step >= newest, "a checkpoint that was durable has gone"
-        assert len(store.paths()) <= 3
         assert torch.equal(state["weights"], torch.full_like(state["weights"], float(step)))
         newest = step
     assert newest > 0
     assert killed_mid_save > 0, "no kill fell into a save: the test proves nothing"
+    store.save(newest + 1, _state(newest + 1))  # each kill may have left something, and the next save clears it away
+    assert len(_names(tmp_path)) == 2
+
+
+class _SlowStore(CheckpointStore):
+    """Writes when it is let."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, keep=2)
+        self.let = threading.Event()
+
+    def save(self, step: int, state: dict) -> Path:
+        assert self.let.wait(20)
+        return super().save(step, state)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_end_waits_for_it(tmp_path):
+    store, weight = _SlowStore(tmp_path), torch.ones(3)
+    with BackgroundSaves(store) as saves:
+        saves.save(1, host_copy({"weight": weight}))
+        weight.fill_(2.0)  # the next step
+        saves.check()  # returns at once
+        assert store.latest() is None
+        store.let.set()
+        saves.save(2, host_copy({"weight": weight}))  # after the first one
+        assert store.latest()[0] >= 1
+    assert store.latest()[0] == 2
+    assert [CheckpointStore.load(path)["weight"].tolist() for _, path in store.paths()] == [[2.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize("told", ["check", "save", "wait", "end", "beside another"])
+def test_a_checkpoint_that_could_not_be_written_ends_the_run_with_the_same_sentence(tmp_path, told, caplog):
+    (tmp_path / "file").write_text("in the way")
+    saves = BackgroundSaves(CheckpointStore(tmp_path / "file" / "run"))
+    expected = RuntimeError if told == "beside another" else CheckpointError
+    with pytest.raises(expected, match="another" if told == "beside another" else "could not be written to"), saves:
+        saves.save(1, _state(1))
+        saves._thread.join()
+        if told == "beside another":
+            raise RuntimeError("another")
+        if told != "end":
+            getattr(saves, told)(*((2, _state(2)) if told == "save" else ()))
+    assert ("could not be written" in caplog.text) == (told == "beside another")
 
 
 def _draw() -> tuple:
@@ -213,11 +265,20 @@ def test_the_random_state_survives_a_checkpoint_bit_for_bit(tmp_path):
     assert [_draw() for _ in range(3)] == expected
 
 
-def test_a_random_state_of_more_devices_than_are_here_is_refused(monkeypatch):
+@pytest.mark.parametrize(("visible", "initialized"), [(3, True), (2, True), (3, False)])
+def test_cuda_generators_are_continued_where_they_are_used_and_as_many(visible, initialized, monkeypatch, caplog):
+    """With other GPUs, or where the learner lives in other processes, all else is continued."""
     state = rng_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}
+    given = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="holds 3 CUDA generators but 2 devices"):
-        set_rng_state(state)
-    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: pytest.fail("it would start CUDA on every GPU"))
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", given.append)
+    if not initialized:
+        assert "cuda" not in rng_state()
+    torch.rand(3)
+    set_rng_state(state)
+    assert given == ([state["cuda"]] if (visible, initialized) == (3, True) else [])
+    assert torch.equal(torch.get_rng_state(), state["torch"])
+    assert ("3 CUDA devices and 2 are visible" in caplog.text) == (visible == 2)

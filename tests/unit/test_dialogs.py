@@ -246,10 +246,10 @@ def test_dialogs_by_futures_are_those_of_a_stream_and_take_no_threads() -> None:
     threads = threading.active_count()
     futures = [engine.submit(request, SAMPLING) for request in requests]
     most = threading.active_count()
-    require_plain(requests, [future.result(20) for future in futures])
+    require_plain(requests, [future.result(60) for future in futures])
     assert most == threads
     late = dialogs(inner, Grader(late=True))
-    require_plain(requests, [f.result(20) for f in [late.submit(request, SAMPLING) for request in requests]])
+    require_plain(requests, [f.result(60) for f in [late.submit(request, SAMPLING) for request in requests]])
     engine.close()
 
 
@@ -285,13 +285,13 @@ def test_streams_of_several_threads_get_their_own_groups(kind: str) -> None:
     engine.close()
 
 
+@pytest.mark.timeout(120)
 def test_a_new_turn_begins_while_other_groups_are_in_theirs() -> None:
-    engine = scripted(duration_s=lambda request: {10: 0.01, 11: 3.0}[request.group_id])
+    """All four turns of the short group, before the first of the other ends in an hour."""
+    engine = scripted(duration_s=lambda request: {10: 0.01, 11: 3600.0}[request.group_id])
     engine._script = lambda request, index, version: [5]
-    began = time.monotonic()
     stream = dialogs(engine, Grader(always)).generate(some_requests(2), SAMPLING)
     first = next(stream)
-    assert time.monotonic() - began < 2.0  # four turns of the short group
     assert first.group_id == 10
     assert [sample.token_ids.tolist() for sample in first.samples] == [[5, EOS, 7, 8] * 3 + [5, EOS]] * 3
 
@@ -335,7 +335,7 @@ def test_what_the_engine_raises_in_a_later_turn_is_the_callers(by_future: bool) 
     engine = dialogs(Failing())
     requests = some_requests(15)
     outputs = (
-        (engine.submit(request, SAMPLING).result(10) for request in requests)
+        (engine.submit(request, SAMPLING).result(60) for request in requests)
         if by_future
         else engine.generate(requests, SAMPLING)
     )
@@ -354,7 +354,7 @@ def test_what_the_grader_raises_is_the_callers(kind: str, late: bool) -> None:
         list(engine.generate(some_requests(8), SAMPLING))
     if kind == "futures":
         with pytest.raises(KeyError, match="the grader is gone"):
-            engine.submit(some_requests(1, num_samples=20)[0], SAMPLING).result(10)
+            engine.submit(some_requests(1, num_samples=20)[0], SAMPLING).result(60)
     engine.close()
 
 

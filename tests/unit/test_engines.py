@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache
 
 import sota_grpo.engines as engines
-from sota_grpo.engines import resolve_engine_name
+from sota_grpo.engines import resolve_engine_name, scripted
 from sota_grpo.engines.decode import GroupDecoder
 from sota_grpo.engines.decode_attention import use_decode_attention
 from sota_grpo.engines.hf import TransformersEngine
@@ -388,25 +388,39 @@ def test_a_script_is_cut_at_its_eos_and_at_the_room():
     assert output.samples[0].log_probs.tolist() == [-2.0] * 3
 
 
-def test_scripted_groups_come_out_shortest_first_and_take_their_time():
+class SleepingClock:
+    """Moves only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return sum(self.slept)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+def test_scripted_groups_come_out_shortest_first_and_take_their_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scripted, "time", clock := SleepingClock())
     engine = ScriptedEngine(duration_s=lambda request: 0.05 * (3 - request.group_id))
-    began = time.monotonic()
     requests = [GroupRequest(i, (2,), 1, seed=i) for i in range(3)]
-    assert [output.group_id for output in engine.generate(requests, Sampling(max_tokens=2))] == [2, 1, 0]
-    assert 0.15 <= time.monotonic() - began < 1.0
+    ended = [(output.group_id, clock.monotonic()) for output in engine.generate(requests, Sampling(max_tokens=2))]
+    assert ended == [(2, pytest.approx(0.05)), (1, pytest.approx(0.1)), (0, pytest.approx(0.15))]
 
 
-def test_a_scripted_group_keeps_the_version_it_was_taken_in_with_and_steps_are_short():
+def test_a_scripted_group_keeps_the_version_it_was_taken_in_with_and_steps_are_short(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scripted, "time", clock := SleepingClock())
     engine = ScriptedEngine(duration_s=0.3)
     (ticket,) = engine.add([GroupRequest(0, (2,), 1, seed=0)], Sampling(max_tokens=2))
     engine.update_weights([], 1)
-    steps, found = [], []
+    steps, found = 0, []
     while engine.num_in_flight:
-        began = time.monotonic()
         found += engine.step()
-        steps.append(time.monotonic() - began)
-    assert len(steps) >= 8
-    assert sorted(steps)[len(steps) // 2] < 0.02
+        steps += 1
+        assert len(clock.slept) <= steps
+    assert max(clock.slept) <= 0.005
+    assert clock.monotonic() == pytest.approx(0.3)
     assert [number for number, _ in found] == [ticket]
     assert set(found[0][1].samples[0].versions.tolist()) == {0}
 

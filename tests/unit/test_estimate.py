@@ -7,16 +7,20 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
-from transformers import Qwen2Config
+from tensordict import TensorDict, lazy_stack
+from transformers import AutoConfig, Qwen2Config
 
+from sota_grpo import keys
+from sota_grpo.assembly import disk
 from sota_grpo.assembly.device_memory import GIB, Facts, Machine, learning_of, plan_for, step_micro_batches
 from sota_grpo.assembly.estimate import Estimate, estimate
 from sota_grpo.assembly.fits import devices_of, with_options
+from sota_grpo.checkpoint import CheckpointStore
 from sota_grpo.cli import estimate as command
 from sota_grpo.collate import micro_batches
 from sota_grpo.compose import compose
@@ -24,6 +28,9 @@ from sota_grpo.config import Config
 from sota_grpo.entry import CONFIG_DIR
 from sota_grpo.errors import UserError
 from sota_grpo.model_sizes import architecture_of
+from sota_grpo.policy.architecture import architecture_from
+from sota_grpo.policy.load import resolve_model_path
+from tests.l3_parts import make_subject
 
 PRESETS = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
 LLAMA = ["model.name=meta-llama/Llama-2-7b-hf", "device=cuda", "env.dataset=arithmetic"]
@@ -236,6 +243,70 @@ def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) 
     assert found["turns"] == 80
     for device in found["devices"]:
         assert device["peak"] == max(sum(parts.values()) for parts in device["moments"].values())
+
+
+GPUS = ["model.size=1.5B", "train_model.torch_dtype=float32"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),  # of 1,543,714,304 parameters in GiB: 17.25 a checkpoint, 5.75 the model
+    [
+        ([], (17.25, 4, 5.75)),
+        (["train.keep_checkpoints=1", "train.export_hf=false"], (17.25, 2, 0.0)),
+        (["train.checkpoint_frequency=0"], (17.25, 1, 5.75)),
+        (["train_model.torch_dtype=bfloat16"], (8.63, 4, 2.88)),
+        (["train_model.lora.enabled=true"], (0.21, 4, 5.75)),
+    ],
+)
+def test_what_is_written_to_the_disk_is_counted(overrides: list[str], sizes: tuple[float, int, float]) -> None:
+    disk = planned(*GPUS, *overrides).disk
+    assert (round(disk.checkpoint / GIB, 2), disk.checkpoints, round(disk.export / GIB, 2)) == sizes
+    assert disk.total == disk.checkpoint * disk.checkpoints + disk.export
+
+
+@pytest.mark.parametrize(
+    ("free", "fix"),
+    [
+        (80.0, None),
+        (60.0, "use train.keep_checkpoints=2 (57.5 GiB), or free space"),
+        (50.0, "use train.keep_checkpoints=1 (40.3 GiB), or free space"),
+        (35.0, "use train.keep_checkpoints=1 train.export_hf=false (34.5 GiB), or free space"),
+        (20.0, "use train_model.lora.enabled=true (6.58 GiB), or free space"),
+        (0.1, "; free space there, or choose another hydra.run.dir"),
+    ],
+)
+def test_a_disk_that_will_be_full_is_refused_with_the_smallest_change(
+    free: float, fix: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free * GIB)))
+    config = compose("grpo_gsm8k", GPUS)
+    if fix is None:
+        disk.require_disk(config, tmp_path / "new")
+        return
+    with pytest.raises(UserError, match=r"writes 74.8 GiB: 4 checkpoints of 17.3 GiB") as refused:
+        disk.require_disk(config, tmp_path / "new")
+    assert fix in str(refused.value)
+
+
+def test_checkpoints_of_a_resumed_run_make_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose("grpo_cpu")
+    needed = disk.disk_of(config, architecture_from(AutoConfig.from_pretrained(resolve_model_path("tiny")))).total
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1000))
+    with pytest.raises(UserError, match="The run writes"):
+        disk.require_disk(config, tmp_path)
+    CheckpointStore(tmp_path / "checkpoints").save(1, {"a": torch.ones(1000)})
+    disk.require_disk(config, tmp_path)
+
+
+def test_a_checkpoint_has_the_size_that_is_counted(tmp_path: Path) -> None:
+    learner = make_subject(tmp_path).learner
+    rows = make_subject(tmp_path).sample()
+    for row in rows:
+        row.set(keys.ADVANTAGE, torch.ones(1, 1))
+    learner.update(lazy_stack(rows))
+    path = CheckpointStore(tmp_path / "c").save(1, learner.state_dict())
+    model = architecture_from(AutoConfig.from_pretrained(resolve_model_path("tiny")))
+    assert path.stat().st_size == pytest.approx(disk.disk_of(compose("grpo_cpu"), model).checkpoint, rel=0.02)
 
 
 def test_an_override_that_is_none_is_told_apart() -> None:

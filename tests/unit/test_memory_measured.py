@@ -49,6 +49,13 @@ def test_the_learners_peak_is_predicted_within_15_percent(name: str) -> None:
 
 
 @needs_proc
+def test_the_gates_peak_is_predicted_within_15_percent() -> None:
+    """Weights and two gradients, and no third: the run is a fresh one, so the optimizer has no moments yet."""
+    found = measured(DEEP | SHORT | {"family": "llama", "group": 2, "groups": 4, "full": True, "gate": True})
+    assert found["estimated"] == pytest.approx(found["measured"], rel=0.15), found
+
+
+@needs_proc
 @pytest.mark.parametrize("name", [*SIZES, *OTHERS])
 def test_what_is_alive_is_predicted_within_15_percent_where_nothing_comes_from_the_heap(name: str) -> None:
     """With pages of its own for every tensor the peak is that of the tensors; the heap's losses are not in it."""

@@ -7,7 +7,6 @@ import pickle
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -232,6 +231,7 @@ def test_hostile_text_is_graded_without_a_failure(seed: int) -> None:
         json.dumps(dict(score.info))
 
 
+@pytest.mark.timeout(120)  # about a second; what is quadratic takes minutes
 @pytest.mark.parametrize(
     "piece",
     [
@@ -255,8 +255,6 @@ def test_hostile_text_is_graded_without_a_failure(seed: int) -> None:
 def test_a_megabyte_of_anything_takes_no_longer_than_its_length(piece: str) -> None:
     task = ReasoningTask()
     text = piece * (1_000_000 // len(piece))
-    began = time.process_time()
     for response in (text, f"<think>{text}</think><answer>18</answer>", f"<think>a</think><answer>{text}</answer>"):
         for gold in ("18", "Paris"):
             task.score(response, Example("9 times 2?", gold))
-    assert time.process_time() - began < 10  # about 1 s; what is quadratic takes minutes

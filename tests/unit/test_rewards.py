@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from fractions import Fraction
 
 import pytest
@@ -147,13 +146,12 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+@pytest.mark.timeout(120)  # quadratic time would be hours
 @pytest.mark.parametrize("unit", [*HOSTILE, None])
 def test_a_megabyte_of_anything_takes_linear_time(unit: str | None) -> None:
     text = "".join(RNG.choices(HOSTILE, k=MEGABYTE // 4)) if unit is None else unit * (MEGABYTE // len(unit))
-    began = time.process_time()
     for answer_format in ANSWER_FORMATS:
         answer = extract_answer(text, answer_format)
         assert answer is None or len(answer) < 64 or parse_number(answer) is None
     find_last_number(text)
     parse_number(text)
-    assert time.process_time() - began < 15.0  # quadratic time would be hours

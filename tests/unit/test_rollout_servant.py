@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from sota_grpo.engines import Engine
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.errors import UserError
+from sota_grpo.policy.adapter_pack import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.workers import rollout
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.rollout import RolloutServant, rollout_servant
 from tests.engine_rigs import (
@@ -32,9 +35,11 @@ from tests.engine_rigs import (
     tiny_model,
     token_lists,
 )
+from tests.process_rigs import wait_for
 
 REQUEST = GroupRequest(group_id=0, prompt_ids=(5, 6), num_samples=2, seed=3)
 NO_WEIGHTS = WeightPack.of([])
+WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -68,7 +73,7 @@ class HeldEngine(ScriptedEngine):
     def step(self) -> list[tuple[int, GroupOutput]]:
         self.num_steps += 1
         self.stepping.set()
-        self.go.wait(10.0)
+        self.go.wait(WAIT_S)
         if self.failure is not None:
             raise self.failure
         return super().step()
@@ -83,7 +88,7 @@ class HeldEngine(ScriptedEngine):
 
 
 def outputs_of(futures: list[Future[GroupOutput]]) -> dict[int, GroupOutput]:
-    return {output.group_id: output for output in (future.result(20.0) for future in futures)}
+    return {output.group_id: output for output in (future.result(WAIT_S) for future in futures)}
 
 
 @pytest.mark.parametrize("kind", ["transformers", "scripted"])
@@ -100,7 +105,7 @@ def test_equal_group_ids_under_two_samplings_reach_their_own_callers(start):
     servant = start(lambda: ScriptedEngine(duration_s=0.02))
     samplings = [Sampling(max_tokens=length, ignore_eos=True) for length in (3, 9, 9, 3)]
     futures = [servant.run(REQUEST, sampling) for sampling in samplings]
-    assert [len(future.result(5.0).samples[0].token_ids) for future in futures] == [3, 9, 9, 3]
+    assert [len(future.result(WAIT_S).samples[0].token_ids) for future in futures] == [3, 9, 9, 3]
 
 
 def test_requests_that_wait_are_added_together(start):
@@ -110,7 +115,7 @@ def test_requests_that_wait_are_added_together(start):
     engine.add = lambda requests, sampling: batches.append(len(requests)) or add(requests, sampling)
     servant = start(lambda: engine)
     first = servant.run(REQUEST, Sampling(max_tokens=2))
-    assert engine.stepping.wait(5.0)
+    assert engine.stepping.wait(WAIT_S)
     others = [servant.run(replace(REQUEST, group_id=i), Sampling(max_tokens=2)) for i in range(1, 6)]
     engine.go.set()
     assert len(outputs_of([first, *others])) == 6
@@ -122,14 +127,24 @@ def test_weights_land_while_a_group_runs_and_serve_its_next_tokens(start):
     target.load_state_dict(weights := changed_weights(model))
     servant = start(lambda: hf_engine(model))
     long = servant.run(ragged_requests(1, 4)[0], Sampling(max_tokens=150, ignore_eos=True))
-    assert servant.update_weights(WeightPack.of(weights.items()), 7).result(5.0) == 7
+    assert servant.update_weights(WeightPack.of(weights.items()), 7).result(WAIT_S) == 7
     assert not long.done()
     after = ragged_requests(3, 2)
     futures = [servant.run(request, Sampling(max_tokens=10)) for request in after]
     assert largest_gap(target, after, outputs_of(futures), 1.0) < 1e-5
-    for sample in long.result(20.0).samples:
+    for sample in long.result(WAIT_S).samples:
         assert (sample.versions.diff() >= 0).all()
         assert int(sample.versions[-1]) == 7
+
+
+def test_an_adapter_is_merged_where_the_engines_weights_lie(start, monkeypatch: pytest.MonkeyPatch):
+    engine, merged_on = ScriptedEngine(), []
+    engine.device = torch.device("cuda:0")
+    monkeypatch.setattr(AdapterPack, "merged", lambda self, base, device: merged_on.append(device) or iter(()))
+    servant = start(lambda: engine)
+    servant.set_base(NO_WEIGHTS)
+    assert servant.update_weights(AdapterPack(NO_WEIGHTS, {}), 3).result(5.0) == 3
+    assert merged_on == [torch.device("cuda:0")]
 
 
 def test_a_push_waits_for_one_step_at_most(start):
@@ -137,11 +152,11 @@ def test_a_push_waits_for_one_step_at_most(start):
     engine.go.set()
     servant = start(lambda: engine)
     servant.run(REQUEST, Sampling(max_tokens=2))
-    assert engine.stepping.wait(5.0)
+    assert engine.stepping.wait(WAIT_S)
     for version in range(1, 21):
         future = servant.update_weights(NO_WEIGHTS, version)
         before = engine.num_steps
-        assert future.result(5.0) == version
+        assert future.result(WAIT_S) == version
         assert engine.num_steps_at_push[-1] - before <= 1
 
 
@@ -149,37 +164,46 @@ def test_calls_take_effect_in_their_order(start):
     engine = HeldEngine(duration_s=0.01)
     servant = start(lambda: engine)
     blocked = servant.run(REQUEST, Sampling(max_tokens=2))
-    assert engine.stepping.wait(5.0)
+    assert engine.stepping.wait(WAIT_S)
     runs = []
     for version in (1, 2, 3):
         servant.update_weights(NO_WEIGHTS, version)
         runs.append(servant.run(REQUEST, Sampling(max_tokens=2)))
     engine.go.set()
-    versions = [int(run.result(5.0).samples[0].versions[0]) for run in (blocked, *runs)]
+    versions = [int(run.result(WAIT_S).samples[0].versions[0]) for run in (blocked, *runs)]
     assert versions == [0, 1, 2, 3]
 
 
-def test_ping_is_0_when_idle_and_small_at_work_and_grows_when_a_step_hangs(start):
-    engine = HeldEngine(duration_s=0.2)
+def test_ping_is_0_when_idle_and_one_step_at_work_and_grows_when_a_step_hangs(start, monkeypatch):
+    now_s, seen = [100.0], []
+    monkeypatch.setattr(rollout, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    class Ticking(HeldEngine):
+        """A step takes a second of the servant's clock, a group five steps."""
+
+        def step(self) -> list[tuple[int, GroupOutput]]:
+            now_s[0] += 1.0
+            seen.append(servant.ping())
+            ended = super().step()
+            assert ended or self.num_steps % 5
+            return ended
+
+        def _step(self) -> Iterable[tuple[int, GroupOutput]]:
+            return [] if self.num_steps % 5 else super()._step()
+
+    engine = Ticking()
     servant = start(lambda: engine)
     assert servant.ping() == 0.0
     engine.go.set()
-    working = servant.run(REQUEST, Sampling(max_tokens=2))
-    seen = []
-    while not working.done():
-        seen.append(servant.ping())
-        time.sleep(0.005)
-    assert sorted(seen)[len(seen) // 2] < 0.1  # most pings: a busy machine may hold up a few
-    deadline = time.monotonic() + 5.0
-    while servant.ping() > 0.0:
-        assert time.monotonic() < deadline
+    servant.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S)
+    assert seen == [1.0] * 5
+    wait_for(lambda: servant.ping() == 0.0)
     engine.go.clear()
     engine.stepping.clear()
     servant.run(REQUEST, Sampling(max_tokens=2))
-    assert engine.stepping.wait(5.0)
-    first = servant.ping()
-    time.sleep(0.1)
-    assert servant.ping() >= first + 0.09
+    assert engine.stepping.wait(WAIT_S)
+    now_s[0] += 50.0
+    assert servant.ping() == 51.0
     engine.go.set()
 
 
@@ -188,15 +212,15 @@ def test_a_failing_step_fails_everything_with_its_cause(start):
     engine.failure = MemoryError("no room for 7 GiB")
     servant = start(lambda: engine)
     flying = servant.run(REQUEST, Sampling(max_tokens=2))
-    assert engine.stepping.wait(5.0)
+    assert engine.stepping.wait(WAIT_S)
     waiting = [servant.run(REQUEST, Sampling(max_tokens=2)), servant.update_weights(NO_WEIGHTS, 1), servant.sleep()]
     engine.go.set()
     for future in [flying, *waiting]:
         with pytest.raises(WorkerDied, match=r"scripted engine failed.*MemoryError: no room for 7 GiB"):
-            future.result(5.0)
+            future.result(WAIT_S)
     for later in (servant.run(REQUEST, Sampling(max_tokens=2)), servant.update_weights(NO_WEIGHTS, 1)):
         with pytest.raises(WorkerDied, match="no room for 7 GiB"):
-            later.result(5.0)
+            later.result(WAIT_S)
     with pytest.raises(WorkerDied, match="no room for 7 GiB") as caught:
         servant.ping()
     assert caught.value.__cause__ is engine.failure
@@ -209,8 +233,8 @@ def test_a_failing_push_breaks_the_servant_and_a_refused_one_does_not(start):
     model = tiny_model()
     servant = start(lambda: hf_engine(model))
     with pytest.raises(ValueError, match="weights are missing"):
-        servant.update_weights(NO_WEIGHTS, 1).result(5.0)
-    assert len(servant.run(REQUEST, Sampling(max_tokens=2)).result(5.0).samples) == 2
+        servant.update_weights(NO_WEIGHTS, 1).result(WAIT_S)
+    assert len(servant.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S).samples) == 2
 
     @dataclass
     class Torn:
@@ -218,30 +242,30 @@ def test_a_failing_push_breaks_the_servant_and_a_refused_one_does_not(start):
             raise OSError("shared memory is gone")
 
     with pytest.raises(WorkerDied, match="OSError: shared memory is gone"):
-        servant.update_weights(Torn(), 1).result(5.0)
+        servant.update_weights(Torn(), 1).result(WAIT_S)
     with pytest.raises(WorkerDied):
-        servant.run(REQUEST, Sampling(max_tokens=2)).result(5.0)
+        servant.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S)
 
 
 def test_a_refused_request_fails_alone(start):
     engine = HeldEngine(max_model_len=CONTEXT)
     servant = start(lambda: engine)
     first = servant.run(REQUEST, Sampling(max_tokens=2))
-    assert engine.stepping.wait(5.0)  # so that the next three are added together
+    assert engine.stepping.wait(WAIT_S)  # so that the next three are added together
     requests = [REQUEST, replace(REQUEST, prompt_ids=(5,) * CONTEXT), REQUEST]
     good, long, fine = (servant.run(request, Sampling(max_tokens=2)) for request in requests)
     engine.go.set()
     with pytest.raises(ValueError, match=f"{CONTEXT} tokens"):
-        long.result(5.0)
-    assert all(len(future.result(5.0).samples) == 2 for future in (first, good, fine))
+        long.result(WAIT_S)
+    assert all(len(future.result(WAIT_S).samples) == 2 for future in (first, good, fine))
 
 
 def test_it_sleeps_only_when_nothing_is_in_flight(start):
     busy, idle = (start(lambda: ScriptedEngine(duration_s=60.0)) for _ in range(2))
     busy.run(REQUEST, Sampling(max_tokens=2))
     with pytest.raises(ValueError, match="1 groups in flight"):
-        busy.sleep().result(5.0)
-    assert idle.sleep().result(5.0) is idle.wake().result(5.0) is None
+        busy.sleep().result(WAIT_S)
+    assert idle.sleep().result(WAIT_S) is idle.wake().result(WAIT_S) is None
 
 
 def test_close_fails_what_is_open_and_ends_the_thread(start):
@@ -261,7 +285,7 @@ def test_close_does_not_wait_for_ever_for_an_engine_that_hangs(start):
     engine = HeldEngine()
     servant = start(lambda: engine)
     run = servant.run(REQUEST, Sampling(max_tokens=2))
-    assert engine.stepping.wait(5.0)
+    assert engine.stepping.wait(WAIT_S)
     servant.close(timeout_s=0.05)
     with pytest.raises(WorkerDied, match=r"hung for 0\.05 s"):
         run.result(0.0)
@@ -291,7 +315,7 @@ def test_the_factory_takes_plain_values(tmp_path: Path):
     options = pickle.loads(pickle.dumps({**shared, "engine": "scripted", "script": two_tokens, "duration_s": 0.05}))
     servant = rollout_servant(**options)
     began = time.monotonic()
-    output = servant.run(REQUEST, Sampling(max_tokens=8)).result(5.0)
+    output = servant.run(REQUEST, Sampling(max_tokens=8)).result(WAIT_S)
     assert time.monotonic() - began >= 0.05
     assert [sample.token_ids.tolist() for sample in output.samples] == [[10, 20, EOS], [11, 20, EOS]]
     servant.close()

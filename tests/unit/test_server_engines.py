@@ -66,7 +66,7 @@ def request(first_token: int, *, group: int = 0, num_samples: int = 2, seed: int
 
 def steps_until(engine: ServerEngine, count: int = 1) -> list[tuple[int, GroupOutput]]:
     ended: list[tuple[int, GroupOutput]] = []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(ended) < count and time.monotonic() < deadline:
         ended += engine.step()
     assert len(ended) == count
@@ -162,11 +162,10 @@ def test_groups_come_back_in_the_order_in_which_they_end(rigs: Rigs, kind: str):
     assert steps_until(engine)[0][0] == slow
 
 
-def test_a_step_without_anything_in_flight_does_not_wait(rigs: Rigs):
-    engine = rigs.engine(FakeVLLM())
-    start = time.monotonic()
-    assert [engine.step() for _ in range(20)] == [[]] * 20
-    assert time.monotonic() - start < 0.5
+@pytest.mark.timeout(120)
+def test_a_step_without_anything_in_flight_does_not_wait(rigs: Rigs, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server_module, "_STEP_S", 3600.0)
+    assert rigs.engine(FakeVLLM()).step() == []
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -343,7 +342,7 @@ def test_a_hung_server_is_found_long_before_a_group_is_due(
     for _ in range(5):
         engine.step()  # it works, and answers: no error however long a group takes
     release = threading.Event()
-    fake.answers[path] = lambda _: (200, release.wait(10))
+    fake.answers[path] = lambda _: (200, release.wait(60))
     with pytest.raises(ServerError, match=rf"GET {fake.url}{path} was not answered within 0.3 s"):
         steps_until(engine)
     release.set()

@@ -34,7 +34,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def start(folder: Path, script: str = SERVER, *, start_s: float = 20.0) -> tuple[ServerProcess, str, str]:
+def start(folder: Path, script: str = SERVER, *, start_s: float = 60.0) -> tuple[ServerProcess, str, str]:
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
     return start_server(
@@ -63,7 +63,7 @@ def test_a_killed_server_is_told_in_one_line_and_takes_its_children_along(tmp_pa
     process, _, _ = start(tmp_path)
     words = (tmp_path / "logs" / "server.log").read_text().split()
     os.kill(int(words[3]), signal.SIGKILL)
-    assert process.has_ended(within_s=5.0)
+    assert process.has_ended(within_s=60.0)
     assert members(process.pid) == []
     error = process.died("while it sampled")
     assert isinstance(error, ServerDied)

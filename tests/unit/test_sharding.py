@@ -22,6 +22,7 @@ from sota_grpo import keys
 from sota_grpo.collate import micro_batches, row_list, sibling_groups
 from sota_grpo.forward_passes import ForwardPasses
 from sota_grpo.functional.flops import ModelShape
+from sota_grpo.learner_ranks import LearnerServant
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks
@@ -29,7 +30,8 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.remote_learner import LearnerDied, RemoteLearner
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
-from tests.rank_rigs import learner_settings, ragged_rows
+from sota_grpo.workers.starting import IDLE_METHOD
+from tests.rank_rigs import build_learner, learner_settings, ragged_rows
 from tests.unit.tiny_models import VOCAB, make_model
 
 
@@ -93,7 +95,7 @@ def test_a_state_arrives_as_it_was() -> None:
 
 
 class Rank:
-    """A worker whose answers the test gives: ``answers[method]`` is called on a thread of its own."""
+    """A worker whose answers the test gives: ``answers[method]`` is called on a thread of its own, if it may wait."""
 
     def __init__(self, number: int, **answers: Any) -> None:
         self.name = f"learner-{number}"
@@ -111,7 +113,10 @@ class Rank:
             except Exception as error:
                 future.set_exception(error)
 
-        threading.Thread(target=answer, daemon=True).start()
+        if method == "ping" and self.answers[method] != self.never:
+            answer()  # never mute, however busy the machine is
+        else:
+            threading.Thread(target=answer, daemon=True).start()
         return future
 
     def kill(self) -> None:
@@ -124,7 +129,7 @@ class Rank:
 
 
 def facade(*ranks: Rank, **changes: float) -> RemoteLearner:
-    options = {"silence_s": 0.4, "start_deadline_s": 1.0, "grace_s": 0.2, **changes}
+    options = {"silence_s": 0.4, "start_silence_s": 1.0, "grace_s": 0.2, **changes}
     return RemoteLearner(ranks, learner_settings(), **options)
 
 
@@ -147,7 +152,6 @@ def test_a_rank_that_does_not_answer_is_named_though_the_others_are_stuck_too() 
     ranks[1].answers["ping"] = ranks[1].never
     with pytest.raises(LearnerDied, match=r"rank 1 \(learner-1\).*does not answer"):
         remote.perturb()
-    assert time.monotonic() - began < 2
     assert all(rank.killed.is_set() for rank in ranks)
 
 
@@ -197,13 +201,27 @@ def test_the_dead_rank_is_named_and_not_the_one_that_noticed_first() -> None:
 
 @pytest.mark.parametrize(
     ("ping", "message"),
-    [(failing(WorkerDied("learner-1 could not be constructed: no such model")), "no such model"), (None, "not ready")],
+    [
+        (failing(WorkerDied("learner-1 could not be constructed: no such model")), "no such model"),
+        (None, "has not answered"),
+    ],
 )
 def test_a_rank_that_does_not_start_is_a_sentence(ping: Any, message: str) -> None:
     ranks = [Rank(0), Rank(1)]
     ranks[1].answers["ping"] = ping or ranks[1].never
     with pytest.raises(LearnerDied, match=rf"rank 1 \(learner-1\).*{message}"):
-        facade(*ranks, start_deadline_s=0.3).update(ragged_rows(2))
+        facade(*ranks, start_silence_s=0.3).update(ragged_rows(2))
+    assert all(rank.killed.is_set() for rank in ranks)
+
+
+def test_ranks_may_take_long_to_start_while_one_of_them_works() -> None:
+    began = time.monotonic()
+    waits = {"ping": lambda: time.sleep(1.0), IDLE_METHOD: lambda: time.monotonic() - began}
+    works = {"ping": lambda: time.sleep(1.0), IDLE_METHOD: lambda: 0.0}
+    facade(Rank(0, **waits), Rank(1, **works), start_silence_s=0.3).wait_ready()
+    ranks = [Rank(number, **waits) for number in range(2)]
+    with pytest.raises(LearnerDied, match=r"did nothing for 0\.3 s while it was being started"):
+        facade(*ranks, start_silence_s=0.3).wait_ready()
     assert all(rank.killed.is_set() for rank in ranks)
 
 
@@ -225,6 +243,18 @@ def test_every_rank_is_given_the_calls_of_all_threads_in_one_order() -> None:
     orders = [[call for call in rank.calls if call[0] != "ping"] for rank in ranks]
     assert orders[0] == orders[1] == orders[2]
     assert len(orders[0]) == 50
+
+
+def test_a_rank_shows_progress_while_it_gathers_its_state(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of a large model takes longer than a rank may be silent."""
+    servant = LearnerServant(lambda: build_learner(Ranks(), str(tmp_path)))
+    servant.update(RowPack.of(row_list(ragged_rows(5)))).result()
+    ticks = []
+    monkeypatch.setattr(servant._thread, "progress", lambda: ticks.append(None))
+    state = servant.state_dict().result().state()
+    moments = [name for entry in state["optimizer"]["state"].values() for name in entry]
+    assert len(ticks) > len(state["model"]) + len(moments)
+    servant.close()
 
 
 def test_a_packed_state_of_several_dtypes_can_be_saved(tmp_path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from transformers import PreTrainedModel
 
 from sota_grpo import keys
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
-from sota_grpo.policy.layout import Layout, pack
+from sota_grpo.policy.layout import pack
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.shared_attention import SHARED_ATTENTION, shared_attention
@@ -90,6 +92,16 @@ def test_packed_rows_equal_padded_ones(case: str, tool_turns: bool) -> None:
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
 
 
+def varlen_2_11(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    """The signature of the kernel in torch 2.11, which groups heads without being told."""
+
+
+def varlen_2_12(
+    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    """That of torch 2.12 and newer, as far as it is used."""
+
+
 def varlen_in_plain_torch(query, key, value, ends, key_ends, longest, longest_key, *, scale, window_size, enable_gqa):
     """What torch's variable-length kernel, which needs a GPU, is documented to compute: ``[tokens, heads, width]``."""
     assert longest == int(ends.diff().max())
@@ -108,9 +120,10 @@ def varlen_in_plain_torch(query, key, value, ends, key_ends, longest, longest_ke
     return torch.cat(found)
 
 
+@pytest.mark.parametrize("kernel", [varlen_2_11, varlen_2_12])
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("gemma2")])
 def test_the_call_of_the_kernel_for_gpus_asks_for_the_same_attention(
-    case: str, monkeypatch: pytest.MonkeyPatch
+    case: str, kernel: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its arguments, with plain torch in the kernel's place: the kernel itself runs on CUDA only."""
     import torch.nn.attention.varlen
@@ -121,16 +134,27 @@ def test_the_call_of_the_kernel_for_gpus_asks_for_the_same_attention(
     packed, padded = policies(family, **CASES[case])
     rows = make_groups(GROUPS)
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
-    kernel, asked = inspect.signature(torch.nn.attention.varlen.varlen_attn), []
+    asked = []
 
+    @functools.wraps(kernel)
     def standing_in(*given, **named):
-        asked.append(kernel.bind(*given, **named))
-        return varlen_in_plain_torch(*given, **named)
+        asked.append(inspect.signature(kernel).bind(*given, **named))
+        grouped = given[0].shape[1] != given[1].shape[1]
+        assert named.get("enable_gqa", grouped) == grouped
+        return varlen_in_plain_torch(*given, **named | {"enable_gqa": grouped})
 
     monkeypatch.setattr(module, "_takes_varlen", lambda query, value: True)
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", standing_in)
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
     assert asked
+
+
+def test_the_installed_kernel_is_one_of_these() -> None:
+    import torch.nn.attention.varlen
+
+    names = inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters.keys()
+    known = varlen_2_12 if "enable_gqa" in names else varlen_2_11
+    assert set(list(inspect.signature(known).parameters)[3:]) <= set(names)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -195,7 +219,7 @@ def test_the_layout_puts_every_token_where_it_says(causal_rows: bool) -> None:
     rows = make_groups(GROUPS) if causal_rows else make_rows([4, 9, 2])
     tokens, real = rows[keys.FULL_TOKENS], rows[keys.ATTENTION_MASK]
     layout = pack(tokens, real, rows[keys.ASSISTANT_MASK])
-    packed = tokens.flatten()[layout.source]
+    packed = layout.tokens
     assert torch.equal(packed[layout.place][real], tokens[real])
     assert torch.equal(layout.positions[0][layout.place][real], (real.long().cumsum(-1) - 1)[real])
     assert layout.place[real].unique().tolist() == list(range(len(packed)))
@@ -278,7 +302,7 @@ def test_without_a_layout_the_model_is_what_it_was() -> None:
 
 def test_an_attention_that_is_not_known_is_refused() -> None:
     heads = torch.randn(1, 2, 3, 4)
-    layout = Layout(torch.arange(3), torch.arange(3).unsqueeze(0), torch.arange(3).unsqueeze(0), ())
+    layout = pack(torch.arange(3).unsqueeze(0), torch.ones(1, 3).bool(), torch.zeros(1, 3).bool())
     for strange in ({"dropout": 0.1}, {"s_aux": heads}, {"is_causal": False}):
         with pytest.raises(NotImplementedError):
             shared_attention(torch.nn.Identity(), heads, heads, heads, None, layout=layout, **strange)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -24,22 +23,18 @@ print("end", flush=True)
 """
 
 
-def run(grace_s: float, turn_s: float, after_s: float = 0.0) -> tuple[list[str], int, float]:
-    began = time.monotonic()
+def run(grace_s: float, turn_s: float, after_s: float = 0.0) -> tuple[list[str], int]:
     arguments = [str(number) for number in (grace_s, turn_s, after_s)]
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
-    return done.stdout.splitlines(), done.returncode, time.monotonic() - began
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=120)
+    return done.stdout.splitlines(), done.returncode
 
 
 def test_a_turn_within_the_grace_time_is_finished_and_the_clock_stops_with_it() -> None:
-    said, code, _ = run(grace_s=0.6, turn_s=0.1, after_s=1.0)
-    assert (said, code) == (["turn finished", "end"], 0)
+    assert run(grace_s=2.0, turn_s=0.1, after_s=2.5) == (["turn finished", "end"], 0)
 
 
 def test_a_turn_beyond_the_grace_time_is_given_up() -> None:
-    said, code, seconds = run(grace_s=0.2, turn_s=50.0)
-    assert (said, code) == (["given up", "end"], 0)
-    assert seconds < 40
+    assert run(grace_s=0.2, turn_s=3600.0) == (["given up", "end"], 0)
 
 
 def test_the_process_ends_itself_when_even_that_is_not_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,5 +43,5 @@ def test_the_process_ends_itself_when_even_that_is_not_heeded(monkeypatch: pytes
         "while True:\n            try: time.sleep(99)\n            except KeyboardInterrupt: pass",
     )
     deaf = "import sota_grpo.stopping as s\ns._LAST_S = 0.3\n" + deaf
-    done = subprocess.run([sys.executable, "-c", deaf, "0.1", "0", "0"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", deaf, "0.1", "0", "0"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 143

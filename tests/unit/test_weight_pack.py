@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
+import pytest
 import torch
 
+from sota_grpo.engines.hf import TransformersEngine
+from sota_grpo.policy.lora import add_lora, packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
+from tests.engine_rigs import EOS, PAD, tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
 
@@ -41,6 +46,35 @@ def test_temporaries_that_reuse_memory_are_not_taken_for_tied_ones() -> None:
     values = torch.randn(50)
     pack = WeightPack.of((str(i), torch.full((64,), float(value))) for i, value in enumerate(values))
     assert [float(tensor[0]) for _, tensor in pack.tensors()] == values.tolist()
+
+
+def test_a_pack_is_filled_as_the_weights_come() -> None:
+    weights = random_weights()
+    counted = WeightPack.of(weights.items())
+    filled = WeightPack.of(((name, tensor.clone()) for name, tensor in weights.items()), room=10 * counted.num_bytes)
+    assert filled.num_bytes == counted.num_bytes
+    assert [name for name, _ in filled.tensors()] == list(weights)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in filled.tensors())
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_rounded_before_they_travel_are_what_the_engine_would_have_made_of_them(lora: bool) -> None:
+    model: Any = tiny_model(tied=True, seed=2)
+    engine = TransformersEngine(model, eos_token_ids=[EOS], pad_token_id=PAD, dtype=torch.bfloat16)
+    assert engine.weight_dtype == torch.bfloat16
+    if lora:
+        model = add_lora(model, r=2, alpha=4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    served = []
+    for dtype in (None, engine.weight_dtype):
+        pack = packed_weights(model, dtype=dtype)
+        engine.update_weights(pack, len(served) + 1)
+        served.append((pack.num_bytes, {name: value.clone() for name, value in engine._model.state_dict().items()}))
+    (wide_bytes, by_engine), (narrow_bytes, beforehand) = served
+    assert narrow_bytes < 0.52 * wide_bytes
+    assert all(torch.equal(by_engine[name], beforehand[name]) for name in by_engine)
 
 
 def test_protocol_5_carries_the_buffer_out_of_band() -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from sota_grpo.fleet_engine import FleetEngine
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.workers.base import ServantSpec
@@ -60,18 +62,28 @@ def default_group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("default_group")
-def test_sharded_weights_are_kept_whole_under_the_engines_names() -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_sharded_weights_are_kept_whole_under_the_engines_names(dtype: torch.dtype | None) -> None:
     model = tiny_model(seed=5)
-    expected = {name: weight.clone() for name, weight in engine_weights(model)}
+    expected = {name: weight.clone() for name, weight in engine_weights(model, dtype=dtype)}
     for layer in model.model.layers:
         fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
     sender = WeightSender(fully_shard(model, mesh=init_device_mesh("cpu", (1,))))
-    assert sender.send_weights(None, 3) is None
+    assert sender.send_weights(None, 3, dtype) is None
     pack, version = sender.kept_weights()
     found = dict(pack.tensors())
     assert version == 3
     assert list(found) == list(expected)
+    assert all(weight.dtype == expected[name].dtype for name, weight in found.items())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("others", [torch.bfloat16, torch.float32, None])
+def test_weights_come_in_the_dtype_that_all_engines_have(others: torch.dtype | None) -> None:
+    fleet = Mock()
+    fleet.broadcast.return_value = [torch.bfloat16, others]
+    engine = FleetEngine(fleet, name="vllm", max_model_len=8, share=lambda value: value, deadline_s=1.0)
+    assert engine.weight_dtype == (torch.bfloat16 if others == torch.bfloat16 else None)
 
 
 class Unreachable:
@@ -114,10 +126,10 @@ class Learner:
 
     copies = 0
 
-    def weight_layout(self) -> WeightLayout:
+    def weight_layout(self, dtype: Any) -> WeightLayout:
         return WeightLayout.of({"w": torch.zeros(())})
 
-    def send_weights(self, meeting: Any, version: int) -> str | None:
+    def send_weights(self, meeting: Any, version: int, dtype: Any) -> str | None:
         self.kept = WeightPack.of([("w", torch.tensor(float(version)))]), version
         return None
 

@@ -12,9 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from sota_grpo.policy import sharding
 from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.packed import kernel_difference
 from sota_grpo.policy.sharding import Ranks
+from tests.pretended_cuda.kernels import STAND_INS
 from tests.pretended_cuda.on_device.test_learner import CUDA, FULL, build, rows
 from tests.pretended_cuda.tensor import PretendedTensor
+from tests.unit.tiny_models import make_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,3 +52,16 @@ def test_a_mesh_of_one_is_the_whole(lora: bool, tmp_path: Path, monkeypatch: pyt
     assert all(value.device.type == "cpu" for value in state["model"].values())
     other.load_state_dict(state)
     assert other.update(rows())["grad_norm"] == whole.update(rows())["grad_norm"]
+
+
+def test_the_kernel_is_probed_where_the_ranks_compute() -> None:
+    """A model that lies on the CPU packs there by another kernel."""
+    assert kernel_difference(make_model("qwen2", head_dim=8), CUDA) is None
+
+
+def test_a_kernel_that_is_not_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*given: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setitem(STAND_INS, "torch_attn::_varlen_attn", missing)
+    assert "no kernel image" in str(kernel_difference(make_model("qwen2", head_dim=8), CUDA))

@@ -1,0 +1,142 @@
+"""Stage 4: peaks against the estimate, what sleeping gives back, packing of weights, and gaps between micro-batches."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.auto import CONFIG_MAPPING
+
+from benchmarks.trainer import Ours
+from benchmarks.trainer_work import SHAPES, Case, make_rows
+from scripts.gpu_proof import Finding, Options
+from scripts.proof.kernels import synchronised
+from sota_grpo.assembly.device_memory import GIB, Facts, Machine
+from sota_grpo.assembly.fits import devices_of
+from sota_grpo.compose import compose
+from sota_grpo.functional.memory import Learning, MicroBatch, learner_memory
+from sota_grpo.policy.architecture import architecture_from
+from sota_grpo.policy.lora import engine_weights
+from sota_grpo.policy.weight_pack import WeightPack
+
+
+def case_of(options: Options, shape: str, **how: Any) -> Case:
+    if options.small:
+        how |= {"tokens": 600, "prompt": 40, "response": 30}
+    precision = "bf16" if options.device == "cuda" else "fp32"
+    return Case(shape="tiny" if options.small else shape, device=options.device, precision=precision, **how)
+
+
+def predicted_learner(case: Case) -> Any:
+    """What ``estimate`` says of the learner of this case: one micro-batch, every row of full length."""
+    family, sizes = SHAPES[case.shape]
+    rows = make_rows(case)
+    longest = case.prompt + case.response
+    prompts, spoken = case.prompt * len({int(row["group_id"]) for row in rows}), case.response * len(rows)
+    keys = prompts + len(rows) * longest  # of CUDA's attention, which gives each response its prompt's
+    batch = MicroBatch(prompts + spoken, spoken, len(rows) * longest, keys)
+    half = case.precision != "fp32"
+    how = Learning(product_bytes=2 if half else 4, checkpointing=case.checkpointing, on_cpu=case.device == "cpu")
+    return learner_memory(architecture_from(CONFIG_MAPPING[family](**sizes)), how, [batch])
+
+
+def peak_of_an_update(options: Options) -> Iterator[Finding]:
+    """Most bytes allocated by the second step, against the estimate: within 15 %."""
+    cases = [
+        case_of(options, "qwen3-0.6b", tokens=8192),
+        case_of(options, "qwen2.5-1.5b", tokens=16384, checkpointing=True),
+    ]
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            ours = Ours(case, make_rows(case), Path(folder))
+            ours.step()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            ours.step()
+            measured, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            torch.cuda.empty_cache()
+            after = torch.cuda.memory_reserved()
+            predicted = predicted_learner(case).total
+            ratio = predicted / measured
+            figures = {
+                "measured_gib": measured / GIB, "predicted_gib": predicted / GIB, "ratio": ratio,
+                "reserved_gib": reserved / GIB, "reserved_after_empty_cache_gib": after / GIB,
+            }  # fmt: skip
+            yield Finding(
+                f"peak of an update, {case.shape}{', checkpointing' * case.checkpointing}",
+                options.small or 0.85 <= ratio <= 1.15,
+                figures,
+            )
+            yield from _gate(options, ours, case)
+        del ours
+        torch.cuda.empty_cache()
+
+
+def _gate(options: Options, ours: Ours, case: Case) -> Iterator[Finding]:
+    """Most bytes that the gate's comparison of two gradients takes, in weights of the model."""
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in ours.learner.parameters)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    norm, gap = ours.learner.gradient_gap(make_rows(case)[:2], (10**6, 1))
+    peak = torch.cuda.max_memory_allocated()
+    figures = {"peak_gib": peak / GIB, "of_weights": (peak - before) / weights, "norm": norm, "gap": gap}
+    yield Finding(f"peak of the gate, {case.shape}", None if options.small else gap < 0.05, figures)
+
+
+def weights_for_engines(options: Options) -> Iterator[Finding]:
+    """Seconds and bytes to make a push of all weights, in float32 and in the engine's dtype."""
+    case = case_of(options, "qwen2.5-1.5b")
+    with tempfile.TemporaryDirectory() as folder:
+        model = Ours(case, make_rows(case), Path(folder)).learner.policy.model
+        for dtype in (torch.float32, torch.bfloat16):
+            times = []
+            for _ in range(3):
+                began = synchronised(options)
+                pack = WeightPack.of((name, weight.to(dtype)) for name, weight in engine_weights(model))
+                times.append(synchronised(options) - began)
+            yield Finding(f"weights packed as {dtype}", None, {"seconds": times, "gib": pack.buffer.nbytes / GIB})
+
+
+def gaps_between_micro_batches(options: Options) -> Iterator[Finding]:
+    """Share of a step of several micro-batches in which the GPU has nothing to do, from the profiler's trace."""
+    case = case_of(options, "qwen3-0.6b", tokens=32768, micro_tokens=8192)
+    with tempfile.TemporaryDirectory() as folder:
+        ours = Ours(case, make_rows(case), Path(folder))
+        for _ in range(2):
+            ours.step()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as seen:
+            ours.step()
+            synchronised(options)
+        path = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    busy = sorted(
+        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    )
+    if not busy:
+        yield Finding("idle time of the GPU in a step", options.small or False, {"kernels": 0})
+        return
+    idle, end = 0.0, busy[0][1]
+    for start, stop in busy:
+        idle += max(0.0, start - end)
+        end = max(end, stop)
+    figures = {"idle": idle / (end - busy[0][0]), "kernels": len(busy)}
+    yield Finding("idle time of the GPU in a step", figures["idle"] < 0.1, figures)
+
+
+def whole_runs_fit(options: Options) -> Iterator[Finding]:
+    """What the estimate says of the presets on this device."""
+    family, sizes = SHAPES["qwen2.5-1.5b"]
+    total = torch.cuda.get_device_properties(0).total_memory
+    facts = Facts(architecture_from(CONFIG_MAPPING[family](**sizes)), 512)
+    for device in devices_of(compose("grpo_gsm8k", ["device=cuda"]), facts, Machine("cuda", total, 1, 0)):
+        moments = {name: sum(parts.values()) / GIB for name, parts in device.moments.items()}
+        yield Finding(f"estimate of the default run, {device.name}", max(moments.values()) < total / GIB, moments)
+
+
+CHECKS = [peak_of_an_update, gaps_between_micro_batches, weights_for_engines, whole_runs_fit]

@@ -1,0 +1,115 @@
+"""Stage 2: whole runs of ``grpo.py`` on the device, with the gate; a kill and a resume."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.gpu_proof import Finding, Options
+from scripts.proof.kernels import relative
+from sota_grpo.gate import CHECKS as CHECKS_OF_THE_GATE
+
+NUM_CHECKS = len(CHECKS_OF_THE_GATE)
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "env.num_envs=8", "env.repeats=4", "train.dialog_turns_per_batch=8", "train.optim_batch_size=8",
+    "train.total_dialog_turns=16", "inference_model.max_tokens=8", "eval.num_samples=8", "train_model.compile=false",
+)  # fmt: skip
+
+
+def command(options: Options, folder: Path, *overrides: str, turns: int | None = None) -> list[str]:
+    """A run of the embedded policy with the embedded engine; ``turns`` of 128 responses, or all 80."""
+    size = () if turns is None else (f"train.total_dialog_turns={128 * turns}", "eval.mode=off")
+    general = (f"device={options.device}", "engine=transformers", "logging.report=false", "train.export_hf=false")
+    return [
+        sys.executable, str(ROOT / "grpo.py"), "--config-name=grpo_cpu", f"hydra.run.dir={folder}",
+        *general, *size, *(SMALL if options.small else ()), *overrides,
+    ]  # fmt: skip
+
+
+def ran(given: Sequence[str]) -> dict[str, Any]:
+    """Exit code, seconds, and the last words of a run that failed."""
+    began = time.perf_counter()
+    done = subprocess.run(given, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    figures: dict[str, Any] = {"exit": done.returncode, "run_s": round(time.perf_counter() - began, 1)}
+    return figures if done.returncode == 0 else figures | {"said": (done.stderr or done.stdout)[-600:]}
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def gate_of(folder: Path) -> list[str]:
+    """What the checks before training said."""
+    path = folder / "training.log"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line.split("check passed: ")[1] for line in lines if "check passed: " in line]
+
+
+def accuracies(folder: Path) -> list[float]:
+    return [row["eval/accuracy"] for row in metrics(folder) if row.get("eval/accuracy") is not None]
+
+
+def demonstration(options: Options) -> Iterator[Finding]:
+    """The embedded policy learns what it learns on a CPU: at least 90 % of the held-out problems."""
+    folder = options.out / "demonstration"
+    found = ran(command(options, folder))
+    seen = accuracies(folder)
+    good = found["exit"] == 0 and len(gate_of(folder)) == NUM_CHECKS
+    good = good and (options.small or (len(seen) > 1 and seen[-1] >= 0.9))
+    yield Finding("demonstration", good, found | {"accuracy": seen[:1] + seen[-1:], "gate": gate_of(folder)})
+
+
+def variants(options: Options) -> Iterator[Finding]:
+    """Adapter with dropout, a reference in a process of its own, fp16, and the layers uncompiled: gate and 8 turns."""
+    cases = {
+        "lora": ("train_model.lora.enabled=true", "train_model.lora.dropout=0.05"),
+        "reference": ("policy.kl_coef=0.001", "ref_model.process=true"),
+        "fp16": ("train.precision=fp16",),
+        "eager": ("train_model.compile=false",),
+    }
+    for name, overrides in cases.items():
+        folder = options.out / name
+        found = ran(command(options, folder, *overrides, turns=None if options.small else 8))
+        rows = [row for row in metrics(folder) if "reward" in row]
+        figures = {"turns": len(rows), "reward": [row["reward"] for row in rows[:1] + rows[-1:]]}
+        good = found["exit"] == 0 and len(gate_of(folder)) == NUM_CHECKS
+        yield Finding(f"run, {name}", good, found | figures | {"gate": gate_of(folder)[2:4]})
+
+
+def kill_and_resume(options: Options) -> Iterator[Finding]:
+    """``kill -9`` behind a checkpoint, then a resume: the weights of a run that was left alone, but rounding."""
+    extra = ("train.checkpoint_frequency=1", "check.mode=off", "eval.mode=off", "optimizer.schedule=constant")
+    turns = None if options.small else 6
+    whole, killed = options.out / "whole", options.out / "killed"
+    found = ran(command(options, whole, *extra, turns=turns))
+    process = subprocess.Popen(
+        command(options, killed, *extra, turns=turns), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while process.poll() is None and not list((killed / "checkpoints").glob("checkpoint_*.pt")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = len(metrics(killed))
+    resumed = ran(command(options, killed, *extra, "train.resume=auto", turns=turns))
+    yield Finding("kill -9 and resume", found["exit"] == resumed["exit"] == 0, resumed | {"turns_before": before})
+    weights = [_final_weights(folder) for folder in (whole, killed)]
+    gap = relative(*(torch.cat([each[name].double().flatten() for name in weights[0]]) for each in weights))
+    yield Finding("the resumed weights", gap < 1e-2, {"gap": gap, "equal": gap == 0})
+
+
+def _final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = max((folder / "checkpoints").glob("checkpoint_*.pt"))
+    return torch.load(newest, weights_only=True, map_location="cpu")["learner"]["model"]
+
+
+CHECKS = [demonstration, kill_and_resume, variants]

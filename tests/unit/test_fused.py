@@ -1,0 +1,65 @@
+"""Compiled decoder layers: the log-probs and gradients of eager ones, one compilation for rows of any length."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from sota_grpo import keys
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.load import enable_gradient_checkpointing
+from sota_grpo.policy.lora import adapter_disabled, add_lora
+from tests.unit.test_shared_prompt import GROUPS, make_groups
+from tests.unit.tiny_models import make_model
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+LENGTHS = (GROUPS, [(9, [3, 4, 5])], [(1, [1]), (30, [2, 17])])
+
+
+def measured(policy: CausalPolicy, groups: list, precise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and the whole gradient; the rows are the same for each policy."""
+    policy.zero_grad()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        rows = make_groups(groups)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not precise):
+        log_probs = policy(rows)[keys.LOG_PROBS]
+    log_probs.sum().backward()
+    return log_probs.detach(), torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_compiled_layers_equal_eager_ones(lora: bool) -> None:
+    """In float32 to its rounding; in bfloat16, rounded where eager mode rounds, much closer than bfloat16's own."""
+    torch.manual_seed(1)
+    model = make_model("qwen3").train()
+    if lora:
+        model = add_lora(model, r=2, alpha=4)
+    models = [copy.deepcopy(model) for _ in range(2)]
+    for each in models:
+        enable_gradient_checkpointing(each.base_model.model if lora else each)
+    eager, fused = (CausalPolicy(each, fused=compiled).train() for each, compiled in zip(models, (False, True)))
+    for precise, close in ((True, 1e-5), (False, 3e-3)):
+        graphs = []
+        for groups in LENGTHS:
+            (expected, gradient), (found, other) = (measured(policy, groups, precise) for policy in (eager, fused))
+            assert (found - expected).norm() <= close * expected.norm()
+            assert (other - gradient).norm() <= close * gradient.norm()
+            graphs.append(counters["stats"]["unique_graphs"])
+        assert graphs[0] == graphs[-1] > 0
+    if lora:
+        with adapter_disabled(fused.model), adapter_disabled(eager.model), torch.no_grad():
+            rows = make_groups(GROUPS)
+            torch.testing.assert_close(fused(rows)[keys.LOG_PROBS], eager(rows)[keys.LOG_PROBS], rtol=1e-5, atol=1e-5)
+
+
+def test_a_copy_is_not_compiled() -> None:
+    """The engine's copy of the policy decodes in other shapes, one token at a time."""
+    policy = CausalPolicy(make_model("qwen3"), fused=True)
+    layers = [layer for layer in policy.model.modules() if layer._compiled_call_impl is not None]
+    assert len(layers) == policy.model.config.num_hidden_layers
+    assert all(module._compiled_call_impl is None for module in copy.deepcopy(policy.model).modules())
