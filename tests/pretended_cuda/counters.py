@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import weakref
@@ -102,10 +103,12 @@ MEMORY = DeviceMemory()
 class Lease:
     """The share of one storage in :data:`MEMORY`, as long as a tensor of the device refers to it."""
 
-    __slots__ = ("__weakref__", "size")
+    __slots__ = ("__weakref__", "serial", "size")
+    _serials = itertools.count()
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.serial = next(self._serials)  # which storage it is, also when its address is another's
         MEMORY.take(size)
 
     def __del__(self) -> None:

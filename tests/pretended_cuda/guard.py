@@ -11,9 +11,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 SOURCE = Path(__file__).with_name("guard.cpp")
-CACHE = Path(__file__).resolve().parents[2] / ".cache" / "pretended_cuda"
+ROOT = Path(__file__).resolve().parents[2]
+SITE = Path(__file__).with_name("site")
+CACHE = ROOT / ".cache" / "pretended_cuda"
 
 
 class NoCompiler(RuntimeError):
@@ -25,6 +28,29 @@ def reason_to_skip() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "what runs on CUDA needs Triton, which liger-kernel brings along"
     return None if _library().exists() or shutil.which("g++") else "the pretended CUDA device is compiled by g++"
+
+
+def environment() -> dict[str, str]:
+    """The variables of a process that pretends."""
+    before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    path = os.pathsep.join([str(SITE), *before, str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}  # Triton's kernels run line by line, in numpy
+
+
+def become(arguments: list[str]) -> NoReturn:
+    """This process begins anew as a Python with ``arguments`` that pretends.
+
+    Raises:
+        NoCompiler: see :func:`compiled`.
+    """
+    compiled()
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *arguments], environment())
+
+
+def pretending() -> bool:
+    """Whether this process was started to pretend."""
+    return str(SITE) in os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 
 def load() -> None:

@@ -109,6 +109,7 @@ def install() -> None:
     _profile_the_cpu()
     # a parameter that moves stays the same object, as its data would on CUDA: tied weights stay tied
     torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.utils._foreach_utils._foreach_supported_types.append(PretendedTensor)  # as for plain tensors on CUDA
     _join_with_gloo()
     imports.around("sota_grpo.checkpoint", after=_save_plain_tensors)
     imports.around("sota_grpo.functional.tile_kernels", after=_interpret_kernels)

@@ -21,6 +21,7 @@ WAITING = {
     aten._local_scalar_dense.default,
     aten.nonzero.default,
     aten.equal.default,
+    aten.allclose.default,
     aten.masked_select.default,
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
@@ -120,7 +121,7 @@ class PretendedTensor(Tensor):
         return self.detach().cpu().tolist()
 
     def data_ptr(self) -> int:
-        return self.inner.data_ptr()
+        return self.inner.data_ptr() or id(self.lease)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.inner.untyped_storage()
@@ -157,6 +158,31 @@ def _operation(name: str) -> Any:
     return getattr(getattr(aten, packet), overload or "default")
 
 
+class Numbers:
+    """How the device computes: on CPU tensors. Another one may stand in :data:`numbers` (see :mod:`shapes`)."""
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation on what the tensors of the device hold; factories have ``device=`` the CPU."""
+        compute = STAND_INS.get(func.name(), func)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return _random(compute, args, kwargs)
+        return compute(*args, **kwargs)
+
+    def converted(self, inner: Tensor, options: dict[str, Any]) -> Tensor:
+        """A copy on the device, of something there or on the CPU; ``options`` are those of ``_to_copy``."""
+        return aten._to_copy.default(inner, **options, device=CPU)
+
+    def fetched(self, inner: Tensor, options: dict[str, Any], device: torch.device) -> Tensor:
+        """A copy on another device."""
+        return aten._to_copy.default(inner, **options, device=device)
+
+    def copied_into(self, target: Tensor, source: Tensor) -> None:
+        """``target.copy_(source)``."""
+        aten.copy_.default(target, source)
+
+
+numbers: list[Numbers] = [Numbers()]  # the last one computes
+watchers: list[Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]] = []  # told of every operation and result
 _TRANSPARENT = (PretendedTensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
 
 
@@ -168,8 +194,15 @@ def run(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str,
     """
     if any(kind.__torch_dispatch__ not in _TRANSPARENT for kind in types):
         return NotImplemented  # a subclass around these, as DTensor, unpacks itself first
-    if func._can_decompose() and _is_composite(func):
+    if _is_composite(func):
         return func.decompose(*args, **kwargs)
+    out = _run(func, args, kwargs)
+    for watcher in watchers:
+        watcher(func, args, kwargs, out)
+    return out
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     device = None if device is None else _checked(torch.device(device))
     if func is aten._to_copy.default:
@@ -178,22 +211,18 @@ def run(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str,
         return _copied_into(*args, **kwargs)
     tensors = _tensors((args, kwargs))
     held = {id(tensor.inner): tensor for tensor in tensors if isinstance(tensor, PretendedTensor)}
-    on_device = bool(held) if device is None else device.type == "cuda"
     if held:
         _require_one_device(func, args, tensors)
         if func in WAITING or (func in INDEXING and _has_mask(args[1])):
             note_wait(str(func))
-    compute = STAND_INS.get(func.name(), func) if on_device else func
-    if on_device and device is not None:
-        kwargs = {**kwargs, "device": CPU}
-        if kwargs.pop("pin_memory", False):
-            raise RuntimeError("Only dense CPU tensors can be pinned")
     inner_args, inner_kwargs = _unwrapped(tuple(args)), _unwrapped(kwargs)
-    if on_device and torch.Tag.nondeterministic_seeded in func.tags:
-        out = _random(compute, inner_args, inner_kwargs)
-    else:
-        out = compute(*inner_args, **inner_kwargs)
-    return _wrapped(out, held) if on_device else out
+    if not (held if device is None else device.type == "cuda"):
+        return func(*inner_args, **inner_kwargs)
+    if device is not None:
+        inner_kwargs["device"] = CPU
+        if inner_kwargs.pop("pin_memory", False):
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+    return _wrapped(numbers[-1].compute(func, inner_args, inner_kwargs), held)
 
 
 _composite: dict[Any, bool] = {}
@@ -203,7 +232,8 @@ def _is_composite(func: Any) -> bool:
     """Whether it is made of other operations only: under inference mode such ones come here whole."""
     if func not in _composite:
         key = "CompositeImplicitAutograd"
-        _composite[func] = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+        _composite[func] = has_kernel and func._can_decompose()
     return _composite[func]
 
 
@@ -223,12 +253,12 @@ def _copied(source: Tensor, device: torch.device | None, options: Mapping[str, A
     if to_device and not here and inner.device.type == "cpu":
         _note_upload(inner)
     if to_device:
-        return PretendedTensor(aten._to_copy.default(inner, **rest, device=CPU))
+        return PretendedTensor(numbers[-1].converted(inner, rest))
     if not here:
         return aten._to_copy.default(source, **options)
     if not non_blocking:
         note_wait("copy to the host")
-    out = aten._to_copy.default(inner, **rest, device=device)
+    out = numbers[-1].fetched(inner, rest, device or CPU)
     return out.pin_memory() if options.get("pin_memory") or non_blocking else out  # CUDA pins what is yet to come
 
 
@@ -238,7 +268,7 @@ def _copied_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> 
         _note_upload(source)
     if here and not there and not (non_blocking and target.is_pinned()):
         note_wait("copy to the host")
-    aten.copy_.default(_unwrapped(target), _unwrapped(source))
+    numbers[-1].copied_into(_unwrapped(target), _unwrapped(source))
     return target
 
 

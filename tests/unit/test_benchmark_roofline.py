@@ -1,0 +1,47 @@
+"""The roofline counts the operations that are counted by hand, and joins what a compiler could join."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sota_grpo.functional.flops import Load, ModelShape, backward_flops, forward_flops
+from tests.pretended_cuda import guard
+
+SHAPE = ["--shape", "tiny", "--tokens", "320", "--prompt", "64", "--response", "64", "--group", "4"]
+
+
+@pytest.mark.skipif(guard.reason_to_skip() is not None, reason=str(guard.reason_to_skip()))
+def test_the_roofline_of_a_tiny_step() -> None:
+    """One prompt of 64 tokens and 4 responses of 64: 320 positions, 256 predicted."""
+    command = [sys.executable, "-m", "benchmarks.roofline", *SHAPE, "--json", "--checkpointing"]
+    root = Path(__file__).resolve().parents[2]
+    plain, fused = (
+        json.loads(subprocess.run([*command, *more], cwd=root, capture_output=True, text=True, check=True).stdout)
+        for more in ([], ["--fused"])
+    )
+    # tiny: 4 layers of width 128, 4 heads of 32 and 2 of keys, 384 inside, 4096 words
+    matrices = 4 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 384)
+    pairs = 64 * 65 // 2 + 4 * (64 * 64 + 64 * 65 // 2)
+    shape, load = ModelShape(matrices, 0, 4 * 128, 4096 * 128), Load(320, pairs, 256)
+    once = forward_flops(shape, load) + backward_flops(shape, load)
+    assert plain["useful_tflop"] == pytest.approx(once / 1e12)
+    # checkpointing computes the layers again, but for the last product of each, whose result the backward pass does not
+    # read; the head computes its logits again, attention its scores (2 a pair)
+    again = forward_flops(shape, load) - 4 * 2 * 128 * 384 * 320 + 2 * 4 * 128 * pairs
+    assert total(plain, "tflop") == pytest.approx((once + again) / 1e12)
+    assert total(fused, "tflop") == pytest.approx(total(plain, "tflop"))
+    for kind in ("product half", "attention", "foreach", "marked"):
+        assert total(fused, "kernels", kind) == total(plain, "kernels", kind) > 0
+        assert total(fused, "gb", kind) == total(plain, "gb", kind)
+    assert 0 < total(fused, "gb", "elementwise") < 0.6 * total(plain, "gb", "elementwise")
+    assert plain["host_waits"] > 0
+
+
+def total(found: dict[str, Any], what: str, kind: str | None = None) -> float:
+    return sum(part[what] for part in found["parts"] if kind in (None, part["kind"]))
