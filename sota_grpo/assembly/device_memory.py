@@ -274,4 +274,9 @@ def engine_of(config: Config, facts: Facts, plan: Plan, capacity: int) -> tuple[
 
 
 def dtype_bytes(dtype: str) -> int:
+    """Of a number in a dtype as options name it; ``auto`` stands for float32.
+
+    >>> dtype_bytes("auto"), dtype_bytes("bfloat16")
+    (4, 2)
+    """
     return 4 if dtype in ("auto", "float32") else 2
