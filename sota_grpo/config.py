@@ -125,6 +125,9 @@ class InferenceModelConfig:
     timeout_s: float = opt(120.0, "workers and servers: longest silence of an engine before it is replaced")
     torch_dtype: str = opt("auto", "dtype of the engine's weights; auto is bfloat16 on CUDA, float32 on CPU", DTYPES)
     gpu_memory_utilization: float = opt(0.5, "share of the GPU's memory that vLLM may take")
+    max_num_seqs: int | None = opt(
+        None, "samples that one engine computes at once; null: its share of env.num_envs, of vLLM on a GPU at least 256"
+    )
     max_model_len: int | None = opt(None, "context: prompt plus response tokens; null: what the model allows")
     enforce_eager: bool | None = opt(None, "vLLM without CUDA graphs; null: only on CPU")
     max_tokens: int = opt(1024, "most tokens of one response")

@@ -44,6 +44,7 @@ FREE_OPTIONS = (
     ("engine", "url"),
     ("engine", "api_key"),
     ("inference_model", "gpu_memory_utilization"),
+    ("inference_model", "max_num_seqs"),
     ("inference_model", "weight_transfer"),
     ("train_model", "shard_gradients"),
     ("check", "mode"),

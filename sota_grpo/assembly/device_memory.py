@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from sota_grpo.assembly.devices import Plan, make_plan, reference_has_own_weights, wants_workers
 from sota_grpo.assembly.learning import reference_dtype, trainer_precision
-from sota_grpo.assembly.rollout import engine_dtype
+from sota_grpo.assembly.rollout import engine_dtype, engine_rows
 from sota_grpo.config import Config, longest_response
 from sota_grpo.errors import UserError
 from sota_grpo.functional.balance import Siblings, fill
@@ -234,7 +234,7 @@ def engine_of(config: Config, facts: Facts, plan: Plan, capacity: int) -> tuple[
         return {}, None
     number_bytes = dtype_bytes(engine_dtype(part.torch_dtype, plan.device_type))
     engines = max(1, len(plan.placement.inference) // part.tensor_parallel_size)
-    rows = max(config.env.repeats, config.env.num_envs // (engines if plan.workers else 1))
+    rows = engine_rows(config, plan.engine, plan.device_type, engines if plan.workers else 1)
     prompt, response = largest_sample(config, facts)
     weights = model.parameters * number_bytes // part.tensor_parallel_size
     if plan.engine == "transformers":
@@ -274,4 +274,9 @@ def engine_of(config: Config, facts: Facts, plan: Plan, capacity: int) -> tuple[
 
 
 def dtype_bytes(dtype: str) -> int:
+    """Of a number in a dtype as options name it; ``auto`` stands for float32.
+
+    >>> dtype_bytes("auto"), dtype_bytes("bfloat16")
+    (4, 2)
+    """
     return 4 if dtype in ("auto", "float32") else 2

@@ -9,11 +9,14 @@ from pathlib import Path
 import torch
 
 from sota_grpo.assembly.cuda import why_no_gpu
-from sota_grpo.config import Config, model_name
+from sota_grpo.assembly.rollout import engine_rows
+from sota_grpo.config import Config, longest_response, model_name, turn_size
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.placement import Placement, Role, describe, place
 from sota_grpo.policy.load import resolve_model_path
+
+FEW_ROWS = 64  # of an engine on a GPU: reading its weights takes longer than what is computed with them
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,28 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
         notes.append(f"{ref.option} has no effect: with policy.kl_coef=0 no reference is built.")
     if workers:
         notes.append(f"Placement: {describe(found, device_type)}.")
+    if device_type == "cuda":
+        notes += _idle_notes(config, found, engine, workers)
     return Plan(device_type, found, engine, workers, tuple(notes))
+
+
+def _idle_notes(config: Config, found: Placement, engine: str, workers: bool) -> list[str]:
+    """What the run asks too little for: GPUs that sample few rows at once, or have one micro-batch a step."""
+    notes, turn, ranks = [], turn_size(config), len(found.train)
+    engines = max(1, len(found.inference) // config.inference_model.tensor_parallel_size) if workers else 1
+    asked = turn * (1 + config.train.max_policy_age) // engines
+    rows = min(asked, engine_rows(config, engine, "cuda", engines))
+    if rows < FEW_ROWS:
+        each = "The engine samples" if engines == 1 else f"Each of {engines} engines samples"
+        fix = "train.dialog_turns_per_batch" if rows == asked else "env.num_envs"
+        notes.append(f"{each} at most {rows} responses at once; a GPU is idle below {FEW_ROWS}: raise {fix}.")
+    of_rank = config.train.optim_batch_size // ranks
+    if ranks > 1 and of_rank * longest_response(config) <= config.train.micro_batch_tokens:
+        notes.append(
+            f"Each of {ranks} learner ranks has {of_rank} responses of an optimizer step, one micro-batch at most: "
+            "raise train.optim_batch_size, or lower train_model.num_devices."
+        )
+    return notes
 
 
 def _require_disjoint(found: Placement, available: int) -> None:

@@ -24,8 +24,9 @@ from sota_grpo.assembly.device_memory import (
 from sota_grpo.assembly.devices import Plan
 from sota_grpo.assembly.disk import Disk, disk_of
 from sota_grpo.assembly.fits import TRAIN, Change, devices_of, smallest_change, worst_of
+from sota_grpo.assembly.host_memory import HostMemory, host_memory_of
 from sota_grpo.assembly.learning import make_settings
-from sota_grpo.assembly.rollout import engine_dtype
+from sota_grpo.assembly.rollout import engine_dtype, engine_rows
 from sota_grpo.assembly.tasks import task_of
 from sota_grpo.config import Config, longest_response, model_name, turn_size
 from sota_grpo.envs import TaskEnv
@@ -68,6 +69,7 @@ class Estimate:
         micro_batches: of an optimizer step, on one rank.
         turns, optimizer_steps: of the whole run.
         disk: what is written to the run's directory.
+        host: memory beside the GPUs; None on a CPU.
         change: the smallest one that makes it fit; None where it fits, or where nothing helps.
         other_change: the smallest one that still trains all weights, where ``change`` does not.
         times: None where nothing was measured.
@@ -84,6 +86,7 @@ class Estimate:
     turns: int
     optimizer_steps: int
     disk: Disk
+    host: HostMemory | None
     change: Change | None = None
     other_change: Change | None = None
     times: Times | None = None
@@ -131,6 +134,7 @@ class Estimate:
             "turns": self.turns,
             "optimizer_steps": self.optimizer_steps,
             "micro_batches_per_step": self.micro_batches,
+            "host_memory": dict(self.host.moments) if self.host else None,
             "disk": asdict(self.disk) | {"total": self.disk.total},
             "devices": [
                 {
@@ -193,6 +197,7 @@ def estimate(
         turns=turns,
         optimizer_steps=make_settings(config, plan.device_type).total_steps,
         disk=disk_of(config, model),
+        host=host_memory_of(config, facts, plan),
         change=change,
         other_change=other,
         times=_times(config, facts, plan) if probe and machine.is_here and all(d.fits for d in devices) else None,
@@ -278,7 +283,7 @@ def _times(config: Config, facts: Facts, plan: Plan) -> Times:
     how = learning_of(config, plan)
     inference = config.inference_model
     engines = max(1, len(plan.placement.inference) // inference.tensor_parallel_size) if plan.workers else 1
-    rows = min(turn_size(config), max(config.env.repeats, config.env.num_envs // engines))
+    rows = min(turn_size(config), engine_rows(config, plan.engine, plan.device_type, engines))
     dtype = engine_dtype(inference.torch_dtype, plan.device_type)
     rates = measure_rates(
         facts.model, how, device=plan.device_type, engine_bytes=4 if dtype == "float32" else 2, rows=rows

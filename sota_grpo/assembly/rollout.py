@@ -20,6 +20,8 @@ from sota_grpo.tasks.base import Task, scorer_of
 
 logger = logging.getLogger(__name__)
 
+GPU_ROWS = 256  # with fewer, a GPU reads its weights for few tokens
+
 
 def make_grader(config: Config, task: Task) -> Grader:
     """Reward workers, which start while the rest of the run is put together; 0 of them grade in this process."""
@@ -95,6 +97,26 @@ def generation_config_of(config: Config) -> GenerationConfig:
         return GenerationConfig.from_model_config(AutoConfig.from_pretrained(name, trust_remote_code=trust))
 
 
+def engine_rows(config: Config, engine: str, device_type: str, num_engines: int = 1) -> int:
+    """Samples that each of ``num_engines`` engines computes at once; never less than a group.
+
+    Engines that give out memory for keys and values as rows grow take many rows on a GPU, whatever a turn of training
+    needs: an evaluation asks for thousands.
+
+    >>> config = Config()
+    >>> config.env.num_envs, config.env.repeats
+    (64, 8)
+    >>> [engine_rows(config, "vllm", device, engines) for device, engines in (("cpu", 2), ("cpu", 16), ("cuda", 2))]
+    [32, 8, 256]
+    """
+    rows = config.inference_model.max_num_seqs
+    if rows is None:
+        rows = config.env.num_envs // num_engines
+        if device_type == "cuda" and engine in ("vllm", *SERVERS):
+            rows = max(rows, GPU_ROWS)
+    return max(config.env.repeats, rows)
+
+
 def engine_options(config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path) -> dict[str, Any]:
     """Plain values from which :func:`sota_grpo.workers.rollout.rollout_servant` builds an engine in its own process."""
     part = config.inference_model
@@ -104,7 +126,7 @@ def engine_options(config: Config, engine: str, device_type: str, tokenizer: Any
         "dtype": engine_dtype(part.torch_dtype, device_type),
         "device": device_type,
         "max_model_len": max_model_len(config),
-        "max_rows": config.env.num_envs,
+        "max_rows": engine_rows(config, engine, device_type),
         "eos_token_ids": end_token_ids(tokenizer, generation_config_of(config)),
         "pad_token_id": tokenizer.pad_token_id,
         "gpu_memory_utilization": part.gpu_memory_utilization,

@@ -28,7 +28,7 @@ from sota_grpo.assembly.learning import (
     wants_fused_layers,
 )
 from sota_grpo.assembly.parts import Closable, Parts
-from sota_grpo.assembly.rollout import engine_options, make_sampling, max_model_len
+from sota_grpo.assembly.rollout import engine_options, engine_rows, make_sampling, max_model_len
 from sota_grpo.async_source import AsyncSource
 from sota_grpo.collate import row_list
 from sota_grpo.config import Config, model_name, turn_size
@@ -154,7 +154,7 @@ def _source(
 
 def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path) -> Fleet:
     count = cluster.num_engines
-    rows = max(config.env.repeats, config.env.num_envs // count)
+    rows = engine_rows(config, plan.engine, plan.device_type, count)
     options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir) | {"max_rows": rows}
     if plan.device_type == "cpu":
         options["num_threads"] = cluster.threads

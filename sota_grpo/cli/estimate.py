@@ -136,6 +136,7 @@ def _facts(found: Estimate) -> Table:
         "one epoch": _epoch(found, turn),
         "the run": f"{found.turns:,} turns of {turn:,} responses, {found.optimizer_steps:,} optimizer steps of "
         f"{config.train.optim_batch_size:,} in {_counted(found.micro_batches, 'micro-batch')} at full length",
+        **({"host memory": found.host.sentence} if found.host else {}),
         "disk": found.disk.sentence,
         "time": _time(found),
     }

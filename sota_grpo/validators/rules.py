@@ -32,6 +32,7 @@ def every_amount_is_positive(config: Config) -> str | None:
         "ref_model.timeout_s": config.ref_model.timeout_s,
         "algorithm.correction_cap": config.algorithm.correction_cap,
         "env.max_samples": config.env.max_samples,
+        "inference_model.max_num_seqs": config.inference_model.max_num_seqs,
         "inference_model.max_model_len": config.inference_model.max_model_len,
         "train_model.num_devices": config.train_model.num_devices,
         "inference_model.num_devices": config.inference_model.num_devices,

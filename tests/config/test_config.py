@@ -18,6 +18,7 @@ from sota_grpo.validators import ConfigError, validate
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (ROOT / "config").glob("*.yaml"))
+HARDWARE = sorted(path.stem for path in (ROOT / "config" / "hardware").glob("*.yaml"))
 ALGORITHMS = sorted(path.stem for path in (ROOT / "config" / "algorithm").glob("*.yaml"))
 
 
@@ -42,6 +43,18 @@ def test_every_algorithm_composes_under_its_own_name(name: str) -> None:
     config = composed("grpo_cpu", f"algorithm={name}")
     validate(config)
     assert config.algorithm.name == name
+
+
+@pytest.mark.parametrize("hardware", HARDWARE)
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"grpo_cpu"}))
+def test_every_preset_goes_with_all_hardware(name: str, hardware: str) -> None:
+    """And its sizes are those of the hardware, whatever the preset's own: turns of 1,024 responses, 4 steps each."""
+    config = composed(name, f"hardware={hardware}")
+    validate(config)
+    sizes = (config.train.dialog_turns_per_batch, config.train.optim_batch_size, config.train.checkpoint_frequency)
+    assert sizes == (1024, 256, 10)
+    assert config.env.num_envs == 256 * (config.inference_model.num_devices or 1)
+    assert config.env.dataset == composed(name).env.dataset
 
 
 def test_the_seven_named_algorithms_are_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -168,6 +169,35 @@ def test_a_mistyped_model_folder_is_not_reported_as_a_missing_gpu(gpus) -> None:
     with pytest.raises(UserError, match="needs a CUDA GPU"):
         resolve_device(config_of("model.name=some/model", "device=auto"))  # no driver here
     assert resolve_device(config_of("device=auto")) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], []),  # 256 responses a turn, on one GPU
+        (
+            ["train.dialog_turns_per_batch=32", "train.optim_batch_size=32"],
+            ["The engine samples at most 32 .*per_batch"],
+        ),
+        (["inference_model.max_num_seqs=16"], ["The engine samples at most 16 .*raise env.num_envs"]),
+        (
+            ["inference_model.num_devices=5", "mode=async", "train.max_policy_age=0"],
+            ["Each of 5 engines samples at most 51 responses at once; a GPU is idle below 64: raise train.dia"],
+        ),
+        (["inference_model.num_devices=5", "mode=async", "train.max_policy_age=1"], []),
+        (
+            ["train_model.num_devices=2", "inference_model.max_tokens=128"],
+            ["Each of 2 learner ranks has 128 responses"],
+        ),
+        (["train_model.num_devices=2", "inference_model.max_tokens=129"], []),
+    ],
+)
+def test_a_run_says_what_leaves_its_gpus_idle(overrides: list[str], said: list[str], gpus, with_vllm) -> None:
+    gpus(8)
+    plan = make_plan(config_of("engine.name=vllm", *overrides), "cuda")
+    notes = [note for note in plan.notes if "Placement" not in note]
+    assert len(notes) == len(said)
+    assert all(re.search(pattern, note) for pattern, note in zip(said, notes))
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,23 @@ def test_what_is_written_to_the_disk_is_counted(overrides: list[str], sizes: tup
     assert disk.total == disk.checkpoint * disk.checkpoints + disk.export
 
 
+@NO_GPU
+@pytest.mark.parametrize(
+    ("overrides", "size", "name"),  # of 7,615,616,512 parameters in GiB: 28.37 in float32
+    [
+        ([], 14.2 + 3 * 28.37, "a checkpoint"),
+        (["train_model.lora.enabled=true"], 28.37, "loading"),
+        (["train_model.num_devices=8", "inference_model.num_devices=2"], 4 * 3 * 28.37, "a checkpoint"),
+    ],
+)
+def test_what_passes_through_the_machines_own_memory_is_counted(overrides: list[str], size: float, name: str) -> None:
+    host = planned("model.name=Qwen/Qwen2.5-7B-Instruct", "device=auto", *overrides, gib=80.0).host
+    largest = max(host.moments, key=host.moments.get)
+    assert largest.startswith(name)
+    assert host.moments[largest] / GIB == pytest.approx(size, rel=0.01)
+    assert planned(name="grpo_cpu").host is None
+
+
 @pytest.mark.parametrize(
     ("free", "fix"),
     [
