@@ -35,7 +35,7 @@ demo: $(VENV)/.base
 	$(BIN)/python grpo.py --config-name grpo_cpu seed=$(SEED)
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 slow: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/slow_tests.py $(SLOW)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
+LEAST_S = 120.0  # with less a file would hardly come to its first test
 GRACE_S = 60.0  # for an interrupted file to end what it started
 PYTEST = (sys.executable, "-m", "pytest", "-m", "slow")
 
@@ -66,10 +67,10 @@ def run_within(
     run: Callable[[str, float], Outcome],
     clock: Callable[[], float] = time.monotonic,
 ) -> Result:
-    """Run one after the other until ``budget_s`` is over; ``run(name, limit_s)`` gets what is left of it."""
+    """Run one after the other while ``budget_s`` lasts; ``run(name, limit_s)`` gets what is left of it."""
     result, until_s = Result(), clock() + budget_s
     for name in names:
-        if (left_s := until_s - clock()) <= 0:
+        if (left_s := until_s - clock()) < LEAST_S:
             result.unreached.append(name)
             continue
         outcome = run(name, left_s)

@@ -60,6 +60,14 @@ class Echo:
     def never(self) -> Future[None]:
         return Future()
 
+    def hold(self) -> Future[str]:
+        """Answered when :meth:`release` is called."""
+        self._held: Future[str] = Future()
+        return self._held
+
+    def release(self) -> None:
+        self._held.set_result("held")
+
     def block(self, seconds: float) -> None:
         time.sleep(seconds)
 

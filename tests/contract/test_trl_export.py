@@ -99,6 +99,7 @@ def test_leaving_one_out_is_a_weight_of_the_reward() -> None:
     assert found["scale_rewards"] == "none"
 
 
+@pytest.mark.slow
 def test_the_script_trains(tmp_path: Path) -> None:
     overrides = (
         "algorithm=dapo",

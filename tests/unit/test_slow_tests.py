@@ -55,7 +55,7 @@ def test_a_failure_stays_one_whatever_comes_after_it() -> None:
 
 
 def test_no_time_is_no_failure_and_no_closing_line() -> None:
-    for minutes in (0, -3):
+    for minutes in (1, 0, -3):
         files = Files(a=1, b=1)
         assert str(files.within(minutes)) == "Not reached: a\nNot reached: b"
         assert not files.limits
