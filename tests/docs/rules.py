@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Callable
 from functools import cache
 
+from scripts.gpu_proof import STAGES
 from tests.docs.markdown import ROOT, Command
 
 # A run of two turns. Only sizes: what a command says beside them stays as it is written.
@@ -192,6 +193,11 @@ def _has_options(command: Command) -> None:
     assert not missing, f"{command}: {path.relative_to(ROOT)} has no {', '.join(missing)}"
 
 
+def _is_stage(command: Command) -> None:
+    assert command.words[2] in STAGES, f"{command}: {command.words[2]} is no stage of the proof"
+    _has_options(command)
+
+
 def _nothing(command: Command) -> None:
     """There is nothing to look at."""
 
@@ -203,6 +209,8 @@ _NOT_RUN: dict[tuple[str, ...], tuple[str, Callable[[Command], None]]] = {
     ("python", "scripts/train_tiny.py"): ("takes half an hour; its options exist", _has_options),
     ("python", "-m", "benchmarks.peers"): ("takes half an hour; its options exist", _has_options),
     ("python", "-m", "benchmarks.scale"): ("takes minutes; its options exist", _has_options),
+    ("python", "scripts/gpu_proof.py"): ("needs a GPU; its stages and options exist", _is_stage),
+    ("bash", "scripts/gpu_wheels.sh"): ("downloads packages", _nothing),
     ("wandb", "sync"): ("needs an account of Weights & Biases", _nothing),
     ("tensorboard",): ("a server that does not end", _nothing),
 }
