@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from sota_grpo.assembly.devices import device_name, reference_has_own_weights
 from sota_grpo.config import Config, longest_response, model_name, turn_size
 from sota_grpo.errors import UserError
+from sota_grpo.functional.logit_tiles import builds_kernels
 from sota_grpo.learner import Learner
 from sota_grpo.objectives import GRPOLoss
 from sota_grpo.placement import Placement
@@ -25,6 +27,8 @@ from sota_grpo.policy.sharding import Ranks
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from sota_grpo.workers.processes import ProcessLauncher
+
+logger = logging.getLogger(__name__)
 
 
 def make_model(config: Config, device: torch.device, *, weights: bool = True) -> PreTrainedModel:
@@ -82,6 +86,11 @@ def make_policy(config: Config, model: nn.Module, device_type: str) -> CausalPol
 def wants_fused_layers(config: Config, device_type: str) -> bool:
     """Whether the learner's layers are compiled, and with them the reference's, which must compute alike."""
     asked = config.train_model.compile
+    if asked is None and device_type == "cuda" and not builds_kernels():
+        logger.warning(
+            "The learner's layers are not compiled, which is slow: that needs Triton and a C compiler (gcc)."
+        )
+        return False
     return device_type == "cuda" if asked is None else asked
 
 

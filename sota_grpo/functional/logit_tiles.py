@@ -8,6 +8,10 @@ rows (``c = V``) move ``V / (2 sqrt(r c))`` times as many, which is 74 for 152k 
 from __future__ import annotations
 
 import math
+import os
+import shutil
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -137,7 +141,15 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _takes_kernels(hidden: Tensor, bias: Tensor | None, softcap: float | None) -> bool:
     """Whether :mod:`sota_grpo.functional.tile_kernels` computes these logits."""
-    return hidden.is_cuda and hidden.dtype != torch.float64 and bias is None and softcap is None
+    takes = hidden.is_cuda and hidden.dtype != torch.float64 and bias is None and softcap is None
+    return takes and builds_kernels()
+
+
+@cache
+def builds_kernels() -> bool:
+    """Whether kernels can be built here: by Triton, which comes with torch for CUDA on Linux, and a C compiler."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    return find_spec("triton") is not None and compiler is not None
 
 
 def _pieces(total: int, most: int, multiple: int = 1) -> list[slice]:
