@@ -10,6 +10,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from sota_grpo import keys
+from sota_grpo.assembly import learning
+from sota_grpo.config import Config
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import adapter_disabled, add_lora
@@ -55,6 +57,22 @@ def test_compiled_layers_equal_eager_ones(lora: bool) -> None:
         with adapter_disabled(fused.model), adapter_disabled(eager.model), torch.no_grad():
             rows = make_groups(GROUPS)
             torch.testing.assert_close(fused(rows)[keys.LOG_PROBS], eager(rows)[keys.LOG_PROBS], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "fused"), [(None, "cuda", False), (None, "cpu", False), (True, "cpu", True)]
+)
+def test_layers_are_compiled_where_they_can_be(
+    asked: bool | None, device: str, fused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a compiler a GPU's are not, and the run says so; with one they are."""
+    config = Config()
+    config.train_model.compile = asked
+    monkeypatch.setattr(learning, "builds_kernels", lambda: False)
+    assert learning.wants_fused_layers(config, device) == fused
+    assert ("C compiler" in caplog.text) == (device == "cuda")
+    monkeypatch.setattr(learning, "builds_kernels", lambda: True)
+    assert learning.wants_fused_layers(config, device) == (fused or device == "cuda")
 
 
 def test_a_copy_is_not_compiled() -> None:
