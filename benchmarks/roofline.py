@@ -7,9 +7,9 @@ optimizer, on a device that is only pretended and whose floats have shapes but n
 Per phase and kind of kernel: launches, GB, TFLOP and ms at the rates in :data:`benchmarks.roofline_trace.DEVICES`; then
 the kernels that take the most time, MFU (the operations of :mod:`sota_grpo.functional.flops`, nothing counted twice,
 over time and peak rate), packed tokens per second, the peak of the device's memory without the allocator's losses, and
-how often the host waits and copies from memory that is not pinned. ``--fused`` predicts what joining elementwise chains
-would give. Triton's kernels count as what they read and write. Time in which the device has nothing to do is not
-predicted.
+how often the host waits and copies from memory that is not pinned. ``--fused`` predicts what compiling the decoder's
+layers gives at best: each elementwise chain of a layer as one kernel. Triton's kernels count as what they read and
+write. Time in which the device has nothing to do is not predicted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--micro-tokens", type=int, default=0, help="packed tokens of a micro-batch; 0: all of them")
     made.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
     made.add_argument("--precision", choices=["fp32", "bf16"], default="bf16", help="autocast")
-    made.add_argument("--fused", action="store_true", help="elementwise chains as one kernel each")
+    made.add_argument("--fused", action="store_true", help="with compiled layers, as train_model.compile makes them")
+    made.add_argument("--plain-head", action="store_true", help="the head without its kernels")
     made.add_argument("--top", type=int, default=12, help="kernels that take the most time")
     made.add_argument("--json", action="store_true", help="one line of JSON instead of the table")
     return made
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     fields = ("shape", "tokens", "prompt", "response", "group", "lora", "checkpointing", "micro_tokens", "dtype")
     options = {name: getattr(given, name) for name in (*fields, "precision")}
-    found = predict(options, given.device, fused=given.fused, top=given.top)
+    found = predict(options, given.device, fused=given.fused, plain_head=given.plain_head, top=given.top)
     print(json.dumps(found) if given.json else table(found), flush=True)
 
 

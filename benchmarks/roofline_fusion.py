@@ -1,4 +1,5 @@
-"""What fewer, larger kernels would move: chains of elementwise operations and reductions as one kernel each.
+"""What fewer, larger kernels would move: chains of elementwise operations and reductions as one kernel each, in graphs
+that are compiled.
 
 A chain reads what comes from outside once, and writes what is used outside. What only other chains read again (the
 backward pass) they make again themselves, where reading what it is made from costs no more. This is the best that a
@@ -44,6 +45,7 @@ def fused(kernels: Sequence[Kernel], *, everywhere: bool = True) -> list[Kernel]
     before: Kernel | None = None
     for kernel in kernels:
         together = before is not None and kernel.region == before.region and kernel.phase == before.phase
+        together = together and kernel.graph == before.graph
         together = together and (kernel.region is not None or (everywhere and kernel.joins and before.joins))
         if not together:
             chains.append(Chain([], {}, {}, {}))

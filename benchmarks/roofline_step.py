@@ -15,27 +15,33 @@ from unittest import mock
 import torch
 
 from benchmarks.roofline_fusion import fused as joined
-from benchmarks.roofline_trace import DEVICES, Kernel, Trace, phase, record, traced
+from benchmarks.roofline_trace import DEVICES, Kernel, Trace, compiled, phase, record, traced
 from benchmarks.trainer import Ours
 from benchmarks.trainer_work import Case, make_rows
-from sota_grpo.functional import log_probs
+from sota_grpo.functional import log_probs, logit_tiles
 from sota_grpo.functional.flops import recomputed_flops, step_flops
 from sota_grpo.learner import Learner
+from sota_grpo.policy.fused import decoder_layers
+from sota_grpo.policy.lora import base_model
 from tests.pretended_cuda.counters import MEMORY, HostTraffic, host_traffic
 from tests.pretended_cuda.shapes import shapes_only
 
 
-def predict(options: dict[str, Any], device: str, *, fused: bool, top: int = 12) -> dict[str, Any]:
+def predict(
+    options: dict[str, Any], device: str, *, fused: bool, plain_head: bool = False, top: int = 12
+) -> dict[str, Any]:
     """The figures of one step at the rates of ``device``.
 
     Args:
         options: fields of :class:`benchmarks.trainer_work.Case`.
         device: of :data:`~benchmarks.roofline_trace.DEVICES`.
-        fused: elementwise chains are one kernel each.
+        fused: the decoder's layers are compiled: their elementwise chains are one kernel each.
+        plain_head: the head without its kernels.
         top: how many kernels are named.
     """
     case, rates = Case(device="cuda", **options), DEVICES[device]
-    trace, traffic, ours = trace_step(case)
+    with mock.patch.object(logit_tiles, "_takes_kernels", logit_tiles._takes_kernels if not plain_head else _never):
+        trace, traffic, ours = trace_step(case)
     kernels = joined(trace.kernels, everywhere=fused)
     parts: defaultdict[tuple[str, str], list[Kernel]] = defaultdict(list)
     names: defaultdict[tuple[str, str], list[Kernel]] = defaultdict(list)
@@ -57,7 +63,7 @@ def predict(options: dict[str, Any], device: str, *, fused: bool, top: int = 12)
     slowest = sorted(names.items(), key=lambda item: -sum(kernel.seconds(rates) for kernel in item[1]))[:top]
     again = recomputed_flops(ours.learner.shape, ours.load, checkpointing=case.checkpointing)
     return {
-        "case": options | {"device": device, "fused": fused},
+        "case": options | {"device": device, "fused": fused, "plain_head": plain_head},
         "packed_tokens": ours.load.positions,
         "parts": [{"phase": where, "kind": kind, **figures(of)} for (where, kind), of in parts.items()],
         "slowest": [{"phase": where, "name": name, **figures(of)} for (where, name), of in slowest],
@@ -72,12 +78,17 @@ def predict(options: dict[str, Any], device: str, *, fused: bool, top: int = 12)
     }
 
 
+def _never(*unused: Any) -> bool:
+    return False
+
+
 def trace_step(case: Case) -> tuple[Trace, HostTraffic, Ours]:
     """The second step: the first one makes the optimizer's state."""
     with _kernels_recorded(), shapes_only(), tempfile.TemporaryDirectory() as folder:
         ours = Ours(case, make_rows(case), Path(folder))
         if not ours.learner.policy.shared_prompt:
             raise RuntimeError("the policy does not take packed rows")
+        compiled(decoder_layers(base_model(ours.learner.policy.model)))
         with _phases():
             ours.step()
             torch.cuda.reset_peak_memory_stats()

@@ -61,7 +61,9 @@ class Kernel:
         writes: bytes by value.
         flops: of products and attention.
         rate: operations per second by name of :class:`Rates`.
-        joins: elementwise, and writes whole values: it can be one with its neighbours.
+        joins: elementwise, writes whole values, and runs in what is compiled (:func:`compiled`): it can be one with its
+            neighbours of the same graph.
+        graph: counts the compiled graphs.
         region: kernels of one :func:`one_kernel` are one.
     """
 
@@ -74,6 +76,7 @@ class Kernel:
     rate: str = ""
     joins: bool = False
     region: int | None = None
+    graph: int = 0
 
     @property
     def bytes(self) -> int:
@@ -133,8 +136,10 @@ class Trace:
         self._written.update(writes.keys())
         after = {(serial, self._written[serial]): size for serial, size in writes.items()}
         region = _regions[-1] if _regions else None
-        joins = kind == ELEMENTWISE and whole
-        self.kernels.append(Kernel(name, kind, current_phase(), before, after, flops, rate, joins, region))
+        joins = kind == ELEMENTWISE and whole and _compiled.inside
+        self.kernels.append(
+            Kernel(name, kind, current_phase(), before, after, flops, rate, joins, region, _compiled.graph)
+        )
 
 
 @contextlib.contextmanager
@@ -147,6 +152,36 @@ def traced() -> Iterator[Trace]:
     finally:
         watchers.remove(trace.watch)
         _tracing.remove(trace)
+
+
+@dataclass
+class _Compiled:
+    """Whether what runs now is compiled, and which graph it is."""
+
+    inside: bool = False
+    graph: int = 0
+
+    def begin(self, *unused: Any) -> None:
+        self.inside, self.graph = True, self.graph + 1
+
+    def end(self, *unused: Any) -> None:
+        self.inside = False
+
+    def end_forward(self, *unused: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # else it is computed again for the backward pass
+            self.end()
+
+
+_compiled = _Compiled()
+
+
+def compiled(layers: Sequence[torch.nn.Module]) -> None:
+    """Take each of ``layers``, forward and backward, for a graph that is compiled by itself."""
+    for layer in layers:
+        layer.register_forward_pre_hook(_compiled.begin)
+        layer.register_full_backward_pre_hook(_compiled.begin)
+    layers[-1].register_forward_hook(_compiled.end_forward)
+    layers[0].register_full_backward_hook(_compiled.end)
 
 
 _tracing: list[Trace] = []

@@ -17,6 +17,7 @@ large matrix products measured now. Systems take turns, and medians are reported
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import re
@@ -212,6 +213,8 @@ def run(
         found = measure(case, systems, rows, ours.learner.shape, peak, repeat)
         if profiled:
             print(profile(ours, case.device), file=sys.stderr)
+        del systems, ours
+        gc.collect()  # a compiled model is a cycle, which would hold the device's memory
     return found
 
 

@@ -135,6 +135,7 @@ class Run:
         A learner on this machine's CPU has no core to spare for that, and its copy would need memory beside it.
         """
         began = time.perf_counter()
+        self.saves.wait()  # one copy of the state at a time
         learner = self.parts.learner
         learned, here = learner.state_dict(), isinstance(learner, Learner)
         on_cpu = here and learner.device.type == "cpu"

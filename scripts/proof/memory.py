@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 from collections.abc import Iterator
@@ -73,6 +74,7 @@ def peak_of_an_update(options: Options) -> Iterator[Finding]:
             )
             yield from _gate(options, ours, case)
         del ours
+        gc.collect()  # a compiled model is a cycle
         torch.cuda.empty_cache()
 
 

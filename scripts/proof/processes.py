@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import socket
 import tempfile
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,35 +29,28 @@ def fsdp_of_one(options: Options) -> Iterator[Finding]:
             0, 1, init_method=f"file://{folder}/meeting", device="cuda:0" if options.device == "cuda" else "cpu"
         )
         try:
-            for precision, allowed in (("fp32", 1e-5), ("bf16", 1e-2)):
-                net = model(options, "qwen3", tied=True).to(options.device)
-                rows = rows_of(options)
-                alone = learner_of(copy.deepcopy(net), precision, folder)
-                expected = alone.gradient(rows, token_budget=100 if options.small else 600)
-                for reduce_once in (True, False):
-                    own = learner_of(copy.deepcopy(net), precision, folder)
-                    one = sharding.Ranks(0, 1, ranks.device, reduce_once)
-                    sharding.shard_over(own.policy, one)
-                    own = learner_of_sharded(own, one)
-                    found = own.gradient(rows, token_budget=100 if options.small else 600)
-                    flat = [
-                        torch.cat([gathered(each[name]).double().cpu().flatten() for name in expected])
-                        for each in (found, expected)
-                    ]
-                    gap = relative(*flat)
-                    yield Finding(f"FSDP2 of one, {precision}, reduce_once={reduce_once}", gap <= allowed, {"gap": gap})
+            cases = itertools.product((("fp32", 1e-5), ("bf16", 1e-2)), (True, False), (False, True))
+            for (precision, allowed), reduce_once, fused in cases:
+                gap = fsdp_gap(options, ranks.device, folder, precision, reduce_once=reduce_once, fused=fused)
+                name = f"FSDP2 of one, {precision}, reduce_once={reduce_once}{', compiled' if fused else ''}"
+                yield Finding(name, gap <= allowed, {"gap": gap})
         finally:
             dist.destroy_process_group()
 
 
-def learner_of_sharded(whole, ranks):  # type: ignore[no-untyped-def]
-    """The same learner over the sharded policy."""
-    from sota_grpo.learner import Learner
-
-    return Learner(
-        whole.policy, whole.loss, whole.settings, pad_token_id=whole.pad_token_id, dump_dir=Path(whole.dump_dir),
-        ranks=ranks,
-    )  # fmt: skip
+def fsdp_gap(
+    options: Options, device: torch.device, folder: str, precision: str, *, reduce_once: bool, fused: bool
+) -> float:
+    """Relative distance of the sharded model's gradient from the eager one's of the same model, whole."""
+    net, rows, budget = model(options, "qwen3", tied=True).to(device), rows_of(options), 100 if options.small else 600
+    expected = learner_of(copy.deepcopy(net), precision, folder).gradient(rows, token_budget=budget)
+    ranks = sharding.Ranks(0, 1, device, reduce_once)
+    own = learner_of(net, precision, folder, ranks=ranks, fused=fused)
+    found = own.gradient(rows, token_budget=budget)
+    flat = (
+        torch.cat([gathered(each[name]).double().cpu().flatten() for name in expected]) for each in (found, expected)
+    )
+    return relative(*flat)
 
 
 def nccl_of_one(options: Options) -> Iterator[Finding]:

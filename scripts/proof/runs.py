@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from scripts.gpu_proof import Finding, Options
-from scripts.proof.kernels import relative
 from sota_grpo.gate import CHECKS as CHECKS_OF_THE_GATE
 
 NUM_CHECKS = len(CHECKS_OF_THE_GATE)
@@ -35,12 +36,20 @@ def command(options: Options, folder: Path, *overrides: str, turns: int | None =
     ]  # fmt: skip
 
 
-def ran(given: Sequence[str]) -> dict[str, Any]:
-    """Exit code, seconds, and the last words of a run that failed."""
+def ran(given: Sequence[str], limit_s: float = 240.0) -> dict[str, Any]:
+    """Exit code, seconds, and the last words of a run that failed; it is ended, with its children, at its limit."""
     began = time.perf_counter()
-    done = subprocess.run(given, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    figures: dict[str, Any] = {"exit": done.returncode, "run_s": round(time.perf_counter() - began, 1)}
-    return figures if done.returncode == 0 else figures | {"said": (done.stderr or done.stdout)[-600:]}
+    process = subprocess.Popen(
+        given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+    figures: dict[str, Any] = {"exit": process.returncode, "run_s": round(time.perf_counter() - began, 1)}
+    return figures if process.returncode == 0 else figures | {"said": said[-600:]}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -88,7 +97,13 @@ def variants(options: Options) -> Iterator[Finding]:
 
 def kill_and_resume(options: Options) -> Iterator[Finding]:
     """``kill -9`` behind a checkpoint, then a resume: the weights of a run that was left alone, but rounding."""
-    extra = ("train.checkpoint_frequency=1", "check.mode=off", "eval.mode=off", "optimizer.schedule=constant")
+    extra = (
+        "train.checkpoint_frequency=1",
+        "train.keep_checkpoints=100",
+        "check.mode=off",
+        "eval.mode=off",
+        "optimizer.schedule=constant",
+    )
     turns = None if options.small else 6
     whole, killed = options.out / "whole", options.out / "killed"
     found = ran(command(options, whole, *extra, turns=turns))
@@ -102,14 +117,20 @@ def kill_and_resume(options: Options) -> Iterator[Finding]:
     before = len(metrics(killed))
     resumed = ran(command(options, killed, *extra, "train.resume=auto", turns=turns))
     yield Finding("kill -9 and resume", found["exit"] == resumed["exit"] == 0, resumed | {"turns_before": before})
-    weights = [_final_weights(folder) for folder in (whole, killed)]
-    gap = relative(*(torch.cat([each[name].double().flatten() for name in weights[0]]) for each in weights))
-    yield Finding("the resumed weights", gap < 1e-2, {"gap": gap, "equal": gap == 0})
+    start, left_alone, resumed_ones = (_flat(_weights(*which)) for which in ((whole, min), (whole, max), (killed, max)))
+    moved = float((left_alone - start).norm())
+    gap = float((resumed_ones - left_alone).norm()) / moved if moved else math.inf
+    yield Finding("the resumed weights", gap < 1e-2, {"gap_to_movement": gap, "equal": gap == 0})
 
 
-def _final_weights(folder: Path) -> dict[str, torch.Tensor]:
-    newest = max((folder / "checkpoints").glob("checkpoint_*.pt"))
-    return torch.load(newest, weights_only=True, map_location="cpu")["learner"]["model"]
+def _weights(folder: Path, which: Callable[..., Path]) -> dict[str, torch.Tensor]:
+    """Those of the oldest (``min``) or the newest checkpoint (``max``)."""
+    path = which((folder / "checkpoints").glob("checkpoint_*.pt"))
+    return torch.load(path, weights_only=True, map_location="cpu")["learner"]["model"]
+
+
+def _flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([weights[name].double().flatten() for name in sorted(weights)])
 
 
 CHECKS = [demonstration, kill_and_resume, variants]

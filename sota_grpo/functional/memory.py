@@ -312,6 +312,7 @@ def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: 
         (head, saved + of_head, _head_working_bytes(model, how, rows)),
         (waits, saved - _last_norm_bytes(model, how, rows) + again + in_mlp, 0),
     ]
-    if how.checkpointing and how.casts and not how.rank:  # autocast keeps what it cast until the forward pass ends
+    if how.checkpointing and how.casts and not how.rank and how.ranks == 1:
+        # autocast keeps what it cast until the forward pass ends; with several ranks it keeps nothing
         found.append((0, saved + of_head + c * model.layers * model.layer_matrices, how.tile_bytes))
     return found

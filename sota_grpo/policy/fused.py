@@ -7,6 +7,7 @@ The attention stays as it is, outside: it reads the layout of the packed rows, w
 from __future__ import annotations
 
 import functools
+from inspect import signature
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -31,9 +32,13 @@ def fuse_layers(model: PreTrainedModel) -> None:
     eager mode by rounding.
     """
     _leave_attention_out()
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+    limit: dict[str, int] = {}
+    if "recompile_limit" in signature(torch.compile).parameters:
+        limit = {"recompile_limit": VARIANTS}  # in any thread; the setting below holds in this one only
+    else:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     for layer in decoder_layers(model):
-        layer.compile(dynamic=True, options=OPTIONS)
+        layer.compile(dynamic=True, options=OPTIONS, **limit)
 
 
 @functools.cache

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,10 +72,18 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
             model.set_attn_implementation(SHARED_ATTENTION)
             reason = next((found for half in autocasts if (found := _difference(model, config, half))), None)
     except Exception as error:  # any model's own code runs here: what it cannot do is no reason to end
+        if isinstance(error, (TypeError, AttributeError, NameError)) and _is_raised_here(error):
+            raise  # a mistake of ours, or another torch than was tested
         reason = f"{type(error).__name__}: {error}"
     if reason is not None:
         model.set_attn_implementation(before)
     return reason
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether this package's own code raised it, not the model's or torch's."""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    return Path(frame.filename).is_relative_to(Path(__file__).parent)
 
 
 @torch.no_grad()

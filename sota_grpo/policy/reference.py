@@ -101,16 +101,17 @@ class AdapterOffReference:
         self.shared_prompt = policy.shared_prompt
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
-        """Return log-probabilities [N, T] of the base model.
+        """Return log-probabilities [N, T] of the base model on the device of the rows.
 
         Raises:
             RuntimeError: the reference was closed.
         """
         if self._policy is None:
             raise RuntimeError("the reference policy was closed and cannot answer any more")
+        tokens, attention_mask, assistant_mask = (rows.get(key) for key in _IN_KEYS)
         with torch.no_grad(), adapter_disabled(self._policy.model):
-            found, _ = self._policy.log_probs(*(rows.get(key) for key in _IN_KEYS))
-        return found
+            found, _ = self._policy.log_probs(tokens, attention_mask, assistant_mask)
+        return found.to(tokens.device)
 
     def close(self) -> None:
         self._policy = None

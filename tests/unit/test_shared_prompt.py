@@ -300,6 +300,15 @@ def test_without_a_layout_the_model_is_what_it_was() -> None:
     assert "sota_grpo" not in str(model.config.to_dict())
 
 
+def test_a_mistake_in_our_own_attention_is_no_reason_to_pad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a keyword that the kernel of another torch does not know: it must not be taken for the model's."""
+    from sota_grpo.policy import shared_attention as module
+
+    monkeypatch.setattr(module, "_like_rows", lambda: None)
+    with pytest.raises(TypeError):
+        CausalPolicy(make_model("qwen2"))
+
+
 def test_an_attention_that_is_not_known_is_refused() -> None:
     heads = torch.randn(1, 2, 3, 4)
     layout = pack(torch.arange(3).unsqueeze(0), torch.ones(1, 3).bool(), torch.zeros(1, 3).bool())

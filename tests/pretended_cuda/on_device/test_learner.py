@@ -11,6 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, lazy_stack
 
 from sota_grpo.collate import row_list
+from sota_grpo.functional.log_probs import chunked_log_probs
 from sota_grpo.learner import Learner
 from sota_grpo.objectives import GRPOLoss
 from sota_grpo.policy.causal import CausalPolicy
@@ -143,13 +144,24 @@ def test_the_reference_answers_from_the_device(lora: bool, tmp_path: Path) -> No
 
         def log_probs(batch: Any, one: Learner = one, reference: Any = reference) -> torch.Tensor:
             with one.autocast():
-                return reference(batch.to(one.device))
+                return reference(batch)  # as a run calls it: the rows are on the CPU
 
         fresh = lazy_stack([row.exclude(("next", "ref_log_probs")).clone() for row in row_list(rows())])
         answer = ReferenceKL(log_probs, in_reward_coeff=None, pad_token_id=0, token_budget=60)(fresh)
         found.append(torch.cat([row["next", "ref_log_probs", "full"] for row in row_list(answer)]))
     assert found[0].device == torch.device("cpu")
     assert distance({"log_probs": found[0]}, {"log_probs": found[1]}) < CLOSE["bf16"]
+
+
+def test_the_head_keeps_its_logits_in_float32() -> None:
+    """Rounded to bfloat16 they would move a log-prob by some 1e-2."""
+    torch.manual_seed(3)
+    hidden, weight = (torch.randn(rows, 24).bfloat16() for rows in (17, 300))
+    targets = torch.randint(0, 300, (17,))
+    found, entropy = chunked_log_probs(hidden.to(CUDA), weight.to(CUDA), targets.to(CUDA), with_entropy=True)
+    exact = (hidden.double() @ weight.double().t()).log_softmax(-1)
+    assert (found.cpu().double() - exact.gather(1, targets.unsqueeze(1)).squeeze(1)).abs().max() < 1e-4
+    assert (entropy.cpu().double() + (exact.exp() * exact).sum(-1)).abs().max() < 1e-4
 
 
 def test_a_micro_batch_seldom_makes_the_host_wait(tmp_path: Path) -> None:
