@@ -61,6 +61,7 @@ class Run:
         self.place, self.run_dir = place, place.path
         self.began = time.perf_counter()
         setup_logging(self.run_dir, config.logging.level)
+        device = resolve_device(config)  # a GPU that is missing is told before a disk that is full
         require_disk(config, self.run_dir)
         self.checkpoints = CheckpointStore(self.run_dir / CHECKPOINTS, keep=config.train.keep_checkpoints)
         self.saves = BackgroundSaves(self.checkpoints)
@@ -71,7 +72,7 @@ class Run:
             self.parts.learner,
             self.run_dir,
             self.parts.tokenizer,
-            device=resolve_device(config),
+            device=device,
             enabled=config.logging.store_steps,
         )
         self.report = TrainingReport(self.run_dir, enabled=config.logging.report)

@@ -19,7 +19,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Responses", ("response_tokens/", "truncated", "turns/mean", "prompt_tokens/mean")),
     ("Rewards and advantages", ("reward/", "grader/", "advantage", "reward_errors", "reward_timeouts")),
     ("Groups, policy age and workers", ("groups/", "policy_age/", "workers/")),
-    ("Optimisation", ("loss/", "grad_norm", "lr", "loss_scale", "skipped_steps")),
+    ("Optimisation", ("loss/", "grad_norm", "lr", "loss_scale", "skipped_steps", "packed")),
     ("Evaluation beside its accuracy", ("eval/",)),
     ("Speed", ("tokens_per_s", "time/")),
 )

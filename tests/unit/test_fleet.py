@@ -221,7 +221,7 @@ def test_a_worker_that_answers_no_ping_is_replaced_within_the_silence(stage: Sta
     """Pings every 2 s; that of 2 s is the last to be answered, so it is over at 10 s."""
     posted: list[Callable[[], object]] = []
     launch = lambda slot, life, *_: posted.append(partial(supervisor.started, slot, life, stage.start(0)))  # noqa: E731
-    limits = Limits(1, None, silence_s=8.0, start_deadline_s=60.0, max_attempts=1, max_start_failures=1)
+    limits = Limits(1, None, silence_s=8.0, start_silence_s=60.0, max_attempts=1, max_start_failures=1)
     post = lambda function, *args: posted.append(partial(function, *args))  # noqa: E731
     supervisor = Supervisor("puppet", "run", limits, 1, launch, post)
 

@@ -97,8 +97,8 @@ def test_a_state_arrives_as_it_was() -> None:
 class Rank:
     """A worker whose answers the test gives: ``answers[method]`` is called on a thread of its own, if it may wait."""
 
-    def __init__(self, number: int, **answers: Any) -> None:
-        self.name = f"learner-{number}"
+    def __init__(self, number: int, *, slow: bool = False, **answers: Any) -> None:
+        self.name, self.slow = f"learner-{number}", slow  # a slow one does not answer pings at once
         self.answers: dict[str, Any] = {"ping": lambda: 0.0, **answers}
         self.killed = threading.Event()
         self.calls: list[tuple[Any, ...]] = []
@@ -113,7 +113,7 @@ class Rank:
             except Exception as error:
                 future.set_exception(error)
 
-        if method == "ping" and self.answers[method] != self.never:
+        if method == "ping" and self.answers[method] != self.never and not self.slow:
             answer()  # never mute, however busy the machine is
         else:
             threading.Thread(target=answer, daemon=True).start()
@@ -216,12 +216,12 @@ def test_a_rank_that_does_not_start_is_a_sentence(ping: Any, message: str) -> No
 
 def test_ranks_may_take_long_to_start_while_one_of_them_works() -> None:
     began = time.monotonic()
-    waits = {"ping": lambda: time.sleep(1.0), IDLE_METHOD: lambda: time.monotonic() - began}
-    works = {"ping": lambda: time.sleep(1.0), IDLE_METHOD: lambda: 0.0}
-    facade(Rank(0, **waits), Rank(1, **works), start_silence_s=0.3).wait_ready()
-    ranks = [Rank(number, **waits) for number in range(2)]
-    with pytest.raises(LearnerDied, match=r"did nothing for 0\.3 s while it was being started"):
-        facade(*ranks, start_silence_s=0.3).wait_ready()
+    waits = {"ping": lambda: time.sleep(4.0), IDLE_METHOD: lambda: time.monotonic() - began}
+    works = {"ping": lambda: time.sleep(4.0), IDLE_METHOD: lambda: 0.0}
+    facade(Rank(0, slow=True, **waits), Rank(1, slow=True, **works), start_silence_s=1.5).wait_ready()
+    ranks = [Rank(number, slow=True, **waits) for number in range(2)]
+    with pytest.raises(LearnerDied, match=r"did nothing for 1\.5 s while it was being started"):
+        facade(*ranks, start_silence_s=1.5).wait_ready()
     assert all(rank.killed.is_set() for rank in ranks)
 
 
