@@ -103,6 +103,7 @@ def kill_and_resume(options: Options) -> Iterator[Finding]:
         "check.mode=off",
         "eval.mode=off",
         "optimizer.schedule=constant",
+        "algorithm.entropy_coef=0.01",  # so that the weights move, whatever the rewards are
     )
     turns = None if options.small else 6
     whole, killed = options.out / "whole", options.out / "killed"
