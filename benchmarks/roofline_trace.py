@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.pretended_cuda.tensor import PretendedTensor, watchers
+from tests.pretended_cuda.tensor import PretendedTensor, tensors_in, watchers
 
 Value = tuple[int, int]
 PRODUCT, ATTENTION, GATHER, ELEMENTWISE = "product", "attention", "gather", "elementwise"
@@ -241,13 +241,7 @@ _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addmv", "mv
 
 
 def _tensors(value: Any) -> list[PretendedTensor]:
-    if isinstance(value, PretendedTensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    return [tensor for item in value for tensor in _tensors(item)]
+    return [tensor for tensor in tensors_in(value) if isinstance(tensor, PretendedTensor)]
 
 
 def _operands(

@@ -15,31 +15,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.proof import Finding, Options
+
 STAGES = ("kernels", "runs", "speed", "memory", "processes")
-
-
-@dataclass(frozen=True)
-class Options:
-    """Of the command line."""
-
-    device: str
-    small: bool
-    out: Path
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the proof; ``passed`` is None where something was only measured."""
-
-    what: str
-    passed: bool | None
-    figures: dict[str, Any]
 
 
 Check = Callable[[Options], Iterator[Finding]]
@@ -107,5 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["scripts.gpu_proof"] = sys.modules["__main__"]  # the stages import Finding from here
     main()

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from sota_grpo.errors import RunFailed
+from sota_grpo.policy.device_copy import as_bytes, copy_to_host
 
 _MAGIC = b"SGRPOck1"
 _FOOTER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
@@ -246,7 +247,9 @@ def host_copy(value: Any) -> Any:
     {'model': [tensor([1., 1.])], 'step': 3}
     """
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        copied = torch.empty(value.shape, dtype=value.dtype)
+        copy_to_host(as_bytes(copied), as_bytes(value.detach()))
+        return copied
     if isinstance(value, dict):
         return type(value)((key, host_copy(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)):

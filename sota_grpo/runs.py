@@ -47,6 +47,7 @@ FREE_OPTIONS = (
     ("inference_model", "max_num_seqs"),
     ("inference_model", "weight_transfer"),
     ("train_model", "shard_gradients"),
+    ("train_model", "compile"),
     ("check", "mode"),
 )
 FILES = (("env", "dataset_path"), ("env", "eval_path"), ("reward", "path"))

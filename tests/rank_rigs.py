@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sota_grpo import keys
@@ -60,6 +61,16 @@ def learner_settings(**settings: Any) -> LearnerSettings:
     return LearnerSettings(**chosen)
 
 
+def trained_adapter(model: nn.Module, dropout: float = 0.0) -> nn.Module:
+    """``model`` under an adapter as it is after some training: none of its matrices is 0."""
+    adapted = add_lora(model, r=3, alpha=6, dropout=dropout)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.1)
+    return adapted
+
+
 def build_learner(
     ranks: Ranks,
     dump_dir: str,
@@ -78,11 +89,7 @@ def build_learner(
         if checkpointing:
             enable_gradient_checkpointing(model)
         if lora:
-            model = add_lora(model, r=3, alpha=6, dropout=dropout)
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if "lora_B" in name:
-                        parameter.normal_(0.0, 0.1)
+            model = trained_adapter(model, dropout)
     policy = CausalPolicy(model, temperature=0.8)
     shard(policy, ranks)
     loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=kl_coef)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
 
 from benchmarks.trainer_work import PAD
-from scripts.gpu_proof import Finding, Options
+from scripts.proof import Finding, Options
 from sota_grpo import keys
 from sota_grpo.functional.log_probs import chunked_log_probs
 from sota_grpo.learner import Learner

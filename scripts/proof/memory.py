@@ -14,7 +14,7 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from benchmarks.trainer import Ours
 from benchmarks.trainer_work import SHAPES, Case, make_rows
-from scripts.gpu_proof import Finding, Options
+from scripts.proof import Finding, Options
 from scripts.proof.kernels import synchronised
 from sota_grpo.assembly.device_memory import GIB, Facts, Machine
 from sota_grpo.assembly.fits import devices_of

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from scripts.gpu_proof import Finding, Options
+from scripts.proof import Finding, Options
 from scripts.proof.kernels import learner_of, model, relative, rows_of
 from scripts.proof.runs import command, metrics, ran
 from sota_grpo.policy import sharding

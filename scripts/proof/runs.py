@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from scripts.gpu_proof import Finding, Options
+from scripts.proof import Finding, Options
 from sota_grpo.gate import CHECKS as CHECKS_OF_THE_GATE
 
 NUM_CHECKS = len(CHECKS_OF_THE_GATE)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks import trainer
 from benchmarks.trainer_work import Case
-from scripts.gpu_proof import Finding, Options
+from scripts.proof import Finding, Options
 
 KEPT = ("who", "step_s", "packed_tokens_per_s", "mfu", "times_floor", "peak_gib", "packed_tokens")
 

@@ -13,6 +13,7 @@ from sota_grpo.assembly.rollout import engine_rows
 from sota_grpo.config import Config, longest_response, model_name, turn_size
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
+from sota_grpo.functional.logit_tiles import builds_kernels
 from sota_grpo.placement import Placement, Role, describe, place
 from sota_grpo.policy.load import resolve_model_path
 
@@ -131,14 +132,17 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
 
 
 def _idle_notes(config: Config, found: Placement, engine: str, workers: bool) -> list[str]:
-    """What the run asks too little for: GPUs that sample few rows at once, or have one micro-batch a step."""
+    """What leaves GPUs idle: few rows to sample at once, one micro-batch a step, layers that cannot be compiled."""
     notes, turn, ranks = [], turn_size(config), len(found.train)
+    if config.train_model.compile is None and not builds_kernels():
+        notes.append("Layers are not compiled, which is slow: that needs Triton and a C compiler (gcc).")
     engines = max(1, len(found.inference) // config.inference_model.tensor_parallel_size) if workers else 1
     asked = turn * (1 + config.train.max_policy_age) // engines
     rows = min(asked, engine_rows(config, engine, "cuda", engines))
     if rows < FEW_ROWS:
         each = "The engine samples" if engines == 1 else f"Each of {engines} engines samples"
-        fix = "train.dialog_turns_per_batch" if rows == asked else "env.num_envs"
+        width = "inference_model.max_num_seqs" if config.inference_model.max_num_seqs else "env.num_envs"
+        fix = "train.dialog_turns_per_batch" if rows == asked else width
         notes.append(f"{each} at most {rows} responses at once; a GPU is idle below {FEW_ROWS}: raise {fix}.")
     of_rank = config.train.optim_batch_size // ranks
     if ranks > 1 and of_rank * longest_response(config) <= config.train.micro_batch_tokens:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from sota_grpo.policy.sharding import Ranks
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from sota_grpo.workers.processes import ProcessLauncher
-
-logger = logging.getLogger(__name__)
 
 
 def make_model(config: Config, device: torch.device, *, weights: bool = True) -> PreTrainedModel:
@@ -86,12 +83,7 @@ def make_policy(config: Config, model: nn.Module, device_type: str) -> CausalPol
 def wants_fused_layers(config: Config, device_type: str) -> bool:
     """Whether the learner's layers are compiled, and with them the reference's, which must compute alike."""
     asked = config.train_model.compile
-    if asked is None and device_type == "cuda" and not builds_kernels():
-        logger.warning(
-            "The learner's layers are not compiled, which is slow: that needs Triton and a C compiler (gcc)."
-        )
-        return False
-    return device_type == "cuda" if asked is None else asked
+    return device_type == "cuda" and builds_kernels() if asked is None else asked
 
 
 def make_reference(

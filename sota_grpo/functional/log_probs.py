@@ -175,25 +175,16 @@ def _score(
     ``1 - p_target`` comes from the log-prob: 0.001 is not rounded away in bfloat16, as ``p_target`` beside 1 would be.
     """
     own, mass, moment = hidden.new_zeros(3, len(hidden), 1, dtype=tiles.wide)
-    top = torch.full_like(mass, torch.finfo(mass.dtype).min)
+    so_far = _Scan(torch.full_like(mass, torch.finfo(mass.dtype).min), own, mass, moment)
     others = None if slopes is None else torch.zeros_like(hidden, dtype=tiles.wide)
+    scan = _scan_by_kernel if tiles.kernels else _scan
     for columns in tiles.columns:
         weight = tiles.weight[columns].to(hidden.dtype)
-        raw, last = tiles.raw(hidden, weight, columns), top
-        if tiles.kernels:
-            top = top.clone()
-            p = None if others is None else tiles.narrow(raw)
-            _kernels().scan(
-                raw, targets - columns.start, top, own, mass, moment,
-                factor=tiles.factor, with_entropy=with_entropy, weights=p,
-            )  # fmt: skip
-        else:
-            top, own, mass, moment, p = _scan(tiles, raw, targets, columns, (top, own, mass, moment), with_entropy)
-            if others is not None:
-                index, inside = tiles.find(targets, columns)
-                p = tiles.narrowed(p.scatter_(1, index, p.gather(1, index).masked_fill_(inside, 0)))
-        if others is not None and p is not None:
-            add_product(others.mul_((last - top).exp2()), p, weight)
+        raw, last = tiles.raw(hidden, weight, columns), so_far.top
+        so_far, p = scan(tiles, raw, targets, columns, so_far, with_entropy, others is not None)
+        if others is not None:
+            add_product(others.mul_((last - so_far.top).exp2()), p, weight)
+    top, own, mass, moment = so_far
     log_probs = (own - mass.log2()) * LN2
     if slopes is not None and others is not None:
         weight = tiles.weight[targets.squeeze(1)].to(hidden.dtype).to(tiles.wide)
@@ -201,15 +192,25 @@ def _score(
     return log_probs, top, mass, (mass.log2() - moment / mass) * LN2
 
 
+class _Scan(NamedTuple):
+    """What the tiles so far say of their rows, each ``[R, 1]``; see :func:`_score`."""
+
+    top: Tensor
+    own: Tensor
+    mass: Tensor
+    moment: Tensor
+
+
 def _scan(
     tiles: LogitTiles,
     raw: Tensor,
     targets: Tensor,
     columns: slice,
-    so_far: tuple[Tensor, Tensor, Tensor, Tensor],
+    so_far: _Scan,
     with_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``top``, ``own``, ``mass`` and ``moment`` with one tile more, and its ``2^(z - top)`` ``[r, c]``."""
+    with_weights: bool,
+) -> tuple[_Scan, Tensor]:
+    """With one tile more; and ``2^(z - top)`` ``[r, c]``, 0 at the target, for matrix products if ``with_weights``."""
     last, own, mass, moment = so_far
     index, inside = tiles.find(targets, columns)
     top = torch.maximum(last, raw.amax(1, keepdim=True) * tiles.factor)
@@ -219,7 +220,27 @@ def _scan(
     p = torch.exp2(z, out=tiles.buffer(-1, z))
     if with_entropy:
         moment = (moment + drop * mass) * scale + z.mul_(p).sum(1, keepdim=True)
-    return top, own, mass * scale + p.sum(1, keepdim=True), moment, p
+    mass = mass * scale + p.sum(1, keepdim=True)
+    if with_weights:
+        p = tiles.narrowed(p.scatter_(1, index, p.gather(1, index).masked_fill_(inside, 0)))
+    return _Scan(top, own, mass, moment), p
+
+
+def _scan_by_kernel(
+    tiles: LogitTiles,
+    raw: Tensor,
+    targets: Tensor,
+    columns: slice,
+    so_far: _Scan,
+    with_entropy: bool,
+    with_weights: bool,
+) -> tuple[_Scan, Tensor]:
+    """:func:`_scan` without bias and softcap."""
+    new, p = _Scan(so_far.top.clone(), *so_far[1:]), tiles.narrow(raw)
+    weights = p if with_weights else None
+    index = targets - columns.start
+    _kernels().scan(raw, index, *new, factor=tiles.factor, with_entropy=with_entropy, weights=weights)
+    return new, p
 
 
 def _kernels() -> ModuleType:
@@ -239,15 +260,13 @@ def _pull_back(tiles: LogitTiles, rows: _Rows, wanted: tuple[bool, ...]) -> tupl
     grad_hidden = torch.zeros_like(hidden, dtype=tiles.wide) if wanted[0] else None
     grad_weight = torch.empty_like(weight) if wanted[1] else None
     grad_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
+    gradient = _grad_logits_by_kernel if tiles.kernels else _grad_logits
     for columns in tiles.columns:
         tile_weight = weight[columns].to(hidden.dtype)
         to_weight = hidden.new_zeros(tile_weight.t().shape, dtype=tiles.wide)
         to_bias = to_weight.new_zeros(len(tile_weight))
         for piece in tiles.rows:
-            if tiles.kernels:
-                grad_logits = _grad_logits_by_kernel(tiles, rows.take(piece), tile_weight, columns)
-            else:
-                grad_logits = _grad_logits(tiles, rows.take(piece), tile_weight, columns)
+            grad_logits = gradient(tiles, rows.take(piece), tile_weight, columns)
             if grad_bias is not None:
                 to_bias += grad_logits.sum(0)
             grad_logits = tiles.narrowed(grad_logits)

@@ -42,8 +42,8 @@ def _scan_row(
     tl.store(mass + row, before * scale + tl.sum(p, 0))
     target = tl.load(index + row)
     here = (target >= 0) & (target < columns)
-    found = tl.sum(tl.where(column == target, z, 0.0), 0)
-    tl.store(own + row, tl.where(here, found, tl.load(own + row) + drop))
+    at_target = tl.sum(tl.where(column == target, z, 0.0), 0)
+    tl.store(own + row, tl.where(here, at_target, tl.load(own + row) + drop))
     if WEIGHTS:
         others = tl.where(column == target, 0.0, p).to(weights.dtype.element_ty)
         tl.store(weights + row * columns + column, others, mask=inside)
@@ -60,8 +60,8 @@ def _pull_row(
     slope = tl.load(by_p + row)
     if ENTROPY:
         slope += tl.load(by_zp + row) * tl.where(inside, z, 0.0)
-    found = slope * tl.exp2(z) + tl.where(column == tl.load(index + row), tl.load(at_target + row), 0.0)
-    tl.store(grad + row * columns + column, found.to(grad.dtype.element_ty), mask=inside)
+    gradient = slope * tl.exp2(z) + tl.where(column == tl.load(index + row), tl.load(at_target + row), 0.0)
+    tl.store(grad + row * columns + column, gradient.to(grad.dtype.element_ty), mask=inside)
 
 
 def scan(

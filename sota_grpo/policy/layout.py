@@ -98,9 +98,9 @@ class Layout:
     def on(self, tensors: Sequence[Tensor]) -> Layout:
         """The same layout with :meth:`tensors` on another device."""
         ids, positions, predicting, targets, slots, key_index, query_ends, key_ends = tensors
-        found = Layout(ids, positions, predicting, targets, slots, self.place, self.blocks)
-        found.spans = replace(self.spans, key_index=key_index, query_ends=query_ends, key_ends=key_ends)
-        return found
+        moved = Layout(ids, positions, predicting, targets, slots, self.place, self.blocks)
+        moved.spans = replace(self.spans, key_index=key_index, query_ends=query_ends, key_ends=key_ends)
+        return moved
 
     def to(self, device: torch.device) -> Layout:
         """Itself on ``device``."""

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sota_grpo.policy.device_copy import as_bytes, copy_to_host
+
 ALIGNMENT = 64  # bytes; wide enough for every dtype and for vector loads
-_SLICE_BYTES = 64 << 20  # a power of two, to which torch rounds pinned memory up
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class WeightPack:
                 seen[identity] = place, StorageWeakRef(flat.untyped_storage())
                 num_bytes = flat.numel() * flat.element_size()
                 if num_bytes:
-                    copy_to_host(whole[end : end + num_bytes], flat.reshape(-1).view(torch.uint8))
+                    copy_to_host(whole[end : end + num_bytes], as_bytes(flat))
                 end += padded(num_bytes)
             places[name] = place
         return cls(buffer[:end], places)
@@ -115,17 +116,3 @@ def padded(num_bytes: int) -> int:
     (0, 64, 64, 128)
     """
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy bytes (``uint8 [n]``, of any device) into ordinary memory of the host.
-
-    From a GPU they go through one slice of pinned memory, which the driver can write to by itself: without it, it makes
-    slower copies of its own. To pin all of ``target`` would take up to twice its size, and seconds.
-    """
-    if source.device.type != "cuda":
-        target.copy_(source)
-        return
-    pinned = torch.empty(_SLICE_BYTES, dtype=torch.uint8, pin_memory=True)  # torch keeps it for the next call
-    for into, part in zip(target.split(_SLICE_BYTES), source.split(_SLICE_BYTES)):
-        into.copy_(pinned[: part.numel()].copy_(part))

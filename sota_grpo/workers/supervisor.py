@@ -132,6 +132,7 @@ class Supervisor:
 
     def _welcome(self, slot: Slot) -> None:
         slot.state, slot.has_run, slot.failed_starts = "ready", True, 0
+        logger.info("%s is ready.", slot.who)
         slot.heard_s = self.timers.now_s()
         self._rota.put(slot)
         self._tick(slot, slot.life)

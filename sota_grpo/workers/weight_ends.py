@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from sota_grpo.policy.device_copy import as_bytes, copy_to_host
 from sota_grpo.policy.shards import replicated
-from sota_grpo.policy.weight_pack import Place, WeightPack, copy_to_host, padded, rounded, rounded_dtype
+from sota_grpo.policy.weight_pack import Place, WeightPack, padded, rounded, rounded_dtype
 from sota_grpo.workers.weight_group import Meeting, Seat, TransferFailed, first_line
 
 
@@ -161,7 +162,7 @@ def _filled(
     start, copy = 0, next(parts)
     part = copy if staging is None else staging[: copy.numel()]
     for name, tensor in weights:
-        offset, flat = layout.places[name].offset, tensor.contiguous().reshape(-1).view(torch.uint8)
+        offset, flat = layout.places[name].offset, as_bytes(tensor)
         while flat.numel():
             if offset >= start + slice_bytes:
                 yield part

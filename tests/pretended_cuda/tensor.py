@@ -209,7 +209,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _copied(args[0], device, kwargs)
     if func is aten.copy_.default:
         return _copied_into(*args, **kwargs)
-    tensors = _tensors((args, kwargs))
+    tensors = tensors_in((args, kwargs))
     held = {id(tensor.inner): tensor for tensor in tensors if isinstance(tensor, PretendedTensor)}
     if held:
         _require_one_device(func, args, tensors)
@@ -318,7 +318,7 @@ def _random(compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         torch.default_generator.set_state(before)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in arguments: they are nested lists, tuples and dicts at most."""
     if isinstance(value, Tensor):
         return [value]
@@ -326,7 +326,7 @@ def _tensors(value: Any) -> list[Tensor]:
         value = value.values()
     elif not isinstance(value, (list, tuple)):
         return []
-    return [tensor for item in value for tensor in _tensors(item)]
+    return [tensor for item in value for tensor in tensors_in(item)]
 
 
 def _unwrapped(value: Any) -> Any:

@@ -179,7 +179,7 @@ def test_a_mistyped_model_folder_is_not_reported_as_a_missing_gpu(gpus) -> None:
             ["train.dialog_turns_per_batch=32", "train.optim_batch_size=32"],
             ["The engine samples at most 32 .*per_batch"],
         ),
-        (["inference_model.max_num_seqs=16"], ["The engine samples at most 16 .*raise env.num_envs"]),
+        (["inference_model.max_num_seqs=16"], ["The engine samples at most 16 .*raise inference_model.max_num_seqs"]),
         (
             ["inference_model.num_devices=5", "mode=async", "train.max_policy_age=0"],
             ["Each of 5 engines samples at most 51 responses at once; a GPU is idle below 64: raise train.dia"],
@@ -192,7 +192,10 @@ def test_a_mistyped_model_folder_is_not_reported_as_a_missing_gpu(gpus) -> None:
         (["train_model.num_devices=2", "inference_model.max_tokens=129"], []),
     ],
 )
-def test_a_run_says_what_leaves_its_gpus_idle(overrides: list[str], said: list[str], gpus, with_vllm) -> None:
+def test_a_run_says_what_leaves_its_gpus_idle(
+    overrides: list[str], said: list[str], gpus, with_vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sota_grpo.assembly.devices.builds_kernels", lambda: True)
     gpus(8)
     plan = make_plan(config_of("engine.name=vllm", *overrides), "cuda")
     notes = [note for note in plan.notes if "Placement" not in note]
