@@ -12,6 +12,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.assembly.passed import take
+from sota_grpo.assembly.preflight import preflight
 from sota_grpo.compose import DEFAULT_CONFIG, compose
 from sota_grpo.errors import UserError
 from sota_grpo.result import Result
@@ -64,15 +66,17 @@ def train(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts do: read by torch here and in the workers
     _require_overrides(overrides)
     config = compose(config_name, list(overrides))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without widgets
-        from sota_grpo.app import CONTINUES, num_steps
-        from sota_grpo.app import train as train_config
-        from sota_grpo.assembly.passed import take
-
-    with _left_as_found():
+    place = _fresh_dir() if run_dir is None else Path(run_dir)
+    with _own_console():
         passed = take(config, overrides, reward=reward, dataset=dataset, eval_dataset=eval_dataset)
-        turns = train_config(config, _fresh_dir() if run_dir is None else Path(run_dir), passed)
+        preflight(config, place)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without widgets
+            from sota_grpo.app import CONTINUES, num_steps
+            from sota_grpo.app import train as train_config
+
+        with _left_as_found():
+            turns = train_config(config, place, passed)
     assert passed.run_dir is not None
     if turns < num_steps(config):
         raise KeyboardInterrupt(f"{CONTINUES}; what there is so far: sota_grpo.Result({str(passed.run_dir)!r})")
@@ -109,8 +113,7 @@ def _left_as_found() -> Iterator[None]:
     has_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        with _own_console():
-            yield
+        yield
     finally:
         torch.set_num_threads(threads)
         set_rng_state(random_state)

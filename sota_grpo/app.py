@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
-from sota_grpo.assembly import Parts, build
+from sota_grpo.assembly.build import build
 from sota_grpo.assembly.checking import subject_of
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.disk import require_disk
+from sota_grpo.assembly.parts import Parts
 from sota_grpo.assembly.passed import Passed
 from sota_grpo.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
 from sota_grpo.compose import anchor_paths

@@ -84,15 +84,13 @@ def _run() -> int:
 
 def quiet_console() -> None:
     """Our own sentences on stderr; of the libraries, only warnings, each once, and no progress bars."""
-    from transformers.utils import logging as transformers_logging
-
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it too, when it is imported
     console = logging.StreamHandler()
     console.setLevel(logging.INFO)  # logging.level is that of training.log
     console.addFilter(lambda record: not getattr(record, "file_only", False))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[console])
     logging.getLogger("sota_grpo").setLevel(logging.INFO)
     logging.getLogger("huggingface_hub").propagate = False  # it prints by itself
-    transformers_logging.disable_progress_bar()
 
 
 def _program() -> str:

@@ -158,12 +158,15 @@ def _train(composed: DictConfig, run_dir: Path) -> Config:
     """Train to the end; a run that was asked to stop ends the whole command, a sweep's other runs included."""
     from omegaconf import OmegaConf
 
-    from sota_grpo.app import CONTINUES, num_steps, train
+    from sota_grpo.assembly.preflight import preflight
     from sota_grpo.compose import require_known
 
     require_known(composed)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
+    preflight(config, run_dir)
+    from sota_grpo.app import CONTINUES, num_steps, train  # brings torch and all that stands on it
+
     if train(config, run_dir) < num_steps(config):
         raise KeyboardInterrupt(CONTINUES)
     return config

@@ -45,7 +45,10 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: the config cannot be run at all.
     """
+    from sota_grpo.assembly.preflight import preflight
+
     config = config_of(options)
+    preflight(config)
     with redirect_stdout(sys.stderr):  # libraries and reward functions may print
         from sota_grpo.assembly.checking import check
         from sota_grpo.entry import quiet_console

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +20,6 @@ from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.run_record import read_failure, read_json
 from sota_grpo.runs import RunRefused
 from sota_grpo.sweeps.command import SWEEP_FILE
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -95,19 +92,6 @@ def test_an_interrupted_run_says_whether_it_can_go_on(
     with pytest.raises(KeyboardInterrupt) as stopped:
         train(config, tmp_path)
     assert str(stopped.value) == (CONTINUES if saved else "")
-
-
-def test_help_and_early_interrupts_need_nothing_heavy() -> None:
-    code = (
-        "import sys; sys.argv = ['grpo.py', '--help']\n"
-        "from sota_grpo.entry import entry\n"
-        "try: entry('sync')\n"
-        "except SystemExit as end: assert not end.code\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "total_dialog_turns" in done.stdout
 
 
 def test_vllm_that_does_not_start_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +180,7 @@ def test_a_sweeper_gets_what_a_run_measured(tmp_path: Path, monkeypatch: pytest.
     jobs = Jobs(["--multirun"], "grpo.py")
     found = []
     for seed in (1, 2):
-        config = OmegaConf.structured(Config(seed=seed))
+        config = OmegaConf.structured(Config(seed=seed, device="cpu"))
         run_dir = tmp_path / str(seed)
         run_dir.mkdir()
         found.append(jobs._one_of_a_sweep(config, run_dir, tmp_path))
