@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.assembly.passed import take
-from sota_grpo.assembly.preflight import preflight
+from sota_grpo.assembly.preflight import announce, preflight
 from sota_grpo.compose import DEFAULT_CONFIG, compose
+from sota_grpo.config import num_steps
 from sota_grpo.errors import UserError
+from sota_grpo.recording.heartbeat import Heartbeat
 from sota_grpo.result import Result
 
 _HYDRAS = ("hydra.run.dir", "hydra.sweep.dir")
@@ -67,12 +69,13 @@ def train(
     _require_overrides(overrides)
     config = compose(config_name, list(overrides))
     place = _fresh_dir() if run_dir is None else Path(run_dir)
-    with _own_console():
+    with _own_console(), Heartbeat():
         passed = take(config, overrides, reward=reward, dataset=dataset, eval_dataset=eval_dataset)
         preflight(config, place)
+        announce(config)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without widgets
-            from sota_grpo.app import CONTINUES, num_steps
+            from sota_grpo.app import CONTINUES
             from sota_grpo.app import train as train_config
 
         with _left_as_found():

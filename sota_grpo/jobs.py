@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sota_grpo.config import Config
+from sota_grpo.config import Config, num_steps
 from sota_grpo.errors import UserError
 from sota_grpo.run_record import note_failure, reason
 from sota_grpo.sweeps import SUMMARY, as_text, mark_complete, note_command, objective, write_summary
@@ -158,15 +158,19 @@ def _train(composed: DictConfig, run_dir: Path) -> Config:
     """Train to the end; a run that was asked to stop ends the whole command, a sweep's other runs included."""
     from omegaconf import OmegaConf
 
-    from sota_grpo.assembly.preflight import preflight
+    from sota_grpo.assembly.preflight import announce, preflight
     from sota_grpo.compose import require_known
+    from sota_grpo.recording.heartbeat import Heartbeat
 
     require_known(composed)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     preflight(config, run_dir)
-    from sota_grpo.app import CONTINUES, num_steps, train  # brings torch and all that stands on it
+    with Heartbeat():
+        announce(config)
+        from sota_grpo.app import CONTINUES, train  # brings torch and all that stands on it
 
-    if train(config, run_dir) < num_steps(config):
+        done = train(config, run_dir)
+    if done < num_steps(config):
         raise KeyboardInterrupt(CONTINUES)
     return config

@@ -19,6 +19,7 @@ from sota_grpo.assembly.rollout import make_env, make_grader
 from sota_grpo.assembly.tasks import task_of
 from sota_grpo.config import Config, model_name
 from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.recording.heartbeat import starting
 from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.rewards.passed_functions import Functions
 
@@ -46,6 +47,8 @@ def build(
     plan = make_plan(config, device, lambda: visible_gpus(config))
     for note in plan.notes:
         logger.info(note)
+    logger.info("Device %s, engine %s.", device, plan.engine)
+    starting("Reading the tokenizer and the data")
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     task = task_of(config, functions)
     with ExitStack() as opened:
@@ -61,6 +64,7 @@ def build(
             parts = build_local(config, plan, task, env, tokenizer, run_dir)
         if isinstance(grader, GradingPool):
             opened.callback(parts.close)
+            starting("Waiting for the reward workers")
             grader.wait_ready()  # it has started beside the rest; what keeps it from starting is told before the gate
         parts.opened = [grader, *parts.opened]  # the last one closed: the others may wait for scores
         opened.pop_all()

@@ -5,19 +5,23 @@ What takes torch to find out (a damaged model, prompts that are too long) is tol
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 
 from sota_grpo.assembly.cuda import has_no_gpu, needs_a_gpu
 from sota_grpo.assembly.passed import PASSED
-from sota_grpo.config import Config, model_name
+from sota_grpo.config import Config, model_name, num_steps, turn_size
 from sota_grpo.errors import UserError
 from sota_grpo.hub_token import use_config_token
 from sota_grpo.model_sizes import is_on_the_hub, missing_folder
+from sota_grpo.recording.heartbeat import starting
 from sota_grpo.rewards import function_file
 from sota_grpo.runs import require_free
 from sota_grpo.tasks import dataset
 from sota_grpo.validators import validate
+
+logger = logging.getLogger(__name__)
 
 _FILES_ONLY = ("gsm8k", "math", "reasoning")  # tasks whose paths are never names on the hub
 
@@ -46,6 +50,17 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
             dataset.require_file(Path(path).expanduser())
     if config.reward.path not in (None, PASSED):
         function_file.require_file(Path(config.reward.path).expanduser())
+
+
+def announce(config: Config) -> None:
+    """The first words of a run that may start, before what takes longest to import is imported."""
+    size = turn_size(config)
+    logger.info(
+        "Starting to train %s on %s (mode=%s, engine=%s, device=%s): %d turns of %d responses.",
+        *(model_name(config), config.env.dataset, config.mode, config.engine.name, config.device),
+        *(num_steps(config), size),
+    )
+    starting("Importing PyTorch and the libraries on it")
 
 
 def require_sinks(config: Config) -> None:

@@ -45,18 +45,19 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: the config cannot be run at all.
     """
-    from sota_grpo.assembly.preflight import preflight
+    from sota_grpo.assembly.preflight import announce, preflight
+    from sota_grpo.entry import quiet_console
+    from sota_grpo.recording.heartbeat import Heartbeat
 
     config = config_of(options)
     preflight(config)
-    with redirect_stdout(sys.stderr):  # libraries and reward functions may print
-        from sota_grpo.assembly.checking import check
-        from sota_grpo.entry import quiet_console
-
-        quiet_console()
+    quiet_console()
     began = time.perf_counter()
     out = sys.stdout
-    with redirect_stdout(sys.stderr):
+    with redirect_stdout(sys.stderr), Heartbeat():  # libraries and reward functions may print
+        announce(config)
+        from sota_grpo.assembly.checking import check
+
         found = check(
             config,
             run_dir=options.run_dir,

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from threading import Semaphore
 
 import pytest
+
+from sota_grpo.assembly.cuda import has_no_gpu
+from sota_grpo.recording import heartbeat as heartbeat_module
+from sota_grpo.recording.heartbeat import Heartbeat, started, starting
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "torchrl", "tensordict", "vllm", "ray", "datasets", "wandb", "plotly", "pyarrow")
@@ -66,7 +73,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_before_anything_heavy_is_imported(name: str, tmp_path: Path) -> None:
     overrides, sentence = MISTAKES[name]
-    if "GPU" in name and not no_driver():
+    if "GPU" in name and not has_no_gpu():
         pytest.skip("this machine has a driver: torch is asked what it sees")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "run.json").write_text(json.dumps({"signature": "", "num_steps": 1, "finished": False}))
@@ -80,12 +87,6 @@ def test_a_mistake_is_told_before_anything_heavy_is_imported(name: str, tmp_path
     assert len(done.stderr.splitlines()) == 1
     assert not done.stdout
     assert not (tmp_path / "run" / "run.json").exists()
-
-
-def no_driver() -> bool:
-    from sota_grpo.assembly.cuda import has_no_gpu
-
-    return has_no_gpu()
 
 
 @pytest.mark.parametrize(
@@ -112,3 +113,47 @@ def test_help_needs_nothing_heavy(command: str, expected: str) -> None:
     done = without_heavy_packages(*command.split(), "--help")
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
+
+
+def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCaptureFixture) -> None:
+    """A look every second; what else is said counts, what only the file is told does not, and a stage has its age."""
+    now = 0.0
+    heard = []
+    heartbeat = Heartbeat(every_s=6.0, clock=lambda: now)
+    logger = logging.getLogger("sota_grpo")
+    logger.addHandler(heartbeat)
+    try:
+        with caplog.at_level(logging.INFO, logger="sota_grpo"):
+            for second in range(40):
+                now = float(second)
+                if second in (1, 4):
+                    starting({1: "Loading", 4: "Checking"}[second])
+                if second == 20:
+                    logging.getLogger("sota_grpo.gate").info("check passed")
+                if second == 30:
+                    started()
+                caplog.clear()
+                heartbeat.beat()
+                heard += [(second, line) for line in caplog.messages]
+    finally:
+        logger.removeHandler(heartbeat)
+    assert heard == [
+        (6, "Checking: 2 s so far"),
+        (12, "Checking: 8 s so far"),
+        (18, "Checking: 14 s so far"),
+        (26, "Checking: 22 s so far"),
+    ]
+
+
+def test_the_beat_goes_on_beside_the_work_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_module, "_LOOK_S", 0.001)
+    beats = Semaphore(0)
+    monkeypatch.setattr(Heartbeat, "beat", lambda self: beats.release())
+    with Heartbeat() as heartbeat:
+        logging.config.dictConfig(
+            {"version": 1, "disable_existing_loggers": False}
+        )  # closes all handlers, as vLLM does
+        assert all(beats.acquire(timeout=60) for _ in range(3))
+        assert heartbeat in logging.getLogger("sota_grpo").handlers
+    assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
+    assert heartbeat not in logging.getLogger("sota_grpo").handlers
