@@ -77,7 +77,6 @@ def train(
             warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without widgets
             from sota_grpo.app import CONTINUES
             from sota_grpo.app import train as train_config
-
         with _left_as_found():
             turns = train_config(config, place, passed)
     assert passed.run_dir is not None

@@ -51,7 +51,7 @@ class Jobs:
             self._attempt(command)
             completed = True
         except OSError as error:  # before the first run Hydra failed to make its directory; inside one it is a bug
-            if self._began:
+            if self._began or isinstance(error, BrokenPipeError):
                 raise
             self._say(f"{error}; set hydra.run.dir to a directory that can be written.")
             self._codes.append(USER_MISTAKE)

@@ -101,7 +101,9 @@ def test_commands_on_a_config_judge_it_first(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("grpo.py", "total_dialog_turns"),
+        ("grpo.py", "algorithm: cispo, dapo, "),
+        ("grpo.py --config-name grpo_cpu train.total_dialog_turns=77", "total_dialog_turns: 77"),
+        ("grpo.py -m", "total_dialog_turns: "),
         ("grpo-async.py", "mode: async"),
         ("sota-grpo", "COMMAND"),
         ("sota-grpo train", "sota-grpo train [--async]"),
