@@ -90,12 +90,20 @@ def test_a_mistake_is_told_before_anything_heavy_is_imported(name: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "arguments", [["check", "--config-name=grpo_cpu", "model.name=./no_model"], ["estimate", "optimizer.lr=-1"]]
+    ("arguments", "sentence"),
+    [
+        ("check --config-name=grpo_cpu model.name=./none", "model.name=./none is not a folder with a config.json"),
+        ("estimate optimizer.lr=-1", "optimizer.lr=-1.0 must be above 0."),
+        ("eval ./none", "There is neither a run (config.yaml) nor a model (config.json) in ./none."),
+        ("eval tiny env.repeat=3", "There is no option env.repeat; did you mean env.repeats?"),
+        ("replay ./none 1", "There is no run in none (config.yaml is missing)"),
+        ("export ./none --to hf", "There is no run in none (config.yaml is missing)"),
+    ],
 )
-def test_commands_on_a_config_judge_it_first(arguments: list[str]) -> None:
-    done = without_heavy_packages("sota-grpo", *arguments)
+def test_other_commands_judge_their_names_first(arguments: str, sentence: str) -> None:
+    done = without_heavy_packages("sota-grpo", *arguments.split())
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(("sota-grpo: model.name=./no_model is not a folder", "sota-grpo: optimizer.lr=-1.0"))
+    assert done.stderr.startswith(f"sota-grpo: {sentence}")
 
 
 @pytest.mark.parametrize(
