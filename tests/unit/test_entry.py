@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from sota_grpo.assembly import rollout
 from sota_grpo.config import Config
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.recording.heartbeat import Heartbeat
 from sota_grpo.run_record import read_failure, read_json
 from sota_grpo.runs import RunRefused
 from sota_grpo.sweeps.command import SWEEP_FILE
@@ -49,6 +51,21 @@ def test_overrides_may_stand_on_both_sides_of_an_option(command) -> None:
     assert [(config.mode, config.seed, config.env.repeats) for config in found] == [("async", 3, 4), ("async", 3, 8)]
     assert command(train, "mode=sync", mode="async") == 0
     assert found[-1].mode == "sync"
+
+
+def test_a_run_is_announced_and_its_start_is_watched(command, caplog: pytest.LogCaptureFixture) -> None:
+    logger, before = logging.getLogger("sota_grpo"), logging.getLogger("sota_grpo").handlers[:]
+    watched = []
+
+    def train(config: Config, run_dir: Path) -> int:
+        watched.extend(handler for handler in logger.handlers if isinstance(handler, Heartbeat))
+        return sota_grpo.app.num_steps(config)
+
+    with caplog.at_level(logging.INFO, logger="sota_grpo"):
+        assert command(train) == 0
+    assert len(watched) == 1
+    assert logger.handlers == before
+    assert caplog.messages[0].startswith("Starting to train tiny on arithmetic (mode=sync, engine=auto, device=cpu): ")
 
 
 @pytest.mark.parametrize(("error", "code"), [(UserError("Mend it."), 2), (RunFailed("It died."), 1)])
