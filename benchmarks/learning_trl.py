@@ -28,7 +28,8 @@ from transformers import PrinterCallback, TrainerCallback
 
 from sota_grpo import keys
 from sota_grpo.app import num_steps
-from sota_grpo.assembly import Parts, build
+from sota_grpo.assembly.build import build
+from sota_grpo.assembly.parts import Parts
 from sota_grpo.assembly.rollout import end_token_ids, generation_config_of
 from sota_grpo.batches import group_request
 from sota_grpo.collate import row_list

@@ -12,8 +12,12 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.assembly.passed import take
+from sota_grpo.assembly.preflight import announce, preflight
 from sota_grpo.compose import DEFAULT_CONFIG, compose
+from sota_grpo.config import num_steps
 from sota_grpo.errors import UserError
+from sota_grpo.recording.heartbeat import Heartbeat
 from sota_grpo.result import Result
 
 _HYDRAS = ("hydra.run.dir", "hydra.sweep.dir")
@@ -64,15 +68,17 @@ def train(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts do: read by torch here and in the workers
     _require_overrides(overrides)
     config = compose(config_name, list(overrides))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without widgets
-        from sota_grpo.app import CONTINUES, num_steps
-        from sota_grpo.app import train as train_config
-        from sota_grpo.assembly.passed import take
-
-    with _left_as_found():
+    place = _fresh_dir() if run_dir is None else Path(run_dir)
+    with _own_console(), Heartbeat():
         passed = take(config, overrides, reward=reward, dataset=dataset, eval_dataset=eval_dataset)
-        turns = train_config(config, _fresh_dir() if run_dir is None else Path(run_dir), passed)
+        preflight(config, place)
+        announce(config)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without widgets
+            from sota_grpo.app import CONTINUES
+            from sota_grpo.app import train as train_config
+        with _left_as_found():
+            turns = train_config(config, place, passed)
     assert passed.run_dir is not None
     if turns < num_steps(config):
         raise KeyboardInterrupt(f"{CONTINUES}; what there is so far: sota_grpo.Result({str(passed.run_dir)!r})")
@@ -109,8 +115,7 @@ def _left_as_found() -> Iterator[None]:
     has_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        with _own_console():
-            yield
+        yield
     finally:
         torch.set_num_threads(threads)
         set_rng_state(random_state)

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 
-from sota_grpo.assembly import Parts, build
+from sota_grpo.assembly.build import build
 from sota_grpo.assembly.checking import subject_of
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.disk import require_disk
+from sota_grpo.assembly.parts import Parts
 from sota_grpo.assembly.passed import Passed
 from sota_grpo.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
 from sota_grpo.compose import anchor_paths
-from sota_grpo.config import Config, turn_size
+from sota_grpo.config import Config, num_steps, turn_size
 from sota_grpo.errors import UserError
 from sota_grpo.gate import Check, run_gate
 from sota_grpo.hub_token import use_config_token
@@ -26,6 +27,7 @@ from sota_grpo.learner import Learner
 from sota_grpo.loop import run
 from sota_grpo.recording.examine import ExamineLog
 from sota_grpo.recording.gate_record import write_gate
+from sota_grpo.recording.heartbeat import started, starting
 from sota_grpo.recording.progress import Progress, closing_table
 from sota_grpo.recording.run_log import RunLog, setup_logging
 from sota_grpo.recording.sinks import Sink, TensorBoardSink, WandbSink
@@ -40,11 +42,6 @@ from sota_grpo.validators import validate
 logger = logging.getLogger(__name__)
 
 CONTINUES = "train.resume=auto continues from the last checkpoint"
-
-
-def num_steps(config: Config) -> int:
-    """Turns of the loop: whole collections that fit into ``train.total_dialog_turns``."""
-    return config.train.total_dialog_turns // turn_size(config)
 
 
 class Run:
@@ -79,8 +76,9 @@ class Run:
 
     def train(self) -> int:
         """Gate, loop, last evaluation, export, closing table. Returns the number of turns done."""
-        first = self._restore()
+        first = self.first = self._restore()
         parts, total = self.parts, num_steps(self.config)
+        starting("Handing the weights to the engine")
         parts.publisher.publish(parts.learner.version)
         examine = ExamineLog(self.run_dir, self.config.logging.num_examine, parts.task.term_weights)
         self._check()  # an interrupt ends it at once: there is nothing to save yet
@@ -159,16 +157,22 @@ class Run:
         every = self.config.eval.every
         if self.config.eval.mode == "on" and (step == 0 or (every and step % every == 0)):
             self._evaluate(step)
+        if step == self.first:
+            starting(f"The first turn: {turn_size(self.config)} responses")
         self.turns = step
         self.log.begin(step)
 
     def _evaluate(self, step: int) -> None:
+        if step == self.first:
+            starting(f"Evaluating on {len(self.parts.evaluator.examples)} held-out problems")
         found = self.parts.evaluator.measure()
         self.run_log.write_step(step, found)
         self.log.add_seconds("time/eval_s", found["time/eval_s"])
         logger.info("Held-out accuracy after %d turns: %.1f %%", step, 100 * found["eval/accuracy"])
 
     def _after(self, turns: int) -> bool:
+        if turns == self.first + 1:
+            started()
         frequency = self.config.train.checkpoint_frequency
         if self.stop.asked:
             self.stop.turn_is_over()
@@ -213,6 +217,8 @@ class Run:
 
     def _check(self) -> None:
         began = time.perf_counter()
+        if self.config.check.mode != "off":
+            starting("Checking before training")
         checks: list[Check] = []
         try:
             run_gate(subject_of(self.config, self.parts), self.config.check.mode, on_check=checks.append)

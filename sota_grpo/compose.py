@@ -186,6 +186,11 @@ def load_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def no_run_or_model(name: str) -> str:
+    """Of a folder that was to hold one of them: the sentence, without its end."""
+    return f"There is neither a run ({CONFIG_FILE}) nor a model (config.json) in {name}"
+
+
 def anchor_paths(config: Config) -> None:
     """Write the files and folders that ``config`` names in full, so that it means the same in any current directory."""
     from sota_grpo.policy.load import TINY  # brings transformers

@@ -240,6 +240,11 @@ def turn_size(config: Config) -> int:
     return config.train.dialog_turns_per_batch
 
 
+def num_steps(config: Config) -> int:
+    """Turns of the loop: whole collections that fit into ``train.total_dialog_turns``."""
+    return config.train.total_dialog_turns // turn_size(config)
+
+
 def longest_response(config: Config) -> int:
     """Most tokens that the policy writes in one dialog, all its turns together."""
     return config.env.max_steps * config.inference_model.max_tokens

@@ -21,17 +21,21 @@ _PACKAGE = Path(__file__).resolve().parent
 _PACKAGED = _PACKAGE / "presets"
 #: The presets: in an installed package ``sota_grpo/presets``, which pyproject.toml makes of ``config`` of a checkout.
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
-INTERRUPTED = 130
+INTERRUPTED, CRASHED = 130, 1
 _TAKE_A_VALUE = ("-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir", "--experimental-rerun")
 
 
-def entry(mode: str) -> None:
-    """Command line of ``grpo.py`` (``sync``) and ``grpo-async.py`` (``async``).
+def entry(mode: str, command: str | None = None) -> None:
+    """Command line of ``grpo.py`` (``sync``) and ``grpo-async.py`` (``async``), called ``command`` in its help.
 
     Hydra composes the config; mistakes of the user are one sentence and exit code 2, an interrupt is one and 130.
     """
     try:
-        sys.argv[1:] = continued(with_mode(protect_token(sys.argv[1:]), mode))  # Hydra saves what it is given
+        given = protect_token(sys.argv[1:])
+        if {"-h", "--help"} & set(given):
+            print(help_heading(command or _program()))
+            given = _as_cfg(given)
+        sys.argv[1:] = continued(with_mode(given, mode))  # Hydra saves what it is given
         code = _run()
     except UserError as error:
         print(f"{_program()}: {error}", file=sys.stderr)
@@ -39,7 +43,37 @@ def entry(mode: str) -> None:
     except KeyboardInterrupt as stop:  # its text says what is left
         print(f"{_program()}: interrupted; {str(stop) or 'nothing was saved'}.", file=sys.stderr)
         code = INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout has had enough
+        sys.stderr.close()
+        code = CRASHED
     sys.exit(code)
+
+
+def help_heading(command: str) -> str:
+    """What ``--help`` says before it shows every option with its value.
+
+    >>> print(help_heading("grpo.py").splitlines()[0])
+    grpo.py [--config-name PRESET] [GROUP=NAME ...] [OPTION=VALUE ...] [--multirun]
+    """
+    folders = [folder for folder in sorted(CONFIG_DIR.iterdir()) if folder.is_dir() and folder.name != "hydra"]
+    named = {"PRESET": CONFIG_DIR} | {folder.name: folder for folder in folders}
+    names = {name: ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))) for name, folder in named.items()}
+    return "\n".join(
+        [
+            f"{command} [--config-name PRESET] [GROUP=NAME ...] [OPTION=VALUE ...] [--multirun]",
+            "",
+            "Presets and groups:",
+            *(f"  {name}: {choices}" for name, choices in names.items()),
+            "",
+            "Every option with the value that this command gives it (--hydra-help: Hydra's own):",
+        ]
+    )
+
+
+def _as_cfg(arguments: Sequence[str]) -> list[str]:
+    """Hydra's ``--cfg job`` instead of its ``--help``, which looks through all of Hydra's own groups for a second."""
+    kept = [one for one in arguments if one not in ("-h", "--help", "-m", "--multirun")]
+    return [*kept, "--cfg", "job"]
 
 
 def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
@@ -84,15 +118,13 @@ def _run() -> int:
 
 def quiet_console() -> None:
     """Our own sentences on stderr; of the libraries, only warnings, each once, and no progress bars."""
-    from transformers.utils import logging as transformers_logging
-
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it too, when it is imported
     console = logging.StreamHandler()
     console.setLevel(logging.INFO)  # logging.level is that of training.log
     console.addFilter(lambda record: not getattr(record, "file_only", False))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[console])
     logging.getLogger("sota_grpo").setLevel(logging.INFO)
     logging.getLogger("huggingface_hub").propagate = False  # it prints by itself
-    transformers_logging.disable_progress_bar()
 
 
 def _program() -> str:

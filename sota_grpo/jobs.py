@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sota_grpo.config import Config
+from sota_grpo.config import Config, num_steps
 from sota_grpo.errors import UserError
 from sota_grpo.run_record import note_failure, reason
 from sota_grpo.sweeps import SUMMARY, as_text, mark_complete, note_command, objective, write_summary
@@ -51,7 +51,7 @@ class Jobs:
             self._attempt(command)
             completed = True
         except OSError as error:  # before the first run Hydra failed to make its directory; inside one it is a bug
-            if self._began:
+            if self._began or isinstance(error, BrokenPipeError):
                 raise
             self._say(f"{error}; set hydra.run.dir to a directory that can be written.")
             self._codes.append(USER_MISTAKE)
@@ -158,12 +158,19 @@ def _train(composed: DictConfig, run_dir: Path) -> Config:
     """Train to the end; a run that was asked to stop ends the whole command, a sweep's other runs included."""
     from omegaconf import OmegaConf
 
-    from sota_grpo.app import CONTINUES, num_steps, train
+    from sota_grpo.assembly.preflight import announce, preflight
     from sota_grpo.compose import require_known
+    from sota_grpo.recording.heartbeat import Heartbeat
 
     require_known(composed)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
-    if train(config, run_dir) < num_steps(config):
+    preflight(config, run_dir)
+    with Heartbeat():
+        announce(config)
+        from sota_grpo.app import CONTINUES, train  # brings torch and all that stands on it
+
+        done = train(config, run_dir)
+    if done < num_steps(config):
         raise KeyboardInterrupt(CONTINUES)
     return config

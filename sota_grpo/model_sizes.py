@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from sota_grpo.errors import UserError
 
@@ -177,3 +178,32 @@ def model_of_size(size: str) -> str:
     if name is None:
         raise UserError(f"model.size={size} is not one of {', '.join(SIZES)}; for another model give model.name.")
     return name
+
+
+def missing_folder(name: str) -> str | None:
+    """Where ``name`` is written as a path and no saved model is there: that in one sentence; else None.
+
+    >>> missing_folder("./no/such/folder")[:64]
+    'model.name=./no/such/folder is not a folder with a config.json; '
+    >>> missing_folder("Qwen/Qwen2.5-3B")
+    """
+    if not _is_a_path(name) or (Path(name).expanduser() / "config.json").is_file():
+        return None
+    return (
+        f"model.name={name} is not a folder with a config.json; give the folder of a saved model, "
+        "a hub id such as Qwen/Qwen2.5-3B, or model.name=tiny"
+    )
+
+
+def is_on_the_hub(name: str) -> bool:
+    """Whether ``name`` is written as a hub id, ``owner/model``, and no folder here is called so.
+
+    >>> [is_on_the_hub(name) for name in ("Qwen/Qwen2.5-3B", "tiny", "./my/model")]
+    [True, False, False]
+    """
+    return "/" in name and not _is_a_path(name)
+
+
+def _is_a_path(name: str) -> bool:
+    """Names without a slash are left to those who load models: the packaged ones have such names."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and Path(name).exists())

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from sota_grpo.checkpoint import CheckpointStore
-from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.options import flat
 from sota_grpo.run_record import (
@@ -23,6 +21,7 @@ from sota_grpo.run_record import (
     FAILURE_FILE,
     LOCK_FILE,
     RUN_FILE,
+    is_held,
     read_config,
     read_record,
     write_text,
@@ -75,6 +74,8 @@ def signature(config: Mapping[str, Any]) -> str:
     if kept.get("optimizer", {}).get("schedule") == "constant":
         kept["train"].pop("total_dialog_turns", None)
     if "engine" in kept:
+        from sota_grpo.engines import resolve_engine_name  # brings torch
+
         kept["engine"]["name"] = resolve_engine_name(kept["engine"]["name"], device=config.get("device"))
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -166,12 +167,13 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
         if beside is not None:
             _drop_empty(run_dir, beside.path)
             return beside
-    path = run_dir if resume in (None, "auto") else Path(str(resume))
-    if path is not run_dir and not (path / RUN_FILE).exists():
-        raise RunRefused(f"train.resume={resume}: there is no run in {path} ({RUN_FILE} is missing).")
+    path = run_dir
+    if resume not in (None, "auto"):
+        path = Path(resume)
+        _require_run(path, resume)
     lock = _lock(path)
     if lock is None:
-        raise RunRefused(f"Another process is at work in {path}; stop it first or {_ELSEWHERE}.")
+        raise RunRefused(_is_busy(path))
     sentence = _refusal(path, config, digest, num_steps, resume)
     if sentence is not None:
         lock.close()
@@ -181,13 +183,38 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
     return RunDir(path, digest, num_steps, lock, passed)
 
 
+def require_free(run_dir: Path, resume: str | None) -> None:
+    """What :func:`open_run` says of the directory without having to know the config; nothing is written.
+
+    Raises:
+        RunRefused: the run named by ``resume`` is not there; or without ``resume``, ``run_dir`` is taken.
+    """
+    if resume not in (None, "auto"):
+        _require_run(Path(resume), resume)
+    elif resume is None and read_record(run_dir) is not None:
+        raise RunRefused(_is_busy(run_dir) if is_held(run_dir) else _holds_a_run(run_dir))
+
+
+def _require_run(path: Path, resume: str) -> None:
+    if not (path / RUN_FILE).exists():
+        raise RunRefused(f"train.resume={resume}: there is no run in {path} ({RUN_FILE} is missing).")
+
+
+def _is_busy(path: Path) -> str:
+    return f"Another process is at work in {path}; stop it first or {_ELSEWHERE}."
+
+
+def _holds_a_run(path: Path) -> str:
+    return f"{path} already holds a run; continue it with train.resume=auto or {_ELSEWHERE}."
+
+
 def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int, resume: str | None) -> str | None:
     """Why this command cannot work in ``path``, which is locked."""
     record = read_record(path)
     if record is None:
         return None
     if resume is None:
-        return f"{path} already holds a run; continue it with train.resume=auto or {_ELSEWHERE}."
+        return _holds_a_run(path)
     if record.get("signature") != digest:
         return (
             f"The run in {path} was started with another config: {_what_differs(path, config)}; give the same options "
@@ -232,6 +259,8 @@ def _goes_on(path: Path, digest: str, num_steps: int) -> bool:
 
 def _age(path: Path) -> tuple[float, float]:
     """When the run last saved a checkpoint (0: never), and when it was started; a larger one is newer."""
+    from sota_grpo.checkpoint import CheckpointStore  # brings torch
+
     saved = [checkpoint for _, checkpoint in CheckpointStore(path / CHECKPOINTS).paths()]
     return max(map(_modified, saved), default=0.0), _modified(path / RUN_FILE)
 

@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from benchmarks.peers.work import CLIP_NORM, CONTEXT, KL_COEF, LEARNING_RATE, Folder
 from sota_grpo import keys
-from sota_grpo.assembly import build
+from sota_grpo.assembly.build import build
 from sota_grpo.config import Config
 from sota_grpo.validators import validate
 

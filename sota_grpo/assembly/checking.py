@@ -10,7 +10,8 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from sota_grpo.assembly import Parts, build
+from sota_grpo.assembly.build import build
+from sota_grpo.assembly.parts import Parts
 from sota_grpo.config import Config, model_name
 from sota_grpo.errors import UserError
 from sota_grpo.gate import Check, Subject, run_gate

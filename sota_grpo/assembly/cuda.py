@@ -8,12 +8,11 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
-from sota_grpo.config import Config
+from sota_grpo.config import Config, model_name
 
 NEEDED_DRIVERS = {12: 525, 13: 580}  # the oldest of each major version of CUDA (its release notes, table 3)
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_AMD = Path("/dev/kfd")  # the device of its driver
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch reads any of them
 
 
@@ -22,6 +21,8 @@ def why_no_gpu() -> str | None:
     driver = driver_version()
     if driver is None:
         return None
+    import torch
+
     built_for = torch.version.cuda
     if built_for is None:
         return (
@@ -37,6 +38,28 @@ def why_no_gpu() -> str | None:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     return f"This machine has the NVIDIA driver {driver}, and PyTorch sees none of its GPUs; " + (
         "give the container its GPUs." if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden} may hide them."
+    )
+
+
+def has_no_gpu() -> bool:
+    """Whether it is certain that torch has no GPU here, without importing it: the library of a driver is missing."""
+    try:
+        ctypes.CDLL("libcuda.so.1")  # what torch loads
+    except OSError:
+        return not _AMD.exists()
+    return False
+
+
+def needs_a_gpu(config: Config) -> str:
+    """Why ``config`` cannot run on a machine without a GPU, in one sentence."""
+    reason = why_no_gpu()
+    if config.device == "cuda":
+        return reason or "device=cuda, and this machine has no CUDA device; use device=cpu."
+    if reason is not None:
+        return f"{model_name(config)} is trained on a GPU (device=cpu insists). {reason}"
+    return (
+        f"{model_name(config)} is no folder here, and a model from the hub needs a CUDA GPU, which this machine "
+        "has not; `python grpo.py --config-name grpo_cpu` trains the embedded policy here (device=cpu insists)."
     )
 
 

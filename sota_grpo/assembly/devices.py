@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sota_grpo.assembly.cuda import why_no_gpu
+from sota_grpo.assembly.cuda import needs_a_gpu
 from sota_grpo.assembly.rollout import engine_rows
 from sota_grpo.config import Config, longest_response, model_name, turn_size
 from sota_grpo.engines import resolve_engine_name
@@ -48,16 +48,10 @@ def resolve_device(config: Config) -> str:
         return "cuda"  # of the cluster; this machine may have none
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
-            raise UserError(why_no_gpu() or "device=cuda, and this machine has no CUDA device; use device=cpu.")
+            raise UserError(needs_a_gpu(config))
         return "cuda"
     if config.device == "auto" and not Path(model).is_dir():
-        reason = why_no_gpu()
-        if reason is not None:
-            raise UserError(f"{model_name(config)} is trained on a GPU (device=cpu insists). {reason}")
-        raise UserError(
-            f"{model_name(config)} is no folder here, and a model from the hub needs a CUDA GPU, which this machine "
-            "has not; `python grpo.py --config-name grpo_cpu` trains the embedded policy here (device=cpu insists)."
-        )
+        raise UserError(needs_a_gpu(config))
     return "cpu"
 
 

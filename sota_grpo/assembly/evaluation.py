@@ -18,7 +18,7 @@ from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.rollout import make_env, make_grader, start_engine
 from sota_grpo.assembly.tasks import task_of
 from sota_grpo.checkpoint import CheckpointStore
-from sota_grpo.compose import compose, load_config
+from sota_grpo.compose import compose, load_config, no_run_or_model
 from sota_grpo.config import Config, ModelConfig, model_name, walk
 from sota_grpo.errors import UserError
 from sota_grpo.evaluate import Evaluator, Response, accuracy, num_failed, pass_accuracy
@@ -95,15 +95,15 @@ def _model_target(name: str, overrides: Sequence[str], config_name: str | None, 
     try:
         resolve_model_path(name)
     except ModelNotFoundError as error:
-        raise UserError(f"There is neither a run ({CONFIG_FILE}) nor a model (config.json) in {name}.") from error
+        raise UserError(f"{no_run_or_model(name)}.") from error
     preset = config_name or _PRESET_OF.get(task or "", "grpo_cpu" if name == TINY else "grpo_gsm8k")
     asked = [] if task is None else [f"env.dataset={task}"]
     config = compose(preset, [*asked, *overrides])
     config.model.name, config.model.size = name, ModelConfig().size
     if config.device == "auto" and not torch.cuda.is_available() and not Path(resolve_model_path(name)).is_dir():
         raise UserError(
-            f"There is neither a run ({CONFIG_FILE}) nor a model (config.json) in {name}; if it is a model of the hub, "
-            "it needs a GPU, which this machine has not, or device=cpu."
+            f"{no_run_or_model(name)}; if it is a model of the hub, it needs a GPU, which this machine has not, or "
+            "device=cpu."
         )
     return Target(name, config)
 

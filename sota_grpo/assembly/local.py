@@ -21,10 +21,11 @@ from sota_grpo.assembly.learning import (
 from sota_grpo.assembly.parts import Parts
 from sota_grpo.assembly.rollout import make_sampling, start_engine
 from sota_grpo.collectors import RolloutCollector, SyncSource
-from sota_grpo.config import Config, turn_size
+from sota_grpo.config import Config, model_name, turn_size
 from sota_grpo.engines.base import Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.export import save_hf
+from sota_grpo.recording.heartbeat import starting
 from sota_grpo.tasks.base import Task
 
 
@@ -33,11 +34,14 @@ def build_local(config: Config, plan: Plan, task: Task, env: TaskEnv, tokenizer:
     device_type, placement = plan.device_type, plan.placement
     share_device = placement.colocated and device_type == "cuda"
     with ExitStack() as opened:
+        starting(f"Loading the policy {model_name(config)}")
         base = make_model(config, torch.device(device_name(device_type, placement.train)))
+        starting(f"Starting the engine {plan.engine}")
         # the engine copies the model while that has no adapter
         engine = start_engine(config, device_name(device_type, placement.inference), tokenizer, base, run_dir)
         opened.callback(engine.close)
         engine = with_turns(config, env, engine)
+        starting("Putting the learner together")
         model = add_adapter(config, base)
         policy = make_policy(config, model, device_type)
         reference = make_reference(config, policy, placement, device_type)

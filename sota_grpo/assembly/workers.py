@@ -43,6 +43,7 @@ from sota_grpo.policy.load import resolve_model_path
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.reference_service import ReferenceService
 from sota_grpo.publish import Publisher
+from sota_grpo.recording.heartbeat import starting
 from sota_grpo.remote_learner import RemoteLearner
 from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.tasks.base import Task
@@ -88,6 +89,7 @@ def build_workers(
 ) -> Parts:
     """Start everything at once, then wait for it. What was started is ended again when a later part fails."""
     with _Crew() as crew:
+        starting(f"Starting the workers, engine={plan.engine}")
         cluster: Cluster = crew.add(Cluster(config, plan, run_dir))
         fleet: Fleet = crew.add(_rollout_fleet(config, plan, tokenizer, cluster, run_dir))
         single_turns = FleetEngine(
@@ -99,9 +101,11 @@ def build_workers(
         )
         engine = with_turns(config, env, single_turns)
         reference = crew.add(_reference(config, plan, tokenizer, cluster)) if plan.placement.ref else None
+        starting(f"Loading the policy {model_name(config)}")
         learner, publisher, export = _learning(config, plan, tokenizer, cluster, single_turns, run_dir, crew)
         graders = [env.grader.fleet] if isinstance(env.grader, GradingPool) else []
         started = [fleet, *graders, *([reference.fleet] if reference else [])]
+        starting("Waiting for the workers")
         for waited in started:
             waited.wait_ready()
         source = crew.add(_source(config, env, engine, reference, started, should_stop))

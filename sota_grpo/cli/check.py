@@ -45,15 +45,19 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: the config cannot be run at all.
     """
-    config = config_of(options)
-    with redirect_stdout(sys.stderr):  # libraries and reward functions may print
-        from sota_grpo.assembly.checking import check
-        from sota_grpo.entry import quiet_console
+    from sota_grpo.assembly.preflight import announce, preflight
+    from sota_grpo.entry import quiet_console
+    from sota_grpo.recording.heartbeat import Heartbeat
 
-        quiet_console()
+    config = config_of(options)
+    preflight(config)
+    quiet_console()
     began = time.perf_counter()
     out = sys.stdout
-    with redirect_stdout(sys.stderr):
+    with redirect_stdout(sys.stderr), Heartbeat():  # libraries and reward functions may print
+        announce(config)
+        from sota_grpo.assembly.checking import check
+
         found = check(
             config,
             run_dir=options.run_dir,

@@ -76,7 +76,10 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: the config cannot be run at all.
     """
+    from sota_grpo.validators import validate
+
     config = config_of(options)
+    validate(config)
     if not _hub_is_near():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else its client waits half a minute for it
     with redirect_stdout(sys.stderr):  # libraries may print

@@ -67,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
     _require_writable(options.out)
     if options.responses is not None and options.responses == options.out:
         raise UserError(f"--out and --responses both name {options.out}; give each a file of its own.")
+    _judge(options)
     from sota_grpo.assembly.evaluation import evaluate, find_target, open_evaluator
     from sota_grpo.entry import quiet_console
 
@@ -96,6 +97,21 @@ def run(options: argparse.Namespace) -> int:
     _show(result, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
     _write(options.out, result)
     return 0
+
+
+def _judge(options: argparse.Namespace) -> None:
+    """What can be wrong with the names before torch is imported; ``find_target`` says the rest."""
+    from sota_grpo.compose import DEFAULT_CONFIG, compose, load_config, no_run_or_model
+    from sota_grpo.model_sizes import missing_folder
+    from sota_grpo.run_record import CONFIG_FILE
+
+    run_dir = Path(options.target).expanduser()
+    if (run_dir / CONFIG_FILE).is_file():
+        load_config(run_dir, _overrides(options))
+    elif missing_folder(options.target):
+        raise UserError(f"{no_run_or_model(options.target)}.")
+    else:
+        compose(options.config_name or DEFAULT_CONFIG, _overrides(options))
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:

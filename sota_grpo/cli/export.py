@@ -53,11 +53,14 @@ def run(options: argparse.Namespace) -> int:
     if options.to != "hf" and (options.step is not None or options.adapter):
         given = "--adapter" if options.adapter else "--step"
         raise UserError(f"{given} goes with --to hf; --to {options.to} translates the whole run.")
+    from sota_grpo.compose import load_config
     from sota_grpo.entry import quiet_console
-    from sota_grpo.migration.folders import write_hf, write_trl, write_verl
 
     quiet_console()
     run_dir = Path(options.run_dir).expanduser()
+    load_config(run_dir)  # that there is no run is told before torch is imported
+    from sota_grpo.migration.folders import write_hf, write_trl, write_verl
+
     out = run_dir / "export" / options.to if options.out is None else Path(options.out).expanduser()
     if options.to == "hf":
         turns = write_hf(run_dir, out, step=options.step, adapter=options.adapter)

@@ -42,12 +42,15 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: the turn cannot be replayed, or not under these options.
     """
-    from sota_grpo.assembly.replay_table import replayed
+    from sota_grpo.compose import load_config
     from sota_grpo.entry import quiet_console
 
     quiet_console()
+    run_dir = Path(options.run_dir)
+    load_config(run_dir, options.overrides)  # what is wrong with the names is told before torch is imported
+    from sota_grpo.assembly.replay_table import replayed
 
-    found = replayed(Path(options.run_dir), options.step, options.overrides)
+    found = replayed(run_dir, options.step, options.overrides)
     print(json.dumps(found, indent=2) if options.json else as_text(found), end="\n" if options.json else "")
     return 0
 

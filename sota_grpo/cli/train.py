@@ -72,8 +72,6 @@ def _hydra(arguments: Sequence[str]) -> int:
     from sota_grpo.hub_token import protect_token
 
     protect_token(arguments)  # on the line as it was typed: with a token it starts the program again without it
-    if {"-h", "--help"} & set(arguments):
-        print("sota-grpo train [--async] [--config-name NAME] [key=value ...]\n")
     sys.argv[1:] = [argument for argument in arguments if argument != ASYNC]
-    entry(mode="async" if ASYNC in arguments else "sync")
+    entry(mode="async" if ASYNC in arguments else "sync", command="sota-grpo train [--async]")
     return 0

@@ -89,9 +89,18 @@ def line_in(path: str, error: BaseException) -> int | None:
     return line
 
 
-def _run_file(path: Path) -> ModuleType:
+def require_file(path: Path) -> None:
+    """Check that ``path`` is a file.
+
+    Raises:
+        RewardFunctionError: it is not.
+    """
     if not path.is_file():
         raise RewardFunctionError(f"there is no reward file {path}; correct reward.path (now in {Path.cwd()}).")
+
+
+def _run_file(path: Path) -> ModuleType:
+    require_file(path)
     name = f"reward_file_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
     loader = SourceFileLoader(name, str(path))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))  # type: ignore[arg-type]

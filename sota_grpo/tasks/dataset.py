@@ -91,11 +91,20 @@ def number_or_text(row: Row, column: str, place: str) -> str:
     return str(value) if is_number else text_of(row, column, place)
 
 
-def _read_file(path: Path) -> list[dict[str, Any]]:
+def require_file(path: Path) -> None:
+    """Check that ``path`` is a file of a kind that can be read.
+
+    Raises:
+        DatasetError: it is not.
+    """
     if path.suffix not in _READERS:
         raise DatasetError(f"{path} ends in {path.suffix!r}; give one of {', '.join(_READERS)}.")
     if not path.is_file():
         raise DatasetError(f"there is no file {path}; correct env.dataset_path or env.eval_path (now in {Path.cwd()}).")
+
+
+def _read_file(path: Path) -> list[dict[str, Any]]:
+    require_file(path)
     try:
         return _READERS[path.suffix](path)
     except UnicodeDecodeError as error:

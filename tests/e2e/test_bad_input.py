@@ -1,4 +1,4 @@
-"""Bad input: one clear sentence, exit code 2, no traceback, nothing lost."""
+"""Bad input: one clear sentence, exit code 2, no traceback, nothing lost. See tests/unit/test_first_words.py, too."""
 
 from __future__ import annotations
 
@@ -35,33 +35,9 @@ def case_empty_dataset(tmp: Path) -> tuple[list[str], str]:
     return ["env.dataset=gsm8k", f"env.dataset_path={table(tmp / 'rows.jsonl', [])}"], "has no rows"
 
 
-def case_missing_dataset(tmp: Path) -> tuple[list[str], str]:
-    return ["env.dataset=gsm8k", f"env.dataset_path={tmp / 'nowhere.jsonl'}"], "nowhere.jsonl"
-
-
 def case_long_prompt(tmp: Path) -> tuple[list[str], str]:
     rows = [*GOOD, {"question": "word " * 3000, "answer": "#### 1"}]
     return ["env.dataset=gsm8k", f"env.dataset_path={table(tmp / 'rows.jsonl', rows)}"], "2047"
-
-
-def case_indivisible_batch(tmp: Path) -> tuple[list[str], str]:
-    return ["train.dialog_turns_per_batch=18"], "env.repeats=4"
-
-
-def case_unknown_key(tmp: Path) -> tuple[list[str], str]:
-    return ["env.num_env=3"], "num_env"
-
-
-def case_added_key(tmp: Path) -> tuple[list[str], str]:
-    return ["+foo=1"], "There is no option foo."
-
-
-def case_mistyped_preset(tmp: Path) -> tuple[list[str], str]:
-    return ["algorithm=dappo"], "There is no algorithm=dappo; the presets are"
-
-
-def case_missing_model(tmp: Path) -> tuple[list[str], str]:
-    return [f"model.name={tmp / 'no_model'}"], "no_model"
 
 
 def case_gold_that_does_not_parse(tmp: Path) -> tuple[list[str], str]:

@@ -54,12 +54,6 @@ def test_a_broken_run_of_a_sweep_does_not_end_the_others(tmp_path: Path, grpo) -
     assert len(metrics(tmp_path / "sweep" / "1")) == 4
 
 
-def test_help_lists_every_option(tmp_path: Path, grpo) -> None:
-    done = grpo(tmp_path / "run", "--help")
-    assert done.returncode == 0
-    assert "total_dialog_turns" in done.stdout
-
-
 @pytest.mark.vllm
 @pytest.mark.data
 @pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed")

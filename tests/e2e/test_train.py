@@ -133,6 +133,12 @@ def test_evaluation_rows_and_their_errors(tmp_path: Path) -> None:
         share = row["eval/accuracy"]
         assert row["eval/stderr"] == pytest.approx(math.sqrt(share * (1 - share) / 7))
         assert 0 <= row["eval/avg_at_k"] <= 1
+    told = (line.partition("recording.heartbeat: ") for line in (tmp_path / "run" / "training.log").open())
+    stages = [sentence.strip() for _, ours, sentence in told if ours and "so far" not in sentence]
+    assert [stage.partition(" ")[0] for stage in stages] == [
+        *("Reading", "Loading", "Starting", "Putting", "Waiting", "Handing", "Checking", "Evaluating", "The", "The"),
+    ]  # once each: nothing is being started after the first turn
+    assert stages[-1] == "The first turn is done."
 
 
 def test_two_runs_of_one_seed_are_one_run(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from sota_grpo import assembly, engines, keys
-from sota_grpo.assembly import Parts, common, learning, local, workers
+from sota_grpo.assembly import build, common, learning, local, preflight, workers
 from sota_grpo.assembly.cluster import Cluster, visible_gpus, visible_names
 from sota_grpo.assembly.devices import Plan, make_plan, reference_has_own_weights, resolve_device
 from sota_grpo.assembly.learning import make_model, make_overlong, make_reference
+from sota_grpo.assembly.parts import Parts
 from sota_grpo.assembly.rollout import end_token_ids, generation_config_of
 from sota_grpo.assembly.tasks import task_of
 from sota_grpo.batches import constant_rows
@@ -122,13 +123,13 @@ def test_learner_and_engine_are_built_on_the_devices_of_their_placement(monkeypa
         built["engine"] = device
         raise Stop
 
-    monkeypatch.setattr(assembly, "resolve_device", lambda config: "cuda")
+    monkeypatch.setattr(build, "resolve_device", lambda config: "cuda")
     plan = Plan("cuda", Placement((2,), (1,), (), colocated=False), "transformers", workers=False)
-    monkeypatch.setattr(assembly, "make_plan", lambda *_: plan)
+    monkeypatch.setattr(build, "make_plan", lambda *_: plan)
     monkeypatch.setattr(local, "make_model", model_on)
     monkeypatch.setattr(local, "start_engine", engine_on)
     with pytest.raises(Stop):
-        assembly.build(config_of(), tmp_path)
+        build.build(config_of(), tmp_path)
     assert built == {"learner": torch.device("cuda:2"), "engine": "cuda:1"}
 
 
@@ -294,15 +295,15 @@ def test_arithmetic_trains_on_the_first_examples_only_when_asked() -> None:
 
 
 def test_a_missing_sink_is_found_before_anything_is_loaded(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(assembly, "find_spec", lambda name: None)
-    monkeypatch.setattr(assembly, "load_tokenizer", Mock(side_effect=Stop))
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    monkeypatch.setattr(build, "load_tokenizer", Mock(side_effect=Stop))
     with pytest.raises(UserError, match=r"logging.wandb=online needs wandb.*logging.wandb=disabled"):
-        assembly.build(config_of("logging.wandb=online"), tmp_path)
+        build.build(config_of("logging.wandb=online"), tmp_path)
     with pytest.raises(UserError, match=r"logging.tensorboard=true needs tensorboard.*logging.tensorboard=false"):
-        assembly.build(config_of("logging.tensorboard=true"), tmp_path)
+        build.build(config_of("logging.tensorboard=true"), tmp_path)
     for mode in ("offline", "disabled"):  # offline goes on without a copy
         with pytest.raises(Stop):
-            assembly.build(config_of(f"logging.wandb={mode}"), tmp_path)
+            build.build(config_of(f"logging.wandb={mode}"), tmp_path)
 
 
 @pytest.mark.parametrize(("mode", "asked", "warned"), [("on", 9, True), ("on", 8, False), ("off", 9, False)])

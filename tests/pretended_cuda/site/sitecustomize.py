@@ -1,5 +1,7 @@
 """A Python process that is started with this folder on its path pretends as soon as it imports torch."""
 
+from typing import Any
+
 from tests.pretended_cuda import imports
 
 
@@ -15,4 +17,9 @@ def _pretend(torch: object) -> None:
     install()
 
 
+def _with_a_gpu(cuda: Any) -> None:
+    cuda.has_no_gpu = lambda: False
+
+
 imports.around("torch", before=_load_guard, after=_pretend)
+imports.around("sota_grpo.assembly.cuda", after=_with_a_gpu)

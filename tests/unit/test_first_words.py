@@ -1,0 +1,169 @@
+"""What a command says at once: its mistakes and its help need nothing heavy; then a start says what it is doing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from threading import Semaphore
+
+import pytest
+
+from sota_grpo.assembly.cuda import has_no_gpu
+from sota_grpo.recording import heartbeat as heartbeat_module
+from sota_grpo.recording.heartbeat import Heartbeat, started, starting
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "transformers", "torchrl", "tensordict", "vllm", "ray", "datasets", "wandb", "plotly", "pyarrow")
+# Whether a package is there may be asked; to import one ends the process by a way that nothing catches.
+WITHOUT = f"""
+import importlib.machinery, os, runpy, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name in {HEAVY!r} else None
+    def create_module(self, spec):
+        os.write(2, f"{{spec.name}} was imported\\n".encode())
+        os._exit(99)
+    def exec_module(self, module): ...
+sys.meta_path.insert(0, Refuse())
+sys.argv = sys.argv[1:]
+if sys.argv[0] == "sota-grpo":
+    from sota_grpo.cli import main
+    main()
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def without_heavy_packages(*command: str) -> subprocess.CompletedProcess:
+    """The command in a process that dies where it imports one of :data:`HEAVY`."""
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, *command], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+
+
+def test_the_process_of_these_tests_cannot_import_torch() -> None:
+    done = without_heavy_packages("sota-grpo", "eval", "tiny")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (99, "torch was imported")
+
+
+MISTAKES = {
+    "option": (["env.num_env=3"], "There is no option env.num_env; did you mean env.num_envs?"),
+    "added option": (["+foo=1"], "There is no option foo."),
+    "preset": (["--config-name", "grpo_gpu"], "There is no config grpo_gpu; the presets are grpo_cpu, "),
+    "preset of a group": (["algorithm=dappo"], "There is no algorithm=dappo; the presets are cispo, "),
+    "type": (["seed=one"], "Value 'one' of type 'str' could not be converted to Integer"),
+    "choice": (["algorithm.objective=ppo"], "algorithm.objective=ppo is not one of clipped, cispo, reinforce."),
+    "value": (["optimizer.lr=-1"], "optimizer.lr=-1.0 must be above 0."),
+    "values together": (["train.dialog_turns_per_batch=18"], "is not divisible by the group size env.repeats=8"),
+    "model": (["model.name=HERE/no_model"], "no_model is not a folder with a config.json; give the folder of"),
+    "data": (["env.dataset=gsm8k", "env.dataset_path=HERE/no.jsonl"], "no.jsonl; correct env.dataset_path or env.ev"),
+    "kind of data": (["env.dataset=gsm8k", "env.dataset_path=README.md"], "README.md ends in '.md'; give one of .jso"),
+    "held-out data": (["env.dataset=ifeval", "env.eval_path=HERE/no.csv"], "no.csv; correct env.dataset_path or env"),
+    "reward file": (["reward.path=HERE/no.py"], "there is no reward file "),
+    "run to resume": (["train.resume=HERE/no_run"], "no_run: there is no run in "),
+    "taken directory": (["hydra.run.dir=HERE/taken"], "taken already holds a run; continue it with train.resume=auto"),
+    "hub model, no GPU": (["model.name=some/model", "device=auto"], "trains the embedded policy here (device=cpu ins"),
+    "no GPU": (["device=cuda"], "device=cuda, and this machine has no CUDA device; use device=cpu."),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_before_anything_heavy_is_imported(name: str, tmp_path: Path) -> None:
+    overrides, sentence = MISTAKES[name]
+    if "GPU" in name and not has_no_gpu():
+        pytest.skip("this machine has a driver: torch is asked what it sees")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "run.json").write_text(json.dumps({"signature": "", "num_steps": 1, "finished": False}))
+    done = without_heavy_packages(
+        "grpo.py", "--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}",
+        *(override.replace("HERE", str(tmp_path)) for override in overrides),
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("grpo.py: ")
+    assert sentence in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not done.stdout
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("check --config-name=grpo_cpu model.name=./none", "model.name=./none is not a folder with a config.json"),
+        ("estimate optimizer.lr=-1", "optimizer.lr=-1.0 must be above 0."),
+        ("eval ./none", "There is neither a run (config.yaml) nor a model (config.json) in ./none."),
+        ("eval tiny env.repeat=3", "There is no option env.repeat; did you mean env.repeats?"),
+        ("replay ./none 1", "There is no run in none (config.yaml is missing)"),
+        ("export ./none --to hf", "There is no run in none (config.yaml is missing)"),
+    ],
+)
+def test_other_commands_judge_their_names_first(arguments: str, sentence: str) -> None:
+    done = without_heavy_packages("sota-grpo", *arguments.split())
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"sota-grpo: {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("grpo.py", "algorithm: cispo, dapo, "),
+        ("grpo.py --config-name grpo_cpu train.total_dialog_turns=77", "total_dialog_turns: 77"),
+        ("grpo.py -m", "total_dialog_turns: "),
+        ("grpo-async.py", "mode: async"),
+        ("sota-grpo", "COMMAND"),
+        ("sota-grpo train", "sota-grpo train [--async]"),
+        *((f"sota-grpo {name}", f"sota-grpo {name}") for name in
+          ("check", "estimate", "eval", "report", "replay", "export", "score", "sweep")),
+    ],
+)  # fmt: skip
+def test_help_needs_nothing_heavy(command: str, expected: str) -> None:
+    done = without_heavy_packages(*command.split(), "--help")
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCaptureFixture) -> None:
+    """A look every second; what else is said counts, what only the file is told does not, and a stage has its age."""
+    now = 0.0
+    heard = []
+    heartbeat = Heartbeat(every_s=6.0, clock=lambda: now)
+    logger = logging.getLogger("sota_grpo")
+    logger.addHandler(heartbeat)
+    try:
+        with caplog.at_level(logging.INFO, logger="sota_grpo"):
+            for second in range(40):
+                now = float(second)
+                if second in (1, 4):
+                    starting({1: "Loading", 4: "Checking"}[second])
+                if second == 20:
+                    logging.getLogger("sota_grpo.gate").info("check passed")
+                if second == 30:
+                    started()
+                caplog.clear()
+                heartbeat.beat()
+                heard += [(second, line) for line in caplog.messages]
+    finally:
+        logger.removeHandler(heartbeat)
+    assert heard == [
+        (6, "Checking: 2 s so far"),
+        (12, "Checking: 8 s so far"),
+        (18, "Checking: 14 s so far"),
+        (26, "Checking: 22 s so far"),
+    ]
+
+
+def test_the_beat_goes_on_beside_the_work_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_module, "_LOOK_S", 0.001)
+    beats = Semaphore(0)
+    monkeypatch.setattr(Heartbeat, "beat", lambda self: beats.release())
+    with Heartbeat() as heartbeat:
+        logging.config.dictConfig(
+            {"version": 1, "disable_existing_loggers": False}
+        )  # closes all handlers, as vLLM does
+        assert all(beats.acquire(timeout=60) for _ in range(3))
+        assert heartbeat in logging.getLogger("sota_grpo").handlers
+    assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
+    assert heartbeat not in logging.getLogger("sota_grpo").handlers
