@@ -193,11 +193,13 @@ def no_run_or_model(name: str) -> str:
 
 def anchor_paths(config: Config) -> None:
     """Write the files and folders that ``config`` names in full, so that it means the same in any current directory."""
-    from sota_grpo.policy.load import TINY  # brings transformers
+    from sota_grpo.policy.load import SMOLLM2, TINY  # brings transformers
 
     for section, option, value in _paths(config):
         path = Path(value).expanduser()
-        is_here = (path / "config.json").is_file() and value != TINY if option == "name" else path.exists()
+        is_here = (
+            (path / "config.json").is_file() and value not in (TINY, SMOLLM2) if option == "name" else path.exists()
+        )
         if is_here:
             setattr(section, option, str(path.absolute()))
 

@@ -68,7 +68,9 @@ class ModelConfig:
     """The policy that is trained."""
 
     name: str | None = opt(
-        None, "hub name or local directory; tiny is the embedded policy; null: the instruction-tuned Qwen of model.size"
+        None,
+        "hub name or local directory; tiny is the embedded policy, smollm2 SmolLM2-135M-Instruct from PyPI; null: the "
+        "instruction-tuned Qwen of model.size",
     )
     size: str = opt("1.5B", "parameters of the model where model.name is null", SIZES)
     hub_token: str | None = opt(

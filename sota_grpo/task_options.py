@@ -7,7 +7,7 @@ from typing import Any
 
 from sota_grpo.options import opt
 
-DATASETS = ("gsm8k", "math", "ifeval", "reasoning", "table", "arithmetic", "countdown", "calculator")
+DATASETS = ("gsm8k", "math", "ifeval", "instructions", "reasoning", "table", "arithmetic", "countdown", "calculator")
 
 
 @dataclass
@@ -61,7 +61,7 @@ class RewardConfig:
     correct: float = opt(1.0, "math: reward of a right answer")
     wrong: float = opt(-1.0, "math: reward of a wrong answer")
     no_answer: float = opt(-0.5, "math: reward of a response without an answer")
-    instructions_weight: float = opt(1.0, "ifeval: weight of the share of instructions that are followed")
-    all_weight: float = opt(0.0, "ifeval: reward beside it where all instructions are followed")
+    instructions_weight: float = opt(1.0, "ifeval, instructions: weight of the share of instructions that are followed")
+    all_weight: float = opt(0.0, "ifeval, instructions: reward beside it where all instructions are followed")
     thinking_weight: float = opt(0.2, "reasoning: weight of the term that penalises short thinking")
     min_think_words: int = opt(20, "reasoning: words of thinking below which it is penalised")

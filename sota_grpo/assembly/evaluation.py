@@ -23,14 +23,18 @@ from sota_grpo.config import Config, ModelConfig, model_name, walk
 from sota_grpo.errors import UserError
 from sota_grpo.evaluate import Evaluator, Response, accuracy, num_failed, pass_accuracy
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.load import TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
+from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
 from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.run_record import CHECKPOINTS, CONFIG_FILE, read_record
 from sota_grpo.validators import validate
 from sota_grpo.validators.tasks import READERS
 
 EXPORTED = "hf"
-_PRESET_OF = {"gsm8k": "grpo_gsm8k", "math": "grpo_math", "ifeval": "grpo_ifeval", "reasoning": "grpo_reasoning"}
+_PRESET_OF = {
+    **{"gsm8k": "grpo_gsm8k", "math": "grpo_math", "ifeval": "grpo_ifeval", "reasoning": "grpo_reasoning"},
+    "instructions": "smollm_ifeval",
+}
+_PRESET_OF_MODEL = {TINY: "grpo_cpu", SMOLLM2: "smollm_ifeval"}
 _OF_ONE_TASK = (  # options that mean nothing to another task
     *READERS,
     *("reward.path", "reward.name", "reward.weights", "reward.success_above", "env.reasoning", "env.max_steps"),
@@ -70,7 +74,7 @@ def find_target(
     Args:
         name: a run directory, the folder of a model, its name on the hub, or ``tiny``.
         overrides: as ``grpo.py`` takes them.
-        config_name: preset for a model; None: that of the task, for ``tiny`` the demonstration's.
+        config_name: preset for a model; None: that of the task, else the model's own (``tiny``, ``smollm2``).
         task: what to evaluate on; None: the run's task, or the preset's. With another one than the run's, the options
             of the run's task are left behind.
         step: take the checkpoint that the run saved after so many turns.
@@ -96,7 +100,7 @@ def _model_target(name: str, overrides: Sequence[str], config_name: str | None, 
         resolve_model_path(name)
     except ModelNotFoundError as error:
         raise UserError(f"{no_run_or_model(name)}.") from error
-    preset = config_name or _PRESET_OF.get(task or "", "grpo_cpu" if name == TINY else "grpo_gsm8k")
+    preset = config_name or _PRESET_OF.get(task or "", _PRESET_OF_MODEL.get(name, "grpo_gsm8k"))
     asked = [] if task is None else [f"env.dataset={task}"]
     config = compose(preset, [*asked, *overrides])
     config.model.name, config.model.size = name, ModelConfig().size

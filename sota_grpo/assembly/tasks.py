@@ -35,8 +35,6 @@ def bare_task(config: Config) -> Task:
     >>> bare_task(Config()).score("#### 4", bare_task(Config()).read_row({"answer": "4"}, "demo, row 1")).success
     True
     """
-    if config.env.dataset in PROCEDURAL:
-        return task_of(config)
     return _with_own_reward(config, _told(lambda: make_bare_task(config.env.dataset, **_own_options(config))), None)
 
 
@@ -71,9 +69,11 @@ def _with_own_reward(config: Config, task: Task, functions: Functions | None) ->
 
 def _procedural(config: Config) -> Task:
     env = config.env
-    size = {} if env.max_samples is None else {"num_train": env.max_samples}
+    size: dict[str, Any] = {} if env.max_samples is None else {"num_train": env.max_samples}
     if env.dataset == "arithmetic":
         return make_task("arithmetic", seed=config.seed, max_steps=env.difficulty, num_heldout=env.num_heldout, **size)
+    if env.dataset == "instructions":
+        size["eval_path"] = env.eval_path
     return make_task(env.dataset, seed=config.seed, num_heldout=env.num_heldout, **size, **_own_options(config))
 
 

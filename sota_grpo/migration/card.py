@@ -11,6 +11,7 @@ from typing import Any
 from sota_grpo.compose import PATH_OPTIONS
 from sota_grpo.config import SECRETS, Config, model_name, turn_size, walk
 from sota_grpo.policy.load import TINY
+from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
 from sota_grpo.tasks import gsm8k, ifeval, math
 
 _DATA = {"gsm8k": gsm8k.HUB_NAME, "reasoning": gsm8k.HUB_NAME, "math": math.HUB_NAME, "ifeval": ifeval.HUB_NAME}
@@ -155,12 +156,13 @@ def our_version() -> str:
 
 
 def _front(config: Config, trained: Trained) -> list[str]:
-    base, data = model_name(config), _DATA.get(config.env.dataset)
+    name, data = model_name(config), _DATA.get(config.env.dataset)
     lines = [
         f"library_name: {'peft' if trained.is_adapter else 'transformers'}",
         "pipeline_tag: text-generation",
         "tags: [grpo, reinforcement-learning, sota-grpo, torchrl]",
     ]
+    base = HUB_NAME if name == SMOLLM2 else name
     if base != TINY and not Path(base).expanduser().is_dir():
         kind = "adapter" if trained.is_adapter else "finetune"
         lines += [f"base_model: {base}", f"base_model_relation: {kind}"]

@@ -1,4 +1,4 @@
-"""Loading a causal language model and its tokenizer: from a folder, from the hub, or the packaged ``tiny`` policy."""
+"""Loading a causal language model and its tokenizer: a folder, a name on the hub, ``tiny`` or ``smollm2``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from sota_grpo.errors import UserError
+from sota_grpo.policy.smollm2 import SMOLLM2, smollm2_folder
 
 DType = Literal["float32", "bfloat16", "float16"]
 _DTYPES: dict[str, torch.dtype] = {
@@ -38,8 +39,11 @@ class ModelNotFoundError(UserError, FileNotFoundError):
 def resolve_model_path(name: str) -> str:
     """Return what transformers can load: the packaged folder for ``"tiny"``, a local folder, or a hub id as it is.
 
+    ``"smollm2"`` is a local folder too, which its first use makes (:mod:`sota_grpo.policy.smollm2`).
+
     Raises:
         ModelNotFoundError: ``name`` is written as a path and no model folder is there.
+        UserError: ``smollm2`` is not installed, or cannot be converted.
 
     >>> resolve_model_path("Qwen/Qwen2.5-3B")
     'Qwen/Qwen2.5-3B'
@@ -54,6 +58,8 @@ folder of a saved model, a hub id such as Qwen/Qwen2.5-3B, or model.name=tiny
         if not (folder / "config.json").is_file():
             raise ModelNotFoundError(f"the packaged policy is missing from {folder}; reinstall sota-grpo")
         return str(folder)
+    if name == SMOLLM2:
+        return str(smollm2_folder())
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return str(folder)

@@ -12,6 +12,7 @@ _CLASSES = {
     "gsm8k": "gsm8k:GSM8KTask",
     "math": "math:MathTask",
     "ifeval": "ifeval:IFEvalTask",
+    "instructions": "instructions:InstructionsTask",
     "reasoning": "reasoning:ReasoningTask",
     "table": "table:TableTask",
     "arithmetic": "arithmetic:ArithmeticTask",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,9 @@ class IFEvalTask:
             train, heldout = unique_examples(examples), unique_examples(task._read(eval_name))
             _refuse_overlap(train, heldout, name, eval_name)
         task.train, task.heldout = train[:max_samples], heldout
-        task._tell_of_sentences()
+        task._tell_of_sentences(
+            {name for example in [*train, *heldout] for name in example.extra["instruction_id_list"]}
+        )
         return task
 
     def messages(self, example: Example) -> list[dict[str, str]]:
@@ -188,8 +190,7 @@ class IFEvalTask:
             raise DatasetError(f"{place}: there is no prompt; mend or remove the row.")
         return example
 
-    def _tell_of_sentences(self) -> None:
-        ids = {name for example in [*self.train, *self.heldout] for name in example.extra["instruction_id_list"]}
+    def _tell_of_sentences(self, ids: Iterable[str]) -> None:
         if any(INSTRUCTIONS[name].splits_sentences for name in ids) and find_punkt(self.nltk_data) is None:
             logger.warning(
                 "NLTK's Punkt data are not there, so sentences are split by rules with the same outcome in more than "

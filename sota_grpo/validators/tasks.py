@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from sota_grpo.config import Config, ModelConfig, reward_names, walk
 
-PROCEDURAL = ("arithmetic", "countdown", "calculator")  # they make their own problems
+PROCEDURAL = ("instructions", "arithmetic", "countdown", "calculator")  # they make their own problems
 DIALOGS = ("countdown", "calculator")  # what they answer goes on in several turns
 
 _FROM_DATA = ("gsm8k", "math", "ifeval", "reasoning", "table")
 READERS = {  # tasks that read an option; the others refuse it
     "env.dataset_path": _FROM_DATA,
-    "env.eval_path": _FROM_DATA,
-    "env.system_prompt": (*_FROM_DATA, *DIALOGS),
+    "env.eval_path": (*_FROM_DATA, "instructions"),
+    "env.system_prompt": (*_FROM_DATA, "instructions", *DIALOGS),
     "env.prompt_column": ("table",),
     "env.answer_column": ("table",),
     "env.answer_format": ("gsm8k", "math", "reasoning", "table"),
@@ -20,8 +20,8 @@ READERS = {  # tasks that read an option; the others refuse it
     "reward.correct": ("math",),
     "reward.wrong": ("math",),
     "reward.no_answer": ("math",),
-    "reward.instructions_weight": ("ifeval",),
-    "reward.all_weight": ("ifeval",),
+    "reward.instructions_weight": ("ifeval", "instructions"),
+    "reward.all_weight": ("ifeval", "instructions"),
     "reward.thinking_weight": ("reasoning",),
     "reward.min_think_words": ("reasoning",),
 }

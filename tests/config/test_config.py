@@ -343,6 +343,7 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
         ["env.max_samples=5"],
         ["env.reasoning=true", "env.max_steps=2"],
         ["env.dataset=countdown", "env.max_steps=3"],
+        ["env.dataset=instructions", "env.eval_path=x.jsonl", "env.system_prompt=Hi", "reward.all_weight=1"],
         ["env.dataset=math", "reward.wrong=-2", "env.answer_format=tags"],
         ["env.dataset=table", "env.dataset_path=x.parquet", "reward.path=r.py", "reward.name=fn"],
         ["reward.path=r.py", "reward.name=[a,b]", "reward.weights=[1.0,-0.5]"],

