@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.pretended_cuda.tensor import INDEXING, Numbers, _tensors, aten, numbers
+from tests.pretended_cuda.tensor import INDEXING, Numbers, aten, numbers, tensors_in
 
 META = torch.device("meta")
 FEW = 4096  # elements
@@ -24,7 +24,7 @@ class Shapes(Numbers):
     """See the module."""
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         if not tensors:
             made = func(*args, **{**kwargs, "device": META})
             return made if _is_large(made) else super().compute(func, args, kwargs)
