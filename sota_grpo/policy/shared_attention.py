@@ -111,7 +111,9 @@ class _FlashShared(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        *saved, lse = ctx.saved_tensors
+        wide = lse.dtype  # in half precision the kernel's backward pass takes two to seven times as long, conversion included
+        query, key, value, out, grad = (each.to(wide) for each in (*saved, grad))
         totals = [_like_rows(each).zero_() for each in (query, key, value)]
 
         def add(queries: View, keys: View, causal: bool) -> None:
@@ -129,7 +131,7 @@ class _FlashShared(torch.autograd.Function):
             for run in block.runs:
                 own = _cut(run.start, run.end, run.count)
                 add(own, own, True)
-        return *totals, None, None
+        return *(total.to(each.dtype) for total, each in zip(totals, saved)), None, None
 
 
 def _add_own(out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, own: View, scale: float) -> None:
