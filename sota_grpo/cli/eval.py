@@ -103,6 +103,7 @@ def _judge(options: argparse.Namespace) -> None:
     """What can be wrong with the names before torch is imported; ``find_target`` says the rest."""
     from sota_grpo.compose import DEFAULT_CONFIG, compose, load_config, no_run_or_model
     from sota_grpo.model_sizes import missing_folder
+    from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
     from sota_grpo.run_record import CONFIG_FILE
 
     run_dir = Path(options.target).expanduser()
@@ -111,6 +112,8 @@ def _judge(options: argparse.Namespace) -> None:
     elif missing_folder(options.target):
         raise UserError(f"{no_run_or_model(options.target)}.")
     else:
+        if options.target == SMOLLM2:
+            require_smollm2()
         compose(options.config_name or DEFAULT_CONFIG, _overrides(options))
 
 
