@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     result = heading | found | {"seconds": round(time.perf_counter() - began, 3)}
     if before is not None:
         result["against"] = {**_summary(before), "gain": gains(before["counts"], found["counts"])}
-    _show(result, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
+    show(result, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
     _write(options.out, result)
     return 0
 
@@ -257,7 +257,8 @@ def _progress(evaluator: Evaluator) -> Iterator[_Bar]:
         yield _Bar(total, bar)
 
 
-def _show(result: dict[str, Any], stream: Any) -> None:
+def show(result: dict[str, Any], stream: Any) -> None:
+    """The result as ``--out`` writes it, as tables."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
