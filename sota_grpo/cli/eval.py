@@ -77,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
     before = None if options.against is None else _read_result(options.against)
     from sota_grpo.assembly.evaluation import evaluate, find_target, gains, open_evaluator
     from sota_grpo.entry import quiet_console
+    from sota_grpo.recording.heartbeat import Heartbeat, starting
 
     quiet_console()
     target = find_target(
@@ -90,7 +91,9 @@ def run(options: argparse.Namespace) -> int:
             else opened.enter_context(row_writer(options.responses, option="--responses"))
         )
         opened.enter_context(redirect_stdout(sys.stderr))  # libraries and reward functions may print
-        evaluator = opened.enter_context(open_evaluator(target))
+        with Heartbeat():
+            starting(f"Loading {target.name} and starting the engine")
+            evaluator = opened.enter_context(open_evaluator(target))
         heading = _heading(target, evaluator)
         if before is not None:
             _require_same_problems(options.against, before, heading)
