@@ -25,13 +25,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,10 +39,11 @@ from benchmarks.learning_trl import PRESET, Curve, agreement, composed, drawn_ex
 from sota_grpo.assembly.tasks import task_of
 from sota_grpo.run_record import METRICS_FILE, ROLLOUTS_FILE
 
+T = TypeVar("T")
 #: What the two are compared by before they train where a step of the preset takes minutes: float32, few rows.
 SMALL = (
     *("engine=transformers", "train.precision=fp32", "inference_model.torch_dtype=float32", "env.num_envs=16"),
-    *("env.repeats=4", "train.dialog_turns_per_batch=16", "train.optim_batch_size=16", "inference_model.max_tokens=32"),
+    *("env.repeats=4", "train.dialog_turns_per_batch=16", "train.optim_batch_size=16", "inference_model.max_tokens=96"),
 )
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -172,6 +173,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def apart(function: Callable[..., T], *arguments: Any) -> T:
+    """``function(*arguments)`` in a process of its own: its memory is free afterwards, and vLLM starts once in each."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
 def run_seed(options: argparse.Namespace, seed: int) -> Seed:
     """Both runs of ``seed``."""
     changes = overrides(options, seed)
@@ -179,8 +186,7 @@ def run_seed(options: argparse.Namespace, seed: int) -> Seed:
     run_dir = options.out / f"ours_{seed}"
     ours = train_ours(changes, config.train.optim_batch_size, run_dir, options.preset)
     print(f"seed {seed}: ours {_summary(ours)}", flush=True)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:  # vLLM lives once in each
-        theirs = pool.submit(train_trl, config, options.out / f"trl_{seed}", options.threads).result()
+    theirs = apart(train_trl, config, options.out / f"trl_{seed}", options.threads)
     print(f"seed {seed}: TRL  {_summary(theirs)}", flush=True)
     given = [example.query for example in drawn_examples(config, task_of(config))]
     return Seed(seed, ours, theirs, asked(run_dir) == given)
@@ -316,9 +322,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if (options.out / "learning.json").exists():
         parser.error(f"{options.out} holds the results of another run; choose another --out.")
     options.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)  # train_ours hands it on
     checked = [*overrides(options, 0), *(SMALL if options.preset != PRESET else ())]
-    agreed = str(agreement(checked, options.out / "agreement", options.preset))
+    agreed = str(apart(agreement, checked, options.out / "agreement", options.preset, options.threads))
     print(agreed, flush=True)
     runs: list[Seed] = []
     for seed in range(options.seeds):

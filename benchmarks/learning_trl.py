@@ -13,6 +13,7 @@ What is left: TRL adds 1e-4 to a group's standard deviation, ours 1e-6; and the 
 from __future__ import annotations
 
 import copy
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -236,8 +237,9 @@ def train_trl(config: Config, folder: Path, threads: int = 1) -> Curve:
     return examiner.curve
 
 
-def agreement(changes: Sequence[str], folder: Path, preset: str = PRESET) -> Agreement:
+def agreement(changes: Sequence[str], folder: Path, preset: str = PRESET, threads: int = 1) -> Agreement:
     """Compare the first batch, and the first step along the gradient, of both from the same weights."""
+    torch.set_num_threads(threads)
     config = composed(*changes, *ALONG_THE_GRADIENT, preset=preset)
     with closing(build(config, folder)) as parts:
         parts.publisher.publish(0)
@@ -283,9 +285,9 @@ def step_gap(config: Config, parts: Parts, rows: TensorDictBase, folder: Path) -
     Args:
         rows: the first batch, with its advantages; TRL is given the tokens and finds rewards and advantages itself.
     """
-    start, before = copy.deepcopy(parts.learner.state_dict()), _flat(parts.publisher.weights())
+    start, before = copy.deepcopy(parts.learner.state_dict()), _copied(parts.publisher.weights())
     parts.learner.update(rows)
-    moved = _flat(parts.publisher.weights()) - before
+    after = _copied(parts.publisher.weights())
     parts.learner.load_state_dict(start)
 
     def given(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -297,9 +299,16 @@ def step_gap(config: Config, parts: Parts, rows: TensorDictBase, folder: Path) -
         warnings.simplefilter("ignore", UserWarning)  # rollout_func is experimental in TRL
         trainer = trl_trainer(config, parts, folder, max_steps=1, rollout_func=given)
     trainer.train()
-    return float((moved - (_flat(engine_weights(trainer.model)) - before)).norm() / moved.norm())
+    theirs = dict(engine_weights(trainer.model))
+    moved = math.hypot(*(_distance(after[name], weight) for name, weight in before.items()))
+    if moved == 0:
+        raise RuntimeError("no group of the first batch has rewards that differ, so there is no step to compare.")
+    return math.hypot(*(_distance(after[name], theirs[name]) for name in before)) / moved
 
 
-def _flat(weights: Any) -> torch.Tensor:
-    """All weights in one float64 vector, in the order of their names."""
-    return torch.cat([weight.double().flatten() for _, weight in sorted(dict(weights).items())])
+def _copied(weights: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in dict(weights).items()}
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.detach().double() - other.detach().double()).norm())
