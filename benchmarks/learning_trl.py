@@ -3,8 +3,9 @@
 Taken over from the config, so that only the program differs: weights, tokenizer and chat template, the prompts in their
 order, the reward, group size, rows per step, AdamW, the learning rate of every step (TRL's own warm-up would begin with
 a step at rate 0), the largest norm of the gradient, clipping, no KL, the mean over each response and then over the
-responses, division by the group's standard deviation, sampling, and the longest response. TRL generates with
-transformers, in float32, and computes a step in one micro-batch.
+responses, division by the group's standard deviation, sampling, and the longest response, autocast, and
+``train.micro_batch_tokens``, of which TRL's micro-batches take no more where prompts are as long as responses (in their
+mean its loss is that of the whole step). TRL generates with transformers.
 
 What is left: TRL adds 1e-4 to a group's standard deviation, ours 1e-6; and the random numbers of sampling.
 """
@@ -12,6 +13,7 @@ What is left: TRL adds 1e-4 to a group's standard deviation, ours 1e-6; and the 
 from __future__ import annotations
 
 import copy
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ from transformers import PrinterCallback, TrainerCallback
 from sota_grpo import keys
 from sota_grpo.app import num_steps
 from sota_grpo.assembly.build import build
+from sota_grpo.assembly.learning import trainer_precision
 from sota_grpo.assembly.parts import Parts
 from sota_grpo.assembly.rollout import end_token_ids, generation_config_of
 from sota_grpo.batches import group_request
@@ -53,10 +56,17 @@ ALONG_THE_GRADIENT = ("optimizer.eps=1", "optimizer.lr=1", "optimizer.warmup_ste
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out accuracy in [0, 1] by the number of samples trained on, and the seconds of all steps together."""
+    """By the number of samples trained on: held-out accuracy in [0, 1], its standard error over problems, and the
+    seconds of all steps up to there, evaluations left out."""
 
     accuracy: dict[int, float]
-    train_s: float
+    stderr: dict[int, float]
+    seconds: dict[int, float]
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of all steps together."""
+        return max(self.seconds.values())
 
 
 @dataclass(frozen=True)
@@ -87,11 +97,11 @@ class Agreement:
         )
 
 
-def composed(*overrides: str) -> Config:
+def composed(*overrides: str, preset: str = PRESET) -> Config:
     """The preset with ``overrides``, as ``grpo.py`` would compose it."""
     register()
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        config = OmegaConf.to_object(compose(PRESET, overrides=list(overrides)))
+        config = OmegaConf.to_object(compose(preset, overrides=list(overrides)))
     assert isinstance(config, Config)
     return config
 
@@ -100,6 +110,19 @@ def drawn_examples(config: Config, task: Task) -> list[Example]:
     """The problems that a whole run asks, in the order in which ours draws them."""
     stream = PromptStream(task.train, seed=config.seed, shuffle=config.env.shuffle)
     return [example for _, example in stream.draw(config.train.total_dialog_turns // config.env.repeats)]
+
+
+def micro_batch_rows(config: Config) -> int:
+    """Rows of TRL's micro-batches: the largest share of a step within the token budget, prompts as long as responses.
+
+    >>> micro_batch_rows(composed(preset="grpo_cpu")), micro_batch_rows(composed(preset="smollm_ifeval"))
+    (128, 16)
+    """
+    step, most = config.train.optim_batch_size, config.train.micro_batch_tokens
+    fits = [
+        rows for rows in range(1, step + 1) if step % rows == 0 and 2 * rows * config.inference_model.max_tokens <= most
+    ]
+    return max(fits, default=1)
 
 
 def trl_arguments(config: Config, folder: Path, max_steps: int) -> Any:
@@ -115,7 +138,8 @@ def trl_arguments(config: Config, folder: Path, max_steps: int) -> Any:
         beta=0.0,
         num_iterations=1,
         num_generations=config.env.repeats,
-        per_device_train_batch_size=config.train.optim_batch_size,
+        per_device_train_batch_size=micro_batch_rows(config),
+        gradient_accumulation_steps=config.train.optim_batch_size // micro_batch_rows(config),
         max_completion_length=config.inference_model.max_tokens,
         temperature=config.inference_model.temperature,
         epsilon=config.algorithm.clip_low,
@@ -123,7 +147,7 @@ def trl_arguments(config: Config, folder: Path, max_steps: int) -> Any:
         max_grad_norm=config.optimizer.clip_grad_norm,
         shuffle_dataset=False,
         gradient_checkpointing=False,
-        bf16=False,
+        bf16=trainer_precision(config, "cpu") == "bf16",
         use_cpu=True,
         disable_tqdm=True,
         report_to="none",
@@ -180,8 +204,8 @@ class Examiner(TrainerCallback):
         self.rows_per_step = config.train.optim_batch_size
         self.evaluator = parts.evaluator
         self.publisher = Publisher(lambda: engine_weights(model), [parts.engine])
-        self.accuracy: dict[int, float] = {}
-        self.train_s = 0.0
+        self.curve = Curve({}, {}, {})
+        self._spent_s = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._evaluate(0)
@@ -190,29 +214,33 @@ class Examiner(TrainerCallback):
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.train_s += time.perf_counter() - self._began
+        self._spent_s += time.perf_counter() - self._began
         step = state.global_step
         if step % self.every == 0 or step == state.max_steps:
             self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
         self.publisher.publish(step)
-        self.accuracy[step * self.rows_per_step] = self.evaluator.measure()["eval/accuracy"]
+        found, samples = self.evaluator.measure(), step * self.rows_per_step
+        self.curve.accuracy[samples], self.curve.stderr[samples] = found["eval/accuracy"], found["eval/stderr"]
+        self.curve.seconds[samples] = self._spent_s
 
 
-def train_trl(config: Config, folder: Path) -> Curve:
+def train_trl(config: Config, folder: Path, threads: int = 1) -> Curve:
     """A whole run of TRL under ``config``, evaluated every ``eval.every`` steps and at both ends."""
+    torch.set_num_threads(threads)
     with closing(build(config, folder)) as parts:
         trainer = trl_trainer(config, parts, folder, max_steps=num_steps(config))
         examiner = Examiner(config, parts, trainer.model)
         trainer.add_callback(examiner)
         trainer.train()
-    return Curve(examiner.accuracy, examiner.train_s)
+    return examiner.curve
 
 
-def agreement(changes: Sequence[str], folder: Path) -> Agreement:
+def agreement(changes: Sequence[str], folder: Path, preset: str = PRESET, threads: int = 1) -> Agreement:
     """Compare the first batch, and the first step along the gradient, of both from the same weights."""
-    config = composed(*changes, *ALONG_THE_GRADIENT)
+    torch.set_num_threads(threads)
+    config = composed(*changes, *ALONG_THE_GRADIENT, preset=preset)
     with closing(build(config, folder)) as parts:
         parts.publisher.publish(0)
         rows = parts.source.next_batch(0)
@@ -257,9 +285,9 @@ def step_gap(config: Config, parts: Parts, rows: TensorDictBase, folder: Path) -
     Args:
         rows: the first batch, with its advantages; TRL is given the tokens and finds rewards and advantages itself.
     """
-    start, before = copy.deepcopy(parts.learner.state_dict()), _flat(parts.publisher.weights())
+    start, before = copy.deepcopy(parts.learner.state_dict()), _copied(parts.publisher.weights())
     parts.learner.update(rows)
-    moved = _flat(parts.publisher.weights()) - before
+    after = _copied(parts.publisher.weights())
     parts.learner.load_state_dict(start)
 
     def given(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -271,9 +299,16 @@ def step_gap(config: Config, parts: Parts, rows: TensorDictBase, folder: Path) -
         warnings.simplefilter("ignore", UserWarning)  # rollout_func is experimental in TRL
         trainer = trl_trainer(config, parts, folder, max_steps=1, rollout_func=given)
     trainer.train()
-    return float((moved - (_flat(engine_weights(trainer.model)) - before)).norm() / moved.norm())
+    theirs = dict(engine_weights(trainer.model))
+    moved = math.hypot(*(_distance(after[name], weight) for name, weight in before.items()))
+    if moved == 0:
+        raise RuntimeError("no group of the first batch has rewards that differ, so there is no step to compare.")
+    return math.hypot(*(_distance(after[name], theirs[name]) for name in before)) / moved
 
 
-def _flat(weights: Any) -> torch.Tensor:
-    """All weights in one float64 vector, in the order of their names."""
-    return torch.cat([weight.double().flatten() for _, weight in sorted(dict(weights).items())])
+def _copied(weights: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in dict(weights).items()}
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.detach().double() - other.detach().double()).norm())

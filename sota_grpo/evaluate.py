@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,9 +17,13 @@ from sota_grpo.records import Example, Sample, Sampling, Score, sample_seed
 logger = logging.getLogger(__name__)
 
 
+#: Hits and trials of one problem.
+Counts = tuple[float, float]
+
+
 @dataclass(frozen=True)
 class Accuracy:
-    """A mean over problems, in [0, 1], and its standard error ``std(problem means, ddof=1) / sqrt(problems)``."""
+    """A share ``mean`` in [0, 1] (or the difference of two), and its standard error over problems."""
 
     mean: float
     stderr: float
@@ -28,14 +31,62 @@ class Accuracy:
 
     @classmethod
     def of(cls, problem_means: Sequence[float]) -> Accuracy:
-        """Accuracy from the mean success of each problem.
+        """Accuracy from the mean success of each problem: ``stderr = std(problem means, ddof=1) / sqrt(problems)``.
 
         >>> Accuracy.of([1.0, 0.0, 1.0, 1.0])
         Accuracy(mean=0.75, stderr=0.25, num_problems=4)
         """
-        count = len(problem_means)
-        spread = statistics.stdev(problem_means) if count > 1 else 0.0
-        return cls(statistics.fmean(problem_means), spread / math.sqrt(count), count)
+        return cls.of_counts([(mean, 1.0) for mean in problem_means])
+
+    @classmethod
+    def of_counts(cls, counts: Sequence[Counts]) -> Accuracy:
+        """Hits over trials of all problems together, the problems being the independent units (clusters).
+
+        Problem ``i`` of ``n`` has ``y_i`` hits in ``m_i`` trials, and ``R = sum(y) / sum(m)``. Hits of one problem
+        depend on each other and ``m_i`` differs, so ``sqrt(R (1 - R) / sum(m))`` would be wrong. With
+        ``M = sum(m) / n``, ``R - r = mean(y - r m) / M`` exactly, ``r`` the true ratio; the numerator is a mean of
+        independent terms, and ``M`` varies less than it by a factor of order ``1 / sqrt(n)`` relative to its own mean,
+        which is neglected (ratio estimator, first order). With ``R`` for ``r`` the terms ``y_i - R m_i`` sum to 0, and
+        the variance of their mean is ``sum((y_i - R m_i)^2) / (n (n - 1))``, therefore
+
+            stderr = sqrt(n / (n - 1) * sum(e_i^2)),    e_i = (y_i - R m_i) / sum(m).
+
+        Where every ``m_i`` is the same, that is ``std(y / m, ddof=1) / sqrt(n)``.
+
+        Source: Cochran, Sampling Techniques, 3rd ed., sections 2.11 and 9A.1. One problem has a standard error of 0.
+
+        >>> Accuracy.of_counts([(2, 2), (0, 1), (1, 1)]).mean
+        0.75
+        """
+        ratio, terms = _linearised(counts)
+        return cls(ratio, _stderr(terms), len(terms))
+
+    @classmethod
+    def of_gain(cls, before: Sequence[Counts], after: Sequence[Counts]) -> Accuracy:
+        """``after``'s share less ``before``'s on the same problems in the same order, and the error of that difference.
+
+        The ``e_i`` of :meth:`of_counts` are subtracted problem by problem before they are squared, so what both find
+        easy or hard cancels. With one trial each it is ``std(y' - y, ddof=1) / sqrt(n)``.
+
+        Raises:
+            ValueError: not the same problems.
+
+        >>> Accuracy.of_gain([(0, 1), (1, 1), (0, 1), (0, 1)], [(1, 1), (1, 1), (0, 1), (0, 1)])
+        Accuracy(mean=0.25, stderr=0.25, num_problems=4)
+        """
+        (old, old_terms), (new, new_terms) = _linearised(before), _linearised(after)
+        return cls(new - old, _stderr([b - a for a, b in zip(old_terms, new_terms, strict=True)]), len(new_terms))
+
+
+def _linearised(counts: Sequence[Counts]) -> tuple[float, list[float]]:
+    trials = math.fsum(tried for _, tried in counts)
+    ratio = math.fsum(hits for hits, _ in counts) / trials
+    return ratio, [(hits - ratio * tried) / trials for hits, tried in counts]
+
+
+def _stderr(terms: Sequence[float]) -> float:
+    count = len(terms)
+    return math.sqrt(count / (count - 1) * math.fsum(term * term for term in terms)) if count > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -125,11 +176,15 @@ class Evaluator:
         self.seed = seed
 
     def measure(self) -> dict[str, float]:
-        """``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its error, ``time/eval_s``."""
+        """``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its error, ``time/eval_s``; of greedy
+        responses also the benchmark's own accuracies (:meth:`benchmark`), ``eval/task/<name>``."""
         began = time.perf_counter()
         problems = self.responses(1, temperature=0.0)
         greedy = accuracy(problems)
         found = {"eval/accuracy": greedy.mean, "eval/stderr": greedy.stderr, "eval/num_samples": greedy.num_problems}
+        for name, counts in self.benchmark(problems).items():
+            share = Accuracy.of_counts(counts)
+            found |= {f"eval/task/{name}": share.mean, f"eval/task_stderr/{name}": share.stderr}
         failed = num_failed(problems)
         if self.avg_at_k:
             problems = self.responses(self.avg_at_k, temperature=1.0)
@@ -137,6 +192,19 @@ class Evaluator:
             failed += num_failed(problems)
             found |= {"eval/avg_at_k": sampled.mean, "eval/avg_at_k_stderr": sampled.stderr}
         return found | {"eval/grader_errors": failed, "time/eval_s": time.perf_counter() - began}
+
+    def benchmark(self, problems: Sequence[Sequence[Response]]) -> dict[str, list[Counts]]:
+        """What the task's benchmark counts (``Task.counts``), by name, a pair per problem; empty where it has none."""
+        count = getattr(self.env.task, "counts", None)
+        found: dict[str, list[Counts]] = {}
+        if count is None:
+            return found
+        for example, responses in zip(self.examples, problems, strict=True):
+            each = [count(response.score, example) for response in responses]
+            for name in each[0]:
+                hits, trials = zip(*(one[name] for one in each))
+                found.setdefault(name, []).append((sum(hits), sum(trials)))
+        return found
 
     def responses(
         self,

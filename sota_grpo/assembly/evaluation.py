@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,12 @@ from sota_grpo.assembly.common import make_publisher, with_turns
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.rollout import make_env, make_grader, start_engine
-from sota_grpo.assembly.tasks import task_of
+from sota_grpo.assembly.tasks import heldout_task
 from sota_grpo.checkpoint import CheckpointStore
 from sota_grpo.compose import compose, load_config, no_run_or_model
 from sota_grpo.config import Config, ModelConfig, model_name, walk
 from sota_grpo.errors import UserError
-from sota_grpo.evaluate import Evaluator, Response, accuracy, num_failed, pass_accuracy
+from sota_grpo.evaluate import Accuracy, Counts, Evaluator, Response, accuracy, num_failed, num_right, pass_accuracy
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
 from sota_grpo.rewards.grading import GradingPool
@@ -34,6 +34,7 @@ _PRESET_OF = {
     **{"gsm8k": "grpo_gsm8k", "math": "grpo_math", "ifeval": "grpo_ifeval", "reasoning": "grpo_reasoning"},
     "instructions": "smollm_ifeval",
 }
+_PRESET_OF_SMOLLM2 = {"gsm8k": "smollm_gsm8k", "ifeval": "smollm_ifeval"}
 _PRESET_OF_MODEL = {TINY: "grpo_cpu", SMOLLM2: "smollm_ifeval"}
 _OF_ONE_TASK = (  # options that mean nothing to another task
     *READERS,
@@ -100,7 +101,8 @@ def _model_target(name: str, overrides: Sequence[str], config_name: str | None, 
         resolve_model_path(name)
     except ModelNotFoundError as error:
         raise UserError(f"{no_run_or_model(name)}.") from error
-    preset = config_name or _PRESET_OF.get(task or "", _PRESET_OF_MODEL.get(name, "grpo_gsm8k"))
+    of_tasks = _PRESET_OF | (_PRESET_OF_SMOLLM2 if name == SMOLLM2 else {})
+    preset = config_name or of_tasks.get(task or "", _PRESET_OF_MODEL.get(name, "grpo_gsm8k"))
     asked = [] if task is None else [f"env.dataset={task}"]
     config = compose(preset, [*asked, *overrides])
     config.model.name, config.model.size = name, ModelConfig().size
@@ -191,7 +193,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
     config = target.config
     device = resolve_device(config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
-    task = task_of(config)
+    task = heldout_task(config)
     if not task.heldout:
         raise UserError(
             f"env.dataset={config.env.dataset} holds no problems out; give env.eval_path or env.num_heldout."
@@ -237,9 +239,13 @@ def evaluate(
 
     Returns:
         Plain values, as they are written to JSON; accuracies are shares with the standard error over problems.
+        ``counts`` has hits and trials of the greedy accuracies problem by problem, for :func:`gains`.
     """
     problems = evaluator.responses(1, temperature=0.0, on_graded=lambda *graded: on_graded(True, *graded))
-    found: dict[str, Any] = {"num_problems": len(problems), "greedy": _shares(problems)}
+    own = evaluator.benchmark(problems)
+    counts = {"accuracy": [(float(num_right(responses)), 1.0) for responses in problems], **own}
+    found: dict[str, Any] = {"num_problems": len(problems), "greedy": _shares(problems), "counts": counts}
+    found["greedy"] |= {name: _share(Accuracy.of_counts(own[name])) for name in own}
     failed, count = num_failed(problems), evaluator.avg_at_k
     if count:
         problems = evaluator.responses(
@@ -251,6 +257,17 @@ def evaluate(
     return found | {"grader_errors": failed}
 
 
+def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
+    """By greedy accuracy, ``after`` less ``before`` on the same problems, and the standard error of the difference.
+
+    Args:
+        before: ``counts`` of :func:`evaluate`.
+        after: the same of another model.
+    """
+    shared = [name for name in after if name in before]
+    return {name: _share(Accuracy.of_gain(before[name], after[name])) for name in shared}
+
+
 def powers_of_two(largest: int) -> list[int]:
     """1, 2, 4, ... and ``largest`` itself: the k for which pass@k is given.
 
@@ -260,7 +277,7 @@ def powers_of_two(largest: int) -> list[int]:
     return sorted({*(1 << power for power in range(largest.bit_length())), largest})
 
 
-def _shares(problems: Sequence[Sequence[Response]]) -> dict[str, float]:
+def _shares(problems: Sequence[Sequence[Response]]) -> dict[str, Any]:
     responses = [response for part in problems for response in part]
     return _share(accuracy(problems)) | {
         "truncated": sum(response.truncated for response in responses) / len(responses),

@@ -15,6 +15,7 @@ from sota_grpo.config import Config, model_name, num_steps, turn_size
 from sota_grpo.errors import UserError
 from sota_grpo.hub_token import use_config_token
 from sota_grpo.model_sizes import is_on_the_hub, missing_folder
+from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
 from sota_grpo.recording.heartbeat import starting
 from sota_grpo.rewards import function_file
 from sota_grpo.runs import require_free
@@ -43,6 +44,8 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
     sentence = missing_folder(model_name(config))
     if sentence is not None:
         raise UserError(sentence)
+    if model_name(config) == SMOLLM2:
+        require_smollm2()
     _require_gpu(config)
     for path in (config.env.dataset_path, config.env.eval_path):
         is_file = config.env.dataset in _FILES_ONLY or Path(path or "").suffix in dataset.SUFFIXES

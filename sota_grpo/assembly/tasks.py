@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from sota_grpo.config import Config, reward_names
@@ -10,6 +11,8 @@ from sota_grpo.errors import UserError
 from sota_grpo.rewards.passed_functions import Functions
 from sota_grpo.tasks import make_bare_task, make_task
 from sota_grpo.tasks.base import Task
+from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows
+from sota_grpo.tasks.splits import unique_examples
 from sota_grpo.validators.tasks import PROCEDURAL, READERS
 
 
@@ -24,6 +27,27 @@ def task_of(config: Config, functions: Functions | None = None) -> Task:
     """
     make = _procedural if config.env.dataset in PROCEDURAL else _from_data
     return _with_own_reward(config, _told(lambda: make(config)), functions)
+
+
+def heldout_task(config: Config) -> Task:
+    """The task for an evaluation: of held-out problems in a file alone where no training data are named.
+
+    Otherwise that of :func:`task_of`, whose training data may have to come from the hub. Nobody draws from ``train``.
+
+    Raises:
+        UserError: its data or its reward functions cannot be used.
+    """
+    path = config.env.eval_path
+    is_file = path is not None and Path(path).suffix in SUFFIXES
+    if not is_file or config.env.dataset_path is not None or config.env.dataset in PROCEDURAL:
+        return task_of(config)
+    task = bare_task(config)
+    rows = load_rows(config.env.dataset, path=path)
+    examples = [task.read_row(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
+    if not all(example.query.strip() for example in examples):
+        raise DatasetError(f"{path}: a row of {config.env.dataset} has no question; mend or remove it.")
+    task.train = task.heldout = unique_examples(examples)
+    return task
 
 
 def bare_task(config: Config) -> Task:

@@ -7,6 +7,10 @@ out, with its own options and seed, so that its last evaluation comes out again:
     sota-grpo eval outputs/2026-01-31/10-00-00 --k 8
     sota-grpo eval Qwen/Qwen2.5-1.5B-Instruct --task math --num-samples 500 --responses responses.jsonl
     sota-grpo eval tiny engine=transformers env.difficulty=2
+    sota-grpo eval smollm2 --task ifeval --num-samples 541 env.eval_path=input_data.jsonl --out before.json
+    sota-grpo eval RUN --task ifeval --num-samples 541 env.eval_path=input_data.jsonl --against before.json
+
+The last one says how much better the run is on the same problems, with the standard error of the paired difference.
 
 OPTION=VALUE is what ``grpo.py`` takes: env.dataset_path=FILE, inference_model.max_tokens=2048, engine=vllm.
 """
@@ -14,6 +18,7 @@ OPTION=VALUE is what ``grpo.py`` takes: env.dataset_path=FILE, inference_model.m
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -55,6 +60,7 @@ def add_command(commands: Any) -> None:
     add("--step", metavar="N", type=number, help="of a run: the checkpoint after so many turns")
     add("--out", metavar="FILE", help="write the result as JSON; - is stdout")
     add("--responses", metavar="FILE", help="write every response with its score, .jsonl, as sota-grpo score does")
+    add("--against", metavar="FILE", help="what --out wrote of another model on the same problems: show the gain")
     parser.set_defaults(run=run)
 
 
@@ -68,8 +74,10 @@ def run(options: argparse.Namespace) -> int:
     if options.responses is not None and options.responses == options.out:
         raise UserError(f"--out and --responses both name {options.out}; give each a file of its own.")
     _judge(options)
-    from sota_grpo.assembly.evaluation import evaluate, find_target, open_evaluator
+    before = None if options.against is None else _read_result(options.against)
+    from sota_grpo.assembly.evaluation import evaluate, find_target, gains, open_evaluator
     from sota_grpo.entry import quiet_console
+    from sota_grpo.recording.heartbeat import Heartbeat, starting
 
     quiet_console()
     target = find_target(
@@ -83,7 +91,12 @@ def run(options: argparse.Namespace) -> int:
             else opened.enter_context(row_writer(options.responses, option="--responses"))
         )
         opened.enter_context(redirect_stdout(sys.stderr))  # libraries and reward functions may print
-        evaluator = opened.enter_context(open_evaluator(target))
+        with Heartbeat():
+            starting(f"Loading {target.name} and starting the engine")
+            evaluator = opened.enter_context(open_evaluator(target))
+        heading = _heading(target, evaluator)
+        if before is not None:
+            _require_same_problems(options.against, before, heading)
         bar = opened.enter_context(_progress(evaluator))
 
         def graded(greedy: bool, problem: int, responses: Sequence[Response]) -> None:
@@ -93,8 +106,10 @@ def run(options: argparse.Namespace) -> int:
                     rows.write(row)
 
         found = evaluate(evaluator, temperature=options.temperature, on_graded=graded)
-    result = _heading(target, evaluator) | found | {"seconds": round(time.perf_counter() - began, 3)}
-    _show(result, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
+    result = heading | found | {"seconds": round(time.perf_counter() - began, 3)}
+    if before is not None:
+        result["against"] = {**_summary(before), "gain": gains(before["counts"], found["counts"])}
+    show(result, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
     _write(options.out, result)
     return 0
 
@@ -103,6 +118,7 @@ def _judge(options: argparse.Namespace) -> None:
     """What can be wrong with the names before torch is imported; ``find_target`` says the rest."""
     from sota_grpo.compose import DEFAULT_CONFIG, compose, load_config, no_run_or_model
     from sota_grpo.model_sizes import missing_folder
+    from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
     from sota_grpo.run_record import CONFIG_FILE
 
     run_dir = Path(options.target).expanduser()
@@ -111,6 +127,8 @@ def _judge(options: argparse.Namespace) -> None:
     elif missing_folder(options.target):
         raise UserError(f"{no_run_or_model(options.target)}.")
     else:
+        if options.target == SMOLLM2:
+            require_smollm2()
         compose(options.config_name or DEFAULT_CONFIG, _overrides(options))
 
 
@@ -138,7 +156,48 @@ def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
         "engine": evaluator.engine.name,
         "max_tokens": evaluator.max_tokens,
         "seed": evaluator.seed,
+        "problems": _digest(evaluator),
     }
+
+
+def _digest(evaluator: Evaluator) -> str:
+    """Of the problems in their order: two evaluations with the same one can be compared problem by problem."""
+    from sota_grpo.records import Example
+
+    def plain(example: Example) -> Any:
+        return [example.query, example.answer, dict(example.extra)]
+
+    text = json.dumps([plain(example) for example in evaluator.examples], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _summary(result: dict[str, Any]) -> dict[str, Any]:
+    return {name: result[name] for name in ("model", "turns", "greedy")}
+
+
+def _read_result(name: str) -> dict[str, Any]:
+    """What ``--out`` wrote."""
+    try:
+        result = json.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--against {name} cannot be read ({error}).") from error
+    if not isinstance(result, dict) or not {"counts", "problems", "max_tokens", "greedy"} <= result.keys():
+        raise UserError(f"--against {name} is not what sota-grpo eval --out writes.")
+    return result
+
+
+def _require_same_problems(name: str, before: dict[str, Any], heading: dict[str, Any]) -> None:
+    """Before an hour of work: a difference is paired only where problems and the room for an answer are the same."""
+    if before["problems"] != heading["problems"]:
+        raise UserError(
+            f"--against {name} was measured on other problems ({before['num_problems']} of {before['task']}); give "
+            "both evaluations the same --task, --num-samples and env.eval_path."
+        )
+    if before["max_tokens"] != heading["max_tokens"]:
+        raise UserError(
+            f"--against {name} was measured with inference_model.max_tokens={before['max_tokens']}, not "
+            f"{heading['max_tokens']}; give both the same."
+        )
 
 
 def _rows(evaluator: Evaluator, greedy: bool, problem: int, responses: Sequence[Response]) -> Iterator[dict[str, Any]]:
@@ -201,7 +260,8 @@ def _progress(evaluator: Evaluator) -> Iterator[_Bar]:
         yield _Bar(total, bar)
 
 
-def _show(result: dict[str, Any], stream: Any) -> None:
+def show(result: dict[str, Any], stream: Any) -> None:
+    """The result as ``--out`` writes it, as tables."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -212,6 +272,8 @@ def _show(result: dict[str, Any], stream: Any) -> None:
     for column in ("accuracy", "truncated", "tokens"):
         table.add_column(column, justify="right")
     table.add_row("greedy", *_cells(result["greedy"]))
+    for name in _own_accuracies(result):
+        table.add_row(f"  {name}", _percent(result["greedy"][name]), "", "")
     if "sampled" in result:
         table.add_row(f"avg@{result['k']}", *_cells(result["sampled"]))
         for k, found in result["pass_at_k"].items():
@@ -220,8 +282,30 @@ def _show(result: dict[str, Any], stream: Any) -> None:
     console = Console(file=stream, soft_wrap=True, highlight=False, markup=False)
     console.print(title)
     console.print(table)
+    if "against" in result:
+        console.print(_gain_table(result))
     if result["grader_errors"]:
         console.print(f"The grader failed at {result['grader_errors']} responses, which count as wrong.")
+
+
+def _own_accuracies(result: dict[str, Any]) -> list[str]:
+    return [name for name in result["counts"] if name != "accuracy"]
+
+
+def _gain_table(result: dict[str, Any]) -> Any:
+    """Before, after, and the gain with the standard error of the paired difference."""
+    from rich import box
+    from rich.table import Table
+
+    old = result["against"]
+    table = Table("the same problems", "before", "after", "gain, points", box=box.ASCII)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, gain in old["gain"].items():
+        shares = [part["greedy"] if name == "accuracy" else part["greedy"][name] for part in (old, result)]
+        points = f"{100 * gain['accuracy']:+.1f} +/- {100 * gain['stderr']:.1f}"
+        table.add_row(name, *map(_percent, shares), points)
+    return table
 
 
 def _cells(found: dict[str, float]) -> tuple[str, str, str]:
@@ -249,7 +333,9 @@ def _require_writable(name: str | None) -> None:
 def _write(name: str | None, result: dict[str, Any]) -> None:
     if name is None:
         return
-    text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
+    counts = json.dumps(result["counts"])  # thousands of numbers, which are not for reading
+    text = json.dumps(result | {"counts": 0}, indent=2, ensure_ascii=False) + "\n"
+    text = text.replace('\n  "counts": 0', f'\n  "counts": {counts}', 1)
     if name == STANDARD:
         sys.stdout.write(text)
         return

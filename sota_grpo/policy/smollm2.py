@@ -43,6 +43,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sota-grpo"
 
 
+def require_smollm2() -> None:
+    """That the converted model is here, or what it is made of: asked before anything heavy is imported.
+
+    Raises:
+        UserError: a package is missing.
+    """
+    if not (cache_folder() / _FOLDER / "config.json").is_file():
+        _source()
+
+
 def smollm2_folder() -> Path:
     """The folder of the converted model; the first call on a machine converts it, which takes about half a minute.
 

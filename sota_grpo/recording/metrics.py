@@ -36,9 +36,12 @@ class Metric:
 
 _TERM = "reward/<term>"
 _INFO = "grader/<name>"
+_TASK, _TASK_ERROR = "eval/task/<name>", "eval/task_stderr/<name>"
 _PATTERNS = {
     _TERM: re.compile(r"reward/[A-Za-z_][\w.-]*", re.ASCII),
     _INFO: re.compile(r"grader/[\w.-]+", re.ASCII),
+    _TASK: re.compile(r"eval/task/\w+", re.ASCII),
+    _TASK_ERROR: re.compile(r"eval/task_stderr/\w+", re.ASCII),
 }
 
 _DECLARED = (
@@ -98,6 +101,8 @@ _DECLARED = (
     Metric("eval/stderr", "last", "Standard error of eval/accuracy over problems.", "share"),
     Metric("eval/avg_at_k", "last", "Held-out accuracy, mean of k samples at temperature 1.", "share"),
     Metric("eval/avg_at_k_stderr", "last", "Standard error of eval/avg_at_k over problems.", "share"),
+    Metric(_TASK, "last", "An accuracy of the task's benchmark, greedy (ifeval: prompts, instructions).", "share"),
+    Metric(_TASK_ERROR, "last", "Standard error of that accuracy over problems.", "share"),
     Metric("eval/grader_errors", "sum", "Evaluated responses whose grader failed or timed out.", "responses"),
     Metric("eval/num_samples", "last", "Held-out problems measured.", "problems"),
     Metric("time/step_s", "sum", "Wall-clock time of the whole turn.", "s"),
@@ -125,7 +130,7 @@ _REDUCE: dict[Reduction, Callable[[Sequence[float]], float]] = {
 
 def declared(name: str) -> Metric:
     """The metric of that name; any ``reward/<term>`` that is not declared itself is a reward term, any
-    ``grader/<name>`` a number that the grader gave.
+    ``grader/<name>`` a number that the grader gave, ``eval/task/<name>`` an accuracy of the task's benchmark.
 
     Raises:
         ValueError: the name is not in the glossary.

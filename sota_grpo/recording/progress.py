@@ -165,8 +165,10 @@ def _accuracy_table(
     table = Table("held-out accuracy", box=box.ASCII)
     for column in ("before", "after", "gain"):
         table.add_column(column, justify="right")
+    own = [name.removeprefix("eval/task/") for name in {**before, **after} if name.startswith("eval/task/")]
     for label, mean, stderr in (
         ("greedy", "eval/accuracy", "eval/stderr"),
+        *((f"  {name}", f"eval/task/{name}", f"eval/task_stderr/{name}") for name in own),
         (f"avg@{avg_at_k}", "eval/avg_at_k", "eval/avg_at_k_stderr"),
     ):
         old, new = before.get(mean), after.get(mean)

@@ -25,6 +25,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 _OTHER = "Other"
 _NO_CURVE = frozenset(("step", "version", "dialog_turns", "optimizer_steps", "eval/stderr", "eval/avg_at_k_stderr"))
+_TASK, _TASK_ERROR = "eval/task/", "eval/task_stderr/"
 #: Where each curve's band comes from.
 BANDS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "reward": ("reward/std over the root of the responses", lambda row: _of_mean(row.get("reward/std"), row)),
@@ -52,7 +53,8 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
             kept.append((row, seconds))
     rows = [row for row, _ in kept]
     columns = {name: _column([row.get(name) for row in rows]) for name in names(rows)}
-    errors = {name: _column([error(row) for row in rows]) for name, (_, error) in BANDS.items()}
+    of_tasks = {name: _column([row.get(_error_of(name)) for row in rows]) for name in columns if name.startswith(_TASK)}
+    errors = of_tasks | {name: _column([error(row) for row in rows]) for name, (_, error) in BANDS.items()}
     return {
         "steps": [row["step"] for row in rows],
         "responses": _known([row.get("dialog_turns") for row in rows]),
@@ -70,7 +72,8 @@ def names(rows: Iterable[Row]) -> list[str]:
     """
     found = dict.fromkeys(name for row in rows for name in row)
     order = {name: index for index, name in enumerate(METRICS)}
-    return sorted((name for name in found if name not in _NO_CURVE), key=lambda name: order.get(name, len(order)))
+    shown = (name for name in found if name not in _NO_CURVE and not name.startswith(_TASK_ERROR))
+    return sorted(shown, key=lambda name: order.get(name, len(order)))
 
 
 def stride_for(runs: Sequence[RunData]) -> int:
@@ -138,7 +141,13 @@ def _said(name: str) -> dict[str, str]:
     except ValueError:  # of another version of the program, or written by hand
         return {"sentence": "", "unit": ""}
     band = {"band": BANDS[name][0]} if name in BANDS else {}
+    if name.startswith(_TASK):
+        band = {"band": f"{_error_of(name)}, over problems"}
     return {"sentence": metric.sentence, "unit": metric.unit, **band}
+
+
+def _error_of(name: str) -> str:
+    return _TASK_ERROR + name.removeprefix(_TASK)
 
 
 def _column(values: Sequence[Any]) -> dict[str, Any]:

@@ -20,6 +20,9 @@ class Task(Protocol):
     the task knows none. ``read_row`` makes an example of a row (of the task's data, or of ``sota-grpo score``), whose
     question may be missing where the score does not read it; ``place`` names the row in the ``DatasetError`` that it
     raises on a row that it cannot read.
+
+    A task whose benchmark has accuracies beside the success has a method ``counts(score, example)``, too: by name, hits
+    and trials of the response (:meth:`sota_grpo.tasks.ifeval.IFEvalTask.counts`).
     """
 
     name: str

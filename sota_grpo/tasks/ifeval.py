@@ -148,6 +148,22 @@ class IFEvalTask:
         }
         return Score({"instructions": share, "all": everything}, success=all(strict), info=info)
 
+    def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
+        """The benchmark's four accuracies: prompts and instructions that are followed, strictly and loosely.
+
+        >>> task = IFEvalTask()
+        >>> ids = ["punctuation:no_comma", "length_constraints:number_words"]
+        >>> row = {"instruction_id_list": ids, "kwargs": [{}, {"relation": "less than", "num_words": 3}]}
+        >>> example = task.read_row(row, "demo, row 1")
+        >>> task.counts(task.score("Yes, certainly.", example), example)["instruction_strict"]
+        (1, 2)
+        """
+        asked = len(example.extra["instruction_id_list"])
+        lists = {way: score.info.get(f"follow_instruction_list_{way}", []) for way in ("strict", "loose")}
+        # a grader that failed has left no lists, and nothing counts as followed
+        prompts = {f"prompt_{way}": (int(sum(followed) == asked), 1) for way, followed in lists.items()}
+        return prompts | {f"instruction_{way}": (sum(followed), asked) for way, followed in lists.items()}
+
     def gold_response(self, example: Example) -> None:
         """None: nobody has written responses that follow the instructions."""
 

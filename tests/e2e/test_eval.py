@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,43 @@ def test_a_model_is_measured_with_the_preset_of_its_task(tmp_path: Path, capsys:
     assert "pass@4" in capsys.readouterr().out
 
 
+def test_a_gain_is_that_of_the_same_problems(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run against the model that it began with: the gain of its own two evaluations, its error from the pairs."""
+    before = tmp_path / "before.json"
+    common = ("--k", "0", "engine=transformers", "env.reward_workers=0", "inference_model.max_tokens=48")
+    old = evaluated(tmp_path, "tiny", "--num-samples", "16", *common)
+    (tmp_path / "result.json").rename(before)
+    found = evaluated(tmp_path, str(run_dir), *common, "--against", str(before))
+    gain = found["against"]["gain"]["accuracy"]
+    assert gain["accuracy"] == found["greedy"]["accuracy"] - old["greedy"]["accuracy"]
+    pairs = zip(old["counts"]["accuracy"], found["counts"]["accuracy"], strict=True)
+    differences = [new - first for (first, _), (new, _) in pairs]
+    assert gain["stderr"] == pytest.approx(statistics.stdev(differences) / 4)
+    assert f"{100 * gain['accuracy']:+.1f} +/- {100 * gain['stderr']:.1f} |" in capsys.readouterr().out
+    for other, sentence in ((("--num-samples", "8"), "other problems"), (("inference_model.max_tokens=40",), "not 40")):
+        with pytest.raises(SystemExit) as ended:
+            main(["eval", str(run_dir), *common, *other, "--against", str(before)])
+        assert ended.value.code == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_ifevals_own_file_needs_no_training_data(tmp_path: Path) -> None:
+    """No hub, no training set; and the benchmark's four accuracies, each with its error."""
+    row = {"prompt": "Say it.", "instruction_id_list": ["punctuation:no_comma"] * 2, "kwargs": [{}, {}]}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row | {"prompt": f"Say {number}."}) + "\n" for number in range(3)))
+    options = ("--engine", "transformers", "env.reward_workers=0", "inference_model.max_tokens=8", "device=cpu")
+    found = evaluated(tmp_path, "tiny", "--task", "ifeval", "--k", "0", *options, f"env.eval_path={file}")
+    assert list(found["counts"]) == [
+        "accuracy",
+        "prompt_strict",
+        "prompt_loose",
+        "instruction_strict",
+        "instruction_loose",
+    ]
+    assert found["counts"]["instruction_strict"] == [[2 * hits, 2] for hits, _ in found["counts"]["prompt_strict"]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -123,6 +161,8 @@ def test_a_model_is_measured_with_the_preset_of_its_task(tmp_path: Path, capsys:
         (["tiny", "--task", "chess"], "env.dataset=chess is not one of"),
         (["tiny", "--out", "nowhere/at/all.json"], "--out nowhere/at/all.json cannot be written"),
         (["tiny", "--responses", "nowhere/at/all.jsonl"], "--responses nowhere/at/all.jsonl cannot be written"),
+        (["tiny", "--against", "nowhere.json"], "--against nowhere.json cannot be read"),
+        (["tiny", "--against", "pyproject.toml"], "--against pyproject.toml cannot be read"),
         (["tiny", "--k", "-1"], "is not a whole number, 0 or more"),
         (["tiny", "--num-samples", "0"], "is not a whole number, 1 or more"),
         (["tiny", "--temperature", "0"], "is not a temperature above 0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import statistics
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -14,6 +15,7 @@ from sota_grpo.assembly.evaluation import evaluate
 from sota_grpo.evaluate import Accuracy, Evaluator, Response, pass_at_k
 from sota_grpo.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
 from sota_grpo.rewards.grading import LocalGrader
+from sota_grpo.tasks.ifeval import IFEvalTask
 from tests.l3_parts import make_env, make_saying
 
 SEED = random.SystemRandom().randrange(1 << 30)
@@ -148,3 +150,75 @@ def test_the_last_turn_of_a_dialog_is_graded() -> None:
     Evaluator(env, dialogs, examples, max_tokens=64, avg_at_k=0, seed=0).measure()
     assert texts == ["it is 4"] * 2
     assert [request.example for request in dialogs.requests] == list(examples)
+
+
+CLUSTERS = [(2, 2), (0, 1), (1, 3), (0, 2), (1, 1)]  # instructions followed, and asked for, of five prompts
+
+
+def test_shares_of_unequal_prompts_have_the_ratio_estimators_error() -> None:
+    """4 of 9; residuals y - 4/9 m are 10/9, -4/9, -3/9, -8/9, 5/9, whose squares add up to 214/81."""
+    found = Accuracy.of_counts(CLUSTERS)
+    assert (found.mean, found.num_problems) == (pytest.approx(4 / 9), 5)
+    assert found.stderr == pytest.approx(math.sqrt(5 / 4 * 214 / 81) / 9)
+
+
+def test_a_gain_is_paired() -> None:
+    """What two evaluations share cancels; with one trial each the error is that of the mean of the differences."""
+    assert Accuracy.of_gain(CLUSTERS, CLUSTERS) == Accuracy(0.0, 0.0, 5)
+    before, after = [(0, 1), (1, 1), (0, 1), (1, 1)], [(1, 1), (1, 1), (1, 1), (0, 1)]
+    assert Accuracy.of_gain(before, after).stderr == pytest.approx(statistics.stdev([1, 0, 1, -1]) / 2)
+    with pytest.raises(ValueError, match="zip"):
+        Accuracy.of_gain(before, after[:3])
+
+
+def test_the_error_of_a_ratio_and_of_a_gain_are_those_of_repeated_draws() -> None:
+    """3,000 draws of 200 prompts: the spread of ratio and gain over draws is what a single draw estimates."""
+    dice = random.Random(7)
+
+    def draw() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        asked = [dice.choice((1, 1, 2, 3)) for _ in range(200)]
+        ease = [
+            dice.betavariate(1, 1) for _ in asked
+        ]  # instructions of a prompt share it, so they depend on each other
+
+        def follow(bonus: float) -> list[tuple[int, int]]:
+            return [(sum(dice.random() < part**bonus for _ in range(m)), m) for part, m in zip(ease, asked)]
+
+        return follow(2.0), follow(1.0)
+
+    ratios, gains = zip(
+        *((Accuracy.of_counts(old), Accuracy.of_gain(old, new)) for old, new in (draw() for _ in range(3000)))
+    )
+    for found in (ratios, gains):
+        said = statistics.fmean(one.stderr for one in found)
+        assert statistics.stdev(one.mean for one in found) == pytest.approx(said, rel=0.06)  # 4 errors of a spread
+
+
+def test_the_accuracies_of_ifeval_are_counted_over_prompts_and_over_instructions() -> None:
+    """Three prompts of two, one and one instructions, the grader failing at the last; the first is followed without
+    its last line, which has a comma and stands behind the end."""
+    task, env = IFEvalTask(), make_env()
+    ids = ["punctuation:no_comma", "startend:end_checker"]
+    rows = [(ids, [{}, {"end_phrase": "Bye."}]), (ids[:1], [{}]), (ids[:1], [{}])]
+    task.heldout = [
+        task.read_row({"prompt": str(number), "instruction_id_list": names, "kwargs": kwargs}, "row")
+        for number, (names, kwargs) in enumerate(rows)
+    ]
+    said = ["Good day.\nBye.\nYours, Bob", "Yes.", "No."]
+
+    def score(response: str, example: Example) -> Score:
+        if response == "No.":
+            raise OSError("no judge")
+        return task.score(response, example)
+
+    env.task, env.grader = task, LocalGrader(score, list(task.term_weights))
+    evaluator = Evaluator(env, make_saying(env, lambda request, index: said[request.group_id]), task.heldout,
+                          max_tokens=64, avg_at_k=0, seed=0)  # fmt: skip
+    found = evaluator.measure()
+    shares = {name.removeprefix("eval/task/"): found[name] for name in found if name.startswith("eval/task/")}
+    assert shares == pytest.approx(
+        {"prompt_strict": 1 / 3, "prompt_loose": 2 / 3, "instruction_strict": 1 / 4, "instruction_loose": 3 / 4}
+    )
+    assert found["eval/accuracy"] == found["eval/task/prompt_strict"]
+    assert found["eval/task_stderr/prompt_strict"] == found["eval/stderr"]
+    assert evaluate(evaluator)["greedy"]["instruction_strict"]["stderr"] == found["eval/task_stderr/instruction_strict"]

