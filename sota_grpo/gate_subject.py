@@ -15,7 +15,7 @@ from sota_grpo.engines.base import Generates
 from sota_grpo.envs import TaskEnv, prompt_rows
 from sota_grpo.errors import UserError
 from sota_grpo.publish import Publisher
-from sota_grpo.records import Sampling, sample_seed
+from sota_grpo.records import GradientGap, Sampling, sample_seed
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.tasks.base import Task
 
@@ -46,7 +46,7 @@ class Answers(Protocol):
 
     def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]: ...
 
-    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> tuple[float, float]: ...
+    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> GradientGap: ...
 
     def perturb(self) -> None: ...
 
