@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,16 +210,12 @@ class Learner(ForwardPasses):
         same code, and nothing of a mistake is hidden by rounding. A GPU has other kernels for half precision, and would
         need more memory.
         """
-        single = all(parameter.dtype == torch.float32 for parameter in self.policy.parameters())
-        trained = self.settings
-        if single and self.device.type == "cpu":
-            self.settings = replace(trained, precision="fp32")
-        try:
+        trained = self.settings.precision
+        precision = "fp32" if self.single and self.device.type == "cpu" else trained
+        with contextlib.nullcontext() if precision == trained else self.computing(precision):
             norm, gap = self._two_gradients(self._unclipped(rows), token_budgets)
-            return GradientGap(norm, gap, single and self.settings.precision == "fp32")
-        finally:
-            self.settings = trained
-            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
+        return GradientGap(norm, gap, self.single and precision == "fp32")
 
     def _two_gradients(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> tuple[float, float]:
         first, second = token_budgets

@@ -104,6 +104,10 @@ class LearnerServant:
         """:meth:`Learner.measured`."""
         return self._thread.submit(lambda: self.learner.measured(rows.rows()))
 
+    def measured_with_rounding(self, rows: RowPack) -> Future[tuple[torch.Tensor, torch.Tensor | None]]:
+        """:meth:`Learner.measured_with_rounding`."""
+        return self._thread.submit(lambda: self.learner.measured_with_rounding(rows.rows()))
+
     def base_log_probs(self, rows: RowPack) -> Future[torch.Tensor]:
         """:meth:`Learner.base_log_probs`, joined over the rows."""
         return self._thread.submit(lambda: torch.cat(self.learner.base_log_probs(rows.rows())))

@@ -148,6 +148,10 @@ class RemoteLearner:
         """:meth:`Learner.measured`."""
         return self._call("measured", self._packed(rows))
 
+    def measured_with_rounding(self, rows: Sequence[TensorDictBase]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """:meth:`Learner.measured_with_rounding`."""
+        return self._call("measured_with_rounding", self._packed(rows))
+
     def base_log_probs(self, rows: Sequence[TensorDictBase] | TensorDictBase) -> list[torch.Tensor]:
         """:meth:`Learner.base_log_probs`: each row's log-probs ``[T_i]`` without the adapter."""
         flat = self._call("base_log_probs", self._packed(rows))

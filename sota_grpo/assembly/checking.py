@@ -33,7 +33,7 @@ def subject_of(config: Config, parts: Parts) -> Subject:
         publisher=parts.publisher,
         sampling=parts.sampling,
         seed=config.seed,
-        tolerance=1e-4 if parts.exact else 5e-2,
+        exact=parts.exact,
         transforms=[transform for _, transform in parts.transforms],
         packs=config.model.attn_implementation is None and family_of(config) in KNOWN_TO_PACK,
     )
