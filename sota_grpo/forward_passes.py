@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -86,6 +87,36 @@ class ForwardPasses:
             return torch.stack([found.get(keys.LOG_PROBS), found.get(ENTROPY)], dim=-1)
 
         return torch.cat(self._by_row(rows, both, 2)).T.contiguous()
+
+    def measured_with_rounding(self, rows: Sequence[TensorDictBase]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """:meth:`measured`, and what half precision alone does to its log-probs, ``[sum T_i]``: half minus float32.
+
+        The other of the two precisions costs one forward pass. Half is bf16 where training is in float32. None where
+        parameters are in half precision: nothing else is known of them.
+        """
+        found, trained = self.measured(rows), self.settings.precision
+        if not self.single:
+            return found, None
+        with self.computing("bf16" if trained == "fp32" else "fp32"):
+            other = self.measured(rows)
+        return found, (other - found if trained == "fp32" else found - other)[0]
+
+    @property
+    def single(self) -> bool:
+        """Whether all parameters are in float32, so that the policy can be computed in it."""
+        return all(parameter.dtype == torch.float32 for parameter in self.policy.parameters())
+
+    @contextlib.contextmanager
+    def computing(self, precision: str) -> Iterator[None]:
+        """Compute in another precision than that of training; layers are not compiled again for it."""
+        trained = self.settings
+        eager = torch.compiler.set_stance("force_eager") if self.policy.fused else contextlib.nullcontext()
+        self.settings = replace(trained, precision=precision)
+        try:
+            with eager:
+                yield
+        finally:
+            self.settings = trained
 
     def _by_row(
         self, rows: Sequence[TensorDictBase], measure: Callable[[TensorDictBase], torch.Tensor], *width: int

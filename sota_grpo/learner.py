@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from sota_grpo.policy.probe import Changed, perturb, restore
 from sota_grpo.policy.sharding import Ranks, reduce_gradients
 from sota_grpo.policy.shards import divided, gathered, load_optimizer_state, local, optimizer_state, replicated
 from sota_grpo.recording.metrics import reduce_updates
-from sota_grpo.records import sample_seed
+from sota_grpo.records import GradientGap, sample_seed
 from sota_grpo.schedule import LearnerSettings, learning_rate_factor
 
 METRIC_NAMES = {
@@ -154,9 +155,12 @@ class Learner(ForwardPasses):
         return metrics
 
     def _accumulate(
-        self, rows: Sequence[TensorDictBase], token_budget: int, *, keep_truncated: bool = False
+        self, rows: Sequence[TensorDictBase], token_budget: int, *, keep_truncated: bool = False, learn: bool = True
     ) -> tuple[dict[str, float], dict[str, float | None]]:
-        """Gradient of the whole ``rows`` in ``.grad``; the losses, and the diagnostics (None over no trained token)."""
+        """Gradient of the whole ``rows`` in ``.grad``; the losses, and the diagnostics (None over no trained token).
+
+        Without ``learn`` there are no backward passes and no gradient.
+        """
         settings = self.settings
         weighted = set_loss_weights(
             rows,
@@ -165,6 +169,7 @@ class Learner(ForwardPasses):
             drop_truncated=settings.drop_truncated and not keep_truncated,
         )
         passes = self.passes(row_list(weighted), token_budget, advantage_only=self.loss.advantage_only)
+        passes = [one._replace(learns=one.learns and learn) for one in passes]
         last = sum(one.learns for one in passes)
         self.policy.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -190,30 +195,42 @@ class Learner(ForwardPasses):
     def gradient(self, rows: Sequence[TensorDictBase], *, token_budget: int) -> dict[str, torch.Tensor]:
         """This rank's part of the gradient of one step over ``rows``, by parameter, on the CPU; nothing is updated.
 
-        See :meth:`diagnose`.
+        Truncated rows take part, since all may be; adapter dropout is off. Advantages and log-probs are not those of
+        the rows: see :meth:`_unclipped`.
         """
-        found = {name: value.cpu() for name, value in self._gradients(rows, token_budget)}
+        found = {name: value.cpu() for name, value in self._gradients(self._unclipped(rows), token_budget)}
         self.optimizer.zero_grad(set_to_none=True)
         return found
 
-    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> tuple[float, float]:
-        """Norm of :meth:`gradient` under the first budget, and its relative distance from that under the second.
+    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> GradientGap:
+        """How far :meth:`gradient` under the second budget is from that under the first.
 
         The first waits on the CPU and comes back one parameter at a time, so that a GPU holds no more than in a step.
+        On a CPU both are computed in float32 if the parameters are, whatever the precision of training: there it is the
+        same code, and nothing of a mistake is hidden by rounding. A GPU has other kernels for half precision, and would
+        need more memory.
         """
+        trained = self.settings.precision
+        precision = "fp32" if self.single and self.device.type == "cpu" else trained
+        with contextlib.nullcontext() if precision == trained else self.computing(precision):
+            norm, gap = self._two_gradients(self._unclipped(rows), token_budgets)
+        self.optimizer.zero_grad(set_to_none=True)
+        return GradientGap(norm, gap, self.single and precision == "fp32")
+
+    def _two_gradients(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> tuple[float, float]:
         first, second = token_budgets
-        one = self.gradient(rows, token_budget=first)
+        one = {name: value.cpu() for name, value in self._gradients(rows, first)}
+        self.optimizer.zero_grad(set_to_none=True)
         norms, gaps = [], []
         for name, other in self._gradients(rows, second):
             own = one.pop(name).to(other.device)
             norms.append(own.norm())
             gaps.append(own.sub_(other).norm())
-        self.optimizer.zero_grad(set_to_none=True)
         norm = self._norm(norms)
         return norm, self._norm(gaps) / max(norm, 1e-30)
 
     def _gradients(self, rows: Sequence[TensorDictBase], token_budget: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """:meth:`gradient`, where it lies: in ``.grad``, which the caller empties."""
+        """Of a dry run, each where it lies: in ``.grad``, which the caller empties."""
         self._dry_run(rows, token_budget)
         scale = self.scaler.get_scale()
         for name, parameter in self.trainable.items():
@@ -237,20 +254,38 @@ class Learner(ForwardPasses):
     def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
         """The objective's own diagnostics (``ess``, ``mismatch_kl``, ...) of a step, and ``packed``; none is taken.
 
-        Rows get a random advantage, so that a batch without signal has a gradient and clipped tokens too; truncated
-        rows take part, since all may be; adapter dropout is off.
+        Rows get a random advantage, so that a batch without signal has clipped tokens too; truncated rows take part,
+        since all may be; adapter dropout is off.
         """
-        metrics = self._dry_run(rows, self.settings.micro_batch_tokens)
-        self.optimizer.zero_grad(set_to_none=True)
-        return metrics | {"packed": int(self.policy.shared_prompt)}
-
-    def _dry_run(self, rows: Sequence[TensorDictBase], token_budget: int) -> dict[str, float | None]:
         generator = torch.Generator().manual_seed(self.seed)
         rows = [row.copy().set(keys.ADVANTAGE, torch.randn((1, 1), generator=generator)) for row in rows]
         if self.settings.recompute:
             self._set_proximal(rows)
+        metrics = self._dry_run(rows, self.settings.micro_batch_tokens, learn=False)
+        return metrics | {"packed": int(self.policy.shared_prompt)}
+
+    def _dry_run(
+        self, rows: Sequence[TensorDictBase], token_budget: int, *, learn: bool = True
+    ) -> dict[str, float | None]:
         with without_dropout(self.policy):
-            return self._accumulate(rows, token_budget, keep_truncated=True)[1]
+            return self._accumulate(rows, token_budget, keep_truncated=True, learn=learn)[1]
+
+    def _unclipped(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+        """Copies with advantages above 0 and all ratios near a half, so that no objective clips, caps or masks a token.
+
+        In half precision rounding moves a token's ratio by several per cent and a sequence's (GSPO) by less, yet clips
+        are as narrow as 3e-4. Which tokens are clipped, and so the gradient, would depend on how rows are packed:
+        0.4 % of the tokens made 0.23 of its norm. A positive advantage is clipped from above alone, so a half is far
+        from every clip; the correction's weight, from one stored log-prob to its equal, is exactly 1.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        found = []
+        for row, own in self.scored([row.copy() for row in rows]):
+            old = torch.where(row.get(keys.ASSISTANT_MASK), own + math.log(2), 0.0)
+            advantage = 0.5 + torch.rand((1, 1), generator=generator)
+            row.set(keys.LOG_PROBS, old).set(keys.PROXIMAL_LOG_PROBS, old).set(keys.ADVANTAGE, advantage)
+            found.append(row)
+        return found
 
     def _set_proximal(self, rows: Sequence[TensorDictBase]) -> None:
         for row, values in self.scored(rows):

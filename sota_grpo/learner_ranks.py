@@ -12,7 +12,7 @@ from sota_grpo.learner import Learner
 from sota_grpo.policy.export import save_hf
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.records import sample_seed
+from sota_grpo.records import GradientGap, sample_seed
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.servant_thread import ServantThread
 from sota_grpo.workers.weight_ends import WeightLayout, WeightSender
@@ -104,6 +104,10 @@ class LearnerServant:
         """:meth:`Learner.measured`."""
         return self._thread.submit(lambda: self.learner.measured(rows.rows()))
 
+    def measured_with_rounding(self, rows: RowPack) -> Future[tuple[torch.Tensor, torch.Tensor | None]]:
+        """:meth:`Learner.measured_with_rounding`."""
+        return self._thread.submit(lambda: self.learner.measured_with_rounding(rows.rows()))
+
     def base_log_probs(self, rows: RowPack) -> Future[torch.Tensor]:
         """:meth:`Learner.base_log_probs`, joined over the rows."""
         return self._thread.submit(lambda: torch.cat(self.learner.base_log_probs(rows.rows())))
@@ -112,7 +116,7 @@ class LearnerServant:
         """:meth:`Learner.diagnose`."""
         return self._thread.submit(lambda: self.learner.diagnose(rows.rows()))
 
-    def gradient_gap(self, rows: RowPack, token_budgets: tuple[int, int]) -> Future[tuple[float, float]]:
+    def gradient_gap(self, rows: RowPack, token_budgets: tuple[int, int]) -> Future[GradientGap]:
         """:meth:`Learner.gradient_gap`."""
         return self._thread.submit(lambda: self.learner.gradient_gap(rows.rows(), token_budgets))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # named in annotations only: a grader's process lives without torch
     import torch
@@ -116,3 +116,17 @@ def sample_seed(*parts: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
         state ^= state >> 31
     return state & ((1 << 62) - 1)
+
+
+class GradientGap(NamedTuple):
+    """Two gradients of the same rows.
+
+    Args:
+        norm: of the first.
+        relative: the norm of their difference over it.
+        single: both were computed in float32.
+    """
+
+    norm: float
+    relative: float
+    single: bool

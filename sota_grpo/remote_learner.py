@@ -16,6 +16,7 @@ from sota_grpo import keys
 from sota_grpo.collate import row_list
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.records import GradientGap
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.workers.base import Worker, WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
@@ -147,6 +148,10 @@ class RemoteLearner:
         """:meth:`Learner.measured`."""
         return self._call("measured", self._packed(rows))
 
+    def measured_with_rounding(self, rows: Sequence[TensorDictBase]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """:meth:`Learner.measured_with_rounding`."""
+        return self._call("measured_with_rounding", self._packed(rows))
+
     def base_log_probs(self, rows: Sequence[TensorDictBase] | TensorDictBase) -> list[torch.Tensor]:
         """:meth:`Learner.base_log_probs`: each row's log-probs ``[T_i]`` without the adapter."""
         flat = self._call("base_log_probs", self._packed(rows))
@@ -156,7 +161,7 @@ class RemoteLearner:
         """:meth:`Learner.diagnose`."""
         return self._call("diagnose", self._packed(rows))
 
-    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> tuple[float, float]:
+    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> GradientGap:
         """:meth:`Learner.gradient_gap`."""
         return self._call("gradient_gap", self._packed(rows), token_budgets)
 

@@ -70,14 +70,16 @@ def make_scripted(env: TaskEnv) -> ScriptedEngine:
 def make_subject(
     tmp_path: Path,
     *,
-    engine_temperature: float = TEMPERATURE,
+    temperature: float = TEMPERATURE,
+    engine_temperature: float | None = None,
+    top_p: float = 1.0,
     adapter=None,
     engine_dtype: torch.dtype | None = None,
     max_tokens: int = 32,
     seed: int = 0,
     **settings,
 ) -> Subject:
-    """``engine_dtype`` or a ``precision`` other than float32 gives the tolerance of half precision."""
+    """``engine_dtype`` or a ``precision`` other than float32 gives the bounds of half precision."""
     torch.manual_seed(0)
     env = make_env()
     base = load_model("tiny")
@@ -85,7 +87,7 @@ def make_subject(
     ids = {"eos_token_ids": [tokenizer.eos_token_id], "pad_token_id": tokenizer.pad_token_id}
     engine = TransformersEngine(base, dtype=engine_dtype, **ids)
     model = base if adapter is None else adapter(base)
-    policy = CausalPolicy(model, temperature=TEMPERATURE)
+    policy = CausalPolicy(model, temperature=temperature)
     loss = GRPOLoss(policy, entropy_bonus=False)
     chosen = LearnerSettings(**{"lr": 1e-4, "total_steps": 4, "optim_batch_size": 16, **settings})
     learner = Learner(policy, loss, chosen, pad_token_id=tokenizer.pad_token_id, dump_dir=tmp_path)
@@ -95,7 +97,7 @@ def make_subject(
         engine=engine,
         learner=learner,
         publisher=Publisher(lambda: engine_weights(model), [engine]),
-        sampling=Sampling(max_tokens=max_tokens, temperature=engine_temperature),
+        sampling=Sampling(max_tokens=max_tokens, temperature=engine_temperature or temperature, top_p=top_p),
         seed=seed,
-        tolerance=1e-4 if engine_dtype is None and chosen.precision == "fp32" else 5e-2,
+        exact=engine_dtype is None and chosen.precision == "fp32",
     )

@@ -297,7 +297,7 @@ def policies(options: Options) -> Iterator[Finding]:
                 if precision == "bf16":
                     seen[packed, fused] = own[said]
                 flat = [torch.cat([each[name].double().cpu().flatten() for name in exact]) for each in (found, exact)]
-                _, split = learner.gradient_gap(rows, (2000, 1))
+                split = learner.gradient_gap(rows, (2000, 1)).relative
                 allowed = 1e-4 if precision == "fp32" else 2e-2
                 gap, mean = relative(*flat), float((own - log_probs)[said].abs().mean())
                 figures = {"gradient": gap, "log_prob_gap": mean, "split": split, "allowed": allowed}

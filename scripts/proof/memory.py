@@ -83,7 +83,7 @@ def _gate(options: Options, ours: Ours, case: Case) -> Iterator[Finding]:
     weights = sum(parameter.numel() * parameter.element_size() for parameter in ours.learner.parameters)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    norm, gap = ours.learner.gradient_gap(make_rows(case)[:2], (10**6, 1))
+    norm, gap, _ = ours.learner.gradient_gap(make_rows(case)[:2], (10**6, 1))
     peak = torch.cuda.max_memory_allocated()
     figures = {"peak_gib": peak / GIB, "of_weights": (peak - before) / weights, "norm": norm, "gap": gap}
     yield Finding(f"peak of the gate, {case.shape}", None if options.small else gap < 0.05, figures)

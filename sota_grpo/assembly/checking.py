@@ -19,6 +19,7 @@ from sota_grpo.hub_token import use_config_token
 from sota_grpo.policy.load import from_pretrained
 from sota_grpo.policy.packed import KNOWN_TO_PACK
 from sota_grpo.recording.gate_record import write_gate
+from sota_grpo.recording.heartbeat import starting
 from sota_grpo.run_record import RUN_FILE
 from sota_grpo.validators import validate
 
@@ -33,7 +34,7 @@ def subject_of(config: Config, parts: Parts) -> Subject:
         publisher=parts.publisher,
         sampling=parts.sampling,
         seed=config.seed,
-        tolerance=1e-4 if parts.exact else 5e-2,
+        exact=parts.exact,
         transforms=[transform for _, transform in parts.transforms],
         packs=config.model.attn_implementation is None and family_of(config) in KNOWN_TO_PACK,
     )
@@ -71,6 +72,7 @@ def check(
         except OSError as error:
             raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}).") from error
         parts = opened.enter_context(closing(build(config, folder)))
+        starting("Checking before training")
         with _quiet_gate():
             parts.publisher.publish(parts.learner.version)
             found = run_gate(subject_of(config, parts), "warn", on_check=on_check)

@@ -23,8 +23,8 @@ from sota_grpo.functional.engine_memory import (
     vllm_pool_bytes,
 )
 from sota_grpo.functional.memory import LearnerMemory, Learning, MicroBatch, gate_memory, learner_memory
-from sota_grpo.gate import compared_budgets
-from sota_grpo.gate_subject import NUM_PROMPTS, NUM_SAMPLES
+from sota_grpo.gate import NUM_COMPARED, compared_budgets
+from sota_grpo.gate_subject import NUM_SAMPLES
 from sota_grpo.model_sizes import Architecture
 
 GIB = 2**30
@@ -202,11 +202,12 @@ def learner_of(config: Config, facts: Facts, plan: Plan) -> LearnerMemory:
 def gate_of(config: Config, facts: Facts, plan: Plan) -> LearnerMemory:
     """Peak of one rank in the gate, of a run that is resumed: a fresh one has no moments of the optimizer yet.
 
-    Its rows are few, but cut by another budget than a step's (:mod:`sota_grpo.gate`).
+    Its rows are few, but cut by another budget than a step's, and computed in float32 on a CPU (:mod:`sota_grpo.gate`).
     """
     how = learning_of(config, plan)
+    how = replace(how, product_bytes=how.weight_bytes) if how.on_cpu else how
     prompt, response = largest_sample(config, facts)
-    rows, shared = max(1, NUM_PROMPTS * NUM_SAMPLES // how.ranks), config.model.attn_implementation is None
+    rows, shared = max(1, NUM_COMPARED // how.ranks), config.model.attn_implementation is None
     group = min(rows, NUM_SAMPLES) if shared else 1
     budgets = compared_budgets(config.train.micro_batch_tokens, prompt + response)
     cuts = [_cut(prompt, response, rows, group, budget, shared)[:2] for budget in budgets]

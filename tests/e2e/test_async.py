@@ -43,7 +43,7 @@ def test_ranks_references_and_engines_of_their_own(tmp_path: Path, grpo) -> None
     first = grpo(tmp_path / "run", *options, *two, script=ASYNC)
     assert first.returncode == 0, first.stderr
     assert "Placement: 2 learner ranks, 2 engines, 2 reference workers on the CPU." in first.stderr
-    assert "Checks before training: 7 of 7 passed" in first.stdout
+    assert "Checks before training: 8 of 8 passed" in first.stdout
     assert max(trained_ages(tmp_path / "run")) == 1  # the bound of mode=async, reached
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
     more = ("train.total_dialog_turns=128", f"train.resume={tmp_path / 'run'}")
@@ -62,5 +62,5 @@ def test_the_command_of_the_readme_with_real_vllm(tmp_path: Path, grpo) -> None:
     found = grpo(tmp_path / "run", *options, "inference_model.num_devices=2", script=ASYNC, env={"VLLM_USE_V1": "0"})
     assert found.returncode == 0, found.stderr
     assert "VLLM_USE_V1=0 is accepted" in found.stderr
-    assert "Checks before training: 7 of 7 passed" in found.stdout
+    assert "Checks before training: 8 of 8 passed" in found.stdout
     assert len(trained_ages(tmp_path / "run")) == 2

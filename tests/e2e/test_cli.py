@@ -76,7 +76,7 @@ def test_gsm8k_through_the_real_vllm(tmp_path: Path, grpo) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "VLLM_USE_V1=0 is accepted" in done.stderr
-    assert "7 of 7 passed" in done.stdout
+    assert "8 of 8 passed" in done.stdout
     questions = {json.loads(line)["question"] for line in GSM8K.read_text().splitlines()}
     rollouts = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert rollouts

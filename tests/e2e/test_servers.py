@@ -98,7 +98,7 @@ def test_lockstep_trains_on_a_server_and_ends_with_its_death(tmp_path: Path) -> 
         run.wait_for(lambda: run.turns() >= 3)
         run.kill_server()
         assert run.end(60) == 1
-    assert "Checks before training: 7 of 7 passed" in run.console
+    assert "Checks before training: 8 of 8 passed" in run.console
     rows = metrics(run_dir)
     assert all(row["mismatch_kl"] < 1e-8 and row["policy_age/max"] == 0 for row in rows)  # every push was served
     assert max(row["grad_norm"] for row in rows) > 0

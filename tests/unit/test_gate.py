@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sota_grpo import gate, keys
+from sota_grpo import gate, gate_agreement, keys
 from sota_grpo.checkpoint import rng_state
 from sota_grpo.collate import set_loss_weights, sibling_groups
 from sota_grpo.gate import CHECKS, CheckError, Subject, run_gate
 from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.probe import perturb
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards.grading import LocalGrader
 from tests.l3_parts import make_subject
@@ -60,26 +61,66 @@ def test_the_rounding_of_half_precision_passes(half: str, tmp_path: Path) -> Non
         assert failed(make_subject(tmp_path, max_tokens=96, seed=seed, **HALF[half])) == []
 
 
-def test_another_temperature_in_the_engine_is_found(tmp_path: Path) -> None:
-    found = failed(make_subject(tmp_path, engine_temperature=1.0))
-    assert "engine and trainer agree" in found
-    assert "the first ratio is one" in found
+@pytest.mark.parametrize("half", [None, "bf16 both"])
+def test_another_temperature_in_the_engine_is_found_and_named(half: str | None, tmp_path: Path) -> None:
+    """The trainer's is 0.8: its check says so to a few per cent, and the other two refuse the run as well."""
+    for seed in range(3):
+        subject = make_subject(tmp_path, engine_temperature=1.0, max_tokens=96, seed=seed, **HALF.get(half, {}))
+        subject.rows = subject.sample()
+        check = gate.engine_and_trainer_have_one_temperature(subject)
+        assert not check.passed
+        assert float(check.sentence.split()[3]) == pytest.approx(0.8, abs=0.03)
+        assert not gate.engine_and_trainer_agree(subject).passed
+        assert not gate.first_ratio_is_one(subject).passed
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_another_temperature_is_found_in_half_precision_too(seed: int, tmp_path: Path) -> None:
-    """The policy is sharp: the mean gap passes, what the ratios do does not."""
-    subject = make_subject(tmp_path, engine_temperature=1.0, max_tokens=96, seed=seed, **HALF["bf16 both"])
+def test_an_engine_that_leaves_tokens_out_is_found(tmp_path: Path) -> None:
+    """Under top-p it samples where the trainer has less than all of its mass, so that the mean ratio is below 1."""
+    subject = make_subject(tmp_path, temperature=4.0, max_tokens=96, **HALF["bf16 both"])
     subject.rows = subject.sample()
-    gaps = subject.learner.log_prob_gaps(subject.rows).abs()
-    assert gaps.mean() < subject.tolerance
-    assert not gate.first_ratio_is_one(subject).passed
+    assert gate.first_ratio_is_one(subject).passed
+    subject = make_subject(tmp_path, temperature=4.0, top_p=0.9, max_tokens=96, **HALF["bf16 both"])
+    subject.rows = subject.sample()
+    check = gate.first_ratio_is_one(subject)
+    assert not check.passed
+    assert float(check.sentence.split()[1]) == pytest.approx(0.9, abs=0.03)
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_one_layer_of_other_weights_is_found_in_half_precision(layer: int, tmp_path: Path) -> None:
+    """The policy is sure of most tokens: the mean gap is 0.01, a fifth of what SmolLM2's rounding alone makes."""
+    subject = make_subject(tmp_path, max_tokens=96, **HALF["bf16 both"])
+    subject.rows = subject.sample()
+    perturb(subject.learner.policy.model.model.layers[layer].parameters())
+    assert not gate.engine_and_trainer_agree(subject).passed
+
+
+def test_no_rounding_of_the_trainers_own_makes_all_gaps_right(tmp_path: Path) -> None:
+    """A trainer that is wrong in half precision alone measures that as its rounding; what is allowed has an end."""
+    subject = make_subject(tmp_path, **HALF["bf16 engine"])
+    subject.rows = subject.sample()
+    said = subject.learner.measured_with_rounding(subject.rows)[0]
+    subject.learner.measured_with_rounding = lambda rows: (said - 1, torch.ones(said.shape[1]))
+    assert gate_agreement.allowed_gaps(subject).gap == 0.25
+    assert not gate.engine_and_trainer_agree(subject).passed
+
+
+def test_parameters_in_half_precision_have_a_bound_of_their_own(tmp_path: Path) -> None:
+    subject = make_subject(tmp_path, engine_dtype=torch.bfloat16)
+    subject.learner.policy.to(torch.bfloat16)
+    assert failed(subject) == []
+    assert gate_agreement.allowed_gaps(subject)[:2] == pytest.approx((0.1, 0.02))
+    found = subject.learner.gradient_gap(subject.rows[:4], (1 << 20, 1))
+    assert not found.single
+    assert 1e-4 < found.relative < 0.1
 
 
 def test_one_token_far_off_in_most_responses_is_found(tmp_path: Path) -> None:
-    """One wrong log-prob in some hundred hardly moves the mean; in half precision one alone may be rounding."""
+    """One wrong log-prob in some hundred may pass as a mean; in half precision one alone may be rounding."""
     subject = make_subject(tmp_path, **HALF["bf16 both"])
     subject.rows = subject.sample()
+    said = subject.learner.measured_with_rounding(subject.rows)[0]
+    subject.learner.measured_with_rounding = lambda rows: (said, torch.full_like(said[0], 0.03))  # as SmolLM2's
     for row in subject.rows[:4]:  # of 8
         row[keys.LOG_PROBS][-1] -= 1.2
     check = gate.engine_and_trainer_agree(subject)
@@ -89,7 +130,7 @@ def test_one_token_far_off_in_most_responses_is_found(tmp_path: Path) -> None:
     check = gate.engine_and_trainer_agree(subject)
     assert not check.passed
     assert "all but 4 within 1.2" in check.sentence
-    assert subject.learner.log_prob_gaps(subject.rows).abs().mean() < subject.tolerance
+    assert subject.gaps.abs().mean() < gate_agreement.allowed_gaps(subject).gap
 
 
 def test_one_token_off_in_float32_is_found(subject: Subject) -> None:
@@ -141,7 +182,7 @@ def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.Monke
     subject.learner.settings = replace(subject.learner.settings, micro_batch_tokens=1 << 20)
     seen.clear()
     assert gate.gradient_does_not_depend_on_the_split(subject).passed
-    assert sorted(set(map(len, seen))) == [1, len(subject.rows)]
+    assert sorted(set(map(len, seen))) == [1, gate.NUM_COMPARED]
 
 
 def test_a_push_that_does_not_land_is_found(subject: Subject) -> None:

@@ -27,6 +27,7 @@ LEVELS = {
             "publish",
             "checkpoint",
             "gate",
+            "gate_agreement",
             "gate_subject",
             "evaluate",
             "loop",

@@ -92,8 +92,31 @@ def test_the_gradient_gap_is_the_distance_of_two_gradients(tmp_path: Path) -> No
     one, other = (learner.gradient(rows, token_budget=budget) for budget in (1 << 20, 13))
     norm = sum(float(grad.double().square().sum()) for grad in one.values()) ** 0.5
     gap = sum(float((one[name].double() - other[name]).square().sum()) for name in one) ** 0.5 / norm
-    assert learner.gradient_gap(rows, (1 << 20, 13)) == (pytest.approx(norm, rel=1e-5), pytest.approx(gap, rel=1e-2))
-    assert learner.gradient_gap(rows, (13, 13))[1] == 0
+    found = learner.gradient_gap(rows, (1 << 20, 13))
+    assert found == (pytest.approx(norm, rel=1e-5), pytest.approx(gap, rel=1e-2), True)
+    assert learner.gradient_gap(rows, (13, 13)).relative == 0
+
+
+OBJECTIVES = {
+    "ppo": {},
+    "gspo": {"ratio": "sequence", "clip_epsilon": (3e-4, 4e-4)},
+    "dual clip": {"dual_clip": 3.0},
+    "cispo": {"objective": "cispo"},
+    "mask above the cap": {"correction": "token", "correction_mode": "mask", "correction_cap": 1.0},
+    "truncate products": {"correction": "sequence"},
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_no_clip_takes_part_in_the_compared_gradients(name: str, tmp_path: Path) -> None:
+    """All ratios are a half, so every objective has half of REINFORCE's gradient, however far off the engine was."""
+    rows, found = make_rows(), []
+    for options in (OBJECTIVES[name], {"objective": "reinforce"}):
+        learner = make_learner(tmp_path)
+        learner.loss = GRPOLoss(learner.policy, entropy_bonus=False, **options)
+        found.append(learner.gradient(rows, token_budget=50))
+    scale = max(float(grad.abs().max()) for grad in found[1].values())
+    assert largest_gap(found[0], {key: grad / 2 for key, grad in found[1].items()}) < 1e-5 * scale
 
 
 def test_metrics_depend_on_no_micro_batch_size(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_the_learners_peak_is_predicted_within_15_percent(name: str) -> None:
 @needs_proc
 def test_the_gates_peak_is_predicted_within_15_percent() -> None:
     """Weights and two gradients, and no third: the run is a fresh one, so the optimizer has no moments yet."""
-    found = measured(DEEP | SHORT | {"family": "llama", "group": 2, "groups": 4, "full": True, "gate": True})
+    found = measured(DEEP | SHORT | {"family": "llama", "group": 2, "groups": 2, "full": True, "gate": True})
     assert found["estimated"] == pytest.approx(found["measured"], rel=0.15), found
 
 

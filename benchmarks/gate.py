@@ -1,0 +1,240 @@
+"""What the gate says of right runs and of wrong ones: ``python -m benchmarks.gate``.
+
+A run's parts are put together once per dtype; then, for every seed, other prompts are sampled and the gate's checks are
+made as they are (those that need samples), and again with one mistake at a time:
+
+- ``temperature``: the trainer divides its logits by 0.8 times the temperature that is sampled with;
+- ``layer``: one decoder layer of the trainer, another for every seed, is not the engine's: 1 % of its weights have
+  another sign, which is a fifth of its norm;
+- ``system``: the trainer's prompts lack the system turn of the chat template;
+- ``top_p``: the engine keeps 0.9 of the mass, and the trainer does not know;
+- ``stale``: that layer is left out of the gate's own push.
+
+The first three stand on the trainer's side, where a seed costs a few forward passes and no new engine: which of the two
+is wrong changes the sign of a gap and little else. Every case ends at the first check that refuses it, as a run does.
+The table has how many seeds were refused, and how near the figures came to their bounds, which are 1: a right run must
+stay below and has the greatest of all seeds; a mistake must have one figure above and has the smallest of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from sota_grpo import gate, keys
+from sota_grpo.assembly.build import build
+from sota_grpo.assembly.checking import subject_of
+from sota_grpo.compose import compose
+from sota_grpo.config import Config
+from sota_grpo.functional.agreement import mean_ratio, temperature_slope
+from sota_grpo.functional.divergences import kl_k3
+from sota_grpo.gate_agreement import MARGIN, RATIO, SLOPE, allowed_gaps
+from sota_grpo.gate_subject import Check, Subject
+from sota_grpo.policy.lora import base_model
+from sota_grpo.policy.probe import perturb, restore
+from sota_grpo.publish import Publisher
+from sota_grpo.validators import validate
+
+DTYPES = {
+    "fp32": ["train.precision=fp32", "inference_model.torch_dtype=float32"],
+    "bf16": ["train.precision=bf16", "inference_model.torch_dtype=bfloat16"],
+}
+CASES = ("healthy", "temperature", "layer", "system", "top_p", "stale")
+AGREEMENT = (
+    gate.engine_and_trainer_have_one_temperature,
+    gate.engine_and_trainer_agree,
+    gate.first_ratio_is_one,
+)
+PER_TOKEN = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.LOG_PROBS)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when no right run was refused and every wrong one was."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-name", default="smollm_ifeval")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="every figure of every seed")
+    parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
+    options = parser.parse_args(argv)
+    out, found = sys.stdout, []
+    logging.getLogger("sota_grpo.gate").setLevel(logging.CRITICAL)  # its warnings are what is counted here
+    for dtype in options.dtypes:
+        config = compose(options.config_name, [*options.overrides, *DTYPES[dtype]])
+        validate(config)
+        config.logging.wandb = "disabled"
+        with redirect_stdout(sys.stderr):
+            for one in measure(config, options.seeds, options.cases):
+                found.append({"dtype": dtype, **one})
+                print(line(found[-1]), file=out, flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps(found, indent=1))
+    print(table(found))
+    return int(any((one["case"] == "healthy") == (one["refused"] is not None) for one in found))
+
+
+def measure(config: Config, num_seeds: int, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Every case of every seed: the check that refused it (None: none did), its sentences, figures and seconds."""
+    with tempfile.TemporaryDirectory() as folder, closing(build(config, Path(folder))) as parts:
+        parts.publisher.publish(parts.learner.version)
+        for seed in range(num_seeds):
+            subject = subject_of(config, parts)
+            first = 4 * seed % max(1, len(subject.task.train) - 4)
+            subject.task = SimpleNamespace(train=list(subject.task.train[first : first + 4]))  # type: ignore[assignment]
+            subject.seed = seed
+            subject.rows = gate.graded_rows(subject)
+            for case in cases:
+                began = time.perf_counter()
+                with CHANGES[case](subject, seed) as (changed, checks):
+                    made = judged(changed, checks)
+                    figures = {} if case == "stale" else shares(changed)
+                refused = next((check.name for check in made if not check.passed), None)
+                said = {check.name: check.sentence for check in made}
+                seconds = {check.name: check.seconds for check in made} | {"case": time.perf_counter() - began}
+                yield {
+                    "seed": seed, "case": case, "refused": refused, "figures": figures, "said": said, "seconds": seconds
+                }  # fmt: skip
+
+
+def judged(subject: Subject, checks: Sequence[Callable[[Subject], Check]]) -> list[Check]:
+    """The outcomes up to the first that refuses, with their seconds."""
+    made: list[Check] = []
+    for check in checks:
+        began = time.perf_counter()
+        made.append(replace(check(subject), seconds=0.0))
+        made[-1] = replace(made[-1], seconds=time.perf_counter() - began)
+        if not made[-1].passed:
+            break
+    return made
+
+
+def shares(subject: Subject) -> dict[str, float]:
+    """How near each figure of the rows is to its bound, which is 1."""
+    gaps, allowed = subject.gaps, allowed_gaps(subject)
+    slope, ratio = temperature_slope(gaps, *subject.said), mean_ratio(gaps)
+    return {
+        "temperature": abs(slope.value) / (SLOPE + MARGIN * slope.error),
+        "gap": float(gaps.abs().mean()) / allowed.gap,
+        "kl": 2 * float(kl_k3(torch.zeros_like(gaps), gaps).mean()) / allowed.square,
+        "mean ratio": abs(ratio.value - 1) / (RATIO + MARGIN * ratio.error),
+    }
+
+
+Changed = Iterator[tuple[Subject, Sequence[Callable[[Subject], Check]]]]
+
+
+@contextmanager
+def healthy(subject: Subject, seed: int) -> Changed:
+    yield subject, [check for check in gate.CHECKS if check not in gate.WITHOUT_SAMPLES]
+
+
+@contextmanager
+def temperature(subject: Subject, seed: int) -> Changed:
+    scorer = _policy(subject).scorer
+    own = scorer.temperature
+    scorer.temperature = 0.8 * own
+    try:
+        yield replace(subject), AGREEMENT
+    finally:
+        scorer.temperature = own
+
+
+@contextmanager
+def layer(subject: Subject, seed: int) -> Changed:
+    kept = perturb(_layer(subject, seed)[1].parameters())
+    try:
+        yield replace(subject), AGREEMENT
+    finally:
+        restore(kept)
+
+
+@contextmanager
+def system(subject: Subject, seed: int) -> Changed:
+    yield replace(subject, rows=[_without_system_turn(row, subject.env.tokenizer) for row in subject.rows]), AGREEMENT
+
+
+@contextmanager
+def top_p(subject: Subject, seed: int) -> Changed:
+    changed = replace(subject, sampling=replace(subject.sampling, top_p=0.9), rows=[])
+    changed.rows = gate.graded_rows(changed)
+    yield changed, AGREEMENT
+
+
+@contextmanager
+def stale(subject: Subject, seed: int) -> Changed:
+    """The push of the gate leaves one layer as it was; afterwards the engine has the right weights again."""
+    push, prefix = subject.publisher, f"layers.{_layer(subject, seed)[0]}."
+    old = {name: weight.clone() for name, weight in push.weights() if prefix in name}
+    weights = lambda: [(name, old.get(name, weight)) for name, weight in push.weights()]  # noqa: E731
+    yield (
+        replace(subject, publisher=Publisher(weights, push.engines, share_device=push.share_device)),
+        [gate.pushed_weights_landed],
+    )
+
+
+CHANGES = {one.__name__: one for one in (healthy, temperature, layer, system, top_p, stale)}
+
+
+def _policy(subject: Subject) -> Any:
+    return subject.learner.policy  # type: ignore[attr-defined]
+
+
+def _layer(subject: Subject, seed: int) -> tuple[int, torch.nn.Module]:
+    """Another layer for every seed, spread over all."""
+    layers = base_model(_policy(subject).model).get_decoder().layers
+    index = 7 * seed % len(layers)
+    return index, layers[index]
+
+
+def _without_system_turn(row: TensorDictBase, tokenizer: Any) -> TensorDictBase:
+    """The row without what stands before the second turn of its prompt."""
+    begin = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    turns = (row.get(keys.FULL_TOKENS) == begin).nonzero().flatten()
+    cut = row.copy()
+    for key in PER_TOKEN:
+        cut.set(key, row.get(key)[int(turns[1]) :])
+    return cut
+
+
+def line(one: dict[str, Any]) -> str:
+    """What is printed of a case as soon as it is known."""
+    figures = ", ".join(f"{name} {share:.2f}" for name, share in one["figures"].items())
+    verdict = f"refused: {one['refused']}" if one["refused"] else "passed"
+    seconds = one["seconds"]["case"]
+    return f"{one['dtype']} seed {one['seed']} {one['case']:<11} {seconds:5.1f} s  {verdict}" + (
+        f" ({figures})" if figures else ""
+    )
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """One line per dtype and case."""
+    lines = [f"{'dtype':<6}{'case':<13}{'refused':<10}{'nearest to its bound':<22}seconds of the checks"]
+    for dtype in dict.fromkeys(one["dtype"] for one in found):
+        for case in dict.fromkeys(one["case"] for one in found):
+            of = [one for one in found if (one["dtype"], one["case"]) == (dtype, case)]
+            refused = f"{sum(one['refused'] is not None for one in of)} of {len(of)}"
+            greatest = [max(one["figures"].items(), key=lambda item: item[1]) for one in of if one["figures"]]
+            pick = max if case == "healthy" else min
+            name, share = pick(greatest, key=lambda item: item[1]) if greatest else ("", float("nan"))
+            near = f"{share:.2f} ({name})" if greatest else "-"
+            seconds = sum(sum(s for name, s in one["seconds"].items() if name != "case") for one in of) / len(of)
+            lines.append(f"{dtype:<6}{case:<13}{refused:<10}{near:<22}{seconds:.1f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
