@@ -155,6 +155,8 @@ def pushed_weights_landed(subject: Subject) -> Check:
 
     Measured on the embedded policy with a bfloat16 engine (8 rows, 5 seeds): the gap to the pushed weights is 0.02 to
     0.04 of that to the old ones; 0.43 to 1.5 of it when attention, MLP, norms or embeddings are left out of the push.
+    On SmolLM2 in bfloat16 (9 seeds) a right push comes to 0.50 to 0.73 of what is allowed, one without a single one of
+    the 30 layers to 1.5 and more.
     """
     learner, version = subject.learner, subject.learner.version
     learner.perturb()

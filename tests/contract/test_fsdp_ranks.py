@@ -197,6 +197,9 @@ def test_the_gate_is_answered_alike(lora: bool, pair: Pair) -> None:
             torch.testing.assert_close(found, expected, **CLOSE)
     listed = row_list(rows)
     torch.testing.assert_close(two.log_prob_gaps(listed), one.log_prob_gaps(listed), **CLOSE)
+    (found, rounding), (expected, _) = (learner.measured_with_rounding(listed) for learner in (two, one))
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert 0 < rounding.abs().max() < 0.1
     assert two.diagnose(listed) == pytest.approx(one.diagnose(listed), rel=1e-5)
     (norm, gap, _), (expected_norm, *_) = (learner.gradient_gap(listed, (1000, 1)) for learner in (two, one))
     assert norm == pytest.approx(expected_norm, rel=1e-5)
