@@ -155,9 +155,10 @@ def test_where_no_broadcast_gets_through_the_object_store_is_used_and_after_thre
         assert transfer.push(version) == [version]
     tried = [call for version in (1, 2, 3) for call in (("receive", version), ("update", version, version))]
     assert fleet.broadcast("told", deadline_s=30) == [[*tried, ("update", 4, 4)]]
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 3
-    assert all("no route" in record.getMessage() for record in caplog.records)
-    assert "and so do all later ones" in caplog.records[2].getMessage()
+    warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warned) == 3
+    assert all("no route" in sentence for sentence in warned)
+    assert "and so do all later ones" in warned[2]
     fleet.close()
     transfer.close()
 
