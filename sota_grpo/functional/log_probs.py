@@ -177,11 +177,11 @@ def _score(
     own, mass, moment = hidden.new_zeros(3, len(hidden), 1, dtype=tiles.wide)
     so_far = _Scan(torch.full_like(mass, torch.finfo(mass.dtype).min), own, mass, moment)
     others = None if slopes is None else torch.zeros_like(hidden, dtype=tiles.wide)
-    scan = _scan_by_kernel if tiles.kernels else _scan
+    scan, wanted = _scan_by_kernel if tiles.kernels else _scan, _Wanted(with_entropy, others is not None)
     for columns in tiles.columns:
         weight = tiles.weight[columns].to(hidden.dtype)
         raw, last = tiles.raw(hidden, weight, columns), so_far.top
-        so_far, p = scan(tiles, raw, targets, columns, so_far, with_entropy, others is not None)
+        so_far, p = scan(tiles, raw, targets, columns, so_far, wanted)
         if others is not None:
             add_product(others.mul_((last - so_far.top).exp2()), p, weight)
     top, own, mass, moment = so_far
@@ -201,16 +201,17 @@ class _Scan(NamedTuple):
     moment: Tensor
 
 
+class _Wanted(NamedTuple):
+    """What a scan computes beside the log-probs: the moment of the entropy, the weights of the slopes."""
+
+    entropy: bool
+    weights: bool
+
+
 def _scan(
-    tiles: LogitTiles,
-    raw: Tensor,
-    targets: Tensor,
-    columns: slice,
-    so_far: _Scan,
-    with_entropy: bool,
-    with_weights: bool,
+    tiles: LogitTiles, raw: Tensor, targets: Tensor, columns: slice, so_far: _Scan, wanted: _Wanted
 ) -> tuple[_Scan, Tensor]:
-    """With one tile more; and ``2^(z - top)`` ``[r, c]``, 0 at the target, for matrix products if ``with_weights``."""
+    """With one tile more; and ``2^(z - top)`` ``[r, c]``, 0 at the target, for matrix products if wanted."""
     last, own, mass, moment = so_far
     index, inside = tiles.find(targets, columns)
     top = torch.maximum(last, raw.amax(1, keepdim=True) * tiles.factor)
@@ -218,28 +219,22 @@ def _scan(
     z = tiles.minus(raw, top)
     own = torch.where(inside, z.gather(1, index), own + drop)
     p = torch.exp2(z, out=tiles.buffer(-1, z))
-    if with_entropy:
+    if wanted.entropy:
         moment = (moment + drop * mass) * scale + z.mul_(p).sum(1, keepdim=True)
     mass = mass * scale + p.sum(1, keepdim=True)
-    if with_weights:
+    if wanted.weights:
         p = tiles.narrowed(p.scatter_(1, index, p.gather(1, index).masked_fill_(inside, 0)))
     return _Scan(top, own, mass, moment), p
 
 
 def _scan_by_kernel(
-    tiles: LogitTiles,
-    raw: Tensor,
-    targets: Tensor,
-    columns: slice,
-    so_far: _Scan,
-    with_entropy: bool,
-    with_weights: bool,
+    tiles: LogitTiles, raw: Tensor, targets: Tensor, columns: slice, so_far: _Scan, wanted: _Wanted
 ) -> tuple[_Scan, Tensor]:
     """:func:`_scan` without bias and softcap."""
     new, p = _Scan(so_far.top.clone(), *so_far[1:]), tiles.narrow(raw)
-    weights = p if with_weights else None
+    weights = p if wanted.weights else None
     index = targets - columns.start
-    _kernels().scan(raw, index, *new, factor=tiles.factor, with_entropy=with_entropy, weights=weights)
+    _kernels().scan(raw, index, *new, factor=tiles.factor, with_entropy=wanted.entropy, weights=weights)
     return new, p
 
 
