@@ -14,7 +14,7 @@ from sota_grpo.scoring import LARGEST, graders_error
 
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
 _MAX_INT_BITS = 1023  # Python refuses to write integers of thousands of digits
-_THREAD = threading.local()
+_LOOP: list[Any] = []  # the event loop of all coroutines and its thread, once there are any
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ def call_function(function: RewardFunction, path: str, group: Sequence[Asked]) -
     """What ``function`` of the file ``path`` gives for each response of ``group``.
 
     A function of verl's form is called once per response, one of TRL's form once. Coroutines run at the same time, on
-    one event loop per thread.
+    one event loop that stays, in a thread of its own: what a file keeps between calls (a session, a semaphore) belongs
+    to that loop, and the caller may be in a loop itself, as every cell of a notebook is.
 
     Raises:
         Exception: what a function of TRL's form raised, if there are several responses: one of them may be to blame.
@@ -119,15 +120,24 @@ def _attempt(function: RewardFunction, keywords: Mapping[str, Any]) -> Any:
 
 
 def _await_all(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Wait on a loop that stays: what a user's file keeps between calls (a session, a semaphore) belongs to it."""
+    """The result of each, or the exception that it raised."""
     import asyncio  # only here, because it would double the time in which a grader's process starts
 
-    async def gather() -> list[Any]:
-        return await asyncio.gather(*waiting, return_exceptions=True)
+    async def result_of(one: Awaitable[Any]) -> Any:
+        try:
+            return await one
+        except BaseException as error:  # SystemExit would end the loop for all
+            return error if isinstance(error, Exception) else RuntimeError(graders_error(error))
 
-    if not hasattr(_THREAD, "loop"):
-        _THREAD.loop = asyncio.new_event_loop()
-    return _THREAD.loop.run_until_complete(gather())
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*map(result_of, waiting))
+
+    if not (_LOOP and _LOOP[1].is_alive()):  # a forked process has the loop, and no thread that runs it
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, name="reward-functions", daemon=True)
+        thread.start()
+        _LOOP[:] = loop, thread
+    return asyncio.run_coroutine_threadsafe(gather(), _LOOP[0]).result()
 
 
 def _read_one(function: RewardFunction, path: str, result: Any) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
@@ -196,8 +197,9 @@ def test_a_response_that_the_function_cannot_grade_fails_alone(tmp_path: Path) -
         ("import numpy; return numpy.arange(3)", "TypeError: compute_score returned ndarray, not a number"),
     ],
 )
-def test_what_is_no_reward_is_an_error_of_that_response(tmp_path: Path, body: str, error: str) -> None:
-    text = f"def compute_score(solution_str, **kwargs):\n    if solution_str == 'ok': return 1\n    {body}\n"
+@pytest.mark.parametrize("kind", ["", "async "])
+def test_what_is_no_reward_is_an_error_of_that_response(tmp_path: Path, kind: str, body: str, error: str) -> None:
+    text = f"{kind}def compute_score(solution_str, **kwargs):\n    if solution_str == 'ok': return 1\n    {body}\n"
     good, bad = scores(task_of(tmp_path, text), ["ok", "4"], example_of())
     assert (good.error, good.terms) == (None, {"compute_score": 1.0})
     assert bad.terms == {"compute_score": 0.0}
@@ -274,6 +276,36 @@ async def f(completions, **kwargs):
         assert [one.terms["compute_score"] for one in found] == [1.0, 0.5, 0.0, 0.5]
         assert [one.error is not None for one in found] == [False, False, True, False]
         assert found[1].terms["f"] == 2.0
+
+
+def test_coroutines_are_awaited_where_a_loop_runs_already(tmp_path: Path) -> None:
+    """As in every cell of a notebook."""
+    task = task_of(tmp_path, "async def compute_score(solution_str): return float(solution_str)")
+
+    async def in_a_cell() -> float | None:
+        return score(task, "0.5").terms["compute_score"]
+
+    assert asyncio.run(in_a_cell()) == 0.5
+
+
+def test_coroutines_are_awaited_in_a_forked_process(tmp_path: Path) -> None:
+    """Which has a copy of the loop, and no thread that runs it."""
+    path = reward_file(tmp_path, "async def compute_score(solution_str): return float(solution_str)")
+    text = f"""
+import os
+from sota_grpo.rewards.function_calls import Asked, call_function
+from sota_grpo.rewards.function_file import load_functions
+(function,) = load_functions({path!r}, ["compute_score"])
+found = lambda text: call_function(function, {path!r}, [Asked(text, "2+2?", "4", {{}}, "demo")])[0].value
+print(found("0.5"), flush=True)
+child = os.fork()
+if child == 0:
+    print(found("0.25"), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["0.5", "0.25"], done.stderr
 
 
 @pytest.mark.parametrize(
