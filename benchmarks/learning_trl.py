@@ -1,11 +1,11 @@
 """TRL's GRPOTrainer under one of our configs, and how far the two agree: on the first batch, and on one step.
 
 Taken over from the config, so that only the program differs: weights, tokenizer and chat template, the prompts in their
-order, the reward, group size, rows per step, AdamW, the learning rate of every step (TRL's own warm-up would begin with
-a step at rate 0), the largest norm of the gradient, clipping, no KL, the mean over each response and then over the
-responses, division by the group's standard deviation, sampling, and the longest response, autocast, and
-``train.micro_batch_tokens``, of which TRL's micro-batches take no more where prompts are as long as responses (in their
-mean its loss is that of the whole step). TRL generates with transformers.
+order, the reward and its length penalty, group size, rows per step, AdamW, the learning rate of every step (TRL's own
+warm-up would begin with a step at rate 0), the largest norm of the gradient, clipping, no KL, the mean over each
+response and then over the responses, division by the group's standard deviation, sampling, and the longest response,
+autocast, and ``train.micro_batch_tokens``, of which TRL's micro-batches take no more where prompts are as long as
+responses (in their mean its loss is that of the whole step). TRL generates with transformers.
 
 What is left: TRL adds 1e-4 to a group's standard deviation, ours 1e-6; and the random numbers of sampling.
 """
@@ -116,7 +116,7 @@ def micro_batch_rows(config: Config) -> int:
     """Rows of TRL's micro-batches: the largest share of a step within the token budget, prompts as long as responses.
 
     >>> micro_batch_rows(composed(preset="grpo_cpu")), micro_batch_rows(composed(preset="smollm_ifeval"))
-    (128, 16)
+    (128, 4)
     """
     step, most = config.train.optim_batch_size, config.train.micro_batch_tokens
     fits = [
@@ -166,6 +166,7 @@ def trl_trainer(config: Config, parts: Parts, folder: Path, *, max_steps: int, r
     """
     from datasets import Dataset
     from trl import GRPOTrainer
+    from trl.rewards import get_soft_overlong_punishment
 
     settings, task, examples = parts.learner.settings, parts.task, drawn_examples(config, parts.task)
     model = load_model(model_name(config))
@@ -182,10 +183,12 @@ def trl_trainer(config: Config, parts: Parts, folder: Path, *, max_steps: int, r
         scores = (task.score(said[0]["content"], examples[index]) for said, index in zip(completions, draw))
         return [total_reward(score.terms, task.term_weights) for score in scores]
 
+    buffer, longest = config.algorithm.overlong_buffer, config.inference_model.max_tokens
+    penalty = [get_soft_overlong_punishment(longest, buffer)] if buffer else []
     prompts = {"prompt": [task.messages(example) for example in examples], "draw": list(range(len(examples)))}
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=reward,
+        reward_funcs=[reward, *penalty],
         args=trl_arguments(config, folder, max_steps),
         train_dataset=Dataset.from_dict(prompts),
         processing_class=copy.deepcopy(parts.tokenizer),
