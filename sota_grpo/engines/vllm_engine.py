@@ -15,6 +15,7 @@ import torch
 
 from sota_grpo.engines.checks import checked_weights, matrix_dtype, tied_names
 from sota_grpo.engines.stepping import SteppingEngine
+from sota_grpo.engines.vllm_cpu_norms import cpu_norms
 from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
 _CPU_BLOCK_TOKENS = 32  # vLLM's default on CPU is 128: prompts below that would share nothing
@@ -255,7 +256,8 @@ def _start(model_path: str, options: Mapping[str, Any], *, on_cpu: bool) -> Any:
         warnings.simplefilter("ignore")
         from vllm import LLM
 
-        return LLM(model_path, **engine_arguments(options, on_cpu=on_cpu))
+        norms = {"ir_op_priority": cpu_norms()} if on_cpu else {}
+        return LLM(model_path, **engine_arguments(options, on_cpu=on_cpu), **norms)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from sota_grpo.engines.vllm_cpu_norms import PROVIDER
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupRequest, Sampling
 from sota_grpo.workers.rollout import rollout_servant
+from tests.builders import generator
 from tests.engine_rigs import (
     EOS,
     PAD,
@@ -91,6 +94,29 @@ def schedule_asynchronously(patch: pytest.MonkeyPatch) -> None:
 
 def test_starting_it_leaves_random_state_and_threads_alone(rig: Rig):
     assert rig.state_after == rig.state_before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norms_are_vllms_kernels_and_equal_float64(rig: Rig, dtype: torch.dtype):
+    """Strided rows and a weight of another dtype are left to the native implementation."""
+    from vllm import ir
+
+    normal = functools.partial(torch.randn, generator=generator())
+    x, residual, weight = (normal(shape).to(dtype) for shape in ((9, 80), (9, 80), (80,)))
+    bound = 1e-6 if dtype == torch.float32 else 6e-3
+    ops = (ir.ops.rms_norm, (x,), x), (ir.ops.fused_add_rms_norm, (x, residual), x.double() + residual.double())
+    for op, activations, whole in ops:
+        rows = whole.double()
+        expected = weight.double() * rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-5)
+        assert op.dispatch(*activations, weight, 1e-5).provider == PROVIDER
+        found = op(*activations, weight, 1e-5)
+        normed = found if torch.is_tensor(found) else found[0]
+        assert (normed.double() - expected).norm() < bound * expected.norm()
+        if normed is not found:
+            assert (found[1].double() - rows).norm() < bound * rows.norm()
+        strided = [part.t().contiguous().t() for part in activations]
+        assert op.dispatch(*strided, weight, 1e-5).provider == "native"
+        assert op.dispatch(*activations, weight.double(), 1e-5).provider == "native"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
