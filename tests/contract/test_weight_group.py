@@ -86,6 +86,7 @@ def rig() -> Iterator[Rig]:
 
 
 def test_every_bit_lands_under_running_groups(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
     sampling = Sampling(max_tokens=3 * TOKENS_HELD, ignore_eos=True)
     groups = [rig.engine.submit(request, sampling) for request in ragged_requests(4, 2)]
     wait_for(lambda: min(rig.fleet.broadcast("num_steps", deadline_s=60)) == TOKENS_HELD, 60)
@@ -118,6 +119,7 @@ def test_many_transfers_leave_nothing_behind(rig: Rig) -> None:
 def test_a_killed_worker_is_done_without_and_its_successor_gets_the_version_that_was_announced(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)
     rig.fleet.broadcast("arm", rig.fleet.pids[0], "SIGKILL", 4, deadline_s=60)
     weights = rig.publish()  # noticed at once: no deadline passes here
     assert "through the object store" in caplog.text
