@@ -256,8 +256,10 @@ def _start(model_path: str, options: Mapping[str, Any], *, on_cpu: bool) -> Any:
         warnings.simplefilter("ignore")
         from vllm import LLM
 
-        norms = {"ir_op_priority": cpu_norms()} if on_cpu else {}
-        return LLM(model_path, **engine_arguments(options, on_cpu=on_cpu), **norms)
+        arguments = engine_arguments(options, on_cpu=on_cpu)
+        if on_cpu:
+            arguments["ir_op_priority"] = cpu_norms()
+        return LLM(model_path, **arguments)
 
 
 @contextlib.contextmanager
