@@ -15,6 +15,7 @@ from sota_grpo.scoring import LARGEST, graders_error
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
 _MAX_INT_BITS = 1023  # Python refuses to write integers of thousands of digits
 _LOOP: list[Any] = []  # the event loop of all coroutines and its thread, once there are any
+_LOOP_LOCK = threading.Lock()  # graders may be called from several threads, and share the loop
 
 
 @dataclass(frozen=True)
@@ -132,11 +133,12 @@ def _await_all(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
     async def gather() -> list[Any]:
         return await asyncio.gather(*map(result_of, waiting))
 
-    if not (_LOOP and _LOOP[1].is_alive()):  # a forked process has the loop, and no thread that runs it
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, name="reward-functions", daemon=True)
-        thread.start()
-        _LOOP[:] = loop, thread
+    with _LOOP_LOCK:
+        if not (_LOOP and _LOOP[1].is_alive()):  # a forked process has the loop, and no thread that runs it
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name="reward-functions", daemon=True)
+            thread.start()
+            _LOOP[:] = loop, thread
     return asyncio.run_coroutine_threadsafe(gather(), _LOOP[0]).result()
 
 
