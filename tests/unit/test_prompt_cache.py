@@ -23,6 +23,9 @@ CASES = {
     "one key head": {"num_key_value_heads": 1},
     "a key head for each": {"num_key_value_heads": 4},
 }
+# The modules of transformers compute in float32 here and there, whatever the type of the weights: the widest gap in 600
+# draws of gemma2 was 2.6e-6, and a window that is one token too wide is a gap of at least 0.35.
+ROUNDING = 2e-5
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -45,10 +48,7 @@ def plain_logits(plain: PreTrainedModel, rows: list[list[int]]) -> torch.Tensor:
 
 
 def decoded_gap(cache, model: PreTrainedModel, plain: PreTrainedModel, rows: list[list[int]], steps: int) -> float:
-    """Largest gap to ``plain``, relative, over ``steps`` random tokens; halfway, random rows end.
-
-    The modules of transformers compute in float32 here and there, whatever the type of the weights.
-    """
+    """Largest gap to ``plain``, relative, over ``steps`` random tokens; halfway, random rows end."""
     gaps = []
     for step in range(steps):
         if step == steps // 2:
@@ -74,7 +74,7 @@ def test_logits_are_those_of_a_plain_forward_over_every_row(case: str, shared: b
     rows = [list(prompts[group]) for group in groups.tolist()]
     with torch.no_grad():
         cache = (SharedPrompts if shared else RepeatedPrompts)(model, prompts, groups, pad_token_id=0)
-    assert decoded_gap(cache, model, plain, rows, steps=10) < 2e-6
+    assert decoded_gap(cache, model, plain, rows, steps=10) < ROUNDING
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "repeated"])
@@ -85,7 +85,7 @@ def test_a_prompt_alone_needs_no_mask(case: str, shared: bool):
     (prompt,) = some_prompts(6)
     with torch.no_grad():
         cache = (SharedPrompts if shared else RepeatedPrompts)(model, [prompt], torch.tensor([0, 0]), pad_token_id=0)
-    assert decoded_gap(cache, model, plain, [list(prompt), list(prompt)], steps=8) < 2e-6
+    assert decoded_gap(cache, model, plain, [list(prompt), list(prompt)], steps=8) < ROUNDING
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "repeated"])
@@ -94,7 +94,7 @@ def test_prompts_of_one_token_have_nothing_to_share(shared: bool):
     assert use_decode_attention(model)
     prompts = some_prompts(1, 1)
     cache = (SharedPrompts if shared else RepeatedPrompts)(model, prompts, torch.tensor([0, 0, 1]), pad_token_id=0)
-    assert decoded_gap(cache, model, plain, [list(prompts[group]) for group in (0, 0, 1)], steps=4) < 2e-6
+    assert decoded_gap(cache, model, plain, [list(prompts[group]) for group in (0, 0, 1)], steps=4) < ROUNDING
 
 
 def test_groups_of_one_token_go_on_when_the_others_have_ended():
@@ -107,7 +107,7 @@ def test_groups_of_one_token_go_on_when_the_others_have_ended():
         cache.keep(torch.tensor([2, 3]))
         found = cache.next_logits(model, torch.tensor([7, 8]))
         expected = plain_logits(plain, [[*prompts[1], 7], [*prompts[1], 8]])
-    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_many_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
@@ -124,7 +124,7 @@ def test_many_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
         cache = SharedPrompts(model, prompts, torch.arange(6), pad_token_id=0)
     hook.remove()
     assert shapes == [(1, 9), (3, 5), (2, 3)]
-    assert decoded_gap(cache, model, plain, [list(prompt) for prompt in prompts], steps=4) < 2e-6
+    assert decoded_gap(cache, model, plain, [list(prompt) for prompt in prompts], steps=4) < ROUNDING
 
 
 def test_a_prompt_is_kept_once_however_many_siblings_read_it():
