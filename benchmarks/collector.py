@@ -17,10 +17,10 @@ import torch
 
 from sota_grpo.batches import group_request
 from sota_grpo.collectors import RolloutCollector, SyncSource
-from sota_grpo.engines import make_engine
+from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.base import Engine
 from sota_grpo.envs import TaskEnv
-from sota_grpo.policy.load import load_tokenizer, resolve_model_path
+from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.records import Sampling, sample_seed
 from sota_grpo.tasks import make_task
 from sota_grpo.transforms import GroupAdvantage
@@ -36,14 +36,16 @@ def make_env(options: argparse.Namespace, seed: int) -> TaskEnv:
 def build_engine(options: argparse.Namespace, env: TaskEnv) -> Engine:
     responses = options.groups * options.size
     return make_engine(
-        options.engine,
-        model_path=resolve_model_path("tiny"),
-        eos_token_ids=[env.tokenizer.eos_token_id],
-        pad_token_id=env.tokenizer.pad_token_id,
-        max_rows=responses,
-        device="cpu",
-        duration_s=responses * options.tokens / options.tokens_per_s,
-        script=lambda request, sample, version: range(5, 5 + options.tokens),
+        EngineOptions(
+            "tiny",
+            engine=options.engine,
+            eos_token_ids=[env.tokenizer.eos_token_id],
+            pad_token_id=env.tokenizer.pad_token_id,
+            max_rows=responses,
+            device="cpu",
+            duration_s=responses * options.tokens / options.tokens_per_s,
+            script=lambda request, sample, version: range(5, 5 + options.tokens),
+        )
     )
 
 

@@ -41,9 +41,8 @@ from sota_grpo.compose import compose
 from sota_grpo.config import Config
 from sota_grpo.functional.agreement import mean_ratio, temperature_slope
 from sota_grpo.functional.divergences import kl_k3
-from sota_grpo.gate_agreement import MARGIN, RATIO, SLOPE, allowed_gaps
-from sota_grpo.gate_subject import Check, Subject
-from sota_grpo.policy.lora import base_model
+from sota_grpo.gate import MARGIN, RATIO, SLOPE, Check, Subject, allowed_gaps
+from sota_grpo.policy.load import base_model
 from sota_grpo.policy.probe import perturb, restore
 from sota_grpo.publish import Publisher
 from sota_grpo.validators import validate

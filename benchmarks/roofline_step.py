@@ -18,11 +18,11 @@ from benchmarks.roofline_fusion import fused as joined
 from benchmarks.roofline_trace import DEVICES, Kernel, Trace, compiled, phase, record, traced
 from benchmarks.trainer import Ours
 from benchmarks.trainer_work import Case, make_rows
-from sota_grpo.functional import log_probs, logit_tiles
+from sota_grpo.functional import log_probs
 from sota_grpo.functional.flops import recomputed_flops, step_flops
 from sota_grpo.learner import Learner
 from sota_grpo.policy.fused import decoder_layers
-from sota_grpo.policy.lora import base_model
+from sota_grpo.policy.load import base_model
 from tests.pretended_cuda.counters import MEMORY, HostTraffic, host_traffic
 from tests.pretended_cuda.shapes import shapes_only
 
@@ -40,7 +40,7 @@ def predict(
         top: how many kernels are named.
     """
     case, rates = Case(device="cuda", **options), DEVICES[device]
-    with mock.patch.object(logit_tiles, "_takes_kernels", logit_tiles._takes_kernels if not plain_head else _never):
+    with mock.patch.object(log_probs, "_takes_kernels", log_probs._takes_kernels if not plain_head else _never):
         trace, traffic, ours = trace_step(case)
     kernels = joined(trace.kernels, everywhere=fused)
     parts: defaultdict[tuple[str, str], list[Kernel]] = defaultdict(list)

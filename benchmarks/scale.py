@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.simulation import Outcome, Scenario, Simulation
 from sota_grpo.checkpoint import CheckpointStore
 from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.simulation import Outcome, Scenario, Simulation
 from sota_grpo.tasks import make_task
 
 AGES = (0, 1, 2, 3, 4)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from sota_grpo.records import Example
-from sota_grpo.tasks.arithmetic import ArithmeticTask
-from sota_grpo.tasks.arithmetic_templates import TEMPLATES
+from sota_grpo.tasks.arithmetic import TEMPLATES, ArithmeticTask
 
 DRILL_LINES = 6
 STRONG_HABIT, WEAK_HABIT = 0.67, 0.20  # share of a template's demonstrations that fall into its habit

@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sota_grpo.api import train
+    from sota_grpo.api import Result, train
     from sota_grpo.errors import RunFailed, UserError
-    from sota_grpo.result import Result
 
 __all__ = ["Result", "RunFailed", "UserError", "train"]
 
-_HOMES = {"Result": "result", "RunFailed": "errors", "UserError": "errors", "train": "api"}
+_HOMES = {"Result": "api", "RunFailed": "errors", "UserError": "errors", "train": "api"}
 
 
 def __getattr__(name: str) -> Any:

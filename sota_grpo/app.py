@@ -26,14 +26,13 @@ from sota_grpo.hub_token import use_config_token
 from sota_grpo.learner import Learner
 from sota_grpo.loop import run
 from sota_grpo.recording.examine import ExamineLog
-from sota_grpo.recording.gate_record import write_gate
 from sota_grpo.recording.heartbeat import started, starting
 from sota_grpo.recording.progress import Progress, closing_table
 from sota_grpo.recording.run_log import RunLog, setup_logging
 from sota_grpo.recording.sinks import Sink, TensorBoardSink, WandbSink
 from sota_grpo.report import TrainingReport
-from sota_grpo.rewards.passed_functions import Functions
-from sota_grpo.run_record import note_failure, read_evaluations
+from sota_grpo.rewards.function_file import Functions
+from sota_grpo.run_record import note_failure, read_evaluations, write_gate
 from sota_grpo.runs import CHECKPOINTS, RunDir, open_run
 from sota_grpo.step_log import StepLog, StoredTurns
 from sota_grpo.stopping import Interrupted, StopRequest

@@ -16,7 +16,6 @@ import re
 import shutil
 import threading
 from collections import OrderedDict
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from sota_grpo.errors import RunFailed
+from sota_grpo.files import atomic_file
 from sota_grpo.policy.device_copy import as_bytes, copy_to_host
 
 _MAGIC = b"SGRPOck1"
@@ -92,18 +92,12 @@ class CheckpointStore:
             raise ValueError(f"step is {step}, but a checkpoint's step counts from 0")
         _require_loadable(state, "state")
         path = self.directory / f"checkpoint_{step:06d}.pt"
-        temporary = self.directory / f".{path.name}.{os.getpid()}.tmp"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            _write(temporary, state)
-            os.replace(temporary, path)
-            _sync_directory(self.directory)
-        except BaseException as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise CheckpointError(self._write_failure(step, error)) from error
-            raise
+            with atomic_file(path, durable=True) as temporary:
+                _write(temporary, state)
+        except OSError as error:
+            raise CheckpointError(self._write_failure(step, error)) from error
         self._prune(step)
         return path
 
@@ -343,17 +337,6 @@ def _write(path: Path, state: dict[str, Any]) -> None:
         except RuntimeError as error:
             raise writer.error or error from error
         file.write(_MAGIC + writer.digest())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the rename itself durable: a power cut may otherwise bring the old directory entry back."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:

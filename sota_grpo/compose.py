@@ -10,11 +10,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.config import Config, register, walk
+from sota_grpo.config import Config, flat, register, walk
 from sota_grpo.entry import CONFIG_DIR
 from sota_grpo.errors import UserError
 from sota_grpo.hub_token import VARIABLE, split_token, use_config_token
-from sota_grpo.options import flat
 from sota_grpo.run_record import CONFIG_FILE, INPUTS
 
 DEFAULT_CONFIG = "grpo_gsm8k"

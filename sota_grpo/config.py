@@ -10,13 +10,160 @@ key fails before anything else happens. Rules that involve several options are i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from sota_grpo.model_sizes import SIZES, model_of_size
-from sota_grpo.options import leaves, opt, part
-from sota_grpo.run_options import CheckConfig, EvalConfig, LoggingConfig, RayConfig
-from sota_grpo.task_options import EnvConfig, RewardConfig
+
+
+def opt(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A config field: its default, what it changes, and the values it accepts when they are few."""
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+def part(factory: type, text: str) -> Any:
+    """A config field that is a section, or a list, of its own."""
+    return field(default_factory=factory, metadata={"help": text, "choices": None})
+
+
+def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Every option below ``node`` as ``(dotted name, dataclass field, value)``, in the order of the fields."""
+    found: list[tuple[str, Any, Any]] = []
+    for item in fields(node):
+        value = getattr(node, item.name)
+        name = prefix + item.name
+        found += leaves(value, name + ".") if is_dataclass(value) else [(name, item, value)]
+    return found
+
+
+def with_options(config: Config, options: dict[str, Any]) -> Config:
+    """A copy of ``config`` with other values, by dotted name."""
+    changed = copy.deepcopy(config)
+    for name, value in options.items():
+        *sections, leaf = name.split(".")
+        part: Any = changed
+        for section in sections:
+            part = getattr(part, section)
+        setattr(part, leaf, value)
+    return changed
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested config by their dotted names; an empty section is a value.
+
+    >>> flat({"seed": 0, "train": {"epochs": 1, "resume": None}})
+    {'seed': 0, 'train.epochs': 1, 'train.resume': None}
+    """
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        dotted = f"{prefix}{name}"
+        found |= flat(value, dotted + ".") if isinstance(value, Mapping) and value else {dotted: value}
+    return found
+
+
+@dataclass
+class EvalConfig:
+    """Accuracy on the held-out split."""
+
+    mode: str = opt("on", "evaluate at the start and at the end", ("on", "off"))
+    every: int = opt(0, "turns of the loop between evaluations; 0: only at the start and at the end")
+    num_samples: int = opt(256, "held-out problems")
+    avg_at_k: int = opt(4, "responses per problem at temperature 1 beside the greedy one; 0: greedy only")
+
+
+@dataclass
+class RayConfig:
+    """The cluster on which workers run (mode=async, or several devices for a role)."""
+
+    address: str | None = opt(None, "a running cluster (HOST:PORT, auto); null starts one on this machine")
+    start_timeout_s: float = opt(
+        300.0, "longest wait for the cluster's resources, and longest time in which workers that start do nothing"
+    )
+
+
+@dataclass
+class CheckConfig:
+    """The gate before the first step."""
+
+    mode: str = opt("strict", "a failed check ends the run, warns, or is not made", ("strict", "warn", "off"))
+
+
+@dataclass
+class LoggingConfig:
+    """Where the run is seen."""
+
+    wandb: str = opt("disabled", "Weights & Biases", ("online", "offline", "disabled"))
+    project: str = opt("sota_grpo", "W&B project")
+    run_name: str | None = opt(None, "W&B name of the run; null: the run directory's name")
+    tags: list[str] = part(list, "W&B tags")
+    tensorboard: bool = opt(False, "write the metrics to tensorboard/ in the run directory too")
+    report: bool = opt(True, "write report.html at every checkpoint and at the end")
+    store_steps: bool = opt(True, "keep turn 0 and the turns after checkpoints whole in steps/, for report and replay")
+    num_examine: int = opt(0, "completions per turn written out in debug_logs/, with the breakdown of their reward")
+    level: str = opt("info", "least level written to training.log", ("debug", "info", "warning"))
+
+
+DATASETS = ("gsm8k", "math", "ifeval", "instructions", "reasoning", "table", "arithmetic", "countdown", "calculator")
+
+
+@dataclass
+class EnvConfig:
+    """The task, its data, and how many dialogs run at once."""
+
+    dataset: str = opt("gsm8k", "task to train on; table is your own data", DATASETS)
+    dataset_path: str | None = opt(
+        None,
+        "local .jsonl/.json/.parquet/.csv with the task's columns, or (table) a hub name; null: the task's own hub",
+    )
+    eval_path: str | None = opt(
+        None, "local file of held-out problems; null: the hub's test split, or part of the data"
+    )
+    prompt_column: str = opt("prompt", "table: column of the prompts, text or chat lists")
+    answer_column: str = opt("ground_truth", "table: column of the right answers")
+    num_envs: int = opt(64, "dialogs in flight")
+    repeats: int = opt(8, "group size: responses per prompt")
+    shuffle: bool = opt(True, "a fresh order of the prompts every epoch, derived from the seed")
+    max_samples: int | None = opt(None, "train on the first so many examples only; null: all")
+    num_heldout: int = opt(512, "examples held out for evaluation where the task has no test split of its own")
+    answer_format: str | None = opt(
+        None,
+        "where the answer stands in a response; null: where the task asks for it",
+        ("hash", "boxed", "tags", "last_number", "any"),
+    )
+    format_weight: float | None = opt(
+        None, "reward for an answer in the asked form, beside the 1.0 for a right one; null: the task's own"
+    )
+    system_prompt: str | None = opt(None, "replaces the task's own system prompt; an empty text leaves it out")
+    difficulty: int = opt(4, "arithmetic only: most steps of a problem, 1 to 4")
+    reasoning: bool = opt(False, "a wrong response is asked to think again, up to env.max_steps turns in all")
+    max_steps: int = opt(1, "most turns of a dialog; inference_model.max_tokens is the length of one turn")
+    reward_workers: int = opt(
+        1, "processes that grade responses; 0: in the trainer, where a grader that hangs hangs the run"
+    )
+    reward_timeout_s: float = opt(
+        60.0,
+        "longest time for grading one response (a group, for functions that take groups); then its grader is replaced",
+    )
+
+
+@dataclass
+class RewardConfig:
+    """Reward functions of your own, and what the tasks' own terms weigh."""
+
+    path: str | None = opt(None, "Python file with reward functions, which replace the task's own reward")
+    name: Any = opt(None, "function in reward.path, or a list of them; null: compute_score")
+    weights: list[float] | None = opt(None, "weight of each function of reward.name; null: 1 each")
+    success_above: float = opt(0.0, "reward functions that do not say what is right: a greater reward is a success")
+    correct: float = opt(1.0, "math: reward of a right answer")
+    wrong: float = opt(-1.0, "math: reward of a wrong answer")
+    no_answer: float = opt(-0.5, "math: reward of a response without an answer")
+    instructions_weight: float = opt(1.0, "ifeval, instructions: weight of the share of instructions that are followed")
+    all_weight: float = opt(0.0, "ifeval, instructions: reward beside it where all instructions are followed")
+    thinking_weight: float = opt(0.2, "reasoning: weight of the term that penalises short thinking")
+    min_think_words: int = opt(20, "reasoning: words of thinking below which it is penalised")
+
 
 SECRETS = ("engine.api_key", "model.hub_token")  # hidden in pages, cards, and copies of a config
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from sota_grpo.engines.checks import response_rooms
-from sota_grpo.policy.adapter_pack import AdapterPack
+from sota_grpo.engines.base import response_rooms
+from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.fleet import Fleet

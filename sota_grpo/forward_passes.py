@@ -18,7 +18,8 @@ from sota_grpo.functional.balance import Siblings, rank_shares
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.device_copy import copy_to
-from sota_grpo.policy.lora import adapter_disabled, base_model
+from sota_grpo.policy.load import base_model
+from sota_grpo.policy.lora import adapter_disabled
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.schedule import LearnerSettings
 

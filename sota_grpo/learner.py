@@ -20,10 +20,18 @@ from sota_grpo.forward_passes import ForwardPasses
 from sota_grpo.functional import mismatch_kl
 from sota_grpo.objectives import GRPOLoss, diagnostic_means
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.dropout import dropouts, without_dropout
+from sota_grpo.policy.load import dropouts, without_dropout
 from sota_grpo.policy.probe import Changed, perturb, restore
-from sota_grpo.policy.sharding import Ranks, reduce_gradients
-from sota_grpo.policy.shards import divided, gathered, load_optimizer_state, local, optimizer_state, replicated
+from sota_grpo.policy.sharding import (
+    Ranks,
+    divided,
+    gathered,
+    load_optimizer_state,
+    local,
+    optimizer_state,
+    reduce_gradients,
+    replicated,
+)
 from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.records import GradientGap, sample_seed
 from sota_grpo.schedule import LearnerSettings, learning_rate_factor

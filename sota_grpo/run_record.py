@@ -9,13 +9,14 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sota_grpo.config import walk
-from sota_grpo.errors import UserError
+from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.files import write_json
 
 RUN_FILE = "run.json"  # written when training begins: signature, turns asked for, whether they are done
 CONFIG_FILE = "config.yaml"
@@ -202,18 +203,6 @@ def unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path} cannot be read ({error.strerror or type(error).__name__}).")
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write strict JSON under its name only once it is complete."""
-    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write ``path`` under its name only once it is complete."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file; empty where it cannot be read or holds something else, None where there is no file."""
     try:
@@ -223,3 +212,44 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):  # of another user, or of another program
         return {}
     return record if isinstance(record, dict) else {}
+
+
+GATE_FILE = "gate.json"
+
+
+class Outcome(Protocol):
+    """What a check of the gate says of itself; the record keeps exactly this."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def passed(self) -> bool: ...
+    @property
+    def sentence(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+def write_gate(run_dir: str | os.PathLike[str], mode: str, checks: Sequence[Outcome]) -> None:
+    """Replace the run's ``gate.json`` by the outcome of these checks; atomic.
+
+    Args:
+        run_dir: exists already.
+        mode: ``check.mode``; with ``off`` there are no checks, and the file says so.
+
+    Raises:
+        RunFailed: the file cannot be written.
+
+    >>> import json, tempfile
+    >>> from types import SimpleNamespace
+    >>> run_dir = Path(tempfile.mkdtemp())
+    >>> write_gate(run_dir, "warn", [SimpleNamespace(name="ratio", passed=True, sentence="it is 1", seconds=0.25)])
+    >>> json.loads((run_dir / GATE_FILE).read_text())["checks"]
+    [{'name': 'ratio', 'passed': True, 'sentence': 'it is 1', 'seconds': 0.25}]
+    """
+    path = Path(run_dir) / GATE_FILE
+    found = [{"name": c.name, "passed": c.passed, "sentence": c.sentence, "seconds": c.seconds} for c in checks]
+    try:
+        write_json(path, {"mode": mode, "checks": found})
+    except OSError as error:
+        raise RunFailed(f"{path} cannot be written ({error.strerror}); free space there and start again.") from error

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from sota_grpo.config import flat
 from sota_grpo.errors import UserError
-from sota_grpo.options import flat
+from sota_grpo.files import write_text
 from sota_grpo.run_record import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -24,7 +25,6 @@ from sota_grpo.run_record import (
     is_held,
     read_config,
     read_record,
-    write_text,
 )
 
 #: Sections and options that may differ between a run and its continuation: they do not change what is computed.

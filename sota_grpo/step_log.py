@@ -4,9 +4,10 @@ the whole turn."""
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,103 @@ from sota_grpo import keys
 from sota_grpo.collate import row_list
 from sota_grpo.recording.examine import ExamineLog
 from sota_grpo.recording.metrics import info_metric, is_number, term_metric
-from sota_grpo.recording.pieces import text_pieces
 from sota_grpo.recording.progress import Progress
 from sota_grpo.recording.run_log import RunLog
-from sota_grpo.recording.signal_watch import SignalWatch
 from sota_grpo.recording.steps import Origin, StoredStep, drop_steps, save_step
+
+_HALF = "\ufffd"  # what a decoder writes for bytes that are not a whole character
+_MOST_HELD = 64  # tokens that are decoded together before their text is given up as one
+
+
+def text_pieces(
+    ids: Sequence[int], decode: Callable[[Sequence[int]], str], alone: Callable[[int], str] | None = None
+) -> list[str]:
+    """What each token adds to ``decode(ids)``; joined, the pieces are exactly that text.
+
+    A token that ends in the middle of a character adds nothing, and the one that completes it all of it. Where a
+    decoder drops the space before a word that it is given alone, the space belongs to the word.
+
+    Args:
+        ids: of one response.
+        decode: the tokenizer's, of several tokens.
+        alone: the same of one token, perhaps remembered; None: ``decode``.
+
+    >>> text_pieces([0xE2, 0x82, 0xAC, 0x35], lambda ids: bytes(ids).decode(errors="replace"))
+    ['', '', '€', '5']
+    """
+    whole, at = decode(ids), 0
+    pieces: list[str] = []
+    held: list[int] = []
+    for token in ids:
+        held.append(token)
+        end = None
+        if len(held) <= _MOST_HELD:
+            text = alone(token) if alone is not None and len(held) == 1 else decode(held)
+            end = _end(whole, at, text)
+        pieces.append("" if end is None else whole[at:end])
+        if end is not None:
+            at, held = end, []
+    if pieces:
+        pieces[-1] += whole[at:]
+    return pieces
+
+
+def _end(whole: str, at: int, text: str) -> int | None:
+    """Where ``text`` ends if ``whole`` goes on with it at ``at``, perhaps behind spaces; None: not, or not yet."""
+    if text.endswith(_HALF):
+        return None
+    while not whole.startswith(text, at):
+        if not whole.startswith(" ", at):
+            return None
+        at += 1
+    return at + len(text)
+
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 3  # turns in a row; one alone happens to good runs, and a run may be shorter
+
+
+class SignalWatch:
+    """Watches the rewards of a run; each warning is given once.
+
+    >>> watch = SignalWatch(total=2)
+    >>> watch.turn(0, {"advantage": 0.0, "reward": 1.0})
+    >>> watch.turn(1, {"advantage": 0.0, "reward": 1.0})  # logs the warning
+    >>> watch.flat
+    2
+
+    Args:
+        total: turns of the run.
+
+    Attributes:
+        flat: turns in a row, up to the last, without a group whose rewards differ.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._patience = min(_PATIENCE, total)
+        self.flat = 0
+        self._told_flat = self._told_failed = False
+
+    def turn(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Look at the metrics of a turn: ``advantage`` (mean of its size), ``reward``, ``reward_errors``, responses."""
+        responses = (metrics.get("dialog_turns") or 0) / (step + 1)
+        failed = metrics.get("reward_errors") or 0
+        self.flat = self.flat + 1 if metrics.get("advantage") == 0 else 0
+        if failed and failed >= responses and not self._told_failed:
+            self._told_failed = True
+            logger.warning(
+                "The grader failed at all %d responses of turn %d, and their reward is 0: `sota-grpo check` with the "
+                "same options shows its error.",
+                *(failed, step + 1),
+            )
+        elif self.flat >= self._patience and not self._told_flat:
+            self._told_flat = True
+            logger.warning(
+                "In %d %s in a row every group's rewards were equal (mean %.2f), so nothing was learned from them: "
+                "read the responses (sota-grpo report RUN), then change the reward, the problems or the temperature.",
+                *(self.flat, "turn" if self.flat == 1 else "turns", metrics.get("reward") or 0.0),
+            )
 
 
 def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:

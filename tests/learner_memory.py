@@ -22,9 +22,8 @@ from sota_grpo.functional.memory import Learning, MicroBatch, learner_memory
 from sota_grpo.gate import compared_budgets
 from sota_grpo.learner import Learner
 from sota_grpo.objectives import GRPOLoss
-from sota_grpo.policy.architecture import architecture_from
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.load import enable_gradient_checkpointing
+from sota_grpo.policy.load import architecture_from, enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.schedule import LearnerSettings
 

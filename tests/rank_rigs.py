@@ -13,13 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sota_grpo import keys
 from sota_grpo.learner import Learner
-from sota_grpo.learner_ranks import LearnerServant
 from sota_grpo.objectives import GRPOLoss
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.sharding import Ranks, join_ranks, shard
-from sota_grpo.policy.shards import local
+from sota_grpo.policy.sharding import Ranks, join_ranks, local, shard
+from sota_grpo.remote_learner import LearnerServant
 from sota_grpo.schedule import LearnerSettings
 from sota_grpo.workers.packing import RowPack
 from tests.unit.tiny_models import VOCAB, make_model, make_tokenizer

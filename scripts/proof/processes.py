@@ -18,8 +18,8 @@ from scripts.proof import Finding, Options
 from scripts.proof.kernels import learner_of, model, relative, rows_of
 from scripts.proof.runs import command, metrics, ran
 from sota_grpo.policy import sharding
-from sota_grpo.policy.shards import gathered
-from sota_grpo.workers.weight_group import Meeting, WeightGroup
+from sota_grpo.policy.sharding import gathered
+from sota_grpo.workers.weight_transfer import Meeting, WeightGroup
 
 
 def fsdp_of_one(options: Options) -> Iterator[Finding]:

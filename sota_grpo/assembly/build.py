@@ -20,8 +20,8 @@ from sota_grpo.assembly.tasks import task_of
 from sota_grpo.config import Config, model_name
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.heartbeat import starting
+from sota_grpo.rewards.function_file import Functions
 from sota_grpo.rewards.grading import GradingPool
-from sota_grpo.rewards.passed_functions import Functions
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,8 @@ from sota_grpo.gate import Check, Subject, run_gate
 from sota_grpo.hub_token import use_config_token
 from sota_grpo.policy.load import from_pretrained
 from sota_grpo.policy.packed import KNOWN_TO_PACK
-from sota_grpo.recording.gate_record import write_gate
 from sota_grpo.recording.heartbeat import starting
-from sota_grpo.run_record import RUN_FILE
+from sota_grpo.run_record import RUN_FILE, write_gate
 from sota_grpo.validators import validate
 
 

@@ -16,15 +16,18 @@ from sota_grpo.assembly.rollout import engine_dtype, engine_rows
 from sota_grpo.config import Config, longest_response
 from sota_grpo.errors import UserError
 from sota_grpo.functional.balance import Siblings, fill
-from sota_grpo.functional.engine_memory import (
+from sota_grpo.functional.memory import (
+    LearnerMemory,
+    Learning,
+    MicroBatch,
     embedded_engine_bytes,
     forward_bytes,
+    gate_memory,
     kv_bytes_per_token,
+    learner_memory,
     vllm_pool_bytes,
 )
-from sota_grpo.functional.memory import LearnerMemory, Learning, MicroBatch, gate_memory, learner_memory
-from sota_grpo.gate import NUM_COMPARED, compared_budgets
-from sota_grpo.gate_subject import NUM_SAMPLES
+from sota_grpo.gate import NUM_COMPARED, NUM_SAMPLES, compared_budgets
 from sota_grpo.model_sizes import Architecture
 
 GIB = 2**30

@@ -13,7 +13,7 @@ from sota_grpo.assembly.rollout import engine_rows
 from sota_grpo.config import Config, longest_response, model_name, turn_size
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
-from sota_grpo.functional.logit_tiles import builds_kernels
+from sota_grpo.functional.log_probs import builds_kernels
 from sota_grpo.placement import Placement, Role, describe, place
 from sota_grpo.policy.load import resolve_model_path
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from sota_grpo.assembly.common import make_publisher, with_turns
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
+from sota_grpo.assembly.parts import make_publisher, with_turns
 from sota_grpo.assembly.rollout import make_env, make_grader, start_engine
 from sota_grpo.assembly.tasks import heldout_task
 from sota_grpo.checkpoint import CheckpointStore
@@ -26,8 +26,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
 from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.run_record import CHECKPOINTS, CONFIG_FILE, read_record
-from sota_grpo.validators import validate
-from sota_grpo.validators.tasks import READERS
+from sota_grpo.validators import READERS, validate
 
 EXPORTED = "hf"
 _PRESET_OF = {

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from sota_grpo.assembly.common import make_evaluator, make_publisher, numerics_are_exact, with_turns
 from sota_grpo.assembly.devices import Plan, device_name
 from sota_grpo.assembly.learning import (
     add_adapter,
@@ -18,7 +17,7 @@ from sota_grpo.assembly.learning import (
     make_reference,
     make_transforms,
 )
-from sota_grpo.assembly.parts import Parts
+from sota_grpo.assembly.parts import Parts, make_evaluator, make_publisher, numerics_are_exact, with_turns
 from sota_grpo.assembly.rollout import make_sampling, start_engine
 from sota_grpo.collectors import RolloutCollector, SyncSource
 from sota_grpo.config import Config, model_name, turn_size

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
+
+from sota_grpo.assembly.learning import trainer_precision
+from sota_grpo.assembly.rollout import engine_dtype
+from sota_grpo.config import Config
+from sota_grpo.dialogs import DialogEngine
 from sota_grpo.engines.base import Generates
 from sota_grpo.envs import TaskEnv
+from sota_grpo.envs.turns import TurnTokens
 from sota_grpo.evaluate import Evaluator
 from sota_grpo.loop import Source
+from sota_grpo.policy.lora import engine_weights
 from sota_grpo.publish import Publisher
 from sota_grpo.records import Sampling
 from sota_grpo.tasks.base import Task
@@ -62,3 +71,42 @@ class Parts:
         with ExitStack() as closing:  # the last one added is closed first
             for part in self.opened:
                 closing.callback(part.close)
+
+
+logger = logging.getLogger(__name__)
+
+
+def make_evaluator(config: Config, task: Task, env: TaskEnv, engine: Generates) -> Evaluator:
+    """The evaluator on the first held-out problems; warns where there are fewer than were asked for."""
+    asked, found = config.eval.num_samples, len(task.heldout)
+    if config.eval.mode == "on" and found < asked:
+        logger.warning("eval.num_samples=%d, and only %d problems are held out: %d are measured.", asked, found, found)
+    return Evaluator(
+        env,
+        engine,
+        task.heldout[:asked],
+        max_tokens=config.inference_model.max_tokens,
+        avg_at_k=config.eval.avg_at_k,
+        seed=config.seed,
+    )
+
+
+def with_turns(config: Config, env: TaskEnv, engine: Generates) -> Any:
+    """``engine`` itself, or with ``env.max_steps`` above 1 what samples whole dialogs over it."""
+    if config.env.max_steps == 1:
+        return engine
+    turns = TurnTokens(env.tokenizer, env.template_kwargs)
+    in_rounds = engine.name == "transformers"  # it computes the groups of every call by themselves
+    return DialogEngine(engine, env.grader, turns, max_steps=config.env.max_steps, in_rounds=in_rounds)
+
+
+def make_publisher(model: nn.Module, engine: Generates, *, share_device: bool = False) -> Publisher:
+    """Merged weights of ``model``, pushed to ``engine``."""
+    return Publisher(lambda: engine_weights(model), [engine], share_device=share_device)
+
+
+def numerics_are_exact(config: Config, device_type: str) -> bool:
+    """Whether engine and trainer both compute in float32, so that their log-probs differ by rounding only."""
+    engine = engine_dtype(config.inference_model.torch_dtype, device_type)
+    trainer = config.train_model.torch_dtype
+    return engine == "float32" and trainer_precision(config, device_type) == "fp32" and trainer in ("auto", "float32")

@@ -19,12 +19,12 @@ from typing import Any
 
 from sota_grpo.config import Config
 from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import term_metric
-from sota_grpo.rewards.function_file import RewardFunctionError, recognise
+from sota_grpo.rewards.function_file import PICKLED, Functions, RewardFunctionError, fingerprint, pickled, recognise
 from sota_grpo.rewards.functions import BUILTIN
-from sota_grpo.rewards.passed_functions import PICKLED, Functions, fingerprint, pickled
 from sota_grpo.run_record import INPUTS
-from sota_grpo.tasks.table_rows import plain_columns
+from sota_grpo.tasks.table import plain_columns
 
 PASSED = "(passed in Python)"
 
@@ -194,9 +194,8 @@ def _write(path: Path, content: bytes | None) -> str:
         if content is None:
             path.unlink(missing_ok=True)
         else:
-            temporary = path.with_name(f".{path.name}.tmp")
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
+            with atomic_file(path) as temporary:
+                temporary.write_bytes(content)
     except OSError as error:
         raise RunFailed(
             f"{path} cannot be written ({error.strerror}); free space there, or choose another run_dir."

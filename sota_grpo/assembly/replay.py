@@ -7,10 +7,13 @@ the optimizer those of the checkpoint before the turn, and the turn is done by t
 from __future__ import annotations
 
 import copy
+import logging
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,16 +27,16 @@ from sota_grpo.assembly.learning import add_adapter, make_advantage, make_learne
 from sota_grpo.checkpoint import CheckpointStore
 from sota_grpo.collate import row_list
 from sota_grpo.compose import load_config
-from sota_grpo.config import Config, model_name
+from sota_grpo.config import Config, model_name, walk
 from sota_grpo.errors import UserError
 from sota_grpo.learner import NonFiniteStep
-from sota_grpo.loss_inputs import LossTokens
-from sota_grpo.objectives import GRPOLoss, GRPOLossOutput
+from sota_grpo.objectives import GRPOLoss, GRPOLossOutput, LossTokens
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.steps import STEPS_FOLDER, StoredStep, read_step, step_of, stored_steps
 from sota_grpo.records import sample_seed
 from sota_grpo.runs import CHECKPOINTS
-from sota_grpo.transforms.penalties import write_reference
+from sota_grpo.transforms import write_reference
+from sota_grpo.validators import validate
 
 #: What is compared, in the order shown: metrics of a turn that follow from its rows, weights and options alone.
 FIGURES = (
@@ -210,3 +213,247 @@ def _seed(turn: Turn, version: int) -> None:
         torch.manual_seed(sample_seed(turn.config.seed, version, 0))
     else:
         torch.set_rng_state(turn.stored.origin.rng)
+
+
+_OF_THE_COLLECTION = (
+    "algorithm.overlong_buffer",
+    "algorithm.dynamic_sampling",
+    "algorithm.dynamic_sampling_max_draws",
+)
+_ALGORITHM = tuple(name for name, _, _ in walk() if name.startswith("algorithm.") and name != "algorithm.name")
+_COMPARED = (
+    *(name for name in _ALGORITHM if name not in _OF_THE_COLLECTION),
+    *("policy.kl_coef", "train.kl_coef_in_loss"),
+)
+_MEMORY = "train.micro_batch_tokens"
+#: Options that act only beside another one: whether it is there, and what it is.
+_ONLY_WITH: dict[str, tuple[Callable[[Config], bool], str]] = {
+    "algorithm.clip_low": (lambda config: config.algorithm.objective == "clipped", "algorithm.objective=clipped"),
+    "algorithm.clip_high": (
+        lambda config: config.algorithm.objective != "reinforce",
+        "algorithm.objective=clipped or cispo",
+    ),
+    "algorithm.correction_mode": (lambda config: config.algorithm.correction != "none", "algorithm.correction"),
+    "algorithm.correction_cap": (lambda config: config.algorithm.correction != "none", "algorithm.correction"),
+    "train.kl_coef_in_loss": (lambda config: config.policy.kl_coef > 0, "policy.kl_coef above 0"),
+}
+
+
+@dataclass(frozen=True)
+class ReplayConfigs:
+    """What a turn is replayed under.
+
+    Attributes:
+        own: the run's options.
+        other: those to compare them with; None: nothing to compare.
+        left: options of the preset asked for that act while responses are collected; ``other`` has the run's.
+    """
+
+    own: Config
+    other: Config | None = None
+    left: tuple[str, ...] = ()
+
+
+def replay_configs(turn: Turn, run_dir: Path, overrides: Sequence[str]) -> ReplayConfigs:
+    """The options of the turn's run, and those under ``overrides``.
+
+    Raises:
+        UserError: an override that does not exist, contradicts another, cannot matter to a turn whose responses are
+            given, or needs what was not stored.
+    """
+    asked = load_config(run_dir, overrides)
+    given = {override.lstrip("+").partition("=")[0]: override for override in overrides}
+    for name, override in given.items():
+        if name not in ("algorithm", _MEMORY, *_COMPARED):
+            raise UserError(
+                f"{override} cannot change a turn whose responses, rewards and weights are given; a replay takes "
+                f"algorithm=PRESET, options of the algorithm, policy.kl_coef and train.kl_coef_in_loss, and {_MEMORY} "
+                "for its memory."
+            )
+    own = copy.deepcopy(turn.config)
+    own.train.micro_batch_tokens = asked.train.micro_batch_tokens
+    if all(name == _MEMORY for name in given):
+        return ReplayConfigs(own)
+    left = tuple(name for name in _OF_THE_COLLECTION if _value(asked, name) != _value(own, name))
+    for name in left:
+        section, _, option = name.partition(".")
+        setattr(getattr(asked, section), option, _value(own, name))
+    if all(_value(asked, name) == _value(own, name) for name in _COMPARED):
+        raise UserError(f"The run had {' '.join(overrides)} itself, so there is nothing to compare.")
+    for name, override in given.items():
+        acts, what = _ONLY_WITH.get(name, (None, ""))
+        if acts is not None and not acts(asked):
+            raise UserError(f"{override} has no effect without {what}.")
+    _require_reference(turn, asked, given)
+    validate(asked)
+    return ReplayConfigs(own, asked, left)
+
+
+def replay_notes(turn: Turn, left: Sequence[str]) -> list[str]:
+    """What keeps a replay from giving the run's very numbers, and what of a preset it cannot show; a sentence each."""
+    origin, part = turn.stored.origin, turn.config.train_model
+    weights = part.torch_dtype if part.torch_dtype in ("bfloat16", "float16") else "float32"
+    notes = []
+    if origin.device != "cpu" or origin.precision != "fp32" or weights != "float32":
+        notes.append(
+            f"The run computed in {origin.precision} with {weights} weights on {origin.device}, the replay in float32 "
+            "on the CPU: their differences are the dtype's and the device's."
+        )
+    if origin.num_ranks > 1:
+        notes.append(f"The learner of the run had {origin.num_ranks} ranks, which add up in another order.")
+    if part.lora.enabled and part.lora.dropout > 0 and (origin.device != "cpu" or origin.num_ranks > 1):
+        notes.append("The run's dropout dropped other inputs than the replay's; losses and gradient differ by that.")
+    if left:
+        notes.append(f"Read while responses are collected, so left as the run had it: {', '.join(left)}.")
+    return notes
+
+
+def _require_reference(turn: Turn, asked: Config, given: dict[str, str]) -> None:
+    """Refuse what the reference's log-probs are needed for, where the turn has none."""
+    if turn.stored.rows[0].get(keys.REF_LOG_PROBS, None) is not None:
+        return
+    asks = [override for name, override in given.items() if name == "algorithm.kl_estimator"]
+    if asked.policy.kl_coef > 0:
+        asks = [given.get("policy.kl_coef", f"policy.kl_coef={asked.policy.kl_coef:g}")]
+    if asks:
+        raise UserError(
+            f"{asks[0]} needs the reference's log-probs, and turn {turn.stored.step} has none: the run had "
+            "policy.kl_coef=0."
+        )
+
+
+def _value(config: Config, name: str) -> Any:
+    return reduce(getattr, name.split("."), config)
+
+
+TOLERANCE = 1e-6  # relative, of what agrees in float32
+_LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
+_JUDGED = (*_LOSSES, "grad_norm")
+_SAME_ADVANTAGE = 1e-6
+
+logger = logging.getLogger(__name__)
+
+
+def replayed(run_dir: Path, step: int | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Replay a stored turn as the run did it and, with ``overrides``, under other options; plain values throughout.
+
+    Args:
+        run_dir: of the run; nothing is written there.
+        step: the turn; None: the last that can be replayed.
+        overrides: such as ``["algorithm=dapo"]``.
+
+    Returns:
+        ``figures``: by name ``stored``, ``replayed`` and ``difference``, with overrides also ``other`` and
+        ``other_difference`` (from ``replayed``); None where nothing was measured. ``agrees``: losses and gradient norm
+        are the stored ones to ``TOLERANCE``. ``worst``: which of them is furthest from it and how far, relatively; None
+        where only one side has it. ``notes``: sentences. With overrides ``advantages`` and ``clip``: what changed.
+
+    Raises:
+        UserError: the turn cannot be replayed, or not under these options.
+    """
+    turn = open_turn(run_dir, step)
+    configs = replay_configs(turn, run_dir, overrides)
+    logger.info("Computing turn %d as the run did.", turn.stored.step)
+    own = replay(turn, configs.own)
+    other = None
+    if configs.other is not None:
+        logger.info("Computing it under %s.", " ".join(overrides))
+        other = replay(turn, configs.other)
+    rows = turn.stored.rows
+    name, distance = worst_distance(turn.stored.metrics, own.figures)
+    found = {
+        "run": str(run_dir),
+        "step": turn.stored.step,
+        "checkpoint": None if turn.checkpoint is None else turn.checkpoint.name,
+        "samples": len(rows),
+        "groups": len({int(row.get(keys.GROUP_ID)) for row in rows}),
+        "optimizer_steps": own.optimizer_steps,
+        "overrides": list(overrides),
+        "figures": _figures(turn, own, other),
+        "agrees": distance <= TOLERANCE,
+        "worst": {"name": name, "relative_difference": distance if math.isfinite(distance) else None},
+        "notes": replay_notes(turn, configs.left),
+    }
+    if other is not None:
+        found |= {"advantages": _advantages(turn, own, other), "clip": _clip(own, other)}
+    return found
+
+
+def worst_distance(stored: Mapping[str, float | None], found: Mapping[str, float | None]) -> tuple[str, float]:
+    """The loss term, or the gradient norm, that is furthest from the stored one, and how far, relatively.
+
+    A loss is a sum of advantages that may cancel, so its distance is in units of the mean absolute advantage where that
+    is larger. A figure that only one side has is infinitely far.
+
+    >>> stored = {"loss/objective": 0.0, "grad_norm": 2.0, "advantage": 0.5}
+    >>> worst_distance(stored, {"loss/objective": 1e-7, "grad_norm": 2.0})
+    ('loss/objective', 2e-07)
+    """
+    worst = ("grad_norm", 0.0)
+    for name in _JUDGED:
+        one, two = stored.get(name), found.get(name)
+        if one is None and two is None:
+            continue
+        floor = (stored.get("advantage") or 0.0) if name in _LOSSES else 0.0
+        distance = float("inf")
+        if one is not None and two is not None:
+            distance = abs(two - one) / max(abs(one), floor, 1e-30)
+        if distance > worst[1]:
+            worst = (name, distance)
+    return worst
+
+
+def _figures(turn: Turn, own: Replay, other: Replay | None) -> dict[str, dict[str, float | None]]:
+    found = {}
+    for name in FIGURES:
+        sources = [turn.stored.metrics, own.figures, *([] if other is None else [other.figures])]
+        if all(source.get(name) is None for source in sources):
+            continue
+        stored, again = turn.stored.metrics.get(name), own.figures.get(name)
+        found[name] = {"stored": stored, "replayed": again, "difference": _minus(again, stored)}
+        if other is not None:
+            value = other.figures.get(name)
+            found[name] |= {"other": value, "other_difference": _minus(value, again)}
+    return found
+
+
+def _minus(one: float | None, two: float | None) -> float | None:
+    return None if one is None or two is None else one - two
+
+
+def _advantages(turn: Turn, own: Replay, other: Replay) -> dict[str, Any]:
+    """How many samples have another advantage, and which changed most."""
+    gaps = (other.advantages - own.advantages).abs()
+    most = int(gaps.argmax())
+    row = turn.stored.rows[most]
+    changed = int((gaps > _SAME_ADVANTAGE).sum())
+    largest = {
+        "group_id": int(row.get(keys.GROUP_ID)),
+        "sample_id": int(row.get(keys.SAMPLE_ID)),
+        "replayed": own.advantages[most].item(),
+        "other": other.advantages[most].item(),
+    }
+    return {"changed": changed, "samples": len(gaps), "largest": largest if changed else None}
+
+
+def _clip(own: Replay, other: Replay) -> dict[str, int | None]:
+    """Uses of tokens in the turn's steps, and of how many the clip took the gradient.
+
+    ``newly`` and ``no_longer`` are None where the two do not train on the same tokens.
+    """
+    one, two = own.clipped, other.clipped
+    same = one.keys() == two.keys() and all(
+        [each.shape for each in one[name]] == [each.shape for each in two[name]] for name in one
+    )
+    found: dict[str, int | None] = {"newly": None, "no_longer": None}
+    if same:
+        before, after = _joined(one), _joined(two)
+        found = {"newly": int((after & ~before).sum()), "no_longer": int((before & ~after).sum())}
+    counts = {"tokens": len(_joined(one)), "replayed": int(_joined(one).sum()), "other": int(_joined(two).sum())}
+    return {**counts, **found}
+
+
+def _joined(clipped: dict[tuple[int, int], list[torch.Tensor]]) -> torch.Tensor:
+    """All tokens in one order, by row and use."""
+    parts = [each for name in sorted(clipped) for each in clipped[name]]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from sota_grpo.config import Config, model_name
-from sota_grpo.engines import SERVERS, make_engine, resolve_engine_name
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines import SERVERS, EngineOptions, make_engine, resolve_engine_name
+from sota_grpo.engines.base import Deadlines, Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import resolve_model_path
@@ -117,37 +118,33 @@ def engine_rows(config: Config, engine: str, device_type: str, num_engines: int 
     return max(config.env.repeats, rows)
 
 
-def engine_options(config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path) -> dict[str, Any]:
-    """Plain values from which :func:`sota_grpo.workers.rollout.rollout_servant` builds an engine in its own process."""
+def engine_options(config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path) -> EngineOptions:
+    """How the run's engine is built, here or in a process of its own."""
     part = config.inference_model
-    return {
-        "engine": engine,
-        "model_name": model_name(config),
-        "dtype": engine_dtype(part.torch_dtype, device_type),
-        "device": device_type,
-        "max_model_len": max_model_len(config),
-        "max_rows": engine_rows(config, engine, device_type),
-        "eos_token_ids": end_token_ids(tokenizer, generation_config_of(config)),
-        "pad_token_id": tokenizer.pad_token_id,
-        "gpu_memory_utilization": part.gpu_memory_utilization,
-        "enforce_eager": part.enforce_eager,
-        "tensor_parallel_size": part.tensor_parallel_size,
-        "trust_remote_code": config.model.trust_remote_code,
-        "seed": config.seed,
-        **server_options(config, engine, run_dir),
-    }
-
-
-def server_options(config: Config, engine: str, run_dir: Path) -> dict[str, Any]:
-    """What an engine behind HTTP needs to know; nothing for the others."""
+    options = EngineOptions(
+        model_name(config),
+        engine=engine,
+        dtype=engine_dtype(part.torch_dtype, device_type),
+        device=device_type,
+        max_model_len=max_model_len(config),
+        max_rows=engine_rows(config, engine, device_type),
+        eos_token_ids=end_token_ids(tokenizer, generation_config_of(config)),
+        pad_token_id=tokenizer.pad_token_id,
+        gpu_memory_utilization=part.gpu_memory_utilization,
+        enforce_eager=part.enforce_eager,
+        tensor_parallel_size=part.tensor_parallel_size,
+        trust_remote_code=config.model.trust_remote_code,
+        seed=config.seed,
+    )
     if engine not in SERVERS:
-        return {}
-    return {
-        "url": config.engine.url,
-        "api_key": config.engine.api_key,
-        "log_path": str(run_dir / f"{engine}.log"),
-        "timeout_s": config.inference_model.timeout_s,
-    }
+        return options
+    return replace(
+        options,
+        url=config.engine.url,
+        api_key=config.engine.api_key,
+        log_path=str(run_dir / f"{engine}.log"),
+        deadlines=Deadlines(control=part.timeout_s),
+    )
 
 
 def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedModel | None, run_dir: Path) -> Engine:
@@ -159,10 +156,8 @@ def start_engine(config: Config, device: str, tokenizer: Any, model: PreTrainedM
     device_type = device.partition(":")[0]
     name = resolve_engine_name(config.engine.name, device=device_type)
     options = engine_options(config, name, device_type, tokenizer, run_dir)
-    del options["engine"], options["model_name"]
-    options |= {"model": model, "model_path": resolve_model_path(model_name(config)), "device": device}
     try:
-        return make_engine(name, **options)
+        return make_engine(replace(options, model=model, device=device))
     except (ValueError, RuntimeError) as error:  # of vLLM: no memory, a model or dtype that it does not serve
         if name != "vllm" or isinstance(error, UserError):
             raise

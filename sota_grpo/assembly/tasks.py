@@ -8,12 +8,11 @@ from typing import Any
 
 from sota_grpo.config import Config, reward_names
 from sota_grpo.errors import UserError
-from sota_grpo.rewards.passed_functions import Functions
+from sota_grpo.rewards.function_file import Functions
 from sota_grpo.tasks import make_bare_task, make_task
 from sota_grpo.tasks.base import Task
-from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows
-from sota_grpo.tasks.splits import unique_examples
-from sota_grpo.validators.tasks import PROCEDURAL, READERS
+from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows, unique_examples
+from sota_grpo.validators import PROCEDURAL, READERS
 
 
 def task_of(config: Config, functions: Functions | None = None) -> Task:

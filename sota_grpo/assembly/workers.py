@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo.assembly.cluster import Cluster
-from sota_grpo.assembly.common import make_evaluator, numerics_are_exact, with_turns
 from sota_grpo.assembly.devices import Plan, device_name
 from sota_grpo.assembly.learning import (
     add_adapter,
@@ -27,7 +27,7 @@ from sota_grpo.assembly.learning import (
     trainer_precision,
     wants_fused_layers,
 )
-from sota_grpo.assembly.parts import Closable, Parts
+from sota_grpo.assembly.parts import Closable, Parts, make_evaluator, numerics_are_exact, with_turns
 from sota_grpo.assembly.rollout import engine_options, engine_rows, make_sampling, max_model_len
 from sota_grpo.async_source import AsyncSource
 from sota_grpo.collate import row_list
@@ -37,23 +37,20 @@ from sota_grpo.engines import SERVERS
 from sota_grpo.envs import TaskEnv
 from sota_grpo.fleet_engine import FleetEngine
 from sota_grpo.learner import Learner
-from sota_grpo.policy.adapter_pack import AdapterPack, base_pack
 from sota_grpo.policy.export import save_hf
 from sota_grpo.policy.load import resolve_model_path
-from sota_grpo.policy.lora import packed_weights
-from sota_grpo.policy.reference_service import ReferenceService
+from sota_grpo.policy.lora import AdapterPack, base_pack, packed_weights
 from sota_grpo.publish import Publisher
 from sota_grpo.recording.heartbeat import starting
 from sota_grpo.remote_learner import RemoteLearner
 from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.tasks.base import Task
 from sota_grpo.transforms import ReferenceKL
-from sota_grpo.validators.processes import obstacle_to_a_broadcast
-from sota_grpo.workers.base import ServantSpec
+from sota_grpo.validators import obstacle_to_a_broadcast
+from sota_grpo.workers.base import ServantSpec, promised
 from sota_grpo.workers.fleet import Fleet
-from sota_grpo.workers.futures import promised
-from sota_grpo.workers.weight_ends import WeightSender
-from sota_grpo.workers.weight_transfer import WeightTransfer
+from sota_grpo.workers.reference import ReferenceService
+from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 
 WAIT_S = 3600.0  # longest wait for any sign of life from any group; dead and hung workers are found much sooner
 
@@ -159,10 +156,9 @@ def _source(
 def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path) -> Fleet:
     count = cluster.num_engines
     rows = engine_rows(config, plan.engine, plan.device_type, count)
-    options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir) | {"max_rows": rows}
-    if plan.device_type == "cpu":
-        options["num_threads"] = cluster.threads
-    spec = ServantSpec("sota_grpo.workers.rollout:rollout_servant", options)
+    options = replace(engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir), max_rows=rows)
+    threads = cluster.threads if plan.device_type == "cpu" else None
+    spec = ServantSpec("sota_grpo.workers.rollout:rollout_servant", {"options": options, "num_threads": threads})
     return Fleet(
         "rollout",
         cluster.start_rollout(spec),

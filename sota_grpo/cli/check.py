@@ -19,7 +19,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sota_grpo.cli.config_options import add_config, config_of
+from sota_grpo.cli.options import add_config, config_of
 
 if TYPE_CHECKING:
     from sota_grpo.gate import Check

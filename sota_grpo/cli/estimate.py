@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from sota_grpo.cli.config_options import add_config, config_of
-from sota_grpo.cli.option_types import above_zero, whole
+from sota_grpo.cli.options import above_zero, add_config, config_of, whole
 
 if TYPE_CHECKING:
     from rich.table import Table

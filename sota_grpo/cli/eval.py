@@ -27,8 +27,8 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sota_grpo.cli.option_types import above_zero, whole
-from sota_grpo.cli.score_io import STANDARD, row_writer
+from sota_grpo.cli.options import above_zero, whole
+from sota_grpo.cli.score import STANDARD, row_writer
 from sota_grpo.errors import RunFailed, UserError
 
 if TYPE_CHECKING:

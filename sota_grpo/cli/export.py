@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.cli.option_types import whole
+from sota_grpo.cli.options import whole
 from sota_grpo.errors import UserError
 
 _KINDS = ("hf", "verl", "trl")

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.cli.option_types import whole
+from sota_grpo.cli.options import whole
 
 
 def add_command(commands: Any) -> None:
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     quiet_console()
     run_dir = Path(options.run_dir)
     load_config(run_dir, options.overrides)  # what is wrong with the names is told before torch is imported
-    from sota_grpo.assembly.replay_table import replayed
+    from sota_grpo.assembly.replay import replayed
 
     found = replayed(run_dir, options.step, options.overrides)
     print(json.dumps(found, indent=2) if options.json else as_text(found), end="\n" if options.json else "")
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """What :func:`sota_grpo.assembly.replay_table.replayed` found, for a person to read."""
+    """What :func:`sota_grpo.assembly.replay.replayed` found, for a person to read."""
     start = found["checkpoint"] or "the initial weights"
     steps = found["optimizer_steps"]
     lines = [

@@ -6,23 +6,112 @@ form of requests and answers, is a :class:`~sota_grpo.engines.server_dialect.Dia
 
 from __future__ import annotations
 
+import logging
+import math
 import queue
 import secrets
 import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-from sota_grpo.engines.checks import checked_weights
-from sota_grpo.engines.server_dialect import Deadlines, Dialect, Order, Versions
-from sota_grpo.engines.server_http import HttpClient, ServerError, ServerSilent
-from sota_grpo.engines.server_process import ServerProcess
+from sota_grpo.engines.base import checked_weights, tied_names
+from sota_grpo.engines.server_dialect import (
+    Deadlines,
+    Dialect,
+    EngineOptions,
+    HttpClient,
+    Order,
+    ServerError,
+    ServerSilent,
+    Versions,
+)
+from sota_grpo.engines.server_process import ServerProcess, start_server
+from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.stepping import SteppingEngine
-from sota_grpo.engines.weight_files import WeightFolder
+from sota_grpo.engines.vllm_server import VLLMDialect
 from sota_grpo.errors import UserError
 from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling
+
+logger = logging.getLogger(__name__)
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def expected_weights(model_path: str, *, trust_remote_code: bool) -> tuple[dict[str, torch.Size], dict[str, str]]:
+    """Names and shapes of the model's ``state_dict()``, and its tied names, without allocating it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from sota_grpo.policy.load import MODEL_LOCK
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    with MODEL_LOCK, torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}, tied_names(model)
+
+
+class WeightFolder:
+    """A folder that only this user can read, in shared memory where that has room, else in the temporary folder.
+
+    Args:
+        shapes: of all weights that one push writes.
+        dtype: in which they are written, that of the server; None: as they come.
+
+    >>> folder = WeightFolder({"w": torch.Size([2])}, torch.float32)
+    >>> push = folder.write({"w": torch.zeros(2)})
+    >>> [file.name for file in push.iterdir()]
+    ['model.safetensors']
+    >>> folder.close()
+    >>> push.exists()
+    False
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype | None):
+        self.dtype = dtype
+        num_bytes = sum(math.prod(shape) for shape in shapes.values()) * (dtype or torch.float32).itemsize
+        free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
+        roomy = free is not None and free > num_bytes
+        if free is not None and not roomy:
+            logger.warning(
+                "%s has %.2f GiB free and a push of weights takes %.2f GiB, so it goes through %s: start the container "
+                "with a larger --shm-size (or --ipc=host).",
+                _SHARED_MEMORY,
+                free / 2**30,
+                num_bytes / 2**30,
+                tempfile.gettempdir(),
+            )
+        self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=_SHARED_MEMORY if roomy else None))
+        # also when the process ends while the thread that owns this is busy
+        self._delete = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    def write(self, weights: Mapping[str, torch.Tensor]) -> Path:
+        """A new folder with all weights in ``model.safetensors``, as a model's folder has them; yours to delete.
+
+        Raises:
+            OSError: no room.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="push-", dir=self.path))
+        tensors: dict[str, torch.Tensor] = {}
+        written: set[int] = set()
+        for name, weight in weights.items():
+            tensor = weight.detach().to("cpu", self.dtype).contiguous()
+            # safetensors takes no two names of one memory, and readers need a tied weight under both its names
+            tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor
+            written.add(tensor.data_ptr())
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    def close(self) -> None:
+        """Delete everything; idempotent, and done at the end of this process too."""
+        self._delete()
+
 
 _STEP_S = 0.05  # a step waits so long for a finished group
 _PROBE_EVERY_S = 10.0  # a server that finishes nothing for so long is asked whether it still works
@@ -299,3 +388,81 @@ class ServerEngine(SteppingEngine):
                 self._aborter.join(_ABORT_S)  # it goes on without us: it should not go on for us
             self._client.close()
             self._weights.close()
+
+
+_CONTROL_CONNECTIONS = 4  # pushing, probing and aborting go on while every row is waited for
+_DIALECTS: dict[str, type[Dialect]] = {dialect.name: dialect for dialect in (VLLMDialect, SGLangDialect)}
+
+
+def server_engine(options: EngineOptions) -> ServerEngine:
+    """The engine ``vllm_server`` or ``sglang_server``.
+
+    A server that is started here listens on the loopback interface, wants a random key for everything, and ends with
+    this process even when that is killed. One at ``options.url`` must be able to read this machine's shared memory.
+
+    Raises:
+        UserError: the server's package is not installed, or the server lacks something.
+        ServerDied: the server ended while it started.
+        ServerLate: it was not ready in time.
+
+    >>> server_engine(EngineOptions("model", eos_token_ids=[1], engine="sglang_server", url="localhost"))
+    Traceback (most recent call last):
+    ...
+    sota_grpo.errors.UserError: engine.url=localhost is not the address of a server; write http://HOST:PORT.
+    """
+    options, dialect = options.resolved(), _DIALECTS[options.engine]()
+    if options.url is None:
+        return _start(dialect, options)
+    client = HttpClient(options.url, api_key=options.api_key, max_connections=options.max_rows + _CONTROL_CONNECTIONS)
+    _require_answer(client, options.deadlines.control)
+    shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)
+    return ServerEngine(client, dialect, shapes=shapes, tied=tied, **_limits(options))
+
+
+def _require_answer(client: HttpClient, timeout_s: float) -> None:
+    try:
+        client.get("/health", timeout_s=timeout_s)
+    except ServerSilent as error:
+        raise UserError(f"No server answers at engine.url={client.url}; start it first, or mend the url.") from error
+    except ServerError:
+        return  # it is there, and says what it lacks when it is asked for more
+
+
+def _start(dialect: Dialect, options: EngineOptions) -> ServerEngine:
+    if find_spec(dialect.package) is None:
+        raise UserError(
+            f"engine={dialect.name} needs the package {dialect.package}, which is not installed; install it "
+            "(README.md, Install), or give engine.url of a server that runs elsewhere on this machine."
+        )
+    on_cpu = not torch.cuda.is_available()
+    shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)
+    folder = WeightFolder(shapes, getattr(torch, options.dtype))
+    # A killed server leaves sockets and meeting points behind. On a GPU the temporary folder keeps compiled code too.
+    leavings = "TMPDIR" if on_cpu else "VLLM_RPC_BASE_PATH"
+    try:
+        process, url, key = start_server(
+            lambda port, key: dialect.command(options, port, key, folder.path, on_cpu=on_cpu),
+            lambda key: {
+                leavings: str(folder.path),
+                **dialect.environment(options, key, on_cpu=on_cpu),
+                **options.environment,
+            },
+            log_path=Path(options.log_path),
+            scratch=folder.path,
+            start_s=options.deadlines.start,
+        )
+    except BaseException:
+        folder.close()
+        raise
+    client = HttpClient(url, api_key=key, max_connections=options.max_rows + _CONTROL_CONNECTIONS)
+    parts: dict[str, Any] = {"process": process, "weight_folder": folder, "can_sleep": not on_cpu}
+    return ServerEngine(client, dialect, shapes=shapes, tied=tied, **parts, **_limits(options))
+
+
+def _limits(options: EngineOptions) -> dict[str, Any]:
+    return {
+        "eos_token_ids": options.eos_token_ids,
+        "max_model_len": options.max_model_len,
+        "max_rows": options.max_rows,
+        "deadlines": options.deadlines,
+    }

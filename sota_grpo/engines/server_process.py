@@ -17,7 +17,7 @@ from pathlib import Path
 
 import sota_grpo
 from sota_grpo.engines.serve import LAUNCHER_SAYS
-from sota_grpo.engines.server_http import HttpClient, ServerError
+from sota_grpo.engines.server_dialect import HttpClient, ServerError
 from sota_grpo.errors import RunFailed
 
 logger = logging.getLogger(__name__)

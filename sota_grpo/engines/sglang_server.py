@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from sota_grpo.engines.server_dialect import Deadlines, Order, ServerOptions, Versions, refusal
-from sota_grpo.engines.server_http import HttpClient, ServerError
+from sota_grpo.engines.server_dialect import Deadlines, EngineOptions, HttpClient, Order, ServerError, Versions, refusal
 from sota_grpo.records import GroupRequest, Sample, Sampling, sample_seed
 
 _SEED_BITS = 31  # SGLang keeps seeds as int32
@@ -35,7 +34,7 @@ class SGLangDialect:
     name = "sglang_server"
     package = "sglang"
 
-    def command(self, options: ServerOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
+    def command(self, options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
         """The key goes into a file that only this user can read: every user can read a command line."""
         settings = scratch / "server.yaml"
         settings.touch(mode=0o600)
@@ -53,7 +52,7 @@ class SGLangDialect:
             *(("--device", "cpu") if on_cpu else ("--enable-memory-saver",)),
         ]
 
-    def environment(self, options: ServerOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
+    def environment(self, options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
         """Log-probs after temperature, whatever this process's own environment says."""
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 

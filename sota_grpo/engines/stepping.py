@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
-from sota_grpo.engines.checks import response_rooms
+from sota_grpo.engines.base import response_rooms
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 
 

@@ -1,4 +1,10 @@
-"""The vLLM engine, in this process, on CPU or CUDA. vLLM is imported when the engine is built, never before."""
+"""The vLLM engine, in this process, on CPU or CUDA. vLLM is imported when the engine is built, never before.
+
+vLLM's own C++ norms for its CPU engine, which computes them in plain torch otherwise (vLLM 0.32).
+
+For a small model plain torch's are a fifth of the time of decoding. The kernels are registered as vLLM provides for,
+as implementations of its operations (``vllm.ir``) beside the native ones, which still serve what kernels do not take.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +18,57 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from sota_grpo.engines.checks import checked_weights, matrix_dtype, tied_names
+from sota_grpo.engines.base import EngineOptions, checked_weights, matrix_dtype, tied_names
 from sota_grpo.engines.stepping import SteppingEngine
-from sota_grpo.engines.vllm_cpu_norms import cpu_norms
 from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+
+PROVIDER = "sota_grpo_cpu"
+
+
+def cpu_norms() -> dict[str, list[str]]:
+    """Register the kernels, once in a process, and give the engine's argument ``ir_op_priority`` that prefers them.
+
+    Empty where this build of vLLM lacks them.
+    """
+    from vllm import ir
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if not all(hasattr(torch.ops._C, name) for name in ("rms_norm", "fused_add_rms_norm")):
+        return {}
+    if PROVIDER not in ir.ops.rms_norm.impls:
+        ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_takes)(_rms_norm)
+        register = ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_takes_both, inplace=True)
+        register(_fused_add_rms_norm)
+    return {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}
+
+
+def _takes(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    """Whole rows that lie one after another, and a weight of their dtype."""
+    return variance_size is None and weight is not None and weight.dtype == x.dtype and x.is_contiguous()
+
+
+def _takes_both(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    same = x_residual.dtype == x.dtype and x_residual.is_contiguous()
+    return same and _takes(x, weight, epsilon, variance_size)
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    output = torch.empty_like(x)
+    torch.ops._C.rms_norm(output, x, weight, epsilon)
+    return output
+
+
+def _fused_add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual
+
 
 _CPU_BLOCK_TOKENS = 32  # vLLM's default on CPU is 128: prompts below that would share nothing
 
@@ -34,64 +86,39 @@ class VLLMEngine(SteppingEngine):
     Environment, set before vLLM is imported: ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` always (weights are handed over as
     tensors); where unset, ``VLLM_LOGGING_LEVEL=ERROR`` and, on CPU, ``VLLM_CPU_KVCACHE_SPACE=1`` (GiB). On CPU vLLM
     computes with this process's OpenMP threads (``OMP_NUM_THREADS``), so it takes turns with the learner.
-
-    Args:
-        model_path: folder or hub id of the model.
-        eos_token_ids: the tokens that end a response.
-        max_model_len: context in tokens; None takes what the model allows.
-        dtype: of vLLM's weights, ``float32``, ``bfloat16`` or ``float16``.
-        max_rows: most samples in flight at once.
-        gpu_memory_utilization: share of the GPU's memory for weights and cache; unused on CPU.
-        enforce_eager: no CUDA graphs; None: only on CPU.
-        tensor_parallel_size: GPUs that hold one copy of the model, each in a process that vLLM spawns: a script whose
-            main module is imported again there needs ``if __name__ == "__main__":``.
-        seed: of vLLM's own random state; no sample depends on it.
-        trust_remote_code: run Python code that the model's repository brings along.
     """
 
     name = "vllm"
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        eos_token_ids: Collection[int],
-        max_model_len: int | None = None,
-        dtype: str = "float32",
-        max_rows: int = 256,
-        gpu_memory_utilization: float = 0.5,
-        enforce_eager: bool | None = None,
-        tensor_parallel_size: int = 1,
-        seed: int = 0,
-        trust_remote_code: bool = False,
-    ):
+    def __init__(self, options: EngineOptions):
         super().__init__()
         self.version = 0
         self._on_cpu = not torch.cuda.is_available()
-        self._eos_token_ids = sorted(eos_token_ids)
+        self._eos_token_ids = sorted(options.eos_token_ids)
         self._requests: dict[int, GroupRequest] = {}  # in flight, by ticket; vLLM knows them as str(ticket)
         self._asleep = False
-        self._tensor_parallel_size = tensor_parallel_size
-        if not self._on_cpu and tensor_parallel_size == 1:
+        self._tensor_parallel_size = options.tensor_parallel_size
+        if not self._on_cpu and options.tensor_parallel_size == 1:
             self.device = torch.device("cuda:0")  # vLLM takes the first that this process sees
-        options: dict[str, Any] = {
-            "max_model_len": max_model_len,
-            "dtype": dtype,
-            "max_num_seqs": max_rows,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "enforce_eager": self._on_cpu if enforce_eager is None else enforce_eager,
-            "tensor_parallel_size": tensor_parallel_size,
-            "seed": seed,
-            "trust_remote_code": trust_remote_code,
+        options = options.resolved()
+        arguments = {
+            "max_model_len": options.max_model_len,
+            "dtype": options.dtype,
+            "max_num_seqs": options.max_rows,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "enforce_eager": self._on_cpu if options.enforce_eager is None else options.enforce_eager,
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "seed": options.seed,
+            "trust_remote_code": options.trust_remote_code,
         }
         with _process_state_restored():
-            self._llm: Any = _start(model_path, options, on_cpu=self._on_cpu)
+            self._llm: Any = _start(options.model_path, arguments, on_cpu=self._on_cpu)
         self._engine: Any = self._llm.llm_engine
         self.max_model_len = int(self._engine.model_config.max_model_len)
         self._engine.set_weight_version("0")
         found = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
         self.weight_dtype = found.pop() if len(found) == 1 else None
-        self._shapes, self._tied = _expected_weights(self._engine.model_config.hf_config, trust_remote_code)
+        self._shapes, self._tied = _expected_weights(self._engine.model_config.hf_config, options.trust_remote_code)
 
     def _start(
         self, tickets: Sequence[int], requests: Sequence[GroupRequest], rooms: Sequence[int], sampling: Sampling

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from sota_grpo.engines.serve import KEY_VARIABLE
-from sota_grpo.engines.server_dialect import Deadlines, Order, ServerOptions, Versions, refusal
-from sota_grpo.engines.server_http import HttpClient, ServerError
+from sota_grpo.engines.server_dialect import Deadlines, EngineOptions, HttpClient, Order, ServerError, Versions, refusal
 from sota_grpo.errors import UserError
 from sota_grpo.records import GroupRequest, Sample, Sampling, sample_seed
 
@@ -40,7 +39,7 @@ class VLLMDialect:
     name = "vllm_server"
     package = "vllm"
 
-    def command(self, options: ServerOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
+    def command(self, options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
         """The key travels in the environment: every user of the machine can read a command line."""
         eager = on_cpu if options.enforce_eager is None else options.enforce_eager
         # Chunked prefill breaks seeded requests on CPU, and its default block of 128 tokens shares no short prompt.
@@ -60,7 +59,7 @@ class VLLMDialect:
             *kind,
         ]
 
-    def environment(self, options: ServerOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
+    def environment(self, options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
         """Control endpoints; on CPU this process's number of threads wherever there is room, and nothing compiled.
 
         What vLLM compiles on CPU counts ranks that nobody reads, and takes 7 seconds. Without the extra worker

@@ -10,7 +10,6 @@ import torch
 
 from sota_grpo.envs.task_env import TaskEnv
 from sota_grpo.tasks import make_task
-from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.dataset import SUFFIXES
 
 
@@ -21,7 +20,8 @@ class DatasetEnv(TaskEnv):
     ``batch_size_dl`` changes nothing, because the rows are held in memory.
 
     Args:
-        make: makes the task, once the keywords are known to be good.
+        task: its name.
+        place: where its data are.
         shuffle: a fresh order every epoch.
         num_envs: dialogs at once, a multiple of ``repeats``.
         repeats: group size; None is 1.
@@ -39,15 +39,18 @@ class DatasetEnv(TaskEnv):
         ray_backend: not supported.
         dataloader_actor_name: not supported.
         max_prompt_tokens: longest prompt allowed.
+        options: of the task.
 
     Raises:
         ValueError: a value that cannot be honoured, in one sentence.
         DatasetError: the dataset cannot be used.
+        TypeError: a keyword that neither takes.
     """
 
     def __init__(
         self,
-        make: Callable[[], Task],
+        task: str,
+        place: Mapping[str, Any],
         *,
         shuffle: bool = True,
         num_envs: int = 1,
@@ -66,6 +69,7 @@ class DatasetEnv(TaskEnv):
         ray_backend: bool = False,
         dataloader_actor_name: str | None = None,
         max_prompt_tokens: int | None = None,
+        **options: Any,
     ):
         _refuse("collate_fn", collate_fn, None, "the columns of the dataset are read as they are")
         _refuse("max_steps", max_steps, 1, "a problem is answered in one turn")
@@ -74,7 +78,7 @@ class DatasetEnv(TaskEnv):
         _refuse("dataloader_actor_name", dataloader_actor_name, None, "there is no Ray actor")
         _check_tokenizer(tokenizer, apply_template)
         super().__init__(
-            make(),
+            make_task(task, **place, **options),
             tokenizer,
             num_envs=num_envs,
             repeats=1 if repeats is None else repeats,
@@ -92,9 +96,7 @@ class GSM8KEnv(DatasetEnv):
 
     Args:
         dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
-        num_heldout: rows of a local file that are not trained on.
-        answer_format, format_weight, system_prompt: see :class:`sota_grpo.tasks.gsm8k.GSM8KTask`.
-        keywords: of :class:`DatasetEnv`.
+        keywords: of :class:`DatasetEnv` and :class:`sota_grpo.tasks.gsm8k.GSM8KTask`.
 
     Raises:
         ValueError, DatasetError: see :class:`DatasetEnv`.
@@ -105,24 +107,8 @@ class GSM8KEnv(DatasetEnv):
         collector = LLMCollector(env, policy=wrapper, dialog_turns_per_batch=16)    # TorchRL's own
     """
 
-    def __init__(
-        self,
-        *,
-        dataset: str = "openai/gsm8k",
-        num_heldout: int = 512,
-        answer_format: str = "hash",
-        format_weight: float = 0.0,
-        system_prompt: str | None = None,
-        **keywords: Any,
-    ):
-        options: dict[str, Any] = {
-            **_place(dataset),
-            "num_heldout": num_heldout,
-            "answer_format": answer_format,
-            "format_weight": format_weight,
-            "system_prompt": system_prompt,
-        }
-        super().__init__(lambda: make_task("gsm8k", **options), **keywords)
+    def __init__(self, *, dataset: str = "openai/gsm8k", **keywords: Any):
+        super().__init__("gsm8k", _place(dataset), **keywords)
 
 
 class MATHEnv(DatasetEnv):
@@ -133,43 +119,14 @@ class MATHEnv(DatasetEnv):
 
     Args:
         dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
-        num_heldout: rows of a local file that are not trained on.
-        answer_format, format_weight, system_prompt, correct, wrong, no_answer: see
-            :class:`sota_grpo.tasks.math.MathTask`.
-        keywords: of :class:`DatasetEnv`.
+        keywords: of :class:`DatasetEnv` and :class:`sota_grpo.tasks.math.MathTask`.
 
     Raises:
         ValueError, DatasetError: see :class:`DatasetEnv`.
-
-    Example::
-
-        env = MATHEnv(tokenizer=tokenizer, num_envs=16, repeats=8)
     """
 
-    def __init__(
-        self,
-        *,
-        dataset: str = "DigitalLearningGmbH/MATH-lighteval",
-        num_heldout: int = 512,
-        answer_format: str = "boxed",
-        format_weight: float = 0.0,
-        system_prompt: str | None = None,
-        correct: float = 1.0,
-        wrong: float = -1.0,
-        no_answer: float = -0.5,
-        **keywords: Any,
-    ):
-        options: dict[str, Any] = {
-            **_place(dataset),
-            "num_heldout": num_heldout,
-            "answer_format": answer_format,
-            "format_weight": format_weight,
-            "system_prompt": system_prompt,
-            "correct": correct,
-            "wrong": wrong,
-            "no_answer": no_answer,
-        }
-        super().__init__(lambda: make_task("math", **options), **keywords)
+    def __init__(self, *, dataset: str = "DigitalLearningGmbH/MATH-lighteval", **keywords: Any):
+        super().__init__("math", _place(dataset), **keywords)
 
 
 class IFEvalEnv(DatasetEnv):
@@ -180,40 +137,15 @@ class IFEvalEnv(DatasetEnv):
 
     Args:
         dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
-        eval_dataset, num_heldout: what is held out of training; see :meth:`sota_grpo.tasks.ifeval.IFEvalTask.load`.
-        system_prompt, instructions_weight, all_weight, nltk_data: see :class:`sota_grpo.tasks.ifeval.IFEvalTask`.
-        keywords: of :class:`DatasetEnv`.
+        eval_dataset: what is held out of training; see :meth:`sota_grpo.tasks.ifeval.IFEvalTask.load`.
+        keywords: of :class:`DatasetEnv` and :class:`sota_grpo.tasks.ifeval.IFEvalTask`.
 
     Raises:
         ValueError, DatasetError: see :class:`DatasetEnv`.
-
-    Example::
-
-        env = IFEvalEnv(tokenizer=tokenizer, num_envs=16, repeats=8)
     """
 
-    def __init__(
-        self,
-        *,
-        dataset: str = "allenai/RLVR-IFeval",
-        eval_dataset: str | None = None,
-        num_heldout: int = 512,
-        system_prompt: str | None = None,
-        instructions_weight: float = 1.0,
-        all_weight: float = 0.0,
-        nltk_data: str | None = None,
-        **keywords: Any,
-    ):
-        options: dict[str, Any] = {
-            "path": dataset,
-            "eval_path": eval_dataset,
-            "num_heldout": num_heldout,
-            "system_prompt": system_prompt,
-            "instructions_weight": instructions_weight,
-            "all_weight": all_weight,
-            "nltk_data": nltk_data,
-        }
-        super().__init__(lambda: make_task("ifeval", **options), **keywords)
+    def __init__(self, *, dataset: str = "allenai/RLVR-IFeval", eval_dataset: str | None = None, **keywords: Any):
+        super().__init__("ifeval", {"path": dataset, "eval_path": eval_dataset}, **keywords)
 
 
 class ArithmeticEnv(DatasetEnv):
@@ -222,20 +154,15 @@ class ArithmeticEnv(DatasetEnv):
     Args:
         seed: of the problems and of their order; None draws one.
         difficulty: most steps of a problem, 1 to 4.
-        num_train: number of problems.
-        keywords: of :class:`DatasetEnv`.
+        keywords: of :class:`DatasetEnv` and of the task.
 
     Raises:
         ValueError: see the task and :class:`TaskEnv`.
-
-    Example::
-
-        env = ArithmeticEnv(tokenizer=tokenizer, num_envs=16, repeats=8, difficulty=2)
     """
 
-    def __init__(self, *, seed: int | None = None, difficulty: int = 4, num_train: int = 8192, **keywords: Any):
-        options: dict[str, Any] = {"seed": _seed(seed), "num_train": num_train, "max_steps": difficulty}
-        super().__init__(lambda: make_task("arithmetic", **options), seed=options["seed"], **keywords)
+    def __init__(self, *, seed: int | None = None, difficulty: int = 4, **keywords: Any):
+        drawn = _seed(seed)
+        super().__init__("arithmetic", {"seed": drawn, "max_steps": difficulty}, seed=drawn, **keywords)
 
 
 def _place(dataset: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 The same arithmetic as :func:`sota_grpo.functional.log_probs.chunked_log_probs` does with torch's operators, which is
 its reference: a program takes one row, whose logits stay in registers. Logits are in base 2; see
-:class:`sota_grpo.functional.logit_tiles.LogitTiles`.
+:class:`sota_grpo.functional.log_probs.LogitTiles`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sota_grpo.functional.logit_tiles import MAX_COLUMNS
+from sota_grpo.functional.log_probs import MAX_COLUMNS
 
 WARPS = 8
 

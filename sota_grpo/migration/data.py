@@ -1,16 +1,107 @@
-"""The data of a run, as verl and TRL read them: what it trains on, and the held-out problems that it measures."""
+"""The data of a run, as verl and TRL read them: what it trains on, and the held-out problems that it measures.
+
+Our grader as a reward function of verl and of TRL, so that a run that has moved is rewarded as before.
+
+An exported ``reward.py`` (verl) or ``train.py`` (TRL) calls these with the ``config.yaml`` beside it; the columns
+``query``, ``answer`` and ``extra`` of the exported data hold the example (:mod:`sota_grpo.migration.data`).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.assembly.tasks import bare_task
+from sota_grpo.compose import load_config
 from sota_grpo.errors import UserError
-from sota_grpo.migration.graders import example_columns
-from sota_grpo.records import Example
+from sota_grpo.functional.weighting import soft_overlong_penalty
+from sota_grpo.records import Example, Score
+from sota_grpo.scoring import guarded_scores, total_reward
 from sota_grpo.tasks.base import Task
+
+
+def example_columns(example: Example) -> dict[str, str]:
+    """An example as three columns of text, which every table can hold.
+
+    >>> example = Example("2 + 2?", "4", {"level": 1})
+    >>> example_columns(example)
+    {'query': '2 + 2?', 'answer': '4', 'extra': '{"level": 1}'}
+    >>> example_of(example_columns(example)) == example
+    True
+    """
+    return {"query": example.query, "answer": example.answer, "extra": json.dumps(dict(example.extra))}
+
+
+def example_of(columns: Mapping[str, str]) -> Example:
+    """The example of :func:`example_columns`."""
+    return Example(columns["query"], columns["answer"], json.loads(columns["extra"]))
+
+
+def verl_reward(config_file: str | Path) -> Callable[..., dict[str, float]]:
+    """``compute_score`` for verl: the reward as ``score``, and whether the response is right as ``acc``.
+
+    A response at which the grader fails earns 0, as in training.
+
+    Args:
+        config_file: of the run; its folder holds what it names.
+    """
+    task = _task(Path(config_file))
+
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
+    ) -> dict[str, float]:
+        (score,) = _scores(task, [(solution_str, example_of(extra_info))])
+        return {"score": total_reward(score.terms, task.term_weights), "acc": float(score.success)}
+
+    return compute_score
+
+
+def trl_reward(config_file: str | Path) -> Callable[..., list[float]]:
+    """A reward function for TRL's trainers, which are given the columns of the exported data.
+
+    Args:
+        config_file: see :func:`verl_reward`.
+    """
+    task = _task(Path(config_file))
+
+    def reward(
+        completions: Sequence[Any], query: Sequence[str], answer: Sequence[str], extra: Sequence[str], **_: Any
+    ) -> list[float]:
+        rows = [dict(zip(("query", "answer", "extra"), row)) for row in zip(query, answer, extra, strict=True)]
+        texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+        scores = _scores(task, list(zip(texts, map(example_of, rows), strict=True)))
+        return [total_reward(score.terms, task.term_weights) for score in scores]
+
+    return reward
+
+
+def trl_overlong(max_tokens: int, buffer_tokens: int) -> Callable[..., list[float]]:
+    """DAPO's soft penalty on length (``algorithm.overlong_buffer``) as a reward function of its own.
+
+    >>> trl_overlong(10, 4)(completion_ids=[[1] * 6, [1] * 9])
+    [0.0, -0.75]
+    """
+    import torch
+
+    def overlong(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        lengths = torch.tensor([len(ids) for ids in completion_ids])
+        return soft_overlong_penalty(lengths, max_tokens, buffer_tokens).tolist()
+
+    return overlong
+
+
+def _scores(task: Task, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
+    return guarded_scores(task.score, task.term_weights, pairs)
+
+
+def _task(config_file: Path) -> Task:
+    """The task of an exported config; its reward functions stand beside it."""
+    config = load_config(config_file.parent)
+    if config.reward.path is not None:
+        config.reward.path = str(config_file.parent / config.reward.path)
+    return bare_task(config)
 
 
 def verl_rows(task: Task, examples: Sequence[Example], split: str) -> Iterator[dict[str, Any]]:

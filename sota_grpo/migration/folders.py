@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from sota_grpo.assembly.tasks import task_of
 from sota_grpo.compose import load_config
 from sota_grpo.config import Config, model_name
 from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.files import atomic_folder
 from sota_grpo.migration.account import Account, Facts
 from sota_grpo.migration.card import Trained, model_card, our_version
 from sota_grpo.migration.data import trl_rows, verl_rows, write_jsonl, write_parquet
@@ -36,7 +36,7 @@ _VERL_REWARD = '''"""The reward of {name}: sota_grpo's own grader, as verl calls
 
 from pathlib import Path
 
-from sota_grpo.migration.graders import verl_reward
+from sota_grpo.migration.data import verl_reward
 
 compute_score = verl_reward(Path(__file__).with_name("config.yaml"))
 '''
@@ -169,19 +169,14 @@ def _new_folder(out: Path, run_dir: Path) -> Iterator[Path]:
     is_ours = out.resolve().parent == (run_dir / "export").resolve()
     if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is not empty; give another folder, or empty it.")
-    partial = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror}).") from error
-    try:
-        yield partial
-        if out.is_dir():
-            shutil.rmtree(out)
-        partial.rename(out)
+        with ExitStack() as stack:
+            try:
+                partial = stack.enter_context(atomic_folder(out))
+            except OSError as error:
+                raise UserError(f"--out {out} cannot be written ({error.strerror}).") from error
+            yield partial
     except OSError as error:
         if isinstance(error, UserError):
             raise
         raise RunFailed(f"--out {out} cannot be written ({error.strerror or error}).") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

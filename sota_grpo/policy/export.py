@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from sota_grpo.policy.lora import base_model, engine_weights
+from sota_grpo.files import atomic_folder
+from sota_grpo.policy.load import base_model
+from sota_grpo.policy.lora import engine_weights
 
 
 def save_hf(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: str | os.PathLike[str]) -> Path:
@@ -33,25 +34,7 @@ def save_hf(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: str
         return target
     if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
         raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
-    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    replaced = target.with_name(f".{target.name}.{os.getpid()}.old")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with atomic_folder(target) as partial:
         base_model(model).save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
-        _swap(partial, target, replaced)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return target
-
-
-def _swap(partial: Path, target: Path, replaced: Path) -> None:
-    if target.exists():
-        target.rename(replaced)
-    try:
-        partial.rename(target)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(target)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)

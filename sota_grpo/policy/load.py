@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -20,7 +23,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from sota_grpo import model_sizes
 from sota_grpo.errors import UserError
+from sota_grpo.model_sizes import Architecture
 from sota_grpo.policy.smollm2 import SMOLLM2, smollm2_folder
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -202,3 +207,94 @@ def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
             f"model.name={name} could not be loaded from {path} ({reason}); give the folder of a saved model, "
             "check the network and the hub id, or use model.name=tiny"
         ) from error
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model itself, out of its LoRA wrapper when it has one."""
+    return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+
+
+def find_architecture(name: str, *, trust_remote_code: bool = False) -> tuple[Architecture, str]:
+    """The shape of the model called ``name``, and where it was found.
+
+    A folder is asked first; a name on the hub is looked up in :mod:`sota_grpo.model_sizes`, whose facts are those of
+    the hub, and the hub itself is asked for the rest. No weight is read.
+
+    Raises:
+        ModelNotFoundError: no such folder, or a hub that does not answer about a model that is not in the table.
+
+    >>> tiny, place = find_architecture("tiny")
+    >>> tiny.hidden, tiny.layers, tiny.parameters, place
+    (128, 4, 870528, 'config.json of tiny')
+    >>> find_architecture("Qwen/Qwen2.5-3B-Instruct")[1]
+    'table of public models'
+    """
+    known = model_sizes.architecture_of(name)
+    if known is not None and not Path(resolve_model_path(name)).is_dir():
+        return known, "table of public models"
+    config = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust_remote_code)
+    return architecture_from(config, trust_remote_code=trust_remote_code), f"config.json of {name}"
+
+
+def architecture_from(config: Any, *, trust_remote_code: bool = False) -> Architecture:
+    """The shape that a transformers config describes; its parameters are counted on the meta device.
+
+    What the numbers of an :class:`~sota_grpo.model_sizes.Architecture` do not account for (experts, further biases) is
+    its ``other``.
+
+    >>> from transformers import Qwen2Config
+    >>> shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    >>> found = architecture_from(Qwen2Config(intermediate_size=96, vocab_size=100, **shape))
+    >>> found.head_dim, found.qkv_bias, found.tied, found.other
+    (16, True, False, 0)
+    """
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    with MODEL_LOCK, torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    names = {name.rpartition("layers.0.")[2]: weight.shape for name, weight in model.named_parameters()}
+    found = Architecture(
+        hidden=text.hidden_size,
+        layers=text.num_hidden_layers,
+        heads=heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        vocab=text.vocab_size,
+        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        context=getattr(text, "max_position_embeddings", None) or 2048,
+        qkv_bias="self_attn.q_proj.bias" in names,
+        qk_norm="self_attn.q_norm.weight" in names,
+    )
+    counted = sum(weight.numel() for weight in model.parameters())
+    return replace(found, other=counted - found.parameters)
+
+
+def dropouts(module: nn.Module) -> list[nn.Dropout]:
+    """The dropouts that drop.
+
+    >>> len(dropouts(nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.1))))
+    1
+    """
+    return [child for child in module.modules() if isinstance(child, nn.Dropout) and child.p > 0]
+
+
+@contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """Every dropout of ``module`` is the identity inside.
+
+    >>> module = nn.Dropout(0.5)
+    >>> with without_dropout(module):
+    ...     module.p
+    0.0
+    >>> module.p
+    0.5
+    """
+    rates = [(child, child.p) for child in dropouts(module)]
+    for child, _ in rates:
+        child.p = 0.0
+    try:
+        yield
+    finally:
+        for child, rate in rates:
+            child.p = rate

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from sota_grpo.policy.shards import local
+from sota_grpo.policy.sharding import local
 
 PROBE_SHARE = 0.01  # of each tensor's elements; changed signs move a tensor by 2 sqrt(share), a fifth, of its norm
 

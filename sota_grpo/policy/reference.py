@@ -1,6 +1,6 @@
 """The frozen reference policy of the KL term, where it lives in this process.
 
-Every class here, and :class:`sota_grpo.policy.reference_service.ReferenceService` for models in other processes,
+Every class here, and :class:`sota_grpo.workers.reference.ReferenceService` for models in other processes,
 answers the same call: padded rows in, log-probabilities ``[N, T]`` (float32, 0 off the assistant mask, no gradient, on
 the device of the rows) out, and ``close()``, which is idempotent.
 """

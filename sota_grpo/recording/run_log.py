@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import declared
 from sota_grpo.recording.sinks import Sink
 from sota_grpo.run_record import METRICS_FILE, ROLLOUTS_FILE
@@ -268,21 +269,14 @@ def _end_of_last_whole_line(file: BinaryIO, size: int) -> int:
 
 
 def _drop_from(path: Path, first_step: int) -> int:
-    """Rewrite ``path`` without the lines of step ``first_step`` and later, under its name only once complete."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Rewrite ``path`` without the lines of step ``first_step`` and later."""
     dropped = 0
-    with path.open("rb") as lines, temporary.open("wb") as kept:
+    with atomic_file(path, durable=True) as temporary, path.open("rb") as lines, temporary.open("wb") as kept:
         for number, line in enumerate(lines, 1):
             if _step_of(line, path, number) < first_step:
                 kept.write(line)
             else:
                 dropped += 1
-        kept.flush()
-        os.fsync(kept.fileno())
-    if dropped:
-        os.replace(temporary, path)
-    else:
-        temporary.unlink()
     return dropped
 
 

@@ -14,7 +14,6 @@ import os
 import pickle
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.files import atomic_file
 
 STEPS_FOLDER = "steps"
 MOST_BYTES = 2 << 30  # of all stored turns; the oldest go first, but for turn 0
@@ -65,7 +65,7 @@ class StoredStep:
         metrics: its row of ``metrics.jsonl``.
         rows: what the learner was given, one TensorDict per response.
         fields: per row :data:`sota_grpo.recording.run_log.ROLLOUT_FIELDS`.
-        pieces: per row the text of each token after the prompt; see :func:`sota_grpo.recording.pieces.text_pieces`.
+        pieces: per row the text of each token after the prompt; see :func:`sota_grpo.step_log.text_pieces`.
         measured: per row ``[2, T_i]``, the learner's log-probs and entropies before the turn, in nats, without dropout,
             0 off the assistant mask; None where they were not looked at.
         origin: what computed it.
@@ -134,16 +134,13 @@ def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes
         RunFailed: the file system refused.
     """
     path = Path(run_dir) / STEPS_FOLDER / f"step_{stored.step:06d}.pt"
-    temporary = path.with_name(f".{path.name}.tmp")
     buffer = io.BytesIO()  # torch's own writer would hide why a disk refuses
     torch.save(_content(stored), buffer)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(buffer.getbuffer())
-        os.replace(temporary, path)
+        with atomic_file(path) as temporary:
+            temporary.write_bytes(buffer.getbuffer())
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise RunFailed(
             f"{path} cannot be written ({error.strerror}); free space there, or set logging.store_steps=false, then "
             "train.resume=auto continues from the last checkpoint."

@@ -3,7 +3,6 @@
 Everything is read from run directories, finished or not; nothing here knows the trainer.
 """
 
-from sota_grpo.report.page import write_report
-from sota_grpo.report.training import TrainingReport
+from sota_grpo.report.page import TrainingReport, write_report
 
 __all__ = ["TrainingReport", "write_report"]

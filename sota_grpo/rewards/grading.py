@@ -12,11 +12,10 @@ from typing import Protocol
 from sota_grpo.records import Example, Score
 from sota_grpo.scoring import FailureLog, Scorer, failed_score, guarded_scores
 from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.workers.base import gathered, promised, resolve
 from sota_grpo.workers.fleet import Fleet, starter
-from sota_grpo.workers.futures import gathered, promised, resolve
-from sota_grpo.workers.ledger import Ledger
 from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
-from sota_grpo.workers.reward import reward_spec
+from sota_grpo.workers.reward import Ledger, reward_spec
 from sota_grpo.workers.slots import TaskLost, TaskOverdue
 
 Asked = list[tuple[str, Example]]
@@ -68,7 +67,7 @@ class GradingPool:
 
     Contract. Consumes: groups of texts. Produces: their scores, equal to those of :class:`LocalGrader`. Waits for: a
     worker, at one response no longer than ``timeout_s`` (at most an eighth more); then it is killed. Workers note which
-    response they are at (:class:`~sota_grpo.workers.ledger.Ledger`), so the response that a worker hangs or crashes at
+    response they are at (:class:`~sota_grpo.workers.reward.Ledger`), so the response that a worker hangs or crashes at
     is known, counts as a failure (all terms 0) at once, and only its siblings are graded by another worker. Where a
     worker was ended by SIGKILL or SIGTERM, somebody else may have done it (a person, the kernel out of memory): the
     response is graded once more, alone, and counts as a failure when that worker dies, too. A grader of whole groups

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from sota_grpo.rewards.numbers import numbers_equal
+from sota_grpo.rewards.extract import numbers_equal
 
 TAG = re.compile(r"</?(?:think|answer)>")  # as they are asked for: in lower case, without spaces
 _SHAPE = ["<think>", "</think>", "<answer>", "</answer>"]

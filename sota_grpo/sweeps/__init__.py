@@ -1,8 +1,19 @@
 """Sweeps: what the runs below a directory gave, side by side, and how a sweep that was cut off goes on."""
 
 from sota_grpo.sweeps.command import continued, mark_complete, note_command
-from sota_grpo.sweeps.reading import RunRow, Setting, Sweep, objective, read_sweep
-from sota_grpo.sweeps.tables import SUMMARY, as_csv, as_json, as_text, default_metric, write_summary
+from sota_grpo.sweeps.tables import (
+    SUMMARY,
+    RunRow,
+    Setting,
+    Sweep,
+    as_csv,
+    as_json,
+    as_text,
+    default_metric,
+    objective,
+    read_sweep,
+    write_summary,
+)
 
 __all__ = [
     "SUMMARY",

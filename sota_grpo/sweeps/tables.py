@@ -5,28 +5,246 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sota_grpo.errors import UserError
+from sota_grpo.files import write_text
+from sota_grpo.recording.metrics import METRICS
 from sota_grpo.recording.progress import duration
-from sota_grpo.run_record import write_text
-from sota_grpo.sweeps.reading import (
-    ACCURACY,
-    ACCURACY_ERROR,
-    LAST_TURNS,
-    REWARD,
-    SEED,
-    RunRow,
-    Setting,
-    Sweep,
-    read_sweep,
+from sota_grpo.run_record import (
+    METRICS_FILE,
+    OVERRIDES_FILE,
+    is_run,
+    natural,
+    read_record,
+    read_rows,
+    state_of,
 )
+
+Found = TypeVar("Found")
+LAST_TURNS = 10  # a single turn's reward is too noisy to compare runs by
+SEED = "seed"
+ACCURACY, ACCURACY_ERROR, REWARD = "eval/accuracy", "eval/stderr", "reward"
+
+_DEPTH = 3  # folders between a sweep and its runs: hydra.sweep.subdir may name several
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run of a sweep.
+
+    Attributes:
+        name: its folder below the sweep's.
+        path: its directory.
+        overrides: what its command line asked for, by option.
+        state: ``finished``, ``running``, ``stopped`` or ``failed``.
+        note: why it failed, or why it is not finished; empty where there is nothing to say.
+        metrics: by name: of what is measured every turn the mean over the last 10 turns that measured it, of
+            evaluations and counters the last value.
+        turns: done so far.
+        asked: turns that it was started for, where it began to train.
+        seconds: of its turns and evaluations, by the clock; what a run takes to start is not among them.
+    """
+
+    name: str
+    path: Path
+    overrides: Mapping[str, str]
+    state: str
+    note: str
+    metrics: Mapping[str, float]
+    turns: int
+    asked: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The runs that differ in nothing but their seed.
+
+    Attributes:
+        overrides: what distinguishes this setting from the others, the seed left out.
+        runs: how many there are.
+        finished: how many of them are finished; the means are over these.
+        means: by metric its mean, and the mean's standard error over seeds: None for a single one.
+    """
+
+    overrides: Mapping[str, str]
+    runs: int
+    finished: int
+    means: Mapping[str, tuple[float, float | None]]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Runs side by side.
+
+    Attributes:
+        path: the directory that they are in.
+        runs: by number.
+        varied: the options in which they differ, in the order of the command line.
+    """
+
+    path: Path
+    runs: list[RunRow]
+    varied: list[str] = field(default_factory=list)
+
+    def ranked(self, metric: str, *, ascending: bool = False) -> list[RunRow]:
+        """The runs by ``metric``, the largest first; those that did not measure it come last."""
+        sign = 1 if ascending else -1
+        return sorted(self.runs, key=lambda run: (metric not in run.metrics, sign * run.metrics.get(metric, 0.0)))
+
+    def settings(self, metric: str, *, ascending: bool = False) -> list[Setting]:
+        """The settings by the mean of ``metric``; empty where no setting has several seeds."""
+        names = [name for name in self.varied if name != SEED]
+        groups: dict[tuple[str | None, ...], list[RunRow]] = {}
+        for run in self.runs:
+            groups.setdefault(tuple(run.overrides.get(name) for name in names), []).append(run)
+        if SEED not in self.varied or all(len(group) == 1 for group in groups.values()):
+            return []
+        found = [_setting(names, group) for group in groups.values()]
+        sign = 1 if ascending else -1
+        return sorted(found, key=lambda one: (metric not in one.means, sign * one.means.get(metric, (0.0, None))[0]))
+
+    def measured(self) -> list[str]:
+        """Every metric that a run measured, in the order of the glossary."""
+        names = {name for run in self.runs for name in run.metrics}
+        return [name for name in METRICS if name in names] + sorted(names - METRICS.keys())
+
+
+def read_sweep(path: Path) -> Sweep:
+    """The runs below ``path``: a sweep's directory, finished or at work, or any folder of run directories.
+
+    Raises:
+        UserError: there is no run below it, or it is itself one run.
+    """
+    if is_run(path):
+        raise UserError(f"{path} is one run, not a folder of runs; give {path.parent}.")
+    found = [folder for depth in range(1, _DEPTH + 1) for folder in path.glob("*/" * depth) if is_run(folder)]
+    if not found:
+        raise UserError(f"There is no run below {path}; give the directory of a sweep (multirun/DATE/TIME).")
+    runs = [_read_run(folder, path) for folder in sorted(found, key=natural)]
+    return Sweep(path, runs, _varied([run.overrides for run in runs]))
+
+
+def objective(run_dir: Path) -> float | None:
+    """What a sweeper optimises: the last held-out accuracy, else the mean reward of the last 10 turns.
+
+    None where neither was measured.
+    """
+    metrics, _, _ = read_metrics(run_dir / METRICS_FILE)
+    return metrics.get(ACCURACY, metrics.get(REWARD))
+
+
+def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
+    """The metrics of a run as in :class:`RunRow`, its turns, its seconds. A line that a kill cut off is left out.
+
+    Raises:
+        UserError: another line is damaged.
+    """
+    recent: dict[str, deque[float]] = {}
+    turns, seconds = 0, 0.0
+    for row in read_rows(path):
+        known = {name: value for name, value in row.items() if name != "step" and _is_number(value)}
+        seconds += sum(known.get(name, 0.0) for name in ("time/step_s", "time/eval_s"))
+        turns += REWARD in row
+        for name, value in known.items():
+            recent.setdefault(name, deque(maxlen=LAST_TURNS)).append(value)
+    return {name: _summed_up(name, values) for name, values in recent.items()}, turns, seconds
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def _summed_up(name: str, values: deque[float]) -> float:
+    known = METRICS.get(name)
+    last = name.startswith("eval/") or (known is not None and known.reduction == "last")
+    return values[-1] if last else statistics.fmean(values)
+
+
+def _read_run(path: Path, root: Path) -> RunRow:
+    """What can be read of a run; what cannot is named in its note."""
+    notes: list[str] = []
+
+    def tried(read: Callable[[], Found], instead: Found) -> Found:
+        try:
+            return read()
+        except UserError as error:
+            notes.append(str(error))
+            return instead
+
+    state, note = tried(lambda: state_of(path), ("stopped", ""))
+    notes += [note] if note else []
+    nothing = (dict[str, float](), 0, 0.0)
+    metrics, turns, seconds = tried(lambda: read_metrics(path / METRICS_FILE), nothing)
+    overrides = tried(lambda: _overrides(path / OVERRIDES_FILE), dict[str, str]())
+    asked = (read_record(path) or {}).get("num_steps")
+    return RunRow(
+        name=path.relative_to(root).as_posix(),
+        path=path,
+        overrides=overrides,
+        state=state,
+        note="; ".join(dict.fromkeys(notes)),
+        metrics=metrics,
+        turns=turns,
+        asked=asked if isinstance(asked, int) else None,
+        seconds=seconds,
+    )
+
+
+def _overrides(path: Path) -> dict[str, str]:
+    """The overrides that Hydra noted, by option: ``+`` does not count, ``~option`` is ``removed``."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    found = {}
+    try:
+        noted = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError:
+        return {}
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}).") from error
+    for given in noted if isinstance(noted, list) else []:
+        name, _, value = str(given).partition("=")
+        found[name.lstrip("+~")] = "removed" if name.startswith("~") else value
+    return found
+
+
+def _varied(given: list[Mapping[str, str]]) -> list[str]:
+    names = dict.fromkeys(name for overrides in given for name in overrides)
+    return [name for name in names if len({overrides.get(name) for overrides in given}) > 1]
+
+
+def _setting(names: list[str], group: list[RunRow]) -> Setting:
+    done = [run for run in group if run.state == "finished"]
+    metrics = dict.fromkeys(name for run in done for name in run.metrics)
+    means = {name: _mean([run.metrics[name] for run in done if name in run.metrics]) for name in metrics}
+    overrides = {name: group[0].overrides[name] for name in names if name in group[0].overrides}
+    return Setting(overrides, len(group), len(done), means)
+
+
+def _mean(values: list[float]) -> tuple[float, float | None]:
+    """Mean and its standard error.
+
+    >>> _mean([1.0, 3.0]), _mean([2.0])
+    ((2.0, 1.0), (2.0, None))
+    """
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return statistics.fmean(values), error
+
 
 SUMMARY = "summary"  # .md and .json, in the sweep's directory
 

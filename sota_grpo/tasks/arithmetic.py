@@ -2,22 +2,136 @@
 
 The training and held-out splits share no problem. A problem is its template and its numbers (names and items are
 decoration); a hash of these alone, without the seed, decides its side, so the splits of any two seeds are disjoint too.
+
+A row of the table of templates is a name, a question, the ranges of its numbers and its solution. The solution is a
+list of binary steps whose operands are a number of the question (``a`` to ``e``), the value of an earlier step (``p``,
+``q``, ``r`` for the first three) or a literal.
+
+>>> from sota_grpo.tasks.arithmetic import TEMPLATES, solve
+>>> solve(TEMPLATES["packs"].steps, {"a": 12, "b": 3, "c": 5})
+(('12*3', 36), ('36-5', 31))
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from sota_grpo.records import Example, Score
-from sota_grpo.rewards.extract import extract_answer
-from sota_grpo.rewards.numbers import numbers_equal
+from sota_grpo.rewards.extract import extract_answer, numbers_equal
 from sota_grpo.tasks import procedural
-from sota_grpo.tasks.arithmetic_templates import CONTAINERS, GIVES, ITEMS, NAMES, TEMPLATES, TRADES, Template, solve
 from sota_grpo.tasks.dataset import text_of
 from sota_grpo.tasks.procedural import DrawnExamples
+
+LARGEST_VALUE = 200
+_RESULT_NAMES = "pqrs"  # of the first to the fourth step
+
+
+@dataclass(frozen=True)
+class Template:
+    """One kind of problem; ``ranges[name]`` is the inclusive range of that number, ``steps`` are in order."""
+
+    name: str
+    question: str
+    ranges: Mapping[str, tuple[int, int]]
+    steps: tuple[tuple[str, str, str], ...]
+
+
+NAMES = ("Ann", "Ben", "Carl", "Dana", "Ella", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kim", "Leo", "Mia", "Noah")
+ITEMS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pens", "shells", "stamps", "toys")
+GIVES = ("gives away", "loses", "sells", "breaks")
+TRADES = ("buys", "finds", "wins", "gets")
+CONTAINERS = ("bags", "boxes", "jars", "packs")
+
+# name | question | ranges | steps; {n} {m} {k} are three different people, {i} {j} two different items.
+_TABLE = """
+more | {n} has {a} {i}. {m} gives {n} {b} more. How many {i} does {n} have now? | a 5-60 b 3-40 | a+b
+fewer | {n} has {a} {i} and {gives} {b} of them. How many {i} are left? | a 15-90 b 3-60 | a-b
+boxes | There are {a} {box} with {b} {i} in each. How many {i} are there in all? | a 2-12 b 2-12 | a*b
+shared | {n} shares {a} {i} equally among {b} friends. How many {i} does each friend get? | a 6-96 b 2-9 | a/b
+pages | {n} reads {a} pages a day. How many pages does {n} read in {b} days? | a 3-20 b 2-9 | a*b
+older | {n} is {a} years old and {m} is {b} years older. How old is {m}? | a 4-50 b 2-30 | a+b
+packs | {n} {buys} {a} {box} of {b} {i} and {gives} {c} {i}. How many {i} are left? | a 3-12 b 2-9 c 2-20 | a*b p-c
+found | {n} has {a} {i}, {buys} {b} more and then {gives} {c}. How many {i} are left? | a 5-60 b 3-40 c 3-40 | a+b p-c
+tickets | A ticket costs ${a} and a drink costs ${b}. How many dollars do {c} people pay for both? \
+| a 3-12 b 2-6 c 2-9 | a+b p*c
+wages | {n} earns ${a} an hour. After {b} hours {n} spends ${c}. How many dollars are left? \
+| a 5-15 b 2-9 c 3-30 | a*b p-c
+crates | {n} puts {a} {i} into {box} of {b} and sells each for ${c}. How many dollars does {n} get? \
+| a 8-72 b 2-9 c 2-9 | a/b p*c
+twice | {n} has {a} {i} and {m} has twice as many. How many {i} do they have together? | a 4-45 | a*2 a+p
+mixed | {a} red and {b} blue {i} are shared equally among {c} friends. How many {i} does each friend get? \
+| a 4-40 b 4-40 c 2-9 | a+b p/c
+change | {n} has ${a} and buys {b} {i} at ${c} each. How many dollars are left? | a 20-99 b 2-9 c 2-9 | b*c a-p
+legs | A farm has {a} hens and {b} cows. How many legs do they have together? | a 3-30 b 2-20 | a*2 b*4 p+q
+basket | {n} buys {a} {i} at ${b} each and {c} {j} at ${d} each. How many dollars does {n} spend? \
+| a 2-9 b 2-9 c 2-9 d 2-9 | a*b c*d p+q
+savings | {n} saves ${a} a week for {b} weeks, then buys a game for ${c} and a book for ${d}. \
+How many dollars are left? | a 5-15 b 3-9 c 5-30 d 3-15 | a*b p-c q-d
+bus | A bus has {a} people. Then {b} get off, {c} get on and {d} more get off. How many people are on the bus? \
+| a 15-60 b 3-20 c 3-20 d 2-15 | a-b p+c q-d
+race | {n} runs {a} miles a day for {b} days and {m} runs {c} miles a day for {d} days. \
+How many more miles does {n} run? | a 4-12 b 4-9 c 2-8 d 2-8 | a*b c*d p-q
+bakery | {n} bakes {a} trays of {b} rolls, eats {c} and puts the rest into bags of {d}. How many bags are there? \
+| a 2-9 b 4-12 c 2-9 d 2-8 | a*b p-c q/d
+seats | A hall has {a} rows of {b} seats. {c} people come, then {d} more. How many seats are free? \
+| a 4-12 b 5-12 c 5-40 d 3-20 | a*b p-c q-d
+teams | {a} girls and {b} boys form teams of {c}. Each team gets {d} balls. How many balls are there? \
+| a 4-30 b 4-30 c 2-9 d 2-6 | a+b p/c q*d
+paid | {n} buys {a} {i} at ${b} each and {c} {j} at ${d} each and pays ${e}. How many dollars does {n} get back? \
+| a 2-8 b 2-8 c 2-8 d 2-8 e 50-150 | a*b c*d p+q e-r
+market | A shop has {a} {box} of {b} {i}. It sells {c} on Monday and twice as many on Tuesday. \
+How many {i} are left? | a 5-12 b 5-12 c 3-20 | a*b p-c c*2 q-r
+three | {n} has {a} {i}, {m} has {b} more than {n}, and {k} has {c} times as many as {m}. \
+How many {i} do they have together? | a 3-15 b 2-10 c 2-4 | a+b p*c a+p r+q
+jobs | {n} works {a} hours at ${b} an hour and {c} hours at ${d} an hour, then spends ${e}. How many dollars are left? \
+| a 2-9 b 5-12 c 2-9 d 5-12 e 5-40 | a*b c*d p+q r-e
+clubs | {a} men pay ${b} each and {c} children pay ${d} each. {e} clubs share the money equally. \
+How many dollars does each club get? | a 2-9 b 3-12 c 2-9 d 2-6 e 2-6 | a*b c*d p+q r/e
+garden | {n} plants {a} rows of {b} roses and {c} tulips. {d} flowers die and half of the rest are cut. \
+How many flowers are cut? | a 2-9 b 3-12 c 3-30 d 2-20 | a*b p+c q-d r/2
+"""
+
+
+def _parse_row(row: str) -> Template:
+    name, question, ranges, steps = (cell.strip() for cell in row.split("|"))
+    words = ranges.split()
+    spans = {key: span.partition("-") for key, span in zip(words[::2], words[1::2])}
+    bounds = {key: (int(low), int(high)) for key, (low, _, high) in spans.items()}
+    parsed = tuple((step[0], step[1], step[2:]) for step in steps.split())
+    return Template(name, question, bounds, parsed)
+
+
+TEMPLATES: Mapping[str, Template] = {
+    template.name: template for template in map(_parse_row, _TABLE.strip().splitlines())
+}
+
+
+def _apply(left: int, operator: str, right: int) -> int | None:
+    """The value of one step, or None where it is not a whole number from 1 to ``LARGEST_VALUE``."""
+    if operator == "/":
+        value, remainder = divmod(left, right)
+        return value if remainder == 0 and value > 0 else None
+    value = {"+": left + right, "-": left - right, "*": left * right}[operator]
+    return value if 0 < value <= LARGEST_VALUE else None
+
+
+def solve(steps: tuple[tuple[str, str, str], ...], numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...] | None:
+    """Work the steps out, each as ``(expression, value)``; None where a value is not whole, positive and small."""
+    values = dict(numbers)
+    worked: list[tuple[str, int]] = []
+    for result_name, (left, operator, right) in zip(_RESULT_NAMES, steps):
+        first, second = (values[operand] if operand in values else int(operand) for operand in (left, right))
+        value = _apply(first, operator, second)
+        if value is None:
+            return None
+        values[result_name] = value
+        worked.append((f"{first}{operator}{second}", value))
+    return tuple(worked)
+
 
 LARGEST_NUM_STEPS = max(len(template.steps) for template in TEMPLATES.values())
 

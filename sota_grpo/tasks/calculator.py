@@ -14,8 +14,7 @@ from typing import Any
 
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards.expressions import ExpressionError, parse_expression
-from sota_grpo.rewards.extract import extract_answer, without_thinking
-from sota_grpo.rewards.numbers import numbers_equal
+from sota_grpo.rewards.extract import extract_answer, numbers_equal, without_thinking
 from sota_grpo.tasks.base import chat
 from sota_grpo.tasks.dataset import text_of
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from sota_grpo.records import Example, Score
 from sota_grpo.rewards import extract_answer, numbers_equal, parse_number
-from sota_grpo.tasks.asking import answering, asking
 from sota_grpo.tasks.dataset import DatasetError, Row, number_or_text, require_columns
-from sota_grpo.tasks.questions import QuestionTask, require_format, require_not_negative
+from sota_grpo.tasks.questions import QuestionTask, answering, asking, require_format, require_not_negative
 
 HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
 COLUMNS = ("question", "answer")

@@ -17,8 +17,7 @@ from sota_grpo.rewards.ifeval import (
     read_prompt,
 )
 from sota_grpo.tasks.base import chat
-from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, Row, load_rows
-from sota_grpo.tasks.splits import normalised, split_examples, unique_examples
+from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, Row, load_rows, normalised, split_examples, unique_examples
 
 HUB_NAME, EVAL_HUB_NAME = "allenai/RLVR-IFeval", "google/IFEval"
 _MOST_UNREADABLE = 0.05  # of a dataset on the hub, whose rows its user cannot mend

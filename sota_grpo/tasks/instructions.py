@@ -18,10 +18,9 @@ from typing import Any
 from sota_grpo.records import Example
 from sota_grpo.rewards.ifeval import read_instructions
 from sota_grpo.tasks import instruction_texts as texts
-from sota_grpo.tasks.dataset import Row
+from sota_grpo.tasks.dataset import Row, normalised, unique_examples
 from sota_grpo.tasks.ifeval import IFEvalTask
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
-from sota_grpo.tasks.splits import normalised, unique_examples
 
 _WHOLE = "start end layout length case language letters markup commas"
 _ASPECTS = {  # instruction: what it decides, what it relies on

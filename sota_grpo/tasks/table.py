@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,14 +13,198 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sota_grpo.records import Example, Score
-from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, Row, load_rows
-from sota_grpo.tasks.questions import require_format
-from sota_grpo.tasks.splits import disjoint, normalised, split_examples
-from sota_grpo.tasks.table_answers import gold_response, is_right, require_gradable
-from sota_grpo.tasks.table_rows import chat_of, ground_truth_of, last_user_turn, plain_columns, text_of_answer
+from sota_grpo.rewards import extract_answer, numbers_equal
+from sota_grpo.rewards.extract import without_thinking
+from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, Row, disjoint, load_rows, normalised, split_examples
+from sota_grpo.tasks.gsm8k import GSM8KTask
+from sota_grpo.tasks.questions import answering, require_format
 
 if TYPE_CHECKING:
-    from sota_grpo.rewards.function_calls import Asked
+    from sota_grpo.rewards.functions import Asked
+
+
+Chat = list[dict[str, Any]]
+
+
+def plain_columns(row: Row, place: str) -> dict[str, Any]:
+    """The columns with their types kept, as far as JSON has them: dates become ISO text, decimals numbers,
+    arrays lists.
+
+    Raises:
+        DatasetError: a column of something else (bytes, images), which cannot travel to a grader's process.
+
+    >>> plain_columns({"level": 3, "tags": ("a", "b"), "made": datetime.date(2026, 11, 2)}, "demo, row 1")
+    {'level': 3, 'tags': ['a', 'b'], 'made': '2026-11-02'}
+    """
+    return {str(name): _plain(value, f"{place}: column {name!r}") for name, value in row.items()}
+
+
+def _plain(value: Any, place: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item, place) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, place) for item in value]
+    if isinstance(value, (datetime.date, datetime.time)):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if hasattr(value, "tolist"):  # of NumPy, pandas and torch: rows that are passed as objects
+        return _plain(value.tolist(), place)
+    raise DatasetError(
+        f"{place} holds {type(value).__name__}, which is neither text nor a number nor a list or dict of them; "
+        "remove the column or write it as text."
+    )
+
+
+def chat_of(prompt: Any, place: str) -> Chat:
+    """The turns of a chat prompt, without entries that are None (parquet fills them in).
+
+    Raises:
+        DatasetError: not a list of ``{"role", "content"}`` turns, content that is not text, no user turn, or an
+            assistant's turn at the end.
+
+    >>> chat_of([{"role": "user", "content": "2+2?", "name": None}], "demo, row 1")
+    [{'role': 'user', 'content': '2+2?'}]
+    """
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(turn, Mapping) for turn in prompt):
+        raise DatasetError(
+            f"{place} is neither text nor a chat; give a string, or a list of {{'role', 'content'}} turns."
+        )
+    for number, turn in enumerate(prompt, start=1):
+        for name in ("role", "content"):
+            if not isinstance(turn.get(name), str):
+                found = f"holds {type(turn[name]).__name__}" if name in turn else "is missing"
+                raise DatasetError(f"{place}, turn {number}: {name!r} {found}; both role and content must be text.")
+    if prompt[-1]["role"] == "assistant" or not any(turn["role"] == "user" for turn in prompt):
+        raise DatasetError(f"{place} asks nothing: a chat must hold a user turn and must not end in an assistant's.")
+    return [{name: value for name, value in turn.items() if value is not None} for turn in prompt]
+
+
+def last_user_turn(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """What is shown of a prompt."""
+    if isinstance(prompt, str):
+        return prompt
+    return next(turn["content"] for turn in reversed(prompt) if turn["role"] == "user")
+
+
+def ground_truth_of(columns: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The ground truth with its type: verl's, else the first of the columns ``names`` that holds one; None without any.
+
+    >>> ground_truth_of({"data_source": "s", "reward_model": {"style": "rule", "ground_truth": "4"}}, ["ground_truth"])
+    '4'
+    """
+    model = columns.get("reward_model")
+    if "data_source" in columns and isinstance(model, Mapping) and "ground_truth" in model:
+        return model["ground_truth"]
+    return next((columns[name] for name in names if columns.get(name) is not None), None)
+
+
+def text_of_answer(ground_truth: Any) -> str:
+    """The ground truth as it is shown and written to the rollouts: text as it is, all else as JSON."""
+    if ground_truth is None or isinstance(ground_truth, str):
+        return ground_truth or ""
+    return json.dumps(ground_truth, ensure_ascii=False)
+
+
+GSM8K_SOURCES = ("openai/gsm8k",)
+MATH_SOURCES = (
+    "lighteval/MATH",
+    "DigitalLearningGmbH/MATH-lighteval",
+    "HuggingFaceH4/MATH-500",
+    "EleutherAI/hendrycks_math",
+)
+
+
+def answer_format_of(source: str, answer_format: str | None) -> str:
+    """Where the answer stands: where the option says, else where the ``source`` asks for it.
+
+    >>> answer_format_of("openai/gsm8k", None), answer_format_of("mine", None), answer_format_of("mine", "tags")
+    ('hash', 'any', 'tags')
+    """
+    if answer_format is not None:
+        return answer_format
+    return "hash" if source in GSM8K_SOURCES else "boxed" if source in MATH_SOURCES else "any"
+
+
+def is_right(response: str, source: str, ground_truth: Any, answer_format: str | None) -> bool:
+    """Whether the response has the right answer, by the rule of its ``source``.
+
+    - ``openai/gsm8k``: :class:`~sota_grpo.tasks.gsm8k.GSM8KTask`, the same number exactly.
+    - MATH (``MATH_SOURCES``): :func:`~sota_grpo.rewards.maths.math_equal`, an equivalent expression.
+    - all others: the answer is the same number as the ground truth or as an entry of it, if it is a list, or the same
+      text, letter case and spacing aside; under ``any`` the whole response may be that text.
+
+    >>> is_right("I say <answer>paris </answer>", "mine", "Paris", None), is_right("Paris", "mine", "Paris", "tags")
+    (True, False)
+    >>> is_right("x is 0.5", "mine", ["1/2", "one half"], None), is_right("One half", "mine", ["one half"], None)
+    (True, True)
+    """
+    place = answer_format_of(source, answer_format)
+    if source in GSM8K_SOURCES:
+        return GSM8KTask(answer_format=place).score(response, Example("", text_of_answer(ground_truth))).success
+    answer, truths = extract_answer(response, place), _texts(ground_truth)
+    if source in MATH_SOURCES:
+        from sota_grpo.rewards.maths import math_equal  # of no use to most tables
+
+        return answer is not None and any(math_equal(truth, answer) for truth in truths)
+    whole = without_thinking(response) if place == "any" else None
+    return any(_equal(answer, truth) or _same_text(whole, truth) for truth in truths)
+
+
+def gold_response(source: str, ground_truth: Any, answer_format: str | None) -> str | None:
+    """A response with the right answer where the grading looks for it; None if what it would be is not right.
+
+    >>> gold_response("openai/gsm8k", "18", None), gold_response("mine", {"cases": []}, None)
+    ('#### 18', None)
+    """
+    texts = _texts(ground_truth)
+    if not texts:
+        return None
+    place = answer_format_of(source, answer_format)
+    response = answering("tags" if place == "any" else place, texts[0])
+    return response if is_right(response, source, ground_truth, answer_format) else None
+
+
+def require_gradable(source: str, ground_truth: Any, columns: Sequence[str], answer_column: str, place: str) -> None:
+    """Check that :func:`is_right` can be right about some response.
+
+    Raises:
+        DatasetError: no ground truth, one that is neither text nor a number nor a list of these, or, of GSM8K, one
+            that is no number.
+    """
+    if ground_truth is None or not text_of_answer(ground_truth).strip():
+        raise DatasetError(
+            f"{place}: column {answer_column!r} holds no ground truth; the columns found are "
+            f"{', '.join(map(repr, columns)) or 'none'}: set env.answer_column, or grade with reward.path."
+        )
+    if not _texts(ground_truth):
+        raise DatasetError(
+            f"{place}: the ground truth is {type(ground_truth).__name__} "
+            f"{text_of_answer(ground_truth)[:60]}, which only a function of yours can grade; give reward.path."
+        )
+    if source in GSM8K_SOURCES:
+        GSM8KTask().read_row({"answer": text_of_answer(ground_truth)}, place)
+
+
+def _texts(ground_truth: Any) -> list[str]:
+    """The right answers as text; none of what only a reward function understands."""
+    truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    return [text_of_answer(truth) for truth in truths] if all(map(_is_scalar, truths)) else []
+
+
+def _is_scalar(truth: Any) -> bool:
+    return isinstance(truth, (str, int, float))
+
+
+def _equal(answer: str | None, truth: str) -> bool:
+    return answer is not None and (numbers_equal(answer, truth) or _same_text(answer, truth))
+
+
+def _same_text(text: str | None, truth: str) -> bool:
+    return text is not None and normalised(text) == normalised(truth)
+
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +218,7 @@ class TableTask:
     (``data_source``, ``prompt``, ``reward_model`` with its ``ground_truth``, ...) is known by them and needs no option.
     All columns stay with the example, for reward functions (:class:`sota_grpo.rewards.functions.WithRewardFunctions`).
 
-    Which answer is right (:func:`sota_grpo.tasks.table_answers.is_right`): rows whose ``data_source`` is GSM8K or MATH
+    Which answer is right (:func:`sota_grpo.tasks.table.is_right`): rows whose ``data_source`` is GSM8K or MATH
     are graded as those tasks grade; of all others the answer, from where ``answer_format`` says, is right when it is
     the same number as the ground truth, or the same text, letter case and spacing aside; of a list, as one of it.
 
@@ -148,7 +335,7 @@ class TableTask:
 
     def asked(self, response: str, example: Example) -> Asked:
         """What a reward function reads: the row as it stands in the data."""
-        from sota_grpo.rewards.function_calls import Asked
+        from sota_grpo.rewards.functions import Asked
 
         extra = example.extra
         return Asked(response, extra["prompt"], extra["ground_truth"], extra["columns"], _source(example) or self.name)

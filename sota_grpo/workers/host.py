@@ -15,8 +15,7 @@ from concurrent.futures import Future
 from importlib import import_module
 from typing import Any
 
-from sota_grpo.workers.base import ServantSpec, WorkerDied
-from sota_grpo.workers.futures import promised, resolve
+from sota_grpo.workers.base import ServantSpec, WorkerDied, promised, resolve
 from sota_grpo.workers.starting import IDLE_METHOD, Activity
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

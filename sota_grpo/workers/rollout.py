@@ -8,24 +8,21 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-import sota_grpo.workers.group_pack  # noqa: F401  (groups are pickled as three tensors from here on)
-from sota_grpo.engines import make_engine
+import sota_grpo.workers.packing  # noqa: F401  (groups are pickled as three tensors from here on)
+from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.base import Engine
-from sota_grpo.policy.adapter_pack import AdapterPack
-from sota_grpo.policy.load import resolve_model_path
+from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
-from sota_grpo.workers.base import WorkerDied
-from sota_grpo.workers.futures import promised
-from sota_grpo.workers.weight_ends import WeightLayout, WeightReceiver
-from sota_grpo.workers.weight_group import Meeting
+from sota_grpo.workers.base import WorkerDied, promised
+from sota_grpo.workers.weight_transfer import Meeting, WeightLayout, WeightReceiver
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +113,7 @@ class RolloutServant:
         return self._submit(_Call(lambda engine: engine.weight_dtype))
 
     def weight_member(self) -> str:
-        """The name of this worker in a :class:`~sota_grpo.workers.weight_group.Meeting`."""
+        """The name of this worker in a :class:`~sota_grpo.workers.weight_transfer.Meeting`."""
         return self._receiver.member
 
     def receive_weights(self, meeting: Meeting, layout: WeightLayout, version: int) -> None:
@@ -270,34 +267,20 @@ def _death(engine: Engine, error: BaseException) -> WorkerDied:
     return refusal
 
 
-def rollout_servant(
-    *,
-    engine: str,
-    model_name: str,
-    eos_token_ids: Collection[int],
-    pad_token_id: int,
-    num_threads: int | None = None,
-    **options: Any,
-) -> RolloutServant:
-    """Build a rollout worker's servant from plain values.
+def rollout_servant(options: EngineOptions, num_threads: int | None = None) -> RolloutServant:
+    """Build a rollout worker's servant, whose engine loads its model by itself.
 
     Args:
-        engine: ``vllm``, ``transformers``, ``scripted``, ...
-        model_name: as in :func:`~sota_grpo.policy.load.resolve_model_path`; the engine loads it by itself.
-        eos_token_ids: the tokens that end a response.
-        pad_token_id: fills unused cells.
+        options: of the engine.
         num_threads: CPU threads of this process, for torch; None leaves them.
-        options: of :func:`~sota_grpo.engines.make_engine`: ``dtype``, ``device``, ``max_model_len``, ``max_rows``, ...
 
     Raises:
         UserError: the engine or the model is not there.
     """
-    model_path = resolve_model_path(model_name)
 
     def build() -> Engine:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        ends: dict[str, Any] = {"eos_token_ids": eos_token_ids, "pad_token_id": pad_token_id}
-        return make_engine(engine, model_path=model_path, **ends, **options)
+        return make_engine(options)
 
     return RolloutServant(build)

@@ -11,14 +11,15 @@ import torch
 
 from sota_grpo import keys
 from sota_grpo.dialogs import DialogEngine
+from sota_grpo.engines import EngineOptions
 from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
-from sota_grpo.envs.rows import last_turn
+from sota_grpo.envs.task_env import last_turn
 from sota_grpo.envs.turns import TurnTokens
-from sota_grpo.policy.load import load_model, load_tokenizer, resolve_model_path
+from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.records import Example, GroupOutput, GroupRequest, Sampling, Score
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.think_again import MESSAGE, ThinkAgain
-from sota_grpo.workers.futures import promised
+from sota_grpo.workers.base import promised
 from tests.engine_rigs import changed_weights, reference_log_probs
 
 pytestmark = [
@@ -36,7 +37,7 @@ def test_every_token_of_a_dialog_has_the_trainers_log_prob() -> None:
 
     task, tokenizer = ThinkAgain(ArithmeticTask(num_train=6, num_heldout=1)), load_tokenizer("tiny")
     env, model = TaskEnv(task, tokenizer), load_model("tiny").eval()
-    inner = VLLMEngine(resolve_model_path("tiny"), eos_token_ids=[tokenizer.eos_token_id], max_model_len=512)
+    inner = VLLMEngine(EngineOptions("tiny", eos_token_ids=[tokenizer.eos_token_id], max_model_len=512))
     engine = DialogEngine(inner, InProcess(task), TurnTokens(tokenizer), max_steps=MAX_STEPS)
     try:
         first = list(engine.generate(requests(env), Sampling(max_tokens=64, temperature=TEMPERATURE)))

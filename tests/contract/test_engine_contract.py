@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from sota_grpo.engines import Engine, make_engine
+from sota_grpo.engines import Engine, EngineOptions, make_engine
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 from tests.engine_rigs import (
     CONTEXT,
@@ -36,15 +37,8 @@ SAMPLING = Sampling(max_tokens=40)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder: Path = tmp_path_factory.mktemp("model")
     MODEL.save_pretrained(folder)
-    engine = make_engine(
-        request.param,
-        model=MODEL,
-        model_path=str(folder),
-        eos_token_ids=[EOS],
-        pad_token_id=PAD,
-        dtype="float32",
-        device="cpu",
-    )
+    options = EngineOptions(str(folder), engine=request.param, eos_token_ids=[EOS], pad_token_id=PAD, device="cpu")
+    engine = make_engine(replace(options, model=MODEL))
     yield engine
     engine.close()
     engine.close()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from sota_grpo.engines import EngineOptions
 from sota_grpo.policy import smollm2
 from sota_grpo.policy.export import save_hf
 from sota_grpo.policy.load import load_model, load_tokenizer, resolve_model_path
@@ -105,7 +106,7 @@ def test_vllm_samples_from_the_same_distribution(
     from sota_grpo.engines.vllm_engine import VLLMEngine
 
     request = GroupRequest(group_id=0, prompt_ids=tuple(prompt_ids(tokenizer)), num_samples=2, seed=1)
-    engine = VLLMEngine(folder, eos_token_ids=[tokenizer.eos_token_id], max_model_len=256)
+    engine = VLLMEngine(EngineOptions(str(folder), eos_token_ids=[tokenizer.eos_token_id], max_model_len=256))
     try:
         outputs = generate(engine, [request], Sampling(max_tokens=24))
     finally:

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from sota_grpo.engines.vllm_cpu_norms import PROVIDER
+from sota_grpo.engines import EngineOptions
+from sota_grpo.engines.vllm_engine import PROVIDER
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupRequest, Sampling
@@ -23,7 +24,6 @@ from sota_grpo.workers.rollout import rollout_servant
 from tests.builders import generator
 from tests.engine_rigs import (
     EOS,
-    PAD,
     VOCAB,
     changed_weights,
     generate,
@@ -51,7 +51,7 @@ class Rig:
         self.model.save_pretrained(folder)
         self.base = copy.deepcopy(self.model)
         self.state_before = process_state()
-        self.engine = VLLMEngine(str(folder), eos_token_ids=[EOS])
+        self.engine = VLLMEngine(EngineOptions(str(folder), eos_token_ids=[EOS]))
         self.state_after = process_state()
 
     def push(self, seed: int) -> None:
@@ -251,7 +251,7 @@ def test_weights_rounded_beforehand_are_what_vllm_would_have_made_of_them(tmp_pa
 
     model = tiny_model(seed=7)
     model.save_pretrained(tmp_path)
-    engine = VLLMEngine(str(tmp_path), eos_token_ids=[EOS], dtype="bfloat16")
+    engine = VLLMEngine(EngineOptions(str(tmp_path), eos_token_ids=[EOS], dtype="bfloat16"))
     assert engine.weight_dtype == torch.bfloat16
     model.load_state_dict(changed_weights(model))
     requests, sampling = ragged_requests(4, 4, seed=5), Sampling(max_tokens=20)
@@ -283,10 +283,8 @@ def test_a_copy_on_several_gpus_does_not_take_ray_inside_an_actor(monkeypatch: p
 def test_a_rollout_worker_pushes_under_a_running_group(tmp_path: Path):
     model = tiny_model(seed=7)
     model.save_pretrained(tmp_path)
-    ends = {"eos_token_ids": (EOS,), "pad_token_id": PAD}
-    servant = rollout_servant(
-        engine="vllm", model_name=str(tmp_path), dtype="float32", max_rows=8, num_threads=1, **ends
-    )
+    options = EngineOptions(str(tmp_path), engine="vllm", eos_token_ids=(EOS,), dtype="float32", max_rows=8)
+    servant = rollout_servant(options, num_threads=1)
     try:
         (long,) = ragged_requests(1, 2)
         running = servant.run(long, Sampling(max_tokens=150, ignore_eos=True))

@@ -14,10 +14,9 @@ import urllib3
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import sota_grpo
-from sota_grpo.engines.server import ServerEngine
-from sota_grpo.engines.server_dialect import ServerOptions
+from sota_grpo.engines.base import EngineOptions
+from sota_grpo.engines.server import ServerEngine, server_engine
 from sota_grpo.engines.server_process import ServerDied
-from sota_grpo.engines.server_start import server_engine
 from sota_grpo.records import GroupRequest, Sampling
 from tests.engine_rigs import changed_weights, generate, largest_gap, ragged_requests, reference_log_probs, token_lists
 from tests.process_rigs import members, wait_for
@@ -37,8 +36,10 @@ class Rig:
     def __init__(self, log_path: Path):
         self.log_path = log_path
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(POLICY).eval()
-        options = ServerOptions(POLICY, eos_token_ids=[EOS], max_rows=64, max_model_len=1024, log_path=log_path)
-        self.engine: ServerEngine = server_engine("vllm_server", options)
+        options = EngineOptions(
+            POLICY, engine="vllm_server", eos_token_ids=[EOS], max_rows=64, max_model_len=1024, log_path=log_path
+        )
+        self.engine: ServerEngine = server_engine(options)
         assert self.engine._process is not None
         self.group = self.engine._process.pid
 

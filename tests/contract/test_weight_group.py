@@ -17,8 +17,7 @@ from sota_grpo.records import Sampling
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.weight_ends import WeightSender
-from sota_grpo.workers.weight_transfer import WeightTransfer
+from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 from tests.engine_rigs import CONTEXT, ragged_requests, tiny_model
 from tests.process_rigs import wait_for
 from tests.weight_rigs import TOKENS_HELD, resources

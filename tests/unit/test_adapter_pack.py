@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sota_grpo.policy.adapter_pack import AdapterPack, base_pack
-from sota_grpo.policy.lora import add_lora, engine_weights
+from sota_grpo.policy.lora import AdapterPack, add_lora, base_pack, engine_weights
 from tests.engine_rigs import tiny_model
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

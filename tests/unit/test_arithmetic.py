@@ -8,8 +8,7 @@ import random
 import pytest
 
 from sota_grpo.records import Example
-from sota_grpo.tasks.arithmetic import ArithmeticTask, is_heldout
-from sota_grpo.tasks.arithmetic_templates import ITEMS, LARGEST_VALUE, NAMES, TEMPLATES, solve
+from sota_grpo.tasks.arithmetic import ITEMS, LARGEST_VALUE, NAMES, TEMPLATES, ArithmeticTask, is_heldout, solve
 from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.procedural import HELDOUT_SHARE
 

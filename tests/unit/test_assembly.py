@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from sota_grpo import assembly, engines, keys
-from sota_grpo.assembly import build, common, learning, local, preflight, workers
+from sota_grpo.assembly import build, learning, local, parts, preflight, workers
 from sota_grpo.assembly.cluster import Cluster, visible_gpus, visible_names
 from sota_grpo.assembly.devices import Plan, make_plan, reference_has_own_weights, resolve_device
 from sota_grpo.assembly.learning import make_model, make_overlong, make_reference
@@ -311,8 +311,8 @@ def test_fewer_held_out_problems_than_asked_for_are_said(mode, asked, warned, mo
     config = config_of("env.num_heldout=8", f"eval.num_samples={asked}")
     config.eval.mode = mode  # in YAML ``on`` is a truth value
     logger = Mock()
-    monkeypatch.setattr(common, "logger", logger)
-    evaluator = common.make_evaluator(config, task_of(config), Mock(), Mock())
+    monkeypatch.setattr(parts, "logger", logger)
+    evaluator = parts.make_evaluator(config, task_of(config), Mock(), Mock())
     assert len(evaluator.examples) == 8
     said = [call.args[0] % call.args[1:] for call in logger.warning.call_args_list]
     assert said == (["eval.num_samples=9, and only 8 problems are held out: 8 are measured."] if warned else [])

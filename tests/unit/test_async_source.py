@@ -13,7 +13,7 @@ import torch
 
 from sota_grpo import keys
 from sota_grpo.async_source import AsyncSource
-from sota_grpo.async_source.refill import Group, Refill
+from sota_grpo.async_source.admission import Group, Refill
 from sota_grpo.checkpoint import CheckpointStore
 from sota_grpo.collectors import RolloutCollector, SyncSource
 from sota_grpo.engines.scripted import ScriptedEngine

@@ -40,7 +40,7 @@ from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.think_again import MESSAGE, ThinkAgain
 from sota_grpo.transforms import GroupAdvantage
-from sota_grpo.workers.futures import promised
+from sota_grpo.workers.base import promised
 from sota_grpo.workers.rollout import RolloutServant
 from tests.unit.tiny_models import VOCAB, make_model
 

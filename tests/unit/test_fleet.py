@@ -22,10 +22,9 @@ import pytest
 
 from sota_grpo.workers import slots
 from sota_grpo.workers.base import Worker, WorkerDied
-from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.fleet import Fleet, Supervisor, starter
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.slots import Limits, Timers
-from sota_grpo.workers.supervisor import Supervisor
 from sota_grpo.workers.threads import ThreadLauncher
 from tests.servants import spec
 

@@ -19,7 +19,7 @@ from sota_grpo.policy import sharding
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import adapter_disabled, add_lora
-from sota_grpo.policy.shards import gathered
+from sota_grpo.policy.sharding import gathered
 from tests.unit.test_shared_prompt import GROUPS, make_groups
 from tests.unit.tiny_models import make_model
 

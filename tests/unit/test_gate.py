@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sota_grpo import gate, gate_agreement, keys
+from sota_grpo import gate, keys
 from sota_grpo.checkpoint import rng_state
 from sota_grpo.collate import set_loss_weights, sibling_groups
 from sota_grpo.gate import CHECKS, CheckError, Subject, run_gate
@@ -101,7 +101,7 @@ def test_no_rounding_of_the_trainers_own_makes_all_gaps_right(tmp_path: Path) ->
     subject.rows = subject.sample()
     said = subject.learner.measured_with_rounding(subject.rows)[0]
     subject.learner.measured_with_rounding = lambda rows: (said - 1, torch.ones(said.shape[1]))
-    assert gate_agreement.allowed_gaps(subject).gap == 0.25
+    assert gate.allowed_gaps(subject).gap == 0.25
     assert not gate.engine_and_trainer_agree(subject).passed
 
 
@@ -109,7 +109,7 @@ def test_parameters_in_half_precision_have_a_bound_of_their_own(tmp_path: Path) 
     subject = make_subject(tmp_path, engine_dtype=torch.bfloat16)
     subject.learner.policy.to(torch.bfloat16)
     assert failed(subject) == []
-    assert gate_agreement.allowed_gaps(subject)[:2] == pytest.approx((0.1, 0.02))
+    assert gate.allowed_gaps(subject)[:2] == pytest.approx((0.1, 0.02))
     found = subject.learner.gradient_gap(subject.rows[:4], (1 << 20, 1))
     assert not found.single
     assert 1e-4 < found.relative < 0.1
@@ -130,7 +130,7 @@ def test_one_token_far_off_in_most_responses_is_found(tmp_path: Path) -> None:
     check = gate.engine_and_trainer_agree(subject)
     assert not check.passed
     assert "all but 4 within 1.2" in check.sentence
-    assert subject.gaps.abs().mean() < gate_agreement.allowed_gaps(subject).gap
+    assert subject.gaps.abs().mean() < gate.allowed_gaps(subject).gap
 
 
 def test_one_token_off_in_float32_is_found(subject: Subject) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import sota_grpo.workers.rollout  # noqa: F401  (every rollout worker sends groups in this form)
 from sota_grpo.records import GroupOutput, Sample
-from sota_grpo.workers.messages import Message
+from sota_grpo.workers.processes import Message
 
 
 def some_group(*lengths: int, dialogs: bool = False) -> GroupOutput:

@@ -14,9 +14,8 @@ from sota_grpo.records import Example
 from sota_grpo.rewards import ANSWER_FORMATS
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.base import Task
-from sota_grpo.tasks.dataset import DatasetError
+from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.gsm8k import GSM8KTask
-from sota_grpo.tasks.splits import normalised
 
 RNG = random.Random(random.SystemRandom().randrange(1 << 30))
 
@@ -121,7 +120,7 @@ def test_the_hubs_test_split_is_held_out_and_never_trained_on(monkeypatch: pytes
     def load_rows(source: str, *, path: str | None = None, split: str = "train", config: str) -> list[dict]:
         return splits[split]
 
-    monkeypatch.setattr("sota_grpo.tasks.splits.load_rows", load_rows)
+    monkeypatch.setattr("sota_grpo.tasks.dataset.load_rows", load_rows)
     task = make_task("gsm8k", max_samples=5)
     assert [example.query for example in task.train] == [row["question"] for row in rows[:5]]
     assert [example.query for example in task.heldout] == [row["question"] for row in rows[8:]]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.records import Example
-from sota_grpo.rewards.maths_verify import verified
+from sota_grpo.rewards.maths import verified
 from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.calculator import CalculatorTask
 from sota_grpo.tasks.countdown import CountdownTask

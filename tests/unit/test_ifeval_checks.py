@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.rewards.ifeval import INSTRUCTIONS, answer_text, follow_lists, read_kwargs
-from sota_grpo.rewards.ifeval.counting import RELATIONS, compare, compare_number_of
+from sota_grpo.rewards.ifeval.checks import RELATIONS, compare, compare_number_of
 
 LEAST, LESS = "at least", "less than"
 CASES: dict[str, list[tuple[dict[str, Any], list[str], list[str]]]] = {  # kwargs, what follows, what does not

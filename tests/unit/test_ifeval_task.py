@@ -16,9 +16,8 @@ from sota_grpo.errors import UserError
 from sota_grpo.records import Example
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.base import Task, scorer_of
-from sota_grpo.tasks.dataset import DatasetError
+from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.ifeval import IFEvalTask
-from sota_grpo.tasks.splits import normalised
 
 RNG = random.Random(random.SystemRandom().randrange(1 << 30))
 ALL_KWARGS = ("num_words", "relation", "keywords", "end_phrase", "num_bullets")

@@ -12,33 +12,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sota_grpo"
 LEVELS = {
-    0: (
-        *("functional", "keys", "records", "config", "options", "validators", "errors"),
-        *("run_options", "task_options", "model_sizes", "hub_token"),
-    ),
-    1: ("objectives", "loss_inputs", "transforms", "collate", "scoring"),
+    0: ("functional", "keys", "records", "config", "validators", "errors", "files", "model_sizes", "hub_token"),
+    1: ("objectives", "transforms", "collate", "scoring"),
     2: ("engines", "envs", "tasks", "rewards", "policy", "placement", "recording", "run_record", "assets", "workers"),
     3: (
-        *(
-            "collectors",
-            "batches",
-            "dialogs",
-            "learner",
-            "publish",
-            "checkpoint",
-            "gate",
-            "gate_agreement",
-            "gate_subject",
-            "evaluate",
-            "loop",
-        ),
-        *("runs", "sweeps", "stopping", "step_log", "schedule", "forward_passes"),
-        *("async_source", "group_buffer", "learner_ranks", "remote_learner", "fleet_engine", "simulation"),
+        *("async_source", "batches", "checkpoint", "collectors", "dialogs", "evaluate", "fleet_engine"),
+        *("forward_passes", "gate", "group_buffer", "learner", "loop", "publish", "remote_learner", "runs", "schedule"),
+        *("step_log", "stopping", "sweeps"),
     ),
-    4: (
-        *("app", "assembly", "entry", "cli", "compose", "jobs"),
-        *("report", "migration", "api", "result"),
-    ),
+    4: ("api", "app", "assembly", "cli", "compose", "entry", "jobs", "migration", "report"),
 }
 LEVEL_OF = {room: level for level, rooms in LEVELS.items() for room in rooms}
 HEAVY = ("vllm", "ray", "wandb", "datasets", "plotly", "tensorboard", "optuna")

@@ -11,9 +11,7 @@ from fractions import Fraction
 
 import pytest
 
-from sota_grpo.rewards.maths import math_equal
-from sota_grpo.rewards.maths_text import MAX_ANSWER_CHARS
-from sota_grpo.rewards.maths_verify import verified
+from sota_grpo.rewards.maths import MAX_ANSWER_CHARS, math_equal, verified
 
 SEED = random.SystemRandom().randrange(1 << 30)
 RNG = random.Random(SEED)

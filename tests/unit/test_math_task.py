@@ -14,9 +14,8 @@ from sota_grpo.records import Example
 from sota_grpo.rewards import ANSWER_FORMATS
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.base import Task
-from sota_grpo.tasks.dataset import DatasetError
+from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.math import MathTask
-from sota_grpo.tasks.splits import normalised
 
 RNG = random.Random(random.SystemRandom().randrange(1 << 30))
 GOLDS = (
@@ -163,7 +162,7 @@ def test_the_hubs_test_split_is_held_out(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = [{"problem": f"{n}?", "solution": f"\\boxed{{{n}}}", "level": "1", "type": "Algebra"} for n in range(12)]
     splits = {"train": rows[:10], "test": rows[8:]}
     monkeypatch.setattr(
-        "sota_grpo.tasks.splits.load_rows", lambda source, *, path=None, config, split="train": splits[split]
+        "sota_grpo.tasks.dataset.load_rows", lambda source, *, path=None, config, split="train": splits[split]
     )
     task = make_task("math")
     assert [example.answer for example in task.heldout] == ["8", "9", "10", "11"]

@@ -10,11 +10,10 @@ from tensordict import TensorDictBase
 
 from sota_grpo import keys
 from sota_grpo.collate import pad_rows
-from sota_grpo.functional import engine_memory, memory
+from sota_grpo.functional import memory
 from sota_grpo.functional.memory import Learning, MicroBatch, learner_memory
 from sota_grpo.model_sizes import Architecture, architecture_of
-from sota_grpo.policy.architecture import architecture_from, find_architecture
-from sota_grpo.policy.load import ModelNotFoundError
+from sota_grpo.policy.load import ModelNotFoundError, architecture_from, find_architecture
 from tests.learner_memory import batches_of, how_of, make_policy, make_rows, model_config
 
 PUBLISHED = {  # numbers of parameters as the hub shows them for the weights themselves
@@ -166,6 +165,6 @@ def test_half_precision_weights_halve_weights_and_moments() -> None:
 def test_vllm_has_nothing_left_where_its_share_is_smaller_than_the_weights() -> None:
     model = architecture_of("meta-llama/Llama-2-7b-hf")
     assert model is not None
-    assert engine_memory.vllm_pool_bytes(model, share_bytes=12 * 2**30, number_bytes=2, rows=64) < 0
-    halves = engine_memory.vllm_pool_bytes(model, share_bytes=12 * 2**30, number_bytes=2, rows=64, tensor_parallel=2)
+    assert memory.vllm_pool_bytes(model, share_bytes=12 * 2**30, number_bytes=2, rows=64) < 0
+    halves = memory.vllm_pool_bytes(model, share_bytes=12 * 2**30, number_bytes=2, rows=64, tensor_parallel=2)
     assert halves > 0

@@ -13,8 +13,15 @@ from omegaconf import OmegaConf
 
 from sota_grpo.config import Config, walk
 from sota_grpo.migration.account import FILES, Account, Facts
-from sota_grpo.migration.data import trl_rows, verl_rows, write_parquet
-from sota_grpo.migration.graders import example_columns, trl_overlong, trl_reward, verl_reward
+from sota_grpo.migration.data import (
+    example_columns,
+    trl_overlong,
+    trl_reward,
+    trl_rows,
+    verl_reward,
+    verl_rows,
+    write_parquet,
+)
 from sota_grpo.migration.trl import trl_arguments, trl_script
 from sota_grpo.migration.verl import verl_options, verl_script
 from sota_grpo.run_record import METRICS_FILE, read_evaluations

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from sota_grpo.records import Example
-from sota_grpo.rewards.function_file import RewardFunctionError
+from sota_grpo.rewards.function_file import RewardFunctionError, fingerprint, pickled, unpickled
 from sota_grpo.rewards.functions import WithRewardFunctions
 from sota_grpo.rewards.grading import grading_pool
-from sota_grpo.rewards.passed_functions import fingerprint, pickled, unpickled
 from sota_grpo.tasks.base import scorer_of
 from sota_grpo.tasks.table import TableTask
 
@@ -76,9 +75,7 @@ def test_equal_code_is_one_function_and_anything_it_reads_makes_another() -> Non
 def test_a_function_has_the_same_fingerprint_in_every_process() -> None:
     """Hashing is random by process; a set among the constants must not show it."""
     text = "def f(solution_str):\n    return solution_str in {'yes', 'no', 'perhaps', 'never'}\n"
-    program = (
-        f"exec({text!r})\nfrom sota_grpo.rewards.passed_functions import fingerprint\nprint(fingerprint({{'f': f}}))"
-    )
+    program = f"exec({text!r})\nfrom sota_grpo.rewards.function_file import fingerprint\nprint(fingerprint({{'f': f}}))"
     found = {
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
         for _ in range(2)

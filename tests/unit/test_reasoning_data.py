@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.records import Example
-from sota_grpo.tasks.dataset import DatasetError
+from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.reasoning import ReasoningTask, split_gold
-from sota_grpo.tasks.splits import normalised
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +51,7 @@ def test_the_hub_is_gsm8k_with_its_test_split_held_out(monkeypatch: pytest.Monke
         asked.append((source, path, split, config))
         return rows[4:6] if path else splits[split]
 
-    monkeypatch.setattr("sota_grpo.tasks.splits.load_rows", load)
+    monkeypatch.setattr("sota_grpo.tasks.dataset.load_rows", load)
     task = ReasoningTask.load(max_samples=5)
     assert asked == [("openai/gsm8k", None, "train", "main"), ("openai/gsm8k", None, "test", "main")]
     assert [e.query for e in task.train] == [row["question"] for row in rows[:5]]

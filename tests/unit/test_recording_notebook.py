@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.recording import progress
-from sota_grpo.recording.notebook import NotebookLine, in_notebook
+from sota_grpo.recording.progress import NotebookLine, in_notebook
 
 
 class Cell:

@@ -15,12 +15,11 @@ from sota_grpo import keys
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.export import save_hf
 from sota_grpo.policy.reference import FrozenReference
-from sota_grpo.policy.reference_service import ReferenceService
 from sota_grpo.transforms import ReferenceKL
 from sota_grpo.workers.base import ServantSpec, WorkerDied
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.reference import RaggedRows, ReferenceServant, reference_servant
+from sota_grpo.workers.reference import RaggedRows, ReferenceServant, ReferenceService, reference_servant
 from sota_grpo.workers.threads import ThreadLauncher
 from tests.builders import generator, random_rows
 from tests.unit.tiny_models import make_model, make_rows, make_tokenizer

@@ -12,8 +12,17 @@ from tensordict import TensorDict
 
 from sota_grpo import cli, keys
 from sota_grpo.app import train
-from sota_grpo.assembly.replay import Replay, Turn, _scored_rows, open_turn, replay
-from sota_grpo.assembly.replay_table import _advantages, _clip, replayed, worst_distance
+from sota_grpo.assembly.replay import (
+    Replay,
+    Turn,
+    _advantages,
+    _clip,
+    _scored_rows,
+    open_turn,
+    replay,
+    replayed,
+    worst_distance,
+)
 from sota_grpo.cli.replay import as_text
 from sota_grpo.compose import compose
 from sota_grpo.config import Config

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sota_grpo.recording.metrics import METRICS
-from sota_grpo.report import curves as module
-from sota_grpo.report.curves import BANDS, curves, family, names, stride_for
+from sota_grpo.report import data as module
+from sota_grpo.report.data import BANDS, curves, family, names, stride_for
 from sota_grpo.report.read import RunData
 
 

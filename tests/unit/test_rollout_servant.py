@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sota_grpo.engines import Engine
+from sota_grpo.engines import Engine, EngineOptions
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.errors import UserError
-from sota_grpo.policy.adapter_pack import AdapterPack
+from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers import rollout
@@ -311,16 +311,16 @@ def two_tokens(request: GroupRequest, index: int, version: int) -> list[int]:
 def test_the_factory_takes_plain_values(tmp_path: Path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
-    shared = {"model_name": str(tmp_path), "eos_token_ids": (EOS,), "pad_token_id": PAD, "device": "cpu"}
-    options = pickle.loads(pickle.dumps({**shared, "engine": "scripted", "script": two_tokens, "duration_s": 0.05}))
-    servant = rollout_servant(**options)
+    shared = EngineOptions(str(tmp_path), eos_token_ids=(EOS,), pad_token_id=PAD, device="cpu")
+    options = replace(shared, engine="scripted", script=two_tokens, duration_s=0.05)
+    servant = rollout_servant(pickle.loads(pickle.dumps(options)))
     began = time.monotonic()
     output = servant.run(REQUEST, Sampling(max_tokens=8)).result(WAIT_S)
     assert time.monotonic() - began >= 0.05
     assert [sample.token_ids.tolist() for sample in output.samples] == [[10, 20, EOS], [11, 20, EOS]]
     servant.close()
 
-    servant = rollout_servant(engine="transformers", **shared, dtype="float32", max_rows=6, attn_implementation="sdpa")
+    servant = rollout_servant(replace(shared, engine="transformers", max_rows=6, attn_implementation="sdpa"))
     requests = ragged_requests(3, 2)
     found = outputs_of([servant.run(request, Sampling(max_tokens=10)) for request in requests])
     assert largest_gap(model, requests, found, 1.0) < 1e-5

@@ -12,7 +12,7 @@ from tensordict import TensorDict, lazy_stack
 from sota_grpo.records import Example, Score
 from sota_grpo.scoring import LARGEST, WrongTerms, failed_score, guarded_score, guarded_scores
 from sota_grpo.step_log import rollout_rows
-from sota_grpo.transforms.score import write_scores
+from sota_grpo.transforms import write_scores
 
 EXAMPLE = Example("2 + 2?", "4")
 

@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from sota_grpo.engines import server as server_module
-from sota_grpo.engines import server_start
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines.base import Deadlines, Engine, EngineOptions
 from sota_grpo.engines.server import ServerEngine
-from sota_grpo.engines.server_dialect import Deadlines, Dialect, ServerOptions
-from sota_grpo.engines.server_http import HttpClient, ServerError
+from sota_grpo.engines.server_dialect import Dialect, HttpClient, ServerError
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.vllm_server import VLLMDialect
 from sota_grpo.errors import UserError
@@ -430,9 +428,9 @@ def test_a_closed_engine_says_so_and_its_requests_are_aborted(rigs: Rigs):
 
 @pytest.mark.parametrize("name", ["vllm_server", "sglang_server"])
 def test_a_url_where_nobody_answers_is_a_sentence(name: str):
-    options = ServerOptions("model", eos_token_ids=[1], url="http://127.0.0.1:1")
+    options = EngineOptions("model", engine=name, eos_token_ids=[1], url="http://127.0.0.1:1")
     with pytest.raises(UserError, match=r"^No server answers at engine\.url=http://127\.0\.0\.1:1; start it first"):
-        server_start.server_engine(name, options)
+        server_module.server_engine(options)
 
 
 @pytest.mark.parametrize(("has_gpu", "variable"), [(False, "TMPDIR"), (True, "VLLM_RPC_BASE_PATH")])
@@ -445,11 +443,11 @@ def test_what_a_server_leaves_behind_lies_in_the_folder_that_ends_with_it(
         found.update(environment("key"), scratch=str(scratch))
         raise InterruptedError
 
-    monkeypatch.setattr(server_start, "find_spec", lambda name: object())
-    monkeypatch.setattr(server_start, "expected_weights", lambda *_, **__: (SHAPES, {}))
-    monkeypatch.setattr(server_start, "start_server", start)
+    monkeypatch.setattr(server_module, "find_spec", lambda name: object())
+    monkeypatch.setattr(server_module, "expected_weights", lambda *_, **__: (SHAPES, {}))
+    monkeypatch.setattr(server_module, "start_server", start)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     with pytest.raises(InterruptedError):
-        server_start.server_engine("vllm_server", ServerOptions("model", eos_token_ids=[1]))
+        server_module.server_engine(EngineOptions("model", engine="vllm_server", eos_token_ids=[1]))
     assert found[variable] == found["scratch"]
     assert not Path(found["scratch"]).exists()

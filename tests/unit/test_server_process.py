@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from sota_grpo.engines.base import EngineOptions
 from sota_grpo.engines.serve import KEY_VARIABLE, RequireKey
-from sota_grpo.engines.server_dialect import ServerOptions
+from sota_grpo.engines.server import WeightFolder
 from sota_grpo.engines.server_process import ServerDied, ServerLate, ServerProcess, start_server
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.vllm_server import VLLMDialect
-from sota_grpo.engines.weight_files import WeightFolder
 from sota_grpo.errors import RunFailed
 from tests.process_rigs import members, wait_for
 
@@ -171,7 +171,7 @@ def test_a_guard_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("dialect", [VLLMDialect(), SGLangDialect()])
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_no_command_line_shows_the_key(dialect: VLLMDialect | SGLangDialect, on_cpu: bool, tmp_path: Path):
-    options = ServerOptions("model", eos_token_ids=[1], dtype="bfloat16", max_rows=33, max_model_len=77)
+    options = EngineOptions("model", eos_token_ids=[1], dtype="bfloat16", max_rows=33, max_model_len=77)
     command = dialect.command(options, 1234, "the-secret", tmp_path, on_cpu=on_cpu)
     assert not [word for word in command if "the-secret" in word]
     for flag, value in {"--host": "127.0.0.1", "--port": "1234", "--dtype": "bfloat16"}.items():
@@ -203,7 +203,7 @@ def test_pushed_weights_are_cast_once_and_only_this_user_can_read_them():
 def test_a_folder_that_nobody_closed_goes_with_its_process():
     code = (
         "import torch\n"
-        "from sota_grpo.engines.weight_files import WeightFolder\n"
+        "from sota_grpo.engines.server import WeightFolder\n"
         "folder = WeightFolder({'w': torch.Size([1])}, None)\n"
         "print(folder.write({'w': torch.ones(1)}))\n"
     )

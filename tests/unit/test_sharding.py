@@ -22,12 +22,11 @@ from sota_grpo import keys
 from sota_grpo.collate import micro_batches, row_list, sibling_groups
 from sota_grpo.forward_passes import ForwardPasses
 from sota_grpo.functional.flops import ModelShape
-from sota_grpo.learner_ranks import LearnerServant
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.remote_learner import LearnerDied, RemoteLearner
+from sota_grpo.remote_learner import LearnerDied, LearnerServant, RemoteLearner
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.starting import IDLE_METHOD
@@ -104,6 +103,7 @@ class Rank:
         self.calls: list[tuple[Any, ...]] = []
 
     def call(self, method: str, *args: Any) -> Future[Any]:
+        method, *args = args if method == "ask" else (method, *args)
         self.calls.append((method, *args))
         future: Future[Any] = Future()
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks.simulation import Scenario, Simulation, VirtualClock, Workers
 from sota_grpo.records import GroupOutput, GroupRequest
-from sota_grpo.simulation import Scenario, Simulation, VirtualClock, Workers
 from tests.l3_parts import make_env
 
 SCRIPT = torch.tensor([5, 6, 2])

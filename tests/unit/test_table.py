@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.tasks.base import Task, scorer_of
-from sota_grpo.tasks.dataset import DatasetError
-from sota_grpo.tasks.splits import normalised
+from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.table import TableTask
 
 SEED = random.SystemRandom().randrange(1 << 30)

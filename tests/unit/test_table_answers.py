@@ -7,8 +7,7 @@ import random
 import pytest
 
 from sota_grpo.rewards import ANSWER_FORMATS
-from sota_grpo.tasks.table import TableTask
-from sota_grpo.tasks.table_answers import MATH_SOURCES, gold_response, is_right
+from sota_grpo.tasks.table import MATH_SOURCES, TableTask, gold_response, is_right
 
 SEED = random.SystemRandom().randrange(1 << 30)
 WHERE = {

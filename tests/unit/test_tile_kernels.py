@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from sota_grpo.functional import logit_tiles
+from sota_grpo.functional import log_probs
 from sota_grpo.functional.log_probs import chunked_log_probs
 
 M, H, V = 9, 6, 300
@@ -34,7 +34,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
     if not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("run by test_in_the_interpreter")
     if INTERPRETED:
-        monkeypatch.setattr(logit_tiles, "_takes_kernels", lambda hidden, bias, softcap: hidden.dtype != torch.float64)
+        monkeypatch.setattr(log_probs, "_takes_kernels", lambda hidden, bias, softcap: hidden.dtype != torch.float64)
     return "cpu" if INTERPRETED else "cuda"
 
 
@@ -65,7 +65,7 @@ def test_values_and_gradients(
     if dtype == torch.float32:
         expected = measured(hidden.double(), weight.double(), targets, pulls.double(), tile, **how)
     else:
-        monkeypatch.setattr(logit_tiles, "_takes_kernels", lambda hidden, bias, softcap: False)
+        monkeypatch.setattr(log_probs, "_takes_kernels", lambda hidden, bias, softcap: False)
         expected = measured(hidden, weight, targets, pulls, tile, **how)
     for value, reference in zip(found, expected, strict=True):
         assert (value.double() - reference.double()).norm() <= close * reference.double().norm()

@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 
 import sota_grpo
 from sota_grpo.records import Example
-from sota_grpo.tasks.arithmetic import ArithmeticTask
-from sota_grpo.tasks.arithmetic_templates import TEMPLATES
+from sota_grpo.tasks.arithmetic import TEMPLATES, ArithmeticTask
 
 PACKAGE = Path(sota_grpo.__file__).parent
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))

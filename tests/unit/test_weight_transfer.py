@@ -18,11 +18,10 @@ from sota_grpo.fleet_engine import FleetEngine
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.workers.base import ServantSpec
-from sota_grpo.workers.broadcasts import OnDemand
 from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.slots import OnDemand
 from sota_grpo.workers.threads import ThreadLauncher
-from sota_grpo.workers.weight_ends import WeightLayout, WeightSender, _filled
-from sota_grpo.workers.weight_transfer import WeightTransfer
+from sota_grpo.workers.weight_transfer import WeightLayout, WeightSender, WeightTransfer, _filled
 from tests.engine_rigs import tiny_model
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.options import flat
+from sota_grpo.config import flat
 from sota_grpo.recording.sinks.base import SAMPLES_EVERY, CopySink, printable, without_secrets
 from sota_grpo.validators import ConfigError
 

@@ -5,8 +5,7 @@ defined; what is drawn at random there (a kwarg that is missing, a letter such a
 stands here. Every check is linear in the length of the text, whatever the text.
 """
 
-from sota_grpo.rewards.ifeval.instructions import INSTRUCTIONS, read_kwargs
-from sota_grpo.rewards.ifeval.outcomes import answer_text, follow_lists
+from sota_grpo.rewards.ifeval.instructions import INSTRUCTIONS, answer_text, follow_lists, read_kwargs
 from sota_grpo.rewards.ifeval.rows import read_instructions, read_prompt
 from sota_grpo.rewards.ifeval.splitting import find_punkt
 

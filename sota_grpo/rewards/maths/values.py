@@ -1,0 +1,537 @@
+"""Arithmetic on untrusted numbers: exact on fractions, else with ``DIGITS`` digits, and never on anything large.
+
+The values of expressions and whether two of them are equal.
+
+Two expressions are equal when they agree at pseudo-random points (Schwartz 1980, Zippel 1979): at rational points
+polynomials and rational functions are compared exactly, the rest to 40 digits. Only trees of
+:class:`~sota_grpo.rewards.maths.parse.Node` are evaluated, and each step is paid for from one budget.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import mpmath
+
+from sota_grpo.rewards.maths.parse import Node
+
+DIGITS = 50
+MAX_BITS = 1 << 15  # of the numerator and denominator of an exact value, and of the exponent of any other
+_MAX_FACTORIAL = 3000
+_MAX_ANGLE_BITS = 200
+
+_OF_INVERSE = {"acot": "atan", "asec": "acos", "acsc": "asin"}
+
+
+class NoValue(ArithmeticError):
+    """There is no value: a division by zero, a logarithm of zero, the square root of -1 among the reals."""
+
+
+class TooCostly(ArithmeticError):
+    """A value is too large, or the budget is spent."""
+
+
+class Arithmetic:
+    """Operations on values: a ``Fraction`` is exact, anything else is a number of mpmath with ``DIGITS`` digits.
+
+    Args:
+        budget: units of about a microsecond that all operations together may spend.
+
+    Attributes:
+        real: a value that is not real is no value.
+
+    >>> Arithmetic(1000).power(Fraction(4, 9), Fraction(1, 2))
+    Fraction(2, 3)
+    >>> Arithmetic(1000).power(Fraction(10), Fraction(10**10))
+    Traceback (most recent call last):
+        ...
+    sota_grpo.rewards.maths.values.TooCostly: a power is too large
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.real = True
+        self._left = budget
+        self._context = mpmath.MPContext()  # of its own, so that no other thread changes its precision
+        self._context.dps = DIGITS
+        self._tolerance = self._context.mpf(10) ** (10 - DIGITS)
+        self._smallest = self._context.mpf(10) ** -DIGITS
+
+    def spend(self, units: int) -> None:
+        """Pay for work.
+
+        Raises:
+            TooCostly: the budget is spent.
+        """
+        self._left -= units
+        if self._left < 0:
+            raise TooCostly("the budget is spent")
+
+    def constant(self, name: str) -> Any:
+        """pi, e or i."""
+        if name == "i":
+            return self.checked(self._context.mpc(0, 1))
+        return +self._context.pi if name == "pi" else +self._context.e
+
+    def inexact(self, value: Any) -> Any:
+        """The value as a number of mpmath."""
+        return self._context.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+
+    def is_real(self, value: Any) -> bool:
+        """Whether a value is real."""
+        return not isinstance(value, self._context.mpc)
+
+    def close(self, left: Any, right: Any) -> bool:
+        """Whether two values are equal: exactly, or to all but the last ten digits."""
+        if isinstance(left, Fraction) and isinstance(right, Fraction):
+            return left == right
+        left, right = self.inexact(left), self.inexact(right)
+        return bool(abs(left - right) <= max(abs(left), abs(right)) * self._tolerance + self._smallest)
+
+    def checked(self, value: Any) -> Any:
+        """The value, paid for.
+
+        Raises:
+            NoValue: it is not finite, or not real where it must be.
+            TooCostly: it is too large, or the budget is spent.
+        """
+        if isinstance(value, Fraction):
+            bits = max(value.numerator.bit_length(), value.denominator.bit_length())
+            if bits > MAX_BITS:
+                raise TooCostly("a number is too large")
+            self.spend(1 + ((bits >> 9) ** 2 >> 2))
+            return value
+        self.spend(4)
+        if isinstance(value, self._context.mpc):
+            if not value.imag:
+                value = value.real
+            elif self.real:
+                raise NoValue("it is not real")
+        if not self._context.isfinite(value):
+            raise NoValue("it is infinite")
+        if value and abs(self._context.mag(value)) > MAX_BITS:
+            raise TooCostly("a number is too large")
+        return value
+
+    def add(self, terms: Sequence[Any]) -> Any:
+        """The sum."""
+        total: Any = terms[0]
+        for term in terms[1:]:
+            exact = isinstance(total, Fraction) and isinstance(term, Fraction)
+            total = self.checked(total + term if exact else self.inexact(total) + self.inexact(term))
+        return total
+
+    def multiply(self, factors: Sequence[Any]) -> Any:
+        """The product."""
+        product: Any = factors[0]
+        for factor in factors[1:]:
+            exact = isinstance(product, Fraction) and isinstance(factor, Fraction)
+            product = self.checked(product * factor if exact else self.inexact(product) * self.inexact(factor))
+        return product
+
+    def divide(self, upper: Any, lower: Any) -> Any:
+        """The quotient."""
+        if not lower:
+            raise NoValue("division by zero")
+        exact = isinstance(upper, Fraction) and isinstance(lower, Fraction)
+        return self.checked(upper / lower if exact else self.inexact(upper) / self.inexact(lower))
+
+    def power(self, base: Any, exponent: Any) -> Any:
+        """``base ** exponent``; an odd root of a negative number is real where values must be."""
+        if not base:
+            if not self.is_real(exponent) or exponent <= 0:
+                raise NoValue("a power of zero")
+            return base
+        size = abs(self._context.mag(self.inexact(base))) + 1
+        if abs(self.inexact(exponent)) * size > MAX_BITS:
+            raise TooCostly("a power is too large")
+        if isinstance(exponent, Fraction) and exponent.denominator == 1:
+            self.spend(10)
+            exact = isinstance(base, Fraction)
+            return self.checked(base ** int(exponent) if exact else self.inexact(base) ** int(exponent))
+        if isinstance(base, Fraction) and isinstance(exponent, Fraction) and base > 0:
+            root = self._exact_root(base, exponent.denominator)
+            if root is not None:
+                return self.power(root, Fraction(exponent.numerator))
+        if self.real and self.is_real(base) and base < 0:
+            if not isinstance(exponent, Fraction) or exponent.denominator % 2 == 0:
+                raise NoValue("a root of a negative number")
+            return self.multiply(
+                [Fraction((-1) ** (exponent.numerator % 2)), self.power(self.negative(base), exponent)]
+            )
+        self.spend(20)
+        return self.checked(self._context.power(self.inexact(base), self.inexact(exponent)))
+
+    def negative(self, value: Any) -> Any:
+        """Minus the value."""
+        return -value
+
+    def _exact_root(self, base: Fraction, degree: int) -> Fraction | None:
+        """The root of a fraction, if it is a fraction."""
+        if degree > 64 or max(base.numerator, base.denominator).bit_length() > 1024:
+            return None
+        parts = []
+        for number in (base.numerator, base.denominator):
+            self.spend(10)
+            guess = int(self._context.nint(self._context.root(number, degree)))
+            if guess**degree != number:
+                return None
+            parts.append(guess)
+        return Fraction(parts[0], parts[1])
+
+    def factorial(self, value: Any) -> Any:
+        """``n!``, by the gamma function where ``n`` is not whole."""
+        if not self.is_real(value) or abs(value) > _MAX_FACTORIAL:
+            raise TooCostly("a factorial is too large")
+        if isinstance(value, Fraction) and value.denominator == 1:
+            if value < 0:
+                raise NoValue("a factorial of a negative number")
+            self.spend(10 + int(value))
+            return self.checked(Fraction(math.factorial(int(value))))
+        self.spend(300)
+        return self.checked(self._context.factorial(self.inexact(value)))
+
+    def binomial(self, upper: Any, lower: Any) -> Any:
+        """The number of subsets of size ``lower``."""
+        whole = [isinstance(value, Fraction) and value.denominator == 1 for value in (upper, lower)]
+        if all(whole) and 0 <= upper <= _MAX_FACTORIAL and lower >= 0:
+            self.spend(10 + int(upper))
+            return self.checked(Fraction(math.comb(int(upper), int(lower))))
+        lower_part = self.multiply([self.factorial(lower), self.factorial(self.add([upper, self.negative(lower)]))])
+        return self.divide(self.factorial(upper), lower_part)
+
+    def absolute(self, value: Any) -> Any:
+        """The absolute value."""
+        return self.checked(abs(value))
+
+    def floor(self, value: Any) -> Any:
+        """The largest integer that is not larger."""
+        if not self.is_real(value):
+            raise NoValue("it is not real")
+        return self.checked(
+            Fraction(math.floor(value) if isinstance(value, Fraction) else int(self._context.floor(value)))
+        )
+
+    def ceiling(self, value: Any) -> Any:
+        """The smallest integer that is not smaller."""
+        return self.negative(self.floor(self.negative(value)))
+
+    def radians(self, degrees: Any) -> Any:
+        """An angle in radians."""
+        return self.checked(self.inexact(degrees) * self._context.pi / 180)
+
+    def logarithm(self, value: Any, base: Any = None) -> Any:
+        """The logarithm to ``base``, natural without one."""
+        if not value or (self.real and value < 0):
+            raise NoValue("a logarithm of what is not positive")
+        self.spend(20)
+        natural = self.checked(self._context.log(self.inexact(value)))
+        return natural if base is None else self.divide(natural, self.logarithm(base))
+
+    def function(self, name: str, arguments: Sequence[Any]) -> Any:
+        """An elementary function of one argument; ``log`` may have a base, and is to base 10 without one."""
+        if name in ("log", "ln"):
+            base = arguments[1] if len(arguments) > 1 else Fraction(10) if name == "log" else None
+            return self.logarithm(arguments[0], base)
+        value = self.inexact(arguments[0])
+        limit = 15 if name in ("exp", "sinh", "cosh", "tanh") else _MAX_ANGLE_BITS
+        if value and self._context.mag(value) > limit:
+            raise TooCostly("an argument is too large")
+        self.spend(30)
+        if name in _OF_INVERSE:
+            return self.function(_OF_INVERSE[name], [self.divide(Fraction(1), value)])
+        known: Callable[[Any], Any] = getattr(self._context, name)
+        try:
+            return self.checked(known(value))
+        except (ZeroDivisionError, ValueError) as error:
+            raise NoValue(str(error)) from error
+
+
+BUDGET = 200_000  # units of about a microsecond
+
+Point = Mapping[str, Fraction]
+_AGREEMENTS, _LEAST_AGREEMENTS = 5, 2
+_CIRCULAR = ("sin", "cos", "tan", "cot", "sec", "csc")
+_INSIDE = {  # operations on the values of the parts, by kind
+    "add": lambda calculate, values: calculate.add(values),
+    "mul": lambda calculate, values: calculate.multiply(values),
+    "neg": lambda calculate, values: calculate.negative(values[0]),
+    "div": lambda calculate, values: calculate.divide(*values),
+    "ratio": lambda calculate, values: calculate.divide(*values),
+    "pow": lambda calculate, values: calculate.power(*values),
+    "root": lambda calculate, values: calculate.power(values[0], calculate.divide(Fraction(1), values[1])),
+    "fact": lambda calculate, values: calculate.factorial(values[0]),
+    "binom": lambda calculate, values: calculate.binomial(*values),
+    "abs": lambda calculate, values: calculate.absolute(values[0]),
+    "floor": lambda calculate, values: calculate.floor(values[0]),
+    "ceil": lambda calculate, values: calculate.ceiling(values[0]),
+    "pct": lambda calculate, values: calculate.divide(values[0], Fraction(100)),
+}
+
+
+class NoNumber(ValueError):
+    """The tree is no expression whose value is a number: a set, a relation, a matrix."""
+
+
+class Values:
+    """Evaluates trees, all from one budget.
+
+    Args:
+        budget: see :class:`sota_grpo.rewards.maths.values.Arithmetic`.
+
+    >>> from sota_grpo.rewards.maths.parse import parse_answer
+    >>> Values().value(parse_answer("\\\\frac{2^{10}}{6!}"))
+    Fraction(64, 45)
+    >>> Values().equal(parse_answer("(x+1)^2"), parse_answer("x^2+2x+1"))
+    True
+    """
+
+    def __init__(self, budget: int = BUDGET) -> None:
+        self.arithmetic = Arithmetic(budget)
+        self._angles = 0  # circular functions around the node at hand
+
+    def value(self, node: Node, point: Point | None = None) -> Any:
+        """The value, a ``Fraction`` where it is known exactly, at the given values of the variables.
+
+        Raises:
+            NoValue: there is none here.
+            NoNumber: the tree has no number as its value, or a variable has none.
+            TooCostly: it is too large, or the budget is spent.
+        """
+        self.arithmetic.spend(1)
+        kind = node.kind
+        if kind == "num":
+            return node.data[0]
+        if kind in ("var", "text") and point is not None:
+            return point[f"{kind} {node.data}"]
+        if kind == "const" and node.data != "inf":
+            return self.arithmetic.constant(node.data)
+        if kind == "fn":
+            return self._function(node, point)
+        if kind == "deg":
+            degrees = self.value(node.parts[0], point)
+            return self.arithmetic.radians(degrees) if self._angles else degrees
+        if kind not in _INSIDE or (kind == "ratio" and len(node.parts) > 2):
+            raise NoNumber(f"{kind} has no number as its value")
+        return _INSIDE[kind](self.arithmetic, [self.value(part, point) for part in node.parts])
+
+    def _function(self, node: Node, point: Point | None) -> Any:
+        angle = node.data in _CIRCULAR
+        self._angles += angle
+        arguments = [self.value(part, point) for part in node.parts]
+        self._angles -= angle
+        return self.arithmetic.function(node.data, arguments)
+
+    def equal(self, left: Node, right: Node) -> bool:
+        """Whether two expressions are equal wherever both are defined.
+
+        Real values are compared where there are any: ``\\\\sqrt{x^2}`` equals ``|x|`` and not ``x``.
+
+        Raises:
+            NoNumber: one of them is no expression.
+            TooCostly: they cannot be compared within the budget.
+        """
+        return self._agree(left, right, self.arithmetic.close)
+
+    def proportional(self, left: Node, right: Node, *, same_sign: bool) -> bool:
+        """Whether ``left = c * right`` for one constant ``c``, neither zero nor (if asked) negative.
+
+        Raises:
+            NoNumber, TooCostly: as in :meth:`equal`.
+        """
+        close, ratios = self.arithmetic.close, []
+
+        def constant_ratio(first: Any, second: Any) -> bool:
+            if close(first, Fraction(0)) or close(second, Fraction(0)):
+                return close(first, second)
+            ratios.append(self.arithmetic.divide(first, second))
+            positive = self.arithmetic.is_real(ratios[-1]) and ratios[-1] > 0
+            return close(ratios[0], ratios[-1]) and (positive or not same_sign)
+
+        return self._agree(left, right, constant_ratio) and bool(ratios)
+
+    def _agree(self, left: Node, right: Node, same: Callable[[Any, Any], bool]) -> bool:
+        names = sorted(variables(left) | variables(right))
+        for real in (False,) if mentions_i(left) or mentions_i(right) else (True, False):
+            self.arithmetic.real = real
+            agreements = 0
+            for point in points(names):
+                try:
+                    agree = same(self.value(left, point), self.value(right, point))
+                except NoValue:
+                    continue
+                if not agree:
+                    return False
+                agreements += 1
+                if agreements == (_AGREEMENTS if names else 1):
+                    return True
+            if agreements >= _LEAST_AGREEMENTS:
+                return True
+        return False
+
+
+def points(names: list[str]) -> Iterator[dict[str, Fraction]]:
+    """Pseudo-random values of the variables, the same for the same names: positive, negative, whole and small ones.
+
+    >>> next(points(["var x"])) == next(points(["var x"])), next(points([]))
+    (True, {})
+    """
+    if not names:
+        yield {}
+        return
+    for index in range(12):
+        draw = random.Random(f"{index} {' '.join(names)}".encode("utf-8", "backslashreplace"))
+        if index in (4, 7):
+            yield {name: Fraction(draw.randint(2, 12)) for name in names}
+        elif index in (5, 8):
+            yield {name: Fraction(draw.randint(2, 96), 97) for name in names}
+        else:
+            yield {name: Fraction((-1) ** (index % 3 == 1) * draw.randint(20, 240), 97) for name in names}
+
+
+def variables(node: Node) -> frozenset[str]:
+    """What the value of a tree depends on, as keys of a point: ``var x`` for the variable x, ``text cm`` for words."""
+    return frozenset(f"{part.kind} {part.data}" for part in walk(node) if part.kind in ("var", "text"))
+
+
+def mentions_i(node: Node) -> bool:
+    """Whether the imaginary unit stands in a tree."""
+    return any(part.kind == "const" and part.data == "i" for part in walk(node))
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """The nodes of a tree."""
+    left = [node]
+    while left:
+        part = left.pop()
+        left.extend(part.parts)
+        yield part
+
+
+class Measure(NamedTuple):
+    """An answer without its unit: what is left, the base units, the factor of a word such as million."""
+
+    text: str
+    units: frozenset[str] = frozenset()
+    factor: int = 1
+
+
+_BASE_UNITS = {
+    alias: symbol
+    for symbol, aliases in {
+        "cm": "cm centimeter centimeters centimetre centimetres",
+        "mm": "mm millimeter millimeters millimetre millimetres",
+        "km": "km kilometer kilometers kilometre kilometres kms",
+        "m": "m meter meters metre metres",
+        "in": "in inch inches",
+        "ft": "ft foot feet",
+        "yd": "yd yds yard yards",
+        "mi": "mi mile miles",
+        "kg": "kg kilogram kilograms kgs",
+        "g": "g gram grams",
+        "lb": "lb lbs pound pounds",
+        "oz": "oz ounce ounces",
+        "l": "l L liter liters litre litres",
+        "ml": "ml mL milliliter milliliters millilitre millilitres",
+        "s": "s sec secs second seconds",
+        "min": "min mins minute minutes",
+        "h": "h hr hrs hour hours",
+        "day": "day days",
+        "week": "week weeks",
+        "month": "month months",
+        "year": "yr yrs year years",
+        "$": "dollar dollars usd bucks",
+        "cent": "cent cents",
+        "deg": "degree degrees deg",
+        "rad": "rad radian radians",
+        "am": "am",
+        "pm": "pm",
+    }.items()
+    for alias in aliases.split()
+}
+_OTHER_UNITS = {
+    *("per", "square", "squared", "cubic", "cubed", "sq", "sq.", "cu", "unit", "units", "mph", "kph"),
+    *("point", "points", "pts"),
+}
+_FACTORS = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_NO_UNITS = {
+    *("and", "or", "if", "for", "when", "where", "is", "not", "mod"),
+    *("e", "i", "pi", "inf", "sin", "cos", "tan", "log", "ln"),
+}
+_POWER = r"(?:\s?\^\s?(?:\d|\{\s?-?\d\s?\}))?"
+_TEXT_TAIL = re.compile(rf"\s?\\text\s?\{{([^{{}}]*)\}}{_POWER}\Z")
+_PLAIN_TAIL = re.compile(rf"(?<=[\d}}) ])([A-Za-z][A-Za-z./ ]{{0,60}}?){_POWER}\Z")
+_WORD = re.compile(r"[A-Za-z.]+")
+_MODULUS = re.compile(r" ?\(?(?:\\p?mod|\\bmod|\\text ?\{ ?mod ?\}) ?\{? ?(\d{1,9}) ?\}?\)?\Z")
+_LETTER_TAIL = re.compile(r"(?<=[\d}]) ?([mgsLlh])\Z")
+_MAX_TAILS = 4
+
+
+def split_unit(text: str) -> Measure:
+    """Take the unit off a tidy answer; a text that is all words has none.
+
+    >>> split_unit("5\\\\text{ cm}^2"), split_unit("12 square feet").text, split_unit("3\\\\text{ million}").factor
+    (Measure(text='5', units=frozenset({'cm'}), factor=1), '12', 1000000)
+    >>> split_unit("\\\\text{east}").text, split_unit("2 x").text, split_unit("7 apples").text
+    ('\\\\text{east}', '2 x', '7')
+    """
+    words: list[str] = []
+    modulus = _MODULUS.search(text)
+    text = text[: modulus.start()].rstrip() if modulus else text
+    for _ in range(_MAX_TAILS):
+        tail = _TEXT_TAIL.search(text) or _PLAIN_TAIL.search(text)
+        rest = text[: tail.start()].rstrip() if tail else ""
+        if tail is None or not _is_unit(tail, rest):
+            break
+        words += _WORD.findall(tail[1])
+        text = rest
+    units = frozenset(unit for unit in map(_base_unit, words) if unit)
+    units |= {f"mod {modulus[1]}"} if modulus else frozenset()
+    units |= {unit for sign, unit in (("\\degree", "deg"), ("\\%", "%")) if text.endswith(sign)}
+    factor = 1
+    for word in words:
+        factor *= _FACTORS.get(word.lower(), 1)
+    return Measure(text, units, factor)
+
+
+def _is_unit(tail: re.Match[str], rest: str) -> bool:
+    """Whether the words at the end of an answer are a unit of what stands before them."""
+    words = _WORD.findall(tail[1])
+    if not rest or rest[-1] in "=<>+-*/^_,;(:" or "\\text" in rest or any(word.lower() in _NO_UNITS for word in words):
+        return False
+    in_text = tail[0].lstrip().startswith("\\text")
+    if all(_base_unit(word) or word.lower() in _OTHER_UNITS or word.lower() in _FACTORS for word in words):
+        return in_text or "/" in tail[1] or any(len(word) > 1 for word in words)
+    if in_text:
+        return any(char.isdigit() for char in rest) and any(len(word) > 1 for word in words)
+    return rest[-1].isdigit() and tail.string[tail.start() - 1] == " " and all(len(word) > 2 for word in words)
+
+
+def _base_unit(word: str) -> str | None:
+    return _BASE_UNITS.get(word) or _BASE_UNITS.get(word.lower())
+
+
+def split_letter(measure: Measure) -> Measure:
+    """Take a bare letter after a number for its unit, as the caller has found that it is no variable.
+
+    >>> split_letter(Measure("5 m")), split_letter(Measure("5")).text
+    (Measure(text='5', units=frozenset({'m'}), factor=1), '5')
+    """
+    tail = _LETTER_TAIL.search(measure.text)
+    if tail is None:
+        return measure
+    return Measure(measure.text[: tail.start()], measure.units | {_BASE_UNITS[tail[1]]}, measure.factor)
+
+
+def units_conflict(first: Measure, second: Measure) -> bool:
+    """Whether both have a known unit, and neither is part of the other: ``5 km`` for ``5 km/h`` is let pass.
+
+    >>> first = split_unit("5 cm")
+    >>> units_conflict(first, split_unit("5\\\\text{ m}")), units_conflict(first, split_unit("5"))
+    (True, False)
+    """
+    return not (first.units <= second.units or second.units <= first.units)

@@ -1,0 +1,388 @@
+"""TorchRL transforms over rows of finished responses: their reward, the reference's log-probs, their advantage.
+
+Each is a :class:`torchrl.envs.transforms.Transform` that reads and writes whole rows, ragged (a lazy stack) or dense.
+Called on a batch (a collector's ``postproc``, or by hand) it writes in place. Each *writes once*: rows that already
+carry its out key pass unchanged, because a response does not change after it was sampled. So in a ``ReplayBuffer``
+:class:`GroupAdvantage` computes when the rows are written, where groups are whole, and leaves them alone when a random
+subset is sampled. Those that write under ``"next"`` also run on an env's step (``TransformedEnv``); what they write
+beside the reward is then not in the env's specs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, NonTensorData, NonTensorStack, TensorDictBase
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+
+from sota_grpo import keys
+from sota_grpo.collate import micro_batches, pad_rows, row_list, write_rows
+from sota_grpo.functional.advantages import constant_groups, group_advantages
+from sota_grpo.functional.weighting import soft_overlong_penalty
+from sota_grpo.records import Example, Score
+from sota_grpo.scoring import FailureLog, Scorer, guarded_scores, total_reward
+
+
+class RowTransform(Transform):
+    """``_write(rows)`` on every batch whose first row lacks ``written_key``."""
+
+    written_key: NestedKey
+
+    def _write(self, rows: TensorDictBase) -> None:
+        raise NotImplementedError
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if row_list(tensordict)[0].get(self.written_key, None) is None:
+            self._write(tensordict)
+        return tensordict
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        rows = tensordict.copy().set("next", next_tensordict)
+        self._write(rows)
+        return next_tensordict.update(rows.get("next"))
+
+    def transform_output_spec(self, output_spec: Any) -> Any:
+        return output_spec  # rewards keep their spec; the rest exists after a step only, never after a reset
+
+
+_WRITTEN = (keys.REWARD, keys.SUCCESS, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.REWARD_INFO)
+
+
+class ScoreResponse(RowTransform):
+    """Grade every response: text in, ``reward = sum_k weight_k * term_k`` out, its terms and the success beside it.
+
+    Reads ``("text", "response")``, ``query``, ``answer`` and, where there is one, ``extra`` (JSON); writes
+    ``("next", "reward")``, ``("next", "reward_terms", name)``, ``("next", "success")``, ``("next", "reward_error")``
+    and ``("next", "reward_timeout")``, each ``[N, 1]``, and ``("next", "reward_info")`` (JSON). Model text is
+    untrusted: a grader that raises, reports an error or returns a term that is not finite is counted in
+    ``reward_error`` with all terms 0, and never ends the run.
+
+    Args:
+        score: ``(response, example) -> Score``; one with a method ``score_group`` is given the whole batch.
+        term_weights: weight of each term; the grader must return exactly these names.
+
+    Raises:
+        KeyError: if the grader returns other terms than ``term_weights`` names: a mistake of the task, not of the text.
+
+    >>> def exact(text, example):
+    ...     return Score({"exact": float(text == example.answer)}, success=text == example.answer)
+    >>> from tensordict import TensorDict
+    >>> rows = TensorDict({"text": {"response": "4"}, "query": "2+2?", "answer": "4"}).unsqueeze(0)
+    >>> ScoreResponse(exact, {"exact": 2.0})(rows)["next", "reward"].tolist()
+    [[2.0]]
+    """
+
+    written_key = keys.SUCCESS
+
+    def __init__(self, score: Scorer, term_weights: Mapping[str, float]) -> None:
+        names = list(term_weights)
+        super().__init__(
+            in_keys=[keys.RESPONSE_TEXT, keys.QUERY, keys.ANSWER],
+            out_keys=[*_WRITTEN, *((*keys.REWARD_TERMS, name) for name in names)],
+        )
+        self.score, self.term_weights = score, dict(term_weights)
+        self._failures = FailureLog()
+
+    def _write(self, rows: TensorDictBase) -> None:
+        scores = guarded_scores(self.score, self.term_weights, graded_texts(row_list(rows)))
+        write_scores(rows, [self._failures.add(score) for score in scores], self.term_weights)
+
+
+def graded_texts(rows: Sequence[TensorDictBase]) -> list[tuple[str, Example]]:
+    """What a grader reads of finished rows: the response's text, and the example that it answers.
+
+    Siblings that share their texts, as those of :func:`sota_grpo.envs.finish_rows` do, share their example too.
+
+    >>> from tensordict import TensorDict
+    >>> graded_texts([TensorDict({"text": {"response": "4"}, "query": "2+2?", "answer": "#### 4"})])
+    [('4', Example(query='2+2?', answer='#### 4', extra={}))]
+    """
+    asked: list[tuple[str, Example]] = []
+    before: list[Any] = []
+    for row in rows:
+        texts = [row.get(keys.QUERY), row.get(keys.ANSWER), row.get(keys.EXTRA, None)]
+        if not before or any(text is not other for text, other in zip(texts, before)):
+            extra = {} if texts[2] is None else json.loads(_text(texts[2]))
+            example, before = Example(_text(texts[0]), _text(texts[1]), extra), texts
+        asked.append((_text(row.get(keys.RESPONSE_TEXT)), example))
+    return asked
+
+
+def write_scores(rows: TensorDictBase, scores: Sequence[Score], term_weights: Mapping[str, float]) -> None:
+    """Write one score per row, in place: ``reward = sum_k weight_k * term_k`` (in float64), and all that is beside it.
+
+    A term that is None does not apply: it adds nothing to the reward, and its key is missing in that row.
+
+    Args:
+        rows: a batch of ``N`` rows, lazily stacked or dense.
+        scores: one per row, each with the terms that ``term_weights`` names.
+
+    Raises:
+        ValueError: the rows are dense, where every row has every key, and a term does not apply to one of them.
+
+    >>> from tensordict import TensorDict
+    >>> rows = TensorDict(batch_size=[2])
+    >>> write_scores(rows, [Score({"right": 1.0}, True), Score({"right": 0.0}, False, "Timeout: 5 s")], {"right": 2.0})
+    >>> rows["next", "reward"].tolist(), rows["next", "reward_error"].tolist()
+    ([[2.0], [0.0]], [[False], [True]])
+    """
+    for name in term_weights:
+        _write_term(rows, (*keys.REWARD_TERMS, name), [score.terms[name] for score in scores])
+    rewards = [[total_reward(score.terms, term_weights)] for score in scores]
+    rows.set(keys.REWARD, torch.tensor(rewards, dtype=torch.float32))
+    rows.set(keys.SUCCESS, torch.tensor([[score.success] for score in scores]))
+    rows.set(keys.REWARD_ERROR, torch.tensor([[score.error is not None] for score in scores]))
+    rows.set(keys.REWARD_TIMEOUT, torch.tensor([[(score.error or "").startswith("TimeoutError")] for score in scores]))
+    infos = [json.dumps(_info(score), default=str) for score in scores]
+    wrapped = {info: NonTensorData(info) for info in set(infos)}  # most are alike, and the wrapping takes its time
+    rows.set(keys.REWARD_INFO, NonTensorStack(*(wrapped[info] for info in infos)))
+
+
+def _info(score: Score) -> dict[str, Any]:
+    return {**score.info, "error": score.error} if score.error is not None else dict(score.info)
+
+
+def _write_term(rows: TensorDictBase, key: tuple[str, ...], values: Sequence[float | None]) -> None:
+    if None not in values:
+        rows.set(key, torch.tensor(values, dtype=torch.float32).unsqueeze(-1))
+        return
+    if not isinstance(rows, LazyStackedTensorDict):
+        raise ValueError(f"{key[-1]} does not apply to every row; stack the rows lazily, so that one may lack it.")
+    for row, value in zip(row_list(rows), values, strict=True):
+        if value is not None:
+            row.set(key, torch.tensor([value], dtype=torch.float32))
+
+
+def _text(value: Any) -> str:
+    """A string entry of one row, however TensorDict wraps it."""
+    return value if isinstance(value, str) else value.data
+
+
+class ReferenceKL(RowTransform):
+    """Log-probs of the sampled tokens under the reference, and, if asked, the KL as part of the reward.
+
+    Writes ``("next", "ref_log_probs", "full")`` (``[T_i]`` per row, 0 off the assistant mask). With a coefficient the
+    reward becomes ``r - coeff * sum_t (logp_t - ref_t)``, k1 of the assistant tokens, ``logp`` of the behaviour policy;
+    what was subtracted stays beside it as the reward term ``kl``.
+
+    Args:
+        reference: right-padded rows in (:func:`sota_grpo.collate.pad_rows`), log-probs ``[N, T]`` out; no gradient.
+        in_reward_coeff: None leaves the reward alone.
+        pad_token_id: padding of the tokens.
+        token_budget: packed tokens of one forward pass; padded ones where ``reference.shared_prompt`` is False.
+
+    Raises:
+        ValueError: if the reference gives a log-prob that is not finite for a trainable token.
+
+    Sources: in the reward, Ouyang et al. 2022 (arXiv:2203.02155, eq. 2); in the loss, Shao et al. 2024 (eq. 3, 4).
+
+    >>> from tensordict import TensorDict
+    >>> rows = TensorDict({
+    ...     "tokens": {"full": torch.tensor([[4, 5, 6]])}, "log_probs": {"full": torch.tensor([[0.0, -1.0, -2.0]])},
+    ...     "masks": {"all_assistant_mask": torch.tensor([[False, True, True]])}, "next": {"reward": torch.ones(1, 1)},
+    ... }, [1])
+    >>> reference = lambda padded: torch.full(padded["tokens", "full"].shape, -3.0)
+    >>> rows = ReferenceKL(reference, in_reward_coeff=0.1, pad_token_id=0, token_budget=64)(rows)
+    >>> rows["next", "ref_log_probs", "full"].tolist(), round(rows["next", "reward"].item(), 4)  # 1 - 0.1 * (2 + 1)
+    ([[0.0, -3.0, -3.0]], 0.7)
+    """
+
+    written_key = keys.REF_LOG_PROBS
+
+    def __init__(
+        self,
+        reference: Callable[[TensorDictBase], Tensor],
+        *,
+        in_reward_coeff: float | None = None,
+        pad_token_id: int,
+        token_budget: int,
+        shared_prompt: bool = True,
+    ) -> None:
+        reads: list[NestedKey] = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
+        writes: list[NestedKey] = [keys.REF_LOG_PROBS]
+        if in_reward_coeff is not None:
+            reads += [keys.LOG_PROBS, keys.REWARD]
+            writes += [keys.REWARD, keys.KL_TERM, keys.GRADED_REWARD]
+        super().__init__(in_keys=reads, out_keys=writes)
+        self.reference, self.in_reward_coeff = reference, in_reward_coeff
+        self.pad_token_id, self.token_budget, self.shared_prompt = pad_token_id, token_budget, shared_prompt
+
+    def _write(self, rows: TensorDictBase) -> None:
+        found = reference_log_probs(
+            self.reference,
+            row_list(rows),
+            pad_token_id=self.pad_token_id,
+            token_budget=self.token_budget,
+            shared_prompt=self.shared_prompt,
+        )
+        write_reference(rows, found, in_reward_coeff=self.in_reward_coeff)
+
+
+@torch.no_grad()
+def reference_log_probs(
+    reference: Callable[[TensorDictBase], Tensor],
+    rows: Sequence[TensorDictBase],
+    *,
+    pad_token_id: int,
+    token_budget: int,
+    shared_prompt: bool = True,
+) -> list[Tensor]:
+    """The reference's log-probs of every row, f32 ``[T_i]``, 0 off the assistant mask, on the device of the row.
+
+    Args:
+        reference: right-padded rows in, ``[N, T]`` out.
+        rows: ragged rows.
+        pad_token_id: padding of the tokens.
+        token_budget: packed tokens of one forward pass.
+        shared_prompt: whether the reference computes packed rows; see :func:`sota_grpo.collate.micro_batches`.
+    """
+    found = dict[int, Tensor]()
+    for part in micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt):
+        log_probs = reference(pad_rows(part, pad_token_id=pad_token_id))
+        for row, values in zip(part, log_probs, strict=True):
+            mask = row.get(keys.ASSISTANT_MASK)
+            own = values[: mask.shape[0]].detach().to(mask.device, torch.float32)
+            found[id(row)] = torch.where(mask, own, 0.0)
+    return [found[id(row)] for row in rows]
+
+
+def write_reference(rows: TensorDictBase, log_probs: Sequence[Tensor], *, in_reward_coeff: float | None) -> None:
+    """Write the reference's log-probs, one ``[T_i]`` per row, and what follows from them: see :class:`ReferenceKL`.
+
+    Raises:
+        ValueError: a log-prob is not finite.
+    """
+    if not all(bool(values.isfinite().all()) for values in log_probs):
+        raise ValueError("the reference gave a log-prob that is not finite for a trainable token; check its weights.")
+    write_rows(rows, keys.REF_LOG_PROBS, log_probs)
+    if in_reward_coeff is None:
+        return
+    gaps = [
+        torch.where(row.get(keys.ASSISTANT_MASK), row.get(keys.LOG_PROBS) - ref, 0.0).sum()
+        for row, ref in zip(row_list(rows), log_probs, strict=True)
+    ]
+    reward = rows.get(keys.REWARD)
+    penalty = -in_reward_coeff * torch.stack(gaps).reshape(reward.shape)
+    rows.set(keys.KL_TERM, penalty)
+    rows.set(keys.GRADED_REWARD, reward.clone())
+    rows.set(keys.REWARD, reward + penalty)
+
+
+class OverlongPenalty(RowTransform):
+    """DAPO's soft length penalty, added to the reward and kept as a term of its own.
+
+    0 up to ``max_tokens - buffer_tokens`` response tokens, then linearly to ``-weight`` at ``max_tokens``. Writes
+    ``("next", "reward_terms", "overlong")``, in [-1, 0].
+
+    Args:
+        max_tokens, buffer_tokens: see :func:`sota_grpo.functional.weighting.soft_overlong_penalty`.
+        weight: what the term weighs in the reward.
+
+    Raises:
+        ValueError: if the buffer is not 1 to ``max_tokens`` tokens.
+
+    Source: Yu et al. 2025 (arXiv:2503.14476, eq. 13).
+
+    >>> from tensordict import TensorDict
+    >>> masks, reward = {"all_assistant_mask": torch.ones(1, 9).bool()}, {"reward": torch.ones(1, 1)}
+    >>> rows = TensorDict({"masks": masks, "next": reward}, [1])
+    >>> OverlongPenalty(max_tokens=10, buffer_tokens=4)(rows)["next", "reward"].tolist()
+    [[0.25]]
+    """
+
+    written_key = (*keys.REWARD_TERMS, "overlong")
+
+    def __init__(self, max_tokens: int, buffer_tokens: int, *, weight: float = 1.0) -> None:
+        super().__init__(in_keys=[keys.ASSISTANT_MASK, keys.REWARD], out_keys=[keys.REWARD, self.written_key])
+        soft_overlong_penalty(torch.zeros(1), max_tokens, buffer_tokens)  # refuse impossible numbers at once
+        self.max_tokens, self.buffer_tokens, self.weight = max_tokens, buffer_tokens, weight
+
+    def _write(self, rows: TensorDictBase) -> None:
+        lengths = torch.stack([row.get(keys.ASSISTANT_MASK).sum() for row in row_list(rows)])
+        reward = rows.get(keys.REWARD)
+        penalty = soft_overlong_penalty(lengths, self.max_tokens, self.buffer_tokens).reshape(reward.shape)
+        rows.set(self.written_key, penalty)
+        rows.set(keys.REWARD, reward + self.weight * penalty)
+
+
+class GroupAdvantage(RowTransform):
+    """Advantage of every response over its siblings: ``A_i = (r_i - b_i) / s_i``, exactly 0 in a constant group.
+
+    Reads ``("next", "reward")`` ``[N, 1]`` and ``group_id`` ``[N]``, writes ``advantage`` ``[N, 1, 1]``. Give it whole
+    groups: as a collector's ``postproc``, or as a ``ReplayBuffer`` transform, where ``extend`` computes.
+
+    Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its scale.
+
+    Args:
+        baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`.
+        group_size: refuse a batch in which a group has another number of responses; None accepts any.
+        in_keys: reward and group id.
+        out_keys: advantage.
+
+    Raises:
+        ValueError: on a group that is not ``group_size`` long, and as ``group_advantages``.
+        RuntimeError: inside an env, which sees one step and not the groups.
+
+    Source: Shao et al. 2024 (arXiv:2402.03300, section 4.1.2).
+
+    >>> from tensordict import TensorDict
+    >>> rows = TensorDict({"next": {"reward": torch.tensor([[1.0], [0.0]])}, "group_id": torch.tensor([7, 7])}, [2])
+    >>> GroupAdvantage(scale="none")(rows)["advantage"].flatten().tolist()
+    [0.5, -0.5]
+    """
+
+    def __init__(
+        self,
+        baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean",
+        scale: Literal["group_std", "batch_std", "none"] = "group_std",
+        eps: float = 1e-6,
+        *,
+        group_size: int | None = None,
+        in_keys: tuple[NestedKey, NestedKey] = (keys.REWARD, keys.GROUP_ID),
+        out_keys: tuple[NestedKey] = (keys.ADVANTAGE,),
+    ) -> None:
+        super().__init__(in_keys=list(in_keys), out_keys=list(out_keys))
+        self.baseline, self.scale, self.eps, self.group_size = baseline, scale, eps, group_size
+
+    @property
+    def written_key(self) -> NestedKey:  # type: ignore[override]
+        return self.out_keys[0]
+
+    def _write(self, rows: TensorDictBase) -> None:
+        reward, group_ids = (rows.get(key) for key in self.in_keys)
+        reward, group_ids = reward.reshape(-1), group_ids.reshape(-1)
+        if self.group_size is not None:
+            ids, counts = group_ids.unique(return_counts=True)
+            odd = (counts != self.group_size).nonzero().flatten()
+            if odd.numel():
+                raise ValueError(
+                    f"group {ids[odd[0]].item()} has {counts[odd[0]].item()} responses in this batch instead of "
+                    f"{self.group_size}; its baseline would be wrong, so pass whole groups."
+                )
+        values = group_advantages(reward, group_ids, baseline=self.baseline, scale=self.scale, eps=self.eps)
+        graded = rows.get(keys.GRADED_REWARD, None)
+        if graded is not None:
+            values = self._unscaled_where_graded_alike(values, reward, graded.reshape(-1), group_ids)
+        rows.set(self.out_keys[0], values.reshape(-1, 1, 1))
+
+    def _unscaled_where_graded_alike(self, values: Tensor, reward: Tensor, graded: Tensor, group_ids: Tensor) -> Tensor:
+        """A group whose rewards differ by their KL alone keeps those differences as they are.
+
+        Divided by their own std they would become full-size advantages, however small: at the first step, where the
+        policy is the reference, out of rounding alone.
+        """
+        unscaled = group_advantages(reward, group_ids, baseline=self.baseline, scale="none")
+        return torch.where(constant_groups(graded, group_ids), unscaled, values)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.forward(tensordict)
+
+    def transform_output_spec(self, output_spec: Any) -> Any:
+        raise RuntimeError(
+            "GroupAdvantage compares the finished responses of a group, which an env step does not have; "
+            "use it as a collector's postproc or as a ReplayBuffer transform."
+        )

@@ -1,0 +1,509 @@
+"""Rules that a config must keep, each named as the rule it states.
+
+A rule returns None, or one sentence that gives the values involved and the smallest fix. None of them edits anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sota_grpo.config import Config, ModelConfig, longest_response, reward_names, turn_size, walk
+from sota_grpo.errors import UserError
+
+
+def every_choice_is_one_of_its_values(config: Config) -> str | None:
+    for name, item, value in walk(config):
+        choices = item.metadata["choices"]
+        if choices and value not in choices and (value is not None or item.default is not None):
+            return f"{name}={value} is not one of {', '.join(choices)}."
+    return None
+
+
+def every_amount_is_positive(config: Config) -> str | None:
+    amounts = {
+        "env.num_envs": config.env.num_envs,
+        "env.repeats": config.env.repeats,
+        "inference_model.max_tokens": config.inference_model.max_tokens,
+        "train.total_dialog_turns": config.train.total_dialog_turns,
+        "train.dialog_turns_per_batch": config.train.dialog_turns_per_batch,
+        "train.optim_batch_size": config.train.optim_batch_size,
+        "train.epochs": config.train.epochs,
+        "train.micro_batch_tokens": config.train.micro_batch_tokens,
+        "train.keep_checkpoints": config.train.keep_checkpoints,
+        "env.num_heldout": config.env.num_heldout,
+        "eval.num_samples": config.eval.num_samples,
+        "algorithm.dynamic_sampling_max_draws": config.algorithm.dynamic_sampling_max_draws,
+        "optimizer.lr": config.optimizer.lr,
+        "train_model.lora.r": config.train_model.lora.r,
+        "ref_model.timeout_s": config.ref_model.timeout_s,
+        "algorithm.correction_cap": config.algorithm.correction_cap,
+        "env.max_samples": config.env.max_samples,
+        "inference_model.max_num_seqs": config.inference_model.max_num_seqs,
+        "inference_model.max_model_len": config.inference_model.max_model_len,
+        "train_model.num_devices": config.train_model.num_devices,
+        "inference_model.num_devices": config.inference_model.num_devices,
+        "ref_model.num_devices": config.ref_model.num_devices,
+        "inference_model.tensor_parallel_size": config.inference_model.tensor_parallel_size,
+        "train.weight_update_frequency": config.train.weight_update_frequency,
+        "env.reward_timeout_s": config.env.reward_timeout_s,
+        "env.max_steps": config.env.max_steps,
+        "train_model.timeout_s": config.train_model.timeout_s,
+        "inference_model.timeout_s": config.inference_model.timeout_s,
+        "ray.start_timeout_s": config.ray.start_timeout_s,
+    }
+    for name, value in amounts.items():
+        if value is not None and value <= 0:
+            return f"{name}={value} must be above 0."
+    return None
+
+
+_MAY_BE_NEGATIVE = ("seed", "reward.correct", "reward.wrong", "reward.no_answer", "reward.success_above")
+
+
+def every_coefficient_is_not_negative(config: Config) -> str | None:
+    for name, _, value in walk(config):
+        if isinstance(value, (int, float)) and value < 0 and name not in _MAY_BE_NEGATIVE:
+            return f"{name}={value} must not be negative."
+    return None
+
+
+def a_collection_is_made_of_whole_groups(config: Config) -> str | None:
+    repeats = config.env.repeats
+    for name, value in (
+        ("train.dialog_turns_per_batch", config.train.dialog_turns_per_batch),
+        ("env.num_envs", config.env.num_envs),
+    ):
+        if value % repeats and not (name.startswith("train") and config.train.weight_update_frequency):
+            nearest = max(repeats, round(value / repeats) * repeats)
+            return f"{name}={value} is not divisible by the group size env.repeats={repeats}; use {name}={nearest}."
+    return None
+
+
+def a_collection_is_made_of_whole_optimizer_steps(config: Config) -> str | None:
+    turns, size = turn_size(config), config.train.optim_batch_size
+    if turns % size:
+        return (
+            f"train.dialog_turns_per_batch={turns} is not divisible by train.optim_batch_size={size}; "
+            f"use train.optim_batch_size={turns}."
+        )
+    return None
+
+
+def the_run_has_at_least_one_turn(config: Config) -> str | None:
+    total, turns = config.train.total_dialog_turns, turn_size(config)
+    if total < turns:
+        return (
+            f"train.total_dialog_turns={total} is less than one turn of the loop, {turns} responses; "
+            f"use train.total_dialog_turns={turns} or a smaller collection."
+        )
+    return None
+
+
+def sampling_is_the_policys_own_distribution(config: Config) -> str | None:
+    """top-p and top-k below their neutral values sample from another distribution than the one that is trained."""
+    sampling = config.inference_model
+    if sampling.top_p < 1.0 or sampling.top_k > 0:
+        return (
+            f"inference_model.top_p={sampling.top_p} and top_k={sampling.top_k} sample from a truncated distribution, "
+            "which biases the importance ratio of every token; use top_p=1.0 and top_k=0."
+        )
+    if sampling.temperature == 0:
+        return "inference_model.temperature=0 gives every sibling the same response; use a temperature above 0."
+    return None
+
+
+def a_group_baseline_has_siblings(config: Config) -> str | None:
+    group_terms = {config.algorithm.baseline, config.algorithm.scale} & {"group_mean", "leave_one_out", "group_std"}
+    if config.env.repeats < 2 and group_terms:
+        return (
+            f"algorithm {config.algorithm.name} compares siblings ({', '.join(sorted(group_terms))}), but env.repeats="
+            f"{config.env.repeats} gives none; use env.repeats=2 or more."
+        )
+    return None
+
+
+def dynamic_sampling_has_group_signal(config: Config) -> str | None:
+    if config.algorithm.dynamic_sampling and config.env.repeats < 2:
+        return f"algorithm.dynamic_sampling needs groups of 2 or more, and env.repeats={config.env.repeats}."
+    return None
+
+
+def overlong_buffer_fits_the_response(config: Config) -> str | None:
+    buffer, longest = config.algorithm.overlong_buffer, longest_response(config)
+    if buffer > longest:
+        turns = f" times env.max_steps={config.env.max_steps}" if config.env.max_steps > 1 else ""
+        return (
+            f"algorithm.overlong_buffer={buffer} is longer than inference_model.max_tokens="
+            f"{config.inference_model.max_tokens}{turns}."
+        )
+    return None
+
+
+def the_kl_in_the_loss_has_a_gradient(config: Config) -> str | None:
+    """The gradient of k1 has mean 0, so as a loss it pulls nowhere (k2 and k3 do)."""
+    in_loss = config.train.kl_coef_in_loss and config.policy.kl_coef > 0
+    if in_loss and config.algorithm.kl_estimator == "k1":
+        return (
+            f"policy.kl_coef={config.policy.kl_coef} with algorithm.kl_estimator=k1 in the loss pulls nowhere: its "
+            "gradient has mean 0; use k2 or k3, or train.kl_coef_in_loss=false."
+        )
+    return None
+
+
+def difficulty_is_one_to_four(config: Config) -> str | None:
+    if not 1 <= config.env.difficulty <= 4:
+        return f"env.difficulty={config.env.difficulty} must be 1, 2, 3 or 4."
+    return None
+
+
+def probabilities_are_shares(config: Config) -> str | None:
+    for name, value in (
+        ("inference_model.gpu_memory_utilization", config.inference_model.gpu_memory_utilization),
+        ("inference_model.top_p", config.inference_model.top_p),
+    ):
+        if not 0 <= value <= 1:
+            return f"{name}={value} must lie between 0 and 1."
+    return None
+
+
+def decays_and_dropout_leave_something(config: Config) -> str | None:
+    """At 1 a moving average never moves, and a dropout drops everything."""
+    for name, value in (
+        ("train_model.lora.dropout", config.train_model.lora.dropout),
+        ("optimizer.beta1", config.optimizer.beta1),
+        ("optimizer.beta2", config.optimizer.beta2),
+    ):
+        if not 0 <= value < 1:
+            return f"{name}={value} must be at least 0 and below 1."
+    return None
+
+
+def the_dual_clip_bounds_a_clipped_ratio(config: Config) -> str | None:
+    bound, objective = config.algorithm.dual_clip, config.algorithm.objective
+    if bound is None:
+        return None
+    if objective != "clipped":
+        return (
+            f"algorithm.dual_clip={bound} bounds the ratio of objective=clipped and has no effect on "
+            f"algorithm.objective={objective}; use algorithm.dual_clip=null."
+        )
+    if bound <= 1:
+        return f"algorithm.dual_clip={bound} must be above 1, the ratio of an unchanged policy; use 3.0 or null."
+    return None
+
+
+def reinforce_has_no_ratio(config: Config) -> str | None:
+    if config.algorithm.objective == "reinforce" and config.algorithm.ratio != "token":
+        return (
+            f"algorithm.ratio={config.algorithm.ratio} has no effect on algorithm.objective=reinforce, which has no "
+            "ratio; leave algorithm.ratio=token or use algorithm.objective=clipped."
+        )
+    return None
+
+
+def reinforce_steps_once_per_collection(config: Config) -> str | None:
+    """After the first step the rest of a collection is off-policy, and REINFORCE has no ratio that would say so.
+
+    A correction does not help: it weighs from the behaviour policy to the one *before* the first step.
+    """
+    train = config.train
+    several = train.epochs > 1 or train.optim_batch_size < turn_size(config)
+    if config.algorithm.objective == "reinforce" and several:
+        return (
+            f"algorithm.objective=reinforce is on-policy, but train.epochs={train.epochs} and train.optim_batch_size="
+            f"{train.optim_batch_size} make several steps of a collection of {turn_size(config)}; use "
+            f"train.epochs=1 and train.optim_batch_size={turn_size(config)}, or algorithm.objective=cispo, "
+            "which weighs by the ratio."
+        )
+    return None
+
+
+def the_loss_scaler_has_float32_gradients(config: Config) -> str | None:
+    """fp16 autocast scales the loss, and gradients are unscaled in float32; an adapter's weights are float32 anyway."""
+    dtype = config.train_model.torch_dtype
+    trains_half = dtype in ("float16", "bfloat16") and not config.train_model.lora.enabled
+    if config.train.precision == "fp16" and trains_half:
+        return (
+            f"train.precision=fp16 scales the loss and needs float32 gradients, but train_model.torch_dtype={dtype}; "
+            "use train_model.torch_dtype=float32 or train.precision=bf16."
+        )
+    return None
+
+
+PROCEDURAL = ("instructions", "arithmetic", "countdown", "calculator")  # they make their own problems
+DIALOGS = ("countdown", "calculator")  # what they answer goes on in several turns
+
+_FROM_DATA = ("gsm8k", "math", "ifeval", "reasoning", "table")
+READERS = {  # tasks that read an option; the others refuse it
+    "env.dataset_path": _FROM_DATA,
+    "env.eval_path": (*_FROM_DATA, "instructions"),
+    "env.system_prompt": (*_FROM_DATA, "instructions", *DIALOGS),
+    "env.prompt_column": ("table",),
+    "env.answer_column": ("table",),
+    "env.answer_format": ("gsm8k", "math", "reasoning", "table"),
+    "env.format_weight": ("gsm8k", "math", "reasoning", "countdown"),
+    "env.difficulty": ("arithmetic",),
+    "reward.correct": ("math",),
+    "reward.wrong": ("math",),
+    "reward.no_answer": ("math",),
+    "reward.instructions_weight": ("ifeval", "instructions"),
+    "reward.all_weight": ("ifeval", "instructions"),
+    "reward.thinking_weight": ("reasoning",),
+    "reward.min_think_words": ("reasoning",),
+}
+
+
+def options_that_the_task_does_not_read_keep_their_default(config: Config) -> str | None:
+    default = {name: value for name, _, value in walk()}
+    for name, _, value in walk(config):
+        kept = default[name]
+        if value != kept and config.env.dataset not in READERS.get(name, (config.env.dataset,)):
+            return (
+                f"{name}={value} has no effect on env.dataset={config.env.dataset}; leave it at "
+                f"{'null' if kept is None else kept} or choose another env.dataset ({', '.join(READERS[name])})."
+            )
+    return None
+
+
+OWN_TERMS = (  # options that change nothing where functions take the place of a task's own reward
+    *("env.format_weight", "reward.correct", "reward.wrong", "reward.no_answer", "reward.instructions_weight"),
+    *("reward.all_weight", "reward.thinking_weight", "reward.min_think_words"),
+)
+
+
+def reward_functions_replace_the_tasks_own_terms(config: Config) -> str | None:
+    if config.reward.path is None or "builtin" in reward_names(config):
+        return None
+    default = {name: value for name, _, value in walk()}
+    for name, _, value in walk(config):
+        if name in OWN_TERMS and value != default[name]:
+            return (
+                f"{name}={value} has no effect beside reward.path={config.reward.path}, whose functions take the place "
+                "of the task's own reward; leave it out, or name builtin in reward.name beside them."
+            )
+    return None
+
+
+def a_size_chooses_a_model_that_has_no_name(config: Config) -> str | None:
+    if config.model.name is not None and config.model.size != ModelConfig().size:
+        return (
+            f"model.size={config.model.size} has no effect beside model.name={config.model.name}; add model.name=null "
+            "or leave the size out."
+        )
+    return None
+
+
+def a_table_has_a_place(config: Config) -> str | None:
+    if config.env.dataset == "table" and config.env.dataset_path is None:
+        return "env.dataset=table is your own data; give env.dataset_path=FILE (or a name on the hub)."
+    return None
+
+
+def several_turns_have_something_to_say(config: Config) -> str | None:
+    env = config.env
+    if env.reasoning and env.max_steps < 2:
+        return "env.reasoning=true asks again after a wrong response, and env.max_steps=1 leaves no turn for it; use 2."
+    if env.max_steps < 2 and env.dataset == "calculator":
+        return "env.dataset=calculator offers a calculator, and env.max_steps=1 leaves no turn to answer it; use 3."
+    if env.max_steps > 1 and not env.reasoning and env.dataset not in DIALOGS:
+        return (
+            f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which says nothing after a "
+            "response; add env.reasoning=true, which asks to think again, or leave it at 1."
+        )
+    return None
+
+
+def every_reward_function_has_a_weight(config: Config) -> str | None:
+    reward = config.reward
+    if reward.path is None:
+        given = {"name": reward.name, "weights": reward.weights, "success_above": reward.success_above or None}
+        for name, value in given.items():
+            if value is not None:
+                return f"reward.{name}={value} belongs to reward functions; give reward.path=FILE or leave it out."
+        return None
+    names = reward_names(config)
+    if names == ["builtin"]:
+        return f"reward.name=builtin asks nothing of reward.path={reward.path}; leave both out."
+    if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+        return f"reward.name={reward.name} is not the name of a function, or a list of different ones."
+    if reward.weights is not None and len(reward.weights) != len(names):
+        return f"reward.weights has {len(reward.weights)} entries for {len(names)} functions ({', '.join(names)})."
+    return None
+
+
+def devices_are_counted_or_named(config: Config) -> str | None:
+    for name in ("train_model", "inference_model", "ref_model"):
+        part = getattr(config, name)
+        if part.num_devices is not None and part.devices is not None:
+            return (
+                f"{name}.num_devices={part.num_devices} and {name}.devices={list(part.devices)} say the same thing "
+                f"twice; drop one of them."
+            )
+        if part.devices is not None and len(part.devices) == 0:
+            return f"{name}.devices=[] names no device; name one or leave it out."
+    return None
+
+
+def lockstep_has_no_age(config: Config) -> str | None:
+    if config.mode == "sync" and config.train.max_policy_age != 0:
+        return (
+            f"train.max_policy_age={config.train.max_policy_age} has no meaning in lockstep, where every token comes "
+            "from the newest policy; leave it at 0 or run grpo-async.py."
+        )
+    return None
+
+
+def lockstep_publishes_after_every_collection(config: Config) -> str | None:
+    if config.mode == "sync" and config.train.weight_update_frequency is not None:
+        return (
+            f"train.weight_update_frequency={config.train.weight_update_frequency} has no meaning in lockstep, which "
+            "publishes after every collection; leave it out or run grpo-async.py."
+        )
+    return None
+
+
+def a_publish_is_made_of_whole_groups(config: Config) -> str | None:
+    frequency, size, repeats = config.train.weight_update_frequency, config.train.optim_batch_size, config.env.repeats
+    if config.mode == "async" and frequency is not None and turn_size(config) % repeats:
+        nearest = max(repeats, round(size / repeats) * repeats)
+        return (
+            f"train.weight_update_frequency={frequency} times train.optim_batch_size={size} is not divisible by the "
+            f"group size env.repeats={repeats}; use train.optim_batch_size={nearest}."
+        )
+    return None
+
+
+def an_old_policy_needs_a_ratio(config: Config) -> str | None:
+    """REINFORCE weighs every token as if the newest policy had sampled it."""
+    age = config.train.max_policy_age
+    if config.algorithm.objective == "reinforce" and age > 0:
+        return (
+            f"algorithm.objective=reinforce is on-policy and train.max_policy_age={age} trains on tokens of older "
+            "policies; use train.max_policy_age=0, or algorithm.objective=cispo, which weighs by the ratio."
+        )
+    return None
+
+
+def a_copy_of_the_model_fills_its_devices(config: Config) -> str | None:
+    part = config.inference_model
+    size = part.tensor_parallel_size
+    count = len(part.devices) if part.devices is not None else (part.num_devices or size)
+    if count % size:
+        return (
+            f"inference_model takes {count} devices and one copy of the model takes tensor_parallel_size={size}; "
+            f"use inference_model.num_devices={max(1, count // size) * size}."
+        )
+    return None
+
+
+def a_url_belongs_to_a_server(config: Config) -> str | None:
+    servers = ("vllm_server", "sglang_server")
+    for name, value in (("url", config.engine.url), ("api_key", config.engine.api_key)):
+        if value is not None and config.engine.name not in servers:
+            return (
+                f"engine.{name} is set and engine.name={config.engine.name} is no server; use engine=vllm_server or "
+                f"leave engine.{name} out."
+            )
+    if config.engine.api_key is not None and config.engine.url is None:
+        return "engine.api_key is set without engine.url; a server started here gets a key of its own."
+    return None
+
+
+def a_url_is_one_engine(config: Config) -> str | None:
+    part = config.inference_model
+    count = len(part.devices) if part.devices is not None else part.num_devices
+    if config.engine.url is not None and count is not None:
+        return (
+            f"engine.url={config.engine.url} is one running server, and inference_model asks for {count} devices to "
+            "start engines on; leave inference_model.num_devices and devices out."
+        )
+    return None
+
+
+def a_server_started_here_has_gpus_of_its_own(config: Config) -> str | None:
+    """A server is a child of this process, and on a cluster the GPUs are Ray's to give, to actors only."""
+    server, address = config.engine.name in ("vllm_server", "sglang_server"), config.ray.address
+    if server and address is not None and config.engine.url is None and config.device != "cpu":
+        return (
+            f"engine={config.engine.name} starts its servers on this machine, whose GPUs the cluster of ray.address="
+            f"{address} gives to others; use engine=vllm there, engine.url of a server on GPUs that Ray does not have, "
+            "device=cpu, or leave ray.address out."
+        )
+    return None
+
+
+def a_broadcast_of_weights_has_whole_engines(config: Config) -> str | None:
+    """Members of the broadcast are the learner and one process per engine, and full weights travel."""
+    return obstacle_to_a_broadcast(config) if config.inference_model.weight_transfer == "collective" else None
+
+
+def obstacle_to_a_broadcast(config: Config) -> str | None:
+    """Why ``inference_model.weight_transfer=collective`` would be refused; None where it would not."""
+    part = config.inference_model
+    if config.engine.name in ("vllm_server", "sglang_server"):
+        return f"inference_model.weight_transfer=collective does not reach engine={config.engine.name}; leave it out."
+    if config.train_model.lora.enabled:
+        return "inference_model.weight_transfer=collective sends whole weights; an adapter is small: leave it out."
+    if part.tensor_parallel_size > 1:
+        return (
+            f"inference_model.weight_transfer=collective sends to engines of one device, and tensor_parallel_size="
+            f"{part.tensor_parallel_size}; leave it out."
+        )
+    if config.train_model.timeout_s <= part.timeout_s:
+        return (
+            f"train_model.timeout_s={config.train_model.timeout_s} must be above inference_model.timeout_s="
+            f"{part.timeout_s}, the longest that a rank waits for an engine in a broadcast."
+        )
+    return None
+
+
+Rule = Callable[[Config], str | None]
+
+RULES: tuple[Rule, ...] = (
+    every_choice_is_one_of_its_values,
+    every_amount_is_positive,
+    every_coefficient_is_not_negative,
+    probabilities_are_shares,
+    decays_and_dropout_leave_something,
+    a_collection_is_made_of_whole_groups,
+    a_collection_is_made_of_whole_optimizer_steps,
+    the_run_has_at_least_one_turn,
+    sampling_is_the_policys_own_distribution,
+    a_group_baseline_has_siblings,
+    dynamic_sampling_has_group_signal,
+    overlong_buffer_fits_the_response,
+    the_kl_in_the_loss_has_a_gradient,
+    difficulty_is_one_to_four,
+    the_dual_clip_bounds_a_clipped_ratio,
+    reinforce_has_no_ratio,
+    reinforce_steps_once_per_collection,
+    the_loss_scaler_has_float32_gradients,
+    options_that_the_task_does_not_read_keep_their_default,
+    reward_functions_replace_the_tasks_own_terms,
+    a_size_chooses_a_model_that_has_no_name,
+    a_table_has_a_place,
+    several_turns_have_something_to_say,
+    every_reward_function_has_a_weight,
+    devices_are_counted_or_named,
+    lockstep_has_no_age,
+    lockstep_publishes_after_every_collection,
+    a_publish_is_made_of_whole_groups,
+    an_old_policy_needs_a_ratio,
+    a_copy_of_the_model_fills_its_devices,
+    a_url_belongs_to_a_server,
+    a_url_is_one_engine,
+    a_server_started_here_has_gpus_of_its_own,
+    a_broadcast_of_weights_has_whole_engines,
+)
+
+
+class ConfigError(UserError, ValueError):
+    """The config cannot be run; the message says why and what to change."""
+
+
+def validate(config: Config) -> None:
+    """Raise :class:`ConfigError` with the sentence of the first rule that ``config`` breaks."""
+    for rule in RULES:
+        sentence = rule(config)
+        if sentence:
+            raise ConfigError(sentence)
