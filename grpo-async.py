@@ -5,7 +5,7 @@ import os
 # OpenMP threads that spin while they wait slow a busy machine down by 10x and more; read when torch loads
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from sota_grpo.entry import entry
+from sota_grpo.run.entry import entry
 
 if __name__ == "__main__":
     entry(mode="async")

@@ -15,15 +15,15 @@ from collections.abc import Callable
 
 import torch
 
-from sota_grpo.batches import group_request
-from sota_grpo.collectors import RolloutCollector, SyncSource
 from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.base import Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.records import Sampling, sample_seed
+from sota_grpo.rl.records import Sampling, sample_seed
+from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.source.batches import group_request
+from sota_grpo.source.collectors import RolloutCollector, SyncSource
 from sota_grpo.tasks import make_task
-from sota_grpo.transforms import GroupAdvantage
 
 
 def make_env(options: argparse.Namespace, seed: int) -> TaskEnv:

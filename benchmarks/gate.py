@@ -34,18 +34,19 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from sota_grpo import gate, keys
+from sota_grpo import keys
 from sota_grpo.assembly.build import build
 from sota_grpo.assembly.checking import subject_of
-from sota_grpo.compose import compose
+from sota_grpo.assembly.compose import compose
 from sota_grpo.config import Config
+from sota_grpo.config.validators import validate
 from sota_grpo.functional.agreement import mean_ratio, temperature_slope
 from sota_grpo.functional.divergences import kl_k3
-from sota_grpo.gate import MARGIN, RATIO, SLOPE, Check, Subject, allowed_gaps
 from sota_grpo.policy.load import base_model
 from sota_grpo.policy.probe import perturb, restore
-from sota_grpo.publish import Publisher
-from sota_grpo.validators import validate
+from sota_grpo.training import gate
+from sota_grpo.training.gate import MARGIN, RATIO, SLOPE, Check, Subject, allowed_gaps
+from sota_grpo.training.publish import Publisher
 
 DTYPES = {
     "fp32": ["train.precision=fp32", "inference_model.torch_dtype=float32"],
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
     options = parser.parse_args(argv)
     out, found = sys.stdout, []
-    logging.getLogger("sota_grpo.gate").setLevel(logging.CRITICAL)  # its warnings are what is counted here
+    logging.getLogger("sota_grpo.training.gate").setLevel(logging.CRITICAL)  # its warnings are what is counted here
     for dtype in options.dtypes:
         config = compose(options.config_name, [*options.overrides, *DTYPES[dtype]])
         validate(config)

@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from sota_grpo.engines.hf import TransformersEngine
-from sota_grpo.records import GroupRequest, Sampling
+from sota_grpo.rl.records import GroupRequest, Sampling
 
 EOS, PAD = 1, 0
 

@@ -29,24 +29,24 @@ from tensordict import TensorDictBase
 from transformers import PrinterCallback, TrainerCallback
 
 from sota_grpo import keys
-from sota_grpo.app import num_steps
 from sota_grpo.assembly.build import build
 from sota_grpo.assembly.learning import trainer_precision
 from sota_grpo.assembly.parts import Parts
 from sota_grpo.assembly.rollout import end_token_ids, generation_config_of
-from sota_grpo.batches import group_request
-from sota_grpo.collate import row_list
 from sota_grpo.config import Config, model_name, register
-from sota_grpo.entry import CONFIG_DIR
 from sota_grpo.envs.stream import PromptStream
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import engine_weights
-from sota_grpo.publish import Publisher
-from sota_grpo.records import Example, Sampling
-from sota_grpo.schedule import learning_rate_factor
-from sota_grpo.scoring import total_reward
-from sota_grpo.tasks.base import Task
-from sota_grpo.transforms import GroupAdvantage
+from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.records import Example, Sampling
+from sota_grpo.rl.scoring import total_reward
+from sota_grpo.rl.task import Task
+from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.run.app import num_steps
+from sota_grpo.run.entry import CONFIG_DIR
+from sota_grpo.source.batches import group_request
+from sota_grpo.training.publish import Publisher
+from sota_grpo.training.schedule import learning_rate_factor
 
 PRESET = "grpo_cpu"
 TRL_EPS = 1e-4  # what TRL adds to a group's standard deviation, which no option of it changes

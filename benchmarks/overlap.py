@@ -15,14 +15,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
-from sota_grpo.async_source import AsyncSource
-from sota_grpo.collectors import RolloutCollector, SyncSource
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.source.async_source import AsyncSource
+from sota_grpo.source.collectors import RolloutCollector, SyncSource
 from sota_grpo.tasks import make_task
-from sota_grpo.transforms import GroupAdvantage
 
 GROUPS, SAMPLES, TOKENS = 16, 8, 64
 SAMPLING = Sampling(max_tokens=TOKENS, ignore_eos=True)

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from sota_grpo.records import Example, Score
 from sota_grpo.rewards.grading import GradingPool, LocalGrader
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks import make_scorer, make_task
-from sota_grpo.tasks.base import Task, scorer_of
 
 LOG_LENGTH = (5.54, 0.49)
 AHEAD = 4  # groups in the queue of each worker, so that none waits for this process

@@ -1,7 +1,7 @@
 """Predicted time of a training step: ``python -m benchmarks.roofline --shape qwen2.5-1.5b --device h100``.
 
-The step is that of :mod:`benchmarks.trainer`, :meth:`sota_grpo.learner.Learner.update` with its own layout, kernels and
-optimizer, on a device that is only pretended and whose floats have shapes but no numbers
+The step is that of :mod:`benchmarks.trainer`, :meth:`sota_grpo.training.learner.Learner.update` with its own layout,
+kernels and optimizer, on a device that is only pretended and whose floats have shapes but no numbers
 (:mod:`tests.pretended_cuda`). So a change of the code changes the table, and no GPU is needed; g++ is.
 
 Per phase and kind of kernel: launches, GB, TFLOP and ms at the rates in :data:`benchmarks.roofline_trace.DEVICES`; then

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.simulation import Outcome, Scenario, Simulation
-from sota_grpo.checkpoint import CheckpointStore
 from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.tasks import make_task
+from sota_grpo.training.checkpoint import CheckpointStore
 
 AGES = (0, 1, 2, 3, 4)
 RATIOS = (0.5, 1.0, 2.0)

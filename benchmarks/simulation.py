@@ -24,10 +24,10 @@ import torch
 from tensordict import TensorDictBase
 
 from sota_grpo import keys
-from sota_grpo.async_source import AsyncSource
 from sota_grpo.envs import TaskEnv
-from sota_grpo.records import GroupOutput, GroupRequest, Sample, sample_seed
-from sota_grpo.transforms import GroupAdvantage
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, sample_seed
+from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.source.async_source import AsyncSource
 
 T = TypeVar("T")
 

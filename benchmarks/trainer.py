@@ -1,8 +1,9 @@
 """The trainer alone, on rows of random tokens: ``python -m benchmarks.trainer --shape qwen3-0.6b --against trl``.
 
-One step is one :meth:`sota_grpo.learner.Learner.update` of one optimizer step: loss, backward, clip, AdamW. Weights are
-random, but layers, widths, heads, vocabulary and tied embeddings are those of the named models. ``--tokens`` counts
-packed tokens: every prompt once for its group, and every response. For each case one line of JSON per system:
+One step is one :meth:`sota_grpo.training.learner.Learner.update` of one optimizer step: loss, backward, clip, AdamW.
+Weights are random, but layers, widths, heads, vocabulary and tied embeddings are those of the named models.
+``--tokens`` counts packed tokens: every prompt once for its group, and every response. For each case one line of JSON
+per system:
 
 - ``packed_tokens_per_s``; ``row_tokens_per_s`` counts each row's prompt, as a trainer without sharing would compute it;
 - ``mfu``: the operations of the system's own layout (:mod:`sota_grpo.functional.flops`), nothing counted twice, over
@@ -36,10 +37,10 @@ from tensordict import TensorDict, lazy_stack
 from benchmarks.trainer_work import PAD, SHAPES, Case, kept_tensors, make_model, make_rows, shared_loads
 from sota_grpo import keys
 from sota_grpo.functional.flops import Load, ModelShape, recomputed_flops, step_flops
-from sota_grpo.learner import Learner
-from sota_grpo.objectives import GRPOLoss
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.schedule import LearnerSettings
+from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.training.learner import Learner
+from sota_grpo.training.schedule import LearnerSettings
 
 # dense bfloat16, operations per second, by part of the device's name; the longest that fits counts
 PEAKS = {

@@ -32,8 +32,8 @@ def table() -> str:
 
 
 def _cell(model: str, overrides: tuple[str, ...], memory_gib: int) -> str:
+    from sota_grpo.assembly.compose import compose
     from sota_grpo.assembly.estimate import estimate
-    from sota_grpo.compose import compose
 
     config = compose("grpo_gsm8k", [f"model.name={model}", "device=auto", *overrides])
     found = estimate(config, memory_gib=memory_gib, prompt_tokens=PROMPT_TOKENS, probe=False)

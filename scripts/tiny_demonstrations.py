@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from sota_grpo.records import Example
+from sota_grpo.rl.records import Example
 from sota_grpo.tasks.arithmetic import TEMPLATES, ArithmeticTask
 
 DRILL_LINES = 6

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sota_grpo.api import Result, train
     from sota_grpo.errors import RunFailed, UserError
+    from sota_grpo.run.api import Result, train
 
 __all__ = ["Result", "RunFailed", "UserError", "train"]
 
-_HOMES = {"Result": "api", "RunFailed": "errors", "UserError": "errors", "train": "api"}
+_HOMES = {"Result": "run.api", "RunFailed": "errors", "UserError": "errors", "train": "run.api"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Every TensorDict key of sota_grpo, spelled once (docs/design.md, "One carrier").
 
 One row of a batch is one sampled response. Rows are ragged (a lazily stacked TensorDict, one length ``T_i`` each)
-until :mod:`sota_grpo.collate` pads them. TorchRL's names are used where TorchRL has one, so rows travel between the
+until :mod:`sota_grpo.rl.collate` pads them. TorchRL's names are used where TorchRL has one, so rows travel between the
 two libraries unchanged.
 
 >>> from sota_grpo import keys

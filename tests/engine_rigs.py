@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sota_grpo.engines.base import Engine
-from sota_grpo.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 
 VOCAB, EOS, PAD = 48, 1, 0
 CONTEXT = 160

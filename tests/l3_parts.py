@@ -10,17 +10,17 @@ import torch
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import TaskEnv
-from sota_grpo.gate import Subject
-from sota_grpo.learner import Learner
-from sota_grpo.objectives import GRPOLoss
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import engine_weights
-from sota_grpo.publish import Publisher
-from sota_grpo.records import GroupRequest, Sampling
 from sota_grpo.rewards.grading import Grader
-from sota_grpo.schedule import LearnerSettings
+from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.tasks.arithmetic import ArithmeticTask
+from sota_grpo.training.gate import Subject
+from sota_grpo.training.learner import Learner
+from sota_grpo.training.publish import Publisher
+from sota_grpo.training.schedule import LearnerSettings
 from tests.unit.graders import WEIGHTS
 
 TEMPERATURE = 0.8

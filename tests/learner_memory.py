@@ -15,17 +15,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from benchmarks.peers.memory import peak_bytes
 from sota_grpo import keys
+from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.device_memory import GIB, Facts, Machine, gate_of, learner_of, plan_for
-from sota_grpo.collate import micro_batches, sibling_groups
-from sota_grpo.compose import compose
-from sota_grpo.functional.memory import Learning, MicroBatch, learner_memory
-from sota_grpo.gate import compared_budgets
-from sota_grpo.learner import Learner
-from sota_grpo.objectives import GRPOLoss
+from sota_grpo.assembly.memory import Learning, MicroBatch, learner_memory
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import architecture_from, enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.schedule import LearnerSettings
+from sota_grpo.rl.collate import micro_batches, sibling_groups
+from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.training.gate import compared_budgets
+from sota_grpo.training.learner import Learner
+from sota_grpo.training.schedule import LearnerSettings
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),

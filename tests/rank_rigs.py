@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sota_grpo import keys
-from sota_grpo.learner import Learner
-from sota_grpo.objectives import GRPOLoss
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks, join_ranks, local, shard
-from sota_grpo.remote_learner import LearnerServant
-from sota_grpo.schedule import LearnerSettings
+from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.training.learner import Learner
+from sota_grpo.training.remote_learner import LearnerServant
+from sota_grpo.training.schedule import LearnerSettings
 from sota_grpo.workers.packing import RowPack
 from tests.unit.tiny_models import VOCAB, make_model, make_tokenizer
 

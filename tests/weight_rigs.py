@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.records import GroupOutput
+from sota_grpo.rl.records import GroupOutput
 from sota_grpo.workers.rollout import RolloutServant, _Call
 from tests.engine_rigs import EOS, PAD, tiny_model
 

@@ -12,7 +12,7 @@ from benchmarks.peers.work import CLIP_NORM, CONTEXT, KL_COEF, LEARNING_RATE, Fo
 from sota_grpo import keys
 from sota_grpo.assembly.build import build
 from sota_grpo.config import Config
-from sota_grpo.validators import validate
+from sota_grpo.config.validators import validate
 
 PHASES = ("generate", "score", "ref")
 

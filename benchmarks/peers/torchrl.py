@@ -31,8 +31,8 @@ from benchmarks.peers.ours import learner_rows, make_config
 from benchmarks.peers.work import CLIP_NORM, CONTEXT, KL_COEF, LEARNING_RATE, PAD, Folder
 from sota_grpo import keys
 from sota_grpo.assembly.tasks import task_of
-from sota_grpo.collate import pad_rows
 from sota_grpo.envs import TaskEnv, complete_rows
+from sota_grpo.rl.collate import pad_rows
 
 LOGITS_BYTES = 1 << 28  # of one micro-batch; 8 rows of the base case were faster than 64
 GROUP_KEY = "query"

@@ -20,13 +20,13 @@ from benchmarks.trainer_work import PAD
 from scripts.proof import Finding, Options
 from sota_grpo import keys
 from sota_grpo.functional.log_probs import chunked_log_probs
-from sota_grpo.learner import Learner
-from sota_grpo.objectives import GRPOLoss
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.layout import Layout, pack
 from sota_grpo.policy.sharding import Ranks, shard_over
 from sota_grpo.policy.shared_attention import _plain, shared_attention
-from sota_grpo.schedule import LearnerSettings
+from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.training.learner import Learner
+from sota_grpo.training.schedule import LearnerSettings
 
 VOCAB = 8192
 

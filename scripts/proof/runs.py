@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from scripts.proof import Finding, Options
-from sota_grpo.gate import CHECKS as CHECKS_OF_THE_GATE
+from sota_grpo.training.gate import CHECKS as CHECKS_OF_THE_GATE
 
 NUM_CHECKS = len(CHECKS_OF_THE_GATE)
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,14 +13,14 @@ from transformers import AutoConfig
 from sota_grpo.assembly.build import build
 from sota_grpo.assembly.parts import Parts
 from sota_grpo.config import Config, model_name
+from sota_grpo.config.hub_token import use_config_token
+from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
-from sota_grpo.gate import Check, Subject, run_gate
-from sota_grpo.hub_token import use_config_token
 from sota_grpo.policy.load import from_pretrained
 from sota_grpo.policy.packed import KNOWN_TO_PACK
 from sota_grpo.recording.heartbeat import starting
-from sota_grpo.run_record import RUN_FILE, write_gate
-from sota_grpo.validators import validate
+from sota_grpo.recording.run_record import RUN_FILE, write_gate
+from sota_grpo.training.gate import Check, Subject, run_gate
 
 
 def subject_of(config: Config, parts: Parts) -> Subject:
@@ -83,7 +83,7 @@ def check(
 @contextmanager
 def _quiet_gate() -> Iterator[None]:
     """The gate's own lines repeat what ``on_check`` is told."""
-    logger = logging.getLogger("sota_grpo.gate")
+    logger = logging.getLogger("sota_grpo.training.gate")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

@@ -12,11 +12,7 @@ from importlib.util import find_spec
 
 from sota_grpo.assembly.devices import Plan, make_plan, reference_has_own_weights, wants_workers
 from sota_grpo.assembly.learning import reference_dtype, trainer_precision
-from sota_grpo.assembly.rollout import engine_dtype, engine_rows
-from sota_grpo.config import Config, longest_response
-from sota_grpo.errors import UserError
-from sota_grpo.functional.balance import Siblings, fill
-from sota_grpo.functional.memory import (
+from sota_grpo.assembly.memory import (
     LearnerMemory,
     Learning,
     MicroBatch,
@@ -27,12 +23,16 @@ from sota_grpo.functional.memory import (
     learner_memory,
     vllm_pool_bytes,
 )
-from sota_grpo.gate import NUM_COMPARED, NUM_SAMPLES, compared_budgets
-from sota_grpo.model_sizes import Architecture
+from sota_grpo.assembly.rollout import engine_dtype, engine_rows
+from sota_grpo.config import Config, longest_response
+from sota_grpo.config.model_sizes import Architecture
+from sota_grpo.errors import UserError
+from sota_grpo.functional.balance import Siblings, fill
+from sota_grpo.training.gate import NUM_COMPARED, NUM_SAMPLES, compared_budgets
 
 GIB = 2**30
 MOST_GPUS = 128
-THRESHOLD = "MALLOC_MMAP_THRESHOLD_"  # of glibc: see sota_grpo.functional.memory
+THRESHOLD = "MALLOC_MMAP_THRESHOLD_"  # of glibc: see sota_grpo.assembly.memory
 VLLM_CPU_POOL = GIB  # keys and values of vLLM on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise
 CUDA_CONTEXT = 600 * 2**20  # of a process on a GPU: driver, kernels, workspaces of the matrix library
 GRADER_BYTES = 60 * 2**20  # of a reward worker
@@ -125,7 +125,7 @@ def plan_for(config: Config, machine: Machine) -> Plan:
 
 
 def learning_of(config: Config, plan: Plan) -> Learning:
-    """How the learner of ``config`` trains, in the terms of :mod:`sota_grpo.functional.memory`."""
+    """How the learner of ``config`` trains, in the terms of :mod:`sota_grpo.assembly.memory`."""
     part = config.train_model
     weight_bytes = dtype_bytes(part.torch_dtype)
     on_cpu = plan.device_type == "cpu"
@@ -205,7 +205,7 @@ def learner_of(config: Config, facts: Facts, plan: Plan) -> LearnerMemory:
 def gate_of(config: Config, facts: Facts, plan: Plan) -> LearnerMemory:
     """Peak of one rank in the gate, of a run that is resumed: a fresh one has no moments of the optimizer yet.
 
-    Its rows are few, but cut by another budget than a step's, and computed in float32 on a CPU (:mod:`sota_grpo.gate`).
+    Its rows are few, but cut by another budget than a step's, and computed in float32 on a CPU.
     """
     how = learning_of(config, plan)
     how = replace(how, product_bytes=how.weight_bytes) if how.on_cpu else how

@@ -11,10 +11,10 @@ import torch
 from sota_grpo.assembly.cuda import needs_a_gpu
 from sota_grpo.assembly.rollout import engine_rows
 from sota_grpo.config import Config, longest_response, model_name, turn_size
+from sota_grpo.config.placement import Placement, Role, describe, place
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
-from sota_grpo.placement import Placement, Role, describe, place
 from sota_grpo.policy.load import resolve_model_path
 
 FEW_ROWS = 64  # of an engine on a GPU: reading its weights takes longer than what is computed with them

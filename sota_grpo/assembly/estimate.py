@@ -33,19 +33,19 @@ from sota_grpo.assembly.device_memory import (
 from sota_grpo.assembly.devices import Plan
 from sota_grpo.assembly.disk import Disk, HostMemory, disk_of, host_memory_of
 from sota_grpo.assembly.learning import make_settings
+from sota_grpo.assembly.memory import LearnerMemory
 from sota_grpo.assembly.rollout import engine_dtype, engine_rows
 from sota_grpo.assembly.tasks import task_of
 from sota_grpo.config import Config, longest_response, model_name, turn_size, with_options
+from sota_grpo.config.placement import describe
+from sota_grpo.config.validators import validate
 from sota_grpo.engines import SERVERS
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.functional.flops import forward_flops, recomputed_flops, step_flops
-from sota_grpo.functional.memory import LearnerMemory
-from sota_grpo.placement import describe
 from sota_grpo.policy.load import find_architecture, load_tokenizer, resolve_model_path
-from sota_grpo.tasks.base import Task
+from sota_grpo.rl.task import Task
 from sota_grpo.tasks.dataset import DatasetError
-from sota_grpo.validators import validate
 
 _MOST_CHANGES = 3  # options that a proposal may touch
 SAMPLE, SCORE, TRAIN, AT_WORK, GATE = "sampling", "reference", "training", "at work", "checks"

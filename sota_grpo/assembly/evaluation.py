@@ -12,21 +12,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from sota_grpo.assembly.compose import compose, load_config, no_run_or_model
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.parts import make_publisher, with_turns
 from sota_grpo.assembly.rollout import make_env, make_grader, start_engine
 from sota_grpo.assembly.tasks import heldout_task
-from sota_grpo.checkpoint import CheckpointStore
-from sota_grpo.compose import compose, load_config, no_run_or_model
 from sota_grpo.config import Config, ModelConfig, model_name, walk
+from sota_grpo.config.validators import READERS, validate
 from sota_grpo.errors import UserError
-from sota_grpo.evaluate import Accuracy, Counts, Evaluator, Response, accuracy, num_failed, num_right, pass_accuracy
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
+from sota_grpo.recording.run_record import CHECKPOINTS, CONFIG_FILE, read_record
 from sota_grpo.rewards.grading import GradingPool
-from sota_grpo.run_record import CHECKPOINTS, CONFIG_FILE, read_record
-from sota_grpo.validators import READERS, validate
+from sota_grpo.training.checkpoint import CheckpointStore
+from sota_grpo.training.evaluate import (
+    Accuracy,
+    Counts,
+    Evaluator,
+    Response,
+    accuracy,
+    num_failed,
+    num_right,
+    pass_accuracy,
+)
 
 EXPORTED = "hf"
 _PRESET_OF = {

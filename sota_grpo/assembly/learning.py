@@ -12,18 +12,18 @@ from transformers import PreTrainedModel
 
 from sota_grpo.assembly.devices import device_name, reference_has_own_weights
 from sota_grpo.config import Config, longest_response, model_name, turn_size
+from sota_grpo.config.placement import Placement
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
-from sota_grpo.learner import Learner
-from sota_grpo.objectives import GRPOLoss
-from sota_grpo.placement import Placement
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference, ReferencePolicy
 from sota_grpo.policy.sharding import Ranks
-from sota_grpo.schedule import LearnerSettings
-from sota_grpo.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
+from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
+from sota_grpo.training.learner import Learner
+from sota_grpo.training.schedule import LearnerSettings
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.reference import ReferenceService
 

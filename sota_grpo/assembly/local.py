@@ -19,13 +19,13 @@ from sota_grpo.assembly.learning import (
 )
 from sota_grpo.assembly.parts import Parts, make_evaluator, make_publisher, numerics_are_exact, with_turns
 from sota_grpo.assembly.rollout import make_sampling, start_engine
-from sota_grpo.collectors import RolloutCollector, SyncSource
 from sota_grpo.config import Config, model_name, turn_size
 from sota_grpo.engines.base import Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.export import save_hf
 from sota_grpo.recording.heartbeat import starting
-from sota_grpo.tasks.base import Task
+from sota_grpo.rl.task import Task
+from sota_grpo.source.collectors import RolloutCollector, SyncSource
 
 
 def build_local(config: Config, plan: Plan, task: Task, env: TaskEnv, tokenizer: Any, run_dir: Path) -> Parts:

@@ -14,16 +14,16 @@ from torch import nn
 from sota_grpo.assembly.learning import trainer_precision
 from sota_grpo.assembly.rollout import engine_dtype
 from sota_grpo.config import Config
-from sota_grpo.dialogs import DialogEngine
 from sota_grpo.engines.base import Generates
 from sota_grpo.envs import TaskEnv
+from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.envs.turns import TurnTokens
-from sota_grpo.evaluate import Evaluator
 from sota_grpo.loop import Source
 from sota_grpo.policy.lora import engine_weights
-from sota_grpo.publish import Publisher
-from sota_grpo.records import Sampling
-from sota_grpo.tasks.base import Task
+from sota_grpo.rl.records import Sampling
+from sota_grpo.rl.task import Task
+from sota_grpo.training.evaluate import Evaluator
+from sota_grpo.training.publish import Publisher
 
 
 class Closable(Protocol):
@@ -45,7 +45,7 @@ class Parts:
     """Everything a run is made of.
 
     Attributes:
-        learner: a :class:`~sota_grpo.learner.Learner`, or its facade when it spans several processes.
+        learner: a :class:`~sota_grpo.training.learner.Learner`, or its facade when it spans several processes.
         transforms: what a batch goes through before it is trained on, by phase, for the gate.
         export: writes the trained model to a folder.
         exact: engine and trainer both compute in float32, so that their log-probs differ by rounding only.

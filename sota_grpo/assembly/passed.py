@@ -2,7 +2,7 @@
 
 The run writes them to its directory, where its config names them like a user's own files: whatever reads that config
 later (``sota-grpo eval``, a grader's process) finds them there. Until the run has a directory, the config says
-:data:`PASSED`, and what the run is known by (:mod:`sota_grpo.runs`) has their digests.
+:data:`PASSED`, and what the run is known by (:mod:`sota_grpo.training.runs`) has their digests.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sota_grpo.config import Config
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import term_metric
+from sota_grpo.recording.run_record import INPUTS
 from sota_grpo.rewards.function_file import PICKLED, Functions, RewardFunctionError, fingerprint, pickled, recognise
-from sota_grpo.rewards.functions import BUILTIN
-from sota_grpo.run_record import INPUTS
+from sota_grpo.tasks.reward_functions import BUILTIN
 from sota_grpo.tasks.table import plain_columns
 
 PASSED = "(passed in Python)"

@@ -12,15 +12,15 @@ from pathlib import Path
 from sota_grpo.assembly.cuda import has_no_gpu, needs_a_gpu
 from sota_grpo.assembly.passed import PASSED
 from sota_grpo.config import Config, model_name, num_steps, turn_size
+from sota_grpo.config.hub_token import use_config_token
+from sota_grpo.config.model_sizes import is_on_the_hub, missing_folder
+from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
-from sota_grpo.hub_token import use_config_token
-from sota_grpo.model_sizes import is_on_the_hub, missing_folder
 from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
 from sota_grpo.recording.heartbeat import starting
 from sota_grpo.rewards import function_file
-from sota_grpo.runs import require_free
 from sota_grpo.tasks import dataset
-from sota_grpo.validators import validate
+from sota_grpo.training.runs import require_free
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import torch
 from sota_grpo.assembly.cuda import use_expandable_segments
 from sota_grpo.assembly.learning import add_adapter, make_learner, make_model, make_policy
 from sota_grpo.config import Config, model_name
-from sota_grpo.learner import Learner
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.sharding import join_ranks, shard
-from sota_grpo.remote_learner import LearnerServant
+from sota_grpo.training.learner import Learner
+from sota_grpo.training.remote_learner import LearnerServant
 
 LONGEST_START_S = 3600.0  # of rank 0, which loads the model; who waits for the ranks ends them much sooner if they idle
 

@@ -23,20 +23,20 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from sota_grpo import keys
+from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.learning import add_adapter, make_advantage, make_learner, make_model, make_policy
-from sota_grpo.checkpoint import CheckpointStore
-from sota_grpo.collate import row_list
-from sota_grpo.compose import load_config
 from sota_grpo.config import Config, model_name, walk
+from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
-from sota_grpo.learner import NonFiniteStep
-from sota_grpo.objectives import GRPOLoss, GRPOLossOutput, LossTokens
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.steps import STEPS_FOLDER, StoredStep, read_step, step_of, stored_steps
-from sota_grpo.records import sample_seed
-from sota_grpo.runs import CHECKPOINTS
-from sota_grpo.transforms import write_reference
-from sota_grpo.validators import validate
+from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens
+from sota_grpo.rl.records import sample_seed
+from sota_grpo.rl.transforms import write_reference
+from sota_grpo.training.checkpoint import CheckpointStore
+from sota_grpo.training.learner import NonFiniteStep
+from sota_grpo.training.runs import CHECKPOINTS
 
 #: What is compared, in the order shown: metrics of a turn that follow from its rows, weights and options alone.
 FIGURES = (

@@ -15,9 +15,9 @@ from sota_grpo.engines.base import Deadlines, Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import resolve_model_path
-from sota_grpo.records import Sampling
 from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader
-from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.rl.records import Sampling
+from sota_grpo.rl.task import Task, scorer_of
 
 logger = logging.getLogger(__name__)
 

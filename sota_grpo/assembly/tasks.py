@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.config import Config, reward_names
+from sota_grpo.config.validators import PROCEDURAL, READERS
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.function_file import Functions
+from sota_grpo.rl.task import Task
 from sota_grpo.tasks import make_bare_task, make_task
-from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows, unique_examples
-from sota_grpo.validators import PROCEDURAL, READERS
 
 
 def task_of(config: Config, functions: Functions | None = None) -> Task:
@@ -73,7 +73,7 @@ def _told(make: Callable[[], Task]) -> Task:
 def _with_own_reward(config: Config, task: Task, functions: Functions | None) -> Task:
     part = config.reward
     if part.path is not None:
-        from sota_grpo.rewards.functions import WithRewardFunctions
+        from sota_grpo.tasks.reward_functions import WithRewardFunctions
 
         task = WithRewardFunctions(
             task,

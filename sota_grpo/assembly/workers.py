@@ -29,26 +29,26 @@ from sota_grpo.assembly.learning import (
 )
 from sota_grpo.assembly.parts import Closable, Parts, make_evaluator, numerics_are_exact, with_turns
 from sota_grpo.assembly.rollout import engine_options, engine_rows, make_sampling, max_model_len
-from sota_grpo.async_source import AsyncSource
-from sota_grpo.collate import row_list
 from sota_grpo.config import Config, model_name, turn_size
-from sota_grpo.dialogs import DialogEngine
+from sota_grpo.config.validators import obstacle_to_a_broadcast
 from sota_grpo.engines import SERVERS
 from sota_grpo.envs import TaskEnv
-from sota_grpo.fleet_engine import FleetEngine
-from sota_grpo.learner import Learner
+from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.policy.export import save_hf
 from sota_grpo.policy.load import resolve_model_path
 from sota_grpo.policy.lora import AdapterPack, base_pack, packed_weights
-from sota_grpo.publish import Publisher
 from sota_grpo.recording.heartbeat import starting
-from sota_grpo.remote_learner import RemoteLearner
 from sota_grpo.rewards.grading import GradingPool
-from sota_grpo.tasks.base import Task
-from sota_grpo.transforms import ReferenceKL
-from sota_grpo.validators import obstacle_to_a_broadcast
+from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.task import Task
+from sota_grpo.rl.transforms import ReferenceKL
+from sota_grpo.source.async_source import AsyncSource
+from sota_grpo.training.learner import Learner
+from sota_grpo.training.publish import Publisher
+from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.workers.base import ServantSpec, promised
 from sota_grpo.workers.fleet import Fleet
+from sota_grpo.workers.fleet_engine import FleetEngine
 from sota_grpo.workers.reference import ReferenceService
 from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from sota_grpo.cli.options import add_config, config_of
 
 if TYPE_CHECKING:
-    from sota_grpo.gate import Check
+    from sota_grpo.training.gate import Check
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -46,8 +46,8 @@ def run(options: argparse.Namespace) -> int:
         UserError: the config cannot be run at all.
     """
     from sota_grpo.assembly.preflight import announce, preflight
-    from sota_grpo.entry import quiet_console
     from sota_grpo.recording.heartbeat import Heartbeat
+    from sota_grpo.run.entry import quiet_console
 
     config = config_of(options)
     preflight(config)
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 def sentence(check: Check) -> str:
     """One line: the outcome, the law and what was measured.
 
-    >>> from sota_grpo.gate import Check
+    >>> from sota_grpo.training.gate import Check
     >>> sentence(Check("the first ratio is one", True, "effective sample size 1.000000", 0.25))
     'passed  the first ratio is one: effective sample size 1.000000 (0.2 s)'
     """

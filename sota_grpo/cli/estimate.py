@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: the config cannot be run at all.
     """
-    from sota_grpo.validators import validate
+    from sota_grpo.config.validators import validate
 
     config = config_of(options)
     validate(config)
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else its client waits half a minute for it
     with redirect_stdout(sys.stderr):  # libraries may print
         from sota_grpo.assembly.estimate import estimate
-        from sota_grpo.entry import quiet_console
+        from sota_grpo.run.entry import quiet_console
 
         quiet_console()
         logging.getLogger("sota_grpo").setLevel(logging.WARNING)  # what the probe builds says nothing of the run

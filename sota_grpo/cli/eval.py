@@ -33,7 +33,7 @@ from sota_grpo.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
     from sota_grpo.assembly.evaluation import Target
-    from sota_grpo.evaluate import Evaluator, Response
+    from sota_grpo.training.evaluate import Evaluator, Response
 
 _PLAIN_LINE_S = 10.0  # between two lines of progress where there is no terminal
 
@@ -76,8 +76,8 @@ def run(options: argparse.Namespace) -> int:
     _judge(options)
     before = None if options.against is None else _read_result(options.against)
     from sota_grpo.assembly.evaluation import evaluate, find_target, gains, open_evaluator
-    from sota_grpo.entry import quiet_console
     from sota_grpo.recording.heartbeat import Heartbeat, starting
+    from sota_grpo.run.entry import quiet_console
 
     quiet_console()
     target = find_target(
@@ -116,10 +116,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _judge(options: argparse.Namespace) -> None:
     """What can be wrong with the names before torch is imported; ``find_target`` says the rest."""
-    from sota_grpo.compose import DEFAULT_CONFIG, compose, load_config, no_run_or_model
-    from sota_grpo.model_sizes import missing_folder
+    from sota_grpo.assembly.compose import DEFAULT_CONFIG, compose, load_config, no_run_or_model
+    from sota_grpo.config.model_sizes import missing_folder
     from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
-    from sota_grpo.run_record import CONFIG_FILE
+    from sota_grpo.recording.run_record import CONFIG_FILE
 
     run_dir = Path(options.target).expanduser()
     if (run_dir / CONFIG_FILE).is_file():
@@ -162,7 +162,7 @@ def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
 
 def _digest(evaluator: Evaluator) -> str:
     """Of the problems in their order: two evaluations with the same one can be compared problem by problem."""
-    from sota_grpo.records import Example
+    from sota_grpo.rl.records import Example
 
     def plain(example: Example) -> Any:
         return [example.query, example.answer, dict(example.extra)]

@@ -53,8 +53,8 @@ def run(options: argparse.Namespace) -> int:
     if options.to != "hf" and (options.step is not None or options.adapter):
         given = "--adapter" if options.adapter else "--step"
         raise UserError(f"{given} goes with --to hf; --to {options.to} translates the whole run.")
-    from sota_grpo.compose import load_config
-    from sota_grpo.entry import quiet_console
+    from sota_grpo.assembly.compose import load_config
+    from sota_grpo.run.entry import quiet_console
 
     quiet_console()
     run_dir = Path(options.run_dir).expanduser()

@@ -55,7 +55,7 @@ def above_zero(what: str) -> Callable[[str], float]:
 
 def add_config(parser: Any) -> None:
     """Add ``--config-name`` and the overrides to a command's parser."""
-    from sota_grpo.compose import DEFAULT_CONFIG
+    from sota_grpo.assembly.compose import DEFAULT_CONFIG
 
     add = parser.add_argument
     add("--config-name", "-cn", metavar="NAME", default=DEFAULT_CONFIG, help=f"preset; default: {DEFAULT_CONFIG}")
@@ -66,9 +66,9 @@ def config_of(options: argparse.Namespace) -> Config:
     """The config that the options name, composed and not validated.
 
     Raises:
-        UserError: see :func:`sota_grpo.compose.compose`; or an override that is none.
+        UserError: see :func:`sota_grpo.assembly.compose.compose`; or an override that is none.
     """
-    from sota_grpo.compose import compose
+    from sota_grpo.assembly.compose import compose
 
     for given in options.overrides:
         if "=" not in given and not given.startswith("~"):

@@ -42,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: the turn cannot be replayed, or not under these options.
     """
-    from sota_grpo.compose import load_config
-    from sota_grpo.entry import quiet_console
+    from sota_grpo.assembly.compose import load_config
+    from sota_grpo.run.entry import quiet_console
 
     quiet_console()
     run_dir = Path(options.run_dir)

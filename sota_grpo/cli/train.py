@@ -60,7 +60,7 @@ def complete(arguments: Sequence[str], commands: Collection[str]) -> int:
 
 
 def _presets() -> list[str]:
-    from sota_grpo.entry import CONFIG_DIR
+    from sota_grpo.assembly.compose import CONFIG_DIR
 
     return sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
 
@@ -68,8 +68,8 @@ def _presets() -> list[str]:
 def _hydra(arguments: Sequence[str]) -> int:
     # OpenMP threads that spin while they wait slow a busy machine down by 10x and more; read when torch loads
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from sota_grpo.entry import entry
-    from sota_grpo.hub_token import protect_token
+    from sota_grpo.config.hub_token import protect_token
+    from sota_grpo.run.entry import entry
 
     protect_token(arguments)  # on the line as it was typed: with a token it starts the program again without it
     sys.argv[1:] = [argument for argument in arguments if argument != ASYNC]

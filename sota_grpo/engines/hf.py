@@ -17,7 +17,7 @@ from sota_grpo.engines.decode_attention import use_decode_attention
 from sota_grpo.engines.prompt_cache import GroupCache, RepeatedPrompts, SharedPrompts
 from sota_grpo.engines.sampling import draw, sampled_probs, uniforms
 from sota_grpo.engines.stepping import SteppingEngine
-from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
 _SHRINK_BELOW = 0.9  # the batch is compacted when less than this share of its rows is still alive
 

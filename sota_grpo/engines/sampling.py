@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from sota_grpo.records import Sampling
+from sota_grpo.rl.records import Sampling
 
 _BITS = 24  # every multiple of 2^-24 in [0, 1) is a float32
 

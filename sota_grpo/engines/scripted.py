@@ -13,7 +13,7 @@ import torch
 
 from sota_grpo.engines.sampling import uniforms
 from sota_grpo.engines.stepping import SteppingEngine
-from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
 Script = Callable[[GroupRequest, int, int], Sequence[int]]
 Duration = float | Callable[[GroupRequest], float]

@@ -39,7 +39,7 @@ from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.engines.vllm_server import VLLMDialect
 from sota_grpo.errors import UserError
-from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 
 logger = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")

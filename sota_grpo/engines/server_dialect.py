@@ -14,7 +14,7 @@ import urllib3
 
 from sota_grpo.engines.base import Deadlines, EngineOptions
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.records import GroupRequest, Sample, Sampling
+from sota_grpo.rl.records import GroupRequest, Sample, Sampling
 
 _CONNECT_S = 10.0
 _SHOWN_CHARACTERS = 400

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import sota_grpo
 from sota_grpo.engines.serve import LAUNCHER_SAYS
 from sota_grpo.engines.server_dialect import HttpClient, ServerError
 from sota_grpo.errors import RunFailed
@@ -56,7 +55,7 @@ class ServerProcess:
         self.log_path = log_path
         self._ended = False
         inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-        package_root = str(Path(sota_grpo.__file__).parents[1])
+        package_root = str(Path(__file__).resolve().parents[2])
         python_path = os.pathsep.join(filter(None, [package_root, inherited.get("PYTHONPATH")]))
         launcher = [sys.executable, "-I", str(_LAUNCHER), "--parent", str(os.getpid()), "--scratch", str(scratch), "--"]
         log_path.parent.mkdir(parents=True, exist_ok=True)

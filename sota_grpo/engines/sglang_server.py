@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sota_grpo.engines.server_dialect import Deadlines, EngineOptions, HttpClient, Order, ServerError, Versions, refusal
-from sota_grpo.records import GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.records import GroupRequest, Sample, Sampling, sample_seed
 
 _SEED_BITS = 31  # SGLang keeps seeds as int32
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 
 from sota_grpo.engines.base import response_rooms
-from sota_grpo.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 
 
 class FairLock:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sota_grpo.engines.base import EngineOptions, checked_weights, matrix_dtype, tied_names
 from sota_grpo.engines.stepping import SteppingEngine
-from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
 PROVIDER = "sota_grpo_cpu"
 

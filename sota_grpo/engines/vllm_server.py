@@ -22,7 +22,7 @@ import torch
 from sota_grpo.engines.serve import KEY_VARIABLE
 from sota_grpo.engines.server_dialect import Deadlines, EngineOptions, HttpClient, Order, ServerError, Versions, refusal
 from sota_grpo.errors import UserError
-from sota_grpo.records import GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.records import GroupRequest, Sample, Sampling, sample_seed
 
 NEEDED_OPTIONS = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --generation-config vllm "

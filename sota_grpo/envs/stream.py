@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sota_grpo.records import Example, sample_seed
+from sota_grpo.rl.records import Example, sample_seed
 
 
 class PromptStream:

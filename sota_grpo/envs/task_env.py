@@ -31,10 +31,10 @@ from torchrl.envs import EnvBase
 from sota_grpo import keys
 from sota_grpo.envs.stream import PromptStream
 from sota_grpo.errors import UserError
-from sota_grpo.records import Example, Sample, Score
 from sota_grpo.rewards.grading import Grader, LocalGrader
-from sota_grpo.tasks.base import Task
-from sota_grpo.transforms import graded_texts, write_scores
+from sota_grpo.rl.records import Example, Sample, Score
+from sota_grpo.rl.task import Task
+from sota_grpo.rl.transforms import graded_texts, write_scores
 from sota_grpo.workers.base import promised, resolve
 
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.compose import PATH_OPTIONS
+from sota_grpo.assembly.compose import PATH_OPTIONS
 from sota_grpo.config import SECRETS, Config, model_name, turn_size, walk
 from sota_grpo.policy.load import TINY
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.tasks import bare_task
-from sota_grpo.compose import load_config
 from sota_grpo.errors import UserError
 from sota_grpo.functional.weighting import soft_overlong_penalty
-from sota_grpo.records import Example, Score
-from sota_grpo.scoring import guarded_scores, total_reward
-from sota_grpo.tasks.base import Task
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.scoring import guarded_scores, total_reward
+from sota_grpo.rl.task import Task
 
 
 def example_columns(example: Example) -> dict[str, str]:

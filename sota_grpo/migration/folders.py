@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.evaluation import EXPORTED, exported_turns, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.rollout import make_env
 from sota_grpo.assembly.tasks import task_of
-from sota_grpo.compose import load_config
 from sota_grpo.config import Config, model_name
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_folder
@@ -28,9 +28,9 @@ from sota_grpo.migration.verl import VERSION as VERL_VERSION
 from sota_grpo.migration.verl import verl_options, verl_script
 from sota_grpo.policy.export import save_hf
 from sota_grpo.policy.load import load_tokenizer, resolve_model_path
+from sota_grpo.recording.run_record import CONFIG_FILE, read_evaluations
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.run_record import CONFIG_FILE, read_evaluations
-from sota_grpo.tasks.base import Task
+from sota_grpo.rl.task import Task
 
 _VERL_REWARD = '''"""The reward of {name}: sota_grpo's own grader, as verl calls it."""
 

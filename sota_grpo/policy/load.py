@@ -23,9 +23,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from sota_grpo import model_sizes
+from sota_grpo.config import model_sizes
+from sota_grpo.config.model_sizes import Architecture
 from sota_grpo.errors import UserError
-from sota_grpo.model_sizes import Architecture
 from sota_grpo.policy.smollm2 import SMOLLM2, smollm2_folder
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -217,8 +217,8 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 def find_architecture(name: str, *, trust_remote_code: bool = False) -> tuple[Architecture, str]:
     """The shape of the model called ``name``, and where it was found.
 
-    A folder is asked first; a name on the hub is looked up in :mod:`sota_grpo.model_sizes`, whose facts are those of
-    the hub, and the hub itself is asked for the rest. No weight is read.
+    A folder is asked first; a name on the hub is looked up in :mod:`sota_grpo.config.model_sizes`, whose facts are
+    those of the hub, and the hub itself is asked for the rest. No weight is read.
 
     Raises:
         ModelNotFoundError: no such folder, or a hub that does not answer about a model that is not in the table.
@@ -239,8 +239,8 @@ def find_architecture(name: str, *, trust_remote_code: bool = False) -> tuple[Ar
 def architecture_from(config: Any, *, trust_remote_code: bool = False) -> Architecture:
     """The shape that a transformers config describes; its parameters are counted on the meta device.
 
-    What the numbers of an :class:`~sota_grpo.model_sizes.Architecture` do not account for (experts, further biases) is
-    its ``other``.
+    What the numbers of an :class:`~sota_grpo.config.model_sizes.Architecture` do not account for (experts, further
+    biases) is its ``other``.
 
     >>> from transformers import Qwen2Config
     >>> shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)

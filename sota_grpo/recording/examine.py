@@ -55,7 +55,7 @@ class ExamineLog:
         self._file: TextIO | None = None
 
     def write(self, step: int, rows: Sequence[Row]) -> None:
-        """Append ``num_examine`` of the rows (:func:`sota_grpo.step_log.rollout_rows`) of turn ``step``.
+        """Append ``num_examine`` of the rows (:func:`sota_grpo.recording.step_log.rollout_rows`) of turn ``step``.
 
         Raises:
             RunFailed: the file cannot be written.

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import declared
+from sota_grpo.recording.run_record import METRICS_FILE, ROLLOUTS_FILE
 from sota_grpo.recording.sinks import Sink
-from sota_grpo.run_record import METRICS_FILE, ROLLOUTS_FILE
 
 TRAINING_LOG = "training.log"
 ROLLOUT_FIELDS = (

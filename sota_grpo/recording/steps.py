@@ -65,7 +65,7 @@ class StoredStep:
         metrics: its row of ``metrics.jsonl``.
         rows: what the learner was given, one TensorDict per response.
         fields: per row :data:`sota_grpo.recording.run_log.ROLLOUT_FIELDS`.
-        pieces: per row the text of each token after the prompt; see :func:`sota_grpo.step_log.text_pieces`.
+        pieces: per row the text of each token after the prompt; see :func:`sota_grpo.recording.step_log.text_pieces`.
         measured: per row ``[2, T_i]``, the learner's log-probs and entropies before the turn, in nats, without dropout,
             0 off the assistant mask; None where they were not looked at.
         origin: what computed it.

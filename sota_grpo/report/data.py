@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.compose import PATH_OPTIONS
+from sota_grpo.assembly.compose import PATH_OPTIONS
 from sota_grpo.config import SECRETS, flat, walk
 from sota_grpo.errors import UserError
 from sota_grpo.recording.metrics import METRICS, declared
+from sota_grpo.recording.run_record import INPUTS
 from sota_grpo.report.groups import Groups, choose_groups
 from sota_grpo.report.read import RunData, number, safe_json, shown
-from sota_grpo.run_record import INPUTS
 
 Row = Mapping[str, Any]
 NUMBERS = 250_000  # of all curves of a page: 2 MB; beyond it turns are left out
@@ -261,7 +261,7 @@ def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
     """
     if len(runs) == 1:
         return [[0]]
-    from sota_grpo.runs import FREE_OPTIONS, FREE_SECTIONS  # brings torch
+    from sota_grpo.training.runs import FREE_OPTIONS, FREE_SECTIONS  # brings torch
 
     free = {".".join(names) for names in FREE_OPTIONS} | {"seed"}
     groups: dict[Any, list[int]] = {}

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.errors import UserError
+from sota_grpo.recording.run_record import ROLLOUTS_FILE, json_line, whole_lines
 from sota_grpo.report.read import RunData, clipped, number, safe_json, shown
-from sota_grpo.run_record import ROLLOUTS_FILE, json_line, whole_lines
 
 _FIRST, _LAST = 2_500, 500  # tokens that are kept of a longer response
 _DIGITS = 3

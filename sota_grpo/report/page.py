@@ -15,9 +15,9 @@ from typing import Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
+from sota_grpo.recording.run_record import METRICS_FILE
 from sota_grpo.report.data import report_json
 from sota_grpo.report.read import find_runs, read_runs
-from sota_grpo.run_record import METRICS_FILE
 
 MAX_BYTES = 9_500_000  # of the file; plotly is half of it
 _MOST_DATA = 4_500_000

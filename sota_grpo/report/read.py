@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.run_record import (
+from sota_grpo.recording.run_record import (
     GATE_FILE,
     METRICS_FILE,
     has_begun,

@@ -9,9 +9,9 @@ from functools import partial
 from itertools import chain
 from typing import Protocol
 
-from sota_grpo.records import Example, Score
-from sota_grpo.scoring import FailureLog, Scorer, failed_score, guarded_scores
-from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.scoring import FailureLog, Scorer, failed_score, guarded_scores
+from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.workers.base import gathered, promised, resolve
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
@@ -76,7 +76,7 @@ class GradingPool:
     pool is closed, or the task returns other terms than it names.
 
     Args:
-        score: the task's grader, picklable (:func:`sota_grpo.tasks.base.scorer_of`).
+        score: the task's grader, picklable (:func:`sota_grpo.rl.task.scorer_of`).
         term_names: the terms that it returns.
         num_workers: processes.
         timeout_s: longest time for one response.

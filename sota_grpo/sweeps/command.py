@@ -15,7 +15,7 @@ from typing import Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_json
-from sota_grpo.run_record import is_held, read_json
+from sota_grpo.recording.run_record import is_held, read_json
 
 SWEEP_FILE = "sweep.json"
 FOLDER = "multirun"  # Hydra's own, with DATE/TIME below it

@@ -23,7 +23,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
 from sota_grpo.recording.metrics import METRICS
 from sota_grpo.recording.progress import duration
-from sota_grpo.run_record import (
+from sota_grpo.recording.run_record import (
     METRICS_FILE,
     OVERRIDES_FILE,
     is_run,

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.tasks.base import Task
+from sota_grpo.rl.task import Task
 
 _CLASSES = {
     "gsm8k": "gsm8k:GSM8KTask",
@@ -82,7 +82,7 @@ def make_scorer(
         raise UserError(f"the task {name} has no answer format to choose.") from error
     if reward_path is None:
         return task
-    from sota_grpo.rewards.functions import DEFAULT_NAME, WithRewardFunctions
+    from sota_grpo.tasks.reward_functions import DEFAULT_NAME, WithRewardFunctions
 
     return WithRewardFunctions(task, reward_path, reward_names or [DEFAULT_NAME])
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from sota_grpo.records import Example, Score
 from sota_grpo.rewards.extract import extract_answer, numbers_equal
+from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks import procedural
 from sota_grpo.tasks.dataset import text_of
 from sota_grpo.tasks.procedural import DrawnExamples

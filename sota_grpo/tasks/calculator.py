@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from sota_grpo.records import Example, Score
 from sota_grpo.rewards.expressions import ExpressionError, parse_expression
 from sota_grpo.rewards.extract import extract_answer, numbers_equal, without_thinking
-from sota_grpo.tasks.base import chat
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.task import chat
 from sota_grpo.tasks.dataset import text_of
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from sota_grpo.records import Example, Score
 from sota_grpo.rewards.expressions import ExpressionError, parse_expression
 from sota_grpo.rewards.extract import extract_answer
-from sota_grpo.tasks.base import chat
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.task import chat
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
 from sota_grpo.tasks.questions import require_not_negative

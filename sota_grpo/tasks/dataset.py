@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.records import Example
+from sota_grpo.rl.records import Example
 
 Row = Mapping[str, Any]
 

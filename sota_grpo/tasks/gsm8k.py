@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from sota_grpo.records import Example, Score
 from sota_grpo.rewards import extract_answer, numbers_equal, parse_number
+from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import DatasetError, Row, number_or_text, require_columns
 from sota_grpo.tasks.questions import QuestionTask, answering, asking, require_format, require_not_negative
 

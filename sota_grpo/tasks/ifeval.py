@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.records import Example, Score
 from sota_grpo.rewards.ifeval import (
     INSTRUCTIONS,
     answer_text,
@@ -16,7 +15,8 @@ from sota_grpo.rewards.ifeval import (
     read_instructions,
     read_prompt,
 )
-from sota_grpo.tasks.base import chat
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.task import chat
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, Row, load_rows, normalised, split_examples, unique_examples
 
 HUB_NAME, EVAL_HUB_NAME = "allenai/RLVR-IFeval", "google/IFEval"

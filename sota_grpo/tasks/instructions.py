@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from sota_grpo.records import Example
 from sota_grpo.rewards.ifeval import read_instructions
+from sota_grpo.rl.records import Example
 from sota_grpo.tasks import instruction_texts as texts
 from sota_grpo.tasks.dataset import Row, normalised, unique_examples
 from sota_grpo.tasks.ifeval import IFEvalTask

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from sota_grpo.records import Example, sample_seed
+from sota_grpo.rl.records import Example, sample_seed
 
 HELDOUT_SHARE = 8  # one problem in eight is held out
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from sota_grpo.records import Example
 from sota_grpo.rewards.extract import ANSWER_FORMATS
-from sota_grpo.tasks.base import chat
+from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import chat
 from sota_grpo.tasks.dataset import Row, load_sides
 
 _FORMS = {  # what the system prompt asks for, and the last line of a response

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from sota_grpo.records import Example, Score
 from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rewards.thinking import TAG, answer_term, count_words, format_term, read_parts, thinking_term
+from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import DatasetError, Row
 from sota_grpo.tasks.gsm8k import HUB_CONFIG, HUB_NAME
 from sota_grpo.tasks.questions import QuestionTask, require_format, require_not_negative

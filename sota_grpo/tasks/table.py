@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sota_grpo.records import Example, Score
 from sota_grpo.rewards import extract_answer, numbers_equal
 from sota_grpo.rewards.extract import without_thinking
+from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, Row, disjoint, load_rows, normalised, split_examples
 from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.tasks.questions import answering, require_format
 
 if TYPE_CHECKING:
-    from sota_grpo.rewards.functions import Asked
+    from sota_grpo.tasks.reward_functions import Asked
 
 
 Chat = list[dict[str, Any]]
@@ -216,7 +216,8 @@ class TableTask:
 
     A prompt is text (one user turn) or a chat, a list of ``{"role", "content"}`` turns. A row with verl's columns
     (``data_source``, ``prompt``, ``reward_model`` with its ``ground_truth``, ...) is known by them and needs no option.
-    All columns stay with the example, for reward functions (:class:`sota_grpo.rewards.functions.WithRewardFunctions`).
+    All columns stay with the example, for reward functions
+    (:class:`sota_grpo.tasks.reward_functions.WithRewardFunctions`).
 
     Which answer is right (:func:`sota_grpo.tasks.table.is_right`): rows whose ``data_source`` is GSM8K or MATH
     are graded as those tasks grade; of all others the answer, from where ``answer_format`` says, is right when it is
@@ -335,7 +336,7 @@ class TableTask:
 
     def asked(self, response: str, example: Example) -> Asked:
         """What a reward function reads: the row as it stands in the data."""
-        from sota_grpo.rewards.functions import Asked
+        from sota_grpo.tasks.reward_functions import Asked
 
         extra = example.extra
         return Asked(response, extra["prompt"], extra["ground_truth"], extra["columns"], _source(example) or self.name)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sota_grpo.records import Example, Score
-from sota_grpo.scoring import Scorer
-from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.scoring import Scorer
+from sota_grpo.rl.task import Task, scorer_of
 
 MESSAGE = (
     "That does not look right. Can you see what went wrong? Think about it again, step by step, and then give the "
@@ -78,7 +78,7 @@ class AskAgain:
 
 
 class AskGroupAgain(AskAgain):
-    """The same for a scorer that grades a group at once (:func:`sota_grpo.scoring.guarded_scores`)."""
+    """The same for a scorer that grades a group at once (:func:`sota_grpo.rl.scoring.guarded_scores`)."""
 
     def score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
         """The scores of a group's responses."""

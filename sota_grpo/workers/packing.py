@@ -22,7 +22,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from sota_grpo import keys
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.records import GroupOutput, Sample
+from sota_grpo.rl.records import GroupOutput, Sample
 
 Key = str | tuple[str, ...]
 

@@ -14,7 +14,7 @@ from torch import nn
 from sota_grpo import keys
 from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.reference import FrozenReference
-from sota_grpo.transforms import reference_log_probs, write_reference
+from sota_grpo.rl.transforms import reference_log_probs, write_reference
 from sota_grpo.workers.base import Launcher, ServantSpec, promised, resolve
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.threads import ServantThread
@@ -171,7 +171,7 @@ class ReferenceService:
     Args:
         fleet: of reference workers; closed with the service.
         num_workers: into how many parts a call is split.
-        in_reward_coeff: see :class:`sota_grpo.transforms.ReferenceKL`; with one, groups come with their reward.
+        in_reward_coeff: see :class:`sota_grpo.rl.transforms.ReferenceKL`; with one, groups come with their reward.
 
     Attributes:
         fleet: of the workers; it counts their replacements.
@@ -218,7 +218,7 @@ class ReferenceService:
         self.fleet.wait_ready()
 
     def submit(self, rows: Sequence[TensorDictBase]) -> Future[list[TensorDictBase]]:
-        """The same rows, once what :class:`sota_grpo.transforms.ReferenceKL` writes is written in them, in place.
+        """The same rows, once what :class:`sota_grpo.rl.transforms.ReferenceKL` writes is written in them, in place.
 
         Rows that have their reference log-probs already pass unchanged. The future fails with ValueError when the
         model gives a log-prob that is not finite.

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
-from sota_grpo.records import Example, Score
-from sota_grpo.scoring import Scorer, guarded_scores
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.scoring import Scorer, guarded_scores
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.threads import ServantThread
 
@@ -78,7 +78,7 @@ def reward_spec(score: Scorer, term_names: Collection[str], ledger: int | None =
     """What a reward worker runs.
 
     Args:
-        score: picklable, best without a data set behind it: :func:`sota_grpo.tasks.base.scorer_of`.
+        score: picklable, best without a data set behind it: :func:`sota_grpo.rl.task.scorer_of`.
         term_names: the terms that it returns.
         ledger: as in :class:`RewardServant`.
     """
@@ -87,7 +87,7 @@ def reward_spec(score: Scorer, term_names: Collection[str], ledger: int | None =
 
 
 class RewardServant:
-    """Grades lists of responses on a thread of its own, guarded as :func:`sota_grpo.scoring.guarded_scores` says.
+    """Grades lists of responses on a thread of its own, guarded as :func:`sota_grpo.rl.scoring.guarded_scores` says.
 
     Args:
         score: the task's grader; its ``prepare()``, if it has one, is called here, when nobody waits for a response.

@@ -20,7 +20,7 @@ from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.base import Engine
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.base import WorkerDied, promised
 from sota_grpo.workers.weight_transfer import Meeting, WeightLayout, WeightReceiver
 

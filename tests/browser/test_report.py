@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from sota_grpo.errors import UserError
+from sota_grpo.recording.run_record import note_failure, write_gate
 from sota_grpo.report import write_report
-from sota_grpo.run_record import note_failure, write_gate
 from tests.report_rigs import HOSTILE, turn_metrics, write_run
 
 pytestmark = pytest.mark.browser

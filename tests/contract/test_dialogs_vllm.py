@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from sota_grpo import keys
-from sota_grpo.dialogs import DialogEngine
 from sota_grpo.engines import EngineOptions
 from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
+from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.envs.task_env import last_turn
 from sota_grpo.envs.turns import TurnTokens
 from sota_grpo.policy.load import load_model, load_tokenizer
-from sota_grpo.records import Example, GroupOutput, GroupRequest, Sampling, Score
+from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sampling, Score
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.think_again import MESSAGE, ThinkAgain
 from sota_grpo.workers.base import promised

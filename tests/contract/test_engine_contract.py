@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sota_grpo.engines import Engine, EngineOptions, make_engine
-from sota_grpo.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from tests.engine_rigs import (
     CONTEXT,
     EOS,

@@ -14,14 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sota_grpo import keys
-from sota_grpo.checkpoint import CheckpointStore
-from sota_grpo.collate import row_list
-from sota_grpo.forward_passes import ForwardPasses
-from sota_grpo.learner import Learner, NonFiniteStep
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.recording.metrics import is_clock
-from sota_grpo.remote_learner import LearnerDied, RemoteLearner
+from sota_grpo.rl.collate import row_list
+from sota_grpo.training.checkpoint import CheckpointStore
+from sota_grpo.training.forward_passes import ForwardPasses
+from sota_grpo.training.learner import Learner, NonFiniteStep
+from sota_grpo.training.remote_learner import LearnerDied, RemoteLearner
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.packing import RowPack
 from sota_grpo.workers.processes import ProcessLauncher, ProcessWorker

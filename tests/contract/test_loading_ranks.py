@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.learning import add_adapter, make_model, make_settings
-from sota_grpo.compose import compose
 from sota_grpo.policy import load
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora, engine_weights
-from sota_grpo.remote_learner import RemoteLearner
+from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.processes import ProcessLauncher
 

@@ -12,9 +12,9 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
 from sota_grpo import keys
-from sota_grpo.collate import pad_rows, set_loss_weights
-from sota_grpo.objectives import GRPOLoss
-from sota_grpo.transforms import GroupAdvantage
+from sota_grpo.rl.collate import pad_rows, set_loss_weights
+from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.transforms import GroupAdvantage
 from tests.builders import ModelActor, generator, random_row, random_rows, tiny_model, tiny_tokenizer
 
 

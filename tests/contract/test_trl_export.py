@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from sota_grpo import keys
-from sota_grpo.app import train
-from sota_grpo.collate import pad_rows, set_loss_weights
 from sota_grpo.config import Config
 from sota_grpo.migration.folders import write_trl
 from sota_grpo.migration.trl import Code, trl_arguments
-from sota_grpo.objectives import GRPOLoss
+from sota_grpo.rl.collate import pad_rows, set_loss_weights
+from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.run.app import train
 from tests.builders import ModelActor, tiny_model, tiny_tokenizer
 from tests.config.test_config import ALGORITHMS, PRESETS, composed
 from tests.contract.test_trl_parity import DRIFT, MAX_RESPONSE_TOKENS, rows_near, trl_inputs, value_and_gradient

@@ -27,9 +27,9 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from sota_grpo import keys
-from sota_grpo.collate import pad_rows, set_loss_weights
 from sota_grpo.config import AlgorithmConfig
-from sota_grpo.objectives import GRPOLoss
+from sota_grpo.rl.collate import pad_rows, set_loss_weights
+from sota_grpo.rl.objectives import GRPOLoss
 from tests.builders import ModelActor, generator, random_rows, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.bench

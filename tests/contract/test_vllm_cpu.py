@@ -19,7 +19,7 @@ from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.vllm_engine import PROVIDER
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.records import GroupRequest, Sampling
+from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.workers.rollout import rollout_servant
 from tests.builders import generator
 from tests.engine_rigs import (

@@ -17,7 +17,7 @@ import sota_grpo
 from sota_grpo.engines.base import EngineOptions
 from sota_grpo.engines.server import ServerEngine, server_engine
 from sota_grpo.engines.server_process import ServerDied
-from sota_grpo.records import GroupRequest, Sampling
+from sota_grpo.rl.records import GroupRequest, Sampling
 from tests.engine_rigs import changed_weights, generate, largest_gap, ragged_requests, reference_log_probs, token_lists
 from tests.process_rigs import members, wait_for
 

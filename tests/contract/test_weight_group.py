@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from sota_grpo.fleet_engine import FleetEngine
 from sota_grpo.policy.lora import engine_weights
-from sota_grpo.publish import Publisher
-from sota_grpo.records import Sampling
+from sota_grpo.rl.records import Sampling
+from sota_grpo.training.publish import Publisher
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.fleet_engine import FleetEngine
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 from tests.engine_rigs import CONTEXT, ragged_requests, tiny_model

@@ -90,8 +90,6 @@ def _serve() -> None:
     sys.modules["vllm"] = None  # type: ignore[assignment]
     import datasets  # noqa: F401
 
-    import sota_grpo.api
-    import sota_grpo.app
     import sota_grpo.assembly.estimate
     import sota_grpo.assembly.evaluation
     import sota_grpo.report  # noqa: F401

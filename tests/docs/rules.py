@@ -130,7 +130,7 @@ def estimated(command: Command) -> list[str]:
 
 def needs_gpu(command: Command) -> bool:
     """Whether the config that it names, as it is written, is one for a GPU: neither the CPU nor the embedded policy."""
-    from sota_grpo.compose import compose
+    from sota_grpo.assembly.compose import compose
     from sota_grpo.config import model_name
 
     given = estimated(command)

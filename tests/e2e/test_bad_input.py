@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.run_record import state_of
+from sota_grpo.recording.run_record import state_of
 from tests.e2e.conftest import ROOT, SMALL, metrics, without_clock
 
 QUICK = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false", "env.num_heldout=4")
@@ -85,7 +85,7 @@ def test_a_failed_gate_leaves_its_reason_and_no_run(tmp_path: Path, grpo) -> Non
 def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:
     """An OSError of the program is not taken for a directory that the user chose badly."""
     code = (
-        "import sota_grpo.app as app, sota_grpo.entry as entry\n"
+        "import sota_grpo.run.app as app, sota_grpo.run.entry as entry\n"
         "def deep(config, run_dir): raise OSError('deep inside')\n"
         "app.train = deep\n"
         "entry.entry('sync')"

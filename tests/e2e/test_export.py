@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sota_grpo.app import train
 from sota_grpo.cli import main
 from sota_grpo.policy.load import resolve_model_path
+from sota_grpo.run.app import train
 from tests.config.test_config import composed
 from tests.e2e.conftest import SMALL, metrics
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.app import train
+from sota_grpo.run.app import train
 from tests.config.test_config import composed
 from tests.e2e.conftest import SMALL, metrics
 

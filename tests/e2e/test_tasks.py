@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.app import train
+from sota_grpo.run.app import train
 from sota_grpo.tasks import make_task
 from tests.config.test_config import composed
 from tests.e2e.conftest import SMALL, metrics

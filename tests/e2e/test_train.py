@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sota_grpo.app import train
 from sota_grpo.policy.load import load_model
+from sota_grpo.run.app import train
 from tests.config.test_config import ALGORITHMS, composed
 from tests.e2e.conftest import SMALL, final_weights, metrics
 

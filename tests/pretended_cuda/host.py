@@ -111,7 +111,7 @@ def install() -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.utils._foreach_utils._foreach_supported_types.append(PretendedTensor)  # as for plain tensors on CUDA
     _join_with_gloo()
-    imports.around("sota_grpo.checkpoint", after=_save_plain_tensors)
+    imports.around("sota_grpo.training.checkpoint", after=_save_plain_tensors)
     imports.around("sota_grpo.functional.tile_kernels", after=_interpret_kernels)
 
 

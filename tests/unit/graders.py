@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from sota_grpo.records import Example, Score
+from sota_grpo.rl.records import Example, Score
 
 WEIGHTS = {"right": 1.0, "length": -0.01}
 DEADLY = ("hang", "spin", "exit", "crash", "shot")

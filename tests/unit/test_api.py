@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import sota_grpo
-from sota_grpo import api, step_log
+from sota_grpo.recording import step_log
+from sota_grpo.run import api
 from tests.e2e.processes import workers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from sota_grpo.records import Example
+from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import Task
 from sota_grpo.tasks.arithmetic import ITEMS, LARGEST_VALUE, NAMES, TEMPLATES, ArithmeticTask, is_heldout, solve
-from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.procedural import HELDOUT_SHARE
 
 SEED = random.SystemRandom().randrange(1 << 30)

@@ -21,15 +21,15 @@ from sota_grpo.assembly.learning import make_model, make_overlong, make_referenc
 from sota_grpo.assembly.parts import Parts
 from sota_grpo.assembly.rollout import end_token_ids, generation_config_of
 from sota_grpo.assembly.tasks import task_of
-from sota_grpo.batches import constant_rows
 from sota_grpo.config import Config
+from sota_grpo.config.placement import Placement
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
-from sota_grpo.placement import Placement
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
+from sota_grpo.source.batches import constant_rows
 from sota_grpo.workers.base import ServantSpec
 
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from sota_grpo import keys
-from sota_grpo.async_source import AsyncSource
-from sota_grpo.async_source.admission import Group, Refill
-from sota_grpo.checkpoint import CheckpointStore
-from sota_grpo.collectors import RolloutCollector, SyncSource
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.recording.metrics import declared
-from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.source.admission import Group, Refill
+from sota_grpo.source.async_source import AsyncSource
+from sota_grpo.source.collectors import RolloutCollector, SyncSource
 from sota_grpo.stopping import Interrupted
-from sota_grpo.transforms import GroupAdvantage
+from sota_grpo.training.checkpoint import CheckpointStore
 from tests.l3_parts import make_env
 from tests.process_rigs import wait_for
 from tests.unit.test_group_buffer import same

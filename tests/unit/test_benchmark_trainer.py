@@ -13,8 +13,8 @@ from transformers.models.auto import CONFIG_MAPPING
 from benchmarks.trainer import Ours, main, measure, run
 from benchmarks.trainer_work import SHAPES, Case, make_rows, shared_loads
 from sota_grpo import keys
-from sota_grpo.collate import sibling_groups
 from sota_grpo.functional.flops import Load, padded_load
+from sota_grpo.rl.collate import sibling_groups
 
 SMALL = Case(tokens=140, prompt=20, response=10, group=4)
 

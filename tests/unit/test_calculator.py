@@ -8,9 +8,9 @@ from fractions import Fraction
 
 import pytest
 
-from sota_grpo.records import Example, Score
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks.arithmetic import ArithmeticTask
-from sota_grpo.tasks.base import Task, scorer_of
 from sota_grpo.tasks.calculator import CalculatorTask, calculate
 from sota_grpo.tasks.countdown import CountdownTask
 from sota_grpo.tasks.think_again import MESSAGE, ThinkAgain

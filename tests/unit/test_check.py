@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.assembly.checking import check
+from sota_grpo.assembly.compose import compose
 from sota_grpo.cli import check as command
-from sota_grpo.compose import compose
 from sota_grpo.errors import UserError
-from sota_grpo.gate import CHECKS
+from sota_grpo.training.gate import CHECKS
 
 SMALL = ("engine=transformers", "env.reward_workers=0", "inference_model.max_tokens=8", "env.num_heldout=8")
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from sota_grpo import checkpoint
-from sota_grpo.checkpoint import (
+from sota_grpo.training import checkpoint
+from sota_grpo.training.checkpoint import (
     BackgroundSaves,
     CheckpointError,
     CheckpointStore,

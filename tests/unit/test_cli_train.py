@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import sota_grpo.app
-from sota_grpo import entry
+import sota_grpo.run.app
 from sota_grpo.cli import main
 from sota_grpo.config import Config
+from sota_grpo.run import entry
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,9 +27,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
 
         def train(config: Config, run_dir: Path) -> int:
             found.append(config)
-            return sota_grpo.app.num_steps(config)
+            return sota_grpo.run.app.num_steps(config)
 
-        monkeypatch.setattr(sota_grpo.app, "train", train)
+        monkeypatch.setattr(sota_grpo.run.app, "train", train)
         monkeypatch.setattr(sys, "argv", ["/bin/sota-grpo", *arguments, f"hydra.run.dir={tmp_path / 'run'}"])
         with pytest.raises(SystemExit) as ended:
             main()

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.collate import micro_batches, pad_rows, row_list, set_loss_weights, sibling_groups, unpad_rows
+from sota_grpo.rl.collate import micro_batches, pad_rows, row_list, set_loss_weights, sibling_groups, unpad_rows
 from tests.builders import generator, random_row, random_rows
 
 

@@ -13,11 +13,11 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from sota_grpo import keys
-from sota_grpo.batches import group_request
-from sota_grpo.collectors import RolloutCollector, SyncSource
-from sota_grpo.records import Example, Sampling, Score
 from sota_grpo.rewards.grading import Grader, LocalGrader
-from sota_grpo.transforms import GroupAdvantage
+from sota_grpo.rl.records import Example, Sampling, Score
+from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.source.batches import group_request
+from sota_grpo.source.collectors import RolloutCollector, SyncSource
 from tests.l3_parts import make_env, make_scripted
 
 

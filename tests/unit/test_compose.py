@@ -11,10 +11,10 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from sota_grpo.compose import anchor_paths, compose, load_config
+from sota_grpo.assembly.compose import anchor_paths, compose, load_config
 from sota_grpo.config import register
-from sota_grpo.entry import CONFIG_DIR
 from sota_grpo.errors import UserError
+from sota_grpo.run.entry import CONFIG_DIR
 
 PRESETS = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
 

@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import pytest
 
-from sota_grpo.records import Example
-from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks.countdown import TARGETS, CountdownTask
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.procedural import HELDOUT_SHARE, DrawnExamples, is_heldout

@@ -13,10 +13,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sota_grpo.dialogs import DialogEngine
 from sota_grpo.engines.base import Generates
 from sota_grpo.engines.scripted import ScriptedEngine
-from sota_grpo.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
+from sota_grpo.envs.dialogs import DialogEngine
+from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.workers.base import promised, resolve
 from sota_grpo.workers.rollout import RolloutServant
 

@@ -17,30 +17,30 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.async_source import AsyncSource
-from sota_grpo.collate import pad_rows, set_loss_weights
-from sota_grpo.collectors import RolloutCollector, SyncSource
-from sota_grpo.dialogs import DialogEngine
 from sota_grpo.engines.base import Generates
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
+from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.envs.turns import TurnTokens
-from sota_grpo.fleet_engine import FleetEngine
-from sota_grpo.learner import Learner
 from sota_grpo.loop import run
-from sota_grpo.objectives import GRPOLoss
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import engine_weights
-from sota_grpo.publish import Publisher
-from sota_grpo.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
-from sota_grpo.schedule import LearnerSettings
+from sota_grpo.rl.collate import pad_rows, set_loss_weights
+from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
+from sota_grpo.rl.task import Task
+from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.source.async_source import AsyncSource
+from sota_grpo.source.collectors import RolloutCollector, SyncSource
 from sota_grpo.tasks.arithmetic import ArithmeticTask
-from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.think_again import MESSAGE, ThinkAgain
-from sota_grpo.transforms import GroupAdvantage
+from sota_grpo.training.learner import Learner
+from sota_grpo.training.publish import Publisher
+from sota_grpo.training.schedule import LearnerSettings
 from sota_grpo.workers.base import promised
+from sota_grpo.workers.fleet_engine import FleetEngine
 from sota_grpo.workers.rollout import RolloutServant
 from tests.unit.tiny_models import VOCAB, make_model
 

@@ -25,7 +25,7 @@ from sota_grpo.engines.sampling import draw, sampled_probs, uniforms
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import FairLock
 from sota_grpo.errors import UserError
-from sota_grpo.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from tests.engine_rigs import (
     EOS,
     PAD,

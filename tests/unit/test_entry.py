@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-import sota_grpo.app
-from sota_grpo import entry
-from sota_grpo.app import CONTINUES, train
+import sota_grpo.run.app
 from sota_grpo.assembly import rollout
 from sota_grpo.config import Config
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.heartbeat import Heartbeat
-from sota_grpo.run_record import read_failure, read_json
-from sota_grpo.runs import RunRefused
+from sota_grpo.recording.run_record import read_failure, read_json
+from sota_grpo.run import entry
+from sota_grpo.run.app import CONTINUES, train
 from sota_grpo.sweeps.command import SWEEP_FILE
+from sota_grpo.training.runs import RunRefused
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
     monkeypatch.setattr(entry, "quiet_console", lambda: None)
 
     def run(train: Callable[[Config, Path], int], *arguments: str, mode: str = "sync") -> int:
-        monkeypatch.setattr(sota_grpo.app, "train", train)
+        monkeypatch.setattr(sota_grpo.run.app, "train", train)
         places = (f"hydra.run.dir={tmp_path / 'run'}", f"hydra.sweep.dir={tmp_path / 'sweep'}")
         monkeypatch.setattr(sys, "argv", ["grpo.py", "--config-name", "grpo_cpu", *arguments, *places])
         with pytest.raises(SystemExit) as ended:
@@ -45,7 +45,7 @@ def test_overrides_may_stand_on_both_sides_of_an_option(command) -> None:
 
     def train(config: Config, run_dir: Path) -> int:
         found.append(config)
-        return sota_grpo.app.num_steps(config)
+        return sota_grpo.run.app.num_steps(config)
 
     assert command(train, "seed=3", "--multirun", "env.repeats=4,8", mode="async") == 0
     assert [(config.mode, config.seed, config.env.repeats) for config in found] == [("async", 3, 4), ("async", 3, 8)]
@@ -59,7 +59,7 @@ def test_a_run_is_announced_and_its_start_is_watched(command, caplog: pytest.Log
 
     def train(config: Config, run_dir: Path) -> int:
         watched.extend(handler for handler in logger.handlers if isinstance(handler, Heartbeat))
-        return sota_grpo.app.num_steps(config)
+        return sota_grpo.run.app.num_steps(config)
 
     with caplog.at_level(logging.INFO, logger="sota_grpo"):
         assert command(train) == 0
@@ -103,7 +103,7 @@ def test_an_interrupted_run_says_whether_it_can_go_on(
             (tmp_path / "checkpoints" / "checkpoint_000004.pt").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sota_grpo.app, "build", build)
+    monkeypatch.setattr(sota_grpo.run.app, "build", build)
     config = Config(device="cpu")
     config.model.name = "tiny"
     with pytest.raises(KeyboardInterrupt) as stopped:
@@ -149,7 +149,7 @@ def test_a_run_that_fails_leaves_its_reason_and_the_others_go_on(
         if config.seed == 1:
             raise error
         trained.append(config.seed)
-        return sota_grpo.app.num_steps(config)
+        return sota_grpo.run.app.num_steps(config)
 
     assert command(train, "--multirun", "seed=1,2,3") == code
     assert trained == [2, 3]
@@ -163,7 +163,7 @@ def test_a_run_that_fails_leaves_its_reason_and_the_others_go_on(
 
 
 def test_a_sweep_whose_runs_are_all_done_is_complete(command, tmp_path: Path) -> None:
-    assert command(lambda config, run_dir: sota_grpo.app.num_steps(config), "--multirun", "seed=1,2") == 0
+    assert command(lambda config, run_dir: sota_grpo.run.app.num_steps(config), "--multirun", "seed=1,2") == 0
     assert read_json(tmp_path / "sweep" / SWEEP_FILE)["complete"]
 
 
@@ -185,15 +185,15 @@ def test_the_summary_of_an_interrupted_sweep_is_printed_too(command, capsys: pyt
 
 def test_a_sweeper_gets_what_a_run_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accuracy first; a run that failed gives nothing, which a sweeper counts as a failure."""
-    from sota_grpo.jobs import Jobs
+    from sota_grpo.run.jobs import Jobs
 
     def train(config: Config, run_dir: Path) -> int:
         if config.seed == 2:
             raise RunFailed("It died.")
         (run_dir / "metrics.jsonl").write_text('{"step": 1, "eval/accuracy": 0.75, "reward": 0.5}\n')
-        return sota_grpo.app.num_steps(config)
+        return sota_grpo.run.app.num_steps(config)
 
-    monkeypatch.setattr(sota_grpo.app, "train", train)
+    monkeypatch.setattr(sota_grpo.run.app, "train", train)
     jobs = Jobs(["--multirun"], "grpo.py")
     found = []
     for seed in (1, 2):

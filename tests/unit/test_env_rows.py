@@ -12,9 +12,9 @@ from tensordict import lazy_stack
 from sota_grpo import keys
 from sota_grpo.envs import PromptStream, complete_rows, finish_rows, prompt_rows
 from sota_grpo.envs.task_env import last_turn
-from sota_grpo.records import Example, Sample, Score
-from sota_grpo.step_log import rollout_rows
-from sota_grpo.transforms import graded_texts, write_scores
+from sota_grpo.recording.step_log import rollout_rows
+from sota_grpo.rl.records import Example, Sample, Score
+from sota_grpo.rl.transforms import graded_texts, write_scores
 from tests.unit.test_envs import char_tokenizer
 
 SEED = random.SystemRandom().randrange(1 << 30)

@@ -19,8 +19,8 @@ from sota_grpo import keys
 from sota_grpo.envs import ArithmeticEnv, GSM8KEnv, PromptStream, TaskEnv, finish_rows, prompt_rows
 from sota_grpo.envs.named import DatasetEnv
 from sota_grpo.errors import UserError
-from sota_grpo.records import Example, Sample, Score
 from sota_grpo.rewards.grading import LocalGrader
+from sota_grpo.rl.records import Example, Sample, Score
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 
 SEED = random.SystemRandom().randrange(1 << 30)

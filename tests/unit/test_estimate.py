@@ -17,17 +17,17 @@ from transformers import AutoConfig, Qwen2Config
 
 from sota_grpo import keys
 from sota_grpo.assembly import disk
+from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.device_memory import GIB, Facts, Machine, learning_of, plan_for, step_micro_batches
 from sota_grpo.assembly.estimate import Estimate, devices_of, estimate
-from sota_grpo.checkpoint import CheckpointStore
 from sota_grpo.cli import estimate as command
-from sota_grpo.collate import micro_batches
-from sota_grpo.compose import compose
 from sota_grpo.config import Config, with_options
-from sota_grpo.entry import CONFIG_DIR
+from sota_grpo.config.model_sizes import architecture_of
 from sota_grpo.errors import UserError
-from sota_grpo.model_sizes import architecture_of
 from sota_grpo.policy.load import architecture_from, resolve_model_path
+from sota_grpo.rl.collate import micro_batches
+from sota_grpo.run.entry import CONFIG_DIR
+from sota_grpo.training.checkpoint import CheckpointStore
 from tests.l3_parts import make_subject
 
 PRESETS = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))

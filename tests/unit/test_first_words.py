@@ -153,7 +153,7 @@ def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCapt
                 if second in (1, 4):
                     starting({1: "Loading", 4: "Checking"}[second])
                 if second == 20:
-                    logging.getLogger("sota_grpo.gate").info("check passed")
+                    logging.getLogger("sota_grpo.training.gate").info("check passed")
                 if second == 30:
                     started()
                 caplog.clear()

@@ -10,14 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sota_grpo import gate, keys
-from sota_grpo.checkpoint import rng_state
-from sota_grpo.collate import set_loss_weights, sibling_groups
-from sota_grpo.gate import CHECKS, CheckError, Subject, run_gate
+from sota_grpo import keys
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.probe import perturb
-from sota_grpo.records import Example, Score
 from sota_grpo.rewards.grading import LocalGrader
+from sota_grpo.rl.collate import set_loss_weights, sibling_groups
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.training import gate
+from sota_grpo.training.checkpoint import rng_state
+from sota_grpo.training.gate import CHECKS, CheckError, Subject, run_gate
 from tests.l3_parts import make_subject
 
 
@@ -241,7 +242,7 @@ def test_a_tied_head_that_stays_old_is_found(subject: Subject) -> None:
 
 def test_a_mean_of_micro_batch_means_is_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commonest mistake of the field: each micro-batch normalised by itself."""
-    from sota_grpo import forward_passes
+    from sota_grpo.training import forward_passes
 
     whole = forward_passes.micro_batches
 

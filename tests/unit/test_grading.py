@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.records import Example, Score
 from sota_grpo.rewards.grading import GradingPool, LocalGrader, grading_pool
-from sota_grpo.scoring import Scorer
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.scoring import Scorer
+from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks.arithmetic import ArithmeticTask
-from sota_grpo.tasks.base import scorer_of
 from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.reward import RewardServant

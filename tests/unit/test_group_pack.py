@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sota_grpo.workers.rollout  # noqa: F401  (every rollout worker sends groups in this form)
-from sota_grpo.records import GroupOutput, Sample
+from sota_grpo.rl.records import GroupOutput, Sample
 from sota_grpo.workers.processes import Message
 
 

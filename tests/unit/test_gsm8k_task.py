@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.records import Example
 from sota_grpo.rewards import ANSWER_FORMATS
+from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import Task
 from sota_grpo.tasks import make_task
-from sota_grpo.tasks.base import Task
 from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.gsm8k import GSM8KTask
 

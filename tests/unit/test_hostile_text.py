@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.records import Example
 from sota_grpo.rewards.maths import verified
-from sota_grpo.tasks.base import Task
+from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import Task
 from sota_grpo.tasks.calculator import CalculatorTask
 from sota_grpo.tasks.countdown import CountdownTask
 from sota_grpo.tasks.gsm8k import GSM8KTask

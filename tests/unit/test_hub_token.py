@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 from hydra._internal.utils import get_args_parser
 
+from sota_grpo.config.hub_token import VARIABLE, protect_token, split_token, use_config_token
 from sota_grpo.errors import UserError
-from sota_grpo.hub_token import VARIABLE, protect_token, split_token, use_config_token
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_" + "0123456789abcdef" * 2  # of no account
@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from sota_grpo.errors import UserError
-from sota_grpo.hub_token import protect_token, use_config_token
+from sota_grpo.config.hub_token import protect_token, use_config_token
 
 try:
     sys.argv[1:] = protect_token(sys.argv[1:])

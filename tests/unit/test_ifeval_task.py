@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from sota_grpo.errors import UserError
-from sota_grpo.records import Example
+from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks import make_task
-from sota_grpo.tasks.base import Task, scorer_of
 from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.ifeval import IFEvalTask
 

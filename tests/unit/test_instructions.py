@@ -18,15 +18,15 @@ import pytest
 
 from sota_grpo.assembly.tasks import bare_task, task_of
 from sota_grpo.config import Config
-from sota_grpo.records import Example
+from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.rewards.ifeval import INSTRUCTIONS, read_kwargs
 from sota_grpo.rewards.ifeval.checks import CHOICES
+from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks import instruction_texts as texts
 from sota_grpo.tasks import make_task
-from sota_grpo.tasks.base import Task, scorer_of
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.instructions import InstructionsTask
-from sota_grpo.validators import ConfigError, validate
 
 SEED = random.SystemRandom().randrange(1 << 30)
 DATA = Path(os.environ.get("SOTA_GRPO_DATA") or Path(__file__).resolve().parents[2].parent / "shared" / "data")

@@ -24,7 +24,7 @@ from sota_grpo.migration.data import (
 )
 from sota_grpo.migration.trl import trl_arguments, trl_script
 from sota_grpo.migration.verl import verl_options, verl_script
-from sota_grpo.run_record import METRICS_FILE, read_evaluations
+from sota_grpo.recording.run_record import METRICS_FILE, read_evaluations
 from sota_grpo.tasks import make_task
 from tests.config.test_config import ALGORITHMS, PRESETS, composed
 

@@ -11,9 +11,9 @@ from tensordict import TensorDict, lazy_stack
 from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.collate import micro_batches, pad_rows, set_loss_weights
 from sota_grpo.functional.diagnostics import effective_sample_size
-from sota_grpo.objectives import GRPOLoss, diagnostic_means
+from sota_grpo.rl.collate import micro_batches, pad_rows, set_loss_weights
+from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
 from tests.builders import TableActor, generator, random_rows
 
 SEQUENCES = (keys.LOG_PROBS, keys.REF_LOG_PROBS, keys.PROXIMAL_LOG_PROBS, keys.LOSS_WEIGHT)

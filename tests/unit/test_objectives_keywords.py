@@ -11,8 +11,8 @@ from torch import nn
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
 from sota_grpo import keys
-from sota_grpo.collate import pad_rows, set_loss_weights
-from sota_grpo.objectives import GRPOLoss
+from sota_grpo.rl.collate import pad_rows, set_loss_weights
+from sota_grpo.rl.objectives import GRPOLoss
 from tests.builders import TableActor, generator, random_rows
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.records import Example
 from sota_grpo.rewards.function_file import RewardFunctionError, fingerprint, pickled, unpickled
-from sota_grpo.rewards.functions import WithRewardFunctions
 from sota_grpo.rewards.grading import grading_pool
-from sota_grpo.tasks.base import scorer_of
+from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import scorer_of
+from sota_grpo.tasks.reward_functions import WithRewardFunctions
 from sota_grpo.tasks.table import TableTask
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from sota_grpo.config.placement import Role, place
 from sota_grpo.errors import UserError
-from sota_grpo.placement import Role, place
 
 
 @pytest.mark.parametrize("counts", list(itertools.product((1, 2, 3), repeat=3)))

@@ -12,7 +12,7 @@ from sota_grpo.engines.decode_attention import attend, use_decode_attention
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.engines.prompt_cache import RepeatedPrompts, SharedPrompts
 from sota_grpo.engines.sampling import draw
-from sota_grpo.records import GroupRequest, Sampling
+from sota_grpo.rl.records import GroupRequest, Sampling
 from tests.engine_rigs import largest_gap
 from tests.unit.tiny_models import FAMILIES, VOCAB, make_model
 

@@ -12,7 +12,7 @@ import pytest
 
 from scripts import real
 from sota_grpo.assembly.evaluation import find_target
-from sota_grpo.validators import validate
+from sota_grpo.config.validators import validate
 from tests.config.test_config import composed
 
 WRITE = "import sys; from pathlib import Path; Path('ran').open('a').write('x'); Path(sys.argv[-1]).write_text('half')"

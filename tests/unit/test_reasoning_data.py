@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.records import Example
+from sota_grpo.rl.records import Example
 from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.reasoning import ReasoningTask, split_gold
 

@@ -319,7 +319,7 @@ def test_training_log_replaces_its_own_handler_and_nobody_elses(tmp_path):
 
 @pytest.mark.parametrize(("level", "written"), [("debug", "012"), ("info", "12"), ("warning", "2")])
 def test_the_level_is_that_of_the_file_and_the_console_stays_at_info(level, written, tmp_path, monkeypatch, capsys):
-    from sota_grpo.entry import quiet_console
+    from sota_grpo.run.entry import quiet_console
 
     logger = logging.getLogger("sota_grpo")
     monkeypatch.setattr(logging.root, "handlers", [])

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from sota_grpo.config.validators import ConfigError
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
 from sota_grpo.recording.sinks import FOLDER, RUN_ID_FILE, TensorBoardSink, WandbSink, has_api_key
 from sota_grpo.recording.sinks.tensorboard_sink import JUDGED_BY
-from sota_grpo.validators import ConfigError
 from tests.sink_files import event_files, wandb_config, wandb_history
 from tests.unit.test_recording import rollout, rows_of
 

@@ -15,7 +15,7 @@ from sota_grpo import keys
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.export import save_hf
 from sota_grpo.policy.reference import FrozenReference
-from sota_grpo.transforms import ReferenceKL
+from sota_grpo.rl.transforms import ReferenceKL
 from sota_grpo.workers.base import ServantSpec, WorkerDied
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessLauncher

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from sota_grpo import cli, keys
-from sota_grpo.app import train
+from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.replay import (
     Replay,
     Turn,
@@ -24,13 +24,13 @@ from sota_grpo.assembly.replay import (
     worst_distance,
 )
 from sota_grpo.cli.replay import as_text
-from sota_grpo.compose import compose
 from sota_grpo.config import Config
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.run_log import TRAINING_LOG
+from sota_grpo.recording.run_record import METRICS_FILE
 from sota_grpo.recording.steps import Origin, StoredStep, read_step, stored_steps
-from sota_grpo.run_record import METRICS_FILE
+from sota_grpo.run.app import train
 
 SMALL = (
     *("engine=transformers", "check.mode=off", "eval.mode=off", "train.export_hf=false", "logging.report=false"),

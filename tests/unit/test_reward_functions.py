@@ -17,15 +17,15 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
-from sota_grpo.records import Example, Score
-from sota_grpo.rewards.functions import WithRewardFunctions
 from sota_grpo.rewards.grading import grading_pool
-from sota_grpo.scoring import guarded_score, guarded_scores
-from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.scoring import guarded_score, guarded_scores
+from sota_grpo.rl.task import Task, scorer_of
+from sota_grpo.rl.transforms import write_scores
 from sota_grpo.tasks.calculator import CalculatorTask
 from sota_grpo.tasks.gsm8k import GSM8KTask
+from sota_grpo.tasks.reward_functions import WithRewardFunctions
 from sota_grpo.tasks.table import TableTask
-from sota_grpo.transforms import write_scores
 from tests.unit.test_table import verl_row
 
 SEED = random.SystemRandom().randrange(1 << 30)
@@ -293,7 +293,7 @@ def test_coroutines_are_awaited_in_a_forked_process(tmp_path: Path) -> None:
     path = reward_file(tmp_path, "async def compute_score(solution_str): return float(solution_str)")
     text = f"""
 import os
-from sota_grpo.rewards.functions import Asked, call_function
+from sota_grpo.tasks.reward_functions import Asked, call_function
 from sota_grpo.rewards.function_file import load_functions
 (function,) = load_functions({path!r}, ["compute_score"])
 found = lambda text: call_function(function, {path!r}, [Asked(text, "2+2?", "4", {{}}, "demo")])[0].value

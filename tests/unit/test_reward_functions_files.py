@@ -10,7 +10,7 @@ import pytest
 
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.function_file import TRL, VERL, load_functions
-from sota_grpo.rewards.functions import WithRewardFunctions
+from sota_grpo.tasks.reward_functions import WithRewardFunctions
 from sota_grpo.tasks.table import TableTask
 
 TASK = TableTask([TableTask().read_row({"prompt": "2+2?", "ground_truth": 4, "level": 1}, "demo")])

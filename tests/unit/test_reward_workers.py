@@ -16,17 +16,18 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.rewards import gsm8k_groups
-from sota_grpo import gate, keys
-from sota_grpo.collectors import RolloutCollector, SyncSource
+from sota_grpo import keys
 from sota_grpo.envs import TaskEnv
-from sota_grpo.evaluate import Evaluator
-from sota_grpo.gate import CheckError, run_gate
 from sota_grpo.loop import run
-from sota_grpo.publish import Publisher
-from sota_grpo.records import GroupRequest, Sampling
 from sota_grpo.rewards.grading import GradingPool, LocalGrader
+from sota_grpo.rl.records import GroupRequest, Sampling
+from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.source.collectors import RolloutCollector, SyncSource
 from sota_grpo.tasks import make_scorer
-from sota_grpo.transforms import GroupAdvantage
+from sota_grpo.training import gate
+from sota_grpo.training.evaluate import Evaluator
+from sota_grpo.training.gate import CheckError, run_gate
+from sota_grpo.training.publish import Publisher
 from tests.l3_parts import MoodyTask, make_env, make_saying, make_subject
 from tests.process_rigs import wait_for
 from tests.unit.graders import WEIGHTS, Unloadable, moody, tame
@@ -152,7 +153,7 @@ def test_no_grader_outlives_a_killed_trainer() -> None:
     """Not even one that hangs with its interpreter locked."""
     code = """
     import time
-    from sota_grpo.records import Example
+    from sota_grpo.rl.records import Example
     from sota_grpo.rewards.grading import GradingPool
     from tests.unit.graders import WEIGHTS, moody
     pool = GradingPool(moody, WEIGHTS, num_workers=2, timeout_s=600.0)

@@ -20,7 +20,7 @@ from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.errors import UserError
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers import rollout
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.rollout import RolloutServant, rollout_servant

@@ -11,7 +11,7 @@ import pytest
 
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
-from sota_grpo.runs import (
+from sota_grpo.training.runs import (
     CHECKPOINTS,
     FILES,
     FREE_OPTIONS,
@@ -241,7 +241,7 @@ def test_a_run_that_is_alive_is_refused_by_name_and_in_its_own_directory(tmp_pat
 def test_a_killed_process_frees_its_run_whatever_it_left_behind(tmp_path: Path) -> None:
     """The process dies by SIGKILL; a worker that it had forked lives on."""
     code = (
-        "import os, signal, sys, time; from pathlib import Path; from sota_grpo.runs import open_run\n"
+        "import os, signal, sys, time; from pathlib import Path; from sota_grpo.training.runs import open_run\n"
         f"place = open_run(Path(sys.argv[1]), {CONFIG!r}, None, num_steps=4); place.start('')\n"
         "if not os.fork(): print(os.getpid(), flush=True); time.sleep(60); os._exit(0)\n"
         "time.sleep(60)"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tensordict import TensorDict, lazy_stack
 
-from sota_grpo.records import Example, Score
-from sota_grpo.scoring import LARGEST, WrongTerms, failed_score, guarded_score, guarded_scores
-from sota_grpo.step_log import rollout_rows
-from sota_grpo.transforms import write_scores
+from sota_grpo.recording.step_log import rollout_rows
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.scoring import LARGEST, WrongTerms, failed_score, guarded_score, guarded_scores
+from sota_grpo.rl.transforms import write_scores
 
 EXAMPLE = Example("2 + 2?", "4")
 

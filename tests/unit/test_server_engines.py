@@ -18,7 +18,7 @@ from sota_grpo.engines.server_dialect import Dialect, HttpClient, ServerError
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.vllm_server import VLLMDialect
 from sota_grpo.errors import UserError
-from sota_grpo.records import GroupOutput, GroupRequest, Sampling, sample_seed
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling, sample_seed
 from tests.process_rigs import wait_for
 from tests.unit.fake_servers import CONTEXT, FakeServer, FakeSGLang, FakeVLLM
 

@@ -19,14 +19,14 @@ import torch
 from tensordict import TensorDict
 
 from sota_grpo import keys
-from sota_grpo.collate import micro_batches, row_list, sibling_groups
-from sota_grpo.forward_passes import ForwardPasses
 from sota_grpo.functional.flops import ModelShape
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.remote_learner import LearnerDied, LearnerServant, RemoteLearner
+from sota_grpo.rl.collate import micro_batches, row_list, sibling_groups
+from sota_grpo.training.forward_passes import ForwardPasses
+from sota_grpo.training.remote_learner import LearnerDied, LearnerServant, RemoteLearner
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.starting import IDLE_METHOD

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from sota_grpo.step_log import SignalWatch
+from sota_grpo.recording.step_log import SignalWatch
 
 
 def warnings(caplog: pytest.LogCaptureFixture, total: int, advantages: list[float], failed: float = 0.0) -> list[str]:

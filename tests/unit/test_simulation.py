@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.simulation import Scenario, Simulation, VirtualClock, Workers
-from sota_grpo.records import GroupOutput, GroupRequest
+from sota_grpo.rl.records import GroupOutput, GroupRequest
 from tests.l3_parts import make_env
 
 SCRIPT = torch.tensor([5, 6, 2])

@@ -9,7 +9,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from sota_grpo.recording.metrics import declared
-from sota_grpo.step_log import batch_metrics
+from sota_grpo.recording.step_log import batch_metrics
 
 
 def row(prompt: int, response: int, reward: float, advantage: float, version: int, cut: bool) -> TensorDict:

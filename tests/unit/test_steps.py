@@ -14,6 +14,7 @@ from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS
+from sota_grpo.recording.step_log import StoredTurns, rollout_rows, text_pieces
 from sota_grpo.recording.steps import (
     STEPS_FOLDER,
     Origin,
@@ -24,7 +25,6 @@ from sota_grpo.recording.steps import (
     step_of,
     stored_steps,
 )
-from sota_grpo.step_log import StoredTurns, rollout_rows, text_pieces
 
 ORIGIN = Origin(device="cpu", precision="fp32", num_ranks=0, num_threads=2, rng=torch.arange(5, dtype=torch.uint8))
 HALF_A_PAIR = "\ud83d"  # text of a dataset may hold it; no encoding can

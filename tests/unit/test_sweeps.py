@@ -14,7 +14,7 @@ import pytest
 
 from sota_grpo.cli.sweep import add_command
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.run_record import FAILURE_FILE, LOCK_FILE, RUN_FILE, is_held, note_failure, read_failure
+from sota_grpo.recording.run_record import FAILURE_FILE, LOCK_FILE, RUN_FILE, is_held, note_failure, read_failure
 from sota_grpo.sweeps import (
     as_csv,
     as_json,
@@ -98,7 +98,7 @@ def test_every_way_to_end_has_its_state_and_reason(tmp_path: Path) -> None:
 
 
 def test_a_run_that_trains_again_has_not_failed(tmp_path: Path) -> None:
-    from sota_grpo.runs import open_run
+    from sota_grpo.training.runs import open_run
 
     config = {"seed": 1, "train": {}}
     note_failure(tmp_path, RunFailed("The disk is full."))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.tasks.base import Task, scorer_of
+from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.table import TableTask
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import sota_grpo
-from sota_grpo.records import Example
+from sota_grpo.rl.records import Example
 from sota_grpo.tasks.arithmetic import TEMPLATES, ArithmeticTask
 
 PACKAGE = Path(sota_grpo.__file__).parent

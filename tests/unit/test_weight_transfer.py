@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from sota_grpo.fleet_engine import FleetEngine
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.fleet_engine import FleetEngine
 from sota_grpo.workers.slots import OnDemand
 from sota_grpo.workers.threads import ThreadLauncher
 from sota_grpo.workers.weight_transfer import WeightLayout, WeightSender, WeightTransfer, _filled

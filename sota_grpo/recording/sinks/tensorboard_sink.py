@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.config import flat
+from sota_grpo.config.validators import ConfigError
 from sota_grpo.recording.sinks.base import SAMPLES_EVERY, CopySink, printable, without_secrets
-from sota_grpo.validators import ConfigError
 
 FOLDER = "tensorboard"
 #: What the HParams tab compares runs by.

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
+from sota_grpo.config.validators import ConfigError
 from sota_grpo.recording.sinks.base import SAMPLES_EVERY, SECRET_NAMES, CopySink, printable, sentence, without_secrets
-from sota_grpo.validators import ConfigError
 
 MODES = ("online", "offline", "disabled")
 RUN_ID_FILE = "wandb_run_id.txt"

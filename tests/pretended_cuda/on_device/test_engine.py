@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sota_grpo.engines.hf import TransformersEngine
-from sota_grpo.records import Sampling
+from sota_grpo.rl.records import Sampling
 from tests.engine_rigs import EOS, PAD, changed_weights, generate, largest_gap, ragged_requests, tiny_model, token_lists
 
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, lazy_stack
 
-from sota_grpo.collate import row_list
 from sota_grpo.functional.log_probs import chunked_log_probs
-from sota_grpo.learner import Learner
-from sota_grpo.objectives import GRPOLoss
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
-from sota_grpo.schedule import LearnerSettings
-from sota_grpo.transforms import ReferenceKL
+from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.transforms import ReferenceKL
+from sota_grpo.training.learner import Learner
+from sota_grpo.training.schedule import LearnerSettings
 from tests.pretended_cuda import kernels
 from tests.pretended_cuda.counters import host_traffic
 from tests.rank_rigs import ragged_rows, trained_adapter

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from sota_grpo.app import train
-from sota_grpo.compose import compose
+from sota_grpo.assembly.compose import compose
+from sota_grpo.run.app import train
 from tests.e2e.conftest import final_weights, metrics, without_clock
 
 SMALL = (

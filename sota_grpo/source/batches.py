@@ -13,7 +13,7 @@ from torchrl.envs.transforms import Transform
 from sota_grpo import keys
 from sota_grpo.envs import TaskEnv, finish_rows
 from sota_grpo.functional import constant_groups
-from sota_grpo.records import Example, GroupOutput, GroupRequest
+from sota_grpo.rl.records import Example, GroupOutput, GroupRequest
 
 
 def group_request(env: TaskEnv, group_id: int, example: Example, *, num_samples: int, seed: int) -> GroupRequest:

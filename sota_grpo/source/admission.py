@@ -12,8 +12,8 @@ from tensordict import TensorDictBase
 
 from sota_grpo.envs.stream import PromptStream
 from sota_grpo.functional import max_groups_admitted
-from sota_grpo.group_buffer import GroupBuffer, pack_rows, unpack_rows
-from sota_grpo.records import Example
+from sota_grpo.rl.records import Example
+from sota_grpo.source.group_buffer import GroupBuffer, pack_rows, unpack_rows
 
 
 @dataclass(eq=False)
@@ -310,7 +310,8 @@ class Slots:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken; a batch that was given out counts as trained and released.
 
-        A state of :class:`~sota_grpo.collectors.SyncSource`, which has nothing in flight, is a position in the prompts.
+        A state of :class:`~sota_grpo.source.collectors.SyncSource`, which has nothing in flight, is a position in the
+        prompts.
 
         Raises:
             ValueError: the state is of another batch size, or of a larger ``max_policy_age``: its groups would

@@ -1,4 +1,4 @@
-"""The command line: Hydra in front of :func:`sota_grpo.app.train`, and what the program says when it ends.
+"""The command line: Hydra in front of :func:`sota_grpo.run.app.train`, and what the program says when it ends.
 
 Nothing heavy is imported before Hydra has read the command line: ``--help`` is quick, and Ctrl-C is heeded from the
 start.
@@ -12,15 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sota_grpo.assembly.compose import CONFIG_DIR
 from sota_grpo.config import register
+from sota_grpo.config.hub_token import protect_token
 from sota_grpo.errors import UserError
-from sota_grpo.hub_token import protect_token
 from sota_grpo.sweeps.command import continued
 
-_PACKAGE = Path(__file__).resolve().parent
-_PACKAGED = _PACKAGE / "presets"
-#: The presets: in an installed package ``sota_grpo/presets``, which pyproject.toml makes of ``config`` of a checkout.
-CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 INTERRUPTED, CRASHED = 130, 1
 _TAKE_A_VALUE = ("-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir", "--experimental-rerun")
 
@@ -99,7 +96,7 @@ def _run() -> int:
     import hydra
     from omegaconf import DictConfig
 
-    from sota_grpo.jobs import Jobs
+    from sota_grpo.run.jobs import Jobs
 
     register()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # this module prints the sentence itself

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from sota_grpo.records import Example, Score
-from sota_grpo.scoring import Scorer
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.scoring import Scorer
 
 
 @runtime_checkable

@@ -14,11 +14,8 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.collate import pad_rows, row_list, set_loss_weights, sibling_groups
 from sota_grpo.errors import UserError
-from sota_grpo.forward_passes import ForwardPasses
 from sota_grpo.functional import mismatch_kl
-from sota_grpo.objectives import GRPOLoss, diagnostic_means
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import dropouts, without_dropout
 from sota_grpo.policy.probe import Changed, perturb, restore
@@ -33,8 +30,11 @@ from sota_grpo.policy.sharding import (
     replicated,
 )
 from sota_grpo.recording.metrics import reduce_updates
-from sota_grpo.records import GradientGap, sample_seed
-from sota_grpo.schedule import LearnerSettings, learning_rate_factor
+from sota_grpo.rl.collate import pad_rows, row_list, set_loss_weights, sibling_groups
+from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
+from sota_grpo.rl.records import GradientGap, sample_seed
+from sota_grpo.training.forward_passes import ForwardPasses
+from sota_grpo.training.schedule import LearnerSettings, learning_rate_factor
 
 METRIC_NAMES = {
     "ESS": "ess",

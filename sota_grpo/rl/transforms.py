@@ -20,11 +20,11 @@ from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
-from sota_grpo.collate import micro_batches, pad_rows, row_list, write_rows
 from sota_grpo.functional.advantages import constant_groups, group_advantages
 from sota_grpo.functional.weighting import soft_overlong_penalty
-from sota_grpo.records import Example, Score
-from sota_grpo.scoring import FailureLog, Scorer, guarded_scores, total_reward
+from sota_grpo.rl.collate import micro_batches, pad_rows, row_list, write_rows
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.scoring import FailureLog, Scorer, guarded_scores, total_reward
 
 
 class RowTransform(Transform):
@@ -170,7 +170,7 @@ class ReferenceKL(RowTransform):
     what was subtracted stays beside it as the reward term ``kl``.
 
     Args:
-        reference: right-padded rows in (:func:`sota_grpo.collate.pad_rows`), log-probs ``[N, T]`` out; no gradient.
+        reference: right-padded rows in (:func:`sota_grpo.rl.collate.pad_rows`), log-probs ``[N, T]`` out; no gradient.
         in_reward_coeff: None leaves the reward alone.
         pad_token_id: padding of the tokens.
         token_budget: packed tokens of one forward pass; padded ones where ``reference.shared_prompt`` is False.
@@ -238,7 +238,7 @@ def reference_log_probs(
         rows: ragged rows.
         pad_token_id: padding of the tokens.
         token_budget: packed tokens of one forward pass.
-        shared_prompt: whether the reference computes packed rows; see :func:`sota_grpo.collate.micro_batches`.
+        shared_prompt: whether the reference computes packed rows; see :func:`sota_grpo.rl.collate.micro_batches`.
     """
     found = dict[int, Tensor]()
     for part in micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt):

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.config import Config, flat, register, walk
-from sota_grpo.entry import CONFIG_DIR
+from sota_grpo.config.hub_token import VARIABLE, split_token, use_config_token
 from sota_grpo.errors import UserError
-from sota_grpo.hub_token import VARIABLE, split_token, use_config_token
-from sota_grpo.run_record import CONFIG_FILE, INPUTS
+from sota_grpo.recording.run_record import CONFIG_FILE, INPUTS
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGED = _PACKAGE / "presets"
+#: The presets: in an installed package ``sota_grpo/presets``, which pyproject.toml makes of ``config`` of a checkout.
+CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
 PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path")  # of files, of folders, or of a hub
 _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # what Hydra proposes there, our schema refuses
@@ -31,10 +34,10 @@ def compose(
 ) -> Config:
     """The config called ``config_name`` under ``overrides``, written as on the command line of ``grpo.py``.
 
-    It is composed, not validated: see :func:`sota_grpo.validators.validate`. A hub token moves to ``HF_TOKEN``, as it
-    does there, and is not in what is returned. Options of Hydra's own (``hydra.run.dir=...``) are accepted and have no
-    effect; ``hydra.searchpath=[file://DIR]`` adds a folder of configs. A Hydra that is already at work in this process,
-    around a notebook or a program of your own, is left as it was.
+    It is composed, not validated: see :func:`sota_grpo.config.validators.validate`. A hub token moves to ``HF_TOKEN``,
+    as it does there, and is not in what is returned. Options of Hydra's own (``hydra.run.dir=...``) are accepted and
+    have no effect; ``hydra.searchpath=[file://DIR]`` adds a folder of configs. A Hydra that is already at work in this
+    process, around a notebook or a program of your own, is left as it was.
 
     Args:
         config_name: of a preset, with or without ``.yaml``.

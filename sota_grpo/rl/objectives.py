@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
 from sota_grpo import keys
-from sota_grpo.collate import pad_rows, unpad_rows
 from sota_grpo.functional import surrogates
 from sota_grpo.functional.corrections import importance_weights
 from sota_grpo.functional.divergences import KL_ESTIMATORS
 from sota_grpo.functional.weighting import loss_weights
+from sota_grpo.rl.collate import pad_rows, unpad_rows
 
 TORCHRL_AGGREGATIONS = {"token_mean": "token", "prompt_mean": "sequence", "none": "none"}
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -79,7 +79,7 @@ def read_tokens(
 
     Args:
         batch: dense ``[N, T]``, or a lazy stack of ragged rows.
-        actor: as ``actor_network`` of :class:`sota_grpo.objectives.GRPOLoss`.
+        actor: as ``actor_network`` of :class:`sota_grpo.rl.objectives.GRPOLoss`.
         names: the loss's ``tensor_keys``.
         masking_strategy: ``sft``, ``rlhf`` or ``generic``.
         with_entropy: compute a wrapper's entropy, which costs a ``[N, T, V]`` softmax; a module's own is read anyway.

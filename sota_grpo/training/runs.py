@@ -16,7 +16,7 @@ from typing import IO, Any
 from sota_grpo.config import flat
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
-from sota_grpo.run_record import (
+from sota_grpo.recording.run_record import (
     CHECKPOINTS,
     CONFIG_FILE,
     FAILURE_FILE,
@@ -259,7 +259,7 @@ def _goes_on(path: Path, digest: str, num_steps: int) -> bool:
 
 def _age(path: Path) -> tuple[float, float]:
     """When the run last saved a checkpoint (0: never), and when it was started; a larger one is newer."""
-    from sota_grpo.checkpoint import CheckpointStore  # brings torch
+    from sota_grpo.training.checkpoint import CheckpointStore  # brings torch
 
     saved = [checkpoint for _, checkpoint in CheckpointStore(path / CHECKPOINTS).paths()]
     return max(map(_modified, saved), default=0.0), _modified(path / RUN_FILE)

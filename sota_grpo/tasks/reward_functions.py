@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.records import Example, Score
 from sota_grpo.rewards.function_file import (
     PICKLED,
     TRL,
@@ -39,8 +38,9 @@ from sota_grpo.rewards.function_file import (
     recognise,
     unpickled,
 )
-from sota_grpo.scoring import LARGEST, failed_score, graders_error, guarded_score, total_reward
-from sota_grpo.tasks.base import Task
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.scoring import LARGEST, failed_score, graders_error, guarded_score, total_reward
+from sota_grpo.rl.task import Task
 from sota_grpo.tasks.table import TableTask
 
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
@@ -436,7 +436,7 @@ class GroupScorer(FunctionScorer):
     """The same where a function sees groups: graders hand it the responses of a group together."""
 
     def score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        """See :meth:`FunctionScorer.together` and :func:`sota_grpo.scoring.guarded_scores`."""
+        """See :meth:`FunctionScorer.together` and :func:`sota_grpo.rl.scoring.guarded_scores`."""
         return self.together(pairs)
 
 

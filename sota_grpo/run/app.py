@@ -13,30 +13,30 @@ import torch
 
 from sota_grpo.assembly.build import build
 from sota_grpo.assembly.checking import subject_of
+from sota_grpo.assembly.compose import anchor_paths
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.disk import require_disk
 from sota_grpo.assembly.parts import Parts
 from sota_grpo.assembly.passed import Passed
-from sota_grpo.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
-from sota_grpo.compose import anchor_paths
 from sota_grpo.config import Config, num_steps, turn_size
+from sota_grpo.config.hub_token import use_config_token
+from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
-from sota_grpo.gate import Check, run_gate
-from sota_grpo.hub_token import use_config_token
-from sota_grpo.learner import Learner
 from sota_grpo.loop import run
 from sota_grpo.recording.examine import ExamineLog
 from sota_grpo.recording.heartbeat import started, starting
 from sota_grpo.recording.progress import Progress, closing_table
 from sota_grpo.recording.run_log import RunLog, setup_logging
+from sota_grpo.recording.run_record import note_failure, read_evaluations, write_gate
 from sota_grpo.recording.sinks import Sink, TensorBoardSink, WandbSink
+from sota_grpo.recording.step_log import StepLog, StoredTurns
 from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.function_file import Functions
-from sota_grpo.run_record import note_failure, read_evaluations, write_gate
-from sota_grpo.runs import CHECKPOINTS, RunDir, open_run
-from sota_grpo.step_log import StepLog, StoredTurns
 from sota_grpo.stopping import Interrupted, StopRequest
-from sota_grpo.validators import validate
+from sota_grpo.training.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
+from sota_grpo.training.gate import Check, run_gate
+from sota_grpo.training.learner import Learner
+from sota_grpo.training.runs import CHECKPOINTS, RunDir, open_run
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ _ELSEWHERE = re.compile(r"hub_token['\"]?\s*[:=@]")
 # Options of Hydra that print the composed config, --cfg, --info and --help, in each form that argparse knows: cut short
 # (--inf), with the value attached (-cjob), behind options that have none (-mh). -cn, -cp and -cd are others.
 _SHOWING = re.compile(r"--(?:cf|i|he)|-(?!c[npd])[rm]*[chi]")
-_CALLBACK = "++hydra.callbacks.hub_token._target_=sota_grpo.hub_token.token_callback"
+_CALLBACK = "++hydra.callbacks.hub_token._target_=sota_grpo.config.hub_token.token_callback"
 
 
 def protect_token(arguments: Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """The typed schema of a run: every option, its default, and one line that says what it changes.
 
 The schema is registered with Hydra under the name ``schema``; a preset in ``config/`` starts from it, so an unknown
-key fails before anything else happens. Rules that involve several options are in :mod:`sota_grpo.validators`.
+key fails before anything else happens. Rules that involve several options are in :mod:`sota_grpo.config.validators`.
 
 >>> from sota_grpo.config import Config
 >>> Config().env.repeats
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from sota_grpo.model_sizes import SIZES, model_of_size
+from sota_grpo.config.model_sizes import SIZES, model_of_size
 
 
 def opt(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from sota_grpo.batches import group_request
 from sota_grpo.engines.base import Generates
 from sota_grpo.envs import TaskEnv
-from sota_grpo.records import Example, Sample, Sampling, Score, sample_seed
+from sota_grpo.rl.records import Example, Sample, Sampling, Score, sample_seed
+from sota_grpo.source.batches import group_request
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sota_grpo.config import Config, num_steps
 from sota_grpo.errors import UserError
-from sota_grpo.run_record import note_failure, reason
+from sota_grpo.recording.run_record import note_failure, reason
 from sota_grpo.sweeps import SUMMARY, as_text, mark_complete, note_command, objective, write_summary
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Jobs:
             self._codes.append(0)
 
     def _one_of_a_sweep(self, composed: DictConfig, run_dir: Path, sweep_dir: Path) -> float | None:
-        from sota_grpo.runs import RunRefused
+        from sota_grpo.training.runs import RunRefused
 
         if self._sweep_dir is None:
             note_command(sweep_dir, self._arguments)
@@ -120,7 +120,7 @@ class Jobs:
         self._codes.append(getattr(error, "exit_code", USER_MISTAKE if mistake else CRASHED))
 
     def _sentence(self, error: Exception) -> str:
-        from sota_grpo.compose import sentence_of
+        from sota_grpo.assembly.compose import sentence_of
 
         return str(error) if isinstance(error, UserError) else sentence_of(error)
 
@@ -158,8 +158,8 @@ def _train(composed: DictConfig, run_dir: Path) -> Config:
     """Train to the end; a run that was asked to stop ends the whole command, a sweep's other runs included."""
     from omegaconf import OmegaConf
 
+    from sota_grpo.assembly.compose import require_known
     from sota_grpo.assembly.preflight import announce, preflight
-    from sota_grpo.compose import require_known
     from sota_grpo.recording.heartbeat import Heartbeat
 
     require_known(composed)
@@ -168,7 +168,7 @@ def _train(composed: DictConfig, run_dir: Path) -> Config:
     preflight(config, run_dir)
     with Heartbeat():
         announce(config)
-        from sota_grpo.app import CONTINUES, train  # brings torch and all that stands on it
+        from sota_grpo.run.app import CONTINUES, train  # brings torch and all that stands on it
 
         done = train(config, run_dir)
     if done < num_steps(config):

@@ -16,12 +16,12 @@ import torch
 from tensordict import TensorDictBase
 
 from sota_grpo import keys
-from sota_grpo.collate import row_list
 from sota_grpo.recording.examine import ExamineLog
 from sota_grpo.recording.metrics import info_metric, is_number, term_metric
 from sota_grpo.recording.progress import Progress
 from sota_grpo.recording.run_log import RunLog
 from sota_grpo.recording.steps import Origin, StoredStep, drop_steps, save_step
+from sota_grpo.rl.collate import row_list
 
 _HALF = "\ufffd"  # what a decoder writes for bytes that are not a whole character
 _MOST_HELD = 64  # tokens that are decoded together before their text is given up as one
@@ -273,7 +273,7 @@ class StoredTurns:
     The first turn of a start is one of them: it follows the initial weights, or those of a checkpoint.
 
     Args:
-        learner: a :class:`sota_grpo.learner.Learner`, or its facade over several processes.
+        learner: a :class:`sota_grpo.training.learner.Learner`, or its facade over several processes.
         run_dir: where ``steps/`` is.
         tokenizer: decodes the tokens one by one.
         device: ``cpu`` or ``cuda``, the learner's.

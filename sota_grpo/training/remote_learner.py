@@ -14,14 +14,14 @@ from tensordict import TensorDictBase
 from transformers import PreTrainedTokenizerBase
 
 from sota_grpo import keys
-from sota_grpo.collate import row_list
 from sota_grpo.errors import RunFailed
-from sota_grpo.learner import Learner
 from sota_grpo.policy.export import save_hf
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.records import GradientGap, sample_seed
-from sota_grpo.schedule import LearnerSettings
+from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.records import GradientGap, sample_seed
+from sota_grpo.training.learner import Learner
+from sota_grpo.training.schedule import LearnerSettings
 from sota_grpo.workers.base import Worker, WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.starting import IDLE_METHOD, Start
@@ -30,7 +30,7 @@ from sota_grpo.workers.weight_transfer import Meeting, WeightLayout, WeightSende
 
 
 class LearnerServant:
-    """A :class:`sota_grpo.learner.Learner` as a servant (see :class:`sota_grpo.workers.base.ServantSpec`).
+    """A :class:`sota_grpo.training.learner.Learner` as a servant (see :class:`sota_grpo.workers.base.ServantSpec`).
 
     Contract. Consumes: the same calls, in the same order, as the other ranks' servants. Produces: futures; what is
     gathered (states, weights) is rank 0's answer and None on the others. Waits for: the other ranks, in every
@@ -136,7 +136,7 @@ class LearnerDied(RunFailed):
 
 
 class RemoteLearner:
-    """:class:`sota_grpo.learner.Learner` over the ranks that ``workers`` run, for the loop, the gate and checkpoints.
+    """:class:`~sota_grpo.training.learner.Learner` over the ranks that ``workers`` run, for loop, gate and checkpoints.
 
     Contract. Consumes: calls, from any thread. Produces: rank 0's answers. Waits for: every rank, as long as each shows
     progress. Every rank is given every call with the same arguments and in one order, because their collectives must
@@ -145,7 +145,7 @@ class RemoteLearner:
 
     Args:
         workers: one per rank, in the order of the ranks; each runs a
-            :class:`sota_grpo.remote_learner.LearnerServant`.
+            :class:`sota_grpo.training.remote_learner.LearnerServant`.
         settings: those of the ranks' learners.
         share: makes a large argument travel once, as :meth:`sota_grpo.workers.base.Launcher.share` does.
         silence_s: longest time without progress: one micro-batch, or one optimizer step, or one gathered state.

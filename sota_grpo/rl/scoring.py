@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from sota_grpo.records import Example, Score
+from sota_grpo.rl.records import Example, Score
 
 Scorer = Callable[[str, Example], Score]
 

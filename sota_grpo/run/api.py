@@ -13,13 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sota_grpo.assembly.compose import DEFAULT_CONFIG, compose
 from sota_grpo.assembly.passed import take
 from sota_grpo.assembly.preflight import announce, preflight
-from sota_grpo.compose import DEFAULT_CONFIG, compose
 from sota_grpo.config import num_steps
 from sota_grpo.errors import UserError
 from sota_grpo.recording.heartbeat import Heartbeat
-from sota_grpo.run_record import (
+from sota_grpo.recording.run_record import (
     CONFIG_FILE,
     EVALUATED,
     METRICS_FILE,
@@ -223,8 +223,8 @@ def train(
         announce(config)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without widgets
-            from sota_grpo.app import CONTINUES
-            from sota_grpo.app import train as train_config
+            from sota_grpo.run.app import CONTINUES
+            from sota_grpo.run.app import train as train_config
         with _left_as_found():
             turns = train_config(config, place, passed)
     assert passed.run_dir is not None
@@ -257,7 +257,7 @@ def _left_as_found() -> Iterator[None]:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from sota_grpo.checkpoint import rng_state, set_rng_state
+    from sota_grpo.training.checkpoint import rng_state, set_rng_state
 
     threads, random_state = torch.get_num_threads(), rng_state()
     has_bars = transformers_logging.is_progress_bar_enabled()

@@ -14,11 +14,11 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Transform
 
-from sota_grpo.async_source.admission import Group, Rows, Slots
-from sota_grpo.batches import apply_transforms, constant_rows, finish_group, group_request, require_age
-from sota_grpo.collate import row_list
 from sota_grpo.envs import TaskEnv, prompt_rows
-from sota_grpo.records import GroupOutput, GroupRequest, sample_seed
+from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.records import GroupOutput, GroupRequest, sample_seed
+from sota_grpo.source.admission import Group, Rows, Slots
+from sota_grpo.source.batches import apply_transforms, constant_rows, finish_group, group_request, require_age
 from sota_grpo.stopping import Interrupted
 from sota_grpo.workers.base import WorkerLate
 
@@ -239,7 +239,7 @@ class AsyncSource:
     by, which makes them younger than the proof needs. A batch that was given out and not released counts as trained.
 
     With ``max_policy_age=0`` all slots are taken at every turn, so the batches are those of
-    :class:`sota_grpo.collectors.SyncSource`, dynamic sampling included (see :class:`.refill.Refill`).
+    :class:`sota_grpo.source.collectors.SyncSource`, dynamic sampling included (see :class:`.refill.Refill`).
 
     Args:
         env: draws, tokenises and, without ``grade``, has graded.

@@ -15,15 +15,15 @@ import torch
 
 from sota_grpo.engines.base import Engine, Generates, response_rooms
 from sota_grpo.engines.stepping import FairLock
-from sota_grpo.records import GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.rewards.grading import Grader
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.workers.base import promised
 
 Asked = tuple[GroupRequest, Future[GroupOutput]]
 
 
 class Submits(Protocol):
-    """An engine that answers with futures, such as :class:`sota_grpo.fleet_engine.FleetEngine`."""
+    """An engine that answers with futures, such as :class:`sota_grpo.workers.fleet_engine.FleetEngine`."""
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]: ...
 
@@ -343,7 +343,7 @@ class DialogEngine:
 
     An engine with ``submit`` (rollout workers) and a stepwise one (:class:`~sota_grpo.engines.base.Engine`; it must be
     nobody else's) begin a dialog's next turn while others are in the middle of theirs. One that has ``generate`` alone
-    is asked in rounds, turn by turn: see :class:`sota_grpo.dialogs.AskByRound` for what that costs.
+    is asked in rounds, turn by turn: see :class:`sota_grpo.envs.dialogs.AskByRound` for what that costs.
 
     The random numbers of turn ``t`` of sample ``i`` derive from ``(request.seed, i, t)``, so a dialog depends on no
     other, up to the rounding of the engine's batches.
@@ -362,7 +362,7 @@ class DialogEngine:
 
     >>> from types import SimpleNamespace
     >>> from sota_grpo.engines.scripted import ScriptedEngine
-    >>> from sota_grpo.records import Example, Score
+    >>> from sota_grpo.rl.records import Example, Score
     >>> graded = Future()
     >>> graded.set_result([Score({}, False, reply={"role": "user", "content": "Again?"})])
     >>> grader = SimpleNamespace(scores=lambda pairs: graded)

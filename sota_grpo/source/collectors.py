@@ -17,13 +17,13 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
-from sota_grpo.batches import apply_transforms, constant_rows, finish_group, group_request, require_age
-from sota_grpo.collate import row_list
 from sota_grpo.engines.base import Generates
 from sota_grpo.envs import TaskEnv, prompt_rows
 from sota_grpo.envs.stream import before_draws
 from sota_grpo.errors import UserError
-from sota_grpo.records import Sampling, sample_seed
+from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.records import Sampling, sample_seed
+from sota_grpo.source.batches import apply_transforms, constant_rows, finish_group, group_request, require_age
 
 logger = logging.getLogger(__name__)
 

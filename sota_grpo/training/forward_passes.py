@@ -13,7 +13,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.collate import micro_batches, pad_rows, sibling_groups
 from sota_grpo.functional.balance import Siblings, rank_shares
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
@@ -21,7 +20,8 @@ from sota_grpo.policy.device_copy import copy_to
 from sota_grpo.policy.load import base_model
 from sota_grpo.policy.lora import adapter_disabled
 from sota_grpo.policy.sharding import Ranks
-from sota_grpo.schedule import LearnerSettings
+from sota_grpo.rl.collate import micro_batches, pad_rows, sibling_groups
+from sota_grpo.training.schedule import LearnerSettings
 
 
 class Pass(NamedTuple):
@@ -39,7 +39,7 @@ class Pass(NamedTuple):
 
 
 class ForwardPasses:
-    """Forward passes of ``policy``; the arguments are those of :class:`sota_grpo.learner.Learner`."""
+    """Forward passes of ``policy``; the arguments are those of :class:`sota_grpo.training.learner.Learner`."""
 
     def __init__(self, policy: CausalPolicy, settings: LearnerSettings, pad_token_id: int, ranks: Ranks | None):
         self.policy = policy

@@ -47,19 +47,19 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.batches import finish_group, group_request
-from sota_grpo.checkpoint import rng_state, set_rng_state
-from sota_grpo.collate import row_list
 from sota_grpo.engines.base import Generates
 from sota_grpo.envs import TaskEnv, prompt_rows
 from sota_grpo.errors import UserError
 from sota_grpo.functional.agreement import mean_ratio, temperature_slope
-from sota_grpo.publish import Publisher
-from sota_grpo.records import Example, GradientGap, Sampling, Score, sample_seed
-from sota_grpo.schedule import LearnerSettings
-from sota_grpo.scoring import total_reward
-from sota_grpo.tasks.base import Task
+from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.records import Example, GradientGap, Sampling, Score, sample_seed
+from sota_grpo.rl.scoring import total_reward
+from sota_grpo.rl.task import Task
+from sota_grpo.source.batches import finish_group, group_request
 from sota_grpo.tasks.dataset import normalised
+from sota_grpo.training.checkpoint import rng_state, set_rng_state
+from sota_grpo.training.publish import Publisher
+from sota_grpo.training.schedule import LearnerSettings
 
 NUM_PROMPTS, NUM_SAMPLES = 4, 2  # that the checks are made on
 
@@ -79,7 +79,7 @@ class Check:
 
 
 class Answers(Protocol):
-    """What the gate asks of a learner, in this process or another: see :class:`sota_grpo.learner.Learner`."""
+    """What the gate asks of a learner, in this process or another: see :class:`sota_grpo.training.learner.Learner`."""
 
     settings: LearnerSettings
     version: int
@@ -120,7 +120,7 @@ class Subject:
 
     @cached_property
     def diagnosis(self) -> dict[str, float | None]:
-        """What the learner says of the rows; see :meth:`sota_grpo.learner.Learner.diagnose`."""
+        """What the learner says of the rows; see :meth:`sota_grpo.training.learner.Learner.diagnose`."""
         return self.learner.diagnose(self.rows)
 
     @cached_property
@@ -359,11 +359,11 @@ def gradient_does_not_depend_on_the_split(subject: Subject) -> Check:
     """The gradient over micro-batches of several rows equals the sum over micro-batches of one row each.
 
     Of two prompts' rows, under advantages and log-probs that no clip cuts
-    (:meth:`sota_grpo.learner.Learner.gradient_gap`). In float32 the two differ by 1e-6, whatever the model. In half
-    precision (CUDA, or parameters that are) each is as far from float32's as rounding takes it: 0.024, 0.049, 0.046 and
-    0.103 of its norm for random models of 4, 8, 12 and 30 layers and 0.028 for SmolLM2's 30, and the two are 0.018,
-    0.069, 0.011, 0.062 and 0.041 apart on a CPU in bfloat16. So 0.2 is allowed there: a row of four that is lost or
-    counted twice makes about half of the norm; a single lost token is seen in float32 only.
+    (:meth:`sota_grpo.training.learner.Learner.gradient_gap`). In float32 the two differ by 1e-6, whatever the model. In
+    half precision (CUDA, or parameters that are) each is as far from float32's as rounding takes it: 0.024, 0.049,
+    0.046 and 0.103 of its norm for random models of 4, 8, 12 and 30 layers and 0.028 for SmolLM2's 30, and the two are
+    0.018, 0.069, 0.011, 0.062 and 0.041 apart on a CPU in bfloat16. So 0.2 is allowed there: a row of four that is lost
+    or counted twice makes about half of the norm; a single lost token is seen in float32 only.
     """
     rows = subject.rows[:NUM_COMPARED]
     longest = max(row.get(keys.FULL_TOKENS).shape[-1] for row in rows)

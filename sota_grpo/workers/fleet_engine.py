@@ -13,7 +13,7 @@ import torch
 from sota_grpo.engines.base import response_rooms
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.weight_transfer import WeightTransfer
 
