@@ -1,1 +1,1 @@
-"""From a config to the parts of a run, each room given plain values only; part of the one assembly with ``run/app.py``."""
+"""From a config to the parts of a run, each room given plain values only; with ``run/app.py`` the one assembly."""
