@@ -1,4 +1,4 @@
-"""Numbers as options of commands take them: anything else is one sentence that names the option."""
+"""Options that several commands take: numbers that are checked, and a preset with overrides as ``grpo.py`` has."""
 
 from __future__ import annotations
 

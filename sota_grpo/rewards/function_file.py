@@ -2,10 +2,9 @@
 
 The file is the user's own code, named by an explicit path; model text never comes here.
 
-Reward functions that are passed as objects, not named in a file: how they travel, and what they are known by.
-
-Graders are processes that do not share the caller's memory. A function of an importable module travels by its name; one
-of a notebook or a script travels as its code, with the globals that it reads.
+Functions can be passed as objects instead. Graders are processes that do not share the caller's memory. A function of
+an importable module travels by its name; one of a notebook or a script travels as its code, with the globals that it
+reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dynamic sampling without rounds: which groups without signal a fresh prompt replaces, and which ones stay."""
+"""Which groups are admitted and which are due, so that no token is too old; without threads or clocks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Sets of real numbers: intervals, points, unions, complements, and what an inequality in one variable says.
-
-Whether two trees are the same answer: what is ordered, what is not, what a name before an equals sign means.
+"""Whether two trees are the same answer: what is ordered, what is not, which sets of numbers they describe.
 
 The conventions are those of the MATH data set and of its usual graders (Hendrycks et al. 2021, arXiv:2103.03874;
 Lightman et al. 2023, arXiv:2305.20050; Math-Verify).

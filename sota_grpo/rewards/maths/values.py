@@ -1,6 +1,4 @@
-"""Arithmetic on untrusted numbers: exact on fractions, else with ``DIGITS`` digits, and never on anything large.
-
-The values of expressions and whether two of them are equal.
+"""The values of expressions from strangers: exact, else to ``DIGITS`` digits, never large; and their units.
 
 Two expressions are equal when they agree at pseudo-random points (Schwartz 1980, Zippel 1979): at rational points
 polynomials and rational functions are compared exactly, the rest to 40 digits. Only trees of
