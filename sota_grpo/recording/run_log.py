@@ -7,6 +7,7 @@ in the record, and what comes after it is dropped and written again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -269,15 +270,13 @@ def _end_of_last_whole_line(file: BinaryIO, size: int) -> int:
 
 
 def _drop_from(path: Path, first_step: int) -> int:
-    """Rewrite ``path`` without the lines of step ``first_step`` and later."""
-    dropped = 0
-    with atomic_file(path, durable=True) as temporary, path.open("rb") as lines, temporary.open("wb") as kept:
-        for number, line in enumerate(lines, 1):
-            if _step_of(line, path, number) < first_step:
-                kept.write(line)
-            else:
-                dropped += 1
-    return dropped
+    """Rewrite ``path`` without the lines of step ``first_step`` and later, where there are any."""
+    with path.open("rb") as lines:
+        is_kept = [_step_of(line, path, number) < first_step for number, line in enumerate(lines, 1)]
+    if not all(is_kept):
+        with atomic_file(path, durable=True) as temporary, path.open("rb") as lines, temporary.open("wb") as kept:
+            kept.writelines(itertools.compress(lines, is_kept))
+    return is_kept.count(False)
 
 
 def _step_of(line: bytes, path: Path, number: int) -> int:
