@@ -19,7 +19,7 @@ class Publisher:
 
     Args:
         weights: named tensors under the names of the base model, adapters merged, ``lm_head.weight`` included; or the
-            adapter alone, for engines that merge it (:class:`~sota_grpo.policy.weight_pack.AdapterPack`).
+            adapter alone, for engines that merge it (:class:`~sota_grpo.policy.lora.AdapterPack`).
         engines: who receives them.
         share_device: the engines stand on the learner's GPU, so each makes room for the other.
     """
