@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.api_reference import modules
+from sota_grpo.config.validators import RULES
 from tests.docs.markdown import DOCUMENTS, ROOT
 
 PAGES = [*DOCUMENTS, ROOT / "benchmarks" / "README.md", ROOT / "CHANGELOG.md"]
@@ -41,13 +42,17 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{page.name}: {link} (there is {sorted(anchors(target))})"
 
 
+RULE_NAMES = {rule.__name__ for rule in RULES}
+
+
 def test_every_public_name_has_a_docstring() -> None:
-    """Modules, classes and functions; methods are described by their class. A validator's name is its sentence."""
+    """Modules, classes and functions; methods are described by their class. A rule's name is its sentence."""
     missing = []
     for path in sorted((ROOT / "sota_grpo").rglob("*.py")):
-        if "validators" in path.parts or "presets" in path.parts:
+        if "presets" in path.parts:
             continue
-        missing += [f"{path.relative_to(ROOT)} {name}" for name, node in public(path) if not ast.get_docstring(node)]
+        bare = [name for name, node in public(path) if not ast.get_docstring(node)]
+        missing += [f"{path.relative_to(ROOT)} {name}" for name in bare if name not in RULE_NAMES]
     assert missing == []
 
 
