@@ -7,7 +7,7 @@ that produced it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -19,7 +19,9 @@ from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from sota_grpo.engines.scripted import Duration, Script
+#: What the scripted engine says (request, sample, version), and how many seconds a group takes.
+Script = Callable[[GroupRequest, int, int], Sequence[int]]
+Duration = float | Callable[[GroupRequest], float]
 
 
 @dataclass(frozen=True)

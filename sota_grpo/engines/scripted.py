@@ -6,17 +6,16 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from sota_grpo.engines.base import Duration, Script
 from sota_grpo.engines.sampling import uniforms
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
-Script = Callable[[GroupRequest, int, int], Sequence[int]]
-Duration = float | Callable[[GroupRequest], float]
 _LONGEST_SLEEP_S = 0.002  # so that a push of weights need not wait for a long group
 
 

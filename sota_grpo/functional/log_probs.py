@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 LN2 = math.log(2.0)
 LOGITS_BYTES_ON_CPU = 8 * 2**20
 LOGITS_BYTES = 256 * 2**20
-MAX_COLUMNS = 8192  # of a tile whose rows lie in the registers of a kernel
 ALIGNED = 128  # rows of a tile begin where matrix products on a GPU read fastest
 
 
@@ -75,7 +74,7 @@ class LogitTiles:
         narrow_bytes = 0 if self.dtype == self.wide else self.dtype.itemsize
         size = max(1, num_bytes // (num_buffers * self.wide.itemsize + narrow_bytes))
         num_rows = max(1, min(len(hidden), math.isqrt(size)))
-        num_columns = min(len(weight), size // num_rows, MAX_COLUMNS if self.kernels else size)
+        num_columns = min(len(weight), size // num_rows, _kernel_columns() if self.kernels else size)
         num_rows = max(1, min(len(hidden), size // num_columns))
         self.rows = _pieces(len(hidden), num_rows)
         self.columns = _pieces(len(weight), num_columns, ALIGNED if hidden.is_cuda else 1)
@@ -141,6 +140,12 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
+
+
+def _kernel_columns() -> int:
+    from sota_grpo.functional.tile_kernels import MAX_COLUMNS  # brings Triton
+
+    return MAX_COLUMNS
 
 
 def _takes_kernels(hidden: Tensor, bias: Tensor | None, softcap: float | None) -> bool:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sota_grpo.functional.log_probs import MAX_COLUMNS
+MAX_COLUMNS = 8192  # of a tile, whose rows lie in the registers of a kernel
 
 WARPS = 8
 

@@ -17,8 +17,7 @@ from sota_grpo.functional.log_probs import chunked_log_probs
 from sota_grpo.policy.fused import fuse_layers
 from sota_grpo.policy.layout import Layout, is_right_padded, pack
 from sota_grpo.policy.liger import liger_log_probs, require_liger
-from sota_grpo.policy.load import base_model
-from sota_grpo.policy.packed import packed_hidden, padded_hidden, use_shared_attention
+from sota_grpo.policy.packed import base_model, packed_hidden, padded_hidden, use_shared_attention
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from sota_grpo.files import atomic_folder
-from sota_grpo.policy.load import base_model
 from sota_grpo.policy.lora import engine_weights
+from sota_grpo.policy.packed import base_model
 
 
 def save_hf(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: str | os.PathLike[str]) -> Path:

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -207,11 +206,6 @@ def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
             f"model.name={name} could not be loaded from {path} ({reason}); give the folder of a saved model, "
             "check the network and the hub id, or use model.name=tiny"
         ) from error
-
-
-def base_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model itself, out of its LoRA wrapper when it has one."""
-    return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
 
 
 def find_architecture(name: str, *, trust_remote_code: bool = False) -> tuple[Architecture, str]:

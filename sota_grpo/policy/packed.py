@@ -6,9 +6,10 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -148,3 +149,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in training.items():
             module.training = mode
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model itself, out of its LoRA wrapper when it has one."""
+    return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)

@@ -20,7 +20,7 @@ from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.tasks.questions import answering, require_format
 
 if TYPE_CHECKING:
-    from sota_grpo.tasks.reward_functions import Asked
+    from sota_grpo.rewards.function_calls import Asked
 
 
 Chat = list[dict[str, Any]]
@@ -336,7 +336,7 @@ class TableTask:
 
     def asked(self, response: str, example: Example) -> Asked:
         """What a reward function reads: the row as it stands in the data."""
-        from sota_grpo.tasks.reward_functions import Asked
+        from sota_grpo.rewards.function_calls import Asked
 
         extra = example.extra
         return Asked(response, extra["prompt"], extra["ground_truth"], extra["columns"], _source(example) or self.name)

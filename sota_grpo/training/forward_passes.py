@@ -17,8 +17,8 @@ from sota_grpo.functional.balance import Siblings, rank_shares
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.device_copy import copy_to
-from sota_grpo.policy.load import base_model
 from sota_grpo.policy.lora import adapter_disabled
+from sota_grpo.policy.packed import base_model
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.rl.collate import micro_batches, pad_rows, sibling_groups
 from sota_grpo.training.schedule import LearnerSettings

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 from sota_grpo import keys
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.export import save_hf
-from sota_grpo.policy.load import base_model, enable_gradient_checkpointing
+from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import adapter_disabled, add_lora, engine_weights
+from sota_grpo.policy.packed import base_model
 from sota_grpo.policy.reference import AdapterOffReference
 from tests.unit.tiny_models import FAMILIES, make_model, make_rows, make_tokenizer
 

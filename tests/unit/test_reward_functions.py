@@ -293,7 +293,7 @@ def test_coroutines_are_awaited_in_a_forked_process(tmp_path: Path) -> None:
     path = reward_file(tmp_path, "async def compute_score(solution_str): return float(solution_str)")
     text = f"""
 import os
-from sota_grpo.tasks.reward_functions import Asked, call_function
+from sota_grpo.rewards.function_calls import Asked, call_function
 from sota_grpo.rewards.function_file import load_functions
 (function,) = load_functions({path!r}, ["compute_score"])
 found = lambda text: call_function(function, {path!r}, [Asked(text, "2+2?", "4", {{}}, "demo")])[0].value
