@@ -7,6 +7,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from sota_grpo.assembly.devices import Plan
 from sota_grpo.config import Config
-from sota_grpo.engines import SERVERS
+from sota_grpo.engines import SERVERS, EngineOptions
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.workers.base import Launcher, ServantSpec, Worker
 from sota_grpo.workers.fleet import starter
@@ -85,19 +86,22 @@ class Cluster:
         """See :meth:`~sota_grpo.workers.base.Launcher.share`."""
         return value if self._ray is None else self._ray.share(value)
 
-    def start_rollout(self, spec: ServantSpec) -> Callable[[int], Worker]:
+    def start_rollout(self, options: EngineOptions) -> Callable[[int], Worker]:
         if self._plan.engine in SERVERS:
-            return self._server_starter(spec)
-        return self._starter("rollout", spec, self._engines, first=0)
+            return self._server_starter(options)
+        return self._starter("rollout", self._rollout_spec(options), self._engines, first=0)
 
-    def _server_starter(self, spec: ServantSpec) -> Callable[[int], Worker]:
+    def _rollout_spec(self, options: EngineOptions) -> ServantSpec:
+        threads = self.threads if self._plan.device_type == "cpu" else None
+        return ServantSpec("sota_grpo.workers.rollout:rollout_servant", {"options": options, "num_threads": threads})
+
+    def _server_starter(self, options: EngineOptions) -> Callable[[int], Worker]:
         """A thread of this process talks to each server; the server itself is a process of its own."""
-        logs = [{"log_path": str(self._run_dir / f"{self._plan.engine}-{i}.log")} for i in range(self.num_engines)]
-        places = [{"environment": dict(self._placed(gpus).get("env", {}))} for gpus in self._engines]
-        starts = [
-            starter(self._threads, "rollout", ServantSpec(spec.factory, {**spec.options, **log, **place}))
-            for log, place in zip(logs, places)
-        ]
+        starts = []
+        for index, gpus in enumerate(self._engines):
+            log_path = str(self._run_dir / f"{self._plan.engine}-{index}.log")
+            own = replace(options, log_path=log_path, environment=dict(self._placed(gpus).get("env", {})))
+            starts.append(starter(self._threads, "rollout", self._rollout_spec(own)))
         return lambda slot: starts[slot](slot)
 
     def start_reference(self, spec: ServantSpec) -> Callable[[int], Worker]:

@@ -157,11 +157,9 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
     count = cluster.num_engines
     rows = engine_rows(config, plan.engine, plan.device_type, count)
     options = replace(engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir), max_rows=rows)
-    threads = cluster.threads if plan.device_type == "cpu" else None
-    spec = ServantSpec("sota_grpo.workers.rollout:rollout_servant", {"options": options, "num_threads": threads})
     return Fleet(
         "rollout",
-        cluster.start_rollout(spec),
+        cluster.start_rollout(options),
         count,
         capacity=rows if config.env.max_steps > 1 else max(1, rows // config.env.repeats),  # later turns come alone
         silence_s=config.inference_model.timeout_s,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,6 +17,7 @@ from tensordict import TensorDict
 
 from sota_grpo import assembly, engines, keys
 from sota_grpo.assembly import build, learning, local, parts, preflight, workers
+from sota_grpo.assembly import cluster as cluster_module
 from sota_grpo.assembly.cluster import Cluster, visible_gpus, visible_names
 from sota_grpo.assembly.devices import Plan, make_plan, reference_has_own_weights, resolve_device
 from sota_grpo.assembly.learning import make_model, make_overlong, make_reference
@@ -23,7 +26,7 @@ from sota_grpo.assembly.rollout import end_token_ids, generation_config_of
 from sota_grpo.assembly.tasks import task_of
 from sota_grpo.config import Config
 from sota_grpo.config.placement import Placement
-from sota_grpo.engines import resolve_engine_name
+from sota_grpo.engines import EngineOptions, resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
@@ -31,6 +34,7 @@ from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
 from sota_grpo.source.batches import constant_rows
 from sota_grpo.workers.base import ServantSpec
+from sota_grpo.workers.rollout import rollout_servant
 
 
 def config_of(*overrides: str) -> Config:
@@ -349,13 +353,28 @@ def test_workers_on_gpus_share_the_cores(address, monkeypatch, tmp_path) -> None
     config = config_of("mode=async", *([] if address is None else [f"ray.address={address}"]))
     plan = Plan("cuda", Placement(train=(0, 1), inference=(2, 3), ref=(4,), colocated=False), "vllm", True)
     cluster = Cluster(config, plan, tmp_path)
-    cluster.start_rollout(ServantSpec("a:b"))(1)
+    cluster.start_rollout(EngineOptions("tiny", eos_token_ids=[2]))(1)
     cluster.start_reference(ServantSpec("a:b"))(0)
     cluster._starter("learner", ServantSpec("a:b"), [(0,)], first=3)(0)
     placed = [call.kwargs for call in launcher.start.call_args_list]
     assert [(found["threads"], found["env"]["OMP_WAIT_POLICY"]) for found in placed] == (
         [(8, "PASSIVE")] * 3 if address is None else [(10, "PASSIVE")] * 3
     )
+
+
+def test_each_server_has_a_log_and_gpus_of_its_own(monkeypatch, tmp_path) -> None:
+    given = []
+    monkeypatch.setattr(cluster_module, "starter", lambda launcher, name, spec: lambda slot: given.append((slot, spec)))
+    plan = Plan("cuda", Placement(train=(0,), inference=(1, 3), ref=(), colocated=False), "vllm_server", True)
+    start = Cluster(config_of("mode=async", "engine.name=vllm_server"), plan, tmp_path).start_rollout(
+        EngineOptions("tiny", engine="vllm_server", eos_token_ids=[2], max_rows=7)
+    )
+    for slot in (1, 0):
+        start(slot)
+    asked = {slot: inspect.signature(rollout_servant).bind(**spec.options).arguments["options"] for slot, spec in given}
+    assert [Path(asked[slot].log_path).name for slot in (0, 1)] == ["vllm_server-0.log", "vllm_server-1.log"]
+    assert [asked[slot].environment["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["1", "3"]
+    assert {options.max_rows for options in asked.values()} == {7}
 
 
 @pytest.mark.parametrize(
