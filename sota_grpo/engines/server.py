@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sota_grpo.engines.base import checked_weights, tied_names
@@ -322,7 +323,15 @@ class ServerEngine(SteppingEngine):
             ServerDied: it ended.
         """
         self._require_open()
-        folder = self._weights.write(checked_weights(weights, self._shapes, self._tied, tied_required=True))
+        checked = checked_weights(weights, self._shapes, self._tied, tied_required=True)
+        try:
+            folder = self._weights.write(checked)
+        except (OSError, SafetensorError):
+            # a server's launcher deletes the folder when the server ends, and may be noticed only now
+            if self._process is not None and not self._weights.path.exists():
+                self._process.has_ended(within_s=_DEATH_SHOWS_S)
+                self._fail(self._process.died("before it took new weights"), "")
+            raise
         try:
             with self._turn():
                 self._require_open()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from sota_grpo.engines import server as server_module
 from sota_grpo.engines.base import Deadlines, Engine, EngineOptions
 from sota_grpo.engines.server import ServerEngine
 from sota_grpo.engines.server_dialect import Dialect, HttpClient, ServerError
+from sota_grpo.engines.server_process import ServerDied
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.vllm_server import VLLMDialect
 from sota_grpo.errors import UserError
@@ -180,6 +182,20 @@ def test_a_push_reaches_what_is_in_flight(rigs: Rigs, kind: str):
     fake.held[20].set()
     ((_, output),) = steps_until(engine)
     assert output.samples[0].versions.tolist() == [0, 0, 0, 7, 7, 7]
+
+
+def test_a_server_that_ended_with_its_folder_is_told_by_the_push(rigs: Rigs, monkeypatch: pytest.MonkeyPatch):
+    """Its launcher deletes the folder for weights, which a push may find before anything else shows the death."""
+    engine = rigs.engine(FakeVLLM())
+    died = ServerDied("The inference server ended before it took new weights (killed by signal 9); ...")
+    process = Mock(has_ended=Mock(return_value=True), died=Mock(return_value=died))
+    monkeypatch.setattr(engine, "_process", process)
+    engine._weights.close()
+    with pytest.raises(ServerDied, match="before it took new weights"):
+        engine.update_weights(weights().items(), 7)
+    with pytest.raises(RuntimeError, match="is broken and has to be built anew"):
+        engine.update_weights(weights().items(), 7)
+    monkeypatch.setattr(engine, "_process", None)
 
 
 def test_an_sglang_that_tells_no_spans_gets_the_oldest_version_for_all_tokens(rigs: Rigs):
