@@ -91,7 +91,7 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     seed: int = 0
     url: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     log_path: str | Path = "server.log"
     environment: Mapping[str, str] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)

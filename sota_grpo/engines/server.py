@@ -24,11 +24,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from sota_grpo.engines.base import checked_weights, tied_names
+from sota_grpo.engines.base import Deadlines, EngineOptions, checked_weights, tied_names
 from sota_grpo.engines.server_dialect import (
-    Deadlines,
     Dialect,
-    EngineOptions,
     HttpClient,
     Order,
     ServerError,

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from sota_grpo.engines.server_dialect import Deadlines, EngineOptions, HttpClient, Order, ServerError, Versions, refusal
+from sota_grpo.engines.base import Deadlines, EngineOptions
+from sota_grpo.engines.server_dialect import HttpClient, Order, ServerError, Versions, refusal
 from sota_grpo.rl.records import GroupRequest, Sample, Sampling, sample_seed
 
 _SEED_BITS = 31  # SGLang keeps seeds as int32

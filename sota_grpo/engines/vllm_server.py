@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from sota_grpo.engines.base import Deadlines, EngineOptions
 from sota_grpo.engines.serve import KEY_VARIABLE
-from sota_grpo.engines.server_dialect import Deadlines, EngineOptions, HttpClient, Order, ServerError, Versions, refusal
+from sota_grpo.engines.server_dialect import HttpClient, Order, ServerError, Versions, refusal
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupRequest, Sample, Sampling, sample_seed
 

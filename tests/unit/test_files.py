@@ -1,0 +1,60 @@
+"""Files and folders are whole or not at all: what fails on the way leaves what was there, and nothing beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sota_grpo.engines import EngineOptions
+from sota_grpo.files import atomic_file, atomic_folder
+
+
+def write(path: Path, text: str, *, durable: bool, fails: bool) -> None:
+    with atomic_file(path, durable=durable) as temporary:
+        temporary.write_text(text)
+        if fails:
+            raise OSError("full")
+
+
+def fill(path: Path, *, fails: bool) -> None:
+    with atomic_folder(path) as temporary:
+        (temporary / "new").touch()
+        if fails:
+            raise OSError("full")
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_file_that_fails_leaves_the_one_before(durable: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("before")
+    with pytest.raises(OSError, match="full"):
+        write(path, "half", durable=durable, fails=True)
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.txt", "before")]
+    write(path, "after", durable=durable, fails=False)
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.txt", "after")]
+
+
+@pytest.mark.parametrize("fails", ["the block", "the last step"])
+def test_a_folder_that_fails_leaves_the_one_before(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "old").touch()
+    rename = Path.rename
+
+    def refused(self: Path, target: Path) -> Path:
+        if self.name.endswith(".tmp"):
+            raise OSError("full")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(OSError, match="full"):
+        fill(path, fails=fails == "the block")
+    assert [one.relative_to(tmp_path).as_posix() for one in sorted(tmp_path.rglob("*"))] == ["model", "model/old"]
+    monkeypatch.setattr(Path, "rename", rename)
+    fill(path, fails=False)
+    assert [one.relative_to(tmp_path).as_posix() for one in sorted(tmp_path.rglob("*"))] == ["model", "model/new"]
+
+
+def test_the_options_of_an_engine_do_not_show_its_key() -> None:
+    assert "secret" not in repr(EngineOptions("model", eos_token_ids=[1], api_key="secret"))
