@@ -73,7 +73,7 @@ def test_the_wheel_holds_the_package_and_the_presets_and_nothing_else(wheel: Pat
 
 
 def test_the_presets_are_those_of_the_package(python: Path, tmp_path: Path) -> None:
-    code = "import sota_grpo.run.entry as entry; print(entry.__file__, entry.CONFIG_DIR)"
+    code = "import sota_grpo, sota_grpo.run.entry as entry; print(sota_grpo.__file__, entry.CONFIG_DIR)"
     file, presets = run([str(python), "-c", code], tmp_path).split()
     assert Path(file).is_relative_to(python.parents[1])
     assert Path(presets) == Path(file).parent / "presets"
