@@ -21,8 +21,8 @@ from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.batches import group_request
-from sota_grpo.source.collectors import RolloutCollector, SyncSource
+from sota_grpo.source.rollouts import Prompt, Rollouts
+from sota_grpo.source.source import RolloutSource
 from sota_grpo.tasks import make_task
 
 
@@ -55,18 +55,24 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     bare, env = make_env(options, seed=1), make_env(options, seed=2)
     engine, sampling = build_engine(options, env), Sampling(max_tokens=options.tokens, ignore_eos=True)
     responses = options.groups * options.size
-    collector = RolloutCollector(env, engine, sampling=sampling, dialog_turns_per_batch=responses)
-    source = SyncSource(collector, [("score", GroupAdvantage())], num_groups=options.groups)
+    transforms = [("score", GroupAdvantage())]
+    source = RolloutSource(
+        Rollouts(env, engine), sampling, num_groups=options.groups, lockstep=True, transforms=transforms
+    )
 
     def engine_alone() -> None:
+        asking = Rollouts(bare, engine)
         requests = [
-            group_request(bare, number, example, num_samples=options.size, seed=sample_seed(1, number))
+            asking.request(Prompt(number, example, options.size, sample_seed(1, number)))
             for number, example in bare.stream.draw(options.groups)
         ]
         for _ in engine.generate(requests, sampling):
             pass
 
-    both: dict[str, Callable[[], object]] = {"engine": engine_alone, "collector": lambda: source.next_batch(0)}
+    both: dict[str, Callable[[], object]] = {
+        "engine": engine_alone,
+        "collector": lambda: source.release(source.next_batch(0)),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in both}
     for turn in range(options.repeat + 1):  # the first warms up
         for name, work in both.items():

@@ -164,7 +164,10 @@ def layer(subject: Subject, seed: int) -> Changed:
 
 @contextmanager
 def system(subject: Subject, seed: int) -> Changed:
-    yield replace(subject, rows=[_without_system_turn(row, subject.env.tokenizer) for row in subject.rows]), AGREEMENT
+    yield (
+        replace(subject, rows=[_without_system_turn(row, subject.rollouts.env.tokenizer) for row in subject.rows]),
+        AGREEMENT,
+    )
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.run.app import num_steps
 from sota_grpo.run.entry import CONFIG_DIR
-from sota_grpo.source.batches import group_request
+from sota_grpo.source.rollouts import Prompt
 from sota_grpo.training.publish import Publisher
 from sota_grpo.training.schedule import learning_rate_factor
 
@@ -206,7 +206,7 @@ class Examiner(TrainerCallback):
         self.every = config.eval.every
         self.rows_per_step = config.train.optim_batch_size
         self.evaluator = parts.evaluator
-        self.publisher = Publisher(lambda: engine_weights(model), [parts.engine])
+        self.publisher = Publisher(lambda: engine_weights(model), [parts.rollouts.engine])
         self.curve = Curve({}, {}, {})
         self._spent_s = 0.0
 
@@ -270,9 +270,9 @@ def agreement(changes: Sequence[str], folder: Path, preset: str = PRESET, thread
 def _greedy(config: Config, parts: Parts, count: int) -> list[list[int]]:
     """Our engine's greedy responses to the first ``count`` problems."""
     examples = drawn_examples(config, parts.task)[:count]
-    requests = [group_request(parts.env, index, one, num_samples=1, seed=0) for index, one in enumerate(examples)]
+    requests = [parts.rollouts.request(Prompt(index, one, num_samples=1, seed=0)) for index, one in enumerate(examples)]
     sampling = Sampling(max_tokens=config.inference_model.max_tokens, temperature=0.0)
-    found = {output.group_id: output.samples[0] for output in parts.engine.generate(requests, sampling)}
+    found = {output.group_id: output.samples[0] for output in parts.rollouts.engine.generate(requests, sampling)}
     return [found[index].token_ids.tolist() for index in range(count)]
 
 

@@ -20,8 +20,8 @@ from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.async_source import AsyncSource
-from sota_grpo.source.collectors import RolloutCollector, SyncSource
+from sota_grpo.source.rollouts import Rollouts
+from sota_grpo.source.source import RolloutSource
 from sota_grpo.tasks import make_task
 
 GROUPS, SAMPLES, TOKENS = 16, 8, 64
@@ -78,13 +78,22 @@ def steps(source: object, set_version: Callable[[int], None], learn_s: float, nu
 class SleepingEngine:
     """Finishes a group every ``group_s`` seconds: an engine at its full rate, whatever is queued."""
 
+    stepwise = False
+
     def __init__(self, engine: ScriptedEngine, group_s: float):
         self.engine, self._group_s = engine, group_s
         self._queue: queue.SimpleQueue[tuple[GroupRequest, Future[GroupOutput]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
-    def sample(self, request: GroupRequest) -> Future[GroupOutput]:
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def advance(self) -> bool:
+        return False
+
+    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         future: Future[GroupOutput] = Future()
         self._queue.put((request, future))
         return future
@@ -111,8 +120,8 @@ def measure_sync(phase_s: float, num_steps: int) -> list[float]:
     engine._duration_s = lambda request: order.setdefault(  # the groups of a call end one after the other
         request.group_id, (request.group_id % GROUPS + 1) * phase_s / GROUPS
     )
-    collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=GROUPS * SAMPLES)
-    source = SyncSource(collector, [("score", GroupAdvantage())], num_groups=GROUPS)
+    transforms = [("score", GroupAdvantage())]
+    source = RolloutSource(Rollouts(env, engine), SAMPLING, num_groups=GROUPS, lockstep=True, transforms=transforms)
     return steps(source, lambda version: setattr(engine, "version", version), phase_s, num_steps)
 
 
@@ -121,13 +130,9 @@ def measure_async(phase_s: float, num_steps: int, max_policy_age: int = 1) -> li
     env = make_env()
     engine = make_engine(env)
     worker = SleepingEngine(engine, phase_s / GROUPS)
-    source = AsyncSource(
-        env,
-        worker.sample,
-        num_groups=GROUPS,
-        max_policy_age=max_policy_age,
-        version=lambda: engine.version,
-        transforms=[("score", GroupAdvantage())],
+    transforms = [("score", GroupAdvantage())]
+    source = RolloutSource(
+        Rollouts(env, worker), SAMPLING, num_groups=GROUPS, max_policy_age=max_policy_age, transforms=transforms
     )
     try:
         return steps(source, lambda version: setattr(engine, "version", version), phase_s, num_steps)

@@ -25,9 +25,10 @@ from tensordict import TensorDictBase
 
 from sota_grpo import keys
 from sota_grpo.envs import TaskEnv
-from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, sample_seed
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.async_source import AsyncSource
+from sota_grpo.source.rollouts import Rollouts
+from sota_grpo.source.source import RolloutSource
 
 T = TypeVar("T")
 
@@ -149,6 +150,8 @@ class Workers:
         token_ids: what responses are cut from; the last one ends each.
     """
 
+    stepwise = False
+
     def __init__(self, clock: VirtualClock, scenario: Scenario, token_ids: torch.Tensor):
         self.clock, self.scenario = clock, scenario
         self.version = 0
@@ -159,8 +162,11 @@ class Workers:
         self._busy, self._busy_s, self._since = 0, 0.0, 0.0
         self._queue: deque[tuple[GroupRequest, Future[GroupOutput]]] = deque()
 
-    def sample(self, request: GroupRequest) -> Future[GroupOutput]:
-        """The ``sample`` of :class:`AsyncSource`; the work begins as an event of its own."""
+    def advance(self) -> bool:
+        return False
+
+    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
+        """As an engine; the work begins as an event of its own."""
         future: Future[GroupOutput] = Future()
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -220,12 +226,11 @@ class Simulation:
         self.clock = VirtualClock()
         token_ids = [*env.tokenizer("#### 17")["input_ids"], env.tokenizer.eos_token_id]
         self.workers = Workers(self.clock, scenario, torch.tensor(token_ids))
-        self.source = AsyncSource(
-            env,
-            self.workers.sample,
+        self.source = RolloutSource(
+            Rollouts(env, self.workers),
+            Sampling(max_tokens=1),
             num_groups=scenario.num_groups,
             max_policy_age=scenario.max_policy_age,
-            version=lambda: self.workers.version,
             transforms=[("score", GroupAdvantage())],
             seed=scenario.seed,
             threaded=False,

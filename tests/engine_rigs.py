@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from weakref import WeakKeyDictionary
+
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sota_grpo.engines.base import Engine
+from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 
 VOCAB, EOS, PAD = 48, 1, 0
@@ -91,3 +98,26 @@ def largest_gap(
         for sample in outputs[request.group_id].samples
     ]
     return float(torch.stack(gaps).max())
+
+
+_ENDED: WeakKeyDictionary[Engine, deque[tuple[int, Future[GroupOutput]]]] = WeakKeyDictionary()
+_TICKETS = itertools.count()
+
+
+def add(engine: SteppingEngine, requests: Sequence[GroupRequest], sampling: Sampling) -> list[int]:
+    """Submit groups and have them begin at once; their numbers, by which :func:`step` gives them."""
+    ended = _ENDED.setdefault(engine, deque())
+    tickets = list(itertools.islice(_TICKETS, len(requests)))
+    for ticket, request in zip(tickets, requests):
+        future = engine.submit(request, sampling)
+        future.add_done_callback(lambda done, ticket=ticket: ended.append((ticket, done)))
+    with engine._turn():
+        engine._take_in()
+    return tickets
+
+
+def step(engine: SteppingEngine) -> list[tuple[int, GroupOutput]]:
+    """One step; the groups of :func:`add` that have ended since the last one."""
+    engine.advance()
+    ended = _ENDED.setdefault(engine, deque())
+    return [(ticket, done.result()) for ticket, done in (ended.popleft() for _ in range(len(ended)))]

@@ -16,6 +16,7 @@ from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import GroupRequest, Sampling
+from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.training.gate import Subject
 from sota_grpo.training.learner import Learner
@@ -93,8 +94,7 @@ def make_subject(
     learner = Learner(policy, loss, chosen, pad_token_id=tokenizer.pad_token_id, dump_dir=tmp_path)
     return Subject(
         task=env.task,
-        env=env,
-        engine=engine,
+        rollouts=Rollouts(env, engine),
         learner=learner,
         publisher=Publisher(lambda: engine_weights(model), [engine]),
         sampling=Sampling(max_tokens=max_tokens, temperature=engine_temperature or temperature, top_p=top_p),

@@ -46,7 +46,7 @@ class Ours:
     def step(self) -> dict[str, float]:
         """A whole turn of the loop, but for its log."""
         parts = self.parts
-        if parts.engine.version != parts.learner.version:  # a learn phase by itself came before
+        if parts.rollouts.engine.version != parts.learner.version:  # a learn phase by itself came before
             parts.publisher.publish(parts.learner.version)
         began = time.perf_counter()
         batch = parts.source.next_batch(parts.learner.version)

@@ -27,8 +27,7 @@ def subject_of(config: Config, parts: Parts) -> Subject:
     """What the gate checks of a run that is put together."""
     return Subject(
         task=parts.task,
-        env=parts.env,
-        engine=parts.engine,
+        rollouts=parts.rollouts,
         learner=parts.learner,
         publisher=parts.publisher,
         sampling=parts.sampling,

@@ -15,7 +15,7 @@ from torch import nn
 from sota_grpo.assembly.compose import compose, load_config, no_run_or_model
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
-from sota_grpo.assembly.parts import make_publisher, with_turns
+from sota_grpo.assembly.parts import make_publisher, make_rollouts
 from sota_grpo.assembly.rollout import make_env, make_grader, start_engine
 from sota_grpo.assembly.tasks import heldout_task
 from sota_grpo.config import Config, ModelConfig, model_name, walk
@@ -222,8 +222,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
         if isinstance(grader, GradingPool):
             grader.wait_ready()
         yield Evaluator(
-            env,
-            with_turns(config, env, engine),
+            make_rollouts(config, env, engine),
             task.heldout[: config.eval.num_samples],
             max_tokens=config.inference_model.max_tokens,
             avg_at_k=config.eval.avg_at_k,

@@ -17,15 +17,20 @@ from sota_grpo.assembly.learning import (
     make_reference,
     make_transforms,
 )
-from sota_grpo.assembly.parts import Parts, make_evaluator, make_publisher, numerics_are_exact, with_turns
+from sota_grpo.assembly.parts import (
+    Parts,
+    make_evaluator,
+    make_publisher,
+    make_rollouts,
+    make_source,
+    numerics_are_exact,
+)
 from sota_grpo.assembly.rollout import make_sampling, start_engine
-from sota_grpo.config import Config, model_name, turn_size
-from sota_grpo.engines.base import Engine
+from sota_grpo.config import Config, model_name
 from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.export import save_hf
 from sota_grpo.recording.heartbeat import starting
 from sota_grpo.rl.task import Task
-from sota_grpo.source.collectors import RolloutCollector, SyncSource
 
 
 def build_local(config: Config, plan: Plan, task: Task, env: TaskEnv, tokenizer: Any, run_dir: Path) -> Parts:
@@ -39,7 +44,7 @@ def build_local(config: Config, plan: Plan, task: Task, env: TaskEnv, tokenizer:
         # the engine copies the model while that has no adapter
         engine = start_engine(config, device_name(device_type, placement.inference), tokenizer, base, run_dir)
         opened.callback(engine.close)
-        engine = with_turns(config, env, engine)
+        rollouts = make_rollouts(config, env, engine)
         starting("Putting the learner together")
         model = add_adapter(config, base)
         policy = make_policy(config, model, device_type)
@@ -50,13 +55,12 @@ def build_local(config: Config, plan: Plan, task: Task, env: TaskEnv, tokenizer:
         transforms = make_transforms(config, reference, learner)
         parts = Parts(
             task=task,
-            env=env,
+            rollouts=rollouts,
             tokenizer=tokenizer,
-            engine=engine,
             learner=learner,
             publisher=make_publisher(model, engine, share_device=share_device),
-            source=_source(config, env, engine, transforms, share_device),
-            evaluator=make_evaluator(config, task, env, engine),
+            source=make_source(config, rollouts, lockstep=True, sleep_engine=share_device, transforms=transforms),
+            evaluator=make_evaluator(config, task, rollouts),
             sampling=make_sampling(config),
             transforms=transforms,
             export=lambda folder: save_hf(model, tokenizer, folder),
@@ -65,25 +69,3 @@ def build_local(config: Config, plan: Plan, task: Task, env: TaskEnv, tokenizer:
         )
         opened.pop_all()
     return parts
-
-
-def _source(
-    config: Config, env: TaskEnv, engine: Engine, transforms: list[tuple[str, Any]], sleep_engine: bool
-) -> SyncSource:
-    collector = RolloutCollector(
-        env,
-        engine,
-        sampling=make_sampling(config),
-        dialog_turns_per_batch=turn_size(config),
-        total_dialog_turns=config.train.total_dialog_turns,
-        seed=config.seed,
-    )
-    return SyncSource(
-        collector,
-        transforms,
-        num_groups=turn_size(config) // config.env.repeats,
-        max_policy_age=config.train.max_policy_age,
-        refill=config.algorithm.dynamic_sampling,
-        max_draws=config.algorithm.dynamic_sampling_max_draws,
-        sleep_engine=sleep_engine,
-    )

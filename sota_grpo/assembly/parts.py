@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from sota_grpo.assembly.learning import trainer_precision
-from sota_grpo.assembly.rollout import engine_dtype
-from sota_grpo.config import Config
-from sota_grpo.engines.base import Generates
+from sota_grpo.assembly.rollout import engine_dtype, make_sampling
+from sota_grpo.config import Config, turn_size
+from sota_grpo.engines.base import Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.envs.turns import TurnTokens
@@ -22,6 +22,8 @@ from sota_grpo.loop import Source
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task
+from sota_grpo.source.rollouts import Rollouts
+from sota_grpo.source.source import RolloutSource
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.publish import Publisher
 
@@ -45,6 +47,7 @@ class Parts:
     """Everything a run is made of.
 
     Attributes:
+        rollouts: of the task's environment and the engine; the gate, the evaluator and the source all use them.
         learner: a :class:`~sota_grpo.training.learner.Learner`, or its facade when it spans several processes.
         transforms: what a batch goes through before it is trained on, by phase, for the gate.
         export: writes the trained model to a folder.
@@ -53,9 +56,8 @@ class Parts:
     """
 
     task: Task
-    env: TaskEnv
+    rollouts: Rollouts
     tokenizer: Any
-    engine: Generates
     learner: Any
     publisher: Publisher
     source: SavedSource
@@ -76,14 +78,13 @@ class Parts:
 logger = logging.getLogger(__name__)
 
 
-def make_evaluator(config: Config, task: Task, env: TaskEnv, engine: Generates) -> Evaluator:
+def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
     """The evaluator on the first held-out problems; warns where there are fewer than were asked for."""
     asked, found = config.eval.num_samples, len(task.heldout)
     if config.eval.mode == "on" and found < asked:
         logger.warning("eval.num_samples=%d, and only %d problems are held out: %d are measured.", asked, found, found)
     return Evaluator(
-        env,
-        engine,
+        rollouts,
         task.heldout[:asked],
         max_tokens=config.inference_model.max_tokens,
         avg_at_k=config.eval.avg_at_k,
@@ -91,16 +92,29 @@ def make_evaluator(config: Config, task: Task, env: TaskEnv, engine: Generates) 
     )
 
 
-def with_turns(config: Config, env: TaskEnv, engine: Generates) -> Any:
-    """``engine`` itself, or with ``env.max_steps`` above 1 what samples whole dialogs over it."""
-    if config.env.max_steps == 1:
-        return engine
-    turns = TurnTokens(env.tokenizer, env.template_kwargs)
-    in_rounds = engine.name == "transformers"  # it computes the groups of every call by themselves
-    return DialogEngine(engine, env.grader, turns, max_steps=config.env.max_steps, in_rounds=in_rounds)
+def make_rollouts(config: Config, env: TaskEnv, engine: Engine) -> Rollouts:
+    """Over ``engine`` itself, or with ``env.max_steps`` above 1 over what samples whole dialogs with it."""
+    if config.env.max_steps > 1:
+        turns = TurnTokens(env.tokenizer, env.template_kwargs)
+        engine = DialogEngine(engine, env.grader, turns, max_steps=config.env.max_steps)
+    return Rollouts(env, engine)
 
 
-def make_publisher(model: nn.Module, engine: Generates, *, share_device: bool = False) -> Publisher:
+def make_source(config: Config, rollouts: Rollouts, **options: Any) -> RolloutSource:
+    """What the config says of the source, and ``options`` of :class:`~sota_grpo.source.source.RolloutSource`."""
+    return RolloutSource(
+        rollouts,
+        make_sampling(config),
+        num_groups=turn_size(config) // config.env.repeats,
+        max_policy_age=config.train.max_policy_age,
+        seed=config.seed,
+        refill=config.algorithm.dynamic_sampling,
+        max_draws=config.algorithm.dynamic_sampling_max_draws,
+        **options,
+    )
+
+
+def make_publisher(model: nn.Module, engine: Engine, *, share_device: bool = False) -> Publisher:
     """Merged weights of ``model``, pushed to ``engine``."""
     return Publisher(lambda: engine_weights(model), [engine], share_device=share_device)
 

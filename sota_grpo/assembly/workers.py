@@ -27,13 +27,12 @@ from sota_grpo.assembly.learning import (
     trainer_precision,
     wants_fused_layers,
 )
-from sota_grpo.assembly.parts import Closable, Parts, make_evaluator, numerics_are_exact, with_turns
+from sota_grpo.assembly.parts import Closable, Parts, make_evaluator, make_rollouts, make_source, numerics_are_exact
 from sota_grpo.assembly.rollout import engine_options, engine_rows, make_sampling, max_model_len
-from sota_grpo.config import Config, model_name, turn_size
+from sota_grpo.config import Config, model_name
 from sota_grpo.config.validators import obstacle_to_a_broadcast
 from sota_grpo.engines import SERVERS
 from sota_grpo.envs import TaskEnv
-from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.policy.export import save_hf
 from sota_grpo.policy.load import resolve_model_path
 from sota_grpo.policy.lora import AdapterPack, base_pack, packed_weights
@@ -42,7 +41,6 @@ from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import ReferenceKL
-from sota_grpo.source.async_source import AsyncSource
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.publish import Publisher
 from sota_grpo.training.remote_learner import RemoteLearner
@@ -96,7 +94,7 @@ def build_workers(
             share=cluster.share,
             deadline_s=config.inference_model.timeout_s,
         )
-        engine = with_turns(config, env, single_turns)
+        rollouts = make_rollouts(config, env, single_turns)
         reference = crew.add(_reference(config, plan, tokenizer, cluster)) if plan.placement.ref else None
         starting(f"Loading the policy {model_name(config)}")
         learner, publisher, export = _learning(config, plan, tokenizer, cluster, single_turns, run_dir, crew)
@@ -105,16 +103,23 @@ def build_workers(
         starting("Waiting for the workers")
         for waited in started:
             waited.wait_ready()
-        source = crew.add(_source(config, env, engine, reference, started, should_stop))
+        source = make_source(
+            config,
+            rollouts,
+            reference=_completed_by(reference, make_overlong(config)),
+            transforms=make_advantage(config),
+            should_stop=should_stop,
+            wait_deadline_s=WAIT_S,
+            metrics_extra=_counts(started),
+        )
         return Parts(
             task=task,
-            env=env,
+            rollouts=rollouts,
             tokenizer=tokenizer,
-            engine=engine,
             learner=learner,
             publisher=publisher,
-            source=source,
-            evaluator=make_evaluator(config, task, env, engine),
+            source=crew.add(source),
+            evaluator=make_evaluator(config, task, rollouts),
             sampling=make_sampling(config),
             transforms=[
                 *make_overlong(config),
@@ -125,32 +130,6 @@ def build_workers(
             exact=numerics_are_exact(config, plan.device_type),
             opened=crew.parts,
         )
-
-
-def _source(
-    config: Config,
-    env: TaskEnv,
-    engine: FleetEngine | DialogEngine,
-    reference: ReferenceService | None,
-    fleets: list[Fleet],
-    should_stop: Callable[[], bool],
-) -> AsyncSource:
-    sampling = make_sampling(config)
-    return AsyncSource(
-        env,
-        lambda request: engine.submit(request, sampling),
-        num_groups=turn_size(config) // config.env.repeats,
-        max_policy_age=config.train.max_policy_age,
-        version=lambda: engine.version,
-        reference=_completed_by(reference, make_overlong(config)),
-        transforms=make_advantage(config),
-        seed=config.seed,
-        refill=config.algorithm.dynamic_sampling,
-        max_draws=config.algorithm.dynamic_sampling_max_draws,
-        should_stop=should_stop,
-        wait_deadline_s=WAIT_S,
-        metrics_extra=_counts(fleets),
-    )
 
 
 def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path) -> Fleet:

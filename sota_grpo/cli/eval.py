@@ -153,7 +153,7 @@ def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
         "model": target.name,
         "turns": target.turns,
         "task": config.env.dataset,
-        "engine": evaluator.engine.name,
+        "engine": evaluator.rollouts.engine.name,
         "max_tokens": evaluator.max_tokens,
         "seed": evaluator.seed,
         "problems": _digest(evaluator),
@@ -216,7 +216,7 @@ def _rows(evaluator: Evaluator, greedy: bool, problem: int, responses: Sequence[
             "response_tokens": response.num_tokens,
             "truncated": response.truncated,
         }
-        yield graded_row(evaluator.env.task, row, response.score)
+        yield graded_row(evaluator.rollouts.env.task, row, response.score)
 
 
 class _Bar:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 from sota_grpo.engines.base import Engine, EngineOptions
+from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def resolve_engine_name(name: str, *, device: str | None = None) -> str:
     return name
 
 
-def make_engine(options: EngineOptions) -> Engine:
+def make_engine(options: EngineOptions) -> SteppingEngine:
     """Build the engine ``options.engine``.
 
     Raises:
@@ -60,13 +61,13 @@ def make_engine(options: EngineOptions) -> Engine:
     return _BUILDERS[name](replace(options.resolved(), engine=name))
 
 
-def _vllm(options: EngineOptions) -> Engine:
+def _vllm(options: EngineOptions) -> SteppingEngine:
     from sota_grpo.engines.vllm_engine import VLLMEngine
 
     return VLLMEngine(options)
 
 
-def _transformers(options: EngineOptions) -> Engine:
+def _transformers(options: EngineOptions) -> SteppingEngine:
     import torch
 
     from sota_grpo.engines.hf import TransformersEngine
@@ -90,7 +91,7 @@ def _transformers(options: EngineOptions) -> Engine:
     )
 
 
-def _scripted(options: EngineOptions) -> Engine:
+def _scripted(options: EngineOptions) -> SteppingEngine:
     """A script needs the size of the vocabulary and the context, so of a model on disk only the config is read."""
     from transformers import AutoConfig
 
@@ -112,13 +113,13 @@ def _scripted(options: EngineOptions) -> Engine:
     )
 
 
-def _server(options: EngineOptions) -> Engine:
+def _server(options: EngineOptions) -> SteppingEngine:
     from sota_grpo.engines.server import server_engine
 
     return server_engine(options)
 
 
-_BUILDERS: dict[str, Callable[[EngineOptions], Engine]] = {
+_BUILDERS: dict[str, Callable[[EngineOptions], SteppingEngine]] = {
     "vllm": _vllm,
     "transformers": _transformers,
     "scripted": _scripted,

@@ -8,6 +8,7 @@ that produced it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -109,20 +110,37 @@ class EngineOptions:
 
 
 @runtime_checkable
-class Generates(Protocol):
-    """What the gate, the evaluation, the publisher and the collector need: one engine, or many behind one front.
+class Engine(Protocol):
+    """What samples groups: an engine in this process, a server, or many workers behind one front.
 
-    ``generate`` yields each of its groups once, as soon as all its samples are complete, in any order. Several streams
-    may be open at once, in one thread or in several; a stream that is dropped takes its groups along. A prompt that
-    leaves no room for one token in the context raises ``ValueError`` before anything is taken in.
+    ``submit`` takes one group in and returns at once; groups of equal ids may be in flight together. A prompt that
+    leaves no room for one token raises ``ValueError`` there. A future that is cancelled takes its group along.
+    ``generate`` gives the groups of one call as they finish (:class:`~sota_grpo.engines.stepping.Streams`).
+
+    A ``stepwise`` engine samples only while somebody calls ``advance``, which takes in what was submitted, moves
+    everything in flight on by about one token and resolves what ended; it returns False where there was nothing to do.
+    Requests that were submitted between two steps begin together. Where an engine is not stepwise, ``advance`` does
+    nothing.
 
     ``update_weights`` returns when the next sampled token of everything in flight comes from the new weights;
-    ``version`` then equals the version given. ``close`` is idempotent and leaves no process behind.
+    ``version`` then equals the version given. ``weight_dtype`` is the one that all its matrices have, so that pushed
+    ones may be rounded to it beforehand; None where they have several, or that is not known. ``close`` is idempotent
+    and leaves no process behind.
+
+    ``submit`` and cancelling may be called from any thread, and at any time. All else may be, one at a time.
     """
 
     name: str
     version: int
     max_model_len: int
+    stepwise: bool
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None: ...
+
+    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]: ...
+
+    def advance(self) -> bool: ...
 
     def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]: ...
 
@@ -133,31 +151,6 @@ class Generates(Protocol):
     def wake(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class Engine(Generates, Protocol):
-    """An inference engine that a pump can drive; :class:`~sota_grpo.engines.stepping.SteppingEngine` helps.
-
-    ``add`` takes groups in and returns a ticket for each; equal group ids may be in flight under several tickets.
-    ``step`` moves everything in flight on by about one token and returns what ended, each ticket once.
-    ``num_in_flight`` counts the groups added and not yet returned; ``abort`` forgets them all. ``device`` is where this
-    process can compute with weights before it pushes them: a GPU where the engine's own lie on one of this process's.
-    ``weight_dtype`` is the one that all its matrices have, so that pushed ones may be rounded to it beforehand; None
-    where they have several, or that is not known.
-    """
-
-    device: torch.device
-    weight_dtype: torch.dtype | None
-
-    @property
-    def num_in_flight(self) -> int: ...
-
-    def add(self, requests: Sequence[GroupRequest], sampling: Sampling) -> list[int]: ...
-
-    def step(self) -> list[tuple[int, GroupOutput]]: ...
-
-    def abort(self) -> None: ...
 
 
 def response_rooms(requests: Sequence[GroupRequest], sampling: Sampling, max_model_len: int) -> list[int]:

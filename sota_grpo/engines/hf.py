@@ -200,11 +200,11 @@ class _Part:
 class TransformersEngine(SteppingEngine):
     """Samples with its own copy of a transformers model.
 
-    The model given is deep-copied, so training it changes nothing here until :meth:`update_weights`. The groups of one
-    call are decoded together, up to ``max_rows`` samples at a time, and those of other calls beside them while there
-    is room, first come first served; each prompt is computed once per group, and kept once where the model's attention
-    lets its rows share it. A row is drawn from the random stream ``sample_seed(request.seed, i)``: it does not depend
-    on the other rows of its call, up to rounding, nor on other calls at all, and equal calls give equal bits.
+    The model given is deep-copied, so training it changes nothing here until :meth:`update_weights`. Groups that were
+    submitted together are decoded together, up to ``max_rows`` samples at a time, and later ones beside them once they
+    are no fewer, first come first served; each prompt is computed once per group, and kept once where the model's
+    attention lets its rows share it. A row is drawn from the random stream ``sample_seed(request.seed, i)``: it does
+    not depend on other rows, up to rounding, and equal groups that are decoded together give equal bits.
 
     Contract. Consumes: requests. Produces: groups, as they finish. Waits for: nothing. Weights may be pushed from
     another thread, or between two steps: the next token of every row comes from them, and carries their version; the
@@ -293,10 +293,21 @@ class TransformersEngine(SteppingEngine):
         return ended
 
     def _start_waiting(self) -> None:
-        """Start the parts that fit. A part waits until all of it fits: a pass of the model costs much, a row little."""
+        """Start what waits, as much of it together as fits, once it is no less than what runs.
+
+        A pass of the model costs much, a row little: the later turns of dialogs, which come one by one, would each take
+        a pass of their own. A part waits until all of it fits.
+        """
         num_rows = sum(decoder.num_rows for _, decoder in self._running)
-        while self._waiting and (not self._running or num_rows + self._waiting[0].num_rows <= self._max_rows):
-            part = self._waiting.popleft()
+        while self._waiting and num_rows <= sum(part.num_rows for part in self._waiting):
+            part = self._waiting[0]
+            if self._running and num_rows + part.num_rows > self._max_rows:
+                return
+            self._waiting.popleft()
+            while self._waiting and self._waiting[0].sampling == part.sampling:
+                if num_rows + part.num_rows + self._waiting[0].num_rows > self._max_rows:
+                    break
+                part.groups |= self._waiting.popleft().groups
             requests, rooms = zip(*part.groups.values())
             decoder = GroupDecoder(
                 self._require_open(),
@@ -351,9 +362,9 @@ class TransformersEngine(SteppingEngine):
         with self._turn():
             if self.device.type == "cpu":
                 return
-            if self._baskets:
+            if self.num_in_flight:
                 raise RuntimeError(
-                    f"The transformers engine was asked to sleep with {len(self._baskets)} groups in flight; consume "
+                    f"The transformers engine was asked to sleep with {self.num_in_flight} groups in flight; consume "
                     "or abort them first."
                 )
             self._require_open().cpu()
@@ -374,3 +385,4 @@ class TransformersEngine(SteppingEngine):
         with self._turn():
             self._forget_all()
             self._model = None
+        self._resolve_ended()

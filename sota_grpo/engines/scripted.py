@@ -105,13 +105,13 @@ class ScriptedEngine(SteppingEngine):
         greedy = flight.sampling.temperature == 0
         samples = []
         for index in range(request.num_samples):
-            ids = self._ended(self._script(request, 0 if greedy else index, version))
+            ids = self._to_end(self._script(request, 0 if greedy else index, version))
             if flight.sampling.ignore_eos:
                 ids = list(itertools.islice(itertools.cycle(ids), room + 1))
             samples.append(self._sample(ids, room, version))
         return GroupOutput(group_id=request.group_id, samples=tuple(samples))
 
-    def _ended(self, script: Sequence[int]) -> list[int]:
+    def _to_end(self, script: Sequence[int]) -> list[int]:
         body = itertools.takewhile(lambda token: token != self._eos_token_id, script)
         return [*body, self._eos_token_id]
 

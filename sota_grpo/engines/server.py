@@ -210,16 +210,17 @@ class ServerEngine(SteppingEngine):
         if self._failure is not None:
             raise RuntimeError(f"This engine is broken and has to be built anew: {self._failure}") from self._failure
 
+    def _refuse(self, request: GroupRequest, sampling: Sampling) -> None:
+        if request.num_samples > self._max_rows:
+            raise ValueError(
+                f"Group {request.group_id} asks for {request.num_samples} samples and the server computes "
+                f"max_rows={self._max_rows} at once; raise max_rows."
+            )
+        self._dialect.refuse(request, sampling)
+
     def _start(
         self, tickets: Sequence[int], requests: Sequence[GroupRequest], rooms: Sequence[int], sampling: Sampling
     ) -> None:
-        for request in requests:
-            if request.num_samples > self._max_rows:
-                raise ValueError(
-                    f"Group {request.group_id} asks for {request.num_samples} samples and the server computes "
-                    f"max_rows={self._max_rows} at once; raise max_rows."
-                )
-            self._dialect.refuse(request, sampling)
         self._wake_now()
         if not self._sent:
             self._last_answer_at = time.monotonic()
@@ -395,6 +396,7 @@ class ServerEngine(SteppingEngine):
                 self._aborter.join(_ABORT_S)  # it goes on without us: it should not go on for us
             self._client.close()
             self._weights.close()
+        self._resolve_ended()
 
 
 _CONTROL_CONNECTIONS = 4  # pushing, probing and aborting go on while every row is waited for

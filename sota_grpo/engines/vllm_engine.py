@@ -206,7 +206,7 @@ class VLLMEngine(SteppingEngine):
         core.pause_scheduler(mode="keep", clear_cache=False)
         try:
             while core.batch_queue:
-                self._hand_out(self._step())
+                self._land(self._step())
         finally:
             core.resume_scheduler()
 
@@ -220,9 +220,9 @@ class VLLMEngine(SteppingEngine):
             engine = self._require_open()
             if self._on_cpu or self._asleep:
                 return
-            if self._baskets:
+            if self.num_in_flight:
                 raise RuntimeError(
-                    f"The vLLM engine was asked to sleep with {len(self._baskets)} groups in flight; consume or abort "
+                    f"The vLLM engine was asked to sleep with {self.num_in_flight} groups in flight; consume or abort "
                     "them first."
                 )
             engine.sleep(level=1)
@@ -247,6 +247,7 @@ class VLLMEngine(SteppingEngine):
             self._engine.engine_core.shutdown()
             self._engine = None
             self._llm = None
+        self._resolve_ended()
 
 
 def engine_arguments(options: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:

@@ -117,18 +117,3 @@ class PromptStream:
                 order = torch.randperm(count, generator=generator).tolist()
             self._orders[epoch] = order
         return self._orders[epoch]
-
-
-def before_draws(state: Mapping[str, int], group_ids: Sequence[int]) -> dict[str, int] | None:
-    """``state`` as it was before ``group_ids`` were drawn; None where these are not the newest draws.
-
-    >>> stream = PromptStream([Example(f"{i} + 1?", str(i + 1)) for i in range(3)])
-    >>> before, drawn = stream.state_dict(), stream.draw(5)
-    >>> before_draws(stream.state_dict(), [2, 1, 0, 4, 3]) == before, before_draws(stream.state_dict(), [1])
-    (True, None)
-    """
-    first = state["next_group_id"] - len(group_ids)
-    if sorted(group_ids) != list(range(first, state["next_group_id"])):
-        return None
-    epoch, position = divmod(first, state["num_examples"])
-    return {**state, "next_group_id": first, "epoch": epoch, "position": position}

@@ -334,14 +334,6 @@ class TaskEnv(EnvBase):
         """The text that the grader reads: special tokens left out."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def response_text(self, sample: Sample) -> str:
-        """What is graded of a sampled response: its text, in a dialog of several turns that of the last one."""
-        return self.decode(last_turn(sample))
-
-    def score_ids(self, token_ids: torch.Tensor, example: Example) -> Score:
-        """Grade one response ``[R]`` outside the rows; a failed grader raises nothing: no success."""
-        return self.grader.scores([(self.decode(token_ids), example)]).result()[0]
-
     def begin_grading(self, rows: Sequence[TensorDictBase]) -> Future[list[TensorDictBase]]:
         """The finished rows of one group, once their scores are written in them.
 

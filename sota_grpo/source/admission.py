@@ -11,6 +11,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from sota_grpo.envs.stream import PromptStream
+from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
 from sota_grpo.rl.records import Example
 from sota_grpo.source.group_buffer import GroupBuffer, pack_rows, unpack_rows
@@ -310,11 +311,10 @@ class Slots:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken; a batch that was given out counts as trained and released.
 
-        A state of :class:`~sota_grpo.source.collectors.SyncSource`, which has nothing in flight, is a position in the
-        prompts.
+        A state without groups, as lockstep used to save, is a position in the prompts.
 
         Raises:
-            ValueError: the state is of another batch size, or of a larger ``max_policy_age``: its groups would
+            UserError: the state is of another batch size, or of a larger ``max_policy_age``: its groups would
                 become older than these slots allow.
         """
         if "in_flight" not in state:
@@ -322,7 +322,7 @@ class Slots:
             return
         saved = (state["num_groups"], state["max_policy_age"])
         if saved[0] != self.num_groups or saved[1] > self.max_policy_age:
-            raise ValueError(
+            raise UserError(
                 f"the saved run has {saved[0]} groups per batch and train.max_policy_age={saved[1]}, this one "
                 f"{self.num_groups} and {self.max_policy_age}; resume with the same."
             )

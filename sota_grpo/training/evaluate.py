@@ -6,13 +6,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
-from sota_grpo.engines.base import Generates
-from sota_grpo.envs import TaskEnv
+from sota_grpo import keys
 from sota_grpo.rl.records import Example, Sample, Sampling, Score, sample_seed
-from sota_grpo.source.batches import group_request
+from sota_grpo.source.rollouts import Prompt, Rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -146,12 +144,11 @@ class Evaluator:
     """Measures the engine's policy on held-out problems.
 
     The random streams derive from ``(seed, problem, sample)`` only, so that two evaluations differ by the policy alone.
-    A problem is graded by ``env.grader`` while the engine still generates others; a response at which the grader fails
-    is not right, and the log says how many there were.
+    A problem is graded by the environment's grader while the engine still generates others; a response at which it
+    fails is not right, and the log says how many there were.
 
     Args:
-        env: prompts, tokenizer and grader of the task.
-        engine: holds the policy to measure.
+        rollouts: of the task's environment and the engine that holds the policy to measure.
         examples: the held-out problems.
         max_tokens: most tokens of a response.
         avg_at_k: samples per problem at temperature 1; 0 measures the greedy answer only.
@@ -160,16 +157,14 @@ class Evaluator:
 
     def __init__(
         self,
-        env: TaskEnv,
-        engine: Generates,
+        rollouts: Rollouts,
         examples: Sequence[Example],
         *,
         max_tokens: int,
         avg_at_k: int,
         seed: int,
     ):
-        self.env = env
-        self.engine = engine
+        self.rollouts = rollouts
         self.examples = tuple(examples)
         self.max_tokens = max_tokens
         self.avg_at_k = avg_at_k
@@ -195,7 +190,7 @@ class Evaluator:
 
     def benchmark(self, problems: Sequence[Sequence[Response]]) -> dict[str, list[Counts]]:
         """What the task's benchmark counts (``Task.counts``), by name, a pair per problem; empty where it has none."""
-        count = getattr(self.env.task, "counts", None)
+        count = getattr(self.rollouts.env.task, "counts", None)
         found: dict[str, list[Counts]] = {}
         if count is None:
             return found
@@ -221,43 +216,22 @@ class Evaluator:
             on_graded: called in this thread with the index of a problem and its responses, once they are graded; in
                 the order in which that happens.
         """
-        requests = [
-            group_request(self.env, index, example, num_samples=num_samples, seed=sample_seed(self.seed, index, 1))
+        prompts = [
+            Prompt(index, example, num_samples, sample_seed(self.seed, index, 1))
             for index, example in enumerate(self.examples)
         ]
         sampling = Sampling(max_tokens=self.max_tokens, temperature=temperature)
-        grading: dict[int, _Grading] = {}
         found: dict[int, list[Response]] = {}
-
-        def collect(index: int) -> None:
-            found[index] = grading.pop(index).responses()
+        for group in self.rollouts.stream(prompts, sampling):
+            index = group.prompt.group_id
+            found[index] = [
+                Response(row[keys.RESPONSE_TEXT], score, _length(sample), sample.truncated)
+                for row, sample, score in zip(group.rows, group.samples, group.scores, strict=True)
+            ]
             on_graded(index, found[index])
-
-        for output in self.engine.generate(requests, sampling):
-            texts = [self.env.response_text(sample) for sample in output.samples]
-            scores = self.env.grader.scores([(text, self.examples[output.group_id]) for text in texts])
-            grading[output.group_id] = _Grading(output.samples, texts, scores)
-            for index in [index for index, one in grading.items() if one.scores.done()]:
-                collect(index)
-        for index in list(grading):
-            collect(index)
-        problems = [found[index] for index in range(len(requests))]
+        problems = [found[index] for index in range(len(prompts))]
         _tell_failures([response.score for responses in problems for response in responses])
         return problems
-
-
-@dataclass(frozen=True)
-class _Grading:
-    """A problem whose responses are with the grader."""
-
-    samples: Sequence[Sample]
-    texts: Sequence[str]
-    scores: Future[list[Score]]
-
-    def responses(self) -> list[Response]:
-        """Waits for the grader."""
-        graded = zip(self.samples, self.texts, self.scores.result(), strict=True)
-        return [Response(text, score, _length(sample), sample.truncated) for sample, text, score in graded]
 
 
 def _length(sample: Sample) -> int:

@@ -47,15 +47,13 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.engines.base import Generates
-from sota_grpo.envs import TaskEnv, prompt_rows
 from sota_grpo.errors import UserError
 from sota_grpo.functional.agreement import mean_ratio, temperature_slope
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import Example, GradientGap, Sampling, Score, sample_seed
 from sota_grpo.rl.scoring import total_reward
 from sota_grpo.rl.task import Task
-from sota_grpo.source.batches import finish_group, group_request
+from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.dataset import normalised
 from sota_grpo.training.checkpoint import rng_state, set_rng_state
 from sota_grpo.training.publish import Publisher
@@ -107,8 +105,7 @@ class Subject:
     """
 
     task: Task
-    env: TaskEnv
-    engine: Generates
+    rollouts: Rollouts
     learner: Answers
     publisher: Publisher
     sampling: Sampling
@@ -163,19 +160,12 @@ class Subject:
         """
         limit = self.sampling.max_tokens if max_tokens is None else min(max_tokens, self.sampling.max_tokens)
         sampling = replace(self.sampling, max_tokens=limit)
-        examples = list(self.task.train[:num_prompts])
-        requests = [
-            group_request(
-                self.env, index, example, num_samples=num_samples, seed=sample_seed(self.seed, index, 2 + salt)
-            )
-            for index, example in enumerate(examples)
+        prompts = [
+            Prompt(index, example, num_samples, sample_seed(self.seed, index, 2 + salt))
+            for index, example in enumerate(self.task.train[:num_prompts])
         ]
-        grading = []
-        for output in self.engine.generate(requests, sampling):
-            example = examples[output.group_id]
-            prompts = prompt_rows(output.group_id, example, self.env.prompt_ids(example), num_samples)
-            grading.append(self.env.begin_grading(finish_group(prompts, output, self.env.tokenizer)))
-        return [row for rows in grading for row in rows.result()]
+        groups = sorted(self.rollouts.stream(prompts, sampling), key=lambda group: group.prompt.group_id)
+        return [row for group in groups for row in group.rows]
 
 
 MARGIN = 4  # times the rounding that was measured, and standard errors
@@ -293,7 +283,7 @@ def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
     for example, siblings in _examples(subject):
         gold = task.gold_response(example)
         texts = [""] * siblings if gold is None else ["", gold]
-        scores = subject.env.grader.scores([(text, example) for text in texts]).result()
+        scores = subject.rollouts.env.grader.scores([(text, example) for text in texts]).result()
         failures = [score.error for score in scores if score.error is not None]
         known += [(example, scores[0], scores[1])] if gold is not None else []
         graded |= len(failures) < len(scores)
@@ -325,7 +315,7 @@ def _examples(subject: Subject) -> Iterator[tuple[Example, int]]:
     """The examples whose answers are graded, each with the number of its siblings."""
     task = subject.task
     if hasattr(task.score, "score_group"):
-        yield from ((example, subject.env.repeats) for example in task.train[:NUM_GROUPS])
+        yield from ((example, subject.rollouts.env.repeats) for example in task.train[:NUM_GROUPS])
     else:
         yield from ((example, 1) for example in [*task.train[:NUM_GRADED], *task.heldout[:NUM_GRADED]])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sota_grpo.engines.base import Generates
+from sota_grpo.engines.base import Engine
 
 
 class Publisher:
@@ -24,7 +24,7 @@ class Publisher:
         share_device: the engines stand on the learner's GPU, so each makes room for the other.
     """
 
-    def __init__(self, weights: Callable[[], Any], engines: Sequence[Generates], *, share_device: bool = False):
+    def __init__(self, weights: Callable[[], Any], engines: Sequence[Engine], *, share_device: bool = False):
         self.weights = weights
         self.engines = tuple(engines)
         self.share_device = share_device

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from sota_grpo.engines.base import response_rooms
+from sota_grpo.engines.stepping import Streams
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
@@ -18,7 +18,7 @@ from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.weight_transfer import WeightTransfer
 
 
-class FleetEngine:
+class FleetEngine(Streams):
     """What the gate, the evaluation, the publisher and the source see of the rollout workers.
 
     Contract. Consumes: requests, one group at a time. Produces: groups, from whichever worker had room. Waits for:
@@ -34,6 +34,8 @@ class FleetEngine:
         deadline_s: longest wait of a push for one worker.
         base: the weights under an adapter, packed once, where the learner publishes its adapter only.
     """
+
+    stepwise = False
 
     def __init__(
         self,
@@ -58,21 +60,9 @@ class FleetEngine:
         response_rooms([request], sampling, self.max_model_len)
         return self.fleet.submit(request, sampling)
 
-    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
-        """Yield each group once, as soon as it is finished.
-
-        Raises:
-            ValueError: a prompt leaves no room for a response; nothing was sampled then.
-        """
-        response_rooms(requests, sampling, self.max_model_len)
-        return self._stream(requests, sampling)
-
-    def _stream(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
-        done: queue.SimpleQueue[Future[GroupOutput]] = queue.SimpleQueue()
-        for request in requests:
-            self.fleet.submit(request, sampling).add_done_callback(done.put)
-        for _ in requests:  # each is answered: the fleet replaces workers that are silent
-            yield done.get().result()
+    def advance(self) -> bool:
+        """Nothing: the workers drive their engines."""
+        return False
 
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]] | AdapterPack | WeightTransfer, version: int

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 import sota_grpo.workers.packing  # noqa: F401  (groups are pickled as three tensors from here on)
 from sota_grpo.engines import EngineOptions, make_engine
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
@@ -36,7 +36,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Call:
-    action: Callable[[Engine], Any]
+    action: Callable[[SteppingEngine], Any]
     future: Future[Any] = field(default_factory=promised)
 
 
@@ -45,7 +45,7 @@ class RolloutServant:
 
     Contract. Consumes: requests and weights. Produces: futures of groups and of versions. Waits for: the next call,
     and only while nothing is in flight. Between two steps the pump does all calls that have come, in their order: so
-    weights land in the middle of running groups, and after one step at most. Requests that came together are added
+    weights land in the middle of running groups, and after one step at most. Requests that came together begin
     together. What a call raises as ``ValueError`` is its caller's; any other exception of the engine breaks the
     servant: every open future and every later call fails with :class:`WorkerDied` and the cause, and the engine is
     closed. Callbacks of the futures run on the pump and must be quick.
@@ -64,7 +64,7 @@ class RolloutServant:
     >>> servant.close()
     """
 
-    def __init__(self, make_engine: Callable[[], Engine]):
+    def __init__(self, make_engine: Callable[[], SteppingEngine]):
         self._inbox: queue.SimpleQueue[_Run | _Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
@@ -84,7 +84,7 @@ class RolloutServant:
     def set_base(self, pack: WeightPack) -> Future[None]:
         """Keep the weights that adapters are merged into from now on (a view of memory that workers may share)."""
 
-        def keep(engine: Engine) -> None:
+        def keep(engine: SteppingEngine) -> None:
             self._base = pack
 
         return self._submit(_Call(keep))
@@ -97,7 +97,7 @@ class RolloutServant:
             version: what they are called.
         """
 
-        def push(engine: Engine) -> int:
+        def push(engine: SteppingEngine) -> int:
             if isinstance(pack, AdapterPack):
                 if self._base is None:
                     raise ValueError("An adapter came before the weights that it is an adapter of; call set_base.")
@@ -119,7 +119,7 @@ class RolloutServant:
     def receive_weights(self, meeting: Meeting, layout: WeightLayout, version: int) -> None:
         """Take part in a broadcast of weights, between two steps, and push them; :meth:`served` tells how it went."""
 
-        def receive(engine: Engine) -> None:
+        def receive(engine: SteppingEngine) -> None:
             if (weights := self._receiver.receive(meeting, layout, self._progress)) is not None:
                 engine.update_weights(weights, version)
 
@@ -132,7 +132,7 @@ class RolloutServant:
     def sleep(self) -> Future[None]:
         """Free device memory until :meth:`wake`; ``ValueError`` while groups are in flight."""
 
-        def sleep(engine: Engine) -> None:
+        def sleep(engine: SteppingEngine) -> None:
             if engine.num_in_flight:
                 raise ValueError(f"The engine has {engine.num_in_flight} groups in flight; wait for them, then sleep.")
             engine.sleep()
@@ -190,7 +190,7 @@ class RolloutServant:
         for future in left:
             future.set_exception(self._refusal)
 
-    def _live(self, make_engine: Callable[[], Engine], started: Future[None]) -> None:
+    def _live(self, make_engine: Callable[[], SteppingEngine], started: Future[None]) -> None:
         try:
             engine = make_engine()
         except BaseException as error:  # the constructor raises it in the thread of the caller
@@ -207,21 +207,23 @@ class RolloutServant:
         except Exception:  # an engine that has failed may fail again, and its caller knows the first cause
             _log.exception("The %s engine could not be closed.", engine.name)
 
-    def _pump(self, engine: Engine) -> None:
-        flying: dict[int, Future[GroupOutput]] = {}
+    def _pump(self, engine: SteppingEngine) -> None:
+        busy = False
         while True:
-            for job in _bundled(self._drain(wait=not engine.num_in_flight)):
+            for job in self._drain(wait=not busy):
                 self._since = time.monotonic()
                 if job is None:
                     return
-                if isinstance(job, _Call):
-                    self._call(engine, job)
-                else:
-                    flying.update(self._add(engine, job))
-            if engine.num_in_flight:
-                self._since = time.monotonic()
-                for ticket, output in engine.step():
-                    self._settle(flying.pop(ticket), output)
+                try:
+                    if isinstance(job, _Call):
+                        self._settle(job.future, job.action(engine))
+                    else:
+                        done = engine.submit(job.request, job.sampling)
+                        done.add_done_callback(partial(self._pass_on, job.future))
+                except ValueError as error:
+                    self._settle(job.future, error=error)
+            self._since = time.monotonic()
+            busy = engine.advance()
 
     def _drain(self, *, wait: bool) -> Iterator[_Run | _Call | None]:
         """What has come; where there is nothing else to do, wait for the first."""
@@ -231,36 +233,14 @@ class RolloutServant:
         while not self._inbox.empty():
             yield self._inbox.get()
 
-    def _call(self, engine: Engine, job: _Call) -> None:
-        try:
-            result = job.action(engine)
-        except ValueError as error:
-            self._settle(job.future, error=error)
+    def _pass_on(self, future: Future[GroupOutput], done: Future[GroupOutput]) -> None:
+        if done.exception() is None:
+            self._settle(future, done.result())
         else:
-            self._settle(job.future, result)
-
-    def _add(self, engine: Engine, runs: Sequence[_Run]) -> dict[int, Future[GroupOutput]]:
-        """The futures by ticket. An engine refuses all or none: where it refuses, each is tried alone."""
-        try:
-            tickets = engine.add([run.request for run in runs], runs[0].sampling)
-        except ValueError as error:
-            if len(runs) > 1:
-                return {ticket: future for run in runs for ticket, future in self._add(engine, [run]).items()}
-            self._settle(runs[0].future, error=error)
-            return {}
-        return dict(zip(tickets, (run.future for run in runs)))
+            self._settle(future, error=done.exception())
 
 
-def _bundled(jobs: Iterable[_Run | _Call | None]) -> Iterator[Sequence[_Run] | _Call | None]:
-    """The jobs in their order, neighbouring runs of one sampling together."""
-    for sampling, neighbours in itertools.groupby(jobs, key=lambda job: getattr(job, "sampling", None)):
-        if sampling is None:
-            yield from neighbours  # type: ignore[misc]
-        else:
-            yield list(neighbours)  # type: ignore[arg-type]
-
-
-def _death(engine: Engine, error: BaseException) -> WorkerDied:
+def _death(engine: SteppingEngine, error: BaseException) -> WorkerDied:
     refusal = WorkerDied(f"The {engine.name} engine failed and cannot go on ({type(error).__name__}: {error}).")
     refusal.add_note("".join(traceback.format_exception(error)).rstrip())
     refusal.__cause__ = error.with_traceback(None)  # its frames would keep the engine's memory
@@ -278,7 +258,7 @@ def rollout_servant(options: EngineOptions, num_threads: int | None = None) -> R
         UserError: the engine or the model is not there.
     """
 
-    def build() -> Engine:
+    def build() -> SteppingEngine:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         return make_engine(options)

@@ -25,10 +25,12 @@ from tests.builders import generator
 from tests.engine_rigs import (
     EOS,
     VOCAB,
+    add,
     changed_weights,
     generate,
     largest_gap,
     ragged_requests,
+    step,
     tiny_model,
     token_lists,
 )
@@ -173,8 +175,8 @@ def test_every_token_is_labelled_with_the_version_that_sampled_it(rig: Rig):
         request.group_id: 9 + 8 * i for i, request in enumerate(requests)
     }  # the first ends before the push, or in it
     for request in requests:
-        rig.engine.add([request], Sampling(max_tokens=lengths[request.group_id], ignore_eos=True))
-    ended = [output for _ in range(9) for _, output in rig.engine.step()]
+        add(rig.engine, [request], Sampling(max_tokens=lengths[request.group_id], ignore_eos=True))
+    ended = [output for _ in range(9) for _, output in step(rig.engine)]
     assert len(ended) == 1 - rig.in_flight
     weights = changed_weights(rig.base, 6)
     weights["lm_head.weight"] = torch.zeros_like(weights["lm_head.weight"])
@@ -182,7 +184,7 @@ def test_every_token_is_labelled_with_the_version_that_sampled_it(rig: Rig):
         weights["model.embed_tokens.weight"] = weights["lm_head.weight"]
     rig.engine.update_weights(weights.items(), old + 1)
     while rig.engine.num_in_flight:
-        ended += [output for _, output in rig.engine.step()]
+        ended += [output for _, output in step(rig.engine)]
     assert sorted(output.group_id for output in ended) == [request.group_id for request in requests]
     for output in ended:
         for sample in output.samples:

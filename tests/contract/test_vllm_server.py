@@ -18,7 +18,16 @@ from sota_grpo.engines.base import EngineOptions
 from sota_grpo.engines.server import ServerEngine, server_engine
 from sota_grpo.engines.server_process import ServerDied
 from sota_grpo.rl.records import GroupRequest, Sampling
-from tests.engine_rigs import changed_weights, generate, largest_gap, ragged_requests, reference_log_probs, token_lists
+from tests.engine_rigs import (
+    add,
+    changed_weights,
+    generate,
+    largest_gap,
+    ragged_requests,
+    reference_log_probs,
+    step,
+    token_lists,
+)
 from tests.process_rigs import members, wait_for
 
 pytestmark = [
@@ -91,15 +100,15 @@ def test_a_push_while_groups_run_is_seen_in_their_versions_and_ends_none(rig: Ri
     short = GroupRequest(group_id=9, prompt_ids=(40, 4), num_samples=1, seed=9)
     before = AutoModelForCausalLM.from_pretrained(POLICY).eval()
     before.load_state_dict(rig.model.state_dict())
-    rig.engine.add(requests, Sampling(max_tokens=600, ignore_eos=True))
-    rig.engine.add([short], Sampling(max_tokens=20, ignore_eos=True))
+    add(rig.engine, requests, Sampling(max_tokens=600, ignore_eos=True))
+    add(rig.engine, [short], Sampling(max_tokens=20, ignore_eos=True))
     ended = []
     while not ended:
-        ended += rig.engine.step()  # the short one: by then the long ones have about 20 tokens
+        ended += step(rig.engine)  # the short one: by then the long ones have about 20 tokens
     assert [output.group_id for _, output in ended] == [9]
     rig.push(4)
     while rig.engine.num_in_flight:
-        ended += rig.engine.step()
+        ended += step(rig.engine)
     assert sorted(output.group_id for _, output in ended) == [0, 1, 2, 9]
     for _, output in ended[1:]:
         for sample in output.samples:
@@ -130,9 +139,9 @@ def test_responses_end_at_a_stop_token_or_are_truncated(rig: Rig):
 
 def test_an_aborted_group_frees_the_server(rig: Rig):
     endless = GroupRequest(group_id=1, prompt_ids=(5, 6), num_samples=60, seed=1)
-    rig.engine.add([endless], Sampling(max_tokens=900, ignore_eos=True))
+    add(rig.engine, [endless], Sampling(max_tokens=900, ignore_eos=True))
     for _ in range(5):
-        rig.engine.step()
+        step(rig.engine)
     rig.engine.abort()
     assert rig.engine.num_in_flight == 0
     metrics = rig.engine._client.get  # vLLM's own count of what runs
@@ -156,14 +165,14 @@ def test_nobody_else_on_the_machine_can_push_weights(rig: Rig):
 
 def step_for_ever(engine: ServerEngine) -> None:
     while True:
-        engine.step()
+        step(engine)
 
 
 def test_a_killed_server_ends_the_step_with_its_log_and_leaves_nothing(rig: Rig):
     folder = rig.engine._weights.path
-    rig.engine.add([GroupRequest(1, (5, 6), num_samples=4, seed=1)], Sampling(max_tokens=900, ignore_eos=True))
+    add(rig.engine, [GroupRequest(1, (5, 6), num_samples=4, seed=1)], Sampling(max_tokens=900, ignore_eos=True))
     for _ in range(3):
-        rig.engine.step()
+        step(rig.engine)
     launcher, server, *others = members(rig.group)
     assert launcher == rig.group
     assert others  # vLLM's engine is a process of its own

@@ -32,7 +32,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
-from sota_grpo.source.batches import constant_rows
+from sota_grpo.source.source import constant_rows
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.rollout import rollout_servant
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tensordict import lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
@@ -19,8 +22,9 @@ from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.admission import Group, Refill
-from sota_grpo.source.async_source import AsyncSource
-from sota_grpo.source.collectors import RolloutCollector, SyncSource
+from sota_grpo.source.collector import RolloutCollector
+from sota_grpo.source.rollouts import Rollouts
+from sota_grpo.source.source import RolloutSource, constant_rows
 from sota_grpo.stopping import Interrupted
 from sota_grpo.training.checkpoint import CheckpointStore
 from tests.l3_parts import make_env
@@ -50,12 +54,21 @@ def random_engine(env: TaskEnv, *, right: float, seed: int) -> ScriptedEngine:
 class Desk:
     """Takes requests and finishes them when it is told to, in any order."""
 
+    stepwise, name, max_model_len = False, "desk", 2048
+
     def __init__(self, engine: ScriptedEngine):
         self.engine = engine
         self.asked: list[int] = []
         self.open: dict[int, tuple[GroupRequest, Future[GroupOutput]]] = {}
 
-    def __call__(self, request: GroupRequest) -> Future[GroupOutput]:
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def advance(self) -> bool:
+        return False
+
+    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         future: Future[GroupOutput] = Future()
         self.asked.append(request.group_id)
         self.open[request.group_id] = (request, future)
@@ -72,17 +85,27 @@ class Desk:
 class Rig:
     """A source that is stepped by hand over a desk."""
 
-    def __init__(self, *, right: float = 0.5, seed: int = 0, num_groups: int = 4, max_policy_age: int = 0, **options):
+    def __init__(
+        self,
+        *,
+        right: float = 0.5,
+        seed: int = 0,
+        num_groups: int = 4,
+        max_policy_age: int = 0,
+        grade: Callable[[list], Future] | None = None,
+        **options,
+    ):
         self.env = small_env()
+        if grade is not None:
+            self.env.grader = SimpleNamespace(scores=grade)
         self.engine = random_engine(self.env, right=right, seed=seed)
         self.desk = Desk(self.engine)
-        self.source = AsyncSource(
-            self.env,
-            self.desk,
+        self.source = RolloutSource(
+            Rollouts(self.env, self.desk),
+            SAMPLING,
             **{
                 "num_groups": num_groups,
                 "max_policy_age": max_policy_age,
-                "version": lambda: self.engine.version,
                 "transforms": [("score", GroupAdvantage())],
                 "seed": seed,
                 "threaded": False,
@@ -112,17 +135,39 @@ def ids(batch) -> list[int]:
     return found[::REPEATS]
 
 
+def in_lockstep(*, right: float, seed: int, **options) -> RolloutSource:
+    """Over a real engine, which the source drives."""
+    env = small_env()
+    rollouts = Rollouts(env, random_engine(env, right=right, seed=seed))
+    return RolloutSource(
+        rollouts, SAMPLING, lockstep=True, transforms=[("score", GroupAdvantage())], seed=seed, **options
+    )
+
+
 def lockstep(*, right: float, seed: int, turns: int, num_groups: int, refill: bool, max_draws: int) -> list:
-    """(batch, metrics) of each turn of :class:`SyncSource`."""
+    """(batch, metrics) of each turn, by hand: rounds of collections, until none of the groups is flat."""
     env = small_env()
     engine = random_engine(env, right=right, seed=seed)
-    collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=REPEATS * num_groups, seed=seed)
-    transforms = [("score", GroupAdvantage())]
-    source = SyncSource(collector, transforms, num_groups=num_groups, refill=refill, max_draws=max_draws)
+    collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=REPEATS, seed=seed)
     found = []
     for version in range(turns):
         engine.version = version
-        found.append((source.next_batch(version), source.metrics()))
+        kept, flat = [], []
+        for _ in range(max_draws if refill else 1):
+            if len(kept) == num_groups * REPEATS:
+                break
+            rows = collector.collect(num_groups - len(kept) // REPEATS)
+            alike = [refill and each for each in constant_rows(rows)]
+            kept += itertools.compress(rows, [not each for each in alike])
+            flat += itertools.compress(rows, alike)
+        missing = num_groups * REPEATS - len(kept)
+        kept = sorted(kept + flat[len(flat) - missing :], key=lambda row: int(row.get(keys.GROUP_ID)))
+        batch = GroupAdvantage()(lazy_stack(kept))
+        counts = {
+            "groups/refilled": (len(flat) - missing) // REPEATS,
+            "groups/zero_signal": sum(constant_rows(kept)) // REPEATS,
+        }
+        found.append((batch, counts))
     return found
 
 
@@ -141,40 +186,64 @@ def test_at_age_0_the_batches_are_those_of_lockstep_bit_for_bit(refill: bool) ->
         chosen = {"right": right, "seed": seed, "num_groups": num_groups, "refill": refill, "max_draws": max_draws}
         expected = lockstep(turns=4, **chosen)
         rig = Rig(**chosen)
-        found = []
+        driven = in_lockstep(**chosen)
+        found: list[list] = [[], []]
         for turn, (_, metrics) in enumerate(expected):
-            found.append(rig.turn(turn))
-            own = rig.source.metrics()
-            for name in ("groups/refilled", "groups/zero_signal"):
-                assert own[name] == metrics[name], f"{name}: {context}, turn {turn}"
-        require_equal(found, expected, context)
+            found[0].append(rig.turn(turn))
+            driven.engine.version = turn
+            found[1].append(driven.next_batch(turn))
+            for source in (rig.source, driven):
+                for name in ("groups/refilled", "groups/zero_signal"):
+                    assert source.metrics()[name] == metrics[name], f"{name}: {context}, turn {turn}"
+            driven.release(found[1][-1])
+        for batches in found:
+            require_equal(batches, expected, context)
         assert sorted(rig.desk.asked) == list(range(len(rig.desk.asked)))
 
 
 def test_lockstep_and_workers_continue_each_other() -> None:
-    """A run in lockstep may go on with workers, and back, prompts and seeds the same."""
+    """A run in lockstep may go on with workers, and back, prompts and seeds the same; the old form of a state too."""
     seed = random.randrange(10**6)
-    whole = [batch for batch, _ in lockstep(right=0.5, seed=seed, turns=6, num_groups=4, refill=False, max_draws=1)]
-    env = small_env()
-    engine = random_engine(env, right=0.5, seed=seed)
-    collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=4 * REPEATS, seed=seed)
-    sync = SyncSource(collector, [("score", GroupAdvantage())], num_groups=4)
-    for _ in range(2):
-        sync.next_batch(0)
-    rig = Rig(right=0.5, seed=seed)
-    rig.source.load_state_dict(sync.state_dict())
-    rig.engine.version = 2
-    found = [rig.turn(version) for version in (2, 3)]
-    assert [ids(batch) for batch in found] == [ids(batch) for batch in whole[2:4]]
-    sync.load_state_dict(rig.source.state_dict())
-    assert [ids(sync.next_batch(0)) for _ in range(2)] == [ids(batch) for batch in whole[4:]]
-    ahead = Rig(right=0.5, seed=seed, max_policy_age=1)
-    ahead.turn(0)
-    while ahead.desk.open:
-        ahead.desk.finish_any()
-        ahead.source.pump()
-    with pytest.raises(UserError, match="Workers had finished groups"):
-        sync.load_state_dict(ahead.source.state_dict())
+    whole = [batch for batch, _ in lockstep(right=0.5, seed=seed, turns=8, num_groups=4, refill=False, max_draws=1)]
+    found = []
+
+    def go_on(source: RolloutSource, version: int) -> dict:
+        source.engine.version = version
+        found.append(source.next_batch(version))
+        source.release(found[-1])
+        return source.state_dict()
+
+    state = go_on(in_lockstep(right=0.5, seed=seed, num_groups=4), 0)
+    for version in (1, 3):
+        rig = Rig(right=0.5, seed=seed)
+        rig.source.load_state_dict(state)
+        rig.engine.version = version
+        found.append(rig.turn(version))
+        source = in_lockstep(right=0.5, seed=seed, num_groups=4)
+        source.load_state_dict(rig.source.state_dict())
+        state = go_on(source, version + 1)
+    old = in_lockstep(right=0.5, seed=seed, num_groups=4)
+    old.env.stream.draw(20)
+    source = in_lockstep(right=0.5, seed=seed, num_groups=4)
+    source.load_state_dict({"stream": old.env.stream.state_dict(), "collected": 60})
+    go_on(source, 5)
+    assert [ids(batch) for batch in found] == [ids(batch) for batch in whole[:6]]
+
+
+def test_in_lockstep_nothing_is_asked_for_beside_the_learner_and_a_batch_together() -> None:
+    calls: list[int] = []
+    source = in_lockstep(right=0.3, seed=random.getrandbits(30), num_groups=5, refill=True, max_draws=3)
+    start = source.engine._start
+    source.engine._start = lambda tickets, *rest: calls.append(len(tickets)) or start(tickets, *rest)
+    for version in range(3):
+        source.engine.version = version
+        batch = source.next_batch(version)
+        assert calls[0] == 5
+        assert sum(calls) == 5 + source.metrics()["groups/refilled"]
+        assert len(calls) <= 3
+        calls.clear()
+        source.release(batch)
+        assert not source.engine.num_in_flight
 
 
 def mixed(rig: Rig, admitted: dict[int, int]) -> Callable[[], None]:
@@ -208,13 +277,13 @@ def test_no_order_of_finishing_exceeds_the_age(max_policy_age: int) -> None:
             seed=random.getrandbits(30),
         )
         admitted: dict[int, int] = {}
-        take = rig.desk.__call__
+        take = rig.desk.submit
 
-        def ask(request: GroupRequest, take=take, rig=rig, admitted=admitted) -> Future[GroupOutput]:
+        def ask(request: GroupRequest, sampling: Sampling, take=take, rig=rig, admitted=admitted) -> Future:
             admitted[request.group_id] = rig.engine.version
-            return take(request)
+            return take(request, sampling)
 
-        rig.source._pipeline._services = type(rig.source._pipeline._services)(ask)
+        rig.desk.submit = ask
         for turn in range(12):
             batch = rig.turn(turn, choose=mixed(rig, admitted), ahead=random.randint(0, 6))
             for row in batch.unbind(0):
@@ -339,7 +408,7 @@ def test_pending_groups_are_asked_for_first_and_in_order(tmp_path) -> None:
 def test_a_state_of_another_shape_or_too_late_is_refused() -> None:
     state = Rig(max_policy_age=1).source.state_dict()
     for options in ({"num_groups": 5, "max_policy_age": 1}, {"max_policy_age": 0}):
-        with pytest.raises(ValueError, match="resume with the same"):
+        with pytest.raises(UserError, match="resume with the same"):
             Rig(**options).source.load_state_dict(state)
     rig = Rig(max_policy_age=1)
     rig.source.stands()
@@ -365,7 +434,7 @@ def test_a_stop_interrupts_the_wait_and_changes_nothing(threaded: bool) -> None:
 
 
 def test_a_wait_in_which_nothing_moves_ends_with_a_count_by_stage() -> None:
-    rig = Rig(wait_deadline_s=0.1, grade=lambda rows: Future())
+    rig = Rig(wait_deadline_s=0.1, grade=lambda pairs: Future())
     rig.source.stands()
     rig.desk.finish(0)
     rig.source.pump()
@@ -384,20 +453,19 @@ def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, thr
     error = RuntimeError(f"{stage} failed")
     error.__cause__ = cause
 
-    def failing(rows) -> Future:
+    def failing(*_: object) -> Future:
         future: Future = Future()
         future.set_exception(error)
         return future
 
-    def refuse(request: GroupRequest) -> Future:
+    def refuse(*_: object) -> Future:
         raise error
 
     options = {} if stage in ("sample", "asking") else {stage: failing}
     rig = Rig(threaded=threaded, **options)
-    services = rig.source._pipeline._services
     chosen = {"sample": failing, "asking": refuse}.get(stage)
     if chosen is not None:
-        rig.source._pipeline._services = type(services)(chosen)
+        rig.desk.submit = chosen
     else:
         rig.source.stands()
         for group_id in range(4):
@@ -414,26 +482,26 @@ def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, thr
 
 def test_graders_and_reference_work_group_by_group_and_never_on_replaced_groups() -> None:
     """Groups 0, 1, ... are sent to the reference as they are graded, flat ones not, and rows may be other objects."""
-    graded: list[int] = []
+    graded: list[str] = []
     referred: list[int] = []
-    rig = Rig(num_groups=3, refill=True, right=0.3, seed=random.getrandbits(30), max_draws=50)
 
-    def answer(rows, log: list[int], write) -> Future:
-        log.append(int(rows[0].get(keys.GROUP_ID)))
-        future: Future = Future()
-        future.set_result([write(row.clone()) for row in rows])
-        return future
-
-    def grade(rows) -> Future:
-        return answer(rig.env.grade(rows), graded, lambda row: row)
+    def grade(pairs) -> Future:
+        graded.append(pairs[0][1].query)
+        return local.scores(pairs)
 
     def refer(rows) -> Future:
-        return answer(rows, referred, lambda row: row.set(keys.REF_LOG_PROBS, row.get(keys.LOG_PROBS) - 1))
+        referred.append(int(rows[0].get(keys.GROUP_ID)))
+        future: Future = Future()
+        copies = [row.clone() for row in rows]
+        future.set_result([row.set(keys.REF_LOG_PROBS, row.get(keys.LOG_PROBS) - 1) for row in copies])
+        return future
 
-    services = rig.source._pipeline._services
-    rig.source._pipeline._services = type(services)(services.sample, grade, refer)
+    local = small_env().grader
+    seed = random.getrandbits(30)
+    rig = Rig(num_groups=3, refill=True, right=0.3, seed=seed, max_draws=50, grade=grade, reference=refer)
     batch = rig.turn(0)
-    assert sorted(graded) == list(range(rig.desk.asked[2] + 1 + int(rig.source.metrics()["groups/refilled"])))
+    drawn = range(3 + int(rig.source.metrics()["groups/refilled"]))
+    assert sorted(graded) == sorted(rig.env.stream.example_of(number).query for number in drawn)
     assert sorted(referred) == ids(batch)
     for row in batch.unbind(0):
         torch.testing.assert_close(row.get(keys.REF_LOG_PROBS), row.get(keys.LOG_PROBS) - 1)
@@ -509,15 +577,9 @@ def test_threads_that_finish_at_random_moments_give_every_prompt_once() -> None:
 
     seen: list[int] = []
     with ThreadPoolExecutor(4) as pool:
-        source = AsyncSource(
-            env,
-            lambda request: pool.submit(generate, request),
-            num_groups=3,
-            max_policy_age=2,
-            version=lambda: engine.version,
-            refill=True,
-            max_draws=4,
-        )
+        desk = Desk(engine)
+        desk.submit = lambda request, sampling: pool.submit(generate, request)
+        source = RolloutSource(Rollouts(env, desk), SAMPLING, num_groups=3, max_policy_age=2, refill=True, max_draws=4)
         for turn in range(12):
             batch = source.next_batch(turn)
             seen += ids(batch)
@@ -530,11 +592,12 @@ def test_threads_that_finish_at_random_moments_give_every_prompt_once() -> None:
 
 def test_the_next_batch_is_sampled_and_graded_while_the_learner_has_this_one() -> None:
     """Nobody calls the source meanwhile: its own thread does it. What that saves: ``benchmarks.overlap``."""
-    graded: list[int] = []
+    graded: list[str] = []
+    local = small_env().grader
 
-    def grade(rows) -> Future:
-        graded.append(int(rows[0].get(keys.GROUP_ID)))
-        return rig.env.begin_grading(rows)
+    def grade(pairs) -> Future:
+        graded.append(pairs[0][1].query)
+        return local.scores(pairs)
 
     rig = Rig(max_policy_age=1, threaded=True, grade=grade)
     with ThreadPoolExecutor(1) as pool:
@@ -545,7 +608,7 @@ def test_the_next_batch_is_sampled_and_graded_while_the_learner_has_this_one() -
         learning = asking.result(60)
     for group_id in range(4, 8):
         rig.desk.finish(group_id)
-    wait_for(lambda: sorted(graded) == list(range(8)))
+    wait_for(lambda: len(set(graded)) == 8)
     rig.engine.version = 1
     rig.source.release(learning)
     assert ids(rig.source.next_batch(1)) == [4, 5, 6, 7]

@@ -6,15 +6,16 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
-from sota_grpo.engines.base import Generates
+from sota_grpo.engines.base import Engine
 from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.workers.base import promised, resolve
@@ -81,29 +82,17 @@ def scripted(**options) -> ScriptedEngine:
     return ScriptedEngine(script, **{"eos_token_id": EOS, "max_model_len": CONTEXT, "duration_s": jitter, **options})
 
 
-class GenerateOnly:
-    """The least that an engine may have."""
-
-    name, version, max_model_len = "least", 0, CONTEXT
-
-    def __init__(self) -> None:
-        self._engine = scripted()
-        self.generate = self._engine.generate
-        self.update_weights, self.sleep = self._engine.update_weights, self._engine.sleep
-        self.wake, self.close = self._engine.wake, self._engine.close
-
-
-class Submitting:
+class Submitting(Streams):
     """An engine behind futures, which resolve on its own thread."""
 
-    name, version, max_model_len = "servant", 0, CONTEXT
+    name, version, max_model_len, stepwise, weight_dtype = "servant", 0, CONTEXT, False, None
 
     def __init__(self) -> None:
         self.servant = RolloutServant(scripted)
         self.submit = self.servant.run
 
-    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
-        raise AssertionError("the dialogs submit")
+    def advance(self) -> bool:
+        return False
 
     def update_weights(self, weights: object, version: int) -> None: ...
 
@@ -115,10 +104,8 @@ class Submitting:
         self.servant.close()
 
 
-KINDS: dict[str, Callable[[], Generates]] = {
+KINDS: dict[str, Callable[[], Engine]] = {
     "steps": scripted,
-    "rounds": scripted,
-    "generate alone": GenerateOnly,
     "futures": Submitting,
 }
 
@@ -128,12 +115,12 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def dialogs(engine: Generates, grader: Grader | None = None, **options) -> DialogEngine:
+def dialogs(engine: Engine, grader: Grader | None = None, **options) -> DialogEngine:
     return DialogEngine(engine, grader or Grader(), Words(), **{"max_steps": MAX_STEPS, **options})
 
 
 def of_kind(kind: str, grader: Grader | None = None) -> DialogEngine:
-    return dialogs(KINDS[kind](), grader, in_rounds=kind == "rounds")
+    return dialogs(KINDS[kind](), grader)
 
 
 def some_requests(count: int, seed: int = SEED, *, num_samples: int = 3) -> list[GroupRequest]:
@@ -224,12 +211,11 @@ def test_a_dialog_goes_on_where_the_reply_and_one_more_token_have_room(
     engine = scripted(max_model_len=context)
     engine._script = lambda request, index, version: [5]
     request = replace(some_requests(1)[0], prompt_ids=(1, 2, 3))
-    for in_rounds in (False, True):
-        (output,) = dialogs(engine, Grader(always), in_rounds=in_rounds).generate([request], SAMPLING)
-        for sample in output.samples:
-            mask = as_lists(sample)[3]
-            assert "".join("x" if own else "." for own in mask) == said
-            assert sample.truncated == truncated
+    (output,) = dialogs(engine, Grader(always)).generate([request], SAMPLING)
+    for sample in output.samples:
+        mask = as_lists(sample)[3]
+        assert "".join("x" if own else "." for own in mask) == said
+        assert sample.truncated == truncated
 
 
 def test_a_dialog_of_one_turn_is_what_the_engine_gave(kind: str) -> None:
@@ -296,8 +282,7 @@ def test_a_new_turn_begins_while_other_groups_are_in_theirs() -> None:
     assert [sample.token_ids.tolist() for sample in first.samples] == [[5, EOS, 7, 8] * 3 + [5, EOS]] * 3
 
 
-@pytest.mark.parametrize("kind", ["steps", "rounds", "generate alone"])
-def test_a_push_lands_between_the_turns_and_every_token_keeps_its_version(kind: str) -> None:
+def test_a_push_lands_between_the_turns_and_every_token_keeps_its_version() -> None:
     requests, pushed = some_requests(5), []
 
     def score(text: str, example: Example) -> Score:
@@ -305,7 +290,7 @@ def test_a_push_lands_between_the_turns_and_every_token_keeps_its_version(kind: 
             pushed.append(engine.update_weights(iter(()), 1))
         return always(text, example)
 
-    engine = of_kind(kind, Grader(score))
+    engine = dialogs(scripted(), Grader(score))
     seen = set()
     for output in engine.generate(requests, SAMPLING):
         for sample in output.samples:
@@ -358,8 +343,7 @@ def test_what_the_grader_raises_is_the_callers(kind: str, late: bool) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("in_rounds", [False, True])
-def test_an_engine_that_raises_in_a_step_ends_the_stream(in_rounds: bool) -> None:
+def test_an_engine_that_raises_in_a_step_ends_the_stream() -> None:
     def short_prompts_only(request: GroupRequest, index: int, version: int) -> list[int]:
         if len(request.prompt_ids) > 3:
             raise OSError("the engine is gone")
@@ -369,7 +353,7 @@ def test_an_engine_that_raises_in_a_step_ends_the_stream(in_rounds: bool) -> Non
     engine._script = short_prompts_only
     requests = [replace(request, prompt_ids=(1, 2, 3)) for request in some_requests(3)]
     with pytest.raises(OSError, match="the engine is gone"):
-        list(dialogs(engine, Grader(always), in_rounds=in_rounds).generate(requests, SAMPLING))
+        list(dialogs(engine, Grader(always)).generate(requests, SAMPLING))
 
 
 def test_nothing_is_sampled_before_the_first_group_is_asked_for(kind: str) -> None:
@@ -390,8 +374,8 @@ def test_an_engine_with_nothing_to_sample_is_left_alone_while_the_grader_works()
 
     engine, steps = scripted(duration_s=0.0), []
     engine._script = lambda request, index, version: [5]
-    step = engine.step
-    engine.step = lambda: steps.append(1) or step()
+    step = engine._step
+    engine._step = lambda: steps.append(1) or step()
     list(dialogs(engine, Grader(slow, late=True)).generate(some_requests(1, num_samples=1), SAMPLING))
     assert len(steps) < 3 * MAX_STEPS
 
@@ -448,11 +432,7 @@ def test_a_request_that_cannot_be_a_dialog_is_refused_at_the_call(kind: str) -> 
 def test_the_rest_of_the_protocol_is_the_engines() -> None:
     inner = scripted()
     engine = dialogs(inner)
-    assert isinstance(engine, Generates)
+    assert isinstance(engine, Engine)
     assert (engine.name, engine.max_model_len, engine.version) == ("scripted", CONTEXT, 0)
     engine.update_weights([("w", torch.ones(3))], 4)
     assert (engine.version, inner.checksum) == (4, 3.0)
-    assert not hasattr(engine, "fleet")
-    inner.fleet = "workers"
-    engine.base = "base"
-    assert (engine.fleet, inner.base) == ("workers", "base")

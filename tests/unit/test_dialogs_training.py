@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.engines.base import Generates
+from sota_grpo.engines.base import Engine
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
@@ -32,8 +32,8 @@ from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.async_source import AsyncSource
-from sota_grpo.source.collectors import RolloutCollector, SyncSource
+from sota_grpo.source.rollouts import Rollouts
+from sota_grpo.source.source import RolloutSource
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.think_again import MESSAGE, ThinkAgain
 from sota_grpo.training.learner import Learner
@@ -160,12 +160,9 @@ class InProcess:
 class WithExamples(DialogEngine):
     """Finds the example of a request by its prompt, where who asked did not send it along."""
 
-    def __init__(self, engine: Generates, env: TaskEnv, **options) -> None:
+    def __init__(self, engine: Engine, env: TaskEnv, **options) -> None:
         super().__init__(engine, InProcess(env.task), TurnTokens(env.tokenizer), **options)
         self._examples = {env.prompt_ids(example): example for example in env.task.train}
-
-    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
-        return super().generate([replace(r, example=self._examples[r.prompt_ids]) for r in requests], sampling)
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         return super().submit(replace(request, example=self._examples[request.prompt_ids]), sampling)
@@ -176,14 +173,20 @@ def make_env() -> TaskEnv:
     return TaskEnv(task, load_tokenizer("tiny"), num_envs=16, repeats=4)
 
 
-def make_parts(engine: DialogEngine, env: TaskEnv, dump_dir: Path) -> tuple[SyncSource, Learner, Publisher]:
+def make_parts(engine: DialogEngine, env: TaskEnv, dump_dir: Path) -> tuple[RolloutSource, Learner, Publisher]:
     torch.manual_seed(0)
     model = load_model("tiny")
     policy = CausalPolicy(model, temperature=1.0)
     settings = LearnerSettings(lr=1e-4, total_steps=4, optim_batch_size=16)
     learner = Learner(policy, GRPOLoss(policy, entropy_bonus=False), settings, pad_token_id=0, dump_dir=dump_dir)
-    collector = RolloutCollector(env, engine, sampling=Sampling(max_tokens=48), dialog_turns_per_batch=16, seed=SEED)
-    source = SyncSource(collector, [("advantage", GroupAdvantage())], num_groups=4)
+    source = RolloutSource(
+        Rollouts(env, engine),
+        Sampling(max_tokens=48),
+        num_groups=4,
+        lockstep=True,
+        transforms=[("advantage", GroupAdvantage())],
+        seed=SEED,
+    )
     return source, learner, Publisher(lambda: engine_weights(model), [engine])
 
 
@@ -249,40 +252,31 @@ def test_a_source_with_workers_gives_the_dialogs_of_lockstep() -> None:
     """At age 0, through the front of the rollout workers: the same rows in the same order."""
     envs = [make_env() for _ in range(2)]
     here = WithExamples(scripted_thinker(envs[0]), envs[0], max_steps=2)
-    sampling, options = Sampling(max_tokens=48), {"num_groups": 4, "transforms": [("advantage", GroupAdvantage())]}
-    collector = RolloutCollector(envs[0], here, sampling=sampling, dialog_turns_per_batch=16, seed=SEED)
-    lockstep = SyncSource(collector, **options)
+    sampling = Sampling(max_tokens=48)
+    options = {"num_groups": 4, "transforms": [("advantage", GroupAdvantage())], "seed": SEED}
+    lockstep = RolloutSource(Rollouts(envs[0], here), sampling, lockstep=True, **options)
     servant = RolloutServant(lambda: scripted_thinker(envs[1]))
     fleet: Any = SimpleNamespace(submit=servant.run, close=servant.close)
     front = FleetEngine(fleet, name="scripted", max_model_len=2048, share=lambda value: value, deadline_s=9.0)
     there = WithExamples(front, envs[1], max_steps=2)
-    workers = AsyncSource(
-        envs[1],
-        lambda request: there.submit(request, sampling),
-        max_policy_age=0,
-        version=lambda: there.version,
-        seed=SEED,
-        wait_deadline_s=20.0,
-        **options,
-    )
+    workers = RolloutSource(Rollouts(envs[1], there), sampling, wait_deadline_s=20.0, **options)
     for _ in range(3):
         mine, theirs = lockstep.next_batch(0), workers.next_batch(0)
         for one, other in zip(mine.unbind(0), theirs.unbind(0), strict=True):
             for key in (keys.GROUP_ID, keys.FULL_TOKENS, keys.ASSISTANT_MASK, keys.TOKEN_VERSION, keys.ADVANTAGE):
                 assert torch.equal(one.get(key), other.get(key)), f"seed {SEED}"
         workers.release(theirs)
-    assert there.fleet is fleet
+        lockstep.release(mine)
     workers.close()
     there.close()
 
 
-@pytest.mark.parametrize("in_rounds", [True, False])
-def test_engine_and_trainer_agree_on_every_token_of_a_dialog(in_rounds: bool, tmp_path: Path) -> None:
+def test_engine_and_trainer_agree_on_every_token_of_a_dialog(tmp_path: Path) -> None:
     """The embedded engine's log-probs, of first turns and of later ones, are the trainer's; after a push too."""
     env = make_env()
     tokenizer = env.tokenizer
     ids = {"eos_token_ids": [tokenizer.eos_token_id], "pad_token_id": tokenizer.pad_token_id}
-    engine = WithExamples(TransformersEngine(load_model("tiny"), **ids), env, max_steps=3, in_rounds=in_rounds)
+    engine = WithExamples(TransformersEngine(load_model("tiny"), **ids), env, max_steps=3)
     source, learner, publisher = make_parts(engine, env, tmp_path)
     for _ in range(2):
         batch = source.next_batch(learner.version)

@@ -30,10 +30,12 @@ from tests.engine_rigs import (
     EOS,
     PAD,
     VOCAB,
+    add,
     changed_weights,
     generate,
     largest_gap,
     ragged_requests,
+    step,
     tiny_model,
     token_lists,
 )
@@ -189,13 +191,13 @@ def test_a_push_between_two_steps_holds_from_the_next_token_on():
     new.load_state_dict(changed_weights(old))
     engine = hf_engine(old)
     requests, num_before = ragged_requests(3, 2), 5
-    tickets = engine.add(requests, Sampling(max_tokens=12, ignore_eos=True))
+    tickets = add(engine, requests, Sampling(max_tokens=12, ignore_eos=True))
     for _ in range(num_before):
-        assert engine.step() == []
+        assert step(engine) == []
     engine.update_weights(new.state_dict().items(), 6)
     found = {}
     while engine.num_in_flight:
-        found.update(engine.step())
+        found.update(step(engine))
     for ticket, request in zip(tickets, requests):
         for sample in found[ticket].samples:
             assert sample.versions.tolist() == [0] * num_before + [6] * (12 - num_before)
@@ -219,10 +221,10 @@ def test_a_call_gives_equal_bits_whatever_else_is_in_flight():
     engine = hf_engine(tiny_model(), max_rows=30)
     calls = [(ragged_requests(n, 3), Sampling(max_tokens=40)) for n in (3, 4, 8)]  # the last one comes in two parts
     alone = [generate(engine, *call) for call in calls]
-    tickets = [(engine.add(*call), engine.step())[0] for call in calls]
+    tickets = [(add(engine, *call), step(engine))[0] for call in calls]
     found: dict[int, GroupOutput] = {}
     while engine.num_in_flight:
-        found.update(engine.step())
+        found.update(step(engine))
     for numbers, expected in zip(tickets, alone):
         for output in map(found.__getitem__, numbers):
             for a, b in zip(output.samples, expected[output.group_id].samples, strict=True):
@@ -237,10 +239,10 @@ def test_waiting_groups_start_as_soon_as_they_fit_under_max_rows():
     tickets = []
     for i, length in enumerate(lengths):
         request, sampling = GroupRequest(i, (5, 6, 7), 3, seed=i), Sampling(max_tokens=length, ignore_eos=True)
-        tickets += engine.add([request], sampling)
+        tickets += add(engine, [request], sampling)
     ended_at = {}
-    for step in itertools.count(1):
-        ended_at |= dict.fromkeys((ticket for ticket, _ in engine.step()), step)
+    for count in itertools.count(1):
+        ended_at |= dict.fromkeys((ticket for ticket, _ in step(engine)), count)
         if not engine.num_in_flight:
             break
     assert [ended_at[ticket] for ticket in tickets] == [10, 11, 10 + 12, 11 + 13, 22 + 14, 24 + 15]
@@ -412,11 +414,11 @@ def test_scripted_groups_come_out_shortest_first_and_take_their_time(monkeypatch
 def test_a_scripted_group_keeps_the_version_it_was_taken_in_with_and_steps_are_short(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scripted, "time", clock := SleepingClock())
     engine = ScriptedEngine(duration_s=0.3)
-    (ticket,) = engine.add([GroupRequest(0, (2,), 1, seed=0)], Sampling(max_tokens=2))
+    (ticket,) = add(engine, [GroupRequest(0, (2,), 1, seed=0)], Sampling(max_tokens=2))
+    found, steps = step(engine), 1
     engine.update_weights([], 1)
-    steps, found = 0, []
     while engine.num_in_flight:
-        found += engine.step()
+        found += step(engine)
         steps += 1
         assert len(clock.slept) <= steps
     assert max(clock.slept) <= 0.005

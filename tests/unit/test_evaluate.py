@@ -6,7 +6,8 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from sota_grpo.assembly.evaluation import evaluate
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
+from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.tasks.ifeval import IFEvalTask
 from sota_grpo.training.evaluate import Accuracy, Evaluator, Response, pass_at_k
 from tests.l3_parts import make_env, make_saying
@@ -32,7 +34,9 @@ def test_standard_error_of_a_share_is_the_binomial_one() -> None:
 
 def measured(env, say, **options) -> dict[str, float]:
     engine, examples = make_saying(env, say), env.task.heldout[:8]
-    return Evaluator(env, engine, examples, max_tokens=64, **{"avg_at_k": 0, "seed": SEED} | options).measure()
+    return Evaluator(
+        Rollouts(env, engine), examples, max_tokens=64, **{"avg_at_k": 0, "seed": SEED} | options
+    ).measure()
 
 
 def test_accuracy_is_the_share_of_right_answers() -> None:
@@ -92,7 +96,7 @@ def test_pass_at_k_refuses_what_cannot_be_counted(right: int, samples: int, k: i
 def test_every_response_is_handed_over_once_with_its_problem() -> None:
     env, told = make_env(), dict[int, list[str]]()
     engine = make_saying(env, lambda request, index: f"{request.group_id} {index}")
-    evaluator = Evaluator(env, engine, env.task.heldout[:8], max_tokens=64, avg_at_k=3, seed=SEED)
+    evaluator = Evaluator(Rollouts(env, engine), env.task.heldout[:8], max_tokens=64, avg_at_k=3, seed=SEED)
 
     def graded(problem: int, responses: Sequence[Response]) -> None:
         assert problem not in told
@@ -114,7 +118,7 @@ def test_the_measures_of_an_evaluation_are_those_of_its_responses() -> None:
         is_right = request.group_id % 2 == 0 if greedy else index < request.group_id % 5
         return env.task.gold_response(examples[request.group_id]) if is_right else "no idea"
 
-    evaluator = Evaluator(env, make_saying(env, say), examples, max_tokens=64, avg_at_k=4, seed=SEED)
+    evaluator = Evaluator(Rollouts(env, make_saying(env, say)), examples, max_tokens=64, avg_at_k=4, seed=SEED)
     found = evaluate(evaluator)
     assert found["num_problems"] == 10
     assert found["greedy"]["accuracy"] == 0.5
@@ -129,17 +133,23 @@ def test_the_measures_of_an_evaluation_are_those_of_its_responses() -> None:
 class Dialogs:
     """Answers every request with a dialog of two turns, between which somebody else speaks."""
 
+    stepwise = False
+
     def __init__(self, ids: list[list[int]]) -> None:
         self.ids, self.requests = ids, list[GroupRequest]()
 
-    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
-        self.requests = list(requests)
+    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
+        self.requests.append(request)
         first, user, last = self.ids
         mask = torch.tensor([True] * len(first) + [False] * len(user) + [True] * len(last))
         ids = torch.tensor([*first, *user, *last])
         sample = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids)), truncated=False, assistant_mask=mask)
-        for request in requests:
-            yield GroupOutput(request.group_id, (sample,) * request.num_samples)
+        answered: Future[GroupOutput] = Future()
+        answered.set_result(GroupOutput(request.group_id, (sample,) * request.num_samples))
+        return answered
+
+    def advance(self) -> bool:
+        return False
 
 
 def test_the_last_turn_of_a_dialog_is_graded() -> None:
@@ -147,7 +157,7 @@ def test_the_last_turn_of_a_dialog_is_graded() -> None:
     env.grader = LocalGrader(lambda text, example: texts.append(text) or Score({"correct": 1.0}, True), ["correct"])
     dialogs = Dialogs([env.tokenizer(text)["input_ids"] for text in ("no", "think again", "it is 4")])
     examples = env.task.heldout[:2]
-    Evaluator(env, dialogs, examples, max_tokens=64, avg_at_k=0, seed=0).measure()
+    Evaluator(Rollouts(env, dialogs), examples, max_tokens=64, avg_at_k=0, seed=0).measure()
     assert texts == ["it is 4"] * 2
     assert [request.example for request in dialogs.requests] == list(examples)
 
@@ -212,7 +222,7 @@ def test_the_accuracies_of_ifeval_are_counted_over_prompts_and_over_instructions
         return task.score(response, example)
 
     env.task, env.grader = task, LocalGrader(score, list(task.term_weights))
-    evaluator = Evaluator(env, make_saying(env, lambda request, index: said[request.group_id]), task.heldout,
+    evaluator = Evaluator(Rollouts(env, make_saying(env, lambda request, index: said[request.group_id])), task.heldout,
                           max_tokens=64, avg_at_k=0, seed=0)  # fmt: skip
     found = evaluator.measure()
     shares = {name.removeprefix("eval/task/"): found[name] for name in found if name.startswith("eval/task/")}

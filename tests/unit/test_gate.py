@@ -33,16 +33,16 @@ def failed(subject: Subject) -> list[str]:
 
 def test_a_right_run_passes_and_keeps_its_state(subject: Subject) -> None:
     before = {name: value.clone() for name, value in subject.learner.policy.state_dict().items()}
-    stream, random = subject.env.stream.state_dict(), rng_state()
+    stream, random = subject.rollouts.env.stream.state_dict(), rng_state()
     probe = subject.sample(num_prompts=1, num_samples=1)[0][keys.LOG_PROBS]
     assert failed(subject) == []
     after = subject.learner.policy.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert subject.env.stream.state_dict() == stream
+    assert subject.rollouts.env.stream.state_dict() == stream
     assert str(rng_state()) == str(random)
     assert torch.equal(subject.sample(num_prompts=1, num_samples=1)[0][keys.LOG_PROBS], probe)
     assert all(parameter.grad is None for parameter in subject.learner.parameters)
-    assert subject.engine.version == subject.learner.version == 0
+    assert subject.rollouts.engine.version == subject.learner.version == 0
 
 
 def test_a_lora_run_passes(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_push_that_does_not_land_is_found(subject: Subject) -> None:
     subject.publisher.weights = lambda: []
-    subject.engine.update_weights = lambda weights, version: None
+    subject.rollouts.engine.update_weights = lambda weights, version: None
     assert failed(subject) == ["pushed weights landed"]
 
 
@@ -229,7 +229,7 @@ def test_every_trainable_tensor_is_moved_and_restored_bit_for_bit(tmp_path: Path
 
 def test_a_tied_head_that_stays_old_is_found(subject: Subject) -> None:
     """The trap of a push without ``lm_head.weight``: everything but the head is new."""
-    engine = subject.engine
+    engine = subject.rollouts.engine
     push, head = engine.update_weights, subject.learner.policy.model.lm_head.weight.detach().clone()
     subject.learner.policy.model.config.tie_word_embeddings = True
 
@@ -269,7 +269,7 @@ def test_a_grader_that_refuses_the_gold_answer_is_found(subject: Subject) -> Non
 
 
 def test_a_grader_that_pays_for_nothing_is_found(subject: Subject) -> None:
-    subject.env.grader = LocalGrader(lambda response, example: Score({"correct": 1.0}, True), ["correct"])
+    subject.rollouts.env.grader = LocalGrader(lambda response, example: Score({"correct": 1.0}, True), ["correct"])
     assert not gate.gold_answers_earn_the_full_reward(subject).passed
 
 
@@ -305,8 +305,8 @@ class NeedsEverySibling:
 @pytest.mark.parametrize("more", [0, 1], ids=["works in training", "works in no group"])
 def test_a_function_of_whole_groups_is_asked_about_a_whole_group(subject: Subject, more: int) -> None:
     subject.task = without_golds(subject.task)
-    subject.task.score = NeedsEverySibling(subject.env.repeats + more)
-    subject.env.grader = LocalGrader(subject.task.score, ["correct"])
+    subject.task.score = NeedsEverySibling(subject.rollouts.env.repeats + more)
+    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert check.passed == (not more)
     assert ("failed at" in check.sentence) == bool(more)
@@ -321,12 +321,15 @@ class FailsAtOneQuestion(NeedsEverySibling):
 
 def test_one_example_that_a_function_of_groups_cannot_grade_is_told_and_no_more(subject: Subject) -> None:
     subject.task = without_golds(subject.task)
-    subject.task.score = FailsAtOneQuestion(subject.env.repeats)
+    subject.task.score = FailsAtOneQuestion(subject.rollouts.env.repeats)
     subject.task.score.question = subject.task.train[0].query
-    subject.env.grader = LocalGrader(subject.task.score, ["correct"])
+    subject.rollouts.env.grader = LocalGrader(subject.task.score, ["correct"])
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert check.passed
-    assert f"failed at {subject.env.repeats} of {gate.NUM_GROUPS * subject.env.repeats} texts" in check.sentence
+    assert (
+        f"failed at {subject.rollouts.env.repeats} of {gate.NUM_GROUPS * subject.rollouts.env.repeats} texts"
+        in check.sentence
+    )
 
 
 @pytest.mark.parametrize("share_device", [True, False])
@@ -336,7 +339,7 @@ def test_on_a_shared_device_the_engine_sleeps_while_the_learner_computes(
     """And before it wakes, this process gives back what it only holds in reserve."""
     seen = {"asleep": False, "given back": False}
     computed, woken = [], []
-    engine, learner = subject.engine, subject.learner
+    engine, learner = subject.rollouts.engine, subject.learner
     sleep = lambda: seen.update({"asleep": True, "given back": False})  # noqa: E731
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.update({"given back": True}))
     monkeypatch.setattr(engine, "sleep", sleep)
@@ -368,13 +371,13 @@ def test_a_strict_gate_ends_at_the_first_check_that_fails(subject: Subject) -> N
 
 def test_a_reward_that_applies_to_nothing_is_told(subject: Subject) -> None:
     subject.task = without_golds(subject.task)
-    subject.env.grader = LocalGrader(lambda text, example: Score({"correct": None}, False), ["correct"])
+    subject.rollouts.env.grader = LocalGrader(lambda text, example: Score({"correct": None}, False), ["correct"])
     sentence = gate.gold_answers_earn_the_full_reward(subject).sentence
     assert "no reward applies to any of 104 texts" in sentence
 
 
 def test_a_term_that_does_not_apply_counts_nothing(subject: Subject) -> None:
-    subject.env.grader = LocalGrader(
+    subject.rollouts.env.grader = LocalGrader(
         lambda text, example: Score({"correct": 1.0 if text else None}, bool(text)), ["correct"]
     )
     check = gate.gold_answers_earn_the_full_reward(subject)
@@ -390,7 +393,7 @@ def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(subject
         texts.append(response)
         raise OSError("no judge")
 
-    subject.env.grader = LocalGrader(broken, ["correct"])
+    subject.rollouts.env.grader = LocalGrader(broken, ["correct"])
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert not check.passed
     assert check.sentence.endswith("the grader failed at 4 of 4 texts, the first: OSError: no judge")
@@ -399,7 +402,9 @@ def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(subject
 
 def test_empty_answers_that_cannot_be_graded_are_told_where_the_gold_ones_can(subject: Subject) -> None:
     task = subject.task
-    subject.env.grader = LocalGrader(lambda text, example: task.score(text[1:] + text[0], example), task.term_weights)
+    subject.rollouts.env.grader = LocalGrader(
+        lambda text, example: task.score(text[1:] + text[0], example), task.term_weights
+    )
     subject.task = SimpleNamespace(
         train=task.train[:2],
         heldout=task.heldout[:1],
@@ -432,7 +437,7 @@ def test_a_question_in_other_letters_is_the_same_question(subject: Subject) -> N
 
 def test_strict_refuses_warn_goes_on_off_does_nothing(subject: Subject) -> None:
     subject.publisher.weights = lambda: []
-    subject.engine.update_weights = lambda weights, version: None
+    subject.rollouts.engine.update_weights = lambda weights, version: None
     with pytest.raises(CheckError, match=r"pushed weights landed.*check\.mode=warn"):
         run_gate(subject, "strict")
     assert len(run_gate(subject, "warn")) == len(CHECKS)

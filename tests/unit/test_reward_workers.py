@@ -22,7 +22,9 @@ from sota_grpo.loop import run
 from sota_grpo.rewards.grading import GradingPool, LocalGrader
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.collectors import RolloutCollector, SyncSource
+from sota_grpo.source.collector import RolloutCollector
+from sota_grpo.source.rollouts import Rollouts
+from sota_grpo.source.source import RolloutSource
 from sota_grpo.tasks import make_scorer
 from sota_grpo.training import gate
 from sota_grpo.training.evaluate import Evaluator
@@ -55,8 +57,10 @@ def moods(num_groups: int, **at: tuple[int, int]):
 
 def test_training_in_lockstep_goes_on_and_counts_what_failed(env: TaskEnv, pool: GradingPool, tmp_path: Path) -> None:
     engine = make_saying(env, moods(4, spin=(1, 2), crash=(3, 0)))
-    collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=16, seed=SEED)
-    source = SyncSource(collector, [("score", GroupAdvantage())], num_groups=4)
+    transforms = [("score", GroupAdvantage())]
+    source = RolloutSource(
+        Rollouts(env, engine), SAMPLING, num_groups=4, lockstep=True, transforms=transforms, seed=SEED
+    )
     learner, batches = make_subject(tmp_path).learner, []
     done = run(
         source,
@@ -104,7 +108,7 @@ def test_an_evaluation_ends_and_says_what_failed(
         return {2: "hang", 4: "exit"}.get(request.group_id, right[request.group_id])
 
     engine = make_saying(env, say)
-    found = Evaluator(env, engine, env.task.heldout[:6], max_tokens=64, avg_at_k=0, seed=SEED).measure()
+    found = Evaluator(Rollouts(env, engine), env.task.heldout[:6], max_tokens=64, avg_at_k=0, seed=SEED).measure()
     assert found["eval/accuracy"] == 4 / 6
     assert "failed at 2 of 6 responses of this evaluation" in caplog.text
     assert pool.fleet.restarts == 2
@@ -112,7 +116,7 @@ def test_an_evaluation_ends_and_says_what_failed(
 
 def test_the_gate_refuses_a_grader_that_hangs_at_gold_answers(env: TaskEnv, tmp_path: Path) -> None:
     subject = make_subject(tmp_path)
-    subject.env, task = env, env.task
+    subject.rollouts, task = Rollouts(env, subject.rollouts.engine), env.task
     subject.task = SimpleNamespace(
         train=task.train,
         heldout=task.heldout,
@@ -127,7 +131,8 @@ def test_the_gate_refuses_a_grader_that_hangs_at_gold_answers(env: TaskEnv, tmp_
 
 def test_the_gates_own_samples_may_hang_their_grader(env: TaskEnv, pool: GradingPool, tmp_path: Path) -> None:
     subject = make_subject(tmp_path)
-    subject.env, subject.task, subject.engine = env, env.task, make_saying(env, moods(4, hang=(0, 1), crash=(2, 0)))
+    subject.task = env.task
+    subject.rollouts = Rollouts(env, make_saying(env, moods(4, hang=(0, 1), crash=(2, 0))))
     failed = {(int(row[keys.GROUP_ID]), int(row[keys.SAMPLE_ID])) for row in subject.sample() if row[keys.REWARD_ERROR]}
     assert failed == {(0, 1), (2, 0)}
 

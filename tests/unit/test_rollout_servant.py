@@ -70,13 +70,15 @@ class HeldEngine(ScriptedEngine):
         self.num_steps_at_push: list[int] = []
         self.closed = False
 
-    def step(self) -> list[tuple[int, GroupOutput]]:
+    def advance(self) -> bool:
+        if not self.num_in_flight:
+            return False
         self.num_steps += 1
         self.stepping.set()
         self.go.wait(WAIT_S)
         if self.failure is not None:
             raise self.failure
-        return super().step()
+        return super().advance()
 
     def update_weights(self, weights, version: int) -> None:
         self.num_steps_at_push.append(self.num_steps)
@@ -111,15 +113,15 @@ def test_equal_group_ids_under_two_samplings_reach_their_own_callers(start):
 def test_requests_that_wait_are_added_together(start):
     engine = HeldEngine()
     batches: list[int] = []
-    add = engine.add
-    engine.add = lambda requests, sampling: batches.append(len(requests)) or add(requests, sampling)
+    begin = engine._start
+    engine._start = lambda tickets, *rest: batches.append(len(tickets)) or begin(tickets, *rest)
     servant = start(lambda: engine)
     first = servant.run(REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
     others = [servant.run(replace(REQUEST, group_id=i), Sampling(max_tokens=2)) for i in range(1, 6)]
     engine.go.set()
     assert len(outputs_of([first, *others])) == 6
-    assert batches == [1, 5]
+    assert batches == [6]  # none begins before the first step
 
 
 def test_weights_land_while_a_group_runs_and_serve_its_next_tokens(start):
@@ -160,7 +162,7 @@ def test_a_push_waits_for_one_step_at_most(start):
         assert engine.num_steps_at_push[-1] - before <= 1
 
 
-def test_calls_take_effect_in_their_order(start):
+def test_pushes_take_effect_in_their_order_and_a_group_begins_with_the_newest(start):
     engine = HeldEngine(duration_s=0.01)
     servant = start(lambda: engine)
     blocked = servant.run(REQUEST, Sampling(max_tokens=2))
@@ -171,7 +173,7 @@ def test_calls_take_effect_in_their_order(start):
         runs.append(servant.run(REQUEST, Sampling(max_tokens=2)))
     engine.go.set()
     versions = [int(run.result(WAIT_S).samples[0].versions[0]) for run in (blocked, *runs)]
-    assert versions == [0, 1, 2, 3]
+    assert versions == [3, 3, 3, 3]
 
 
 def test_ping_is_0_when_idle_and_one_step_at_work_and_grows_when_a_step_hangs(start, monkeypatch):
@@ -181,12 +183,12 @@ def test_ping_is_0_when_idle_and_one_step_at_work_and_grows_when_a_step_hangs(st
     class Ticking(HeldEngine):
         """A step takes a second of the servant's clock, a group five steps."""
 
-        def step(self) -> list[tuple[int, GroupOutput]]:
+        def advance(self) -> bool:
+            if not self.num_in_flight:
+                return False
             now_s[0] += 1.0
             seen.append(servant.ping())
-            ended = super().step()
-            assert ended or self.num_steps % 5
-            return ended
+            return super().advance()
 
         def _step(self) -> Iterable[tuple[int, GroupOutput]]:
             return [] if self.num_steps % 5 else super()._step()

@@ -21,6 +21,7 @@ from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.vllm_server import VLLMDialect
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling, sample_seed
+from tests.engine_rigs import add, step
 from tests.process_rigs import wait_for
 from tests.unit.fake_servers import CONTEXT, FakeServer, FakeSGLang, FakeVLLM
 
@@ -68,7 +69,7 @@ def steps_until(engine: ServerEngine, count: int = 1) -> list[tuple[int, GroupOu
     ended: list[tuple[int, GroupOutput]] = []
     deadline = time.monotonic() + 60
     while len(ended) < count and time.monotonic() < deadline:
-        ended += engine.step()
+        ended += step(engine)
     assert len(ended) == count
     return ended
 
@@ -79,7 +80,7 @@ def test_a_group_goes_out_as_ids_and_comes_back_as_samples(rigs: Rigs, kind: str
     engine = rigs.engine(fake)
     assert isinstance(engine, Engine)
     assert engine.max_model_len == CONTEXT
-    (ticket,) = engine.add([request(9, group=77, num_samples=3)], SAMPLING)
+    (ticket,) = add(engine, [request(9, group=77, num_samples=3)], SAMPLING)
     assert engine.num_in_flight == 1
     ((ended, output),) = steps_until(engine)
     assert (ended, output.group_id, len(output.samples), engine.num_in_flight) == (ticket, 77, 3, 0)
@@ -95,7 +96,7 @@ def test_what_vllm_is_asked(rigs: Rigs):
     fake = FakeVLLM()
     engine = rigs.engine(fake)
     sampling = Sampling(max_tokens=100, temperature=0.5, top_p=0.9, top_k=4)
-    engine.add([request(9, num_samples=3, seed=8)], sampling)
+    add(engine, [request(9, num_samples=3, seed=8)], sampling)
     ((_, output),) = steps_until(engine)
     asked = fake.bodies(GENERATE["vllm"])[-1]
     assert asked["token_ids"] == [9, 5, 6]
@@ -145,7 +146,7 @@ def test_sglang_is_not_asked_for_log_probs_that_it_cannot_tell(rigs: Rigs, sampl
     fake = FakeSGLang()
     engine = rigs.engine(fake)
     with pytest.raises(ValueError, match="before top-p and top-k"):
-        engine.add([request(9)], sampling)
+        add(engine, [request(9)], sampling)
     assert (engine.num_in_flight, fake.bodies("/generate")) == (0, [])
 
 
@@ -154,7 +155,7 @@ def test_groups_come_back_in_the_order_in_which_they_end(rigs: Rigs, kind: str):
     fake = fake_of(kind)
     fake.held = {20: threading.Event(), 21: threading.Event()}
     engine = rigs.engine(fake)
-    slow, middle, fast = engine.add([request(20), request(21), request(22)], SAMPLING)
+    slow, middle, fast = add(engine, [request(20), request(21), request(22)], SAMPLING)
     assert steps_until(engine)[0][0] == fast
     fake.held[21].set()
     assert steps_until(engine)[0][0] == middle
@@ -165,7 +166,7 @@ def test_groups_come_back_in_the_order_in_which_they_end(rigs: Rigs, kind: str):
 @pytest.mark.timeout(120)
 def test_a_step_without_anything_in_flight_does_not_wait(rigs: Rigs, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server_module, "_STEP_S", 3600.0)
-    assert rigs.engine(FakeVLLM()).step() == []
+    assert step(rigs.engine(FakeVLLM())) == []
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -173,7 +174,7 @@ def test_a_push_reaches_what_is_in_flight(rigs: Rigs, kind: str):
     fake = fake_of(kind)
     fake.held = {20: threading.Event()}
     engine = rigs.engine(fake)
-    engine.add([request(20, num_samples=1)], SAMPLING)
+    add(engine, [request(20, num_samples=1)], SAMPLING)
     wait_for(lambda: fake.num_sampling == 1)
     engine.update_weights(weights(2.5).items(), 7)
     assert engine.version == 7
@@ -202,7 +203,7 @@ def test_an_sglang_that_tells_no_spans_gets_the_oldest_version_for_all_tokens(ri
     fake = FakeSGLang(spans=False)
     fake.held = {20: threading.Event()}
     engine = rigs.engine(fake)
-    engine.add([request(20)], SAMPLING)
+    add(engine, [request(20)], SAMPLING)
     wait_for(lambda: fake.num_sampling == 1)
     engine.update_weights(weights().items(), 7)
     fake.held[20].set()
@@ -245,7 +246,7 @@ def test_sglang_flushes_its_cache_only_when_nothing_is_in_flight(rigs: Rigs):
     fake.held = {20: threading.Event()}
     engine = rigs.engine(fake)
     engine.update_weights(weights().items(), 1)
-    engine.add([request(20)], SAMPLING)
+    add(engine, [request(20)], SAMPLING)
     engine.update_weights(weights().items(), 2)
     pushes = fake.bodies("/update_weights_from_disk")
     assert [push["flush_cache"] for push in pushes] == [True, False]
@@ -270,7 +271,7 @@ def test_abort_ends_the_request_in_the_server_too(rigs: Rigs, kind: str):
     fake = fake_of(kind)
     fake.held = {20: threading.Event()}
     engine = rigs.engine(fake)
-    engine.add([request(20)], SAMPLING)
+    add(engine, [request(20)], SAMPLING)
     wait_for(lambda: fake.num_sampling == 1)
     engine.abort()
     assert engine.num_in_flight == 0
@@ -285,7 +286,7 @@ def test_a_group_that_somebody_else_aborted_is_an_error(rigs: Rigs):
     fake = FakeVLLM()
     fake.held = {20: threading.Event()}
     engine = rigs.engine(fake)
-    engine.add([request(20)], SAMPLING)
+    add(engine, [request(20)], SAMPLING)
     wait_for(lambda: fake.num_sampling == 1)
     fake.aborted.add(fake.bodies(GENERATE["vllm"])[-1]["request_id"])
     with pytest.raises(ServerError, match="finish_reason=abort"):
@@ -306,20 +307,20 @@ def test_an_error_of_the_server_names_what_was_asked_and_breaks_the_engine(rigs:
     fake = fake_of(kind)
     engine = rigs.engine(fake)
     fake.answers[GENERATE[kind]] = lambda _: (500, {"error": {"message": "EngineCore has a problem"}})
-    engine.add([request(9)], SAMPLING)
+    add(engine, [request(9)], SAMPLING)
     with pytest.raises(
         ServerError, match=rf"POST {fake.url}{GENERATE[kind]} .* status 500: .*EngineCore has a problem"
     ):
         steps_until(engine)
     with pytest.raises(RuntimeError, match=r"broken and has to be built anew: POST .*status 500"):
-        engine.add([request(9)], SAMPLING)
+        add(engine, [request(9)], SAMPLING)
 
 
 def test_an_answer_in_another_form_is_an_error_that_shows_it(rigs: Rigs):
     fake = FakeVLLM()
     engine = rigs.engine(fake)
     fake.answers[GENERATE["vllm"]] = lambda _: (200, {"choices": [{"index": 0, "text": "hello"}]})
-    engine.add([request(9)], SAMPLING)
+    add(engine, [request(9)], SAMPLING)
     with pytest.raises(ServerError, match=r"a form this client does not know.*hello"):
         steps_until(engine)
 
@@ -329,7 +330,7 @@ def test_fewer_samples_than_were_asked_for_are_an_error(rigs: Rigs):
     engine = rigs.engine(fake)
     whole = fake.answers["/generate"]
     fake.answers["/generate"] = lambda body: (200, whole(body)[1][:1])
-    engine.add([request(9, num_samples=2)], SAMPLING)
+    add(engine, [request(9, num_samples=2)], SAMPLING)
     with pytest.raises(ServerError, match="answered 2 samples with 1"):
         steps_until(engine)
 
@@ -338,7 +339,7 @@ def test_a_silent_server_is_told_by_url_and_seconds(rigs: Rigs):
     fake = FakeVLLM()
     fake.held = {20: threading.Event()}
     engine = rigs.engine(fake, deadlines=Deadlines(generate=0.2))
-    engine.add([request(20)], SAMPLING)
+    add(engine, [request(20)], SAMPLING)
     with pytest.raises(ServerError, match=rf"POST {fake.url}/inference/v1/generate was not answered within 0.2 s"):
         steps_until(engine)
     fake.held[20].set()
@@ -352,9 +353,9 @@ def test_a_hung_server_is_found_long_before_a_group_is_due(
     fake = fake_of(kind)
     fake.held = {20: threading.Event()}
     engine = rigs.engine(fake, deadlines=Deadlines(control=0.3))
-    engine.add([request(20)], SAMPLING)
+    add(engine, [request(20)], SAMPLING)
     for _ in range(5):
-        engine.step()  # it works, and answers: no error however long a group takes
+        step(engine)  # it works, and answers: no error however long a group takes
     release = threading.Event()
     fake.answers[path] = lambda _: (200, release.wait(60))
     with pytest.raises(ServerError, match=rf"GET {fake.url}{path} was not answered within 0.3 s"):
@@ -386,7 +387,7 @@ def test_weights_of_somebody_else_in_the_server_are_found(rigs: Rigs):
     fake = FakeVLLM()
     mine, other = rigs.engine(fake), rigs.engine(fake)
     other.update_weights(weights().items(), 1)
-    mine.add([request(9)], SAMPLING)
+    add(mine, [request(9)], SAMPLING)
     with pytest.raises(RuntimeError, match=r"which this engine never gave.*a server of its own"):
         steps_until(mine)
 
@@ -425,7 +426,7 @@ def test_a_context_longer_than_the_servers_is_refused(rigs: Rigs):
 def test_more_samples_than_the_server_computes_at_once_are_refused(rigs: Rigs):
     engine = rigs.engine(FakeVLLM(), max_rows=3)
     with pytest.raises(ValueError, match="asks for 4 samples and the server computes max_rows=3"):
-        engine.add([request(9, num_samples=3), request(9, num_samples=4)], SAMPLING)
+        add(engine, [request(9, num_samples=4)], SAMPLING)
     assert engine.num_in_flight == 0
 
 
@@ -433,13 +434,13 @@ def test_a_closed_engine_says_so_and_its_requests_are_aborted(rigs: Rigs):
     fake = FakeVLLM()
     fake.held = {20: threading.Event()}
     engine = rigs.engine(fake)
-    engine.add([request(20)], SAMPLING)
+    add(engine, [request(20)], SAMPLING)
     wait_for(lambda: fake.num_sampling == 1)
     engine.close()
     engine.close()
     assert fake.aborted == {fake.bodies(GENERATE["vllm"])[-1]["request_id"]}
     with pytest.raises(RuntimeError, match="closed"):
-        engine.add([request(22)], SAMPLING)
+        add(engine, [request(22)], SAMPLING)
 
 
 @pytest.mark.parametrize("name", ["vllm_server", "sglang_server"])

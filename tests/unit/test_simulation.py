@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from benchmarks.simulation import Scenario, Simulation, VirtualClock, Workers
-from sota_grpo.rl.records import GroupOutput, GroupRequest
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from tests.l3_parts import make_env
 
 SCRIPT = torch.tensor([5, 6, 2])
+
+SAMPLING = Sampling(max_tokens=1)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def test_a_group_takes_as_long_as_its_longest_response_and_waits_for_a_place() -
     workers = Workers(clock, scenario, SCRIPT)
     ended: list[float] = []
     for request in requests(3):
-        workers.sample(request).add_done_callback(lambda future: ended.append(clock.now))
+        workers.submit(request, SAMPLING).add_done_callback(lambda future: ended.append(clock.now))
     assert workers.in_flight == 3
     while workers.in_flight:
         clock.run_next()
@@ -53,7 +55,7 @@ def test_tokens_have_the_version_that_was_served_at_their_own_time() -> None:
     """Ten tokens at 0, 0.5, ... 4.5 s; version 1 arrives at 1.2 s and version 2 at 3 s."""
     clock = VirtualClock()
     workers = Workers(clock, Scenario(response_tokens=10, sigma=0.0, token_s=0.5), SCRIPT)
-    future = workers.sample(requests(1)[0])
+    future = workers.submit(requests(1)[0], SAMPLING)
     for when in (1.2, 3.0):
         clock.at(when, workers.serve)
     while not future.done():

@@ -1,154 +1,143 @@
-"""The source of the loop when collection and learning run at the same time."""
+"""The source of the loop's batches, in step with the learner or beside it."""
 
 from __future__ import annotations
 
 import logging
-import queue
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Transform
 
-from sota_grpo.envs import TaskEnv, prompt_rows
+from sota_grpo import keys
+from sota_grpo.engines.stepping import Inbox
+from sota_grpo.functional import constant_groups
 from sota_grpo.rl.collate import row_list
-from sota_grpo.rl.records import GroupOutput, GroupRequest, sample_seed
+from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.source.admission import Group, Rows, Slots
-from sota_grpo.source.batches import apply_transforms, constant_rows, finish_group, group_request, require_age
+from sota_grpo.source.rollouts import GRADE, REFERENCE, SAMPLE, Graded, Prompt, Rollouts
 from sota_grpo.stopping import Interrupted
 from sota_grpo.workers.base import WorkerLate
 
-SAMPLE, GRADE, REFERENCE = "sample", "grade", "reference"
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1  # how often a waiting main thread looks at should_stop
 
 
-@dataclass(frozen=True)
-class Services:
-    """Who works on a group: each call returns at once, with a future.
+def require_age(rows: Sequence[TensorDictBase], version: int, max_policy_age: int) -> None:
+    """Assert the bound on the age of every row's oldest token.
 
-    Args:
-        sample: samples it.
-        grade: writes rewards; None: ``env.begin_grading``.
-        reference: adds what the KL term needs; None where there is none.
+    Raises:
+        RuntimeError: a token is older than ``max_policy_age`` versions, or all are newer than ``version``.
     """
+    oldest = min(int(row.get(keys.POLICY_VERSION)) for row in rows)
+    if not 0 <= version - oldest <= max_policy_age:
+        raise RuntimeError(
+            f"A token of policy version {oldest} arrived at version {version}; train.max_policy_age is "
+            f"{max_policy_age}."
+        )
 
-    sample: Callable[[GroupRequest], Future[GroupOutput]]
-    grade: Callable[[Rows], Future[Rows]] | None = None
-    reference: Callable[[Rows], Future[Rows]] | None = None
+
+def apply_transforms(
+    transforms: Sequence[tuple[str, Transform]], rows: TensorDictBase, seconds: dict[str, float]
+) -> TensorDictBase:
+    """``rows`` after each ``(phase, transform)`` in order, whose time is added to ``seconds[phase]``."""
+    for phase, transform in transforms:
+        began = time.perf_counter()
+        rows = transform(rows)
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
+    return rows
 
 
-class StageClock:
-    """How many groups are in each stage, and for how many seconds each stage had at least one; not thread-safe."""
-
-    def __init__(self) -> None:
-        self.counts = dict.fromkeys((SAMPLE, GRADE, REFERENCE), 0)
-        self._seconds = dict.fromkeys(self.counts, 0.0)
-        self._since = dict.fromkeys(self.counts, 0.0)
-
-    def enter(self, stage: str) -> None:
-        if self.counts[stage] == 0:
-            self._since[stage] = time.monotonic()
-        self.counts[stage] += 1
-
-    def leave(self, stage: str) -> None:
-        self.counts[stage] -= 1
-        if self.counts[stage] == 0:
-            self._seconds[stage] += time.monotonic() - self._since[stage]
-
-    def lap(self) -> dict[str, float]:
-        """Seconds by stage since the last lap."""
-        now, found = time.monotonic(), self._seconds
-        for stage, count in self.counts.items():
-            if count:
-                found[stage] += now - self._since[stage]
-                self._since[stage] = now
-        self._seconds = dict.fromkeys(self.counts, 0.0)
-        return found
+def constant_rows(rows: Sequence[TensorDictBase]) -> list[bool]:
+    """For each row, whether all graded rewards of its group are equal."""
+    key = keys.GRADED_REWARD if keys.GRADED_REWARD in rows[0].keys(include_nested=True) else keys.REWARD
+    rewards = torch.stack([row.get(key).reshape(()) for row in rows])
+    groups = torch.stack([row.get(keys.GROUP_ID).reshape(()) for row in rows])
+    return constant_groups(rewards, groups).tolist()
 
 
 class Pipeline:
     """Moves groups through sampled -> graded -> referenced -> finished as their futures resolve.
 
-    Contract. Consumes: groups given to :meth:`submit`. Produces: calls of ``keeps`` and ``finished`` on the conductor
-    thread. Waits for: its inbox. Unblocked by: a future that resolves (its callback only puts it into the inbox), or
-    :meth:`close`. When a partner dies, the failure of its future is kept in :attr:`failure` and told to ``failed``;
-    the other groups go on.
+    Contract. Consumes: groups given to :meth:`submit`. Produces: calls of ``keeps`` and ``finished`` on the thread that
+    takes turns: the conductor, or whoever calls :attr:`inbox`. Waits for: the inbox. Unblocked by: a future that
+    resolves (its callback only puts something into the inbox), or :meth:`close`. When a partner dies, the failure of
+    its future is kept in :attr:`failure` and told to ``failed``; the other groups go on.
 
     Args:
-        env: makes the rows of a group and, without ``services.grade``, has them graded.
+        rollouts: of the engine, which the same thread drives.
+        sampling: how a response is drawn.
         seed: of the requests.
-        services: who works on a group.
+        reference: adds what the KL term needs; None where there is none.
         keeps: told of every graded group; False takes it out here.
         finished: told of every group that came through.
         failed: told that :attr:`failure` was set.
-        lock: guards :attr:`clock`.
     """
 
     def __init__(
         self,
-        env: TaskEnv,
+        rollouts: Rollouts,
+        sampling: Sampling,
         seed: int,
-        services: Services,
+        reference: Callable[[Rows], Future[Rows]] | None,
         *,
         keeps: Callable[[Group, Rows], bool],
         finished: Callable[[Group, Rows], None],
         failed: Callable[[], None],
-        lock: Any,
     ):
-        self._env, self._seed, self._services = env, seed, services
+        self._rollouts, self._sampling, self._seed, self._reference = rollouts, sampling, seed, reference
         self._keeps, self._finished, self._failed = keeps, finished, failed
-        self._lock = lock
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.clock = StageClock()
+        self._closed = False
+        self.inbox = Inbox(rollouts.engine)
+        self.clock = rollouts.clock
         self.failure: BaseException | None = None
         self.progress_at = time.monotonic()  # when something last resolved
 
     def submit(self, group: Group) -> None:
         """Ask for the samples of ``group``."""
-        with self._lock:
-            self.clock.enter(SAMPLE)
-        self._ask(group, self._request, self._sampled)
+        seed = sample_seed(self._seed, group.group_id)
+        prompt = Prompt(group.group_id, group.example, self._rollouts.env.repeats, seed)
+        self._ask(partial(self._rollouts.begin, prompt, self._sampling, self._post), partial(self._graded, group))
 
     def resume(self, group: Group, rows: Rows) -> None:
         """Take a graded group that ``keeps`` had refused to the stages that are left."""
-        self._inbox.put(lambda: self._to_reference(group, rows))
+        self._post(partial(self._to_reference, group, rows))
 
     def start(self) -> None:
-        """Handle the inbox on a thread of its own from now on."""
+        """Take turns on a thread of its own from now on."""
         self._thread = threading.Thread(target=self._conduct, name="conductor", daemon=True)
         self._thread.start()
 
-    def pump(self, timeout_s: float = 0.0) -> int:
-        """Handle on this thread what is in the inbox, waiting up to ``timeout_s`` for the first; how many it was."""
-        handled = 0
-        try:
-            event = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
-            while True:
-                if event is not None:
-                    self._handle(event)
-                    handled += 1
-                event = self._inbox.get_nowait()
-        except queue.Empty:
-            return handled
-
     def close(self) -> None:
         """End the conductor; futures that are left resolve into nothing. Idempotent."""
-        self._inbox.put(None)
+        self._closed = True
+        self._post(lambda: None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=10.0)
 
     def _conduct(self) -> None:
-        while (event := self._inbox.get()) is not None:
-            self._handle(event)
+        while not self._closed:
+            try:
+                self.inbox.turn()
+            except BaseException as failure:  # of the engine's step
+                self._fail(failure)
+                return
 
-    def _handle(self, event: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], object]) -> None:
+        self.inbox.post(partial(self._handle, action))
+
+    def _handle(self, action: Callable[[], object]) -> None:
         self.progress_at = time.monotonic()
         try:
-            event()
+            action()
         except BaseException as failure:  # handed to the main thread, which cannot see this one
             self._fail(failure)
 
@@ -157,59 +146,28 @@ class Pipeline:
             self.failure = failure
         self._failed()
 
-    def _ask(self, group: Group, ask: Callable[..., Future], then: Callable[[Group, Any], None], *given: Any) -> None:
+    def _ask(self, ask: Callable[[], Future[Any]], then: Callable[[Any], object]) -> None:
         try:
-            future = ask(*given) if given else ask(group)
+            future = ask()
         except Exception as failure:  # the same to the caller as a future that fails
             self._fail(failure)
             return
-        future.add_done_callback(lambda done: self._inbox.put(lambda: then(group, done.result())))
+        future.add_done_callback(lambda done: self._post(lambda: then(done.result())))
 
-    def _request(self, group: Group) -> Future[GroupOutput]:
-        request = group_request(
-            self._env,
-            group.group_id,
-            group.example,
-            num_samples=self._env.repeats,
-            seed=sample_seed(self._seed, group.group_id),
-        )
-        return self._services.sample(request)
-
-    def _sampled(self, group: Group, output: GroupOutput) -> None:
-        """The rows are made here and not at admission: a group in flight is a few numbers."""
-        env = self._env
-        prompts = prompt_rows(group.group_id, group.example, env.prompt_ids(group.example), repeats=1)
-        rows = finish_group(prompts, output, env.tokenizer)
-        self._move(SAMPLE, GRADE)
-        self._ask(group, self._services.grade or env.begin_grading, self._graded, rows)
-
-    def _graded(self, group: Group, rows: Rows) -> None:
-        self._move(GRADE, None)
-        if self._keeps(group, rows):
-            self._to_reference(group, rows)
+    def _graded(self, group: Group, graded: Graded) -> None:
+        if self._keeps(group, graded.rows):
+            self._to_reference(group, graded.rows)
 
     def _to_reference(self, group: Group, rows: Rows) -> None:
-        if self._services.reference is None:
+        if self._reference is None:
             self._finished(group, rows)
             return
-        self._move(None, REFERENCE)
-        self._ask(group, self._services.reference, self._referenced, rows)
+        self.clock.move(None, REFERENCE)
+        self._ask(partial(self._reference, rows), partial(self._referenced, group))
 
     def _referenced(self, group: Group, rows: Rows) -> None:
-        self._move(REFERENCE, None)
+        self.clock.move(REFERENCE, None)
         self._finished(group, rows)
-
-    def _move(self, before: str | None, after: str | None) -> None:
-        with self._lock:
-            if before is not None:
-                self.clock.leave(before)
-            if after is not None:
-                self.clock.enter(after)
-
-
-logger = logging.getLogger(__name__)
-
-_POLL_S = 0.1  # how often a waiting main thread looks at should_stop
 
 
 def never() -> bool:
@@ -217,10 +175,10 @@ def never() -> bool:
     return False
 
 
-class AsyncSource:
-    """Batches of complete groups, none older than ``max_policy_age``, sampled while the learner learns.
+class RolloutSource:
+    """Batches of complete groups, none older than ``max_policy_age``.
 
-    Contract. Consumes: prompts of ``env.stream``, and groups as ``sample``, ``grade`` and ``reference`` finish them.
+    Contract. Consumes: prompts of ``env.stream``, and groups as engine, grader and ``reference`` finish them.
     Produces: ``num_groups`` groups per :meth:`next_batch`, in the order drawn. Waits for: the ``num_groups`` groups
     with the oldest admission version, unfinished ones included. Unblocked by: the last of them; ``should_stop`` (it
     raises :class:`Interrupted` and nothing has changed); a failed future (its exception is raised); nothing resolved
@@ -232,31 +190,33 @@ class AsyncSource:
     which is called after the publish; the batch has the oldest by admission version; a discarded group gives up its
     slot at once. The bound is asserted on every row.
 
+    **In lockstep** nothing happens beside the learner: groups are asked for when a batch is, all together; those that
+    replace flat ones (rewards all equal) once all others are graded, together again. The engine is driven by whoever
+    waits. With ``max_policy_age=0`` all slots are taken at every turn, so the batches are the same without lockstep,
+    dynamic sampling included (see :class:`~sota_grpo.source.admission.Refill`).
+
     **After a resume** the bound holds by the same proof. Finished groups come back with their rows, groups in flight
     are asked for again under the same ids, before any new prompt, and both keep the admission version that they had.
     So the groups, their slots and their order are those of a run without interruption, in which the engines happened
     to begin the unfinished groups anew: their tokens are then sampled by later versions than the one they are ordered
     by, which makes them younger than the proof needs. A batch that was given out and not released counts as trained.
 
-    With ``max_policy_age=0`` all slots are taken at every turn, so the batches are those of
-    :class:`sota_grpo.source.collectors.SyncSource`, dynamic sampling included (see :class:`.refill.Refill`).
-
     Args:
-        env: draws, tokenises and, without ``grade``, has graded.
-        sample: asks the engines for one group; thread-safe and quick.
+        rollouts: of the task's environment and the engine.
+        sampling: how a response is drawn.
         num_groups: groups per batch.
-        max_policy_age: oldest policy, in published versions, whose tokens may be in a batch; 0 is lockstep.
-        version: the version that every engine serves at least.
-        grade: asks for the rewards of a group's rows; None: ``env.begin_grading``.
+        max_policy_age: oldest policy, in published versions, whose tokens may be in a batch.
+        lockstep: see above.
+        sleep_engine: in lockstep, free the engine's device once a batch is sampled; the next publish wakes it.
         reference: asks for what the KL term needs, group by group as they are graded; None where there is none.
         transforms: ``(phase, transform)``, applied in order to the whole batch.
         seed: sample ``i`` of group ``g`` is drawn from the stream derived from ``(seed, g, i)``.
-        refill: replace groups whose rewards are all equal by fresh ones (dynamic sampling, arXiv:2503.14476).
+        refill: replace groups whose rewards are all equal by fresh ones (dynamic sampling, DAPO, arXiv:2503.14476).
         max_draws: most rounds of draws per turn under ``refill``; then the batch is completed with flat groups.
         should_stop: asked while waiting.
         wait_deadline_s: longest wait in which nothing resolves.
         metrics_extra: further metrics, asked for with every batch.
-        threaded: False leaves the conductor's work to :meth:`pump` and to a waiting :meth:`next_batch`.
+        threaded: without lockstep, False leaves the conductor's work to :meth:`pump` and a waiting :meth:`next_batch`.
 
     Raises:
         ValueError: an age below 0, or no group per batch.
@@ -264,42 +224,41 @@ class AsyncSource:
 
     def __init__(
         self,
-        env: TaskEnv,
-        sample: Callable[[GroupRequest], Future[GroupOutput]],
+        rollouts: Rollouts,
+        sampling: Sampling,
         *,
         num_groups: int,
-        max_policy_age: int,
-        version: Callable[[], int],
-        grade: Callable[[Rows], Future[Rows]] | None = None,
+        max_policy_age: int = 0,
+        lockstep: bool = False,
+        sleep_engine: bool = False,
         reference: Callable[[Rows], Future[Rows]] | None = None,
         transforms: Sequence[tuple[str, Transform]] = (),
         seed: int = 0,
         refill: bool = False,
         max_draws: int = 10,
         should_stop: Callable[[], bool] = never,
-        wait_deadline_s: float = 1800.0,
+        wait_deadline_s: float = math.inf,
         metrics_extra: Callable[[], Mapping[str, float]] = dict,
         threaded: bool = True,
     ):
-        self.env, self.transforms = env, tuple(transforms)
+        self.env, self.engine, self.transforms = rollouts.env, rollouts.engine, tuple(transforms)
         self.num_groups, self.max_policy_age = num_groups, max_policy_age
-        self.refill = refill
+        self.lockstep, self.sleep_engine, self.refill = lockstep, sleep_engine, refill
         self.should_stop, self.wait_deadline_s, self.metrics_extra = should_stop, wait_deadline_s, metrics_extra
-        self.threaded = threaded
+        self.threaded = threaded and not lockstep
         self._slots = Slots(
-            env.stream, num_groups=num_groups, max_policy_age=max_policy_age, version=version, max_draws=max_draws
+            self.env.stream,
+            num_groups=num_groups,
+            max_policy_age=max_policy_age,
+            version=lambda: self.engine.version,
+            max_draws=max_draws,
         )
         self._begun = self._waiting = False
+        self._unasked: list[Group] = []
         self._metrics: dict[str, float] = {}
         self._changed = threading.Condition()  # its lock guards the slots
         self._pipeline = Pipeline(
-            env,
-            seed,
-            Services(sample, grade, reference),
-            keeps=self._keep,
-            finished=self._finish,
-            failed=self._tell,
-            lock=self._changed,
+            rollouts, sampling, seed, reference, keeps=self._keep, finished=self._finish, failed=self._tell
         )
 
     def next_batch(self, version: int) -> TensorDictBase:
@@ -315,6 +274,8 @@ class AsyncSource:
         self._begin()
         self._wait()
         waited = time.perf_counter() - began
+        if self.sleep_engine:
+            self.engine.sleep()
         with self._changed:
             rows = self._slots.take()
             refilled, self._slots.refill.num_replaced = self._slots.refill.num_replaced, 0
@@ -347,7 +308,7 @@ class AsyncSource:
 
     def pump(self) -> int:
         """Do what the conductor thread would do now (``threaded=False``); the number of events handled."""
-        return self._pipeline.pump()
+        return self._pipeline.inbox.drain()
 
     def close(self) -> None:
         """End the conductor; what is in flight is forgotten. Idempotent."""
@@ -381,8 +342,19 @@ class AsyncSource:
         self._submit([*pending, *fresh])
 
     def _submit(self, groups: Sequence[Group]) -> None:
+        if self.lockstep:
+            self._unasked += groups
+            return
         for group in groups:
             self._pipeline.submit(group)
+
+    def _ask_in_lockstep(self) -> None:
+        """Ask for what was left to do, once nothing else is sampled or graded."""
+        counts = self._pipeline.clock.counts
+        if self._unasked and not counts[SAMPLE] + counts[GRADE]:
+            groups, self._unasked = self._unasked, []
+            for group in groups:
+                self._pipeline.submit(group)
 
     def _wait(self) -> None:
         """Return when the batch stands."""
@@ -397,7 +369,8 @@ class AsyncSource:
                     if self.threaded:
                         self._changed.wait(_POLL_S)
                     else:
-                        self._pipeline.pump(_POLL_S)
+                        self._ask_in_lockstep()
+                        self._pipeline.inbox.turn(_POLL_S)
             finally:
                 self._waiting = False
 
