@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -12,10 +11,17 @@ import torch
 from sota_grpo.assembly.cluster import visible_gpus
 from sota_grpo.assembly.cuda import use_expandable_segments, why_no_gpu
 from sota_grpo.assembly.devices import make_plan, resolve_device
-from sota_grpo.assembly.local import build_local
-from sota_grpo.assembly.parts import Parts
+from sota_grpo.assembly.local import roles_here
+from sota_grpo.assembly.parts import (
+    Crew,
+    Parts,
+    make_evaluator,
+    make_rollouts,
+    make_source,
+    numerics_are_exact,
+)
 from sota_grpo.assembly.preflight import require_sinks
-from sota_grpo.assembly.rollout import make_env, make_grader
+from sota_grpo.assembly.rollout import make_env, make_grader, make_sampling
 from sota_grpo.assembly.tasks import task_of
 from sota_grpo.config import Config, model_name
 from sota_grpo.policy.load import load_tokenizer
@@ -51,21 +57,33 @@ def build(
     starting("Reading the tokenizer and the data")
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     task = task_of(config, functions)
-    with ExitStack() as opened:
-        grader = make_grader(config, task)
-        opened.callback(grader.close)
+    with Crew() as crew:
+        # the last one closed: the others may wait for scores
+        grader = crew.add(make_grader(config, task))
         env = make_env(config, task, tokenizer, grader)
         torch.manual_seed(config.seed)
         if plan.workers:
-            from sota_grpo.assembly.workers import build_workers
+            from sota_grpo.assembly.workers import roles_in_workers
 
-            parts = build_workers(config, plan, task, env, tokenizer, run_dir, should_stop)
+            roles = roles_in_workers(config, plan, env, tokenizer, run_dir, should_stop, crew)
         else:
-            parts = build_local(config, plan, task, env, tokenizer, run_dir)
+            roles = roles_here(config, plan, tokenizer, run_dir, crew)
+        rollouts = make_rollouts(config, env, roles.engine)
+        source = crew.add(make_source(config, rollouts, **roles.source))
         if isinstance(grader, GradingPool):
-            opened.callback(parts.close)
             starting("Waiting for the reward workers")
             grader.wait_ready()  # it has started beside the rest; what keeps it from starting is told before the gate
-        parts.opened = [grader, *parts.opened]  # the last one closed: the others may wait for scores
-        opened.pop_all()
-    return parts
+        return Parts(
+            task=task,
+            rollouts=rollouts,
+            tokenizer=tokenizer,
+            learner=roles.learner,
+            publisher=roles.publisher,
+            source=source,
+            evaluator=make_evaluator(config, task, rollouts),
+            sampling=make_sampling(config),
+            transforms=roles.transforms,
+            export=roles.export,
+            exact=numerics_are_exact(config, plan.device_type),
+            opened=crew.parts,
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,44 @@ class Parts:
         with ExitStack() as closing:  # the last one added is closed first
             for part in self.opened:
                 closing.callback(part.close)
+
+
+class Crew:
+    """What is started, in order; each closed again when a later one fails to start."""
+
+    def __init__(self) -> None:
+        self.parts: list[Closable] = []
+        self._opened = ExitStack()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is not None:
+            self._opened.close()
+
+    def add(self, part: Any) -> Any:
+        """``part`` itself."""
+        self.parts.append(part)
+        self._opened.callback(part.close)
+        return part
+
+
+@dataclass
+class Roles:
+    """Who samples, learns and refers, wherever they live: all that :mod:`.local` and :mod:`.workers` have to decide.
+
+    Attributes:
+        source: options of the source that follow from where they live.
+        transforms, learner, publisher, export: as in :class:`Parts`.
+    """
+
+    engine: Engine
+    learner: Any
+    publisher: Publisher
+    source: Mapping[str, Any]
+    transforms: Sequence[tuple[str, Any]]
+    export: Callable[[Path], object]
 
 
 logger = logging.getLogger(__name__)

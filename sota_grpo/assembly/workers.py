@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ from sota_grpo.assembly.learning import (
     trainer_precision,
     wants_fused_layers,
 )
-from sota_grpo.assembly.parts import Closable, Parts, make_evaluator, make_rollouts, make_source, numerics_are_exact
-from sota_grpo.assembly.rollout import engine_options, engine_rows, make_sampling, max_model_len
+from sota_grpo.assembly.parts import Crew, Roles
+from sota_grpo.assembly.rollout import engine_options, engine_rows, max_model_len
 from sota_grpo.config import Config, model_name
 from sota_grpo.config.validators import obstacle_to_a_broadcast
 from sota_grpo.engines import SERVERS
@@ -39,7 +38,6 @@ from sota_grpo.policy.lora import AdapterPack, base_pack, packed_weights
 from sota_grpo.recording.heartbeat import starting
 from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.rl.collate import row_list
-from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import ReferenceKL
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.publish import Publisher
@@ -53,83 +51,49 @@ from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 WAIT_S = 3600.0  # longest wait for any sign of life from any group; dead and hung workers are found much sooner
 
 
-class _Crew:
-    """What is started, in order; each closed again when a later one fails to start."""
-
-    def __init__(self) -> None:
-        self.parts: list[Closable] = []
-        self._opened = ExitStack()
-
-    def __enter__(self) -> _Crew:
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is not None:
-            self._opened.close()
-
-    def add(self, part: Any) -> Any:
-        self.parts.append(part)
-        self._opened.callback(part.close)
-        return part
-
-
-def build_workers(
+def roles_in_workers(
     config: Config,
     plan: Plan,
-    task: Task,
     env: TaskEnv,
     tokenizer: Any,
     run_dir: Path,
     should_stop: Callable[[], bool],
-) -> Parts:
-    """Start everything at once, then wait for it. What was started is ended again when a later part fails."""
-    with _Crew() as crew:
-        starting(f"Starting the workers, engine={plan.engine}")
-        cluster: Cluster = crew.add(Cluster(config, plan, run_dir))
-        fleet: Fleet = crew.add(_rollout_fleet(config, plan, tokenizer, cluster, run_dir))
-        single_turns = FleetEngine(
-            fleet,
-            name=plan.engine,
-            max_model_len=max_model_len(config),
-            share=cluster.share,
-            deadline_s=config.inference_model.timeout_s,
-        )
-        rollouts = make_rollouts(config, env, single_turns)
-        reference = crew.add(_reference(config, plan, tokenizer, cluster)) if plan.placement.ref else None
-        starting(f"Loading the policy {model_name(config)}")
-        learner, publisher, export = _learning(config, plan, tokenizer, cluster, single_turns, run_dir, crew)
-        graders = [env.grader.fleet] if isinstance(env.grader, GradingPool) else []
-        started = [fleet, *graders, *([reference.fleet] if reference else [])]
-        starting("Waiting for the workers")
-        for waited in started:
-            waited.wait_ready()
-        source = make_source(
-            config,
-            rollouts,
-            reference=_completed_by(reference, make_overlong(config)),
-            transforms=make_advantage(config),
-            should_stop=should_stop,
-            wait_deadline_s=WAIT_S,
-            metrics_extra=_counts(started),
-        )
-        return Parts(
-            task=task,
-            rollouts=rollouts,
-            tokenizer=tokenizer,
-            learner=learner,
-            publisher=publisher,
-            source=crew.add(source),
-            evaluator=make_evaluator(config, task, rollouts),
-            sampling=make_sampling(config),
-            transforms=[
-                *make_overlong(config),
-                *_reference_transform(config, reference, tokenizer),
-                *make_advantage(config),
-            ],
-            export=export,
-            exact=numerics_are_exact(config, plan.device_type),
-            opened=crew.parts,
-        )
+    crew: Crew,
+) -> Roles:
+    """Start everything at once, then wait for it."""
+    starting(f"Starting the workers, engine={plan.engine}")
+    cluster: Cluster = crew.add(Cluster(config, plan, run_dir))
+    fleet: Fleet = crew.add(_rollout_fleet(config, plan, tokenizer, cluster, run_dir))
+    engine = FleetEngine(
+        fleet,
+        name=plan.engine,
+        max_model_len=max_model_len(config),
+        share=cluster.share,
+        deadline_s=config.inference_model.timeout_s,
+    )
+    reference = crew.add(_reference(config, plan, tokenizer, cluster)) if plan.placement.ref else None
+    starting(f"Loading the policy {model_name(config)}")
+    learner, publisher, export = _learning(config, plan, tokenizer, cluster, engine, run_dir, crew)
+    graders = [env.grader.fleet] if isinstance(env.grader, GradingPool) else []
+    started = [fleet, *graders, *([reference.fleet] if reference else [])]
+    starting("Waiting for the workers")
+    for waited in started:
+        waited.wait_ready()
+    overlong, advantage = make_overlong(config), make_advantage(config)
+    return Roles(
+        engine=engine,
+        learner=learner,
+        publisher=publisher,
+        source={
+            "reference": _completed_by(reference, overlong),
+            "transforms": advantage,
+            "should_stop": should_stop,
+            "wait_deadline_s": WAIT_S,
+            "metrics_extra": _counts(started),
+        },
+        transforms=[*overlong, *_reference_transform(config, reference, tokenizer), *advantage],
+        export=export,
+    )
 
 
 def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path) -> Fleet:
@@ -214,7 +178,7 @@ def _learning(
     cluster: Cluster,
     engine: FleetEngine,
     run_dir: Path,
-    crew: _Crew,
+    crew: Crew,
 ) -> tuple[Learner | RemoteLearner, Publisher, Callable[[Path], object]]:
     """The learner in this process, or its facade over the ranks; what publishes its weights; what exports them."""
     if cluster.num_ranks:
@@ -246,7 +210,7 @@ def _learning(
 
 
 def _collective(
-    config: Config, plan: Plan, cluster: Cluster, engine: FleetEngine, sender: Any, crew: _Crew
+    config: Config, plan: Plan, cluster: Cluster, engine: FleetEngine, sender: Any, crew: Crew
 ) -> Publisher | None:
     """A publisher that broadcasts the weights, where the config asks for one or NCCL has a short way."""
     part = config.inference_model
