@@ -1,55 +1,83 @@
-"""How often two judges of mathematical answers are right on the pairs of the tests, and how long they take.
+"""How often two judges of mathematical answers are right on the tables of the tests, and how long they take.
 
-``python -m benchmarks.math_pairs`` prints ours and that of Math-Verify, with the delimiters that it needs. The pairs
-were collected with ours at hand, so only the other column says how hard they are.
+``python -m benchmarks.math_pairs`` prints ours and that of Math-Verify, with the delimiters that it needs, over pairs
+of answers, responses with boxes, and responses in sentences. The pairs were collected with ours at hand, so only the
+other column says how hard they are; the responses were written before either had read them. ``--wrong`` adds the rows
+that are judged wrong.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 
 from sota_grpo.rewards.maths import math_equal
+from sota_grpo.rl.records import Example
+from sota_grpo.tasks.math import MathTask
+from tests.unit import (
+    test_math_collections,
+    test_math_expressions,
+    test_math_numbers,
+    test_math_relations,
+    test_math_responses,
+    test_math_words,
+)
 
-KINDS = ("numbers", "expressions", "collections", "relations", "words")
+PAIRS = (test_math_numbers, test_math_expressions, test_math_collections, test_math_relations, test_math_words)
 Judge = Callable[[str, str], bool]
+Row = tuple[str, str, bool]
 
 
-def pairs() -> list[tuple[str, str, bool]]:
-    """Gold, answer, and whether they are equal."""
-    found = []
-    for kind in KINDS:
-        for row in import_module(f"tests.unit.test_math_{kind}").TABLE.strip().splitlines():
-            equal = " <=> " in row
-            gold, answer = row.split(" <=> " if equal else " <!> ")
-            found.append((gold, answer, equal))
-    return found
+def rows(table: str) -> list[Row]:
+    """Gold, answer or response, and whether they are equal."""
+    marks = ((" <=> ", True), (" <!> ", False))
+    texts = [line.replace("⏎", "\n") for line in table.strip().splitlines()]
+    return [(*line.split(mark), equal) for line in texts for mark, equal in marks if mark in line]
 
 
-def math_verify() -> Judge:
+def math_verify(*, bare: bool) -> Judge:
     """Math-Verify with its default extraction and without timeouts, which only a main thread can have."""
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     read = partial(parse, parsing_timeout=None)
-    return lambda gold, answer: bool(verify(read(f"${gold}$"), read(f"${answer}$"), timeout_seconds=None))
+    form = "${}$" if bare else "{}"
+    return lambda gold, text: bool(verify(read(f"${gold}$"), read(form.format(text)), timeout_seconds=None))
+
+
+def responses(answer_format: str) -> Judge:
+    """The task's own reward of a whole response."""
+    task = MathTask(answer_format=answer_format)
+    return lambda gold, response: task.score(response, Example("?", gold)).success
+
+
+def measure(name: str, judge: Judge, table: list[Row], *, show: bool) -> None:
+    """Print one line for a judge, and with ``show`` the rows in which it is wrong."""
+    judge("1", "2")  # imports
+    wrong, slowest, began = [], 0.0, time.perf_counter()
+    for gold, text, equal in table:
+        before = time.perf_counter()
+        if judge(gold, text) is not equal:
+            wrong.append(f"  {gold} {'<=>' if equal else '<!>'} {text!r}")
+        slowest = max(slowest, time.perf_counter() - before)
+    total, right = time.perf_counter() - began, len(table) - len(wrong)
+    print(f"  {name:<12} right {right} ({right / len(table):.1%}), {total:.2f} s in all, slowest {slowest:.3f} s")
+    print("\n".join(wrong) + "\n" * bool(wrong) if show else "", end="")
 
 
 def main() -> None:
-    table = pairs()
-    print(f"{len(table)} pairs, {sum(equal for *_, equal in table)} equal")
-    for name, judge in {"ours": math_equal, "Math-Verify": math_verify()}.items():
-        judge("1", "2")  # imports
-        right, slowest, began = 0, 0.0, time.perf_counter()
-        for gold, answer, equal in table:
-            before = time.perf_counter()
-            right += judge(gold, answer) is equal
-            slowest = max(slowest, time.perf_counter() - before)
-        total = time.perf_counter() - began
-        print(f"{name:<12} right {right} ({right / len(table):.1%}), {total:.2f} s in all, slowest {slowest:.3f} s")
+    tables = {
+        "pairs": (rows("\n".join(module.TABLE for module in PAIRS)), math_equal),
+        "boxed responses": (rows(test_math_responses.BOXED), responses("boxed")),
+        "answers in sentences": (rows(test_math_responses.SENTENCES), responses("any")),
+    }
+    for kind, (table, ours) in tables.items():
+        print(f"{len(table)} {kind}, {sum(equal for *_, equal in table)} equal")
+        for name, judge in {"ours": ours, "Math-Verify": math_verify(bare=kind == "pairs")}.items():
+            measure(name, judge, table, show="--wrong" in sys.argv)
 
 
 if __name__ == "__main__":
