@@ -1,6 +1,4 @@
-"""Finding the final answer of a response, in the place where the task asked for it. Linear in the text's length.
-
-Reading numbers out of model text, exactly and without evaluating anything.
+"""Finds the final answer of a response where the task asked for it, and reads numbers exactly.
 
 Model text is untrusted: nothing here calls ``eval`` or a computer algebra system, the length of what is parsed is
 bounded, and every regular expression is linear (its alternatives start with different characters or are bounded).
@@ -10,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
+from typing import NamedTuple
 
 MAX_ANSWER_CHARS = 256  # an answer longer than this is not a number; also keeps integers small
 
@@ -97,7 +96,49 @@ def numbers_equal(left: str, right: str) -> bool:
 
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-_BRACE = re.compile(r"\\(?:boxed|fbox)\s{0,3}\{|\\.|[{}]", re.DOTALL)  # \{ and \} are text, not braces
+_BRACE = re.compile(  # \boxed 5 is a box too; \{ and \} are text, not braces
+    r"\\(?:boxed|fbox)(?:\s{0,3}\{|\s{1,3}(?P<bare>-?\d+(?:\.\d+)?))|\\.|[{}]", re.DOTALL | re.ASCII
+)
+_MAX_GAP_CHARS = 80  # between two parts of one answer
+_UNIT_BEFORE = re.compile(
+    r"\s?(?:\^\s?\{?\s?\\circ|°|\\?%|\\(?:text|mathrm|mbox)\s?\{\s?(?!and|or)[A-Za-z]{1,16}|[A-Za-z]{1,16}(?=\s+and\b))"
+)
+_DRESS = re.compile(r"\\(?:text|mathrm|mbox)(?=\s?\{)|\\q?quad(?![A-Za-z])|\\[()\[\],;:! ]|[{}$*~\s]")
+_JOINT = re.compile(
+    r"(,|;|\\?&|\\cup|∪|(?:[,;] )?(?:and|or))(?: also)?(?: ?[A-Za-z](?: ?_ ?\w{1,2})? ?(?:=|\\in))?", re.ASCII
+)
+_INLINE = r"(?:[^$\\\n]|\\.|\n(?!\n))++"
+_MATHEMATICS = re.compile(  # a dollar before a digit closes nothing, nor does one after a space: $5 and $7 are money
+    rf"\\\$|\$\$(?P<shown>(?:[^$\\]|\\.)++)\$\$|\$(?!\s)(?P<tight>{_INLINE})(?<!\s)\$(?!\d)"
+    rf"|\$(?=\s)(?P<spaced>{_INLINE})(?<=\s)\$(?!\s?\d)"
+    r"|\\\((?P<round>(?:[^\\]|\\[^()])++)\\\)|\\\[(?P<square>(?:[^\\]|\\[^\[\]])++)\\\]",
+    re.DOTALL,
+)
+_ANSWER_IS = re.compile(
+    r"\b(?:answer|(?:correct|right|best) (?:option|choice))\b"
+    r"(?:[^\n.:=$\\]{0,40}?\bis\b|\s?\*{0,2}\s?[:=]|\*{0,2}\s?\n)[\s:*]*"
+    r"(?:(?:therefore|thus|then|simply|just|equal to|option|choice)\b,?\s?)?",
+    re.IGNORECASE,
+)
+_MAX_SAID_CHARS, _MAX_SAID_WORDS = 120, 3
+_SAID_END = re.compile(r"[.!?](?=[\s*]|\Z)|\n|,? \(?(?:because|since|as|which|where|so|for)\b")
+_SAID_NUMBER = re.compile(r"[-+\u2212±√(\[{\\$.]|\d|[A-Za-z](?:'|\([A-Za-z]\))? ?[=<>^+-]")
+_SAID_WORD = re.compile(r"[^\W\d_]{2,}")
+_SAYS_NOTHING = {
+    "correct",
+    "right",
+    "wrong",
+    "incorrect",
+    "below",
+    "above",
+    "clear",
+    "obvious",
+    "unique",
+    "here",
+    "not",
+}
+_BARE = re.compile(r"(?:\\(?:[A-Za-z]+|.)|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[^\\A-Za-z])+")
+_NEXT_SENTENCE = re.compile(r"[.!?]\s|\n")
 
 
 def without_thinking(text: str) -> str:
@@ -119,20 +160,107 @@ def _tags(text: str) -> str | None:
     return answer
 
 
-def _boxed(text: str) -> str | None:
-    """Of all boxes that are closed, the one that opens last: one pass with a stack of open braces."""
-    open_braces: list[int | None] = []
-    last: tuple[int, int] | None = None
+class _Span(NamedTuple):
+    """A part of a text that says an answer; ``words`` are its parts and what joins them."""
+
+    begin: int
+    end: int
+    words: list[str]
+
+    @property
+    def answer(self) -> str:
+        return "".join(self.words)
+
+
+def _boxes(text: str) -> list[_Span]:
+    """The closed boxes that hold something, the inner one of two: one pass with a stack of open braces."""
+    open_braces: list[tuple[int, int] | None] = []  # where a box and what is in it begin, None for other braces
+    boxes: list[_Span] = []
     for token in _BRACE.finditer(text):
-        if token[0] == "}":
-            begin = open_braces.pop() if open_braces else None
-            if begin is not None and (last is None or begin > last[0]):
-                last = (begin, token.start())
-        elif token[0] == "{":
-            open_braces.append(None)
-        elif token[0][-1] == "{" and len(token[0]) > 2:
-            open_braces.append(token.end())
-    return text[last[0] : last[1]] if last else None
+        brace = token[0]
+        if token["bare"]:
+            boxes.append(_Span(*token.span(), [token["bare"]]))
+        elif brace == "}":
+            box = open_braces.pop() if open_braces else None
+            if box and not (boxes and boxes[-1].begin > box[0]) and (answer := text[box[1] : token.start()].strip()):
+                boxes.append(_Span(box[0], token.end(), [answer]))
+        elif brace[-1] == "{" and len(brace) != 2:
+            open_braces.append(token.span() if len(brace) > 2 else None)
+    return boxes
+
+
+def _joined(text: str, spans: Iterable[_Span]) -> list[_Span]:
+    """The spans, those as one answer between which only a comma, "and", "or" or a union stands.
+
+    >>> text = "$x=1$ or $x=2$; so $3$."
+    >>> [span.answer for span in _joined(text, _mathematics(text))]
+    ['x=1 or x=2', '3']
+    """
+    joined: list[_Span] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        joint = _joint(text[last.end : span.begin]) if last and span.begin - last.end <= _MAX_GAP_CHARS else None
+        if last is None or joint is None:
+            joined.append(span)
+        else:
+            last.words.extend((joint, *span.words))
+            joined[-1] = last._replace(end=span.end)
+    return joined
+
+
+def _joint(gap: str) -> str | None:
+    """What joins the two parts of an answer that stand around ``gap``, None where they are two answers."""
+    joint = _JOINT.fullmatch(" ".join(_DRESS.sub(" ", _UNIT_BEFORE.sub(" ", gap, count=1)).split()))
+    if joint is None:
+        return None
+    return ", " if joint[1][-1] in ",;&" else f" {joint[1].lstrip(',; ')} "
+
+
+def _boxed(text: str) -> str | None:
+    boxes = _joined(text, _boxes(text))
+    return boxes[-1].answer if boxes else None
+
+
+def _mathematics(text: str) -> list[_Span]:
+    """What stands between ``$``, ``$$``, ``\\( \\)`` or ``\\[ \\]``."""
+    found = _MATHEMATICS.finditer(text)
+    return [_Span(*match.span(), [match[match.lastgroup].strip()]) for match in found if match.lastgroup]
+
+
+def find_mathematics(text: str) -> str | None:
+    """The answer that sentences give: what "the answer is" says last, else the last mathematics between delimiters.
+
+    None where neither is there, or where a number comes later. A last line that is all LaTeX is an answer, too.
+
+    >>> find_mathematics("The final answer is $x=3$, as $3+1=4$."), find_mathematics("The answer is (B).")
+    ('x=3', '(B)')
+    >>> find_mathematics("So we get \\\\( \\\\frac{3}{4} \\\\)."), find_mathematics("They cost $5 and $7, so 12.")
+    ('\\\\frac{3}{4}', None)
+    """
+    spans = _joined(text, _mathematics(text))
+    marked = {span.begin: span for span in spans}
+    for cue in reversed(list(_ANSWER_IS.finditer(text))):
+        span = marked.get(cue.end())
+        answer = span.answer if span else _said(text[cue.end() : cue.end() + _MAX_SAID_CHARS])
+        if answer:
+            return answer
+    if not spans:
+        last_line = text.rstrip().rpartition("\n")[2]
+        return last_line if "\\" in last_line and _BARE.fullmatch(last_line) else None
+    end, answer = spans[-1].end, spans[-1].answer
+    if any(map(str.isdigit, answer)):  # then only a number of another sentence is a later answer
+        after = _NEXT_SENTENCE.search(text, end)
+        end = after.end() if after else len(text)
+    return None if _NUMBER.search(text, end) else answer
+
+
+def _said(text: str) -> str | None:
+    """What the beginning of a text says plainly: a number with its unit, a pair, a choice, a name; None if nothing."""
+    said = _SAID_END.split(text, maxsplit=1)[0].strip(" *`'\"")
+    words = _SAID_WORD.findall(said)
+    if len(words) > _MAX_SAID_WORDS or any(word.lower() in _SAYS_NOTHING for word in words):
+        return None
+    return said if _SAID_NUMBER.match(said) or not any(map(str.isdigit, said)) else None
 
 
 def _hash(text: str) -> str | None:
@@ -150,18 +278,21 @@ _FINDERS: dict[str, tuple[Callable[[str], str | None], ...]] = {
     "last_number": (find_last_number,),
     "any": (_tags, _boxed, _hash, find_last_number),
 }
+_OF_MATHEMATICS = (_tags, _boxed, _hash, find_mathematics, find_last_number)
 ANSWER_FORMATS = tuple(_FINDERS)
 
 
-def extract_answer(text: str, answer_format: str) -> str | None:
+def extract_answer(text: str, answer_format: str, *, mathematics: bool = False) -> str | None:
     """The final answer of a response, stripped, or None when it is not there; thinking is read over.
 
     Args:
         text: the response.
         answer_format: ``tags`` the last complete ``<answer>...</answer>``; ``boxed`` the last complete
-            ``\\boxed{...}`` (or ``\\fbox``), braces matched; ``hash`` the rest of the line after the last ``####``
-            or, without one, of a last line that begins with ``A:``; ``last_number``; ``any`` the first of these, in
-            this order, that is there.
+            ``\\boxed{...}`` (or ``\\fbox``), braces matched, with those before it that only commas, "and" or "or"
+            join to it; ``hash`` the rest of the line after the last ``####`` or, without one, of a last line that
+            begins with ``A:``; ``last_number``; ``any`` the first of these, in this order, that is there.
+        mathematics: the answer may be more than a number; ``any`` then looks for :func:`find_mathematics` before it
+            takes the last number.
 
     Raises:
         ValueError: an unknown format.
@@ -170,11 +301,13 @@ def extract_answer(text: str, answer_format: str) -> str | None:
     ('18', None)
     >>> extract_answer("<think>\\\\boxed{1}</think> \\\\boxed{\\\\frac{1}{2}} or \\\\boxed{3", "boxed")
     '\\\\frac{1}{2}'
+    >>> extract_answer("\\\\boxed{1}, no: $\\\\boxed{2}$ and $\\\\boxed{3}$", "boxed")
+    '2 and 3'
     """
     if answer_format not in _FINDERS:
         raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
     visible = without_thinking(text)
-    for find in _FINDERS[answer_format]:
+    for find in _OF_MATHEMATICS if mathematics and answer_format == "any" else _FINDERS[answer_format]:
         answer = find(visible)
         if answer is not None and answer.strip():
             return answer.strip()

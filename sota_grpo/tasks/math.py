@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 
 from sota_grpo.rewards.extract import extract_answer
@@ -17,7 +16,6 @@ QUESTION_COLUMNS = ("question", "problem", "prompt")
 GOLD_COLUMNS = ("ground_truth", "answer", "solution")
 
 _ANY = "boxed"  # what is asked for where any format will do
-_UNBRACED_BOX = re.compile(r"\\boxed\s+([^\s{}$.,]+)")  # \boxed 5, which some solutions of MATH have
 _MAX_INFO_CHARS = 200
 
 
@@ -80,7 +78,7 @@ class MathTask(QuestionTask):
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the answer in the response with the gold one; see the class for the terms."""
-        answer = extract_answer(response, self.answer_format)
+        answer = extract_answer(response, self.answer_format, mathematics=True)
         if answer is None:
             return Score({"answer": self.no_answer, "format": 0.0}, success=False)
         right = math_equal(example.answer, answer)
@@ -126,8 +124,7 @@ def _gold(row: Row, place: str) -> str:
     column = next((column for column in GOLD_COLUMNS if row.get(column) is not None), GOLD_COLUMNS[0])
     value = row.get(column)
     text = str(value) if isinstance(value, (int, float)) else text_of(row, column, place)
-    unbraced = _UNBRACED_BOX.findall(text)
-    gold = extract_answer(text, "boxed") or (unbraced[-1] if unbraced else None)
+    gold = extract_answer(text, "boxed")
     if gold is None and column == "solution":
         raise DatasetError(f"{place}: the solution has no \\boxed{{answer}} (it ends in {text[-40:]!r}).")
     gold = gold or extract_answer(text, "hash") or text.strip()

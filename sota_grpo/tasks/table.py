@@ -144,7 +144,8 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
     place = answer_format_of(source, answer_format)
     if source in GSM8K_SOURCES:
         return GSM8KTask(answer_format=place).score(response, Example("", text_of_answer(ground_truth))).success
-    answer, truths = extract_answer(response, place), _texts(ground_truth)
+    answer = extract_answer(response, place, mathematics=source in MATH_SOURCES)
+    truths = _texts(ground_truth)
     if source in MATH_SOURCES:
         from sota_grpo.rewards.maths import math_equal  # of no use to most tables
 

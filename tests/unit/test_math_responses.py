@@ -1,11 +1,10 @@
 """Answers where a response has them: in one box or several, corrected later, or said in a sentence.
 
-The rows were written before anybody saw how they are read: what a careful reader says decides. ``⏎`` is a new line.
+What a careful reader says decides: the first 208 and 121 rows were written before the extraction was read, the others
+before it was tried on them. ``⏎`` is a new line.
 """
 
 from __future__ import annotations
-
-import pytest
 
 from sota_grpo.rl.records import Example
 from sota_grpo.tasks.math import MathTask
@@ -219,6 +218,69 @@ B <!> \boxed{A} and \boxed{B}
 3+4i <!> \boxed{3-4i}
 x^2+2x+1 <!> \boxed{(x-1)^2}
 y=2x+1 <!> \boxed{y = 2x - 1}
+7 <=> Let's verify: $2\cdot 7 = 14$. ✓⏎⏎$$\boxed{7}$$
+7 <=> Hence the final answer is $\boxed{7}$ (seven).
+7 <=> \[⏎x = \boxed{7} \text{ or } \boxed{7.0}⏎\]
+7 <=> \boxed{7 \text{ (exactly)}}
+7 <=> **Answer**: \boxed{\ 7\ }
+7 <=> \boxed{~7~}
+7 <=> \boxed{\large 7}
+7 <=> \boxed{{\color{blue} 7}}
+7 <=> So \(\displaystyle \boxed{7}\).
+7 <=> My first try, \boxed{8}, was wrong. \boxed{7}
+7 <=> \boxed{8}.⏎⏎Wait, let me recompute.⏎⏎\boxed{7}
+7 <=> \boxed{8} → \boxed{7}
+7 <=> \boxed{8} = \boxed{7}+1, so the answer is \boxed{7}
+7 <=> \boxed{8} - actually \boxed{7}
+7 <=> \boxed{8} is too large; and \boxed{7} fits.
+7 <=> The answer is \boxed{7}, i.e. seven, and \boxed{7} only.
+30,60 <=> \boxed{30^\circ} \text{ and } \boxed{60^\circ}
+30,60 <=> $\boxed{30}^\circ$ and $\boxed{60}^\circ$
+30,60 <=> \boxed{30}° and \boxed{60}°
+20,30 <=> \boxed{20\%} and \boxed{30\%}
+3,-3 <=> $x = \boxed{3}$, $x = \boxed{-3}$
+3,-3 <=> \[x_1 = \boxed{3}, \quad x_2 = \boxed{-3}\]
+3,-3 <=> \[x = \boxed{3} \quad \text{or} \quad x = \boxed{-3}\]
+3,-3 <=> The solutions are \boxed{x = 3} and \boxed{x = -3}.
+3,-3 <=> \boxed{3}⏎⏎and⏎⏎\boxed{-3}
+3,-3 <=> \boxed{3}, or \boxed{-3}
+3,-3 <=> \boxed{3}, and also \boxed{-3}
+3,-3 <=> \(\boxed{3}\), \(\boxed{-3}\)
+(1,2),(3,4),(5,6) <=> \boxed{(1,2)}, \boxed{(3,4)}, and \boxed{(5,6)}
+(1,2),(3,4),(5,6) <=> $\boxed{(5,6)}$; $\boxed{(1,2)}$; $\boxed{(3,4)}$
+2, \frac12 <=> $\boxed{\frac{1}{2}}$ and $\boxed{2}$
+x<1 \text{ or } x>2 <=> \boxed{x<1} or \boxed{x>2}
+x<1 \text{ or } x>2 <=> \boxed{x<1} \text{ or } \boxed{x>2}
+\text{Alice and Bob} <=> \boxed{\text{Alice}} and \boxed{\text{Bob}}
+(2,3) <=> $x = \boxed{2}$ and $y = \boxed{3}$
+(2,3) <=> \boxed{x = 2}, \boxed{y = 3}
+\frac{5}{6} <=> \boxed{\cfrac{5}{6}}
+\frac{5}{6} <=> \boxed{\frac{5}{6} \approx 0.833}
+\frac{5}{6} <=> \boxed{P = \frac{5}{6}}
+[-1,1] <=> \boxed{x \in [-1, 1]}
+[-1,1] <=> \boxed{-1 \leq x \leq 1}
+\mathbb{R} <=> \boxed{(-\infty, \infty)}
+\{-1,1\} <=> \boxed{\pm 1}
+\begin{pmatrix} 0 & 1 \\ 1 & 0 \end{pmatrix} <=> \boxed{\left(\begin{array}{cc} 0 & 1 \\ 1 & 0 \end{array}\right)}
+12\text{ m/s} <=> \boxed{12~\mathrm{m/s}}
+E <=> \boxed{\textbf{(E) } 25}
+D <=> $\boxed{\textbf{(D)}\ \frac{1}{2}}$
+D <=> \boxed{D) 12}
+9 <=> \boxed{\begin{array}{c} 9 \end{array}}
+9 <=> \boxed{\text{Area} = 9}
+9 <=> \boxed{9 \text{ sq units}}.
+x+y <=> \boxed{y+x}
+7 <!> \boxed{7} and \boxed{8}, so both
+7 <!> \boxed{7.1}
+7 <!> \boxed{7}. Hmm, no. \boxed{8}
+7 <!> \boxed{7}, thus \boxed{14}
+7 <!> \boxed{7} or \boxed{-7}
+7 <!> \boxed{\text{about } 7 \text{ or } 8}
+30,60 <!> \boxed{30} and then \boxed{60} is wrong: \boxed{30}
+3,-3 <!> \boxed{3} and \boxed{3}
+x<1 \text{ or } x>2 <!> \boxed{x<1} and \boxed{x>3}
+D <!> \boxed{\textbf{(C)}\ D}
+\{-1,1\} <!> \boxed{1}
 """
 
 SENTENCES = r"""
@@ -343,6 +405,55 @@ B <!> The answer is $\textbf{(A)}$.
 \sqrt{2} <!> The answer is $\sqrt{3} \approx 1.732$.
 3+4i <!> The number is $z = 3-4i$.
 10\pi <!> The area is $10$.
+7 <=> Thus, we conclude that the answer is $\displaystyle 7$.
+7 <=> The final answer is therefore 7.
+7 <=> Answer: 7 (since 3 + 4 = 7)
+7 <=> The correct answer is **7**.
+7 <=> Our answer is: $$7$$⏎Let me know if anything is unclear!
+7 <=> So $x$ must be 7.
+7 <=> We get $2x = 14$, hence $x = 7$.
+7 <=> She needs 7 more apples to have $15$... that is, the answer is 7 apples.
+7 <=> Tom pays $3 for tea and $4 for cake; that makes $7 in total.
+7 <=> Tom pays $3.50 twice. The answer is $7.
+7 <=> = 7
+7 <=> x = 7
+7 <=> After $n=7$ steps we stop.
+7 <=> Since $a^2=49$ and $a>0$, we have $a=7$.
+\frac{5}{6} <=> Since the events are independent, $P = 1 - \frac{1}{6} = \frac{5}{6}$.
+\frac{5}{6} <=> Adding up, \(\frac12+\frac13=\frac56\).
+\frac{5}{6} <=> Answer: \(\dfrac{5}{6}\)
+\frac{5}{6} <=> \frac{5}{6}
+\frac{5}{6} <=> ## Final Answer⏎⏎$\frac{5}{6}$
+\frac{5}{6} <=> The answer is 5/6.
+x^2-1 <=> Expanding gives $(x-1)(x+1) = x^2-1$.
+x^2-1 <=> We therefore get⏎$$⏎x^2 - 1⏎$$
+[1,\infty) <=> Hence the domain is $x \ge 1$.
+[1,\infty) <=> In interval notation: \([1, \infty)\).
+3,-3 <=> The equation has the two solutions $x=3$ and $x=-3$.
+3,-3 <=> So the answers are $3$ and $-3$.
+3,-3 <=> So $x = \pm 3$.
+(2,3) <=> The graphs intersect at $(2, 3)$.
+(2,3) <=> We have $x = 2$ and $y = 3$.
+B <=> So the correct option is (B).
+B <=> Answer: B
+B <=> The answer is **B**.
+\text{no solution} <=> The answer is no solution.
+90 <=> The angle is $90^{\circ}$.
+6 <=> The volume is $6\text{ cm}^3$.
+6 <=> The volume is $6$ cubic centimetres.
+2\pi <=> So the period is $2\pi$.
+\begin{pmatrix} 1 \\ 0 \end{pmatrix} <=> Therefore $\mathbf{v} = \begin{pmatrix} 1 \\ 0 \end{pmatrix}$.
+7 <!> The final answer is therefore 8.
+7 <!> After 7 steps we get $x=8$.
+7 <!> She had $7 and spent $3, so she has $4.
+7 <!> So the answers are $7$ and $-7$.
+7 <!> Answer: $7x$
+7 <!> We know $2x = 7$.
+\frac{5}{6} <!> The answer is 6/5.
+\frac{5}{6} <!> The probability is $\frac{1}{6}$, not $\frac{5}{6}$... so the answer is $\frac16$.
+[1,\infty) <!> The domain is $x > 1$.
+(2,3) <!> The graphs intersect at $(3, 2)$.
+B <!> The answer is (C).
 """
 
 
@@ -357,11 +468,9 @@ def wrong_rows(table: str, answer_format: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.xfail(reason="several boxes are not one answer yet", strict=True)
 def test_boxed_answers_are_read_as_a_careful_reader_would() -> None:
     assert wrong_rows(BOXED, "boxed") == []
 
 
-@pytest.mark.xfail(reason="mathematics in a sentence is not read yet", strict=True)
 def test_answers_in_a_sentence_are_read_wherever_they_stand() -> None:
     assert wrong_rows(SENTENCES, "any") == []

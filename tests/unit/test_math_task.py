@@ -107,6 +107,7 @@ def test_the_last_complete_box_after_thinking_counts(response: str, answer: floa
         ({"question": "?", "ground_truth": " $\\frac12$ "}, "$\\frac12$"),
         ({"problem": "?", "solution": "First \\boxed{1}, then \\boxed{\\frac{1}{2}}."}, "\\frac{1}{2}"),
         ({"problem": "?", "solution": "so it is $\\boxed 5$."}, "5"),
+        ({"problem": "?", "solution": "so they are $\\boxed{5}$ and $\\boxed{6}$."}, "5 and 6"),
         ({"problem": "?", "solution": "so it is $\\fbox{5}$."}, "5"),
         ({"problem": "?", "answer": "2\\sqrt{3}", "solution": "\\boxed{7}"}, "2\\sqrt{3}"),
         ({"question": "?", "answer": "5 * 2 = <<5*2=10>>10\n#### 10"}, "10"),

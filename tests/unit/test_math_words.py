@@ -113,6 +113,8 @@ x=1+\sqrt2 \text{ or } x=1-\sqrt2 <=> 1\pm\sqrt2
 x \le -1 \text{ or } x \ge 1 <=> (-\infty,-1]\cup[1,\infty)
 all real numbers <=> \mathbb{R}
 \text{one} <=> one
+\textbf{(C)}\ 42 <=> C
+\text{the answer is } 5 <=> 5
 x = 2 \text{ and } y = 3 <=> (2,3)
 3\pi \text{ cm}^2 <=> 3\pi
 25\text{ degrees} <=> 25^\circ
@@ -189,6 +191,8 @@ R-r <!> r-R
 10\text{ feet} <!> 10\text{ inches}
 5 \text{ hours} <!> 5 \text{ days}
 \text{B} <!> \text{D}
+\text{B} <!> \textbf{(C)}\ 42
+A <!> \text{the answer is } B
 \text{blue} <!> \text{red}
 1 \text{ or } 2 <!> 1
 """

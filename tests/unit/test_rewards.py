@@ -109,6 +109,14 @@ def test_equality_is_exact_and_needs_two_numbers() -> None:
         ("<answer>1<answer>2</answer></answer>", "tags", "2"),
         ("</answer>5<answer>", "tags", None),
         ("\\boxed{1}, no wait, \\boxed{2}", "boxed", "2"),
+        ("\\boxed{1} and $\\boxed{2}$", "boxed", "1 and 2"),
+        ("\\boxed{0}. \\boxed{1}, $x = \\boxed{2}$; or \\fbox{3} cm.", "boxed", "1, 2 or 3"),
+        ("\\boxed{1}\\text{ cm}, \\text{and }\\boxed{2}\\text{ cm}", "boxed", "1 and 2"),
+        ("\\boxed{1} wait, \\boxed{2}", "boxed", "2"),
+        ("\\boxed{1}, " + " " * 99 + "\\boxed{2}", "boxed", "2"),
+        ("\\boxed{1} \\boxed{ }", "boxed", "1"),
+        ("so \\boxed -7.5.", "boxed", "-7.5"),
+        ("write it in \\boxed form", "boxed", None),
         ("\\boxed{\\frac{1}{2}} and \\boxed{3", "boxed", "\\frac{1}{2}"),
         ("\\boxed{\\{1\\}}", "boxed", "\\{1\\}"),
         ("\\boxed{\\boxed{5}}", "boxed", "5"),
@@ -135,6 +143,32 @@ def test_thinking_is_no_answer(wrapped: str) -> None:
     assert extract_answer(f"<think>7</think>{wrapped}", "any") == "5"
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is $x$, as $1+1=2$.", "x"),
+        ("The answer is $1$. No: the answer is not right. The answer is $2$.", "2"),
+        ("It is $12$. I hope the answer is correct.", "12"),
+        ("### Final answer\n\n\\[\\frac12\\]", "\\frac12"),
+        ("**Answer:** 12 apples, because $3 + 9 = 12$.", "12 apples"),
+        ("The answer is option B.", "B"),
+        ("The answer is that 3 of them have 12 each.", "12"),
+        ("It costs $5 and $7, $x$ less than $20.", "$20"),
+        ("It costs $5 or \\$7, and $ x = 12 $ is left.", "x = 12"),
+        ("Let $x$ be it. It is 12.", "12"),
+        ("Let $x = 1$. So it is 12.", "12"),
+        ("So $x = 12$ by rule 3. Done.", "x = 12"),
+        ("so\n\\frac{3}{4}", "\\frac{3}{4}"),
+        ("so \\frac{3}{4}", "4"),
+        ("Unclosed \\( 3 and $4", "$4"),
+    ],
+)
+def test_answers_in_sentences_are_found_where_mathematics_is_asked_for(text: str, answer: str) -> None:
+    assert extract_answer(text, "any", mathematics=True) == answer
+    assert extract_answer(f"#### 1\n{text}", "any", mathematics=True) == "1"
+    assert extract_answer(text, "any") == find_last_number(text)
+
+
 def test_an_unknown_format_is_named() -> None:
     with pytest.raises(ValueError, match="'last' is not one of tags, boxed, hash, last_number, any"):
         extract_answer("5", "last")
@@ -143,6 +177,8 @@ def test_an_unknown_format_is_named() -> None:
 HOSTILE = [
     "\\boxed{", "{", "}", "\\", "1", "1,", "1,111", ",111", "1/", "-", "$-", " ", "\n", ".1", "1e", "a1",
     "<answer>", "</answer>", "####", "<think>", "</think>", "<", "\\boxed ", "\\frac{1}{",
+    "\\boxed{1},", "\\boxed{1} and ", "\\boxed{\\boxed{", "$", "$x$", "$x$,", "$$", "\\$", "$ ", "\\(", "\\[x\\]",
+    "\\[", "answer", "answer is ", "answer is 5 or", "answer:", "x ", "\\x",
 ]  # fmt: skip
 
 
@@ -153,5 +189,6 @@ def test_a_megabyte_of_anything_takes_linear_time(unit: str | None) -> None:
     for answer_format in ANSWER_FORMATS:
         answer = extract_answer(text, answer_format)
         assert answer is None or len(answer) < 64 or parse_number(answer) is None
+    extract_answer(text, "any", mathematics=True)
     find_last_number(text)
     parse_number(text)

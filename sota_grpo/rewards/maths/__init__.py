@@ -54,6 +54,10 @@ _REWRITES = tuple(
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s?\.?", ""),
         (r"(?<=\d)\s?(?:\{\s?,\s?\}|,\\[!,;: ]|\\[!,])\s?(?=\d{3}(?!\d))", ""),  # thousands: 1{,}000 and 1,\!000
         (r"\\!", ""),
+        (
+            r"&(?= ?(?:[=<>]|\\(?:[lg]eq?|approx)(?![A-Za-z])))",
+            "",
+        ),  # lines are aligned at signs, no cell begins with one
         (r"\.\.\.|\\(?:dots|cdots|dotsc)(?![A-Za-z])", r"\\ldots "),
         (r"(?<!\\)\\[,;: >]|~|\\q?quad(?![A-Za-z])", " "),
         (
@@ -69,6 +73,7 @@ _REWRITES = tuple(
         (r"(?<![\d.])(\d{1,9}) {1,2}(\d{1,9}) ?/ ?(\d{1,9})(?![\d.])", r"(\1+\\frac{\2}{\3})"),  # 1 1/2
         (r"(?<=[\d ])([aApP])\.\s?([mM])\.?(?![A-Za-z])", r"\1\2"),
         (r"\\([dtc]frac|[dt]binom)(?![A-Za-z])", lambda found: "\\" + found[1][1:]),
+        (r"\A\\text ?\{[^{}]*\bis:? ?\}", ""),  # \text{the answer is } 5
     )
 )
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z{}])")
@@ -85,7 +90,7 @@ _GROUP = re.compile(r"(?:\\(?:boxed|fbox) ?)?\{(.*)\}", re.DOTALL)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _ONLY_TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
 _SPACED_THOUSANDS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
-_DELIMITERS = (("\\(", "\\)"), ("\\[", "\\]"))
+_DELIMITER = re.compile(r"(?<!\\)\\[()\[\]]")
 
 
 def tidy(text: str) -> str:
@@ -94,10 +99,7 @@ def tidy(text: str) -> str:
     >>> tidy("$\\\\left( 1{,}000,\\\\ \\\\dfrac{1}{2} \\\\right).$"), tidy("\\u22123\\u00b0")
     ('( 1000, \\\\frac{1}{2} )', '-3\\\\degree')
     """
-    text = text.translate(_UNICODE).strip()
-    for begin, end in _DELIMITERS:
-        if text.startswith(begin) and text.endswith(end):
-            text = text[2:-2].strip()
+    text = _DELIMITER.sub("", text.translate(_UNICODE)).strip()
     while inside := _GROUP.fullmatch(text):
         if "\\choose" in text or not _is_balanced(inside[1]):
             break
@@ -196,6 +198,7 @@ def _math_verify() -> tuple[Callable[[str], list[object]], Callable[[list[object
 
 _WORDS = re.compile(r"[A-Za-z(][A-Za-z ().,'-]*")
 _CHOICE = re.compile(r"\(?([A-Za-z])[).:]*")
+_LABELLED = re.compile(r"(?:\\text ?\{ ?)?\(?([A-Z])[).:](?: ?\}| ).+")  # \text{(B)} 42
 _COMMA = re.compile(r"\d,\d{3}(?!\d)")
 _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two numbers
 _WORD = re.compile(r"(?<!\\)(?<![A-Za-z])[A-Za-z]{3}")
@@ -242,7 +245,7 @@ def math_equal(gold: str, answer: str) -> bool:
 def _same_words(gold: str, answer: str) -> bool:
     """Whether both are words, and the same; letter case matters only in what may be an expression: ``R-r``."""
     words = plain(gold), plain(answer)
-    choices = _CHOICE.fullmatch(words[0]), _CHOICE.fullmatch(words[1])
+    choices = [_CHOICE.fullmatch(word) or _LABELLED.fullmatch(text) for word, text in zip(words, (gold, answer))]
     if choices[0] and choices[1]:
         return choices[0][1].casefold() == choices[1][1].casefold()
     if not all(map(_WORDS.fullmatch, words)):

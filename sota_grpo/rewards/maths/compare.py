@@ -280,8 +280,8 @@ class Comparison:
         if gold.kind == "matrix" or answer.kind == "matrix":
             return self._same_matrix(gold, answer)
         for one, other in ((gold, answer), (answer, gold)):
-            if one.kind == "set" and len(one.parts) == 1 and other.kind not in _COLLECTIONS:
-                return self._same(one.parts[0], other)
+            if one.kind in ("list", "set") and one.parts and other.kind not in _COLLECTIONS:
+                return all(self._same(member, other) for member in one.parts)  # one answer, written in several ways
         kinds = {gold.kind, answer.kind}
         if not kinds <= {"list", "set", "seq"}:
             return False
@@ -334,11 +334,20 @@ class Comparison:
                 return self._same(gold_value, answer_value)
             if _are_function_names(gold_name, answer_name) and variables(gold_value):
                 return self._same(gold_value, answer_value)
-        if gold.kind != answer.kind or _is_solved(gold_value) != _is_solved(answer_value):
+        if gold.kind != answer.kind:
+            return self._same_identity(gold, answer)
+        if _is_solved(gold_value) != _is_solved(answer_value):
             return False  # 2x = 6 does not answer what x is
         if self._sets.is_read(gold) or self._sets.is_read(answer):
             return False  # nor does 2x < 6
         return self._same_conditions(gold, answer)
+
+    def _same_identity(self, gold: Node, answer: Node) -> bool:
+        """An equation that always holds says its last side: ``x^2 - 1 = (x - 1)(x + 1)``."""
+        equation, other = (gold, answer) if gold.kind == "rel" else (answer, gold)
+        first, *others = equation.parts
+        holds = set(equation.data) == {"="} and all(self._values.equal(first, part) for part in others)
+        return holds and self._same(others[-1], other)
 
     def _same_conditions(self, gold: Node, answer: Node) -> bool:
         """Equations up to a factor, inequalities up to a positive one, chains part by part."""

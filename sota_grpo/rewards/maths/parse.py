@@ -534,8 +534,11 @@ class _Parser(Cursor):
                 raise Unreadable("a matrix is not closed")
         self.take()
         rows += [Node("row", tuple(cells))] if cells else []
+        cells = [cell for row in rows for cell in row.parts]
+        if len(cells) == 1 and environment in (*_LINES, "array"):
+            return cells[0]
         if environment in _LINES:
-            return Node("list", tuple(cell for row in rows for cell in row.parts), "and")
+            return Node("list", tuple(cells), "and")
         return Node("matrix", tuple(rows))
 
 
