@@ -46,23 +46,6 @@ def load_rows(
     return rows
 
 
-def require_columns(rows: Sequence[Row], columns: Sequence[str], source: str) -> None:
-    """Check that every row has text in every column.
-
-    Raises:
-        DatasetError: naming the row (from 1), the column and the columns found.
-
-    >>> require_columns([{"question": "1+1?", "answer": "#### 2"}], ("question", "answer"), "demo")
-    >>> require_columns([{"prompt": "1+1?"}], ("question",), "demo")
-    Traceback (most recent call last):
-        ...
-    sota_grpo.tasks.dataset.DatasetError: demo, row 1: column 'question' is missing; the columns found are 'prompt'.
-    """
-    for number, row in enumerate(rows, start=1):
-        for column in columns:
-            text_of(row, column, f"{source}, row {number}")
-
-
 def text_of(row: Row, column: str, place: str) -> str:
     """The text in a column of one row.
 
@@ -226,7 +209,7 @@ def disjoint(train: Sequence[Example], heldout: Sequence[Example], source: str) 
 
 
 def load_sides(
-    read_examples: Callable[[Sequence[Row], str], list[Example]],
+    read_example: Callable[[Row, str], Example],
     *,
     source: str,
     config: str,
@@ -240,7 +223,7 @@ def load_sides(
     Questions that come twice (letter case and spacing aside) are kept once, and never on both sides.
 
     Args:
-        read_examples: makes examples of rows, given the name of the place that they come from.
+        read_example: makes an example of a row, given a name of the row for error messages.
         source: name on the hub.
         config: of the hub dataset.
         path: local file to train on; None asks the hub.
@@ -252,12 +235,16 @@ def load_sides(
     Raises:
         DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), or too few of them.
     """
+
+    def read(rows: Sequence[Row], place: str) -> list[Example]:
+        return [read_example(row, f"{place}, row {number}") for number, row in enumerate(rows, start=1)]
+
     place = path or f"{source} (train)"
-    train = read_examples(load_rows(source, path=path, config=config), place)
+    train = read(load_rows(source, path=path, config=config), place)
     if eval_path is not None:
-        heldout = read_examples(load_rows(source, path=eval_path), eval_path)
+        heldout = read(load_rows(source, path=eval_path), eval_path)
     elif path is None:
-        heldout = read_examples(load_rows(source, split="test", config=config), f"{source} (test)")
+        heldout = read(load_rows(source, split="test", config=config), f"{source} (test)")
     else:
         train, heldout = split_examples(train, num_heldout, seed, path)
     kept, heldout = disjoint(train, heldout, place)

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from sota_grpo.rewards import extract_answer, numbers_equal, parse_number
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, Row, number_or_text, require_columns
+from sota_grpo.tasks.dataset import DatasetError, Row, number_or_text, text_of
 from sota_grpo.tasks.questions import QuestionTask, answering, asking, require_format, require_not_negative
 
 HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
-COLUMNS = ("question", "answer")
 
 _ANY = "hash"  # what is asked for where any format will do
 _CALCULATION = re.compile(r"<<[^<>]*>>")  # the calculator annotations of the gold answers
@@ -61,10 +60,6 @@ class GSM8KTask(QuestionTask):
         self.system_prompt = asking(self._asked_format, "number") if system_prompt is None else system_prompt
         self.term_weights: Mapping[str, float] = {"correct": 1.0, "format": format_weight}
 
-    @staticmethod
-    def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
-        return read_examples(rows, source)
-
     def score(self, response: str, example: Example) -> Score:
         """Compare the number in the response with the gold one; see the class for the terms."""
         answer = extract_answer(response, self.answer_format)
@@ -84,32 +79,24 @@ class GSM8KTask(QuestionTask):
         Raises:
             DatasetError: the answer is missing or holds no number.
         """
-        return _read_row(row, place)
+        answer = number_or_text(row, "answer", place)
+        if parse_number(_gold(answer)) is None:
+            raise DatasetError(
+                f"{place}: the gold answer has no number after '####' (it ends in {answer[-40:]!r}); "
+                "mend or remove the row."
+            )
+        return Example(query=str(row.get("question", "")), answer=answer)
+
+    def read_problem(self, row: Row, place: str) -> Example:
+        """As :meth:`read_row`, of a row that must have a question.
+
+        >>> GSM8KTask().read_problem({"question": "1+1?", "answer": "#### 2"}, "demo, row 1").query
+        '1+1?'
+        """
+        text_of(row, "question", place)
+        return self.read_row(row, place)
 
 
 def _gold(answer: str) -> str:
     """The number of a gold answer: what follows the last ``####``, or all of it where there is none."""
     return extract_answer(answer, "hash") or answer
-
-
-def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
-    """Rows to examples, the gold answers checked.
-
-    Raises:
-        DatasetError: a missing column, or a gold answer without a number after ``####``, with its row (from 1).
-
-    >>> read_examples([{"question": "1+1?", "answer": "#### 2"}], "demo")[0].query
-    '1+1?'
-    """
-    require_columns(rows, COLUMNS[:1], source)
-    return [_read_row(row, f"{source}, row {number}") for number, row in enumerate(rows, start=1)]
-
-
-def _read_row(row: Row, place: str) -> Example:
-    answer = number_or_text(row, "answer", place)
-    if parse_number(_gold(answer)) is None:
-        raise DatasetError(
-            f"{place}: the gold answer has no number after '####' (it ends in {answer[-40:]!r}); "
-            "mend or remove the row."
-        )
-    return Example(query=str(row.get("question", "")), answer=answer)

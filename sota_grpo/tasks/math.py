@@ -72,10 +72,6 @@ class MathTask(QuestionTask):
         self.term_weights: Mapping[str, float] = {"answer": 1.0, "format": format_weight}
         self.correct, self.wrong, self.no_answer = correct, wrong, no_answer
 
-    @staticmethod
-    def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
-        return read_examples(rows, source)
-
     def score(self, response: str, example: Example) -> Score:
         """Compare the answer in the response with the gold one; see the class for the terms."""
         answer = extract_answer(response, self.answer_format, mathematics=True)
@@ -101,22 +97,14 @@ class MathTask(QuestionTask):
         question = next((row[column] for column in QUESTION_COLUMNS if column in row), "")
         return Example(query=str(question), answer=_gold(row, place))
 
+    def read_problem(self, row: Row, place: str) -> Example:
+        """As :meth:`read_row`, of a row that must have a question.
 
-def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
-    """Rows to examples, the gold answers checked.
-
-    Raises:
-        DatasetError: a row without a question, or with a gold answer that cannot be used, with its number (from 1).
-
-    >>> read_examples([{"problem": "1+1?", "solution": "It is $\\\\boxed{2}$."}], "demo")[0].answer
-    '2'
-    """
-    examples = []
-    for number, row in enumerate(rows, start=1):
-        place = f"{source}, row {number}"
+        >>> MathTask().read_problem({"problem": "1+1?", "solution": "It is $\\\\boxed{2}$."}, "demo, row 1").answer
+        '2'
+        """
         column = next((column for column in QUESTION_COLUMNS if column in row), QUESTION_COLUMNS[0])
-        examples.append(Example(query=text_of(row, column, place), answer=_gold(row, place)))
-    return examples
+        return Example(query=text_of(row, column, place), answer=_gold(row, place))
 
 
 def _gold(row: Row, place: str) -> str:

@@ -52,9 +52,8 @@ class QuestionTask:
     train: Sequence[Example]
     heldout: Sequence[Example]
 
-    @staticmethod
-    def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
-        """The examples of rows that come from ``source``; ``DatasetError`` names the row that cannot be used."""
+    def read_problem(self, row: Row, place: str) -> Example:
+        """An example of a row, which must have a question; ``DatasetError`` names a row that cannot be used."""
         raise NotImplementedError
 
     @classmethod
@@ -88,7 +87,7 @@ class QuestionTask:
         """
         task = cls(**options)
         train, task.heldout = load_sides(
-            cls.read_examples,
+            task.read_problem,
             source=source or cls.hub_name,
             config=cls.hub_config,
             path=path,

@@ -78,10 +78,6 @@ class ReasoningTask(QuestionTask):
             "thinking": thinking_weight,
         }
 
-    @staticmethod
-    def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
-        return read_examples(rows, source)
-
     def score(self, response: str, example: Example) -> Score:
         """The three terms; beside them the words of thinking and the beginning of the answer that was found."""
         parts, answer = read_parts(response), extract_answer(response, self.answer_format)
@@ -115,6 +111,17 @@ class ReasoningTask(QuestionTask):
         questions = [row[name] for name in QUESTION_COLUMNS if isinstance(row.get(name), str)]
         return _example(questions[0] if questions else "", row, place)
 
+    def read_problem(self, row: Row, place: str) -> Example:
+        """As :meth:`read_row`, of a row that must have a question.
+
+        >>> ReasoningTask().read_problem({"prompt": "1+1?", "ground_truth": 2}, "demo, row 1")
+        Example(query='1+1?', answer='2', extra={})
+        """
+        question = _text(row, QUESTION_COLUMNS, place)
+        if not question.strip():
+            raise DatasetError(f"{place}: the question is empty; mend or remove the row.")
+        return _example(question, row, place)
+
 
 def split_gold(answer: str) -> tuple[str, str]:
     """The worked steps of a gold answer, where it has any, and the answer alone.
@@ -131,25 +138,6 @@ def split_gold(answer: str) -> tuple[str, str]:
     if mark and "\n" not in last.strip():
         return steps.strip(), last.strip()
     return "", answer.strip()
-
-
-def read_examples(rows: Sequence[Row], source: str) -> list[Example]:
-    """Rows to examples, checked.
-
-    Raises:
-        DatasetError: a question or an answer that is missing, empty, or no text, with its row (from 1).
-
-    >>> read_examples([{"prompt": "1+1?", "ground_truth": 2}], "demo")
-    [Example(query='1+1?', answer='2', extra={})]
-    """
-    examples = []
-    for number, row in enumerate(rows, start=1):
-        place = f"{source}, row {number}"
-        question = _text(row, QUESTION_COLUMNS, place)
-        if not question.strip():
-            raise DatasetError(f"{place}: the question is empty; mend or remove the row.")
-        examples.append(_example(question, row, place))
-    return examples
 
 
 def _example(question: str, row: Row, place: str) -> Example:

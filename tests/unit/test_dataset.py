@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.errors import UserError
-from sota_grpo.tasks.dataset import DatasetError, load_rows, require_columns
+from sota_grpo.tasks.dataset import DatasetError, load_rows, text_of
 
 
 @pytest.fixture
@@ -92,12 +92,12 @@ def test_a_file_of_noise_is_refused(tmp_path: Path, suffix: str) -> None:
 
 def test_a_missing_column_names_the_columns_found() -> None:
     with pytest.raises(DatasetError, match=r"demo, row 2: column 'answer' is missing; the columns found are 'q', 'a'"):
-        require_columns([{"answer": "x"}, {"q": "x", "a": "y"}], ("answer",), "demo")
+        text_of({"q": "x", "a": "y"}, "answer", "demo, row 2")
 
 
 def test_a_column_of_another_type_is_named() -> None:
     with pytest.raises(DatasetError, match="row 1: column 'answer' holds int, not text"):
-        require_columns([{"answer": 3}], ("answer",), "demo")
+        text_of({"answer": 3}, "answer", "demo, row 1")
 
 
 def test_the_hub_is_asked_for_config_and_split(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, str]]) -> None:
