@@ -22,7 +22,7 @@ _NUMBER = re.compile(
 )
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d{1,80})\}\{(\d{1,80})\}", re.ASCII)
 _MAX_EXPONENT_CHARS = 4  # e-99: a longer exponent would make an integer of thousands of digits
-_CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotations
+CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotations
 _UNIT_POWER = re.compile(r"\b([cmk]?m|ft|feet|in|inches|yd|units)\^(?:\d|\{\d\})", re.ASCII)  # its 2 is no number
 _MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d{1,80}) +(\d{1,80})/(\d{1,80})(?![\d/])", re.ASCII)
 _LEADING_MINUS = re.compile(r"\A\s*-\s+(?=[$.\d])", re.ASCII)
@@ -49,7 +49,7 @@ def parse_number(text: str) -> Fraction | None:
         return None
     for old, new in _REWRITES:
         text = text.replace(old, new)
-    text = _UNIT_POWER.sub(r"\1", _CALCULATION.sub("", text))
+    text = _UNIT_POWER.sub(r"\1", CALCULATION.sub("", text))
     text = _LEADING_MINUS.sub("-", text)
     text = _MIXED_NUMBER.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}", text)
     text = _LATEX_FRACTION.sub(r" \1/\2 ", text)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
-from sota_grpo.rewards import extract_answer, numbers_equal, parse_number
+from sota_grpo.rewards.extract import CALCULATION, extract_answer, numbers_equal, parse_number
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import DatasetError, Row, number_or_text, text_of
 from sota_grpo.tasks.questions import QuestionTask, answering, asking, require_format, require_not_negative
@@ -13,7 +12,6 @@ from sota_grpo.tasks.questions import QuestionTask, answering, asking, require_f
 HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
 
 _ANY = "hash"  # what is asked for where any format will do
-_CALCULATION = re.compile(r"<<[^<>]*>>")  # the calculator annotations of the gold answers
 
 
 class GSM8KTask(QuestionTask):
@@ -69,7 +67,7 @@ class GSM8KTask(QuestionTask):
 
     def gold_response(self, example: Example) -> str:
         """The worked gold answer without its calculator annotations, its number where the format asks for it."""
-        steps = _CALCULATION.sub("", example.answer).rpartition("####")[0].rstrip()
+        steps = CALCULATION.sub("", example.answer).rpartition("####")[0].rstrip()
         last_line = answering(self._asked_format, _gold(example.answer))
         return f"{steps}\n{last_line}" if steps else last_line
 

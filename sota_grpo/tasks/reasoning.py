@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from sota_grpo.rewards.extract import extract_answer
+from sota_grpo.rewards.extract import CALCULATION, extract_answer
 from sota_grpo.rewards.thinking import TAG, answer_term, count_words, format_term, read_parts, thinking_term
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import DatasetError, Row
@@ -19,7 +19,6 @@ SYSTEM_PROMPT = (
     "<answer> and </answer>."
 )
 _ANY_TAG = re.compile(TAG.pattern, re.IGNORECASE)
-_CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotations
 _MAX_INFO_CHARS = 200
 
 
@@ -96,7 +95,7 @@ class ReasoningTask(QuestionTask):
         Earns the full reward whatever stands in the question: tags in it become brackets.
         """
         steps, gold = split_gold(example.answer)
-        thinking = _CALCULATION.sub("", steps) or f"I am asked: {example.query}"
+        thinking = CALCULATION.sub("", steps) or f"I am asked: {example.query}"
         again = f"\nI read the question once more: {example.query}\nMy answer stays {gold}."
         missing = max(0, self.min_think_words - count_words(thinking))
         thinking += again * -(-missing // count_words(again))

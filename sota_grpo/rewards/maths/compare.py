@@ -49,7 +49,7 @@ class RealSets:
         """Whether two trees say the same set of reals (of the same variable); None if one of them says none."""
         if _is_only_points(left) and _is_only_points(right):
             return None
-        first, second = self._read_if_set(left), self._read_if_set(right)
+        first, second = self.find(left), self.find(right)
         if first is None or second is None:
             return None
         names = [variables(node) for node in (left, right)]
@@ -57,11 +57,8 @@ class RealSets:
             return False
         return len(first) == len(second) and all(map(self._same_piece, first, second))
 
-    def is_read(self, node: Node) -> bool:
-        """Whether a tree says a set of real numbers."""
-        return self._read_if_set(node) is not None
-
-    def _read_if_set(self, node: Node) -> tuple[Piece, ...] | None:
+    def find(self, node: Node) -> tuple[Piece, ...] | None:
+        """The set that a tree says, None where it says none."""
         try:
             return self.read(node)
         except (NoNumber, NoValue):
@@ -338,7 +335,7 @@ class Comparison:
             return self._same_identity(gold, answer)
         if _is_solved(gold_value) != _is_solved(answer_value):
             return False  # 2x = 6 does not answer what x is
-        if self._sets.is_read(gold) or self._sets.is_read(answer):
+        if self._sets.find(gold) is not None or self._sets.find(answer) is not None:
             return False  # nor does 2x < 6
         return self._same_conditions(gold, answer)
 

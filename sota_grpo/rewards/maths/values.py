@@ -158,15 +158,9 @@ class Arithmetic:
         if self.real and self.is_real(base) and base < 0:
             if not isinstance(exponent, Fraction) or exponent.denominator % 2 == 0:
                 raise NoValue("a root of a negative number")
-            return self.multiply(
-                [Fraction((-1) ** (exponent.numerator % 2)), self.power(self.negative(base), exponent)]
-            )
+            return self.multiply([Fraction((-1) ** (exponent.numerator % 2)), self.power(-base, exponent)])
         self.spend(20)
         return self.checked(self._context.power(self.inexact(base), self.inexact(exponent)))
-
-    def negative(self, value: Any) -> Any:
-        """Minus the value."""
-        return -value
 
     def _exact_root(self, base: Fraction, degree: int) -> Fraction | None:
         """The root of a fraction, if it is a fraction."""
@@ -199,7 +193,7 @@ class Arithmetic:
         if all(whole) and 0 <= upper <= _MAX_FACTORIAL and lower >= 0:
             self.spend(10 + int(upper))
             return self.checked(Fraction(math.comb(int(upper), int(lower))))
-        lower_part = self.multiply([self.factorial(lower), self.factorial(self.add([upper, self.negative(lower)]))])
+        lower_part = self.multiply([self.factorial(lower), self.factorial(self.add([upper, -lower]))])
         return self.divide(self.factorial(upper), lower_part)
 
     def absolute(self, value: Any) -> Any:
@@ -216,7 +210,7 @@ class Arithmetic:
 
     def ceiling(self, value: Any) -> Any:
         """The smallest integer that is not smaller."""
-        return self.negative(self.floor(self.negative(value)))
+        return -self.floor(-value)
 
     def radians(self, degrees: Any) -> Any:
         """An angle in radians."""
@@ -257,7 +251,7 @@ _CIRCULAR = ("sin", "cos", "tan", "cot", "sec", "csc")
 _INSIDE = {  # operations on the values of the parts, by kind
     "add": lambda calculate, values: calculate.add(values),
     "mul": lambda calculate, values: calculate.multiply(values),
-    "neg": lambda calculate, values: calculate.negative(values[0]),
+    "neg": lambda calculate, values: -values[0],
     "div": lambda calculate, values: calculate.divide(*values),
     "ratio": lambda calculate, values: calculate.divide(*values),
     "pow": lambda calculate, values: calculate.power(*values),
