@@ -100,11 +100,14 @@ _BRACE = re.compile(  # \boxed 5 is a box too; \{ and \} are text, not braces
     r"\\(?:boxed|fbox)(?:\s{0,3}\{|\s{1,3}(?P<bare>-?\d+(?:\.\d+)?))|\\.|[{}]", re.DOTALL | re.ASCII
 )
 _MAX_GAP_CHARS = 80  # between two parts of one answer
-_UNIT_BEFORE = re.compile(
-    r"\s?(?:\^\s?\{?\s?\\circ|°|\\?%|\\(?:text|mathrm|mbox)\s?\{\s?(?!and|or)[A-Za-z]{1,16}|[A-Za-z]{1,16}(?=\s+and\b))"
+_UNIT_BEFORE = (
+    re.compile(  # the unit of the first part: \boxed{1}\text{ cm and }\boxed{2}, "rows and", degrees, percent
+        r"\A[\s$]*(?:\^\s?\{?\s?\\circ|°|\\?%|\\(?:text|mathrm|mbox)\s?\{\s?(?!(?:and|or)\b)[A-Za-z]{1,16}"
+        r"|[A-Za-z]{1,16}(?=\s+and\b))"
+    )
 )
 _DRESS = re.compile(r"\\(?:text|mathrm|mbox)(?=\s?\{)|\\q?quad(?![A-Za-z])|\\[()\[\],;:! ]|[{}$*~\s]")
-_JOINT = re.compile(
+_JOINT = re.compile(  # what joins, and perhaps the name of the second part: "and x_2 ="
     r"(,|;|\\?&|\\cup|∪|(?:[,;] )?(?:and|or))(?: also)?(?: ?[A-Za-z](?: ?_ ?\w{1,2})? ?(?:=|\\in))?", re.ASCII
 )
 _INLINE = r"(?:[^$\\\n]|\\.|\n(?!\n))++"
@@ -124,19 +127,9 @@ _MAX_SAID_CHARS, _MAX_SAID_WORDS = 120, 3
 _SAID_END = re.compile(r"[.!?](?=[\s*]|\Z)|\n|,? \(?(?:because|since|as|which|where|so|for)\b")
 _SAID_NUMBER = re.compile(r"[-+\u2212±√(\[{\\$.]|\d|[A-Za-z](?:'|\([A-Za-z]\))? ?[=<>^+-]")
 _SAID_WORD = re.compile(r"[^\W\d_]{2,}")
-_SAYS_NOTHING = {
-    "correct",
-    "right",
-    "wrong",
-    "incorrect",
-    "below",
-    "above",
-    "clear",
-    "obvious",
-    "unique",
-    "here",
-    "not",
-}
+_SAYS_NOTHING = re.compile(
+    r"\b(?:correct|right|wrong|incorrect|below|above|clear|obvious|unique|here|not)\b", re.IGNORECASE
+)
 _BARE = re.compile(r"(?:\\(?:[A-Za-z]+|.)|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[^\\A-Za-z])+")
 _NEXT_SENTENCE = re.compile(r"[.!?]\s|\n")
 
@@ -257,8 +250,7 @@ def find_mathematics(text: str) -> str | None:
 def _said(text: str) -> str | None:
     """What the beginning of a text says plainly: a number with its unit, a pair, a choice, a name; None if nothing."""
     said = _SAID_END.split(text, maxsplit=1)[0].strip(" *`'\"")
-    words = _SAID_WORD.findall(said)
-    if len(words) > _MAX_SAID_WORDS or any(word.lower() in _SAYS_NOTHING for word in words):
+    if len(_SAID_WORD.findall(said)) > _MAX_SAID_WORDS or _SAYS_NOTHING.search(said):
         return None
     return said if _SAID_NUMBER.match(said) or not any(map(str.isdigit, said)) else None
 

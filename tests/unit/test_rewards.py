@@ -113,6 +113,8 @@ def test_equality_is_exact_and_needs_two_numbers() -> None:
         ("\\boxed{0}. \\boxed{1}, $x = \\boxed{2}$; or \\fbox{3} cm.", "boxed", "1, 2 or 3"),
         ("\\boxed{1}\\text{ cm}, \\text{and }\\boxed{2}\\text{ cm}", "boxed", "1 and 2"),
         ("\\boxed{1} wait, \\boxed{2}", "boxed", "2"),
+        ("\\boxed{1}\\text{ orange and }\\boxed{2}", "boxed", "1 and 2"),
+        ("\\boxed{1}, wait and \\boxed{2}", "boxed", "2"),
         ("\\boxed{1}, " + " " * 99 + "\\boxed{2}", "boxed", "2"),
         ("\\boxed{1} \\boxed{ }", "boxed", "1"),
         ("so \\boxed -7.5.", "boxed", "-7.5"),
