@@ -22,6 +22,7 @@ from sota_grpo.policy.reference import AdapterOffReference, FrozenReference, Ref
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
+from sota_grpo.text import first_line
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.schedule import LearnerSettings
 from sota_grpo.workers.processes import ProcessLauncher
@@ -49,9 +50,8 @@ def make_model(config: Config, device: torch.device, *, weights: bool = True) ->
     except (ValueError, ImportError) as error:
         if attention is None or not (isinstance(error, ImportError) or "attn_implementation" in str(error)):
             raise
-        reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"model.attn_implementation={attention} cannot be used ({reason}); use sdpa, eager or null."
+            f"model.attn_implementation={attention} cannot be used ({first_line(error)}); use sdpa, eager or null."
         ) from error
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -33,10 +32,10 @@ from sota_grpo.rl.scoring import total_reward
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks import TASKS, make_scorer
 from sota_grpo.tasks.dataset import DatasetError, text_of
+from sota_grpo.text import json_line
 
 STANDARD = "-"  # stdin or stdout
 _ENCODING, _ERRORS = "utf-8-sig", "surrogateescape"  # of the input: what is not UTF-8 stands escaped in the output
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class RowWriter:
@@ -64,7 +63,7 @@ class RowWriter:
 
     def write(self, row: dict[str, Any]) -> None:
         with self._told():
-            self._file.write(_json(row) + "\n")
+            self._file.write(json_line(row, default=str) + "\n")
         self.count += 1
 
     def flush(self) -> None:
@@ -161,12 +160,6 @@ def _abandon(file: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file.fileno())
     os.close(nowhere)
-
-
-def _json(row: dict[str, Any]) -> str:
-    text = json.dumps(row, ensure_ascii=False, default=str)
-    # half of a surrogate pair, which untrusted text may hold, exists only in escaped form
-    return text if text.isascii() or not _SURROGATE.search(text) else json.dumps(row, default=str)
 
 
 _BATCH = 64  # rows that a grader is given at once

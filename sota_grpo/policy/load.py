@@ -26,6 +26,7 @@ from sota_grpo.config import model_sizes
 from sota_grpo.config.model_sizes import Architecture
 from sota_grpo.errors import UserError
 from sota_grpo.policy.smollm2 import SMOLLM2, smollm2_folder
+from sota_grpo.text import first_line
 
 DType = Literal["float32", "bfloat16", "float16"]
 _DTYPES: dict[str, torch.dtype] = {
@@ -201,10 +202,9 @@ def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
     try:
         return load(path, **options)
     except (OSError, SafetensorError) as error:  # not there, or damaged
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFoundError(
-            f"model.name={name} could not be loaded from {path} ({reason}); give the folder of a saved model, "
-            "check the network and the hub id, or use model.name=tiny"
+            f"model.name={name} could not be loaded from {path} ({first_line(error)}); give the folder of a saved "
+            "model, check the network and the hub id, or use model.name=tiny"
         ) from error
 
 

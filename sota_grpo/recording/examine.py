@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sota_grpo.errors import RunFailed
+from sota_grpo.text import one_line, readable
 
 DEBUG_FOLDER = "debug_logs"
 Row = Mapping[str, Any]
 
-_READABLE = frozenset("\n\t\u3000\u200c\u200d")  # a wide space, and the joiners that some scripts need
 _RULE = "=" * 100
 _ROUNDING = 5e-5  # of rewards, which are kept in float32, and of the four digits written here
 
@@ -128,26 +128,12 @@ def described(step: int, row: Row, why: str, term_weights: Mapping[str, float]) 
     return "\n\n".join(parts) + "\n\n\n"
 
 
-def readable(text: str) -> str:
-    """``text`` with every character escaped that has no picture: control characters, directions, half surrogates.
-
-    >>> readable("3 < 4\\x1b[2J\\u202e\\n5 Ångström")
-    '3 < 4\\\\x1b[2J\\\\u202e\\n5 Ångström'
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        sign if sign.isprintable() or sign in _READABLE else sign.encode("unicode_escape").decode("ascii")
-        for sign in text
-    )
-
-
 def _quoted(text: str) -> str:
     return "\n".join(f"  | {line}" for line in readable(text).split("\n"))
 
 
 def _line(value: object) -> str:
-    return readable(str(value)).replace("\n", "\\n")
+    return one_line(str(value), limit=None)
 
 
 def _reward_lines(row: Row, term_weights: Mapping[str, float]) -> list[str]:

@@ -23,6 +23,7 @@ from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import declared
 from sota_grpo.recording.run_record import METRICS_FILE, ROLLOUTS_FILE
 from sota_grpo.recording.sinks import Sink
+from sota_grpo.text import json_line
 
 TRAINING_LOG = "training.log"
 ROLLOUT_FIELDS = (
@@ -42,8 +43,6 @@ ROLLOUT_FIELDS = (
     "policy_version",
 )
 
-# JSON leaves these raw, but terminals obey the first and `str.splitlines` breaks lines at the others.
-_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 _BLOCK = 1 << 16
 
 
@@ -215,15 +214,7 @@ def _check_rollout(step: int, row: Mapping[str, Any]) -> None:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    try:
-        return _encoded(row, ensure_ascii=False)
-    except UnicodeEncodeError:  # half of a surrogate pair, which untrusted text may hold, exists only in escaped form
-        return _encoded(row, ensure_ascii=True)
-
-
-def _encoded(row: Mapping[str, Any], *, ensure_ascii: bool) -> bytes:
-    text = json.dumps(row, ensure_ascii=ensure_ascii, allow_nan=False, default=_plain)
-    return (text.translate(_ESCAPES) + "\n").encode()
+    return (json_line(row, allow_nan=False, default=_plain) + "\n").encode()
 
 
 def _plain(value: Any) -> float | int:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from sota_grpo.config import walk
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import write_json
+from sota_grpo.text import sentence
 
 RUN_FILE = "run.json"  # written when training begins: signature, turns asked for, whether they are done
 CONFIG_FILE = "config.yaml"
@@ -85,8 +86,7 @@ def reason(error: Exception) -> str:
     >>> reason(UserError("Mend it.")), reason(ValueError("odd\\nand more"))
     ('Mend it.', 'ValueError: odd')
     """
-    text = " ".join(str(error).split()) if isinstance(error, UserError) else str(error).strip().partition("\n")[0]
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    return " ".join(str(error).split()) if isinstance(error, UserError) else sentence(error)
 
 
 def read_failure(run_dir: Path) -> str | None:

@@ -18,6 +18,7 @@ from sota_grpo.files import write_text
 from sota_grpo.recording.run_record import METRICS_FILE
 from sota_grpo.report.data import report_json
 from sota_grpo.report.read import find_runs, read_runs
+from sota_grpo.text import sentence
 
 MAX_BYTES = 9_500_000  # of the file; plotly is half of it
 _MOST_DATA = 4_500_000
@@ -55,8 +56,8 @@ def write_report(
     library = _plotly()
     data = report_json(runs, left_out, budget=min(_MOST_DATA, MAX_BYTES - len(library.encode())))
     path = _write(Path(out), page(library, data))
-    for sentence in left_out:
-        on_left_out(sentence)
+    for reason in left_out:
+        on_left_out(reason)
     return path
 
 
@@ -167,8 +168,8 @@ class TrainingReport:
         except Exception as error:  # whatever is wrong with a page, it is not worth a run
             self._enabled = False
             logger.warning(
-                "The report could not be written (%s: %s); training goes on, and sota-grpo report %s writes it later.",
-                *(type(error).__name__, str(error).strip().split("\n")[0], self._run_dir),
+                "The report could not be written (%s); training goes on, and sota-grpo report %s writes it later.",
+                *(sentence(error), self._run_dir),
             )
         self._last = self._clock() - began
         self._spent += self._last

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,8 @@ from sota_grpo.recording.run_record import (
     read_rows,
     state_of,
 )
+from sota_grpo.text import json_line
 
-# What HTML or JavaScript could read as markup, what terminals and editors obey, and halves of surrogate pairs, which
-# have no bytes in UTF-8; JSON takes any of it escaped.
-_ODD = re.compile("[<>&\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _HEAD, _TAIL = 16_000, 4_000  # characters that are kept of a longer text
 
 
@@ -37,14 +34,8 @@ def safe_json(value: Any) -> str:
 
     Raises:
         ValueError: a number is not finite; ``number`` lets none through.
-
-    >>> safe_json({"text": "</script><b>&"})
-    '{"text":"\\\\u003c/script\\\\u003e\\\\u003cb\\\\u003e\\\\u0026"}'
-    >>> json.loads(safe_json("\\ud800</script>")) == "\\ud800</script>"
-    True
     """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return _ODD.sub(lambda odd: f"\\u{ord(odd[0]):04x}", text)
+    return json_line(value, html=True, allow_nan=False, separators=(",", ":"))
 
 
 def number(value: Any, digits: int = 5) -> float | int | None:

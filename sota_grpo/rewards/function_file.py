@@ -25,6 +25,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from sota_grpo.errors import UserError
+from sota_grpo.text import sentence
 
 VERL, TRL = "verl", "trl"
 VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -218,10 +219,9 @@ def pickled(functions: Functions) -> bytes:
         try:
             cloudpickle.dumps(function)
         except Exception as error:  # whatever the objects that it holds raise
-            reason = next(iter(str(error).splitlines()), "no message")
             raise RewardFunctionError(
-                f"the reward function {name} cannot be sent to the processes that grade ({type(error).__name__}: "
-                f"{reason}); make what it needs inside the function, or grade in this process: env.reward_workers=0."
+                f"the reward function {name} cannot be sent to the processes that grade ({sentence(error)}); "
+                "make what it needs inside the function, or grade in this process: env.reward_workers=0."
             ) from error
     return cloudpickle.dumps(dict(functions))
 

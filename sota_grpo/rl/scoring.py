@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from sota_grpo.rl.records import Example, Score
+from sota_grpo.text import one_line
 
 Scorer = Callable[[str, Example], Score]
 
 LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
-_MAX_ERROR_CHARS = 500
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def failed_score(term_names: Collection[str], error: str) -> Score:
     >>> failed_score(["right"], "TimeoutError: 5 s")
     Score(terms={'right': 0.0}, success=False, error='TimeoutError: 5 s', info={}, reply=None)
     """
-    return Score(dict.fromkeys(term_names, 0.0), False, _one_line(error))
+    return Score(dict.fromkeys(term_names, 0.0), False, one_line(error))
 
 
 def graders_error(error: BaseException) -> str:
@@ -138,14 +138,6 @@ def graders_error(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
         raise error
     return f"{type(error).__name__}: {error}"
-
-
-def _one_line(text: str) -> str:
-    """An error that may quote a model, fit for a terminal: one line of bounded length without control characters."""
-    head = text[:_MAX_ERROR_CHARS]
-    if head.isprintable():
-        return head
-    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii") for sign in head)
 
 
 def total_reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> float:

