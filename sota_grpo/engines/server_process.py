@@ -10,18 +10,16 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from sota_grpo.engines.serve import LAUNCHER_SAYS
 from sota_grpo.engines.server_dialect import HttpClient, ServerError
 from sota_grpo.errors import RunFailed
+from sota_grpo.orphans import LAUNCHER_SAYS, launcher
 
 logger = logging.getLogger(__name__)
 
-_LAUNCHER = Path(__file__).with_name("serve.py")
 _PORT_TRIES = 3
 _POLL_S = 0.2
 _BURIAL_S = 3.0
@@ -57,12 +55,11 @@ class ServerProcess:
         inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         package_root = str(Path(__file__).resolve().parents[2])
         python_path = os.pathsep.join(filter(None, [package_root, inherited.get("PYTHONPATH")]))
-        launcher = [sys.executable, "-I", str(_LAUNCHER), "--parent", str(os.getpid()), "--scratch", str(scratch), "--"]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             self._log_start = log.tell()
             self._launcher = subprocess.Popen(
-                [*launcher, *command],
+                [*launcher(scratch), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -5,26 +5,27 @@ log-probs and the spans of the weights' labels. Weights go through ``/pause?mode
 workers by ``/collective_rpc`` and ``/resume``: no code of ours runs in the workers, so any vLLM server that was started
 with the options of :data:`NEEDED_OPTIONS` will do, as long as it can read the folder of the pushed weights. On CPU it
 needs ``--no-enable-chunked-prefill`` too (seeds). Its ``--api-key`` alone leaves the control of the weights open to all
-who reach it; ``VLLM_API_KEY`` with ``--middleware sota_grpo.engines.serve.RequireKey`` closes that.
+who reach it; ``VLLM_API_KEY`` with ``--middleware sota_grpo.engines.vllm_server.RequireKey`` closes that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sota_grpo.engines.base import Deadlines, EngineOptions
-from sota_grpo.engines.serve import KEY_VARIABLE
 from sota_grpo.engines.server_dialect import HttpClient, Order, ServerError, Versions, refusal
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupRequest, Sample, Sampling, sample_seed
 
+KEY_VARIABLE = "VLLM_API_KEY"  # vLLM reads it too; a command line would show it to every user of the machine
 NEEDED_OPTIONS = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --generation-config vllm "
     "--logprobs-mode processed_logprobs"
@@ -48,7 +49,7 @@ class VLLMDialect:
         return [
             # The script `vllm` looks up the distribution `vllm`, which the CPU build is not.
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
-            *("--served-model-name", "policy", "--tokens-only", "--middleware", "sota_grpo.engines.serve.RequireKey"),
+            *("--served-model-name", "policy", "--tokens-only", "--middleware", f"{__name__}.{RequireKey.__name__}"),
             *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--enable-prefix-caching"),
             *("--disable-uvicorn-access-log", "--model", options.model_path, "--dtype", options.dtype),
             *("--seed", str(options.seed), "--max-num-seqs", str(options.max_rows)),
@@ -177,3 +178,34 @@ def _sample(choice: Mapping[str, Any], versions: Versions) -> Sample:
         versions=versions.per_token(choice["weight_versions"], len(tokens)),
         truncated=choice["finish_reason"] == "length",
     )
+
+
+class RequireKey:
+    """ASGI middleware: every path but ``/health`` needs the key of the environment variable ``VLLM_API_KEY``.
+
+    vLLM's own check covers ``/v1`` and ``/inference`` only, which leaves pausing, pushing weights and running methods
+    of the workers open to every user of the machine.
+
+    Raises:
+        RuntimeError: the variable is not set.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]):
+        key = os.environ.get(KEY_VARIABLE)
+        if not key:
+            raise RuntimeError(f"{KEY_VARIABLE} is not set; the server would be open to every user of this machine.")
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" or scope["path"] == "/health" or self._has_key(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"This path needs the server's API key."})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _has_key(self, scope: Any) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, self._expected)

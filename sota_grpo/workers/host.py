@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import queue
-import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -18,7 +15,6 @@ from typing import Any
 from sota_grpo.workers.base import ServantSpec, WorkerDied, promised, resolve
 from sota_grpo.workers.starting import IDLE_METHOD, Activity
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PID_METHOD = "__pid__"
 Unpack = Callable[[], tuple[Any, ...]]
 
@@ -178,12 +174,6 @@ def child_environment(env: Mapping[str, str] | None, threads: int | None) -> dic
     {'OMP_NUM_THREADS': '2', 'A': 'b'}
     """
     return ({} if threads is None else {"OMP_NUM_THREADS": str(threads)}) | dict(env or {})
-
-
-def die_with_parent() -> None:
-    """Linux: have the kernel kill this process (SIGKILL) when the thread ends that started it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _construct(name: str, unpack_spec: Callable[[], ServantSpec]) -> tuple[Any, ConstructionFailed | None]:

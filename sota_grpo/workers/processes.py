@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,8 +21,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.orphans import end_group_with, ending
 from sota_grpo.workers.base import ServantSpec, WorkerDied
-from sota_grpo.workers.host import PID_METHOD, Host, OpenCalls, child_environment, die_with_parent, outcome, portable
+from sota_grpo.workers.host import PID_METHOD, Host, OpenCalls, child_environment, outcome, portable
 
 
 class Message:
@@ -74,7 +74,6 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
     "from sota_grpo.workers.processes import serve_child; serve_child(int(sys.argv[3]), int(sys.argv[4]))"
 )
-_PARENT_POLL_S = 0.5
 _EXIT_S = 1.0  # from the end of the socket to the end of the process
 _REAP_S = 10.0  # longest wait of kill() for the kernel
 _OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # what others end a process with
@@ -186,7 +185,7 @@ class ProcessWorker:
         self._signal_group()
         code = self._process.wait()
         self._calls.fail(
-            f"(pid {self.pid}) {_ending(code)}", ProcessEndedItself if -code not in _OUTSIDE else WorkerDied
+            f"(pid {self.pid}) {ending(code)}", ProcessEndedItself if -code not in _OUTSIDE else WorkerDied
         )
         self._outbox.put(None)
         with suppress(OSError):
@@ -259,24 +258,12 @@ def _spawn(name: str, fd: int, environment: Mapping[str, str], pass_fds: Sequenc
     )
 
 
-def _ending(code: int) -> str:
-    """How a process ended, in words.
-
-    >>> _ending(3), _ending(-11)
-    ('ended with exit code 3', 'was ended by SIGSEGV')
-    """
-    if code >= 0:
-        return f"ended with exit code {code}"
-    hint = "; the kernel sends it when memory runs out" if -code == signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{hint}"
-
-
 def serve_child(fd: int, parent_pid: int) -> None:
     """The life of a worker's process: the servant on the main thread, where it may use signals; calls on another."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(sys.stdout, TextIOWrapper):  # what is printed is not lost when the process is killed
         sys.stdout.reconfigure(line_buffering=True)
-    _end_with_parent(parent_pid)
+    end_group_with(parent_pid)
     with suppress(OSError):  # not Linux
         Path("/proc/self/oom_score_adj").write_text(_EXPENDABLE)
     connection = Connection(fd)
@@ -305,15 +292,3 @@ def _relay(connection: Connection, host: Host) -> None:
             host.post(method, message.load).add_done_callback(partial(answer, number))
     except (EOFError, OSError):
         os._exit(0)
-
-
-def _end_with_parent(parent_pid: int) -> None:
-    """Never outlive the parent, whatever the servant is at."""
-    die_with_parent()
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            time.sleep(_PARENT_POLL_S)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()

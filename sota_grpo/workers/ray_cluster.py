@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from sota_grpo.orphans import descendants, die_with_parent, guard
 from sota_grpo.workers.base import ServantSpec
-from sota_grpo.workers.guardian import descendants, guard
-from sota_grpo.workers.host import Host, OpenCalls, child_environment, die_with_parent, outcome
+from sota_grpo.workers.host import Host, OpenCalls, child_environment, outcome
 
 Place = tuple[int, str]  # pid, and the machine on which it means something
 

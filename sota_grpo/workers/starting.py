@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sota_grpo.workers.guardian import descendants
+from sota_grpo.orphans import descendants
 
 IDLE_METHOD = "__idle_s__"  # answered by every host, at once, while its servant is being constructed too
 _SILENCES = 12  # a start that never falls silent is given up after so many times the longest silence

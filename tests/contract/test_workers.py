@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sota_grpo.orphans import descendants
 from sota_grpo.workers.base import Launcher, Worker, WorkerDied
 from sota_grpo.workers.fleet import Fleet, starter
-from sota_grpo.workers.guardian import descendants
 from sota_grpo.workers.host import ConstructionFailed
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.starting import IDLE_METHOD

@@ -66,10 +66,10 @@ class Running:
 
     def launchers(self) -> list[str]:
         """Command lines of what watches over the servers."""
-        return [text for text in self.seen.values() if "engines/serve.py" in text]
+        return [text for text in self.seen.values() if "sota_grpo/orphans.py" in text]
 
     def kill_server(self) -> None:
-        launchers = {pid for pid, text in self.seen.items() if "engines/serve.py" in text}
+        launchers = {pid for pid, text in self.seen.items() if "sota_grpo/orphans.py" in text}
         (server,) = {pid for launcher in launchers for pid in below(launcher) if "api_server" in self.seen.get(pid, "")}
         assert hit(server, signal.SIGKILL)
 
@@ -87,7 +87,7 @@ def running(run_dir: Path, *options: str, script: str) -> Iterator[Running]:
             run.process.wait()
         require_gone(set(run.seen))
     assert not any("raylet" in text or "gcs_server" in text for text in run.seen.values())
-    folders = [Path(re.search(r"--scratch (\S+)", text)[1]) for text in run.launchers()]
+    folders = [Path(re.search(r"--launch \d+ (\S+)", text)[1]) for text in run.launchers()]
     assert folders
     assert not any(folder.exists() for folder in folders)
 
@@ -105,7 +105,7 @@ def test_lockstep_trains_on_a_server_and_ends_with_its_death(tmp_path: Path) -> 
     assert "Traceback" not in run.console
     last = run.console.splitlines()[-1]
     assert re.fullmatch(
-        r"grpo\.py: The inference server ended while it (sampled|loaded weights) \(killed by signal 9.*\); "
+        r"grpo\.py: The inference server ended while it (sampled|loaded weights) \(was ended by SIGKILL.*\); "
         rf"what it said is in {run_dir}/vllm_server\.log\.",
         last,
     ), last

@@ -188,7 +188,7 @@ def test_a_push_reaches_what_is_in_flight(rigs: Rigs, kind: str):
 def test_a_server_that_ended_with_its_folder_is_told_by_the_push(rigs: Rigs, monkeypatch: pytest.MonkeyPatch):
     """Its launcher deletes the folder for weights, which a push may find before anything else shows the death."""
     engine = rigs.engine(FakeVLLM())
-    died = ServerDied("The inference server ended before it took new weights (killed by signal 9); ...")
+    died = ServerDied("The inference server ended before it took new weights (was ended by SIGKILL); ...")
     process = Mock(has_ended=Mock(return_value=True), died=Mock(return_value=died))
     monkeypatch.setattr(engine, "_process", process)
     engine._weights.close()
