@@ -29,9 +29,7 @@ _NO_PRESET = re.compile(r"Could not find '(\w+)/([^']+)'")
 _GLOBAL_PACKAGE = "@package _global_"  # a group whose options stand outside its own section
 
 
-def compose(
-    config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = (), *, config_dir: Path = CONFIG_DIR
-) -> Config:
+def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) -> Config:
     """The config called ``config_name`` under ``overrides``, written as on the command line of ``grpo.py``.
 
     It is composed, not validated: see :func:`sota_grpo.config.validators.validate`. A hub token moves to ``HF_TOKEN``,
@@ -42,7 +40,6 @@ def compose(
     Args:
         config_name: of a preset, with or without ``.yaml``.
         overrides: such as ``["env.repeats=4", "algorithm=dapo"]``.
-        config_dir: where the presets are.
 
     Raises:
         UserError: no such config, an option that does not exist, or a value that it does not take.
@@ -64,12 +61,12 @@ def compose(
         os.environ[VARIABLE] = token
     register()
     try:
-        with _no_other_hydra(), hydra.initialize_config_dir(str(config_dir), "sota_grpo", version_base="1.3"):
+        with _no_other_hydra(), hydra.initialize_config_dir(str(CONFIG_DIR), "sota_grpo", version_base="1.3"):
             composed = hydra.compose(config_name, overrides=kept)
             require_known(composed)
             config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(sentence_of(error, config_dir)) from None
+        raise UserError(sentence_of(error)) from None
     assert isinstance(config, Config)
     use_config_token(config)
     return config
@@ -88,23 +85,18 @@ def _no_other_hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = before
 
 
-def sentence_of(error: Exception, config_dir: Path = CONFIG_DIR) -> str:
-    """What Hydra or OmegaConf found wrong with a config or an override, in one sentence.
-
-    Args:
-        error: of theirs.
-        config_dir: where the presets are.
-    """
+def sentence_of(error: Exception) -> str:
+    """What Hydra or OmegaConf found wrong with a config or an override, in one sentence."""
     text = " ".join(re.split("Config search path:|See https://hydra.cc", str(error))[0].split())
     primary, preset, unknown = (pattern.search(text) for pattern in (_NO_PRIMARY, _NO_PRESET, _UNKNOWN))
     if primary is not None:
-        return f"There is no config {primary[1]}; the presets are {_presets(config_dir)}."
-    if preset is not None and (config_dir / preset[1]).is_dir():
-        return _no_preset(preset[1], preset[2], config_dir)
+        return f"There is no config {primary[1]}; the presets are {_presets(CONFIG_DIR)}."
+    if preset is not None and (CONFIG_DIR / preset[1]).is_dir():
+        return _no_preset(preset[1], preset[2])
     if unknown is not None:
         return _no_option(unknown[1])
     bare = _BARE.search(text)
-    if bare is not None and (config_dir / f"{bare[1]}.yaml").is_file():
+    if bare is not None and (CONFIG_DIR / f"{bare[1]}.yaml").is_file():
         return f"{bare[1]} is a preset; give it as --config-name {bare[1]}."
     if _UNPARSED.search(text):
         return f"{text.rstrip('.')}: an override is OPTION=VALUE, and a value with =, {{ or [ in it stands in quotes."
@@ -117,8 +109,8 @@ def _presets(folder: Path) -> str:
     return ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
 
 
-def _no_preset(group: str, name: str, config_dir: Path) -> str:
-    return f"There is no {group}={name}; the presets are {_presets(config_dir / group)}."
+def _no_preset(group: str, name: str) -> str:
+    return f"There is no {group}={name}; the presets are {_presets(CONFIG_DIR / group)}."
 
 
 def require_known(composed: Any) -> None:
@@ -244,7 +236,7 @@ def _overridden(node: Any, key: str, value: Any) -> Any:
         return node
     preset = group / f"{value}.yaml"
     if preset not in group.glob("*.yaml"):
-        raise UserError(_no_preset(key, value, CONFIG_DIR))
+        raise UserError(_no_preset(key, value))
     chosen = OmegaConf.load(preset)
     if _GLOBAL_PACKAGE in preset.read_text():
         return OmegaConf.merge(node, chosen)

@@ -7,7 +7,6 @@ the device of the rows) out, and ``close()``, which is idempotent.
 
 from __future__ import annotations
 
-import copy
 from typing import Protocol
 
 import torch
@@ -39,7 +38,7 @@ class FrozenReference:
     """A reference with weights of its own, on a device of its own.
 
     Args:
-        model: taken over: frozen, put in evaluation mode and moved. Use :meth:`copy_of` for a model that still trains.
+        model: taken over: frozen, put in evaluation mode and moved. Give a copy of a model that still trains.
         device: where it computes; None leaves it where it is.
         temperature: the policy's sampling temperature.
         shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
@@ -59,13 +58,6 @@ class FrozenReference:
             frozen, temperature=temperature, with_entropy=False, shared_prompt=shared_prompt, fused=fused
         )
         self.shared_prompt = self._policy.shared_prompt
-
-    @classmethod
-    def copy_of(
-        cls, model: nn.Module, *, device: torch.device | str | None = None, temperature: float = 1.0
-    ) -> FrozenReference:
-        """Return a reference that keeps what ``model`` computes now, whatever happens to ``model`` later."""
-        return cls(copy.deepcopy(model), device=device, temperature=temperature)
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
         """Return log-probabilities [N, T] on the device of the rows.

@@ -181,15 +181,6 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
-def is_clock(name: str) -> bool:
-    """Whether a metric depends on the clock, and so differs between two equal runs.
-
-    >>> is_clock("time/step_s"), is_clock("tokens_per_s"), is_clock("reward")
-    (True, True, False)
-    """
-    return name.startswith("time/") or name.endswith("_per_s")
-
-
 def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
     """Combine the metrics of one turn's optimizer steps, each by its declared reduction.
 
@@ -208,16 +199,3 @@ def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, f
             if value is not None:
                 values.append(value)
     return {name: _REDUCE[declared(name).reduction](values) if values else None for name, values in found.items()}
-
-
-def glossary_table() -> str:
-    """The whole glossary as a Markdown table: what docs/logging.md shows, and a test compares.
-
-    >>> print(*glossary_table().splitlines()[:3], sep="\\n")
-    | metric | what it is | unit | of a turn's optimizer steps |
-    |---|---|---|---|
-    | `step` | Turn of the loop, counted from 0. |  | last |
-    """
-    lines = ["| metric | what it is | unit | of a turn's optimizer steps |", "|---|---|---|---|"]
-    lines += [f"| `{item.name}` | {item.sentence} | {item.unit} | {item.reduction} |" for item in _DECLARED]
-    return "\n".join(lines) + "\n"

@@ -234,8 +234,8 @@ class StepLog:
         self.phase_seconds: dict[str, float] = {}
         self._began = time.perf_counter()
 
-    def begin(self, step: int) -> None:
-        """The clock of step ``step`` starts here."""
+    def begin(self) -> None:
+        """The clock of a step starts here."""
         self._began = time.perf_counter()
 
     def add_seconds(self, phase: str, seconds: float) -> None:

@@ -159,7 +159,7 @@ class Run:
         if step == self.first:
             starting(f"The first turn: {turn_size(self.config)} responses")
         self.turns = step
-        self.log.begin(step)
+        self.log.begin()
 
     def _evaluate(self, step: int) -> None:
         if step == self.first:

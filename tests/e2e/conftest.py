@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sota_grpo.recording.metrics import is_clock
+from sota_grpo.recording.metrics import declared
 
 ROOT = Path(__file__).resolve().parents[2]
 # one thread each: equal bits need equal thread counts (docs/design.md, decision 8)
@@ -66,7 +66,7 @@ def metrics(run_dir: Path) -> list[dict]:
 
 
 def without_clock(rows: list[dict]) -> list[dict]:
-    return [{name: value for name, value in row.items() if not is_clock(name)} for row in rows]
+    return [{name: row[name] for name in row if declared(name).unit not in ("s", "tokens/s")} for row in rows]
 
 
 def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:

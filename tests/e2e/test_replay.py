@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sota_grpo.recording.metrics import is_clock
+from sota_grpo.recording.metrics import declared
 from sota_grpo.recording.steps import StoredStep, read_step, step_of, stored_steps
 from tests.e2e.conftest import ENVIRONMENT, SMALL
 
@@ -30,7 +30,7 @@ def replay(*arguments: str) -> subprocess.CompletedProcess:
 
 def content(stored: StoredStep) -> tuple:
     """All but the clock, as plain values."""
-    figures = {name: value for name, value in stored.metrics.items() if not is_clock(name)}
+    figures = {name: value for name, value in stored.metrics.items() if declared(name).unit not in ("s", "tokens/s")}
     rows = [
         {str(name): value.tolist() for name, value in row.items(True, True) if isinstance(value, torch.Tensor)}
         for row in stored.rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections import Counter
 
@@ -256,7 +257,7 @@ def test_a_frozen_reference_does_not_follow_the_policy():
     model, rows = make_model(), make_rows([8, 5])
     policy = CausalPolicy(model, temperature=0.7)
     before = policy(rows)[keys.LOG_PROBS].detach()
-    reference = FrozenReference.copy_of(model, temperature=0.7)
+    reference = FrozenReference(copy.deepcopy(model), temperature=0.7)
     with torch.no_grad():
         model.model.embed_tokens.weight.add_(torch.randn_like(model.model.embed_tokens.weight))
     found = reference(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from sota_grpo.recording.progress import Progress, closing_table, duration
-from tests.unit.test_recording import no_control_characters
+from sota_grpo.text import readable
 
 
 class Terminal(io.StringIO):
@@ -49,7 +49,7 @@ def test_plain_lines_are_periodic_whole_and_without_control_characters(monkeypat
             time += 1.0
             progress.update(done, SHOWN)
     text = stream.getvalue()
-    assert no_control_characters(text)
+    assert readable(text) == text
     assert text.endswith("\n")
     assert [int(line.split()[1].split("/")[0]) for line in text.splitlines()] == [1, 4, 7, 10]
 
@@ -85,7 +85,7 @@ def test_the_closing_table_shows_the_gain_and_the_shares():
     phases = {"generate": 30.0, "learn": 15.0}
     text = closing_table(before, after, phases, avg_at_k=4, wall_s=60.0, stream=stream)
     assert stream.getvalue() == text
-    assert no_control_characters(text)
+    assert readable(text) == text
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     assert ["greedy", "41.2 +/- 1.6 %", "97.0 +/- 0.5 %", "+55.8 points"] in cells
     assert ["avg@4", "38.0 +/- 1.1 %", "96.0 +/- 0.4 %", "+58.0 points"] in cells
@@ -100,7 +100,7 @@ def test_the_closing_table_shows_only_what_was_measured(monkeypatch):
     assert "accuracy" not in text
     assert "100 %" in text
     assert "other" not in text
-    assert no_control_characters(text)
+    assert readable(text) == text
     half = closing_table({}, {"eval/accuracy": 0.5}, {}, stream=io.StringIO())
     assert "50.0 %" in half
     assert "points" not in half

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def in_threads() -> Iterator[ThreadLauncher]:
 def written_here(model: torch.nn.Module, groups: list[list[TensorDictBase]], coeff: float | None = None):
     """Copies of the rows after the transform of the lockstep loop, all in one batch."""
     copies = [row.clone() for rows in groups for row in rows]
-    here = FrozenReference.copy_of(model, temperature=0.7)
+    here = FrozenReference(deepcopy(model), temperature=0.7)
     ReferenceKL(here, in_reward_coeff=coeff, pad_token_id=0, token_budget=1000)(lazy_stack(copies))
     return copies
 
@@ -87,7 +88,7 @@ def test_a_call_equals_the_reference_here_in_any_order_of_the_rows(saved, in_thr
     service = service_of(in_threads, path, num_workers)
     rows = make_rows([5, 12, 1, 8, 2], width=14, holes=True)
     found = service(rows)
-    expected = FrozenReference.copy_of(model, temperature=0.7)(rows)
+    expected = FrozenReference(deepcopy(model), temperature=0.7)(rows)
     assert found.shape == rows[keys.FULL_TOKENS].shape
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -156,7 +157,7 @@ def test_a_reference_process_that_stops_is_replaced_and_its_rows_answered(saved)
     assert service.fleet.restarts >= 1
     assert stopped not in service.fleet.pids
     rows = make_rows([9, 4])
-    torch.testing.assert_close(service(rows), FrozenReference.copy_of(model, temperature=0.7)(rows))
+    torch.testing.assert_close(service(rows), FrozenReference(deepcopy(model), temperature=0.7)(rows))
     service.close()
     launcher.close()
 

@@ -139,7 +139,7 @@ def test_the_reference_answers_from_the_device(lora: bool, tmp_path: Path) -> No
     there = build(tmp_path, "cpu", **{**FULL, "precision": "fp32", "lora": lora})
     found = []
     for one in (learner, there):
-        reference = AdapterOffReference(one.policy) if lora else FrozenReference.copy_of(one.policy.model)
+        reference = AdapterOffReference(one.policy) if lora else FrozenReference(copy.deepcopy(one.policy.model))
 
         def log_probs(batch: Any, one: Learner = one, reference: Any = reference) -> torch.Tensor:
             with one.autocast():
