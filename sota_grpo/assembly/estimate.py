@@ -90,7 +90,8 @@ def _gpu(
     scoring: Parts = {"reference: pass": passing} if refers else {}
     checked = config.check.mode != "off"
     if plan.workers:
-        contexts = CUDA_CONTEXT * (trains + refers + (samples and not _within_share(plan)))
+        beside = plan.engine in ("transformers", "scripted")  # others count their context to their share of the device
+        contexts = CUDA_CONTEXT * (trains + refers + (samples and beside))
         others = {"context": contexts, **reference, **scoring, **engine}
         moments = {AT_WORK: others | (_training(learner) if trains else {})}
         if trains and checked:
@@ -145,11 +146,6 @@ def _whole_machine(
     if checked:
         moments[GATE] = base | _training(gate) | kept
     return DeviceMemory("CPU", roles, moments, machine.memory, problem)
-
-
-def _within_share(plan: Plan) -> bool:
-    """Whether the engine counts its own context to its share of the device."""
-    return plan.engine not in ("transformers", "scripted")
 
 
 def _training(learner: LearnerMemory) -> Parts:

@@ -21,7 +21,7 @@ import socket
 import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -93,7 +93,9 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(resolved | found.as_dict(), indent=1))
     else:
         if options.show_config:
-            print(_as_yaml(config))
+            from omegaconf import OmegaConf
+
+            print(OmegaConf.to_yaml(OmegaConf.structured(config)))
         show(found)
     if found.refusal:
         print(f"sota-grpo: {found.refusal}", file=sys.stderr)
@@ -111,25 +113,18 @@ def show(found: Estimate) -> None:
     console.print(_verdict(found))
 
 
-def _table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.ASCII, show_header=any(columns))
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=not index)
-    return table
-
-
 def _facts(found: Estimate) -> Table:
     """What is known of the run, one line each."""
     from sota_grpo.config import model_name, turn_size
+    from sota_grpo.recording.progress import figures
 
-    table = _table("", "")
+    table = figures("", "")
     table.columns[1].justify = "left"
+    table.show_header = False
     config, model = found.config, found.facts.model
     prompt, response = found.largest_sample
     turn = turn_size(config)
+    micro_batches = f"{found.micro_batches:,} micro-batch" + ("" if found.micro_batches == 1 else "es")
     rows = {
         "model": f"{model_name(config)}, {model.parameters:,} parameters ({found.places['model']})",
         "devices": f"{found.placement} ({found.places['machine']})",
@@ -137,7 +132,7 @@ def _facts(found: Estimate) -> Table:
         "largest sample": f"{prompt:,} prompt tokens ({found.places['prompt']}) + {response:,} of the response",
         "one epoch": _epoch(found, turn),
         "the run": f"{found.turns:,} turns of {turn:,} responses, {found.optimizer_steps:,} optimizer steps of "
-        f"{config.train.optim_batch_size:,} in {_counted(found.micro_batches, 'micro-batch')} at full length",
+        f"{config.train.optim_batch_size:,} in {micro_batches} at full length",
         **({"host memory": found.host.sentence} if found.host else {}),
         "disk": found.disk.sentence,
         "time": _time(found),
@@ -169,14 +164,12 @@ def _time(found: Estimate) -> str:
     )
 
 
-def _counted(count: int, name: str) -> str:
-    return f"{count:,} {name}{'' if count == 1 else 'es'}"
-
-
 def _memory(device: DeviceMemory) -> Table:
     """Parts by moment in GiB, and their sums against what there is."""
+    from sota_grpo.recording.progress import figures
+
     moments = list(device.moments)
-    table = _table(f"{device.name} ({', '.join(device.roles)}), GiB", *moments)
+    table = figures(f"{device.name} ({', '.join(device.roles)}), GiB", *moments)
     names = dict.fromkeys(name for parts in reversed(list(device.moments.values())) for name in parts if parts[name])
     for name in names:
         table.add_row(name, *(_cell(device.moments[moment].get(name)) for moment in moments))
@@ -201,12 +194,6 @@ def _verdict(found: Estimate) -> str:
     if full > TIGHT:
         return f"It fits, tightly: {full:.0%} of a device, and the estimate is good to about 15 %."
     return f"It fits: at most {full:.0%} of a device."
-
-
-def _as_yaml(config: Any) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def _hub_is_near() -> bool:

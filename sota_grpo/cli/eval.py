@@ -108,7 +108,8 @@ def run(options: argparse.Namespace) -> int:
         found = evaluate(evaluator, temperature=options.temperature, on_graded=graded)
     result = heading | found | {"seconds": round(time.perf_counter() - began, 3)}
     if before is not None:
-        result["against"] = {**_summary(before), "gain": gains(before["counts"], found["counts"])}
+        summary = {name: before[name] for name in ("model", "turns", "greedy")}
+        result["against"] = {**summary, "gain": gains(before["counts"], found["counts"])}
     show(result, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
     _write(options.out, result)
     return 0
@@ -169,10 +170,6 @@ def _digest(evaluator: Evaluator) -> str:
 
     text = json.dumps([plain(example) for example in evaluator.examples], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _summary(result: dict[str, Any]) -> dict[str, Any]:
-    return {name: result[name] for name in ("model", "turns", "greedy")}
 
 
 def _read_result(name: str) -> dict[str, Any]:
@@ -262,18 +259,17 @@ def _progress(evaluator: Evaluator) -> Iterator[_Bar]:
 
 def show(result: dict[str, Any], stream: Any) -> None:
     """The result as ``--out`` writes it, as tables."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
+
+    from sota_grpo.recording.progress import figures
 
     after = "" if result["turns"] is None else f" after {result['turns']} turns"
     title = f"{result['model']}{after} on {result['num_problems']:,} problems of {result['task']} ({result['engine']})"
-    table = Table("", box=box.ASCII)
-    for column in ("accuracy", "truncated", "tokens"):
-        table.add_column(column, justify="right")
+    table = figures("", "accuracy", "truncated", "tokens")
     table.add_row("greedy", *_cells(result["greedy"]))
-    for name in _own_accuracies(result):
-        table.add_row(f"  {name}", _percent(result["greedy"][name]), "", "")
+    for name in result["counts"]:
+        if name != "accuracy":
+            table.add_row(f"  {name}", _percent(result["greedy"][name]), "", "")
     if "sampled" in result:
         table.add_row(f"avg@{result['k']}", *_cells(result["sampled"]))
         for k, found in result["pass_at_k"].items():
@@ -288,19 +284,12 @@ def show(result: dict[str, Any], stream: Any) -> None:
         console.print(f"The grader failed at {result['grader_errors']} responses, which count as wrong.")
 
 
-def _own_accuracies(result: dict[str, Any]) -> list[str]:
-    return [name for name in result["counts"] if name != "accuracy"]
-
-
 def _gain_table(result: dict[str, Any]) -> Any:
     """Before, after, and the gain with the standard error of the paired difference."""
-    from rich import box
-    from rich.table import Table
+    from sota_grpo.recording.progress import figures
 
     old = result["against"]
-    table = Table("the same problems", "before", "after", "gain, points", box=box.ASCII)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = figures("the same problems", "before", "after", "gain, points")
     for name, gain in old["gain"].items():
         shares = [part["greedy"] if name == "accuracy" else part["greedy"][name] for part in (old, result)]
         points = f"{100 * gain['accuracy']:+.1f} +/- {100 * gain['stderr']:.1f}"

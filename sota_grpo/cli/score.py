@@ -278,8 +278,9 @@ class _Counts:
 
 def _score_lines(task: Task, file: Iterable[str], out: RowWriter, options: argparse.Namespace) -> _Counts:
     counts = _Counts()
+    lines = (_line(task, number, text) for number, text in enumerate(file, start=1) if text.strip())
     with _graders(task, options) as pool:
-        for line, score in _scored(pool, _lines(task, file), _AHEAD * options.workers):
+        for line, score in _scored(pool, lines, _AHEAD * options.workers):
             if score is None:
                 counts.broken += 1
                 print(f"sota-grpo: {line.error}", file=sys.stderr)
@@ -297,7 +298,7 @@ def _score_lines(task: Task, file: Iterable[str], out: RowWriter, options: argpa
 def _scored(pool: Any, lines: Iterator[Line], ahead: int) -> Iterator[tuple[Line, Score | None]]:
     """Each line with its score, in order; None where there was nothing to grade."""
     waiting: deque[tuple[list[Line], Future[list[Score]]]] = deque()
-    for batch in _batches(lines, _BATCH):
+    while batch := list(islice(lines, _BATCH)):
         waiting.append((batch, pool.scores([line.asked for line in batch if line.asked is not None])))
         if len(waiting) > ahead:
             yield from _answered(*waiting.popleft())
@@ -309,16 +310,6 @@ def _answered(batch: list[Line], answer: Future[list[Score]]) -> Iterator[tuple[
     scores = iter(answer.result())
     for line in batch:
         yield line, (None if line.asked is None else next(scores))
-
-
-def _batches(lines: Iterator[Line], size: int) -> Iterator[list[Line]]:
-    while batch := list(islice(lines, size)):
-        yield batch
-
-
-def _lines(task: Task, file: Iterable[str]) -> Iterator[Line]:
-    """The lines that are not blank."""
-    return (_line(task, number, text) for number, text in enumerate(file, start=1) if text.strip())
 
 
 def _line(task: Task, number: int, text: str) -> Line:

@@ -88,6 +88,8 @@ def model_card(config: Config, trained: Trained) -> str:
     Paths are shown without their folders, and keys and addresses not at all. Of the evaluations those up to the turn of
     the model are shown.
     """
+    from omegaconf import OmegaConf
+
     public = published(config)
     base = public.model.name or model_name(public)
     shown = [(name, value) for name, _, value in walk(public) if name.startswith(_SHOWN) or name in _AMOUNTS]
@@ -106,7 +108,7 @@ def model_card(config: Config, trained: Trained) -> str:
         loading=_ADAPTER if trained.is_adapter else _MERGED,
         serving="needs the merged model (`sota-grpo export --to hf`)" if trained.is_adapter else "serves it",
         options="\n".join(f"| `{name}` | {value} |" for name, value in shown),
-        config=_yaml(public),
+        config=OmegaConf.to_yaml(OmegaConf.create(asdict(public))),
         versions=", ".join(f"{name} {found}" for name, found in _versions().items()),
     )
 
@@ -192,12 +194,6 @@ def _results(config: Config, trained: Trained) -> list[str]:
 
 def _share(row: Mapping[str, Any], mean: str, error: str) -> str:
     return f"{100 * row[mean]:.1f} ± {100 * row[error]:.1f} %" if row.get(mean) is not None else "-"
-
-
-def _yaml(config: Config) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
 def _versions() -> dict[str, str]:

@@ -216,9 +216,7 @@ def closing_table(
 def _accuracy_table(
     before: Mapping[str, float | None], after: Mapping[str, float | None], avg_at_k: int
 ) -> list[RenderableType]:
-    table = Table("held-out accuracy", box=box.ASCII)
-    for column in ("before", "after", "gain"):
-        table.add_column(column, justify="right")
+    table = figures("held-out accuracy", "before", "after", "gain")
     own = [name.removeprefix("eval/task/") for name in {**before, **after} if name.startswith("eval/task/")]
     for label, mean, stderr in (
         ("greedy", "eval/accuracy", "eval/stderr"),
@@ -247,13 +245,19 @@ def _time_table(phase_seconds: Mapping[str, float], wall_s: float | None) -> Tab
     rows = dict(phase_seconds)
     if total > spent:
         rows["other"] = total - spent
-    table = Table("phase", box=box.ASCII)
-    for column in ("seconds", "share"):
-        table.add_column(column, justify="right")
+    table = figures("phase", "seconds", "share")
     for phase, seconds in rows.items():
         table.add_row(phase, f"{seconds:,.1f}", f"{100 * seconds / total:.0f} %" if total > 0 else "-")
     table.add_section()
     table.add_row("total", f"{total:,.1f}", "")
+    return table
+
+
+def figures(*columns: str) -> Table:
+    """An empty table of plain characters: the first column has names, on the left, the others figures, on the right."""
+    table = Table(box=box.ASCII)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=not index)
     return table
 
 

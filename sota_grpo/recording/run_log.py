@@ -137,7 +137,8 @@ class RunLog:
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         try:
-            self._files[name].write(b"".join(map(_line, rows)))
+            lines = [json_line(row, allow_nan=False, default=_plain) + "\n" for row in rows]
+            self._files[name].write("".join(lines).encode())
             self._files[name].flush()
         except OSError as error:
             raise RunFailed(
@@ -211,10 +212,6 @@ def _check_rollout(step: int, row: Mapping[str, Any]) -> None:
         if not math.isfinite(row[name]):
             where = f"sample {row['sample_id']} of group {row['group_id']} at step {step}"
             raise ValueError(f"The {name} of {where} is {row[name]}: a response is scored before it is logged.")
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    return (json_line(row, allow_nan=False, default=_plain) + "\n").encode()
 
 
 def _plain(value: Any) -> float | int:

@@ -43,9 +43,9 @@ def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | No
     columns: dict[str, list[Any] | None] = {
         "pieces": list(pieces),
         "said": None if all(said) else [int(one) for one in said],
-        "ratio": _each(_ratio, policy, behaviour, said),
+        "ratio": _each(lambda new, old: math.exp(min(new - old, _OVERFLOW)), policy, behaviour, said),
         "entropy": _each(lambda entropy, _: entropy, row.get("entropy"), row.get("entropy"), said),
-        "kl": _each(_KL.get(estimator, _k3), policy or behaviour, reference, said),
+        "kl": _each(_KL.get(estimator, _KL["k3"]), policy or behaviour, reference, said),
     }
     found: dict[str, Any] = {name: _ends(column) for name, column in columns.items() if column is not None}
     left = len(pieces) - _FIRST - _LAST
@@ -67,25 +67,12 @@ def _each(
     ]
 
 
-def _ratio(log_prob: float, behaviour: float) -> float:
-    return math.exp(min(log_prob - behaviour, _OVERFLOW))
-
-
-def _k1(log_prob: float, reference: float) -> float:
-    return log_prob - reference
-
-
-def _k2(log_prob: float, reference: float) -> float:
-    return 0.5 * (log_prob - reference) ** 2
-
-
-def _k3(log_prob: float, reference: float) -> float:
-    gap = reference - log_prob
-    return math.expm1(min(gap, _OVERFLOW)) - gap
-
-
 #: The estimators of :mod:`sota_grpo.functional.divergences`, for one token, without torch.
-_KL = {"k1": _k1, "k2": _k2, "k3": _k3}
+_KL: dict[str, Callable[[float, float], float]] = {
+    "k1": lambda log_prob, reference: log_prob - reference,
+    "k2": lambda log_prob, reference: 0.5 * (log_prob - reference) ** 2,
+    "k3": lambda log_prob, reference: math.expm1(min(reference - log_prob, _OVERFLOW)) - (reference - log_prob),
+}
 
 
 _HEAD = re.compile(rb'\{"step": (\d+), "group_id": (-?\d+), ')

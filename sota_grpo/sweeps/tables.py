@@ -7,7 +7,6 @@ import io
 import json
 import math
 import statistics
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from rich.text import Text
 
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
-from sota_grpo.recording.metrics import METRICS
+from sota_grpo.recording.metrics import METRICS, is_number
 from sota_grpo.recording.progress import duration
 from sota_grpo.recording.run_record import (
     METRICS_FILE,
@@ -156,16 +155,12 @@ def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
     recent: dict[str, deque[float]] = {}
     turns, seconds = 0, 0.0
     for row in read_rows(path):
-        known = {name: value for name, value in row.items() if name != "step" and _is_number(value)}
+        known = {name: value for name, value in row.items() if name != "step" and is_number(value)}
         seconds += sum(known.get(name, 0.0) for name in ("time/step_s", "time/eval_s"))
         turns += REWARD in row
         for name, value in known.items():
             recent.setdefault(name, deque(maxlen=LAST_TURNS)).append(value)
     return {name: _summed_up(name, values) for name, values in recent.items()}, turns, seconds
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _summed_up(name: str, values: deque[float]) -> float:
