@@ -77,10 +77,7 @@ class WeightPack:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # shared: nobody writes
             whole = torch.from_numpy(self.buffer)
-        for name, place in self.places.items():
-            dtype: torch.dtype = getattr(torch, place.dtype)
-            num_bytes = dtype.itemsize * int(np.prod(place.shape, dtype=np.int64))
-            yield name, whole[place.offset : place.offset + num_bytes].view(dtype).view(place.shape)
+        return views(self.places, whole)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.tensors()
@@ -89,6 +86,14 @@ class WeightPack:
     def num_bytes(self) -> int:
         """Size of what travels."""
         return self.buffer.nbytes
+
+
+def views(places: Mapping[str, Place], whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that lie in ``whole`` (uint8 ``[num_bytes]``, any device), uncopied."""
+    for name, place in places.items():
+        dtype: torch.dtype = getattr(torch, place.dtype)
+        stop = place.offset + dtype.itemsize * torch.Size(place.shape).numel()
+        yield name, whole[place.offset : stop].view(dtype).view(place.shape)
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

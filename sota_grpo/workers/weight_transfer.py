@@ -27,7 +27,7 @@ from torch import nn
 
 from sota_grpo.policy.device_copy import as_bytes, copy_to_host
 from sota_grpo.policy.sharding import replicated
-from sota_grpo.policy.weight_pack import Place, WeightPack, padded, rounded, rounded_dtype
+from sota_grpo.policy.weight_pack import Place, WeightPack, padded, rounded, rounded_dtype, views
 from sota_grpo.text import first_line
 from sota_grpo.workers.base import promised, resolve
 from sota_grpo.workers.fleet import Fleet
@@ -64,13 +64,6 @@ class WeightLayout:
                 end += padded(value.numel() * sent.itemsize)
             places[name] = seen[id(value)]
         return cls(places, end)
-
-    def views(self, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights that lie in ``whole`` (uint8 ``[num_bytes]``, any device), uncopied."""
-        for name, place in self.places.items():
-            dtype: torch.dtype = getattr(torch, place.dtype)
-            stop = place.offset + dtype.itemsize * torch.Size(place.shape).numel()
-            yield name, whole[place.offset : stop].view(dtype).view(place.shape)
 
 
 class SendsWeights(Protocol):
@@ -225,7 +218,7 @@ class WeightReceiver:
             for part in whole.split(meeting.slice_bytes):
                 group.broadcast(part)
                 progress()
-            return layout.views(whole)
+            return views(layout.places, whole)
         except (TransferFailed, torch.OutOfMemoryError) as error:
             self.failure = what_torch_says(error)
             self._seat.leave()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from sota_grpo.policy.lora import engine_weights
-from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.policy.weight_pack import WeightPack, views
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.fleet_engine import FleetEngine
@@ -47,7 +47,7 @@ def test_slices_of_any_size_are_the_bytes_of_the_weights() -> None:
         parts = [part.clone() for part in _filled(unique, layout, kept, slice_bytes, torch.device("cpu"))]
         assert [part.numel() for part in parts] == [part.numel() for part in kept.split(slice_bytes)]
         for whole in (torch.cat(parts), kept):  # what is sent, and the copy that stays
-            found = dict(layout.views(whole))
+            found = dict(views(layout.places, whole))
             assert list(found) == list(state)
             assert all(torch.equal(found[name], state[name]) for name in state)
         assert found["tied"].data_ptr() == found["half"].data_ptr()
