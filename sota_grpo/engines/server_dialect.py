@@ -15,6 +15,7 @@ import urllib3
 from sota_grpo.engines.base import Deadlines, EngineOptions
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.rl.records import GroupRequest, Sample, Sampling
+from sota_grpo.text import one_line
 
 _CONNECT_S = 10.0
 _SHOWN_CHARACTERS = 400
@@ -86,7 +87,7 @@ class HttpClient:
         except urllib3.exceptions.HTTPError as error:
             raise ServerSilent(f"{asked} found no server, or it hung up: {error}.") from error
         if not 200 <= response.status < 300:
-            said = response.data.decode(errors="replace").strip()[:_SHOWN_CHARACTERS]
+            said = one_line(response.data.decode(errors="replace").strip(), _SHOWN_CHARACTERS)
             raise ServerError(f"{asked} was answered with status {response.status}: {said}", response.status)
         if "json" not in response.headers.get("content-type", ""):
             return response.data.decode(errors="replace")

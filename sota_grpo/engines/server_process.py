@@ -17,6 +17,7 @@ from pathlib import Path
 from sota_grpo.engines.server_dialect import HttpClient, ServerError
 from sota_grpo.errors import RunFailed
 from sota_grpo.orphans import LAUNCHER_SAYS, launcher
+from sota_grpo.text import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,8 @@ class ServerProcess:
         ended = next((line.partition(": ")[2] for line in lines if line.startswith(LAUNCHER_SAYS)), "")
         # The cause is often told by a process that ended first, far above the last lines; warnings quote errors too.
         errors = (found[0] for line in lines if "WARNING" not in line and (found := _ERROR.search(line)))
-        return ", ".join(filter(None, [ended, next(errors, "")[:_LONGEST_ERROR]])) or "killed, its launcher too"
+        error = one_line(next(errors, ""), _LONGEST_ERROR)
+        return ", ".join(filter(None, [ended, error])) or "killed, its launcher too"
 
     def died(self, doing: str) -> ServerDied:
         """The error to raise when it has ended while ``doing`` something."""

@@ -106,11 +106,11 @@ def test_a_server_that_does_not_stop_when_asked_is_killed(tmp_path: Path):
 
 
 def test_a_start_that_fails_is_one_sentence_with_the_cause_from_far_above_the_last_lines(tmp_path: Path):
-    told = ("(1) WARNING KeyError: harmless", "(2) ERROR ValueError: no room for the cache", *40 * ["line"])
+    told = ("(1) WARNING KeyError: harmless", "(2) ERROR ValueError: no \x1b[2Jroom for the cache", *40 * ["line"])
     script = f"print({chr(10).join(told)!r})\nraise RuntimeError('See root cause above')"
     with pytest.raises(ServerDied, match=r"ended before it was ready") as caught:
         start(tmp_path, script)
-    assert "(ended with exit code 1, ValueError: no room for the cache)" in str(caught.value)
+    assert r"(ended with exit code 1, ValueError: no \x1b[2Jroom for the cache)" in str(caught.value)
     assert isinstance(caught.value, RunFailed)  # printed without a traceback
 
 
