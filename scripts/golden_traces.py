@@ -1,4 +1,4 @@
-"""Ten steps of every kind of run, as digests: run it in two checkouts, and equal lines are runs that are equal bit for bit.
+"""Ten steps of every kind of run, as digests: run it in two checkouts; equal lines are runs that are equal bit for bit.
 
 ``python scripts/golden_traces.py`` trains the embedded policy in this process's folder with the transformers engine, on
 one thread, and prints for each run the digests of its responses with their rewards and of the weights after the last
