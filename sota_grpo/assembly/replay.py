@@ -10,7 +10,7 @@ import copy
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -28,6 +28,7 @@ from sota_grpo.assembly.learning import add_adapter, make_advantage, make_learne
 from sota_grpo.config import Config, model_name, walk
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
+from sota_grpo.functional.surrogates import SURROGATES, readers
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.steps import STEPS_FOLDER, StoredStep, read_step, step_of, stored_steps
 from sota_grpo.rl.collate import row_list
@@ -226,17 +227,6 @@ _COMPARED = (
     *("policy.kl_coef", "train.kl_coef_in_loss"),
 )
 _MEMORY = "train.micro_batch_tokens"
-#: Options that act only beside another one: whether it is there, and what it is.
-_ONLY_WITH: dict[str, tuple[Callable[[Config], bool], str]] = {
-    "algorithm.clip_low": (lambda config: config.algorithm.objective == "clipped", "algorithm.objective=clipped"),
-    "algorithm.clip_high": (
-        lambda config: config.algorithm.objective != "reinforce",
-        "algorithm.objective=clipped or cispo",
-    ),
-    "algorithm.correction_mode": (lambda config: config.algorithm.correction != "none", "algorithm.correction"),
-    "algorithm.correction_cap": (lambda config: config.algorithm.correction != "none", "algorithm.correction"),
-    "train.kl_coef_in_loss": (lambda config: config.policy.kl_coef > 0, "policy.kl_coef above 0"),
-}
 
 
 @dataclass(frozen=True)
@@ -281,9 +271,9 @@ def replay_configs(turn: Turn, run_dir: Path, overrides: Sequence[str]) -> Repla
     if all(_value(asked, name) == _value(own, name) for name in _COMPARED):
         raise UserError(f"The run had {' '.join(overrides)} itself, so there is nothing to compare.")
     for name, override in given.items():
-        acts, what = _ONLY_WITH.get(name, (None, ""))
-        if acts is not None and not acts(asked):
-            raise UserError(f"{override} has no effect without {what}.")
+        missing = _missing(name, asked)
+        if missing is not None:
+            raise UserError(f"{override} has no effect without {missing}.")
     _require_reference(turn, asked, given)
     validate(asked)
     return ReplayConfigs(own, asked, left)
@@ -306,6 +296,16 @@ def replay_notes(turn: Turn, left: Sequence[str]) -> list[str]:
     if left:
         notes.append(f"Read while responses are collected, so left as the run had it: {', '.join(left)}.")
     return notes
+
+
+def _missing(name: str, config: Config) -> str | None:
+    """What an option has no effect without; None where it has one."""
+    algorithm, option = config.algorithm, name.removeprefix("algorithm.")
+    if option in ("clip_low", "clip_high") and not SURROGATES[algorithm.objective].reads(option):
+        return f"algorithm.objective={readers(option)}"
+    if option in ("correction_mode", "correction_cap") and algorithm.correction == "none":
+        return "algorithm.correction"
+    return "policy.kl_coef above 0" if name == "train.kl_coef_in_loss" and config.policy.kl_coef == 0 else None
 
 
 def _require_reference(turn: Turn, asked: Config, given: dict[str, str]) -> None:

@@ -11,14 +11,15 @@ key fails before anything else happens. Rules that involve several options are i
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from sota_grpo.config.model_sizes import SIZES, model_of_size
+from sota_grpo.functional.surrogates import SURROGATES
 
 
-def opt(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+def opt(default: Any, text: str, choices: Collection[str] | None = None) -> Any:
     """A config field: its default, what it changes, and the values it accepts when they are few."""
     return field(default=default, metadata={"help": text, "choices": choices})
 
@@ -178,7 +179,7 @@ class AlgorithmConfig:
         "group_mean", "what the reward is compared with", ("group_mean", "leave_one_out", "batch_mean", "none")
     )
     scale: str = opt("group_std", "what the centred reward is divided by", ("group_std", "batch_std", "none"))
-    objective: str = opt("clipped", "per-token surrogate", ("clipped", "cispo", "reinforce"))
+    objective: str = opt("clipped", "per-token surrogate", SURROGATES.keys())
     ratio: str = opt("token", "importance ratio per token, or per sequence (GSPO)", ("token", "sequence"))
     clip_low: float = opt(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: float = opt(0.2, "the ratio is clipped above 1 + clip_high")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from sota_grpo.config import Config, ModelConfig, longest_response, reward_names, turn_size, walk
 from sota_grpo.errors import UserError
+from sota_grpo.functional.surrogates import SURROGATES, readers
 
 
 def every_choice_is_one_of_its_values(config: Config) -> str | None:
@@ -19,41 +20,23 @@ def every_choice_is_one_of_its_values(config: Config) -> str | None:
     return None
 
 
+_AMOUNTS = (
+    *("env.num_envs", "env.repeats", "inference_model.max_tokens", "train.total_dialog_turns"),
+    *("train.dialog_turns_per_batch", "train.optim_batch_size", "train.epochs", "train.micro_batch_tokens"),
+    *("train.keep_checkpoints", "env.num_heldout", "eval.num_samples", "algorithm.dynamic_sampling_max_draws"),
+    *("optimizer.lr", "train_model.lora.r", "ref_model.timeout_s", "algorithm.correction_cap", "env.max_samples"),
+    *("inference_model.max_num_seqs", "inference_model.max_model_len", "train_model.num_devices"),
+    *("inference_model.num_devices", "ref_model.num_devices", "inference_model.tensor_parallel_size"),
+    *("train.weight_update_frequency", "env.reward_timeout_s", "env.max_steps", "train_model.timeout_s"),
+    *("inference_model.timeout_s", "ray.start_timeout_s"),
+)
+
+
 def every_amount_is_positive(config: Config) -> str | None:
-    amounts = {
-        "env.num_envs": config.env.num_envs,
-        "env.repeats": config.env.repeats,
-        "inference_model.max_tokens": config.inference_model.max_tokens,
-        "train.total_dialog_turns": config.train.total_dialog_turns,
-        "train.dialog_turns_per_batch": config.train.dialog_turns_per_batch,
-        "train.optim_batch_size": config.train.optim_batch_size,
-        "train.epochs": config.train.epochs,
-        "train.micro_batch_tokens": config.train.micro_batch_tokens,
-        "train.keep_checkpoints": config.train.keep_checkpoints,
-        "env.num_heldout": config.env.num_heldout,
-        "eval.num_samples": config.eval.num_samples,
-        "algorithm.dynamic_sampling_max_draws": config.algorithm.dynamic_sampling_max_draws,
-        "optimizer.lr": config.optimizer.lr,
-        "train_model.lora.r": config.train_model.lora.r,
-        "ref_model.timeout_s": config.ref_model.timeout_s,
-        "algorithm.correction_cap": config.algorithm.correction_cap,
-        "env.max_samples": config.env.max_samples,
-        "inference_model.max_num_seqs": config.inference_model.max_num_seqs,
-        "inference_model.max_model_len": config.inference_model.max_model_len,
-        "train_model.num_devices": config.train_model.num_devices,
-        "inference_model.num_devices": config.inference_model.num_devices,
-        "ref_model.num_devices": config.ref_model.num_devices,
-        "inference_model.tensor_parallel_size": config.inference_model.tensor_parallel_size,
-        "train.weight_update_frequency": config.train.weight_update_frequency,
-        "env.reward_timeout_s": config.env.reward_timeout_s,
-        "env.max_steps": config.env.max_steps,
-        "train_model.timeout_s": config.train_model.timeout_s,
-        "inference_model.timeout_s": config.inference_model.timeout_s,
-        "ray.start_timeout_s": config.ray.start_timeout_s,
-    }
-    for name, value in amounts.items():
-        if value is not None and value <= 0:
-            return f"{name}={value} must be above 0."
+    values = {name: value for name, _, value in walk(config)}
+    for name in _AMOUNTS:
+        if values[name] is not None and values[name] <= 0:
+            return f"{name}={values[name]} must be above 0."
     return None
 
 
@@ -182,9 +165,9 @@ def the_dual_clip_bounds_a_clipped_ratio(config: Config) -> str | None:
     bound, objective = config.algorithm.dual_clip, config.algorithm.objective
     if bound is None:
         return None
-    if objective != "clipped":
+    if not SURROGATES[objective].reads("dual_clip"):
         return (
-            f"algorithm.dual_clip={bound} bounds the ratio of objective=clipped and has no effect on "
+            f"algorithm.dual_clip={bound} bounds the ratio of objective={readers('dual_clip')} and has no effect on "
             f"algorithm.objective={objective}; use algorithm.dual_clip=null."
         )
     if bound <= 1:
@@ -192,28 +175,32 @@ def the_dual_clip_bounds_a_clipped_ratio(config: Config) -> str | None:
     return None
 
 
-def reinforce_has_no_ratio(config: Config) -> str | None:
-    if config.algorithm.objective == "reinforce" and config.algorithm.ratio != "token":
+def has_no_ratio(config: Config) -> bool:
+    """Whether the surrogate weighs every token as if the newest policy had sampled it."""
+    return not SURROGATES[config.algorithm.objective].reads("log_ratio")
+
+
+def a_level_of_the_ratio_needs_a_ratio(config: Config) -> str | None:
+    ratio, objective = config.algorithm.ratio, config.algorithm.objective
+    if has_no_ratio(config) and ratio != "token":
         return (
-            f"algorithm.ratio={config.algorithm.ratio} has no effect on algorithm.objective=reinforce, which has no "
-            "ratio; leave algorithm.ratio=token or use algorithm.objective=clipped."
+            f"algorithm.ratio={ratio} has no effect on algorithm.objective={objective}, which has no ratio; leave "
+            "algorithm.ratio=token or use algorithm.objective=clipped."
         )
     return None
 
 
-def reinforce_steps_once_per_collection(config: Config) -> str | None:
-    """After the first step the rest of a collection is off-policy, and REINFORCE has no ratio that would say so.
+def several_steps_of_a_collection_need_a_ratio(config: Config) -> str | None:
+    """After the first step the rest of a collection is off-policy, and only a ratio would say so.
 
     A correction does not help: it weighs from the behaviour policy to the one *before* the first step.
     """
-    train = config.train
-    several = train.epochs > 1 or train.optim_batch_size < turn_size(config)
-    if config.algorithm.objective == "reinforce" and several:
+    train, size = config.train, turn_size(config)
+    if has_no_ratio(config) and (train.epochs > 1 or train.optim_batch_size < size):
         return (
-            f"algorithm.objective=reinforce is on-policy, but train.epochs={train.epochs} and train.optim_batch_size="
-            f"{train.optim_batch_size} make several steps of a collection of {turn_size(config)}; use "
-            f"train.epochs=1 and train.optim_batch_size={turn_size(config)}, or algorithm.objective=cispo, "
-            "which weighs by the ratio."
+            f"algorithm.objective={config.algorithm.objective} is on-policy, but train.epochs={train.epochs} and "
+            f"train.optim_batch_size={train.optim_batch_size} make several steps of a collection of {size}; use "
+            f"train.epochs=1 and train.optim_batch_size={size}, or algorithm.objective=cispo, which has a ratio."
         )
     return None
 
@@ -374,12 +361,12 @@ def a_publish_is_made_of_whole_groups(config: Config) -> str | None:
 
 
 def an_old_policy_needs_a_ratio(config: Config) -> str | None:
-    """REINFORCE weighs every token as if the newest policy had sampled it."""
     age = config.train.max_policy_age
-    if config.algorithm.objective == "reinforce" and age > 0:
+    if has_no_ratio(config) and age > 0:
         return (
-            f"algorithm.objective=reinforce is on-policy and train.max_policy_age={age} trains on tokens of older "
-            "policies; use train.max_policy_age=0, or algorithm.objective=cispo, which weighs by the ratio."
+            f"algorithm.objective={config.algorithm.objective} is on-policy and train.max_policy_age={age} trains on "
+            "tokens of older policies; use train.max_policy_age=0, or algorithm.objective=cispo, which weighs by the "
+            "ratio."
         )
     return None
 
@@ -475,8 +462,8 @@ RULES: tuple[Rule, ...] = (
     the_kl_in_the_loss_has_a_gradient,
     difficulty_is_one_to_four,
     the_dual_clip_bounds_a_clipped_ratio,
-    reinforce_has_no_ratio,
-    reinforce_steps_once_per_collection,
+    a_level_of_the_ratio_needs_a_ratio,
+    several_steps_of_a_collection_need_a_ratio,
     the_loss_scaler_has_float32_gradients,
     options_that_the_task_does_not_read_keep_their_default,
     reward_functions_replace_the_tasks_own_terms,

@@ -1,5 +1,7 @@
 """The mathematics: pure functions of tensors. No TensorDict, config, logger, device choice or random state here.
 
+Functions are imported when they are first used: options are judged by the surrogates' declarations before torch is.
+
 >>> import torch
 >>> from sota_grpo.functional import group_advantages, row_weights
 >>> group_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), scale="none").tolist()
@@ -8,41 +10,29 @@
 [0.25, 0.25]
 """
 
-from sota_grpo.functional.advantages import constant_groups, group_advantages
-from sota_grpo.functional.corrections import importance_weights
-from sota_grpo.functional.diagnostics import effective_sample_size, masked_mean, mismatch_kl, token_entropy
-from sota_grpo.functional.divergences import KL_ESTIMATORS, kl_k1, kl_k2, kl_k3
-from sota_grpo.functional.log_probs import chunked_log_probs
-from sota_grpo.functional.staleness import max_groups_admitted
-from sota_grpo.functional.surrogates import (
-    cispo_surrogate,
-    clipped_surrogate,
-    clipped_tokens,
-    reinforce_surrogate,
-    sequence_log_ratio,
-)
-from sota_grpo.functional.weighting import loss_weights, row_weights, soft_overlong_penalty
+from __future__ import annotations
 
-__all__ = [
-    "KL_ESTIMATORS",
-    "chunked_log_probs",
-    "cispo_surrogate",
-    "clipped_surrogate",
-    "clipped_tokens",
-    "constant_groups",
-    "effective_sample_size",
-    "group_advantages",
-    "importance_weights",
-    "kl_k1",
-    "kl_k2",
-    "kl_k3",
-    "loss_weights",
-    "masked_mean",
-    "max_groups_admitted",
-    "mismatch_kl",
-    "reinforce_surrogate",
-    "row_weights",
-    "sequence_log_ratio",
-    "soft_overlong_penalty",
-    "token_entropy",
-]
+from importlib import import_module
+from typing import Any
+
+_PUBLIC = {
+    "advantages": ("constant_groups", "group_advantages"),
+    "corrections": ("importance_weights",),
+    "diagnostics": ("effective_sample_size", "masked_mean", "mismatch_kl", "token_entropy"),
+    "divergences": ("KL_ESTIMATORS", "kl_k1", "kl_k2", "kl_k3"),
+    "log_probs": ("chunked_log_probs",),
+    "staleness": ("max_groups_admitted",),
+    "surrogates": (
+        *("SURROGATES", "Surrogate", "cispo_surrogate", "clipped_surrogate", "clipped_tokens", "reinforce_surrogate"),
+        "sequence_log_ratio",
+    ),
+    "weighting": ("loss_weights", "row_weights", "soft_overlong_penalty"),
+}
+_HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

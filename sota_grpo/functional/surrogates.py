@@ -1,17 +1,45 @@
-"""Policy-gradient surrogates, one value per token, nothing reduced.
+"""Policy-gradient surrogates, one value per token, nothing reduced; each declares beside it what others ask of it.
 
 Each is a loss: its negative gradient raises the probability of tokens with a positive advantage. ``log_ratio`` is
 ``log_prob - old_log_prob``, the log of ``rho``. An advantage may be given per token ``[N, T]`` or per row ``[N, 1]``.
 Where a slot is masked, select finite values *before* these functions: a NaN that enters an exponential leaves a NaN in
 the gradient even if the value is dropped later.
+
+Options are judged by these declarations before torch is imported, so nothing here imports it outside of a function.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def clipped_tokens(
+    log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """True where the clip of :func:`clipped_surrogate` is active, that is, where the token's gradient is 0.
+
+    ``rho > 1 + clip_high`` with ``A > 0``, ``rho < 1 - clip_low`` with ``A < 0``, ``rho > dual_clip`` with ``A < 0``.
+    A token with ``A = 0`` has no gradient to lose and is not counted.
+
+    Args and errors as in :func:`clipped_surrogate`.
+
+    Returns:
+        bool ``[N, T]``.
+
+    >>> import torch
+    >>> log_ratio = torch.tensor([1.5, 0.5, 1.5, 0.5]).log()
+    >>> clipped_tokens(log_ratio, torch.tensor([1.0, 1.0, -1.0, -1.0]), 0.2, 0.2).tolist()
+    [True, False, False, True]
+    """
+    lower, upper = _log_bounds(log_ratio, advantage, clip_low, clip_high, dual_clip)
+    return ((log_ratio < lower) | (log_ratio > upper)) & (advantage != 0)
 
 
 def clipped_surrogate(
@@ -41,6 +69,7 @@ def clipped_surrogate(
     Sources: Schulman et al. 2017 (arXiv:1707.06347, eq. 7); two widths, Yu et al. 2025 (arXiv:2503.14476, section 3.1);
     dual clip, Ye et al. 2020 (arXiv:1912.09729).
 
+    >>> import torch
     >>> log_ratio = torch.tensor([1.5, 0.5, 1.5, 0.5]).log()
     >>> advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
     >>> [round(x, 4) for x in clipped_surrogate(log_ratio, advantage, 0.2, 0.2).tolist()]
@@ -48,27 +77,6 @@ def clipped_surrogate(
     """
     lower, upper = _log_bounds(log_ratio, advantage, clip_low, clip_high, dual_clip)
     return -advantage * log_ratio.clamp(lower, upper).exp()
-
-
-def clipped_tokens(
-    log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> Tensor:
-    """True where the clip of :func:`clipped_surrogate` is active, that is, where the token's gradient is 0.
-
-    ``rho > 1 + clip_high`` with ``A > 0``, ``rho < 1 - clip_low`` with ``A < 0``, ``rho > dual_clip`` with ``A < 0``.
-    A token with ``A = 0`` has no gradient to lose and is not counted.
-
-    Args and errors as in :func:`clipped_surrogate`.
-
-    Returns:
-        bool ``[N, T]``.
-
-    >>> log_ratio = torch.tensor([1.5, 0.5, 1.5, 0.5]).log()
-    >>> clipped_tokens(log_ratio, torch.tensor([1.0, 1.0, -1.0, -1.0]), 0.2, 0.2).tolist()
-    [True, False, False, True]
-    """
-    lower, upper = _log_bounds(log_ratio, advantage, clip_low, clip_high, dual_clip)
-    return ((log_ratio < lower) | (log_ratio > upper)) & (advantage != 0)
 
 
 def cispo_surrogate(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip_high: float) -> Tensor:
@@ -90,6 +98,7 @@ def cispo_surrogate(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip
 
     Source: MiniMax 2025 (arXiv:2506.13585, eq. 4 and 5, without a lower clip).
 
+    >>> import torch
     >>> log_prob = torch.tensor([-2.0, -2.0], requires_grad=True)
     >>> loss = cispo_surrogate(log_prob, torch.tensor([3.0, 0.5]).log(), torch.tensor([1.0, -1.0]), 1.0)
     >>> loss.sum().backward()
@@ -99,6 +108,16 @@ def cispo_surrogate(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip
     _check_width("clip_high", clip_high)
     ratio = log_ratio.detach().exp().clamp(max=1 + clip_high)
     return -ratio * advantage * log_prob
+
+
+def capped_tokens(log_ratio: Tensor, advantage: Tensor, clip_high: float) -> Tensor:
+    """True where :func:`cispo_surrogate` cuts the ratio of a token that has an advantage; bool ``[N, T]``.
+
+    >>> import torch
+    >>> capped_tokens(torch.tensor([3.0, 0.5]).log(), torch.tensor([1.0, -1.0]), 1.0).tolist()
+    [True, False]
+    """
+    return (log_ratio > math.log1p(clip_high)) & (advantage != 0)
 
 
 def reinforce_surrogate(log_prob: Tensor, advantage: Tensor) -> Tensor:
@@ -113,10 +132,65 @@ def reinforce_surrogate(log_prob: Tensor, advantage: Tensor) -> Tensor:
 
     Source: Williams 1992, "Simple statistical gradient-following algorithms", Machine Learning 8.
 
+    >>> import torch
     >>> reinforce_surrogate(torch.tensor([[-2.0, -1.0]]), torch.tensor([[0.5]])).tolist()
     [[1.0, 0.5]]
     """
     return -advantage * log_prob
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """What is known of a value of ``algorithm.objective``; who has to ask something of one asks here.
+
+    The parameters of its functions say what they read: ``log_prob``, ``log_ratio``, ``advantage``, ``clip_low``,
+    ``clip_high``, ``dual_clip``, any of them.
+
+    Attributes:
+        loss: to ``[N, T]``.
+        clipped: to bool ``[N, T]``, where the clip acts; None: nowhere.
+        verl: verl's ``loss_mode`` of the same loss, by ``algorithm.ratio``; empty: it has none.
+        trl: TRL's ``loss_type`` of the same loss, by ``algorithm.aggregation``; empty: it has none.
+
+    >>> SURROGATES["cispo"].reads("clip_high"), SURROGATES["reinforce"].reads("log_ratio")
+    (True, False)
+    """
+
+    loss: Callable[..., Tensor]
+    clipped: Callable[..., Tensor] | None = None
+    verl: Mapping[str, str] = field(default_factory=dict)
+    trl: Mapping[str, str] = field(default_factory=dict)
+
+    def reads(self, term: str) -> bool:
+        """Whether the loss is a function of ``term``; of ``log_ratio`` where it has an importance ratio."""
+        return term in signature(self.loss).parameters
+
+
+_TRL = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
+#: By the value of ``algorithm.objective``.
+SURROGATES = {
+    "clipped": Surrogate(clipped_surrogate, clipped_tokens, {"token": "vanilla", "sequence": "gspo"}, _TRL),
+    "cispo": Surrogate(cispo_surrogate, capped_tokens, {"token": "cispo"}, {"token": "cispo"}),
+    "reinforce": Surrogate(reinforce_surrogate, None, {"token": "gpg"}, _TRL),
+}
+
+
+def readers(term: str) -> str:
+    """The surrogates that read ``term``, for messages.
+
+    >>> readers("clip_high")
+    'clipped or cispo'
+    """
+    return " or ".join(name for name, one in SURROGATES.items() if one.reads(term))
+
+
+def of_terms(function: Callable[..., Tensor], terms: Mapping[str, Any]) -> Tensor:
+    """Call ``function`` with those of ``terms`` that its parameters name.
+
+    >>> of_terms(lambda y: y, {"x": 1, "y": 2})
+    2
+    """
+    return function(**{name: value for name, value in terms.items() if name in signature(function).parameters})
 
 
 def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -142,16 +216,17 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> 
 
     Source: Zheng et al. 2025 (arXiv:2507.18071, eq. 7 and section 4.3, GSPO-token).
 
+    >>> import torch
     >>> log_prob = torch.tensor([[-1.0, -2.0, -9.0]], requires_grad=True)
     >>> ratio = sequence_log_ratio(log_prob, torch.tensor([[-1.5, -1.5, 0.0]]), torch.tensor([[True, True, False]]))
     >>> ratio.sum().backward()
     >>> ratio.tolist(), log_prob.grad.tolist()
     ([[0.0, 0.0, 0.0]], [[1.0, 1.0, 0.0]])
     """
-    own = torch.where(mask, log_prob, 0.0)
-    log_ratio = own.detach() - torch.where(mask, old_log_prob.detach(), 0.0)
+    own = log_prob.where(mask, 0.0)
+    log_ratio = own.detach() - old_log_prob.detach().where(mask, 0.0)
     mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return torch.where(mask, mean + (own - own.detach()), 0.0)
+    return (mean + (own - own.detach())).where(mask, 0.0)
 
 
 def _log_bounds(
@@ -169,8 +244,8 @@ def _log_bounds(
     lowest = math.log1p(-clip_low) if clip_low < 1 else -math.inf
     highest = math.inf if dual_clip is None else math.log(dual_clip)
     negative = advantage < 0
-    lower = torch.where(negative, constant(lowest), constant(-math.inf))
-    upper = torch.where(negative, constant(highest), constant(math.log1p(clip_high)))
+    lower = constant(lowest).where(negative, constant(-math.inf))
+    upper = constant(highest).where(negative, constant(math.log1p(clip_high)))
     return lower, upper
 
 

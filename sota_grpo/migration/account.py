@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sota_grpo.config import SECRETS, Config, walk
+from sota_grpo.functional.surrogates import SURROGATES
 
 _WIDTH = 118
 #: Options that the data and the reward beside the translation stand for.
@@ -70,6 +71,24 @@ class Account:
     def carry(self, *options: str) -> None:
         """These count as carried over."""
         self._carried.update(options)
+
+    def loss_of(self, peer: str, option: str, text: str) -> str:
+        """What a ``peer`` (``verl``, ``trl``) calls ``algorithm.objective``, by the value of another ``option``.
+
+        Where it has none it is the clipped loss, and where it has none of this value its first, each with a remark,
+        ``text`` the latter.
+
+        >>> config = Config(); config.algorithm.objective = "cispo"
+        >>> Account(config).loss_of("verl", "algorithm.ratio", "it takes the ratio per token.")
+        'cispo'
+        """
+        value, names = self[option], getattr(SURROGATES[self["algorithm.objective"]], peer)
+        if not names:
+            self.remark("algorithm.objective", "there is no such loss; this is the clipped one.")
+            names = getattr(SURROGATES["clipped"], peer)
+        elif value not in names:
+            self.remark(option, text)
+        return str(names.get(value, next(iter(names.values()))))
 
     def remark(self, option: str, text: str) -> None:
         """Say why an option means something else there, or nothing."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sota_grpo.config import Config, longest_response, turn_size
+from sota_grpo.config.validators import has_no_ratio
 from sota_grpo.migration.account import Account, Facts
 
 SCRIPT = """{comment}
@@ -56,7 +57,6 @@ if __name__ == "__main__":
 
 VERSION = "1.16"
 
-_LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
 _SCALES = {"group_std": "group", "batch_std": "batch", "none": "none"}
 
 
@@ -161,19 +161,17 @@ def _amounts(config: Config, account: Account) -> dict[str, Any]:
 
 def _objective(config: Config, account: Account) -> dict[str, Any]:
     part, several = config.algorithm, steps_per_turn(config) > 1
-    objective, aggregation = account["algorithm.objective"], account["algorithm.aggregation"]
-    is_cispo = objective == "cispo"
-    if is_cispo and aggregation != "token":
-        account.remark("algorithm.aggregation", "TRL's CISPO weighs every token alike.")
+    loss = account.loss_of("trl", "algorithm.aggregation", f"TRL's {part.objective} weighs every token alike.")
+    aggregation, is_cispo = part.aggregation, loss == "cispo"
     if aggregation == "token" and several:
         account.remark(
             "algorithm.aggregation", "TRL divides by the mean number of tokens of the steps of a collection."
         )
-    if objective == "reinforce":
+    if has_no_ratio(config):
         account.remark("algorithm.objective", "the ratio of a batch's only step is 1, so the gradient is REINFORCE's.")
     high = account["algorithm.clip_high"]
     found = {
-        "loss_type": "cispo" if is_cispo else _LOSS_TYPES[aggregation],
+        "loss_type": loss,
         "importance_sampling_level": account["algorithm.ratio"],
         "epsilon": account["algorithm.clip_low"],
         "epsilon_high": 1 + high if is_cispo else high,  # TRL's is the bound of CISPO's ratio itself
@@ -190,7 +188,7 @@ def _correction(config: Config, account: Account) -> dict[str, Any]:
     """How the mismatch between engine and learner is weighed, of which only vLLM has one in TRL."""
     level = account["algorithm.correction"]
     if level == "none":
-        if config.train.epochs == 1 and config.algorithm.objective != "reinforce":
+        if config.train.epochs == 1 and not has_no_ratio(config):
             account.remark(
                 "algorithm.correction", "the ratio is taken to the learner's own log-probs, here to the engine's."
             )

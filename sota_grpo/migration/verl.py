@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sota_grpo.config import Config, longest_response, turn_size
+from sota_grpo.config.validators import has_no_ratio
+from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.migration.account import Account, Facts
 
 ACTOR = "actor_rollout_ref.actor"
@@ -21,13 +23,6 @@ NEVER_BINDS = 1e9  # verl's ratio is at most exp(20)
 
 _AGGREGATIONS = {"token": "token-mean", "sequence": "seq-mean-token-mean", "constant": "seq-mean-token-sum-norm"}
 _KL_TYPES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
-_LOSSES = {
-    ("clipped", "token"): "vanilla",
-    ("clipped", "sequence"): "gspo",
-    ("reinforce", "token"): "gpg",
-    ("cispo", "token"): "cispo",
-    ("cispo", "sequence"): "cispo",
-}
 _ESTIMATORS = {
     ("group_mean", "group_std"): "grpo",
     ("group_mean", "none"): "grpo",
@@ -70,10 +65,8 @@ def advantage(config: Config, account: Account) -> dict[str, Any]:
 def policy_loss(config: Config, account: Account) -> dict[str, Any]:
     """verl's loss of the same gradient. Its CISPO clips the ratio from below too: at 0 here, where it never is."""
     part = config.algorithm
-    loss = _LOSSES[account["algorithm.objective"], account["algorithm.ratio"]]
+    loss = account.loss_of("verl", "algorithm.ratio", f"verl's {part.objective} takes the ratio per token.")
     low, high = account["algorithm.clip_low"], account["algorithm.clip_high"]
-    if (part.objective, part.ratio) == ("cispo", "sequence"):
-        account.remark("algorithm.ratio", "verl's CISPO takes the ratio per token.")
     if loss == "gspo" and part.aggregation != "sequence":
         account.remark(
             "algorithm.aggregation", "verl 0.9.0's GSPO weighs by sequence whatever loss_agg_mode says; 0.9.1 heeds it."
@@ -101,8 +94,8 @@ def correction(config: Config, account: Account) -> dict[str, Any]:
     part, prefix = config.algorithm, "algorithm.rollout_correction"
     if account["algorithm.correction"] == "none":
         used_once = account["train.epochs"] == 1
-        is_plain = _LOSSES[part.objective, part.ratio] == "vanilla"
-        if used_once and not is_plain and part.objective != "reinforce":
+        is_plain = SURROGATES[part.objective].verl.get(part.ratio) == "vanilla"
+        if used_once and not (is_plain or has_no_ratio(config)):
             account.remark(
                 "algorithm.correction",
                 "the ratio is taken to log-probs that verl's learner computes again; ours are the engine's own, which "

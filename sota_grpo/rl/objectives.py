@@ -7,7 +7,7 @@ those of the whole optimizer step. Only entries named ``loss_*`` carry a gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
 from sota_grpo import keys
-from sota_grpo.functional import surrogates
 from sota_grpo.functional.corrections import importance_weights
 from sota_grpo.functional.divergences import KL_ESTIMATORS
+from sota_grpo.functional.surrogates import SURROGATES, of_terms, sequence_log_ratio
 from sota_grpo.functional.weighting import loss_weights
 from sota_grpo.rl.collate import pad_rows, unpad_rows
 
 TORCHRL_AGGREGATIONS = {"token_mean": "token", "prompt_mean": "sequence", "none": "none"}
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "objective": ("clipped", "cispo", "reinforce"),
+_CHOICES: dict[str, Collection[Any]] = {
+    "objective": SURROGATES.keys(),
     "ratio": ("token", "sequence"),
     "kl_estimator": tuple(KL_ESTIMATORS),
     "aggregation": (None, *TORCHRL_AGGREGATIONS),
@@ -198,16 +198,17 @@ def check_keywords(given: Mapping[str, Any]) -> None:
         if given.get(name, accepted[0]) not in accepted:
             raise ValueError(f"{name} is {given[name]!r}, which has no effect in this loss: {reason}; drop it.")
     for name, choices in _CHOICES.items():
-        if given.get(name, choices[0]) not in choices:
+        if name in given and given[name] not in choices:
             raise ValueError(f"{name} is {given[name]!r}; choose one of {', '.join(map(repr, choices))}.")
     if given.get("aggregation") not in (None, "token_mean") and given.get("loss_aggregation") is not None:
         raise ValueError(
             f"aggregation is {given['aggregation']!r} and loss_aggregation is {given['loss_aggregation']!r}; give one."
         )
-    if given.get("dual_clip") is not None and given["objective"] != "clipped":
-        raise ValueError(f"dual_clip is {given['dual_clip']} but the objective is {given['objective']!r}; drop it.")
-    if given.get("ratio") == "sequence" and given["objective"] == "reinforce":
-        raise ValueError("ratio is 'sequence' but the objective is 'reinforce', which has no ratio; drop it.")
+    objective = given["objective"]
+    if given["dual_clip"] is not None and not SURROGATES[objective].reads("dual_clip"):
+        raise ValueError(f"dual_clip is {given['dual_clip']} but the objective is {objective!r}; drop it.")
+    if given["ratio"] == "sequence" and not SURROGATES[objective].reads("log_ratio"):
+        raise ValueError(f"ratio is 'sequence' but the objective is {objective!r}, which has no ratio; drop it.")
 
 
 _MAX_LOG_RATIO = 300.0  # the square of its exponential is still finite in float64
@@ -281,7 +282,7 @@ class GRPOLoss(LossModule):
         device: where the batch is moved first; None leaves it.
         masking_strategy: ``sft`` and ``rlhf`` train on the assistant mask; ``generic`` on every token (wrappers only).
         samples_mc_entropy, gamma, reduction, clip_value, ref_log_prob_padding_*: at TorchRL's defaults only.
-        objective: ``clipped`` (PPO), ``cispo`` or ``reinforce``.
+        objective: ``clipped`` (PPO), ``cispo``, ``reinforce``, or another of the surrogates.
         ratio: ``token``, or ``sequence`` for GSPO's ``exp(mean_t log rho_t)``.
         dual_clip: largest ratio that counts for a negative advantage.
         kl_estimator: ``k1``, ``k2`` or ``k3``.
@@ -338,7 +339,7 @@ class GRPOLoss(LossModule):
         masking_strategy: Literal["sft", "rlhf", "generic"] = "sft",
         ref_log_prob_padding_side: Literal["left", "right"] = "left",
         ref_log_prob_padding_value: float = 0.0,
-        objective: Literal["clipped", "cispo", "reinforce"] = "clipped",
+        objective: str = "clipped",
         ratio: Literal["token", "sequence"] = "token",
         dual_clip: float | None = None,
         kl_estimator: Literal["k1", "k2", "k3"] = "k3",
@@ -408,15 +409,14 @@ class GRPOLoss(LossModule):
         old = tokens.behaviour if tokens.proximal is None else tokens.proximal
         log_ratio = tokens.log_prob - old
         if self.ratio == "sequence":
-            log_ratio = surrogates.sequence_log_ratio(tokens.log_prob, old, tokens.mask)
-        low, high = self.clip_epsilon_low, self.clip_epsilon_high
-        if self.objective == "clipped":
-            value = surrogates.clipped_surrogate(log_ratio, tokens.advantage, low, high, self.dual_clip)
-            return value, surrogates.clipped_tokens(log_ratio.detach(), tokens.advantage, low, high, self.dual_clip)
-        if self.objective == "cispo":
-            value = surrogates.cispo_surrogate(tokens.log_prob, log_ratio, tokens.advantage, high)
-            return value, (log_ratio.detach() > math.log1p(high)) & (tokens.advantage != 0)
-        return surrogates.reinforce_surrogate(tokens.log_prob, tokens.advantage), torch.zeros_like(tokens.mask)
+            log_ratio = sequence_log_ratio(tokens.log_prob, old, tokens.mask)
+        terms = {
+            **{"log_prob": tokens.log_prob, "log_ratio": log_ratio, "advantage": tokens.advantage},
+            **{"clip_low": self.clip_epsilon_low, "clip_high": self.clip_epsilon_high, "dual_clip": self.dual_clip},
+        }
+        chosen = SURROGATES[self.objective]
+        clipped = torch.zeros_like(tokens.mask) if chosen.clipped is None else of_terms(chosen.clipped, terms)
+        return of_terms(chosen.loss, terms), clipped
 
     def _correction(self, tokens: LossTokens, sums: dict[str, Tensor]) -> Tensor:
         """The weight of each token from the proximal to the behaviour policy; counts those above the cap."""

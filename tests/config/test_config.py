@@ -260,10 +260,10 @@ BROKEN = [
     ("the_dual_clip_bounds_a_clipped_ratio", ["algorithm.dual_clip=1"], "dual_clip=1.0 must be above 1"),
     ("the_dual_clip_bounds_a_clipped_ratio", ["algorithm=cispo", "algorithm.dual_clip=3"], "dual_clip=null"),
     ("the_dual_clip_bounds_a_clipped_ratio", ["algorithm=rloo", "algorithm.dual_clip=3"], "dual_clip=null"),
-    ("reinforce_has_no_ratio", ["algorithm=rloo", "algorithm.ratio=sequence"], "algorithm.ratio=token"),
-    ("reinforce_steps_once_per_collection", ["algorithm=rloo", "train.epochs=2"], "train.epochs=1"),
+    ("a_level_of_the_ratio_needs_a_ratio", ["algorithm=rloo", "algorithm.ratio=sequence"], "algorithm.ratio=token"),
+    ("several_steps_of_a_collection_need_a_ratio", ["algorithm=rloo", "train.epochs=2"], "train.epochs=1"),
     (
-        "reinforce_steps_once_per_collection",
+        "several_steps_of_a_collection_need_a_ratio",
         ["algorithm=rloo", "train.optim_batch_size=64", "algorithm.correction=token"],
         "train.optim_batch_size=128",
     ),
