@@ -20,7 +20,6 @@ from sota_grpo.assembly.parts import (
     make_source,
     numerics_are_exact,
 )
-from sota_grpo.assembly.preflight import require_sinks
 from sota_grpo.assembly.rollout import make_env, make_grader, make_sampling
 from sota_grpo.assembly.tasks import task_of
 from sota_grpo.config import Config, model_name
@@ -44,7 +43,6 @@ def build(
         should_stop: asked while a batch is waited for; true ends the wait (``Interrupted``).
         functions: reward functions that were passed as objects (:mod:`sota_grpo.assembly.passed`).
     """
-    require_sinks(config)
     device = resolve_device(config)
     if device == "cuda":
         use_expandable_segments(config)

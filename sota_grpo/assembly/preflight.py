@@ -6,7 +6,6 @@ What takes torch to find out (a damaged model, prompts that are too long) is tol
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
 from pathlib import Path
 
 from sota_grpo.assembly.cuda import has_no_gpu, needs_a_gpu
@@ -18,6 +17,7 @@ from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
 from sota_grpo.recording.heartbeat import starting
+from sota_grpo.recording.sinks import require_sinks
 from sota_grpo.rewards import function_file
 from sota_grpo.tasks import dataset
 from sota_grpo.training.runs import require_free
@@ -64,23 +64,6 @@ def announce(config: Config) -> None:
         *(num_steps(config), size),
     )
     starting("Importing PyTorch and the libraries on it")
-
-
-def require_sinks(config: Config) -> None:
-    """What was asked for by name must be there; ``wandb=offline`` goes on without a copy.
-
-    Raises:
-        UserError: it is not installed.
-    """
-    for asked, package, value, off in (
-        (config.logging.wandb == "online", "wandb", "online", "disabled"),
-        (config.logging.tensorboard, "tensorboard", "true", "false"),
-    ):
-        if asked and find_spec(package) is None:
-            raise UserError(
-                f"logging.{package}={value} needs {package}, which is not installed: "
-                f"`pip install 'sota-grpo[{package}]'`, or set logging.{package}={off}."
-            )
 
 
 def _require_gpu(config: Config) -> None:

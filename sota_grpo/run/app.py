@@ -28,7 +28,7 @@ from sota_grpo.recording.heartbeat import started, starting
 from sota_grpo.recording.progress import Progress, closing_table
 from sota_grpo.recording.run_log import RunLog, setup_logging
 from sota_grpo.recording.run_record import note_failure, read_evaluations, write_gate
-from sota_grpo.recording.sinks import Sink, TensorBoardSink, WandbSink
+from sota_grpo.recording.sinks import make_sinks
 from sota_grpo.recording.step_log import StepLog, StoredTurns
 from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.function_file import Functions
@@ -83,7 +83,13 @@ class Run:
         self._check()  # an interrupt ends it at once: there is nothing to save yet
         progress = Progress(total, first_step=first)
         # the last one ends first: what is being saved is waited for when no signal's grace ends the process any more
-        with self._run_log() as self.run_log, examine, progress, self.saves, self.stop:
+        with (
+            RunLog(self.run_dir, sinks=make_sinks(self.config, self.run_dir)) as self.run_log,
+            examine,
+            progress,
+            self.saves,
+            self.stop,
+        ):
             gc.collect()
             gc.freeze()  # what lives as long as the run is not walked through again at every collection
             self.run_log.rewind(first)
@@ -226,24 +232,6 @@ class Run:
         if checks:
             passed = sum(check.passed for check in checks)
             print(f"Checks before training: {passed} of {len(checks)} passed in {time.perf_counter() - began:.1f} s")
-
-    def _run_log(self) -> RunLog:
-        config = self.config.logging
-        sinks: list[Sink] = []
-        if config.tensorboard:
-            sinks.append(TensorBoardSink(self.run_dir, config=asdict(self.config)))
-        if config.wandb != "disabled":
-            sinks.append(
-                WandbSink(
-                    mode=config.wandb,
-                    project=config.project,
-                    name=config.run_name,
-                    tags=config.tags,
-                    config=asdict(self.config),
-                    run_dir=self.run_dir,
-                )
-            )
-        return RunLog(self.run_dir, sinks=sinks)
 
     def close(self) -> None:
         """Free the engine and the reference; idempotent."""

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from sota_grpo.config import Config, LoggingConfig
 from sota_grpo.config.validators import ConfigError
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
-from sota_grpo.recording.sinks import FOLDER, RUN_ID_FILE, TensorBoardSink, WandbSink, has_api_key
-from sota_grpo.recording.sinks.tensorboard_sink import JUDGED_BY
+from sota_grpo.recording.sinks import SINKS, CopySink, make_sinks, require_sinks
+from sota_grpo.recording.sinks.tensorboard_sink import FOLDER, JUDGED_BY, TensorBoardSink
+from sota_grpo.recording.sinks.wandb_sink import RUN_ID_FILE, WandbSink, has_api_key
 from tests.sink_files import event_files, wandb_config, wandb_history
 from tests.unit.test_recording import rollout, rows_of
 
@@ -79,22 +81,46 @@ def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tm
     assert not any(b"secret" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_without_wandb_only_online_is_an_error(tmp_path, no_key, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="needs wandb: pip install"):
-        WandbSink("online", project="p", run_dir=tmp_path)
-    sink = WandbSink("offline", project="p", run_dir=tmp_path)
-    sink.log(0, {"reward": 1.0})
-    sink.log_samples(0, [rollout(1, 0, 1.0)])
-    sink.close()
-    assert sink.mode == "disabled"
-    assert "not installed" in caplog.text
-    caplog.clear()
-    assert WandbSink("disabled", project="p", run_dir=tmp_path).mode == "disabled"
+@pytest.mark.parametrize("option", ["wandb", "tensorboard"])
+def test_a_package_that_is_missing_is_one_sentence_unless_it_may_be(option, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("sota_grpo.recording.sinks.find_spec", lambda name: None)
+    assert make_sinks(Config(), tmp_path) == []
+    value = {"wandb": "online", "tensorboard": True}[option]
+    config = Config(logging=LoggingConfig(**{option: value}))
+    sentence = rf"^logging\.{option}=(online|true) needs {option}, which is not installed: `pip install .*\.$"
+    with pytest.raises(ConfigError, match=sentence):
+        require_sinks(config)
     assert not caplog.records
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=r"logging\.wandb=on is not one of"):
-        WandbSink("on", project="p", run_dir=tmp_path)
+    require_sinks(Config(logging=LoggingConfig(wandb="offline")))
+    assert make_sinks(Config(logging=LoggingConfig(wandb="offline")), tmp_path) == []
+    assert caplog.text.count("which is not installed") == 1
+
+
+def test_a_sink_is_built_of_its_class_and_its_option(tmp_path, monkeypatch):
+    """Nothing else names it: neither the run, nor the checks before it."""
+
+    class Json(CopySink):
+        option = "json"
+
+        @classmethod
+        def from_config(cls, config, run_dir):
+            sink = cls()
+            sink.path = run_dir / f"{config.logging.project}.txt"
+            return sink
+
+        def _write(self, step, values):
+            self.path.write_text(f"{step} {values}")
+
+        def _finish(self, exit_code):
+            pass
+
+    monkeypatch.setitem(SINKS, "json", Json)
+    monkeypatch.setattr(LoggingConfig, "json", False, raising=False)
+    config = Config(logging=LoggingConfig(project="mine"))
+    config.logging.json = True
+    with RunLog(tmp_path, sinks=make_sinks(config, tmp_path)) as log:
+        log.write_step(3, {"reward": 1.0})
+    assert (tmp_path / "mine.txt").read_text() == "3 {'reward': 1.0}"
 
 
 class FailingWandb(SimpleNamespace):
@@ -239,9 +265,3 @@ def test_a_tensorboard_failure_warns_once_and_never_ends_training(tmp_path, capl
             log.write_step(step, {"reward": 1.0})
     assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     assert [record.message.split(" (")[0] for record in caplog.records] == ["TensorBoard stopped"]
-
-
-def test_tensorboard_that_is_missing_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr("sota_grpo.recording.sinks.tensorboard_sink.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^logging.tensorboard=true needs tensorboard: pip install .*=false\.$"):
-        TensorBoardSink(tmp_path)

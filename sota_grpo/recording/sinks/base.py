@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, Self, runtime_checkable
 
-from sota_grpo.config import SECRETS
+from sota_grpo.config import SECRETS, Config
 from sota_grpo.text import sentence
 
 SAMPLES_EVERY = 10  # steps between two tables of samples: each is a file of its own
@@ -34,14 +35,17 @@ class Sink(Protocol):
 class CopySink:
     """Base of the sinks: whatever is raised in a copy ends the copy with one warning.
 
-    A subclass writes ``_write``, ``_write_samples``, ``_finish`` and, where it can take back what it was sent,
-    ``_rewind``; each may raise what it likes.
+    A subclass says by which ``option`` of ``logging`` it is asked for, and writes ``from_config``, ``_write``,
+    ``_write_samples``, ``_finish`` and, where it can take back what it was sent, ``_rewind``; the last four may raise
+    what they like.
 
     Args:
         samples_every: steps between two tables of samples.
 
     Attributes:
         label: name of the place, for messages.
+        option: of ``logging``; its package and its extra are called so too, and its default is off.
+        may_be_missing: values of the option with which a run goes on where the package is not installed.
         active: whether anything is still sent.
 
     >>> class Full(CopySink):
@@ -51,10 +55,17 @@ class CopySink:
     """
 
     label = "The copy"
+    option = ""
+    may_be_missing: tuple[Any, ...] = ()
 
     def __init__(self, samples_every: int = SAMPLES_EVERY):
         self.active = True
         self._samples_every = samples_every
+
+    @classmethod
+    def from_config(cls, config: Config, run_dir: Path) -> Self:
+        """The sink of a run; its package is there."""
+        raise NotImplementedError
 
     def rewind(self, first_step: int) -> None:
         """The run writes ``first_step`` and later steps (again); what was sent of them is out of date."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.config import flat
-from sota_grpo.config.validators import ConfigError
+from sota_grpo.config import Config, flat
 from sota_grpo.recording.sinks.base import SAMPLES_EVERY, CopySink, without_secrets
 from sota_grpo.text import readable
 
@@ -32,12 +31,9 @@ class TensorBoardSink(CopySink):
         run_dir: the run directory.
         config: plain nested values; its leaves become hyperparameters, without keys and tokens.
         samples_every: steps between two texts of samples.
-
-    Raises:
-        ConfigError: tensorboard is not installed.
     """
 
-    label = "TensorBoard"
+    label, option = "TensorBoard", "tensorboard"
 
     def __init__(
         self,
@@ -46,16 +42,15 @@ class TensorBoardSink(CopySink):
         config: Mapping[str, Any] | None = None,
         samples_every: int = SAMPLES_EVERY,
     ):
-        if find_spec("tensorboard") is None:
-            raise ConfigError(
-                "logging.tensorboard=true needs tensorboard: pip install 'sota-grpo[tensorboard]', or set "
-                "logging.tensorboard=false."
-            )
         super().__init__(samples_every)
         self._dir = Path(run_dir) / FOLDER
         self._config = without_secrets(config or {})
         self._first_step: int | None = None
         self._open: Any = None
+
+    @classmethod
+    def from_config(cls, config: Config, run_dir: Path) -> TensorBoardSink:
+        return cls(run_dir, config=asdict(config))
 
     def _rewind(self, first_step: int) -> None:
         self._close()

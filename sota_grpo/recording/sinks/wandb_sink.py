@@ -10,16 +10,15 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from sota_grpo.config.validators import ConfigError
+from sota_grpo.config import Config
 from sota_grpo.recording.sinks.base import SAMPLES_EVERY, SECRET_NAMES, CopySink, without_secrets
 from sota_grpo.text import readable, sentence
 
-MODES = ("online", "offline", "disabled")
 RUN_ID_FILE = "wandb_run_id.txt"
 
 _log = logging.getLogger(__name__)
@@ -50,23 +49,16 @@ class WandbSink(CopySink):
     writes some steps again, which W&B's own counter would refuse.
 
     Args:
-        mode: ``online``, ``offline`` or ``disabled``. The attribute ``mode`` afterwards is the mode it began in.
+        mode: ``online`` or ``offline``. The attribute ``mode`` afterwards is the mode it began in.
         project: W&B project.
         run_dir: the run directory; it keeps the run's id and W&B's files.
         name: name of the run; None takes the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
         tags: W&B tags.
         config: plain nested values, shown beside the run without keys and tokens.
         samples_every: steps between tables of samples, each of which W&B stores as a file.
-
-    Raises:
-        ConfigError: the mode is unknown, or ``online`` was asked for and wandb is not installed.
-
-    >>> sink = WandbSink("disabled", project="demo", run_dir="outputs")
-    >>> sink.log(0, {"reward": 1.0}); sink.close(); sink.mode
-    'disabled'
     """
 
-    label = "W&B"
+    label, option, may_be_missing = "W&B", "wandb", ("offline",)
 
     def __init__(
         self,
@@ -79,21 +71,25 @@ class WandbSink(CopySink):
         config: Mapping[str, Any] | None = None,
         samples_every: int = SAMPLES_EVERY,
     ):
-        if mode not in MODES:
-            raise ConfigError(f"logging.wandb={mode} is not one of {', '.join(MODES)}.")
         super().__init__(samples_every)
-        self._dir = Path(run_dir)
-        wandb = None if mode == "disabled" else _import_wandb(mode)
-        self.mode = mode
-        if wandb is None:
-            self.mode, self.active = "disabled", False
-            return
-        self._wandb = wandb
+        self._dir, self.mode = Path(run_dir), mode
         if mode == "online" and not has_api_key():
             self._go_offline("no API key was found (WANDB_API_KEY or netrc)")
         title = name or "/".join(self._dir.resolve().parts[-2:])
         options = {"project": project, "name": title, "tags": list(tags), "config": without_secrets(config or {})}
         self._attempt(lambda: self._start(options))
+
+    @classmethod
+    def from_config(cls, config: Config, run_dir: Path) -> WandbSink:
+        part = config.logging
+        return cls(
+            part.wandb,
+            project=part.project,
+            name=part.run_name,
+            tags=part.tags,
+            config=asdict(config),
+            run_dir=run_dir,
+        )
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
@@ -108,12 +104,15 @@ class WandbSink(CopySink):
         self._run.finish(exit_code=exit_code)
 
     def _start(self, options: dict[str, Any]) -> None:
-        settings = self._wandb.Settings(
+        import wandb
+
+        self._wandb = wandb
+        settings = wandb.Settings(
             silent=True, console="off", finish_timeout=_FINISH_TIMEOUT_S, x_disable_meta=_command_line_has_a_secret()
         )
-        place = {"dir": str(self._dir), "id": self._run_id(), "resume": "allow", "settings": settings}
+        place: dict[str, Any] = {"dir": str(self._dir), "id": self._run_id(), "resume": "allow", "mode": self.mode}
         try:
-            self._run = self._wandb.init(mode=self.mode, **place, **options)
+            self._run = wandb.init(settings=settings, **place, **options)
         except Exception as error:  # a dead network or a refused key raises many types, none of them worth a run
             if self.mode == "offline":
                 raise
@@ -143,18 +142,6 @@ def _command_line_has_a_secret() -> bool:
     """W&B's description of the machine holds the command line; where a key is in it, it goes without."""
     given = [argument.partition("=") for argument in sys.argv]
     return any(name.endswith(SECRET_NAMES) and value not in ("", "null") for name, _, value in given)
-
-
-def _import_wandb(mode: str) -> ModuleType | None:
-    try:
-        import wandb
-    except ImportError as error:  # an optional extra: its absence is the user's choice unless they asked to be online
-        install = "pip install 'sota-grpo[wandb]'"
-        if mode == "online":
-            raise ConfigError(f"logging.wandb=online needs wandb: {install}, or set logging.wandb=disabled.") from error
-        _log.warning("W&B is off, because wandb is not installed: %s.", install)
-        return None
-    return wandb
 
 
 def _cell(value: Any) -> Any:
