@@ -25,9 +25,9 @@ from sota_grpo.assembly.memory import (
 )
 from sota_grpo.assembly.rollout import engine_dtype, engine_rows
 from sota_grpo.config import Config, longest_response
-from sota_grpo.config.model_sizes import Architecture
 from sota_grpo.errors import UserError
 from sota_grpo.functional.balance import Siblings, fill
+from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.training.gate import NUM_COMPARED, NUM_SAMPLES, compared_budgets
 
 GIB = 2**30

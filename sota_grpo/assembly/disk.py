@@ -12,9 +12,9 @@ from sota_grpo.assembly.device_memory import GIB, Facts, dtype_bytes, learning_o
 from sota_grpo.assembly.devices import Plan
 from sota_grpo.assembly.rollout import engine_dtype
 from sota_grpo.config import Config, model_name, turn_size, with_options
-from sota_grpo.config.model_sizes import Architecture
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import find_architecture
+from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.recording.run_record import CHECKPOINTS
 from sota_grpo.training.checkpoint import CheckpointStore
 

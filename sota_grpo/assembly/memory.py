@@ -49,7 +49,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from sota_grpo.config.model_sizes import Architecture
+from sota_grpo.policy.model_sizes import Architecture
 
 TILE_BYTES_ON_CPU, TILE_BYTES = 8 * 2**20, 256 * 2**20  # of sota_grpo.functional.log_probs
 HEAP_TENSOR = 32 * 2**20  # glibc's largest threshold above which memory comes in pages of its own
@@ -329,7 +329,7 @@ VLLM_PASS_TOKENS = 8192  # that vLLM computes at once, its default
 def kv_bytes_per_token(model: Architecture, number_bytes: int) -> int:
     """Keys and values of one token in all layers.
 
-    >>> from sota_grpo.config.model_sizes import architecture_of
+    >>> from sota_grpo.policy.model_sizes import architecture_of
     >>> kv_bytes_per_token(architecture_of("Qwen/Qwen2.5-1.5B"), 2)
     28672
     """
@@ -391,7 +391,7 @@ def vllm_pool_bytes(
     ``share - weights / n - one pass of 8192 tokens - float32 logits of all rows, twice``. The pass is an estimate: vLLM
     measures it when it starts.
 
-    >>> from sota_grpo.config.model_sizes import architecture_of
+    >>> from sota_grpo.policy.model_sizes import architecture_of
     >>> pool = vllm_pool_bytes(architecture_of("Qwen/Qwen2.5-1.5B"), share_bytes=20 * 2**30, number_bytes=2, rows=128)
     >>> round(pool / 2**30, 1)
     16.5

@@ -12,19 +12,17 @@ from sota_grpo.assembly.cuda import has_no_gpu, needs_a_gpu
 from sota_grpo.assembly.passed import PASSED
 from sota_grpo.config import Config, model_name, num_steps, turn_size
 from sota_grpo.config.hub_token import use_config_token
-from sota_grpo.config.model_sizes import is_on_the_hub, missing_folder
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
+from sota_grpo.policy.model_sizes import is_on_the_hub, missing_folder
 from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
 from sota_grpo.recording.heartbeat import starting
 from sota_grpo.recording.sinks import require_sinks
 from sota_grpo.rewards import function_file
-from sota_grpo.tasks import dataset
+from sota_grpo.tasks import dataset, parameters
 from sota_grpo.training.runs import require_free
 
 logger = logging.getLogger(__name__)
-
-_FILES_ONLY = ("gsm8k", "math", "reasoning")  # tasks whose paths are never names on the hub
 
 
 def preflight(config: Config, run_dir: Path | None = None) -> None:
@@ -48,7 +46,7 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
         require_smollm2()
     _require_gpu(config)
     for path in (config.env.dataset_path, config.env.eval_path):
-        is_file = config.env.dataset in _FILES_ONLY or Path(path or "").suffix in dataset.SUFFIXES
+        is_file = "source" in parameters(config.env.dataset) or Path(path or "").suffix in dataset.SUFFIXES
         if path not in (None, PASSED) and is_file:
             dataset.require_file(Path(path).expanduser())
     if config.reward.path not in (None, PASSED):

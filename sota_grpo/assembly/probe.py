@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from sota_grpo.assembly.memory import Learning
-from sota_grpo.config.model_sizes import Architecture
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.functional.flops import Load, ModelShape, recomputed_flops, shared_load, step_flops
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import MODEL_LOCK
 from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.rl.records import GroupRequest, Sampling
 
 _MOST_WEIGHTS = 150_000_000  # of the model that is timed, where its widths allow
@@ -71,7 +71,7 @@ def measure_rates(model: Architecture, how: Learning, *, device: str, engine_byt
 def shape_of(model: Architecture, rank: int) -> ModelShape:
     """What the operations of a model are counted from; ``rank`` of its adapter, 0 without.
 
-    >>> from sota_grpo.config.model_sizes import architecture_of
+    >>> from sota_grpo.policy.model_sizes import architecture_of
     >>> shape_of(architecture_of("Qwen/Qwen2.5-0.5B"), 16).trainable_weights
     8798208
     """
@@ -88,7 +88,7 @@ def shape_of(model: Architecture, rank: int) -> ModelShape:
 def reduced(model: Architecture) -> Architecture:
     """The same widths, a smaller vocabulary and so many layers that it is quickly made.
 
-    >>> from sota_grpo.config.model_sizes import architecture_of
+    >>> from sota_grpo.policy.model_sizes import architecture_of
     >>> small = reduced(architecture_of("Qwen/Qwen2.5-1.5B"))
     >>> small.layers, small.vocab
     (2, 16384)

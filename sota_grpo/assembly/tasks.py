@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.config import Config, reward_names
-from sota_grpo.config.validators import PROCEDURAL, READERS
+from sota_grpo.config import Config, reward_names, walk
+from sota_grpo.config.validators import READERS
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.function_file import Functions
 from sota_grpo.rl.task import Task
-from sota_grpo.tasks import make_bare_task, make_task
+from sota_grpo.tasks import make_bare_task, make_task, parameters
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows, unique_examples
 
 
@@ -24,8 +24,7 @@ def task_of(config: Config, functions: Functions | None = None) -> Task:
     Raises:
         UserError: its data or its reward functions cannot be used.
     """
-    make = _procedural if config.env.dataset in PROCEDURAL else _from_data
-    return _with_own_reward(config, _told(lambda: make(config)), functions)
+    return _with_own_reward(config, _told(lambda: make_task(config.env.dataset, **_keywords(config))), functions)
 
 
 def heldout_task(config: Config) -> Task:
@@ -38,7 +37,7 @@ def heldout_task(config: Config) -> Task:
     """
     path = config.env.eval_path
     is_file = path is not None and Path(path).suffix in SUFFIXES
-    if not is_file or config.env.dataset_path is not None or config.env.dataset in PROCEDURAL:
+    if not is_file or config.env.dataset_path is not None or "path" not in parameters(config.env.dataset):
         return task_of(config)
     task = bare_task(config)
     rows = load_rows(config.env.dataset, path=path)
@@ -58,7 +57,7 @@ def bare_task(config: Config) -> Task:
     >>> bare_task(Config()).score("#### 4", bare_task(Config()).read_row({"answer": "4"}, "demo, row 1")).success
     True
     """
-    return _with_own_reward(config, _told(lambda: make_bare_task(config.env.dataset, **_own_options(config))), None)
+    return _with_own_reward(config, _told(lambda: make_bare_task(config.env.dataset, **_keywords(config, True))), None)
 
 
 def _told(make: Callable[[], Task]) -> Task:
@@ -90,47 +89,14 @@ def _with_own_reward(config: Config, task: Task, functions: Functions | None) ->
     return task
 
 
-def _procedural(config: Config) -> Task:
+def _keywords(config: Config, bare: bool = False) -> dict[str, Any]:
+    """What the task of the config takes, with its data or without; null leaves the task's own default."""
     env = config.env
-    size: dict[str, Any] = {} if env.max_samples is None else {"num_train": env.max_samples}
-    if env.dataset == "arithmetic":
-        return make_task("arithmetic", seed=config.seed, max_steps=env.difficulty, num_heldout=env.num_heldout, **size)
-    if env.dataset == "instructions":
-        size["eval_path"] = env.eval_path
-    return make_task(env.dataset, seed=config.seed, num_heldout=env.num_heldout, **size, **_own_options(config))
-
-
-def _from_data(config: Config) -> Task:
-    env = config.env
-    return make_task(
-        env.dataset,
-        path=env.dataset_path,
-        eval_path=env.eval_path,
-        num_heldout=env.num_heldout,
-        max_samples=env.max_samples,
-        seed=config.seed,
-        **_own_options(config),
-    )
-
-
-def _own_options(config: Config) -> dict[str, Any]:
-    """What this task reads beside its data; null leaves the task's own default."""
-    env, reward = config.env, config.reward
-    found = {
-        "env.system_prompt": env.system_prompt,
-        "env.prompt_column": env.prompt_column,
-        "env.answer_column": env.answer_column,
-        "env.answer_format": env.answer_format,
-        "env.format_weight": env.format_weight,
-        "reward.correct": reward.correct,
-        "reward.wrong": reward.wrong,
-        "reward.no_answer": reward.no_answer,
-        "reward.instructions_weight": reward.instructions_weight,
-        "reward.all_weight": reward.all_weight,
-        "reward.thinking_weight": reward.thinking_weight,
-        "reward.min_think_words": reward.min_think_words,
-    }
-    mine = {name: value for name, value in found.items() if env.dataset in READERS[name] and value is not None}
-    if env.dataset == "table" and reward.path is not None and "builtin" not in reward_names(config):
-        mine["table.answer_required"] = False
-    return {name.partition(".")[2]: value for name, value in mine.items()}
+    values = {option: value for option, _, value in walk(config)}
+    given: dict[str, Any] = {parameter: values[option] for option, parameter in READERS.items()}
+    given |= {"seed": config.seed, "num_heldout": env.num_heldout}
+    given |= {"num_train": env.max_samples, "max_samples": env.max_samples}
+    if config.reward.path is not None and "builtin" not in reward_names(config):
+        given["answer_required"] = False
+    taken = parameters(env.dataset, bare=bare)
+    return {name: value for name, value in given.items() if name in taken and value is not None}

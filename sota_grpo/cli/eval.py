@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
 def _judge(options: argparse.Namespace) -> None:
     """What can be wrong with the names before torch is imported; ``find_target`` says the rest."""
     from sota_grpo.assembly.compose import DEFAULT_CONFIG, compose, load_config, no_run_or_model
-    from sota_grpo.config.model_sizes import missing_folder
+    from sota_grpo.policy.model_sizes import missing_folder
     from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
     from sota_grpo.recording.run_record import CONFIG_FILE
 

@@ -15,8 +15,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from sota_grpo.config.model_sizes import SIZES, model_of_size
 from sota_grpo.functional.surrogates import SURROGATES
+from sota_grpo.policy.model_sizes import SIZES, model_of_size
+from sota_grpo.tasks import TASKS
 
 
 def opt(default: Any, text: str, choices: Collection[str] | None = None) -> Any:
@@ -106,14 +107,11 @@ class LoggingConfig:
     level: str = opt("info", "least level written to training.log", ("debug", "info", "warning"))
 
 
-DATASETS = ("gsm8k", "math", "ifeval", "instructions", "reasoning", "table", "arithmetic", "countdown", "calculator")
-
-
 @dataclass
 class EnvConfig:
     """The task, its data, and how many dialogs run at once."""
 
-    dataset: str = opt("gsm8k", "task to train on; table is your own data", DATASETS)
+    dataset: str = opt("gsm8k", "task to train on; table is your own data", TASKS)
     dataset_path: str | None = opt(
         None,
         "local .jsonl/.json/.parquet/.csv with the task's columns, or (table) a hub name; null: the task's own hub",

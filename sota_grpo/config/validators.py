@@ -10,6 +10,7 @@ from collections.abc import Callable
 from sota_grpo.config import Config, ModelConfig, longest_response, reward_names, turn_size, walk
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES, readers
+from sota_grpo.tasks import TASKS, parameters, task_class
 
 
 def every_choice_is_one_of_its_values(config: Config) -> str | None:
@@ -217,45 +218,30 @@ def the_loss_scaler_has_float32_gradients(config: Config) -> str | None:
     return None
 
 
-PROCEDURAL = ("instructions", "arithmetic", "countdown", "calculator")  # they make their own problems
-DIALOGS = ("countdown", "calculator")  # what they answer goes on in several turns
-
-_FROM_DATA = ("gsm8k", "math", "ifeval", "reasoning", "table")
-READERS = {  # tasks that read an option; the others refuse it
-    "env.dataset_path": _FROM_DATA,
-    "env.eval_path": (*_FROM_DATA, "instructions"),
-    "env.system_prompt": (*_FROM_DATA, "instructions", *DIALOGS),
-    "env.prompt_column": ("table",),
-    "env.answer_column": ("table",),
-    "env.answer_format": ("gsm8k", "math", "reasoning", "table"),
-    "env.format_weight": ("gsm8k", "math", "reasoning", "countdown"),
-    "env.difficulty": ("arithmetic",),
-    "reward.correct": ("math",),
-    "reward.wrong": ("math",),
-    "reward.no_answer": ("math",),
-    "reward.instructions_weight": ("ifeval", "instructions"),
-    "reward.all_weight": ("ifeval", "instructions"),
-    "reward.thinking_weight": ("reasoning",),
-    "reward.min_think_words": ("reasoning",),
+READERS = {  # options of some tasks only, by the parameter of a task that reads it; the others refuse them
+    **{"env.dataset_path": "path", "env.difficulty": "max_steps"},
+    **{f"env.{name}": name for name in ("eval_path", "system_prompt", "prompt_column", "answer_column")},
+    **{f"env.{name}": name for name in ("answer_format", "format_weight")},
+    **{f"reward.{name}": name for name in ("correct", "wrong", "no_answer", "instructions_weight", "all_weight")},
+    **{f"reward.{name}": name for name in ("thinking_weight", "min_think_words")},
 }
 
 
 def options_that_the_task_does_not_read_keep_their_default(config: Config) -> str | None:
     default = {name: value for name, _, value in walk()}
     for name, _, value in walk(config):
-        kept = default[name]
-        if value != kept and config.env.dataset not in READERS.get(name, (config.env.dataset,)):
+        kept, parameter = default[name], READERS.get(name)
+        if value != kept and parameter is not None and parameter not in parameters(config.env.dataset):
+            others = ", ".join(task for task in TASKS if parameter in parameters(task))
             return (
                 f"{name}={value} has no effect on env.dataset={config.env.dataset}; leave it at "
-                f"{'null' if kept is None else kept} or choose another env.dataset ({', '.join(READERS[name])})."
+                f"{'null' if kept is None else kept} or choose another env.dataset ({others})."
             )
     return None
 
 
-OWN_TERMS = (  # options that change nothing where functions take the place of a task's own reward
-    *("env.format_weight", "reward.correct", "reward.wrong", "reward.no_answer", "reward.instructions_weight"),
-    *("reward.all_weight", "reward.thinking_weight", "reward.min_think_words"),
-)
+#: Options that change nothing where functions take the place of a task's own reward.
+OWN_TERMS = tuple(name for name in READERS if name.startswith("reward.") or name == "env.format_weight")
 
 
 def reward_functions_replace_the_tasks_own_terms(config: Config) -> str | None:
@@ -281,18 +267,20 @@ def a_size_chooses_a_model_that_has_no_name(config: Config) -> str | None:
 
 
 def a_table_has_a_place(config: Config) -> str | None:
-    if config.env.dataset == "table" and config.env.dataset_path is None:
-        return "env.dataset=table is your own data; give env.dataset_path=FILE (or a name on the hub)."
+    name = config.env.dataset
+    is_made_up = "path" not in parameters(name)
+    if config.env.dataset_path is None and not is_made_up and not hasattr(task_class(name), "hub_name"):
+        return f"env.dataset={name} is your own data; give env.dataset_path=FILE (or a name on the hub)."
     return None
 
 
 def several_turns_have_something_to_say(config: Config) -> str | None:
-    env = config.env
+    env, task = config.env, task_class(config.env.dataset)
     if env.reasoning and env.max_steps < 2:
         return "env.reasoning=true asks again after a wrong response, and env.max_steps=1 leaves no turn for it; use 2."
-    if env.max_steps < 2 and env.dataset == "calculator":
-        return "env.dataset=calculator offers a calculator, and env.max_steps=1 leaves no turn to answer it; use 3."
-    if env.max_steps > 1 and not env.reasoning and env.dataset not in DIALOGS:
+    if env.max_steps < 2 and getattr(task, "calls_tools", False):
+        return f"env.dataset={env.dataset} offers a tool, and env.max_steps=1 leaves no turn to answer it; use 3."
+    if env.max_steps > 1 and not env.reasoning and not getattr(task, "replies", False):
         return (
             f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which says nothing after a "
             "response; add env.reasoning=true, which asks to think again, or leave it at 1."

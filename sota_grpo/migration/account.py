@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from sota_grpo.config import SECRETS, Config, walk
+from sota_grpo.config.validators import READERS
 from sota_grpo.functional.surrogates import SURROGATES
 
 _WIDTH = 118
 #: Options that the data and the reward beside the translation stand for.
 FILES = (
-    *("env.dataset", "env.dataset_path", "env.eval_path", "env.prompt_column", "env.answer_column"),
-    *("env.max_samples", "env.num_heldout", "env.answer_format", "env.format_weight", "env.system_prompt"),
-    *("env.difficulty", "reward.path", "reward.name", "reward.weights", "reward.success_above", "reward.correct"),
-    *("reward.wrong", "reward.no_answer", "reward.instructions_weight", "reward.all_weight"),
-    *("reward.thinking_weight", "reward.min_think_words", "eval.num_samples"),
+    *("env.dataset", "env.max_samples", "env.num_heldout", *READERS),
+    *("reward.path", "reward.name", "reward.weights", "reward.success_above", "eval.num_samples"),
 )
 
 

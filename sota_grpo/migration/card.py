@@ -12,9 +12,8 @@ from sota_grpo.assembly.compose import PATH_OPTIONS
 from sota_grpo.config import SECRETS, Config, model_name, turn_size, walk
 from sota_grpo.policy.load import TINY
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
-from sota_grpo.tasks import gsm8k, ifeval, math
+from sota_grpo.tasks import task_class
 
-_DATA = {"gsm8k": gsm8k.HUB_NAME, "reasoning": gsm8k.HUB_NAME, "math": math.HUB_NAME, "ifeval": ifeval.HUB_NAME}
 _SHOWN = ("algorithm.", "optimizer.", "policy.", "train_model.lora.")  # hyperparameters, defaults included
 _AMOUNTS = (
     *("env.repeats", "train.dialog_turns_per_batch", "train.optim_batch_size", "train.epochs"),
@@ -158,7 +157,7 @@ def our_version() -> str:
 
 
 def _front(config: Config, trained: Trained) -> list[str]:
-    name, data = model_name(config), _DATA.get(config.env.dataset)
+    name, data = model_name(config), getattr(task_class(config.env.dataset), "hub_name", None)
     lines = [
         f"library_name: {'peft' if trained.is_adapter else 'transformers'}",
         "pipeline_tag: text-generation",

@@ -22,9 +22,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from sota_grpo.config import model_sizes
-from sota_grpo.config.model_sizes import Architecture
 from sota_grpo.errors import UserError
+from sota_grpo.policy import model_sizes
+from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.smollm2 import SMOLLM2, smollm2_folder
 from sota_grpo.text import first_line
 
@@ -211,7 +211,7 @@ def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
 def find_architecture(name: str, *, trust_remote_code: bool = False) -> tuple[Architecture, str]:
     """The shape of the model called ``name``, and where it was found.
 
-    A folder is asked first; a name on the hub is looked up in :mod:`sota_grpo.config.model_sizes`, whose facts are
+    A folder is asked first; a name on the hub is looked up in :mod:`sota_grpo.policy.model_sizes`, whose facts are
     those of the hub, and the hub itself is asked for the rest. No weight is read.
 
     Raises:
@@ -233,7 +233,7 @@ def find_architecture(name: str, *, trust_remote_code: bool = False) -> tuple[Ar
 def architecture_from(config: Any, *, trust_remote_code: bool = False) -> Architecture:
     """The shape that a transformers config describes; its parameters are counted on the meta device.
 
-    What the numbers of an :class:`~sota_grpo.config.model_sizes.Architecture` do not account for (experts, further
+    What the numbers of an :class:`~sota_grpo.policy.model_sizes.Architecture` do not account for (experts, further
     biases) is its ``other``.
 
     >>> from transformers import Qwen2Config

@@ -1,8 +1,14 @@
-"""Tasks by name, imported only when asked for."""
+"""Tasks by name, imported only when asked for; each says by its class what it is.
+
+A task reads the options whose parameters its class or its ``load`` has (:data:`sota_grpo.config.validators.READERS`).
+``hub_name`` is the dataset that it loads where no other is given; ``replies`` says that its scores may answer a
+response, ``calls_tools`` that a response may call one. No task imports torch: options are judged before.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from sota_grpo.errors import UserError
@@ -19,7 +25,7 @@ _CLASSES = {
     "countdown": "countdown:CountdownTask",
     "calculator": "calculator:CalculatorTask",
 }
-TASKS = tuple(_CLASSES)
+TASKS = _CLASSES.keys()
 
 
 def make_task(name: str, **kwargs: Any) -> Task:
@@ -32,8 +38,19 @@ def make_task(name: str, **kwargs: Any) -> Task:
     >>> make_task("arithmetic", num_train=4, num_heldout=4).name
     'arithmetic'
     """
-    found = _task_class(name)
+    found = task_class(name)
     return getattr(found, "load", found)(**kwargs)
+
+
+def parameters(name: str, *, bare: bool = False) -> frozenset[str]:
+    """What a task takes: the parameters of its class and, unless ``bare``, of its ``load``.
+
+    >>> "answer_format" in parameters("gsm8k"), "path" in parameters("gsm8k", bare=True)
+    (True, False)
+    """
+    found = task_class(name)
+    loaded = frozenset() if bare else frozenset(signature(getattr(found, "load", found)).parameters)
+    return frozenset(signature(found).parameters) | loaded
 
 
 def make_bare_task(name: str, **options: Any) -> Task:
@@ -47,7 +64,7 @@ def make_bare_task(name: str, **options: Any) -> Task:
     >>> task.score("It is 4.", task.read_row({"answer": "4"}, "demo, row 1")).success
     True
     """
-    return _task_class(name)(**options)
+    return task_class(name)(**options)
 
 
 def make_scorer(
@@ -74,12 +91,11 @@ def make_scorer(
     True
     """
     options: dict[str, Any] = {} if answer_format is None else {"answer_format": answer_format}
-    if name == "table" and reward_path is not None and "builtin" not in (reward_names or ()):
+    if options and "answer_format" not in parameters(name):
+        raise UserError(f"the task {name} has no answer format to choose.")
+    if reward_path is not None and "builtin" not in (reward_names or ()) and "answer_required" in parameters(name):
         options["answer_required"] = False
-    try:
-        task: Task = _task_class(name)(**options)
-    except TypeError as error:
-        raise UserError(f"the task {name} has no answer format to choose.") from error
+    task = make_bare_task(name, **options)
     if reward_path is None:
         return task
     from sota_grpo.tasks.reward_functions import DEFAULT_NAME, WithRewardFunctions
@@ -87,7 +103,15 @@ def make_scorer(
     return WithRewardFunctions(task, reward_path, reward_names or [DEFAULT_NAME])
 
 
-def _task_class(name: str) -> Any:
+def task_class(name: str) -> Any:
+    """The class of a task.
+
+    Raises:
+        ValueError: an unknown name.
+
+    >>> task_class("gsm8k").hub_name
+    'openai/gsm8k'
+    """
     if name not in _CLASSES:
         raise ValueError(f"task {name!r} is not one of {', '.join(TASKS)}.")
     module, _, found = _CLASSES[name].partition(":")

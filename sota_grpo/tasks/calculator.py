@@ -64,6 +64,7 @@ class CalculatorTask:
 
     name = "calculator"
     replies = True  # a score answers the response
+    calls_tools = True  # so that a response is not the last turn
     term_weights: Mapping[str, float] = {"correct": 1.0}
 
     def __init__(

@@ -59,6 +59,7 @@ class IFEvalTask:
     """
 
     name = "ifeval"
+    hub_name: str | None = HUB_NAME
 
     def __init__(
         self,

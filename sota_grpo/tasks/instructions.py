@@ -77,6 +77,7 @@ class InstructionsTask(IFEvalTask):
     """
 
     name = "instructions"
+    hub_name = None  # its problems are made up
 
     @classmethod
     def load(  # type: ignore[override]

@@ -13,8 +13,9 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from sota_grpo.config import Config, register, validators, walk
-from sota_grpo.config.validators import ConfigError, validate
+from sota_grpo.config.validators import READERS, ConfigError, validate
 from sota_grpo.recording.sinks import SINKS
+from sota_grpo.tasks import TASKS, parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (ROOT / "config").glob("*.yaml"))
@@ -177,6 +178,7 @@ def test_every_field_is_read_by_the_assembly() -> None:
     rooms = [package / "run/app.py", package / "config/__init__.py", *(package / "assembly").glob("*.py")]  # turn_size
     rooms += (package / "recording/sinks").glob("*.py")
     read = {f"logging.{option}" for option in SINKS}.union(*(ConfigReads(path.read_text()).read for path in rooms))
+    read |= {option for option, name in READERS.items() if any(name in parameters(task) for task in TASKS)}
     unread = {name for name, _, _ in walk()} - read
     # the first labels the run in the logs; the second is taken out of the config before anything else (hub_token.py)
     assert unread == {"algorithm.name", "model.hub_token"}

@@ -22,9 +22,9 @@ from sota_grpo.assembly.device_memory import GIB, Facts, Machine, learning_of, p
 from sota_grpo.assembly.estimate import Estimate, devices_of, estimate
 from sota_grpo.cli import estimate as command
 from sota_grpo.config import Config, with_options
-from sota_grpo.config.model_sizes import architecture_of
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import architecture_from, resolve_model_path
+from sota_grpo.policy.model_sizes import architecture_of
 from sota_grpo.rl.collate import micro_batches
 from sota_grpo.run.entry import CONFIG_DIR
 from sota_grpo.training.checkpoint import CheckpointStore

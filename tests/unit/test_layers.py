@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sota_grpo"
 #: From the lowest to the highest: a room imports from rooms before it, so no two can form a circle.
 ROOMS = (
-    *("errors", "files", "text", "orphans", "stopping", "keys", "loop", "functional", "rl", "config", "recording"),
-    *("assets", "policy", "engines", "workers", "rewards", "tasks", "envs", "source", "training", "assembly"),
+    *("errors", "files", "text", "orphans", "stopping", "keys", "loop", "functional", "rl", "assets", "policy"),
+    *("engines", "workers", "rewards", "tasks", "config", "recording", "envs", "source", "training", "assembly"),
     *("migration", "sweeps", "report", "run", "cli"),
 )
 HEAVY = ("vllm", "ray", "wandb", "datasets", "plotly", "tensorboard", "optuna")

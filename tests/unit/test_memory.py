@@ -11,8 +11,8 @@ from tensordict import TensorDictBase
 from sota_grpo import keys
 from sota_grpo.assembly import memory
 from sota_grpo.assembly.memory import Learning, MicroBatch, learner_memory
-from sota_grpo.config.model_sizes import Architecture, architecture_of
 from sota_grpo.policy.load import ModelNotFoundError, architecture_from, find_architecture
+from sota_grpo.policy.model_sizes import Architecture, architecture_of
 from sota_grpo.rl.collate import pad_rows
 from tests.learner_memory import batches_of, how_of, make_policy, make_rows, model_config
 
