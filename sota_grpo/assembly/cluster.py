@@ -16,7 +16,7 @@ import torch
 
 from sota_grpo.assembly.devices import Plan
 from sota_grpo.config import Config
-from sota_grpo.engines import SERVERS, EngineOptions
+from sota_grpo.engines import EngineOptions, is_server
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.workers.base import Launcher, ServantSpec, Worker
 from sota_grpo.workers.fleet import starter
@@ -48,7 +48,7 @@ class Cluster:
         self._ranks = [(index,) for index in ranks]
         self._threads = ThreadLauncher()
         self._meeting_file: Path | None = None
-        in_ray = [*([] if plan.engine in SERVERS else self._engines), *self._references, *self._ranks]
+        in_ray = [*([] if is_server(plan.engine) else self._engines), *self._references, *self._ranks]
         self._ray = self._start_ray(in_ray) if in_ray else None
 
     @property
@@ -87,7 +87,7 @@ class Cluster:
         return value if self._ray is None else self._ray.share(value)
 
     def start_rollout(self, options: EngineOptions) -> Callable[[int], Worker]:
-        if self._plan.engine in SERVERS:
+        if is_server(self._plan.engine):
             return self._server_starter(options)
         return self._starter("rollout", self._rollout_spec(options), self._engines, first=0)
 
@@ -130,7 +130,7 @@ class Cluster:
 
     @property
     def _in_ray_engines(self) -> Sequence[tuple[int, ...]]:
-        return [] if self._plan.engine in SERVERS else self._engines
+        return [] if is_server(self._plan.engine) else self._engines
 
     def _meeting_point(self, bundle: int) -> str:
         """Where the ranks meet: a file on one machine, an address of rank 0's machine on a cluster."""

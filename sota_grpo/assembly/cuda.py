@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sota_grpo.config import Config, model_name
+from sota_grpo.engines import ENGINES
 
 NEEDED_DRIVERS = {12: 525, 13: 580}  # the oldest of each major version of CUDA (its release notes, table 3)
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -96,7 +97,8 @@ def use_expandable_segments(config: Config | None = None) -> None:
     if any(os.environ.get(name) for name in _ALLOCATOR):
         return
     if config is not None and (
-        config.inference_model.tensor_parallel_size > 1 or config.engine.name == "sglang_server"
+        config.inference_model.tensor_parallel_size > 1
+        or (config.engine.name != "auto" and not ENGINES[config.engine.name].expandable_segments)
     ):
         return
     os.environ[_ALLOCATOR[0]] = "expandable_segments:True"

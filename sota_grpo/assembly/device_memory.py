@@ -25,6 +25,7 @@ from sota_grpo.assembly.memory import (
 )
 from sota_grpo.assembly.rollout import engine_dtype, engine_rows
 from sota_grpo.config import Config, longest_response
+from sota_grpo.engines import ENGINES
 from sota_grpo.errors import UserError
 from sota_grpo.functional.balance import Siblings, fill
 from sota_grpo.policy.model_sizes import Architecture
@@ -234,14 +235,14 @@ def reference_of(config: Config, facts: Facts, plan: Plan) -> tuple[int, int]:
 def engine_of(config: Config, facts: Facts, plan: Plan, capacity: int) -> tuple[Parts, str | None]:
     """What one engine holds on each of its devices, and what keeps it from starting there."""
     part, model = config.inference_model, facts.model
-    if plan.engine == "scripted" or config.engine.url is not None:
+    if ENGINES[plan.engine].memory == "none" or config.engine.url is not None:
         return {}, None
     number_bytes = dtype_bytes(engine_dtype(part.torch_dtype, plan.device_type))
     engines = max(1, len(plan.placement.inference) // part.tensor_parallel_size)
     rows = engine_rows(config, plan.engine, plan.device_type, engines if plan.workers else 1)
     prompt, response = largest_sample(config, facts)
     weights = model.parameters * number_bytes // part.tensor_parallel_size
-    if plan.engine == "transformers":
+    if ENGINES[plan.engine].memory == "transformers":
         groups = -(-rows // config.env.repeats)
         kept, passing = embedded_engine_bytes(
             model,

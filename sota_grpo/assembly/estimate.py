@@ -39,7 +39,7 @@ from sota_grpo.assembly.tasks import task_of
 from sota_grpo.config import Config, longest_response, model_name, turn_size, with_options
 from sota_grpo.config.placement import describe
 from sota_grpo.config.validators import validate
-from sota_grpo.engines import SERVERS
+from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.functional.flops import forward_flops, recomputed_flops, step_flops
@@ -90,7 +90,7 @@ def _gpu(
     scoring: Parts = {"reference: pass": passing} if refers else {}
     checked = config.check.mode != "off"
     if plan.workers:
-        beside = plan.engine in ("transformers", "scripted")  # others count their context to their share of the device
+        beside = ENGINES[plan.engine].memory != "vllm"  # others count their context to their share of the device
         contexts = CUDA_CONTEXT * (trains + refers + (samples and beside))
         others = {"context": contexts, **reference, **scoring, **engine}
         moments = {AT_WORK: others | (_training(learner) if trains else {})}
@@ -123,7 +123,7 @@ def _whole_machine(
     graders = GRADER_BYTES * config.env.reward_workers
     if plan.workers:
         ranks, engines, references = len(place.train), len(place.inference), len(place.ref)
-        processes = 1 + (ranks if ranks > 1 else 0) + (0 if plan.engine in SERVERS else engines) + references
+        processes = 1 + (ranks if ranks > 1 else 0) + (0 if is_server(plan.engine) else engines) + references
         everything = {
             "libraries": processes * machine.process_bytes + graders,
             **{name: ranks * size for name, size in _training(learner).items()},
@@ -138,7 +138,8 @@ def _whole_machine(
     processes = 1 + (own > 0 and config.ref_model.process)
     base: Parts = {"libraries": processes * machine.process_bytes + graders}
     base |= {"reference: weights": own} if own else {}
-    kept = {name: size for name, size in engine.items() if name == "engine: weights" or plan.engine == "vllm"}
+    keeps_pool = ENGINES[plan.engine].memory == "vllm"
+    kept = {name: size for name, size in engine.items() if name == "engine: weights" or keeps_pool}
     moments = {SAMPLE: base | _resting(learner) | engine}
     if passing:
         moments[SCORE] = base | _resting(learner) | kept | {"reference: pass": passing}

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from sota_grpo.config import Config, model_name
-from sota_grpo.engines import SERVERS, EngineOptions, make_engine, resolve_engine_name
+from sota_grpo.engines import ENGINES, EngineOptions, is_server, make_engine, resolve_engine_name
 from sota_grpo.engines.base import Deadlines, Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import RunFailed, UserError
@@ -113,7 +113,7 @@ def engine_rows(config: Config, engine: str, device_type: str, num_engines: int 
     rows = config.inference_model.max_num_seqs
     if rows is None:
         rows = config.env.num_envs // num_engines
-        if device_type == "cuda" and engine in ("vllm", *SERVERS):
+        if device_type == "cuda" and ENGINES[engine].memory == "vllm":
             rows = max(rows, GPU_ROWS)
     return max(config.env.repeats, rows)
 
@@ -136,7 +136,7 @@ def engine_options(config: Config, engine: str, device_type: str, tokenizer: Any
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,
     )
-    if engine not in SERVERS:
+    if not is_server(engine):
         return options
     return replace(
         options,

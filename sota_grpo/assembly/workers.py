@@ -30,7 +30,7 @@ from sota_grpo.assembly.parts import Crew, Roles
 from sota_grpo.assembly.rollout import engine_options, engine_rows, max_model_len
 from sota_grpo.config import Config, model_name
 from sota_grpo.config.validators import obstacle_to_a_broadcast
-from sota_grpo.engines import SERVERS
+from sota_grpo.engines import is_server
 from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.export import save_hf
 from sota_grpo.policy.load import resolve_model_path
@@ -238,7 +238,7 @@ def broadcasts_weights(config: Config, plan: Plan) -> bool:
     if config.inference_model.weight_transfer != "auto":
         return config.inference_model.weight_transfer == "collective"
     own = set(plan.placement.train).isdisjoint(plan.placement.inference)
-    near = plan.device_type == "cuda" and config.ray.address is None and plan.engine not in SERVERS
+    near = plan.device_type == "cuda" and config.ray.address is None and not is_server(plan.engine)
     return near and own and obstacle_to_a_broadcast(config) is None
 
 

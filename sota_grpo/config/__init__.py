@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from sota_grpo.engines import ENGINES
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.model_sizes import SIZES, model_of_size
 from sota_grpo.tasks import TASKS
@@ -203,7 +204,7 @@ class EngineConfig:
     name: str = opt(
         "auto",
         "engine; auto is vllm where it is installed",
-        ("auto", "vllm", "transformers", "scripted", "vllm_server", "sglang_server"),
+        ("auto", *ENGINES),
     )
     url: str | None = opt(None, "servers only: one that runs already, http://HOST:PORT; null starts one on loopback")
     api_key: str | None = opt(None, "servers only: key of the server behind engine.url")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sota_grpo.config import Config, ModelConfig, longest_response, reward_names, turn_size, walk
+from sota_grpo.engines import is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES, readers
 from sota_grpo.tasks import TASKS, parameters, task_class
@@ -372,9 +373,8 @@ def a_copy_of_the_model_fills_its_devices(config: Config) -> str | None:
 
 
 def a_url_belongs_to_a_server(config: Config) -> str | None:
-    servers = ("vllm_server", "sglang_server")
     for name, value in (("url", config.engine.url), ("api_key", config.engine.api_key)):
-        if value is not None and config.engine.name not in servers:
+        if value is not None and not is_server(config.engine.name):
             return (
                 f"engine.{name} is set and engine.name={config.engine.name} is no server; use engine=vllm_server or "
                 f"leave engine.{name} out."
@@ -397,7 +397,7 @@ def a_url_is_one_engine(config: Config) -> str | None:
 
 def a_server_started_here_has_gpus_of_its_own(config: Config) -> str | None:
     """A server is a child of this process, and on a cluster the GPUs are Ray's to give, to actors only."""
-    server, address = config.engine.name in ("vllm_server", "sglang_server"), config.ray.address
+    server, address = is_server(config.engine.name), config.ray.address
     if server and address is not None and config.engine.url is None and config.device != "cpu":
         return (
             f"engine={config.engine.name} starts its servers on this machine, whose GPUs the cluster of ray.address="
@@ -415,7 +415,7 @@ def a_broadcast_of_weights_has_whole_engines(config: Config) -> str | None:
 def obstacle_to_a_broadcast(config: Config) -> str | None:
     """Why ``inference_model.weight_transfer=collective`` would be refused; None where it would not."""
     part = config.inference_model
-    if config.engine.name in ("vllm_server", "sglang_server"):
+    if is_server(config.engine.name):
         return f"inference_model.weight_transfer=collective does not reach engine={config.engine.name}; leave it out."
     if config.train_model.lora.enabled:
         return "inference_model.weight_transfer=collective sends whole weights; an adapter is small: leave it out."

@@ -1,23 +1,65 @@
-"""Rollout engines behind one protocol, chosen by name; an engine's module is imported when it is asked for."""
+"""Rollout engines behind one protocol, chosen by name; torch and an engine are imported when one is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
-from sota_grpo.engines.base import Engine, EngineOptions
-from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.errors import UserError
 
 if TYPE_CHECKING:
-    from sota_grpo.policy.load import DType
+    from sota_grpo.engines.base import Engine, EngineOptions
+    from sota_grpo.engines.stepping import SteppingEngine
 
-__all__ = ["ENGINE_NAMES", "SERVERS", "Engine", "EngineOptions", "make_engine", "resolve_engine_name"]
+__all__ = ["ENGINES", "Engine", "EngineOptions", "Kind", "is_server", "make_engine", "resolve_engine_name"]
 
-SERVERS = ("vllm_server", "sglang_server")
-ENGINE_NAMES = ("vllm", "transformers", "scripted", *SERVERS)
+
+@dataclass(frozen=True)
+class Kind:
+    """What the rest of the program has to know of an engine: all that a new one declares, beside its own module.
+
+    Args:
+        builder: ``module:function`` in this folder, called with resolved ``EngineOptions``.
+        memory: whose formula says what it holds: ``vllm`` (a share of the device), ``transformers``, or ``none``.
+        server: samples in a process of its own, started here or reached by ``engine.url``.
+        expandable_segments: takes memory that torch can grow, on a GPU.
+        verl, trl: what these call it; None: they have no such engine.
+    """
+
+    builder: str
+    memory: str
+    server: bool = False
+    expandable_segments: bool = True
+    verl: str | None = None
+    trl: str | None = None
+
+
+#: By the name that ``engine=`` takes; each has a preset in ``config/engine/``.
+ENGINES: Mapping[str, Kind] = {
+    "vllm": Kind("vllm_engine:VLLMEngine", "vllm", verl="vllm", trl="colocate"),
+    "transformers": Kind("hf:transformers_engine", "transformers", trl="transformers"),
+    "scripted": Kind("scripted:scripted_engine", "none"),
+    "vllm_server": Kind("server:server_engine", "vllm", server=True, verl="vllm", trl="server"),
+    "sglang_server": Kind("server:server_engine", "vllm", server=True, expandable_segments=False, verl="sglang"),
+}
+
+
+def is_server(name: str) -> bool:
+    """Whether the engine samples in a process of its own; ``auto`` never does.
+
+    >>> is_server("vllm_server"), is_server("auto")
+    (True, False)
+    """
+    return name in ENGINES and ENGINES[name].server
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Engine", "EngineOptions"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.base"), name)
 
 
 def resolve_engine_name(name: str, *, device: str | None = None) -> str:
@@ -37,8 +79,8 @@ def resolve_engine_name(name: str, *, device: str | None = None) -> str:
     ignores_device = device is not None and device.startswith("cpu") and torch.cuda.is_available()
     if name == "auto":
         return "vllm" if has_vllm and not ignores_device else "transformers"
-    if name not in ENGINE_NAMES:
-        raise UserError(f"engine={name} is unknown; use auto, {', '.join(ENGINE_NAMES)}.")
+    if name not in ENGINES:
+        raise UserError(f"engine={name} is unknown; use auto, {', '.join(ENGINES)}.")
     if name == "vllm" and not has_vllm:
         raise UserError(
             "engine=vllm needs vLLM, which is not installed: `pip install 'sota-grpo[vllm]'` on CUDA, "
@@ -58,70 +100,5 @@ def make_engine(options: EngineOptions) -> SteppingEngine:
         UserError: see :func:`resolve_engine_name`; or the model is not there.
     """
     name = resolve_engine_name(options.engine, device=options.device)
-    return _BUILDERS[name](replace(options.resolved(), engine=name))
-
-
-def _vllm(options: EngineOptions) -> SteppingEngine:
-    from sota_grpo.engines.vllm_engine import VLLMEngine
-
-    return VLLMEngine(options)
-
-
-def _transformers(options: EngineOptions) -> SteppingEngine:
-    import torch
-
-    from sota_grpo.engines.hf import TransformersEngine
-    from sota_grpo.policy.load import load_model
-
-    model = options.model or load_model(
-        options.model_path,
-        dtype=cast("DType", options.dtype),
-        trust_remote_code=options.trust_remote_code,
-        attn_implementation=options.attn_implementation,
-    )
-    return TransformersEngine(
-        model,
-        eos_token_ids=options.eos_token_ids,
-        pad_token_id=options.pad_token_id,
-        max_model_len=options.max_model_len,
-        max_rows=options.max_rows,
-        device=options.device,
-        dtype=getattr(torch, options.dtype),
-        copy_model=options.model is not None,
-    )
-
-
-def _scripted(options: EngineOptions) -> SteppingEngine:
-    """A script needs the size of the vocabulary and the context, so of a model on disk only the config is read."""
-    from transformers import AutoConfig
-
-    from sota_grpo.engines.scripted import ScriptedEngine
-
-    trust = options.trust_remote_code
-    whole = (
-        options.model.config
-        if options.model
-        else AutoConfig.from_pretrained(options.model_path, trust_remote_code=trust)
-    )
-    config = whole.get_text_config()
-    return ScriptedEngine(
-        options.script,
-        eos_token_id=min(options.eos_token_ids),
-        vocab_size=config.vocab_size,
-        duration_s=options.duration_s,
-        max_model_len=options.max_model_len or config.max_position_embeddings,
-    )
-
-
-def _server(options: EngineOptions) -> SteppingEngine:
-    from sota_grpo.engines.server import server_engine
-
-    return server_engine(options)
-
-
-_BUILDERS: dict[str, Callable[[EngineOptions], SteppingEngine]] = {
-    "vllm": _vllm,
-    "transformers": _transformers,
-    "scripted": _scripted,
-    **dict.fromkeys(SERVERS, _server),
-}
+    module, _, builder = ENGINES[name].builder.partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), builder)(replace(options.resolved(), engine=name))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from sota_grpo.engines.base import checked_weights, matrix_dtype, tied_names
+from sota_grpo.engines.base import EngineOptions, checked_weights, matrix_dtype, tied_names
 from sota_grpo.engines.decode_attention import use_decode_attention
 from sota_grpo.engines.prompt_cache import GroupCache, RepeatedPrompts, SharedPrompts
 from sota_grpo.engines.sampling import draw, sampled_probs, uniforms
@@ -386,3 +386,25 @@ class TransformersEngine(SteppingEngine):
             self._forget_all()
             self._model = None
         self._resolve_ended()
+
+
+def transformers_engine(options: EngineOptions) -> TransformersEngine:
+    """With a copy of ``options.model``, or with the model that lies at the path."""
+    from sota_grpo.policy.load import load_model
+
+    model = options.model or load_model(
+        options.model_path,
+        dtype=options.dtype,  # type: ignore[arg-type]
+        trust_remote_code=options.trust_remote_code,
+        attn_implementation=options.attn_implementation,
+    )
+    return TransformersEngine(
+        model,
+        eos_token_ids=options.eos_token_ids,
+        pad_token_id=options.pad_token_id,
+        max_model_len=options.max_model_len,
+        max_rows=options.max_rows,
+        device=options.device,
+        dtype=getattr(torch, options.dtype),
+        copy_model=options.model is not None,
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sota_grpo.engines.base import Duration, Script
+from sota_grpo.engines.base import Duration, EngineOptions, Script
 from sota_grpo.engines.sampling import uniforms
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
@@ -144,3 +144,23 @@ class ScriptedEngine(SteppingEngine):
     def close(self) -> None:
         """Forget what is in flight."""
         self.abort()
+
+
+def scripted_engine(options: EngineOptions) -> ScriptedEngine:
+    """A script needs the size of the vocabulary and the context, so of a model on disk only the config is read."""
+    from transformers import AutoConfig
+
+    trust = options.trust_remote_code
+    whole = (
+        options.model.config
+        if options.model
+        else AutoConfig.from_pretrained(options.model_path, trust_remote_code=trust)
+    )
+    config = whole.get_text_config()
+    return ScriptedEngine(
+        options.script,
+        eos_token_id=min(options.eos_token_ids),
+        vocab_size=config.vocab_size,
+        duration_s=options.duration_s,
+        max_model_len=options.max_model_len or config.max_position_embeddings,
+    )

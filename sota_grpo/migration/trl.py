@@ -12,6 +12,7 @@ from typing import Any
 
 from sota_grpo.config import Config, longest_response, turn_size
 from sota_grpo.config.validators import has_no_ratio
+from sota_grpo.engines import ENGINES
 from sota_grpo.migration.account import Account, Facts
 
 SCRIPT = """{comment}
@@ -289,12 +290,13 @@ def _sampling(config: Config, account: Account) -> dict[str, Any]:
 
 def _engine(config: Config, account: Account) -> dict[str, Any]:
     name, url = account["engine.name"], account["engine.url"]
-    if name in ("scripted", "sglang_server"):
+    known = "colocate" if name == "auto" else ENGINES[name].trl
+    if known is None:
         account.remark("engine.name", "TRL samples with transformers or vLLM; this is transformers.")
-    if name not in ("auto", "vllm", "vllm_server"):
+    if known in (None, "transformers"):
         return {"use_vllm": False}
     uses: Any = Code(f'{HAS_CUDA} and find_spec("vllm") is not None') if name == "auto" else True
-    if name == "vllm_server":
+    if known == "server":
         server = {"use_vllm": uses, "vllm_mode": "server"}
         return server if url is None else server | {"vllm_server_base_url": url}
     return {

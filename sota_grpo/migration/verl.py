@@ -15,6 +15,7 @@ from typing import Any
 
 from sota_grpo.config import Config, longest_response, turn_size
 from sota_grpo.config.validators import has_no_ratio
+from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.migration.account import Account, Facts
 
@@ -287,12 +288,13 @@ def _actor(config: Config, account: Account, facts: Facts) -> dict[str, Any]:
 
 def _rollout(config: Config, account: Account) -> dict[str, Any]:
     engine, dtype = account["engine.name"], account["inference_model.torch_dtype"]
-    if engine in ("transformers", "scripted"):
+    known = None if engine == "auto" else ENGINES[engine].verl
+    if known is None and engine != "auto":
         account.remark("engine.name", "verl samples with vllm or sglang; this is vllm.")
-    elif engine.endswith("_server"):
+    elif is_server(engine):
         account.remark("engine.name", "verl starts the engine itself.")
     found = {
-        f"{_ROLLOUT}.name": "sglang" if engine == "sglang_server" else "vllm",
+        f"{_ROLLOUT}.name": known or "vllm",
         f"{_ROLLOUT}.n": config.env.repeats,
         f"{_ROLLOUT}.temperature": account["inference_model.temperature"],
         f"{_ROLLOUT}.top_p": account["inference_model.top_p"],

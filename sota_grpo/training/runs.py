@@ -74,7 +74,7 @@ def signature(config: Mapping[str, Any]) -> str:
     if kept.get("optimizer", {}).get("schedule") == "constant":
         kept["train"].pop("total_dialog_turns", None)
     if "engine" in kept:
-        from sota_grpo.engines import resolve_engine_name  # brings torch
+        from sota_grpo.engines import resolve_engine_name
 
         kept["engine"]["name"] = resolve_engine_name(kept["engine"]["name"], device=config.get("device"))
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
