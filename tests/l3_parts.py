@@ -15,7 +15,7 @@ from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.objectives import GRPOLoss
-from sota_grpo.rl.records import GroupRequest, Sampling
+from sota_grpo.rl.records import Example, GroupRequest, Sampling, Score
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.training.gate import Subject
@@ -31,6 +31,11 @@ class MoodyTask(ArithmeticTask):
     """For a grader that is :func:`tests.unit.graders.moody`, in processes of its own."""
 
     term_weights = WEIGHTS
+
+
+def score_of(env: TaskEnv, token_ids: torch.Tensor, example: Example) -> Score:
+    """The score of one response ``[R]``."""
+    return env.grader.scores([(env.decode(token_ids), example)]).result()[0]
 
 
 def make_env(

@@ -282,9 +282,9 @@ class RolloutSource:
             busy = self._pipeline.clock.lap()
             left = {"groups/in_flight": len(self._slots.in_flight), "groups/ready": len(self._slots.buffer)}
         require_age(row_list(rows), version, self.max_policy_age)
-        seconds = {"generate": busy[SAMPLE], "score": busy[GRADE]}
-        if not self.lockstep:  # where the phases overlap, and the wait is none of their sums
-            seconds["wait"] = waited
+        seconds = {"generate": busy[SAMPLE], "score": max(0.0, waited - busy[SAMPLE])}
+        if not self.lockstep:  # the phases overlap with learning, and with each other
+            seconds |= {"score": busy[GRADE], "wait": waited}
         seconds |= {"ref": busy[REFERENCE]} if busy[REFERENCE] else {}
         rows = apply_transforms(self.transforms, rows, seconds)
         flat = sum(constant_rows(row_list(rows))) // self.env.repeats

@@ -21,6 +21,7 @@ from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.think_again import MESSAGE, ThinkAgain
 from sota_grpo.workers.base import promised
 from tests.engine_rigs import changed_weights, reference_log_probs
+from tests.l3_parts import score_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -87,5 +88,5 @@ def check(env: TaskEnv, model: torch.nn.Module, outputs: Sequence[GroupOutput], 
             count = int((said[1:] & ~said[:-1]).sum())
             assert env.tokenizer.decode(ids[~said].tolist()) == between * count
             turns.append(count + 1)
-            assert sample.truncated or turns[-1] == MAX_STEPS or env.score_ids(last_turn(sample), example).success
+            assert sample.truncated or turns[-1] == MAX_STEPS or score_of(env, last_turn(sample), example).success
     assert max(turns) == MAX_STEPS

@@ -15,6 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sota_grpo import keys
 from sota_grpo.envs import ArithmeticEnv, TaskEnv, complete_rows
+from tests.l3_parts import score_of
 from tests.unit.test_envs import char_tokenizer
 
 SEED = random.SystemRandom().randrange(1 << 30)
@@ -72,7 +73,7 @@ def assert_rows_are_graded_groups(env: TaskEnv, rows: list[TensorDictBase]) -> N
         example, response = examples[row["query"]], row[keys.RESPONSE_TOKENS]
         assert row[keys.PROMPT_TOKENS].tolist() == list(env.prompt_ids(example))
         assert row[keys.FULL_TOKENS].tolist() == [*env.prompt_ids(example), *response.tolist()]
-        assert row[keys.REWARD].tolist() == [float(env.score_ids(response, example).success)]
+        assert row[keys.REWARD].tolist() == [float(score_of(env, response, example).success)]
         assert row[keys.DONE].item()
         assert row[keys.TRUNCATED].item() == (response[-1].item() != env.tokenizer.eos_token_id)
 

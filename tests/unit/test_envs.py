@@ -22,6 +22,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import Example, Sample, Score
 from sota_grpo.tasks.arithmetic import ArithmeticTask
+from tests.l3_parts import score_of
 
 SEED = random.SystemRandom().randrange(1 << 30)
 TEMPLATE = (
@@ -73,7 +74,7 @@ def test_grading_rows_writes_the_reward_of_each_text() -> None:
     assert [row.get(keys.REWARD).tolist() for row in graded] == [[0.0], [1.0]]
     assert [row.get((*keys.REWARD_TERMS, "correct")).tolist() for row in graded] == [[0.0], [1.0]]
     assert [row.get(keys.SUCCESS).tolist() for row in graded] == [[False], [True]]
-    assert [env.score_ids(sample.token_ids, example).success for sample in samples] == [False, True]
+    assert [score_of(env, sample.token_ids, example).success for sample in samples] == [False, True]
 
 
 @pytest.mark.parametrize(("num_envs", "repeats"), [(1, 1), (4, 4), (6, 3), (6, 1)])
