@@ -257,8 +257,9 @@ class RolloutSource:
         self._unasked: list[Group] = []
         self._metrics: dict[str, float] = {}
         self._changed = threading.Condition()  # its lock guards the slots
+        own = Rollouts(rollouts.env, rollouts.engine)  # whose clock counts no evaluation
         self._pipeline = Pipeline(
-            rollouts, sampling, seed, reference, keeps=self._keep, finished=self._finish, failed=self._tell
+            own, sampling, seed, reference, keeps=self._keep, finished=self._finish, failed=self._tell
         )
 
     def next_batch(self, version: int) -> TensorDictBase:
