@@ -62,7 +62,7 @@ def control(max_workers: int, gc_tuned: bool, repeat: int) -> None:
         tune_gc()
     env = make_env(8)
     cases = [(tokens, workers) for tokens in (16, 512) for workers in (10, 100, 1000) if workers <= max_workers]
-    header = ("workers", "in flight", "tokens", "groups/s", "main ms/group", "conductor ms/group", "of it gc")
+    header = ("workers", "in flight", "tokens", "groups/s", "main ms/group", "dispatcher ms/group", "of it gc")
     rows = (_control_row(env, fleet(workers, response_tokens=float(tokens)), repeat) for tokens, workers in cases)
     table(rows, (*header, "step s (virtual)", "share of step", "workers served"))
 
@@ -72,8 +72,8 @@ def _control_row(env: TaskEnv, scenario: Scenario, repeat: int) -> Sequence[obje
     runs = [_run_and_watch_gc(env, scenario) for _ in range(times)]
     one, swept = max(runs, key=lambda run: run[0].groups_per_cpu_s)
     served = one.groups_per_cpu_s * scenario.group_s(env.repeats) / scenario.groups_per_worker
-    per_group = [f"{1e3 * seconds / scenario.num_groups:.2f}" for seconds in (one.main_s, one.conductor_s)]
-    share = f"{(one.main_s + one.conductor_s) / one.step_s:.0%}"
+    per_group = [f"{1e3 * seconds / scenario.num_groups:.2f}" for seconds in (one.main_s, one.dispatcher_s)]
+    share = f"{(one.main_s + one.dispatcher_s) / one.step_s:.0%}"
     size = (scenario.num_workers, one.most_in_flight, f"{scenario.response_tokens:g}")
     return (
         *size,
@@ -127,11 +127,11 @@ def memory_case(groups: int, size: int, tokens: int) -> None:
     scenario = fleet(groups // 10, response_tokens=float(tokens), sigma=0.0)
     simulation = Simulation(make_env(size), scenario)
     before = resident_kib()
-    simulation.source.stands()
+    simulation.source.is_ready()
     admitted = resident_kib()
     while simulation.workers.in_flight:
         simulation.clock.run_next()
-        simulation.source.pump()
+        simulation.source.handle_events()
     finished = resident_kib()
     began = time.thread_time()
     with tempfile.TemporaryDirectory() as folder:

@@ -93,7 +93,7 @@ class Outcome:
         token_age_mean: of all trained tokens.
         most_in_flight: most groups in flight at once, the first quarter included.
         main_s: CPU seconds per step of the main thread: taking a batch, its transforms, admission.
-        conductor_s: CPU seconds per step of the conductor: rows, grades, buffer.
+        dispatcher_s: CPU seconds per step of the dispatcher: rows, grades, buffer.
         groups_per_cpu_s: groups over the CPU seconds of both.
     """
 
@@ -105,7 +105,7 @@ class Outcome:
     token_age_mean: float
     most_in_flight: int
     main_s: float
-    conductor_s: float
+    dispatcher_s: float
     groups_per_cpu_s: float
 
 
@@ -236,7 +236,7 @@ class Simulation:
             threaded=False,
         )
         self.learn_s = scenario.batch_s(env.repeats) / scenario.generation_ratio
-        self.cpu_s = {"main": 0.0, "conductor": 0.0}
+        self.cpu_s = {"main": 0.0, "dispatcher": 0.0}
         self.waited_s = 0.0
         self.ages: list[int] = []
         self.token_ages: list[float] = []
@@ -255,7 +255,7 @@ class Simulation:
 
     def _turn(self, step: int) -> None:
         asked = self.clock.now
-        while not self._cost("main", self.source.stands):
+        while not self._cost("main", self.source.is_ready):
             self._happen()
         self.waited_s += self.clock.now - asked
         batch = self._cost("main", lambda: self.source.next_batch(step))
@@ -272,7 +272,7 @@ class Simulation:
 
     def _happen(self) -> None:
         self.clock.run_next()
-        self._cost("conductor", self.source.pump)
+        self._cost("dispatcher", self.source.handle_events)
 
     def _cost(self, thread: str, work: Callable[[], T]) -> T:
         began = time.thread_time()
@@ -299,6 +299,6 @@ class Simulation:
             token_age_mean=statistics.fmean(self.token_ages),
             most_in_flight=self.workers.most_in_flight,
             main_s=self.cpu_s["main"] / steps,
-            conductor_s=self.cpu_s["conductor"] / steps,
+            dispatcher_s=self.cpu_s["dispatcher"] / steps,
             groups_per_cpu_s=steps * scenario.num_groups / cpu_s,
         )

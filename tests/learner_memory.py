@@ -21,7 +21,7 @@ from sota_grpo.assembly.memory import Learning, MicroBatch, learner_memory
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import architecture_from, enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.rl.collate import micro_batches, sibling_groups
+from sota_grpo.rl.collate import micro_batches, prompt_groups
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.gate import compared_budgets
 from sota_grpo.training.learner import Learner
@@ -116,7 +116,7 @@ def batches_of(rows: Sequence[TensorDictBase], budget: int) -> list[MicroBatch]:
     """What the learner makes of the rows, counted."""
     found = []
     for part in micro_batches(rows, token_budget=budget, shared_prompt=True):
-        groups = sibling_groups(part)
+        groups = prompt_groups(part)
         longest = max(row.get(keys.FULL_TOKENS).shape[-1] for row in part)
         tokens = sum(group.tokens for group in groups)
         found.append(MicroBatch(tokens, sum(sum(group.responses) for group in groups), len(part) * longest))

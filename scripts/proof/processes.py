@@ -19,14 +19,14 @@ from scripts.proof.kernels import learner_of, model, relative, rows_of
 from scripts.proof.runs import command, metrics, ran
 from sota_grpo.policy import sharding
 from sota_grpo.policy.sharding import gathered
-from sota_grpo.workers.weight_transfer import Meeting, WeightGroup
+from sota_grpo.workers.weight_transfer import Rendezvous, WeightGroup
 
 
 def fsdp_of_one(options: Options) -> Iterator[Finding]:
     """Sharded over a mesh of one: the losses and gradients of the unsharded model, summed once or after each part."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = sharding.join_ranks(
-            0, 1, init_method=f"file://{folder}/meeting", device="cuda:0" if options.device == "cuda" else "cpu"
+            0, 1, init_method=f"file://{folder}/rendezvous", device="cuda:0" if options.device == "cuda" else "cpu"
         )
         try:
             cases = itertools.product((("fp32", 1e-5), ("bf16", 1e-2)), (True, False), (False, True))
@@ -64,8 +64,8 @@ def nccl_of_one(options: Options) -> Iterator[Finding]:
             master_listen_fd=listener.detach(),
         )  # fmt: skip
     backend = "gloo" if "Pretended" in torch.cuda.get_device_name() else "nccl"
-    meeting = Meeting("127.0.0.1", port, uuid.uuid4().hex, (), backend, 30.0, 1 << 20)
-    group = WeightGroup(meeting, 0, torch.device("cuda", 0))
+    rendezvous = Rendezvous("127.0.0.1", port, uuid.uuid4().hex, (), backend, 30.0, 1 << 20)
+    group = WeightGroup(rendezvous, 0, torch.device("cuda", 0))
     flat = torch.arange(1 << 16, dtype=torch.uint8, device="cuda" if backend == "nccl" else "cpu")
     before = flat.clone()
     for _ in range(3):

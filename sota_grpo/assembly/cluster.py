@@ -110,7 +110,7 @@ class Cluster:
     def start_ranks(self) -> list[Worker]:
         """One worker for each rank of the learner; they find each other by themselves."""
         first = len(self._in_ray_engines) + len(self._references)
-        meeting = self._meeting_point(first)
+        rendezvous = self._meeting_point(first)
         found = []
         for rank, gpus in enumerate(self._ranks):
             spec = ServantSpec(
@@ -119,7 +119,7 @@ class Cluster:
                     "config": self._config,
                     "rank": rank,
                     "size": len(self._ranks),
-                    "init_method": meeting,
+                    "init_method": rendezvous,
                     "device_type": self._plan.device_type,
                     "num_threads": self.threads,
                     "run_dir": str(self._run_dir),

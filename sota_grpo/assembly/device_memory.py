@@ -27,7 +27,7 @@ from sota_grpo.assembly.rollout import engine_dtype, engine_rows
 from sota_grpo.config import Config, longest_response
 from sota_grpo.engines import ENGINES
 from sota_grpo.errors import UserError
-from sota_grpo.functional.balance import Siblings, fill
+from sota_grpo.functional.balance import PromptGroup, fill
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.training.gate import NUM_COMPARED, NUM_SAMPLES, compared_budgets
 
@@ -172,7 +172,7 @@ def step_micro_batches(config: Config, facts: Facts, ranks: int) -> list[MicroBa
 @lru_cache(maxsize=1024)
 def _cut(prompt: int, response: int, rows: int, group: int, budget: int, shared: bool) -> list[MicroBatch]:
     sizes = [group] * (rows // group) + ([rows % group] if rows % group else [])
-    groups = [Siblings(tuple(range(size)), prompt, (response,) * size) for size in sizes]
+    groups = [PromptGroup(tuple(range(size)), prompt, (response,) * size) for size in sizes]
     batches = fill(groups, token_budget=budget, **({} if shared else {"slots_per_token": 1}))
     whole = sum(piece.tokens for batch in batches for piece in batch)
     found = []
@@ -181,12 +181,12 @@ def _cut(prompt: int, response: int, rows: int, group: int, budget: int, shared:
         scale = max(tokens, min(budget, whole)) / tokens
         whole -= tokens
         count = sum(len(piece.rows) for piece in batch)
-        slots, spoken = count * (prompt + response), count * response
+        slots, completion = count * (prompt + response), count * response
         packed = tokens if shared else slots
         found.append(
             MicroBatch(
                 tokens=round(scale * packed),
-                predicted=round(scale * spoken),
+                predicted=round(scale * completion),
                 slots=round(scale * slots),
                 keys=round(scale * (tokens + count * prompt)) if shared else 0,
             )

@@ -1,7 +1,7 @@
 """How the rows of one optimizer step are cut into micro-batches and shared out over ranks: numbers only.
 
-What is moved are :class:`Siblings`, rows whose common prompt is computed once where they stay together. Three prompts
-and a budget of 11 packed tokens::
+What is moved are :class:`PromptGroup`, rows whose common prompt is computed once where they stay together. Three
+prompts and a budget of 11 packed tokens::
 
     rows 0-3   prompt 3, responses 4 4 2 2   15 tokens, more than the budget: cut into 11 and 7
     rows 4-5   prompt 2, responses 2 1        5 tokens
@@ -23,10 +23,10 @@ EVEN_ENOUGH = 1.05  # the costliest rank over the mean at which no more rows are
 
 
 @dataclass(frozen=True)
-class Siblings:
+class PromptGroup:
     """Rows of one prompt: their places in a list of rows, and how many tokens each has after the ``prompt`` ones.
 
-    >>> Siblings((4, 5), 2, (2, 1)).tokens
+    >>> PromptGroup((4, 5), 2, (2, 1)).tokens
     5
     """
 
@@ -39,14 +39,14 @@ class Siblings:
         """Packed tokens: the prompt once, and every response."""
         return self.prompt + sum(self.responses)
 
-    def part(self, members: Iterable[int]) -> Siblings:
+    def part(self, members: Iterable[int]) -> PromptGroup:
         """Some of the rows, in the order in which they stand.
 
-        >>> Siblings((4, 5, 6), 2, (2, 1, 3)).part([2, 0])
-        Siblings(rows=(4, 6), prompt=2, responses=(2, 3))
+        >>> PromptGroup((4, 5, 6), 2, (2, 1, 3)).part([2, 0])
+        PromptGroup(rows=(4, 6), prompt=2, responses=(2, 3))
         """
         chosen = sorted(members)
-        return Siblings(
+        return PromptGroup(
             tuple(self.rows[member] for member in chosen),
             self.prompt,
             tuple(self.responses[member] for member in chosen),
@@ -54,8 +54,8 @@ class Siblings:
 
 
 def fill(
-    groups: Iterable[Siblings], *, token_budget: int, slots_per_token: int = SLOTS_PER_TOKEN
-) -> list[list[Siblings]]:
+    groups: Iterable[PromptGroup], *, token_budget: int, slots_per_token: int = SLOTS_PER_TOKEN
+) -> list[list[PromptGroup]]:
     """Micro-batches within the budget, few and full, the heaviest first.
 
     A micro-batch weighs ``max(packed tokens, padded slots / slots_per_token)``: the decoder runs over the packed
@@ -73,7 +73,8 @@ def fill(
         token_budget: at least 1.
         slots_per_token: see above.
 
-    >>> groups = [Siblings((0, 1, 2, 3), 3, (4, 4, 2, 2)), Siblings((4, 5), 2, (2, 1)), Siblings((6,), 1, (2,))]
+    >>> first, second = PromptGroup((0, 1, 2, 3), 3, (4, 4, 2, 2)), PromptGroup((4, 5), 2, (2, 1))
+    >>> groups = [first, second, PromptGroup((6,), 1, (2,))]
     >>> [[piece.rows for piece in batch] for batch in fill(groups, token_budget=11)]
     [[(0, 1)], [(2, 3), (6,)], [(4, 5)]]
     """
@@ -121,7 +122,9 @@ def _first_fit(
     return batches
 
 
-def rank_shares(groups: Sequence[Siblings], num_ranks: int, cost: Callable[[Siblings], float]) -> list[list[Siblings]]:
+def rank_shares(
+    groups: Sequence[PromptGroup], num_ranks: int, cost: Callable[[PromptGroup], float]
+) -> list[list[PromptGroup]]:
     """The groups of each rank, of nearly equal cost: whole where that is even enough, else the fewest rows cut off.
 
     Whole groups are shared out first (:func:`balanced_shares`). While the costliest rank is above ``EVEN_ENOUGH`` times
@@ -138,7 +141,7 @@ def rank_shares(groups: Sequence[Siblings], num_ranks: int, cost: Callable[[Sibl
         num_ranks: at least 1.
         cost: of a group, of some of its rows, and of its prompt alone.
 
-    >>> groups = [Siblings((0, 1, 2, 3), 1, (5, 5, 5, 5)), Siblings((4, 5), 1, (4, 4))]
+    >>> groups = [PromptGroup((0, 1, 2, 3), 1, (5, 5, 5, 5)), PromptGroup((4, 5), 1, (4, 4))]
     >>> [[part.rows for part in share] for share in rank_shares(groups, 2, lambda group: group.tokens)]
     [[(1, 2, 3)], [(4, 5), (0,)]]
     """
@@ -166,8 +169,8 @@ def rank_shares(groups: Sequence[Siblings], num_ranks: int, cost: Callable[[Sibl
 
 
 def _given_and_kept(
-    piece: Siblings, price: float, cost: Callable[[Siblings], float]
-) -> tuple[Siblings, list[Siblings]]:
+    piece: PromptGroup, price: float, cost: Callable[[PromptGroup], float]
+) -> tuple[PromptGroup, list[PromptGroup]]:
     """Rows that cost at most ``price`` together, longest first, or else the shortest alone; and the rest, if any."""
     order = sorted(range(len(piece.rows)), key=lambda member: -piece.responses[member])
     given: list[int] = []

@@ -68,9 +68,9 @@ def shared_load(prompt: int, responses: Sequence[int]) -> Load:
     >>> shared_load(3, [2, 1])
     Load(positions=6, pairs=19, predicted=3)
     """
-    spoken = sum(responses)
+    completion = sum(responses)
     own = sum(length * (length + 1) // 2 for length in responses)
-    return Load(prompt + spoken, prompt * (prompt + 1) // 2 + spoken * prompt + own, spoken)
+    return Load(prompt + completion, prompt * (prompt + 1) // 2 + completion * prompt + own, completion)
 
 
 def padded_load(num_rows: int, width: int, *, predicted: int) -> Load:

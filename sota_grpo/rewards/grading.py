@@ -15,7 +15,7 @@ from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.workers.base import gathered, promised, resolve
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
-from sota_grpo.workers.reward import Ledger, reward_spec
+from sota_grpo.workers.reward import ProgressCounter, reward_spec
 from sota_grpo.workers.slots import TaskLost, TaskOverdue
 
 Asked = list[tuple[str, Example]]
@@ -67,8 +67,8 @@ class GradingPool:
 
     Contract. Consumes: groups of texts. Produces: their scores, equal to those of :class:`LocalGrader`. Waits for: a
     worker, at one response no longer than ``timeout_s`` (at most an eighth more); then it is killed. Workers note which
-    response they are at (:class:`~sota_grpo.workers.reward.Ledger`), so the response that a worker hangs or crashes at
-    is known, counts as a failure (all terms 0) at once, and only its siblings are graded by another worker. Where a
+    response they are at (:class:`~sota_grpo.workers.reward.ProgressCounter`), so the one that a worker hangs or crashes
+    at is known, counts as a failure (all terms 0) at once, and only its siblings are graded by another worker. Where a
     worker was ended by SIGKILL or SIGTERM, somebody else may have done it (a person, the kernel out of memory): the
     response is graded once more, alone, and counts as a failure when that worker dies, too. A grader of whole groups
     (``score_group``) has ``timeout_s`` for the call; it does not show at which response it is, so after a hang or a
@@ -89,16 +89,16 @@ class GradingPool:
         self._term_names, self._timeout_s = tuple(term_names), timeout_s
         self._grades_groups = hasattr(score, "score_group")
         self._failures, self._launcher = FailureLog(), ProcessLauncher()
-        self._ledger = ledger = Ledger()
-        placement = {"pass_fds": (ledger.fd,), "threads": 1}
-        spec = reward_spec(score, self._term_names, ledger.fd)
+        self._progress_counter = progress_counter = ProgressCounter()
+        placement = {"pass_fds": (progress_counter.fd,), "threads": 1}
+        spec = reward_spec(score, self._term_names, progress_counter.fd)
         self.fleet = Fleet(
             "reward",
             starter(self._launcher, "reward", spec, [placement] * num_workers),
             num_workers,
             capacity=1,  # so that a worker's end is the doing of one group
             task_deadline_s=timeout_s,
-            progress=lambda asked, page: ledger.read(page),
+            progress=lambda asked, page: progress_counter.read(page),
             silence_s=max(_SILENCE_S, 2 * timeout_s),  # the deadline of a response comes first
             max_attempts=1,
         )
@@ -125,7 +125,7 @@ class GradingPool:
         if not asked:
             done.set_result([])
             return done
-        page = self._ledger.open()
+        page = self._progress_counter.open()
         self.fleet.submit(asked, page).add_done_callback(partial(self._answered, asked, is_suspect, page, done))
         return done
 
@@ -134,11 +134,11 @@ class GradingPool:
     ) -> None:
         error = answer.exception()
         if not isinstance(error, (TaskOverdue, TaskLost)):
-            self._ledger.free(page)
+            self._progress_counter.free(page)
             resolve(done, lambda: list(map(self._failures.add, answer.result())))
             return
         # The page is not freed: a worker that is about to be killed may still write to it.
-        num_graded = error.progress if isinstance(error, TaskOverdue) else self._ledger.read(page)
+        num_graded = error.progress if isinstance(error, TaskOverdue) else self._progress_counter.read(page)
         parts = self._again(asked, num_graded, error, is_suspect)
         gathered(parts).add_done_callback(lambda found: resolve(done, lambda: list(chain(*found.result()))))
 
@@ -151,11 +151,11 @@ class GradingPool:
             return [self._grade([pair]) for pair in asked]
         at = min(num_graded, len(asked) - 1)
         if is_suspect or isinstance(error, TaskOverdue) or isinstance(error.__cause__, ProcessEndedItself):
-            guilty = promised()
-            guilty.set_result([self._failures.add(failed_score(self._term_names, self._reason(error)))])
+            failed = promised()
+            failed.set_result([self._failures.add(failed_score(self._term_names, self._reason(error)))])
         else:
-            guilty = self._grade([asked[at]], is_suspect=True)
-        return [self._grade(asked[:at]), guilty, self._grade(asked[at + 1 :])]
+            failed = self._grade([asked[at]], is_suspect=True)
+        return [self._grade(asked[:at]), failed, self._grade(asked[at + 1 :])]
 
     def _reason(self, error: TaskOverdue | TaskLost) -> str:
         if isinstance(error, TaskOverdue):

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sota_grpo import keys
-from sota_grpo.functional.balance import Siblings, fill
+from sota_grpo.functional.balance import PromptGroup, fill
 from sota_grpo.functional.weighting import Aggregation, row_weights
 
 Key = str | tuple[str, ...]
@@ -182,7 +182,7 @@ def micro_batches(
 ) -> list[list[TensorDictBase]]:
     """Split rows into micro-batches of at most ``token_budget`` packed tokens, the heaviest first.
 
-    A prompt counts once for the siblings of a micro-batch (:func:`sibling_groups`), which stay together as far as the
+    A prompt counts once for the siblings of a micro-batch (:func:`prompt_groups`), which stay together as far as the
     budget allows, and every response counts whole; see :func:`sota_grpo.functional.balance.fill` for the packing and
     for how many slots :func:`pad_rows` may add. The first is the heaviest, so memory that does not suffice shows in the
     first step and not an hour later. A row above the budget is a micro-batch of its own. The split is a function of the
@@ -201,9 +201,9 @@ def micro_batches(
         ValueError: if the budget is not positive.
 
     >>> def row(group, prompt, response):
-    ...     spoken = torch.arange(prompt + response) >= prompt
+    ...     completion = torch.arange(prompt + response) >= prompt
     ...     tokens = {"full": torch.zeros(prompt + response)}
-    ...     return TensorDict({"group_id": group, "tokens": tokens, "masks": {"all_assistant_mask": spoken}})
+    ...     return TensorDict({"group_id": group, "tokens": tokens, "masks": {"all_assistant_mask": completion}})
     >>> rows = [row(0, 3, 2), row(1, 2, 2), row(0, 3, 1), row(1, 2, 3)]
     >>> [[r["tokens", "full"].shape[0] for r in part] for part in micro_batches(rows, token_budget=7)]
     [[4, 5], [5, 4]]
@@ -214,33 +214,33 @@ def micro_batches(
         raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")
     listed = row_list(rows)
     if shared_prompt:
-        batches = fill(sibling_groups(listed), token_budget=token_budget)
+        batches = fill(prompt_groups(listed), token_budget=token_budget)
     else:
-        alone = (Siblings((index,), 0, (row.get(keys.FULL_TOKENS).shape[-1],)) for index, row in enumerate(listed))
+        alone = (PromptGroup((index,), 0, (row.get(keys.FULL_TOKENS).shape[-1],)) for index, row in enumerate(listed))
         batches = fill(alone, token_budget=token_budget, slots_per_token=1)
     return [[listed[index] for piece in batch for index in piece.rows] for batch in batches]
 
 
-def sibling_groups(rows: Sequence[TensorDictBase] | TensorDictBase) -> list[Siblings]:
+def prompt_groups(rows: Sequence[TensorDictBase] | TensorDictBase) -> list[PromptGroup]:
     """The rows by prompt, in the order of their first: what stands before the first assistant token is equal.
 
     Tokens decide, as they do where the prompt is computed; ids do not. A row without an assistant token is a prompt
     that nothing follows.
 
     >>> def row(*tokens):
-    ...     spoken = {"all_assistant_mask": torch.tensor([False, False, True])}
-    ...     return TensorDict({"tokens": {"full": torch.tensor(tokens)}, "masks": spoken})
-    >>> [group.rows for group in sibling_groups([row(5, 6, 7), row(5, 4, 8), row(5, 6, 9)])]
+    ...     completion = {"all_assistant_mask": torch.tensor([False, False, True])}
+    ...     return TensorDict({"tokens": {"full": torch.tensor(tokens)}, "masks": completion})
+    >>> [group.rows for group in prompt_groups([row(5, 6, 7), row(5, 4, 8), row(5, 6, 9)])]
     [(0, 2), (1,)]
     """
     found: dict[bytes, list[tuple[int, int, int]]] = {}
     for index, row in enumerate(row_list(rows)):
-        spoken = row.get(keys.ASSISTANT_MASK).cpu().numpy()
+        completion = row.get(keys.ASSISTANT_MASK).cpu().numpy()
         tokens = row.get(keys.FULL_TOKENS).cpu().numpy()
-        prompt = int(spoken.argmax()) if spoken.any() else len(tokens)
+        prompt = int(completion.argmax()) if completion.any() else len(tokens)
         found.setdefault(tokens[:prompt].tobytes(), []).append((index, prompt, len(tokens) - prompt))
     return [
-        Siblings(tuple(index for index, *_ in members), members[0][1], tuple(length for *_, length in members))
+        PromptGroup(tuple(index for index, *_ in members), members[0][1], tuple(length for *_, length in members))
         for members in found.values()
     ]
 

@@ -239,7 +239,7 @@ class Slots:
         self._land(group)
         self.buffer.add_group(rows, version=group.version)
 
-    def batch_stands(self) -> bool:
+    def batch_is_ready(self) -> bool:
         """Whether the groups that the next batch must have are finished."""
         admitted = self._in_flight_versions + self.buffer.versions + self.refill.held_versions()
         return oldest_are_finished(self.num_groups, admitted, self.buffer.versions)

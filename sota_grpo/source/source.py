@@ -67,7 +67,7 @@ class Pipeline:
     """Moves groups through sampled -> graded -> referenced -> finished as their futures resolve.
 
     Contract. Consumes: groups given to :meth:`submit`. Produces: calls of ``keeps`` and ``finished`` on the thread that
-    takes turns: the conductor, or whoever calls :attr:`inbox`. Waits for: the inbox. Unblocked by: a future that
+    takes turns: the dispatcher, or whoever calls :attr:`inbox`. Waits for: the inbox. Unblocked by: a future that
     resolves (its callback only puts something into the inbox), or :meth:`close`. When a partner dies, the failure of
     its future is kept in :attr:`failure` and told to ``failed``; the other groups go on.
 
@@ -113,17 +113,17 @@ class Pipeline:
 
     def start(self) -> None:
         """Take turns on a thread of its own from now on."""
-        self._thread = threading.Thread(target=self._conduct, name="conductor", daemon=True)
+        self._thread = threading.Thread(target=self._dispatch, name="dispatcher", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the conductor; futures that are left resolve into nothing. Idempotent."""
+        """End the dispatcher; futures that are left resolve into nothing. Idempotent."""
         self._closed = True
         self._post(lambda: None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=10.0)
 
-    def _conduct(self) -> None:
+    def _dispatch(self) -> None:
         while not self._closed:
             try:
                 self.inbox.turn()
@@ -216,7 +216,7 @@ class RolloutSource:
         should_stop: asked while waiting.
         wait_deadline_s: longest wait in which nothing resolves.
         metrics_extra: further metrics, asked for with every batch.
-        threaded: without lockstep, False leaves the conductor's work to :meth:`pump` and a waiting :meth:`next_batch`.
+        threaded: without lockstep, False leaves the dispatcher's work to :meth:`handle_events` and whoever waits.
 
     Raises:
         ValueError: an age below 0, or no group per batch.
@@ -303,18 +303,18 @@ class RolloutSource:
         """Seconds per phase and group counts of the last batch."""
         return dict(self._metrics)
 
-    def stands(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether :meth:`next_batch` would return at once; asking admits the first groups, as it does."""
         self._begin()
         with self._changed:
-            return self._stands()
+            return self._is_ready()
 
-    def pump(self) -> int:
-        """Do what the conductor thread would do now (``threaded=False``); the number of events handled."""
+    def handle_events(self) -> int:
+        """Do what the dispatcher thread would do now (``threaded=False``); the number of events handled."""
         return self._pipeline.inbox.drain()
 
     def close(self) -> None:
-        """End the conductor; what is in flight is forgotten. Idempotent."""
+        """End the dispatcher; what is in flight is forgotten. Idempotent."""
         self._pipeline.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -365,7 +365,7 @@ class RolloutSource:
         with self._changed:
             self._waiting = True
             try:
-                while not self._stands():
+                while not self._is_ready():
                     if self.should_stop():
                         raise Interrupted("a stop was asked for while the next batch was waited for.")
                     self._require_progress(began)
@@ -377,11 +377,11 @@ class RolloutSource:
             finally:
                 self._waiting = False
 
-    def _stands(self) -> bool:
+    def _is_ready(self) -> bool:
         """Whether the batch stands; flat groups that it waits for go on to their last stages."""
         if self._pipeline.failure is not None:
             raise self._pipeline.failure
-        if self._slots.batch_stands():
+        if self._slots.batch_is_ready():
             return True
         kept = self._slots.settle()
         if kept:
@@ -419,7 +419,7 @@ class RolloutSource:
             self._notify_if_due()
 
     def _notify_if_due(self) -> None:
-        if self._waiting and self._stands():
+        if self._waiting and self._is_ready():
             self._changed.notify_all()
 
     def _tell(self) -> None:

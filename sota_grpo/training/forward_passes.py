@@ -13,14 +13,14 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.functional.balance import Siblings, rank_shares
+from sota_grpo.functional.balance import PromptGroup, rank_shares
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.device_copy import copy_to
 from sota_grpo.policy.lora import adapter_disabled
 from sota_grpo.policy.packed import base_model
 from sota_grpo.policy.sharding import Ranks
-from sota_grpo.rl.collate import micro_batches, pad_rows, sibling_groups
+from sota_grpo.rl.collate import micro_batches, pad_rows, prompt_groups
 from sota_grpo.training.schedule import LearnerSettings
 
 
@@ -64,10 +64,10 @@ class ForwardPasses:
 
     def log_probs(self, batch: TensorDictBase) -> torch.Tensor:
         """Log-probs ``[N, T]`` of a padded batch without dropout, 0 off the assistant mask."""
-        return self._said(batch).get(keys.LOG_PROBS)
+        return self._policy_outputs(batch).get(keys.LOG_PROBS)
 
     @torch.no_grad()
-    def _said(self, batch: TensorDictBase) -> TensorDictBase:
+    def _policy_outputs(self, batch: TensorDictBase) -> TensorDictBase:
         """What the policy writes to a padded batch without dropout."""
         training = self.policy.training
         self.policy.eval()
@@ -84,7 +84,7 @@ class ForwardPasses:
         """Log-probs and entropies, ``[2, sum T_i]`` on the CPU, row after row; without dropout, 0 off the mask."""
 
         def both(batch: TensorDictBase) -> torch.Tensor:
-            found = self._said(batch)
+            found = self._policy_outputs(batch)
             return torch.stack([found.get(keys.LOG_PROBS), found.get(ENTROPY)], dim=-1)
 
         return torch.cat(self._by_row(rows, both, 2)).T.contiguous()
@@ -167,7 +167,7 @@ class ForwardPasses:
         """
         if self.ranks.size == 1:
             return [(part, True) for part in self._micro_batches(rows, token_budget)]
-        groups = sibling_groups(rows)
+        groups = prompt_groups(rows)
         if not self.policy.shared_prompt:
             groups = [group.part([member]) for group in groups for member in range(len(group.rows))]
         shares = rank_shares(groups, self.ranks.size, self._cost)
@@ -181,8 +181,8 @@ class ForwardPasses:
         return mine + [(again, False)] * missing
 
     def passes(self, rows: Sequence[TensorDictBase], token_budget: int, *, advantage_only: bool) -> list[Pass]:
-        """This rank's passes over the weighted rows of an optimizer step, :func:`by_signal`: those that learn first."""
-        live, still = by_signal(rows, advantage_only=advantage_only)
+        """This rank's passes over the weighted rows of an optimizer step: those that learn come first."""
+        live, still = split_zero_advantage(rows, advantage_only=advantage_only)
         return [
             Pass(micro, real, learns)
             for part, learns in ((live, True), (still, False))
@@ -192,7 +192,7 @@ class ForwardPasses:
     def _micro_batches(self, rows: Sequence[TensorDictBase], token_budget: int) -> list[list[TensorDictBase]]:
         return micro_batches(rows, token_budget=token_budget, shared_prompt=self.policy.shared_prompt)
 
-    def _cost(self, group: Siblings) -> int:
+    def _cost(self, group: PromptGroup) -> int:
         return step_flops(self.shape, shared_load(group.prompt, group.responses))
 
     @cached_property
@@ -220,7 +220,7 @@ class ForwardPasses:
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=self.ranks.size == 1)
 
 
-def by_signal(
+def split_zero_advantage(
     rows: Sequence[TensorDictBase], *, advantage_only: bool
 ) -> tuple[list[TensorDictBase], list[TensorDictBase]]:
     """Weighted rows that have a gradient, and those that are only measured; a row of weight 0 is neither.
@@ -240,14 +240,14 @@ def by_signal(
     ...     signal = {"advantage": torch.full((1, 1), advantage), "loss_weight": torch.tensor([weight])}
     ...     return TensorDict({"group_id": group, **tokens, **signal})
     >>> rows = [row(0, 0.0, 1.0), row(0, 1.0, 1.0), row(1, 0.0, 1.0), row(2, 3.0, 0.0)]
-    >>> [[int(one["group_id"]) for one in part] for part in by_signal(rows, advantage_only=True)]
+    >>> [[int(one["group_id"]) for one in part] for part in split_zero_advantage(rows, advantage_only=True)]
     [[0, 0], [1]]
     """
     weighted = [row for row in rows if bool(row.get(keys.LOSS_WEIGHT).any())]
     moving = [not advantage_only or bool(row.get(keys.ADVANTAGE).any()) for row in weighted]
     live, still = weighted, list[TensorDictBase]()
     if not all(moving):
-        groups = sibling_groups(weighted)
+        groups = prompt_groups(weighted)
         chosen = {index for group in groups if any(moving[index] for index in group.rows) for index in group.rows}
         live = [row for index, row in enumerate(weighted) if index in chosen]
         still = [row for index, row in enumerate(weighted) if index not in chosen]

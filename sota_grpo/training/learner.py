@@ -30,7 +30,7 @@ from sota_grpo.policy.sharding import (
     replicated,
 )
 from sota_grpo.recording.metrics import reduce_updates
-from sota_grpo.rl.collate import pad_rows, row_list, set_loss_weights, sibling_groups
+from sota_grpo.rl.collate import pad_rows, prompt_groups, row_list, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
 from sota_grpo.rl.records import GradientGap, sample_seed
 from sota_grpo.training.forward_passes import ForwardPasses
@@ -135,7 +135,7 @@ class Learner(ForwardPasses):
         order: list[int] = list(range(len(rows)))
         if epoch:
             generator = torch.Generator().manual_seed(sample_seed(self.seed, self.version, epoch))
-            groups = sibling_groups(rows)
+            groups = prompt_groups(rows)
             mixed = torch.randperm(len(groups), generator=generator).tolist()
             order = [index for place in mixed for index in groups[place].rows]
         for start in range(0, len(order), self.settings.optim_batch_size):

@@ -26,7 +26,7 @@ from sota_grpo.workers.base import Worker, WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.starting import IDLE_METHOD, Start
 from sota_grpo.workers.threads import ServantThread
-from sota_grpo.workers.weight_transfer import Meeting, WeightLayout, WeightSender
+from sota_grpo.workers.weight_transfer import Rendezvous, WeightLayout, WeightSender
 
 
 class LearnerServant:
@@ -91,9 +91,11 @@ class LearnerServant:
         """:meth:`WeightSender.weight_layout`."""
         return self._thread.submit(self._sender.weight_layout, dtype)
 
-    def send_weights(self, meeting: Meeting | None, version: int, dtype: torch.dtype | None) -> Future[str | None]:
+    def send_weights(
+        self, rendezvous: Rendezvous | None, version: int, dtype: torch.dtype | None
+    ) -> Future[str | None]:
         """:meth:`WeightSender.send_weights`."""
-        return self._thread.submit(self._sender.send_weights, meeting, version, dtype)
+        return self._thread.submit(self._sender.send_weights, rendezvous, version, dtype)
 
     def kept_weights(self) -> tuple[WeightPack, int]:
         """:meth:`WeightSender.kept_weights`, at once, whatever the learner is at."""
@@ -231,9 +233,9 @@ class RemoteLearner:
         """:meth:`sota_grpo.workers.weight_transfer.WeightSender.weight_layout` of rank 0."""
         return self._call("weight_layout", dtype)
 
-    def send_weights(self, meeting: Meeting | None, version: int, dtype: torch.dtype | None) -> str | None:
+    def send_weights(self, rendezvous: Rendezvous | None, version: int, dtype: torch.dtype | None) -> str | None:
         """:meth:`sota_grpo.workers.weight_transfer.WeightSender.send_weights`, by rank 0."""
-        return self._call("send_weights", meeting, version, dtype)
+        return self._call("send_weights", rendezvous, version, dtype)
 
     def kept_weights(self) -> tuple[WeightPack, int]:
         """Rank 0's copy of what it sent last; another thread may ask while the ranks compute."""

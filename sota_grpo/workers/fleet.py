@@ -19,15 +19,15 @@ from sota_grpo.workers.host import ConstructionFailed
 from sota_grpo.workers.slots import (
     Broadcast,
     Broadcasts,
+    LeastLoaded,
     Limits,
     OnDemand,
-    Patience,
-    Rota,
     Slot,
     Sticky,
     Task,
     TaskLost,
     TaskOverdue,
+    TimeoutPolicy,
     Timers,
 )
 from sota_grpo.workers.starting import IDLE_METHOD, Start
@@ -63,7 +63,7 @@ class Supervisor:
         self.slots = [Slot(role, index) for index in range(count)]
         self._role, self._method, self._limits, self._launch, self._post = role, method, limits, launch, post
         self._queue: list[Task] = []
-        self._rota = Rota(limits.capacity)
+        self._least_loaded = LeastLoaded(limits.capacity)
         max_deaths = limits.max_attempts * count
         self._broadcasts = Broadcasts(role, self.slots, self.timers, self._ask, self._lose, max_deaths)
 
@@ -151,7 +151,7 @@ class Supervisor:
         slot.state, slot.has_run, slot.failed_starts = "ready", True, 0
         logger.info("%s is ready.", slot.who)
         slot.heard_s = self.timers.now_s()
-        self._rota.put(slot)
+        self._least_loaded.put(slot)
         self._tick(slot, slot.life)
         if not self.ready.done() and all(other.has_run for other in self.slots):
             self.ready.set_result(None)
@@ -183,11 +183,11 @@ class Supervisor:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        while self._queue and (slot := self._rota.least()) is not None:
+        while self._queue and (slot := self._least_loaded.least()) is not None:
             task = heapq.heappop(self._queue)
-            self._rota.take(slot)
+            self._least_loaded.take(slot)
             slot.tasks[task.number] = task
-            self._rota.put(slot)
+            self._least_loaded.put(slot)
             task.since_s = self.timers.now_s()
             self._ask(slot, self._method, task.args, self._done, task)
             self._time(slot)
@@ -199,9 +199,9 @@ class Supervisor:
         if isinstance(error, WorkerDied):
             self._lose(slot, error)
             return
-        self._rota.take(slot)
+        self._least_loaded.take(slot)
         del slot.tasks[task.number]
-        self._rota.put(slot)
+        self._least_loaded.put(slot)
         self._dispatch()
         if error is None:
             task.future.set_result(future.result())
@@ -210,24 +210,24 @@ class Supervisor:
 
     def _time(self, slot: Slot) -> None:
         """Have a look at the slot's tasks when one may be overdue."""
-        if (patience := self._limits.patience) is not None and slot.tasks and not slot.is_timed:
+        if (timeout := self._limits.timeout) is not None and slot.tasks and not slot.is_timed:
             slot.is_timed = True
-            due_s = patience.look_at_s(next(iter(slot.tasks.values())), self.timers.now_s())
-            self.timers.at(due_s, self._look_for_overdue, slot, slot.life, patience)
+            due_s = timeout.look_at_s(next(iter(slot.tasks.values())), self.timers.now_s())
+            self.timers.at(due_s, self._look_for_overdue, slot, slot.life, timeout)
 
-    def _look_for_overdue(self, slot: Slot, life: int, patience: Patience) -> None:
+    def _look_for_overdue(self, slot: Slot, life: int, timeout: TimeoutPolicy) -> None:
         if slot.life != life:
             return
         slot.is_timed, now_s = False, self.timers.now_s()
-        overdue = [task for task in slot.tasks.values() if patience.is_over(task, now_s)]
+        overdue = [task for task in slot.tasks.values() if timeout.is_over(task, now_s)]
         if not overdue:
             self._time(slot)
             return
-        what = f"{slot.who} was at one task for more than {patience.limit_s:g} s"
-        self._rota.take(slot)
+        what = f"{slot.who} was at one task for more than {timeout.limit_s:g} s"
+        self._least_loaded.take(slot)
         for task in overdue:
             del slot.tasks[task.number]
-        self._rota.put(slot)
+        self._least_loaded.put(slot)
         self._lose(slot, what)
         for task in overdue:
             task.future.set_exception(TaskOverdue(what, task.progress))
@@ -235,7 +235,7 @@ class Supervisor:
     def _lose(self, slot: Slot, why: str | WorkerDied) -> None:
         """Replace a ready worker and queue its tasks again, where they were."""
         who = slot.who
-        self._rota.take(slot)
+        self._least_loaded.take(slot)
         tasks, slot.tasks = list(slot.tasks.values()), {}
         failed = [task for task in tasks if task.workers_lost + 1 >= self._limits.max_attempts]
         for task in tasks:
@@ -398,8 +398,8 @@ class Fleet:
     ) -> None:
         if count < 1 or capacity < 1:
             raise ValueError(f"A fleet needs at least one worker with room for one task; got {count} and {capacity}.")
-        patience = None if task_deadline_s is None else Patience(task_deadline_s, progress)
-        limits = Limits(capacity, patience, silence_s, start_silence_s, max_attempts, max_start_failures)
+        timeout = None if task_deadline_s is None else TimeoutPolicy(task_deadline_s, progress)
+        limits = Limits(capacity, timeout, silence_s, start_silence_s, max_attempts, max_start_failures)
         self._role, self._start = role, start
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()

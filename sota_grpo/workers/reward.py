@@ -18,7 +18,7 @@ from sota_grpo.workers.threads import ServantThread
 _COUNT = struct.Struct("=q")
 
 
-class Ledger:
+class ProgressCounter:
     """One number per open call in a file without a name, which the processes of this machine share.
 
     A worker notes how many parts of a call are done *before* it begins the next one. To note is one system call (about
@@ -26,11 +26,11 @@ class Ledger:
     interpreter locked, where no answer to a ping comes any more. Nobody reads it while all goes well.
 
     Args:
-        fd: descriptor of the file, as :attr:`fd` of the ledger that made it; None makes one, which lives as long as
+        fd: descriptor of the file, as :attr:`fd` of the counter that made it; None makes one, which lives as long as
             this object. A child process inherits it under the same number (``pass_fds``).
 
-    >>> ours = Ledger()
-    >>> theirs, page = Ledger(ours.fd), ours.open()
+    >>> ours = ProgressCounter()
+    >>> theirs, page = ProgressCounter(ours.fd), ours.open()
     >>> ours.read(page), theirs.note(page, 3), ours.read(page)
     (0, None, 3)
     >>> ours.free(page), ours.open() == page, ours.read(page)
@@ -69,20 +69,20 @@ class Ledger:
 
 def _nameless_file() -> int:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("ledger")
+        return os.memfd_create("progress")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
-def reward_spec(score: Scorer, term_names: Collection[str], ledger: int | None = None) -> ServantSpec:
+def reward_spec(score: Scorer, term_names: Collection[str], progress_counter: int | None = None) -> ServantSpec:
     """What a reward worker runs.
 
     Args:
         score: picklable, best without a data set behind it: :func:`sota_grpo.rl.task.scorer_of`.
         term_names: the terms that it returns.
-        ledger: as in :class:`RewardServant`.
+        progress_counter: as in :class:`RewardServant`.
     """
-    options = {"score": score, "term_names": tuple(term_names), "ledger": ledger}
+    options = {"score": score, "term_names": tuple(term_names), "progress_counter": progress_counter}
     return ServantSpec("sota_grpo.workers.reward:RewardServant", options)
 
 
@@ -92,7 +92,7 @@ class RewardServant:
     Args:
         score: the task's grader; its ``prepare()``, if it has one, is called here, when nobody waits for a response.
         term_names: the terms that it returns.
-        ledger: descriptor of a :class:`~.ledger.Ledger` in which it notes how many of a call's responses are graded.
+        progress_counter: descriptor of a :class:`ProgressCounter`: how many of a call's responses are graded.
 
     >>> servant = RewardServant(lambda text, example: Score({"long": float(len(text) > 2)}, False), ["long"])
     >>> [score.terms for score in servant.run([("yes", Example("?", "yes")), ("no", Example("?", "yes"))]).result()]
@@ -100,16 +100,16 @@ class RewardServant:
     >>> servant.close()
     """
 
-    def __init__(self, score: Scorer, term_names: Sequence[str], ledger: int | None = None) -> None:
+    def __init__(self, score: Scorer, term_names: Sequence[str], progress_counter: int | None = None) -> None:
         self._score, self._term_names = score, tuple(term_names)
         prepare = getattr(score, "prepare", None)
         if prepare is not None:
             prepare()
-        self._ledger = None if ledger is None else Ledger(ledger)
+        self._progress_counter = None if progress_counter is None else ProgressCounter(progress_counter)
         self._thread = ServantThread("grader")
 
     def run(self, asked: Sequence[tuple[str, Example]], page: int = 0) -> Future[list[Score]]:
-        """The scores of ``(response, example)`` pairs, in their order; ``page`` is this call's in the ledger."""
+        """The scores of ``(response, example)`` pairs, in their order; ``page`` is this call's in the counter."""
         return self._thread.submit(self._grade, asked, page)
 
     def ping(self) -> float:
@@ -131,5 +131,5 @@ class RewardServant:
         return scores
 
     def _note(self, page: int, graded: int) -> None:
-        if self._ledger is not None:
-            self._ledger.note(page, graded)
+        if self._progress_counter is not None:
+            self._progress_counter.note(page, graded)

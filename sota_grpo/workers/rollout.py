@@ -22,7 +22,7 @@ from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.base import WorkerDied, promised
-from sota_grpo.workers.weight_transfer import Meeting, WeightLayout, WeightReceiver
+from sota_grpo.workers.weight_transfer import Rendezvous, WeightLayout, WeightReceiver
 
 _log = logging.getLogger(__name__)
 
@@ -41,14 +41,14 @@ class _Call:
 
 
 class RolloutServant:
-    """Drives an engine step by step on a thread of its own, which also builds it: the pump.
+    """Drives an engine step by step on a thread of its own, which also builds it: the engine loop.
 
     Contract. Consumes: requests and weights. Produces: futures of groups and of versions. Waits for: the next call,
-    and only while nothing is in flight. Between two steps the pump does all calls that have come, in their order: so
+    and only while nothing is in flight. Between two steps the loop does all calls that have come, in their order: so
     weights land in the middle of running groups, and after one step at most. Requests that came together begin
     together. What a call raises as ``ValueError`` is its caller's; any other exception of the engine breaks the
     servant: every open future and every later call fails with :class:`WorkerDied` and the cause, and the engine is
-    closed. Callbacks of the futures run on the pump and must be quick.
+    closed. Callbacks of the futures run on the loop's thread and must be quick.
 
     Args:
         make_engine: builds the engine.
@@ -73,7 +73,7 @@ class RolloutServant:
         self._refusal: WorkerDied | None = None
         self._since: float | None = None  # when the step or call at hand began; None while there is nothing to do
         started: Future[None] = promised()
-        self._thread = threading.Thread(target=self._live, args=(make_engine, started), name="pump", daemon=True)
+        self._thread = threading.Thread(target=self._live, args=(make_engine, started), name="engine-loop", daemon=True)
         self._thread.start()
         started.result()
 
@@ -113,14 +113,14 @@ class RolloutServant:
         return self._submit(_Call(lambda engine: engine.weight_dtype))
 
     def weight_member(self) -> str:
-        """The name of this worker in a :class:`~sota_grpo.workers.weight_transfer.Meeting`."""
+        """The name of this worker in a :class:`~sota_grpo.workers.weight_transfer.Rendezvous`."""
         return self._receiver.member
 
-    def receive_weights(self, meeting: Meeting, layout: WeightLayout, version: int) -> None:
+    def receive_weights(self, rendezvous: Rendezvous, layout: WeightLayout, version: int) -> None:
         """Take part in a broadcast of weights, between two steps, and push them; :meth:`served` tells how it went."""
 
         def receive(engine: SteppingEngine) -> None:
-            if (weights := self._receiver.receive(meeting, layout, self._progress)) is not None:
+            if (weights := self._receiver.receive(rendezvous, layout, self._progress)) is not None:
                 engine.update_weights(weights, version)
 
         self._submit(_Call(receive))
@@ -155,7 +155,7 @@ class RolloutServant:
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End the pump and close the engine; what is open fails. An engine that hangs is left behind."""
+        """End the loop and close the engine; what is open fails. An engine that hangs is left behind."""
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
@@ -198,7 +198,7 @@ class RolloutServant:
             return
         started.set_result(None)
         try:
-            self._pump(engine)
+            self._loop(engine)
             self._refuse(WorkerDied("This rollout worker is closed."))
         except BaseException as error:  # nothing above would see it; the callers do, through their futures
             self._refuse(_death(engine, error))
@@ -207,7 +207,7 @@ class RolloutServant:
         except Exception:  # an engine that has failed may fail again, and its caller knows the first cause
             _log.exception("The %s engine could not be closed.", engine.name)
 
-    def _pump(self, engine: SteppingEngine) -> None:
+    def _loop(self, engine: SteppingEngine) -> None:
         busy = False
         while True:
             for job in self._drain(wait=not busy):

@@ -65,7 +65,7 @@ class Slot:
         return f"{self.role} worker {self.index}" if self.worker is None else self.worker.name
 
 
-class Rota:
+class LeastLoaded:
     """Finds the ready slot with the fewest tasks in O(1), as loads go up and down by one.
 
     Take a slot out before its tasks change and put it back afterwards.
@@ -73,8 +73,8 @@ class Rota:
     Args:
         capacity: tasks that a slot may have; a full one is not offered.
 
-    >>> rota, busy, idle = Rota(2), Slot("a", 0, tasks={7: Task(7, ())}), Slot("a", 1)
-    >>> rota.put(busy), rota.put(idle), rota.least().index
+    >>> least_loaded, busy, idle = LeastLoaded(2), Slot("a", 0, tasks={7: Task(7, ())}), Slot("a", 1)
+    >>> least_loaded.put(busy), least_loaded.put(idle), least_loaded.least().index
     (None, None, 1)
     """
 
@@ -103,7 +103,7 @@ class Rota:
         return None
 
 
-class Patience:
+class TimeoutPolicy:
     """How long a worker may be at a task without coming further with it.
 
     A task of several parts has the limit for each: ``progress`` is looked at eight times in it, and the limit counts
@@ -114,8 +114,8 @@ class Patience:
         progress: ``progress(*task.args)`` counts what is done of a task, from 0; None: it shows at its end only.
 
     >>> done = iter([1, 1])
-    >>> patience, task = Patience(8.0, lambda: next(done)), Task(0, (), since_s=5.0)
-    >>> patience.look_at_s(task, 5.0), patience.is_over(task, 6.0), patience.is_over(task, 14.0)
+    >>> timeout, task = TimeoutPolicy(8.0, lambda: next(done)), Task(0, (), since_s=5.0)
+    >>> timeout.look_at_s(task, 5.0), timeout.is_over(task, 6.0), timeout.is_over(task, 14.0)
     (6.0, False, True)
     """
 
@@ -139,7 +139,7 @@ class Limits:
     """How long a fleet waits and how often it tries (:class:`~sota_grpo.workers.fleet.Fleet` explains each)."""
 
     capacity: int
-    patience: Patience | None
+    timeout: TimeoutPolicy | None
     silence_s: float
     start_silence_s: float
     max_attempts: int

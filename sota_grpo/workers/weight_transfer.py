@@ -71,7 +71,7 @@ class SendsWeights(Protocol):
 
     def weight_layout(self, dtype: torch.dtype | None) -> WeightLayout: ...
 
-    def send_weights(self, meeting: Meeting | None, version: int, dtype: torch.dtype | None) -> str | None: ...
+    def send_weights(self, rendezvous: Rendezvous | None, version: int, dtype: torch.dtype | None) -> str | None: ...
 
     def kept_weights(self) -> tuple[WeightPack, int]: ...
 
@@ -90,18 +90,18 @@ class WeightSender:
 
     def __init__(self, model: nn.Module, *, leads: bool = True, progress: Callable[[], None] = lambda: None):
         self._model, self._leads, self._progress = model, leads, progress
-        self._seat = Seat()
+        self._group_handle = GroupHandle()
         self._kept: tuple[WeightPack, int] | None = None
 
     def weight_layout(self, dtype: torch.dtype | None) -> WeightLayout:
         """What receivers must know beforehand; ``dtype`` as in :meth:`send_weights`."""
         return WeightLayout.of(self._state(), dtype)
 
-    def send_weights(self, meeting: Meeting | None, version: int, dtype: torch.dtype | None) -> str | None:
-        """Send every weight to the members of the meeting (None: only keep a copy); collective over the ranks.
+    def send_weights(self, rendezvous: Rendezvous | None, version: int, dtype: torch.dtype | None) -> str | None:
+        """Send every weight to the members of the rendezvous (None: only keep a copy); collective over the ranks.
 
         Args:
-            meeting: where.
+            rendezvous: where.
             version: what they are called.
             dtype: of all the engines' matrices, to which these are rounded where they lie; None sends them as they are.
 
@@ -113,19 +113,21 @@ class WeightSender:
                 pass
             return None
         layout, device = self.weight_layout(dtype), torch.device("cpu")
-        if meeting is not None and meeting.backend == "nccl":
+        if rendezvous is not None and rendezvous.backend == "nccl":
             device = next(iter(self._state().values())).device
-        slice_bytes = layout.num_bytes if meeting is None else meeting.slice_bytes
+        slice_bytes = layout.num_bytes if rendezvous is None else rendezvous.slice_bytes
         kept = torch.empty(layout.num_bytes, dtype=torch.uint8)
         failure = None
         for part in _filled(self._whole(dtype), layout, kept, slice_bytes, device):
-            if meeting is None or failure is not None:  # the ranks go on gathering, and the copy is needed all the more
+            if (
+                rendezvous is None or failure is not None
+            ):  # the ranks go on gathering, and the copy is needed all the more
                 continue
             try:
-                self._seat.take(meeting, 0, device).broadcast(part)
+                self._group_handle.take(rendezvous, 0, device).broadcast(part)
             except TransferFailed as error:
                 failure = str(error)
-                self._seat.leave()
+                self._group_handle.leave()
         self._kept = WeightPack(kept.numpy(), layout.places), version
         return failure
 
@@ -189,17 +191,17 @@ class WeightReceiver:
     """A rollout worker's end of transfers.
 
     Attributes:
-        member: what this worker is called in a :class:`Meeting`.
+        member: what this worker is called in a :class:`Rendezvous`.
         failure: why the last transfer failed here; None when it did not.
     """
 
     def __init__(self) -> None:
         self.member = uuid.uuid4().hex
         self.failure: str | None = None
-        self._seat = Seat()
+        self._group_handle = GroupHandle()
 
     def receive(
-        self, meeting: Meeting, layout: WeightLayout, progress: Callable[[], None]
+        self, rendezvous: Rendezvous, layout: WeightLayout, progress: Callable[[], None]
     ) -> Iterator[tuple[str, torch.Tensor]] | None:
         """All weights by name, on this process's device, as views of one new buffer; None when the transfer failed.
 
@@ -208,20 +210,20 @@ class WeightReceiver:
         """
         try:
             self.failure = None
-            if self.member not in meeting.members:
+            if self.member not in rendezvous.members:
                 raise TransferFailed("this worker started after the members were counted")
             device = torch.device("cpu")
-            if meeting.backend == "nccl":
+            if rendezvous.backend == "nccl":
                 device = torch.device("cuda", torch.cuda.current_device())
-            group = self._seat.take(meeting, 1 + meeting.members.index(self.member), device)
+            group = self._group_handle.take(rendezvous, 1 + rendezvous.members.index(self.member), device)
             whole = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
-            for part in whole.split(meeting.slice_bytes):
+            for part in whole.split(rendezvous.slice_bytes):
                 group.broadcast(part)
                 progress()
             return views(layout.places, whole)
         except (TransferFailed, torch.OutOfMemoryError) as error:
             self.failure = what_torch_says(error)
-            self._seat.leave()
+            self._group_handle.leave()
             return None
 
 
@@ -233,7 +235,7 @@ class TransferFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """How the members of one group find each other.
 
     Args:
@@ -258,27 +260,27 @@ class WeightGroup:
     """One member's end of a group; made when all others make theirs.
 
     Args:
-        meeting: where.
+        rendezvous: where.
         rank: of this member.
         device: where its slices lie.
 
     Raises:
-        TransferFailed: they did not, within ``meeting.stall_s``.
+        TransferFailed: they did not, within ``rendezvous.stall_s``.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, device: torch.device):
-        self.name = meeting.group
-        self._limit = timedelta(seconds=meeting.stall_s)
-        self._backend = meeting.backend
+    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device):
+        self.name = rendezvous.group
+        self._limit = timedelta(seconds=rendezvous.stall_s)
+        self._backend = rendezvous.backend
         self._group: Any = None
         made = promised()
-        make: Callable[[], Any] = lambda: _joined(meeting, rank, device)  # noqa: E731
+        make: Callable[[], Any] = lambda: _joined(rendezvous, rank, device)  # noqa: E731
         # NCCL may wait for a member that has just died, for ever: that thread is left behind
         threading.Thread(target=resolve, args=(made, make), name="weight group", daemon=True).start()
         try:
-            self._group = made.result(meeting.stall_s)
+            self._group = made.result(rendezvous.stall_s)
         except TimeoutError as error:
-            raise TransferFailed(f"not all members came within {meeting.stall_s:g} s") from error
+            raise TransferFailed(f"not all members came within {rendezvous.stall_s:g} s") from error
         except RuntimeError as error:
             raise TransferFailed(f"the members did not find each other: {what_torch_says(error)}") from error
 
@@ -307,14 +309,14 @@ class WeightGroup:
                 group.abort()
 
 
-def _joined(meeting: Meeting, rank: int, device: torch.device) -> Any:
-    limit, size = timedelta(seconds=meeting.stall_s), 1 + len(meeting.members)
-    client = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=limit)
-    store = dist.PrefixStore(meeting.group, client)
-    if meeting.backend == "gloo":
+def _joined(rendezvous: Rendezvous, rank: int, device: torch.device) -> Any:
+    limit, size = timedelta(seconds=rendezvous.stall_s), 1 + len(rendezvous.members)
+    client = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=limit)
+    store = dist.PrefixStore(rendezvous.group, client)
+    if rendezvous.backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo
-        options, local = gloo._Options(), meeting.host.startswith("127.")
-        options._devices = [gloo.create_device(hostname=meeting.host) if local else gloo.create_default_device()]
+        options, local = gloo._Options(), rendezvous.host.startswith("127.")
+        options._devices = [gloo.create_device(hostname=rendezvous.host) if local else gloo.create_default_device()]
         options._timeout = limit
         return gloo(store, rank, size, options)
     torch.cuda.set_device(device)
@@ -330,16 +332,16 @@ def _joined(meeting: Meeting, rank: int, device: torch.device) -> Any:
     return group
 
 
-class Seat:
+class GroupHandle:
     """The group that this process is in, kept from one transfer to the next."""
 
     def __init__(self) -> None:
         self._group: WeightGroup | None = None
 
-    def take(self, meeting: Meeting, rank: int, device: torch.device) -> WeightGroup:
-        if self._group is None or self._group.name != meeting.group:
+    def take(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> WeightGroup:
+        if self._group is None or self._group.name != rendezvous.group:
             self.leave()
-            self._group = WeightGroup(meeting, rank, device)
+            self._group = WeightGroup(rendezvous, rank, device)
         return self._group
 
     def leave(self) -> None:
@@ -398,7 +400,7 @@ class WeightTransfer:
         self._deadline_s, self._stall_s = deadline_s, deadline_s / 2  # a worker that waits is not silent
         self._slice_bytes, self._dtype = slice_bytes, dtype
         self._layout: WeightLayout | None = None
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
         self._failures = 0
         with socket.create_server((host, 0)) as listener:
             self._host, self._port = host, listener.getsockname()[1]
@@ -418,13 +420,13 @@ class WeightTransfer:
             WorkerDied, TimeoutError, ValueError: as :meth:`~sota_grpo.workers.fleet.Fleet.broadcast`.
         """
         restarts, is_tried = self._fleet.restarts, self._failures < _MAX_FAILURES
-        meeting = self._gather(version) if is_tried else None
-        failure = self._sender.send_weights(meeting, version, self._dtype()) or (
-            None if meeting else "no worker answered"
+        rendezvous = self._gather(version) if is_tried else None
+        failure = self._sender.send_weights(rendezvous, version, self._dtype()) or (
+            None if rendezvous else "no worker answered"
         )
         newest = OnDemand(self._newest)
         self._fleet.keep("update_weights", newest)
-        answers = [] if meeting is None else self._served(self._stall_s if failure else self._deadline_s)
+        answers = [] if rendezvous is None else self._served(self._stall_s if failure else self._deadline_s)
         if answers and all(served == version for served, _ in answers):
             self._failures = 0
             return [served for served, _ in answers]
@@ -449,7 +451,7 @@ class WeightTransfer:
         """Free the port; idempotent."""
         self._store = None
 
-    def _gather(self, version: int) -> Meeting | None:
+    def _gather(self, version: int) -> Rendezvous | None:
         """Tell everybody to take part; the group of the last time, if it has the same members."""
         if self._layout is None:
             self._layout = self._sender.weight_layout(self._dtype())
@@ -457,7 +459,7 @@ class WeightTransfer:
             members = tuple(sorted(self._fleet.broadcast("weight_member", deadline_s=self._stall_s)))
             if self._meeting is None or self._meeting.members != members:
                 name, limits = uuid.uuid4().hex, (self._stall_s, self._slice_bytes)
-                self._meeting = Meeting(self._host, self._port, name, members, self._backend, *limits)
+                self._meeting = Rendezvous(self._host, self._port, name, members, self._backend, *limits)
             call = ("receive_weights", self._meeting, self._layout, version)
             self._fleet.broadcast(*call, deadline_s=self._stall_s)
         except TimeoutError:  # all were mute and are being replaced

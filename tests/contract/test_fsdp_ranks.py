@@ -55,7 +55,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder, launcher = tmp_path_factory.mktemp("ranks"), ProcessLauncher()
-    place = {"size": 2, "init_method": f"file://{folder}/meeting", "dump_dir": str(folder)}
+    place = {"size": 2, "init_method": f"file://{folder}/rendezvous", "dump_dir": str(folder)}
     specs = [ServantSpec("tests.rank_rigs:bench", {"rank": rank, **place}) for rank in range(2)]
     yield Pair([launcher.start(f"learner-{n}", spec, threads=1) for n, spec in enumerate(specs)], launcher, folder)
     launcher.close()

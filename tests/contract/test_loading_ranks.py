@@ -21,7 +21,7 @@ from sota_grpo.workers.processes import ProcessLauncher
 @pytest.mark.parametrize("adapter", [[], ["train_model.lora.enabled=true", "train_model.torch_dtype=bfloat16"]])
 def test_ranks_have_the_models_own_weights_bit_for_bit(adapter: list[str], tmp_path: Path) -> None:
     config = compose("grpo_cpu", ["train_model.num_devices=2", *adapter])
-    options = {"config": config, "size": 2, "init_method": f"file://{tmp_path}/meeting", "device_type": "cpu"}
+    options = {"config": config, "size": 2, "init_method": f"file://{tmp_path}/rendezvous", "device_type": "cpu"}
     options |= {"num_threads": 1, "run_dir": str(tmp_path)}
     launcher = ProcessLauncher()
     try:

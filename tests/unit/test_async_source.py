@@ -115,13 +115,13 @@ class Rig:
 
     def turn(self, version: int, *, choose: Callable[[], None] | None = None, ahead: int = 0):
         """One turn of the loop; ``ahead`` more groups finish while the learner learns."""
-        while not self.source.stands():
-            if not self.source.pump():  # flat groups that stay are handled without anything finishing
+        while not self.source.is_ready():
+            if not self.source.handle_events():  # flat groups that stay are handled without anything finishing
                 (choose or self.desk.finish_any)()
         batch = self.source.next_batch(version)
         for _ in range(min(ahead, len(self.desk.open))):
             self.desk.finish_any()
-            self.source.pump()
+            self.source.handle_events()
         self.engine.version = version + 1
         self.source.release(batch)
         return batch
@@ -306,25 +306,25 @@ def test_a_batch_waits_for_the_oldest_group_while_younger_ones_are_finished() ->
     """K = 2, age 1: four slots. Groups 0..3 are admitted at version 0, 4 and 5 at version 1, so turn 1 needs two of
     the four; when 0 has not finished, turn 1 takes 3, and turn 2 waits for 0 although 4 and 5 are there."""
     rig = Rig(num_groups=2, max_policy_age=1)
-    rig.source.stands()
+    rig.source.is_ready()
     script = iter([1, 2, 3])
     assert ids(rig.turn(0, choose=lambda: rig.desk.finish(next(script)))) == [1, 2]
     assert rig.desk.asked == [0, 1, 2, 3, 4, 5]
     for group_id in (3, 4, 5):
         rig.desk.finish(group_id)
-    rig.source.pump()
-    assert not rig.source.stands()
+    rig.source.handle_events()
+    assert not rig.source.is_ready()
     assert len(rig.source._slots.buffer) == 3
     rig.desk.finish(0)
-    rig.source.pump()
+    rig.source.handle_events()
     assert ids(rig.source.next_batch(1)) == [0, 3]
 
 
 def test_slots_are_freed_by_release_and_not_by_taking() -> None:
     rig = Rig(num_groups=3, max_policy_age=1)
-    while not rig.source.stands():
+    while not rig.source.is_ready():
         rig.desk.finish_any()
-        rig.source.pump()
+        rig.source.handle_events()
     batch = rig.source.next_batch(0)
     assert len(rig.desk.asked) == 6
     with pytest.raises(RuntimeError, match="before the last one was released"):
@@ -358,14 +358,14 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
     rig, trained, replaced, kept = Rig(**options), [], 0, 0
     turns = 14
     for turn in range(turns):
-        while not rig.source.stands():
+        while not rig.source.is_ready():
             if random.random() < 0.2:
                 finished = len(rig.source._slots.buffer)
                 rig = reload(rig, tmp_path, **options)
                 assert len(rig.source._slots.buffer) == finished  # with their rows: nobody samples them again
                 kept += finished
                 continue
-            if not rig.source.pump():
+            if not rig.source.handle_events():
                 rig.desk.finish_any()
         batch = rig.source.next_batch(turn)
         trained += [(batch, rig.source.metrics())]
@@ -375,7 +375,7 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
             rig = reload(rig, tmp_path, **options)  # a batch that was given out counts as trained
         else:
             rig.source.release(batch)
-    rig.source.stands()
+    rig.source.is_ready()
     taken = [group for batch, _ in trained for group in ids(batch)]
     slots = rig.source._slots
     left = [*slots.in_flight, *(group for _, group, _ in slots.buffer._writer.due())]
@@ -401,7 +401,7 @@ def test_pending_groups_are_asked_for_first_and_in_order(tmp_path) -> None:
     rig.turn(0, ahead=2)
     pending = sorted(rig.desk.open)
     fresh = reload(rig, tmp_path, num_groups=2, max_policy_age=3)  # a larger age has room for two more
-    fresh.source.stands()
+    fresh.source.is_ready()
     assert fresh.desk.asked == [*pending, 8, 9]
 
 
@@ -411,7 +411,7 @@ def test_a_state_of_another_shape_or_too_late_is_refused() -> None:
         with pytest.raises(UserError, match="resume with the same"):
             Rig(**options).source.load_state_dict(state)
     rig = Rig(max_policy_age=1)
-    rig.source.stands()
+    rig.source.is_ready()
     with pytest.raises(RuntimeError, match="load before the first batch"):
         rig.source.load_state_dict(state)
 
@@ -435,9 +435,9 @@ def test_a_stop_interrupts_the_wait_and_changes_nothing(threaded: bool) -> None:
 
 def test_a_wait_in_which_nothing_moves_ends_with_a_count_by_stage() -> None:
     rig = Rig(wait_deadline_s=0.1, grade=lambda pairs: Future())
-    rig.source.stands()
+    rig.source.is_ready()
     rig.desk.finish(0)
-    rig.source.pump()
+    rig.source.handle_events()
     began = time.monotonic()
     with pytest.raises(
         TimeoutError, match="3 groups are being sampled, 1 graded, 0 are at the reference, 0 are finished"
@@ -467,7 +467,7 @@ def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, thr
     if chosen is not None:
         rig.desk.submit = chosen
     else:
-        rig.source.stands()
+        rig.source.is_ready()
         for group_id in range(4):
             rig.desk.finish(group_id)
     with pytest.raises(RuntimeError, match="failed") as found:
@@ -554,10 +554,10 @@ def test_a_flat_group_of_an_earlier_turn_is_replaced_as_one_of_the_first_round()
 
 def test_metrics_are_in_the_glossary_and_count_what_is_left() -> None:
     rig = Rig(num_groups=2, max_policy_age=2, metrics_extra=lambda: {"groups/trained": 7.0})
-    rig.source.stands()
+    rig.source.is_ready()
     for group_id in (0, 1, 2):
         rig.desk.finish(group_id)
-    rig.source.pump()
+    rig.source.handle_events()
     rig.source.next_batch(0)
     metrics = rig.source.metrics()
     assert all(declared(name).name == name for name in metrics)
@@ -587,7 +587,7 @@ def test_threads_that_finish_at_random_moments_give_every_prompt_once() -> None:
             source.release(batch)
         source.close()
     assert len(seen) == len(set(seen)) == 36
-    assert not [thread for thread in threading.enumerate() if thread.name == "conductor" and thread.is_alive()]
+    assert not [thread for thread in threading.enumerate() if thread.name == "dispatcher" and thread.is_alive()]
 
 
 def test_the_next_batch_is_sampled_and_graded_while_the_learner_has_this_one() -> None:

@@ -9,13 +9,13 @@ import statistics
 
 import pytest
 
-from sota_grpo.functional.balance import EVEN_ENOUGH, Siblings, balanced_shares, fill, rank_shares
+from sota_grpo.functional.balance import EVEN_ENOUGH, PromptGroup, balanced_shares, fill, rank_shares
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 
 SHAPE = ModelShape(440_000_000, 0, 28 * 2048, 155_000_000)
 
 
-def random_groups(count: int, *, size: int | None = None, typical: int = 300) -> list[Siblings]:
+def random_groups(count: int, *, size: int | None = None, typical: int = 300) -> list[PromptGroup]:
     """Ragged groups over shuffled places; lengths are log-normal, cut at eight times the typical one."""
     sizes = [size or random.randint(1, 12) for _ in range(count)]
     places = random.sample(range(sum(sizes)), sum(sizes))
@@ -23,23 +23,23 @@ def random_groups(count: int, *, size: int | None = None, typical: int = 300) ->
     for rows in sizes:
         lengths = (int(random.lognormvariate(math.log(typical), 0.8)) + 1 for _ in range(rows))
         responses = tuple(min(length, 8 * typical) for length in lengths)
-        groups.append(Siblings(tuple(places.pop() for _ in range(rows)), random.randint(1, 2 * typical), responses))
+        groups.append(PromptGroup(tuple(places.pop() for _ in range(rows)), random.randint(1, 2 * typical), responses))
     return groups
 
 
-def cost(group: Siblings) -> int:
+def cost(group: PromptGroup) -> int:
     return step_flops(SHAPE, shared_load(group.prompt, group.responses))
 
 
-def rows_of(pieces: list[Siblings]) -> list[int]:
+def rows_of(pieces: list[PromptGroup]) -> list[int]:
     return [row for piece in pieces for row in piece.rows]
 
 
-def lengths_by_row(pieces: list[Siblings]) -> dict[int, tuple[int, int]]:
+def lengths_by_row(pieces: list[PromptGroup]) -> dict[int, tuple[int, int]]:
     return {row: (piece.prompt, length) for piece in pieces for row, length in zip(piece.rows, piece.responses)}
 
 
-def weight(batch: list[Siblings], slots_per_token: int) -> float:
+def weight(batch: list[PromptGroup], slots_per_token: int) -> float:
     longest = max(piece.prompt + max(piece.responses) for piece in batch)
     return max(sum(piece.tokens for piece in batch), len(rows_of(batch)) * longest / slots_per_token)
 
@@ -78,15 +78,15 @@ def test_two_micro_batches_would_never_fit_into_one() -> None:
 
 def test_parts_of_a_heavy_group_are_full_but_for_one() -> None:
     """Prompt 10, 9 responses of 30, budget 100: three fit behind each prompt."""
-    batches = fill([Siblings(tuple(range(9)), 10, (30,) * 9)], token_budget=100)
+    batches = fill([PromptGroup(tuple(range(9)), 10, (30,) * 9)], token_budget=100)
     assert [[piece.rows for piece in batch] for batch in batches] == [[(0, 1, 2)], [(3, 4, 5)], [(6, 7, 8)]]
-    batches = fill([Siblings(tuple(range(7)), 10, (30,) * 7)], token_budget=100)
+    batches = fill([PromptGroup(tuple(range(7)), 10, (30,) * 7)], token_budget=100)
     assert [sum(piece.tokens for piece in batch) for batch in batches] == [100, 100, 40]
 
 
 def test_slots_bound_the_padding_of_short_rows_beside_a_long_one() -> None:
     """One row of 800 tokens and 400 of 2: they would pad 401 * 800 slots, and 8 * 1600 are allowed."""
-    groups = [Siblings((0,), 400, (400,)), *(Siblings((row,), 1, (1,)) for row in range(1, 401))]
+    groups = [PromptGroup((0,), 400, (400,)), *(PromptGroup((row,), 1, (1,)) for row in range(1, 401))]
     batches = fill(groups, token_budget=1600, slots_per_token=8)
     assert len(fill(groups, token_budget=1600, slots_per_token=1000)) == 1
     assert [len(rows_of(batch)) for batch in batches] == [16, 385]
@@ -137,7 +137,7 @@ def test_groups_stay_whole_where_they_balance() -> None:
 
 def test_one_group_is_cut_for_its_ranks() -> None:
     """Four equal responses behind one prompt, four ranks: one response each, the prompt four times."""
-    shares = rank_shares([Siblings((0, 1, 2, 3), 10, (100,) * 4)], 4, cost)
+    shares = rank_shares([PromptGroup((0, 1, 2, 3), 10, (100,) * 4)], 4, cost)
     assert [[piece.tokens for piece in share] for share in shares] == [[110]] * 4
 
 

@@ -85,7 +85,7 @@ def test_compiled_layers_are_sharded_as_eager_ones(tmp_path: Path) -> None:
     """FSDP2 over a mesh of one; the gradient of the compiled, checkpointed layers is that of the eager ones."""
     models = [make_model("qwen3").train() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    ranks = sharding.join_ranks(0, 1, init_method=f"file://{tmp_path}/meeting", device="cpu", timeout_s=60)
+    ranks = sharding.join_ranks(0, 1, init_method=f"file://{tmp_path}/rendezvous", device="cpu", timeout_s=60)
     try:
         for each in models:
             enable_gradient_checkpointing(each)

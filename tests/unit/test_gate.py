@@ -14,7 +14,7 @@ from sota_grpo import keys
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.probe import perturb
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.collate import set_loss_weights, sibling_groups
+from sota_grpo.rl.collate import prompt_groups, set_loss_weights
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.training import gate
 from sota_grpo.training.checkpoint import rng_state
@@ -176,7 +176,7 @@ def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(subject.learner, "padded", lambda rows: seen.append(rows) or padded(rows))
     assert failed(subject) == []
     # several rows at once only where the split is compared, and there no more tokens than the two longest could have
-    together = [sum(group.tokens for group in sibling_groups(rows)) for rows in seen if len(rows) > 1]
+    together = [sum(group.tokens for group in prompt_groups(rows)) for rows in seen if len(rows) > 1]
     longest = max(row[keys.FULL_TOKENS].shape[-1] for row in subject.rows)
     assert 0 < max(together) <= 2 * longest
     assert sum(map(len, seen)) - len(seen) < len(subject.rows)

@@ -1,4 +1,4 @@
-"""Scores from worker processes equal those from here, whatever happens to the workers; only guilty texts pay."""
+"""Scores from worker processes equal those from here, whatever happens to the workers; only failed texts pay."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_grader_of_whole_groups_gets_them_whole(pools: Pools) -> None:
 
 @pytest.mark.parametrize("mood", ["hang", "spin", "crash", "exit"])
 def test_one_that_takes_its_grader_down_costs_itself_and_one_worker(pools: Pools, mood: str) -> None:
-    """A group of 8, one guilty: its siblings keep their scores, and nobody else waits for a deadline."""
+    """A group of 8, one failed: its siblings keep their scores, and nobody else waits for a deadline."""
     place = random.Random(SEED).randrange(8)
     texts = [f"say {number}" for number in range(8)]
     texts[place] = mood
@@ -141,7 +141,7 @@ def test_a_group_graded_at_once_is_graded_one_by_one_after_a_fault(pools: Pools,
     scores = pool.scores(asked("say 4", mood, "say 12")).result(WAIT_S)
     assert [score.error is not None for score in scores] == [False, True, False]
     assert [score.terms["length"] for score in scores] == [5, 0, 6]
-    assert pool.fleet.restarts == 2, "one for the group, one for the guilty"
+    assert pool.fleet.restarts == 2, "one for the group, one for the failed"
 
 
 def test_the_deadline_is_that_of_one_response(pools: Pools) -> None:

@@ -1,4 +1,4 @@
-"""Functions written for verl or TRL run unchanged, here and in a grader's process; only the guilty response pays."""
+"""Functions written for verl or TRL run unchanged, here and in a grader's process; only the failed response pays."""
 
 from __future__ import annotations
 

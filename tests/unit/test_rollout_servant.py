@@ -1,4 +1,4 @@
-"""The pump: results as of the bare engine, weights that land in flight, silence that grows, failures that reach all."""
+"""The engine loop: results as of the bare engine, weights that land in flight, silence, failures that reach all."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_close_does_not_wait_for_ever_for_an_engine_that_hangs(start):
 def test_the_engine_is_built_on_the_pump_and_its_failure_raised_by_the_constructor(start):
     places: list[str] = []
     start(lambda: places.append(threading.current_thread().name) or ScriptedEngine())
-    assert places == ["pump"]
+    assert places == ["engine-loop"]
 
     def failing() -> Engine:
         raise UserError("no such model")

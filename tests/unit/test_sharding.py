@@ -24,7 +24,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.rl.collate import micro_batches, row_list, sibling_groups
+from sota_grpo.rl.collate import micro_batches, prompt_groups, row_list
 from sota_grpo.training.forward_passes import ForwardPasses
 from sota_grpo.training.remote_learner import LearnerDied, LearnerServant, RemoteLearner
 from sota_grpo.workers.base import WorkerDied
@@ -46,7 +46,7 @@ def test_ranks_make_equally_many_passes_over_every_row_once(count: int, shared: 
     shortest = min(row[keys.FULL_TOKENS].shape[0] for row in rows)
     for micro, real in itertools.chain(*parts):
         longest = max(row[keys.FULL_TOKENS].shape[0] for row in micro)
-        packed = sum(group.tokens for group in sibling_groups(micro))
+        packed = sum(group.tokens for group in prompt_groups(micro))
         assert (packed if shared else len(micro) * longest) <= 30
         assert real or (len(micro), longest) == (1, shortest)
     alone = ForwardPasses(policy, settings, 0, None).own_micro_batches(rows, 30)

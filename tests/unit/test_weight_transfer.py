@@ -100,7 +100,7 @@ class Unreachable:
     def weight_member(self) -> str:
         return "one"
 
-    def receive_weights(self, meeting: Any, layout: Any, version: int) -> None:
+    def receive_weights(self, rendezvous: Any, layout: Any, version: int) -> None:
         self.calls.append(("receive", version))
         self.version = version if self.reachable else self.version
 
@@ -128,7 +128,7 @@ class Learner:
     def weight_layout(self, dtype: Any) -> WeightLayout:
         return WeightLayout.of({"w": torch.zeros(())})
 
-    def send_weights(self, meeting: Any, version: int, dtype: Any) -> str | None:
+    def send_weights(self, rendezvous: Any, version: int, dtype: Any) -> str | None:
         self.kept = WeightPack.of([("w", torch.tensor(float(version)))]), version
         return None
 

@@ -23,8 +23,8 @@ from tests.unit.tiny_models import make_model
 @pytest.fixture(scope="module", autouse=True)
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """One rank, joined as ranks on GPUs join."""
-    meeting = f"file://{tmp_path_factory.mktemp('ranks')}/meeting"
-    yield sharding.join_ranks(0, 1, init_method=meeting, device="cuda", timeout_s=60)
+    rendezvous = f"file://{tmp_path_factory.mktemp('ranks')}/rendezvous"
+    yield sharding.join_ranks(0, 1, init_method=rendezvous, device="cuda", timeout_s=60)
     dist.destroy_process_group()
 
 
