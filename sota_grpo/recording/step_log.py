@@ -266,11 +266,16 @@ class StepLog:
         self.watch.turn(step, metrics)
 
 
+SHARE, FREE_S = 0.03, 30.0  # of the run's time that keeping whole turns may take; seconds that are not counted
+
+
 class StoredTurns:
     """The learner as the loop sees it; every turn that follows saved weights is kept whole (``recording.steps``).
 
     Before such a turn the learner is asked for the log-probs and entropies of its tokens, which cost one forward pass.
-    The first turn of a start is one of them: it follows the initial weights, or those of a checkpoint.
+    The first turn of a start is one of them: it follows the initial weights, or those of a checkpoint. Where all this
+    has come to more than ``SHARE`` of the time since the start (and to more than ``FREE_S``), turns are left out until
+    it is less.
 
     Args:
         learner: a :class:`sota_grpo.training.learner.Learner`, or its facade over several processes.
@@ -284,6 +289,7 @@ class StoredTurns:
         self.learner, self.run_dir, self.tokenizer = learner, run_dir, tokenizer
         self.device, self.enabled = device, enabled
         self.due = enabled
+        self._began, self._spent_s = time.monotonic(), 0.0
         self._before: tuple[torch.Tensor, Origin, float] | None = None
         self._alone = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
 
@@ -299,7 +305,8 @@ class StoredTurns:
 
     def after_checkpoint(self) -> None:
         """The next turn follows saved weights."""
-        self.due = self.enabled
+        allowed_s = max(FREE_S, SHARE * (time.monotonic() - self._began))
+        self.due = self.enabled and self._spent_s <= allowed_s
 
     def rewind(self, first_step: int) -> None:
         """Drop what a resumed run does again."""
@@ -331,7 +338,9 @@ class StoredTurns:
             origin=origin,
         )
         save_step(self.run_dir, stored)
-        return seconds + time.perf_counter() - began
+        seconds += time.perf_counter() - began
+        self._spent_s += seconds
+        return seconds
 
     def _look(self, rows: list[TensorDictBase]) -> tuple[torch.Tensor, Origin, float]:
         began = time.perf_counter()

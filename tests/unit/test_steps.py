@@ -13,6 +13,7 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.recording import step_log
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS
 from sota_grpo.recording.step_log import StoredTurns, rollout_rows, text_pieces
 from sota_grpo.recording.steps import (
@@ -205,6 +206,27 @@ def test_the_first_turn_and_those_after_a_checkpoint_are_stored(tmp_path: Path) 
     assert learner.calls == ["measured", "update", "update", "measured", "update", "update"]
     assert [each > 0 for each in seconds] == [True, False, True, False]
     assert stored.version == 4
+
+
+def test_storing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes 40 s and a turn 100 s: the first is over the share and the free seconds until turn 13 is done."""
+    now_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], perf_counter=lambda: now_s[0])
+    monkeypatch.setattr(step_log, "time", clock)
+
+    class Slow(Watched):
+        def measured(self, rows) -> torch.Tensor:
+            now_s[0] += 40.0
+            return super().measured(rows)
+
+    stored = StoredTurns(Slow(), tmp_path, Letters(), device="cpu", enabled=True)
+    for step in range(30):
+        began_s = now_s[0]
+        turn(stored, step)
+        now_s[0] = max(now_s[0], began_s + 100.0)
+        stored.after_checkpoint()
+    assert [step_of(path) for path in stored_steps(tmp_path)] == [0, 14, 27]
+    assert 3 * 40.0 / now_s[0] <= 0.04
 
 
 def test_nothing_is_stored_when_it_is_switched_off(tmp_path: Path) -> None:
