@@ -18,7 +18,7 @@ import torch
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 #: What the scripted engine says (request, sample, version), and how many seconds a group takes.
 Script = Callable[[GroupRequest, int, int], Sequence[int]]
@@ -259,3 +259,21 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
         if first_name.setdefault(id(parameter), name) != name:
             tied[name] = first_name[id(parameter)]
     return tied
+
+
+def expected_weights(
+    model: str | PreTrainedConfig, *, trust_remote_code: bool
+) -> tuple[dict[str, torch.Size], dict[str, str]]:
+    """Names and shapes of a model's ``state_dict()``, and its tied names, without allocating it.
+
+    Args:
+        model: its folder, or its config.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from sota_grpo.policy.load import MODEL_LOCK
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code) if isinstance(model, str) else model
+    with MODEL_LOCK, torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return {name: tensor.shape for name, tensor in built.state_dict().items()}, tied_names(built)

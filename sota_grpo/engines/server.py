@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from sota_grpo.engines.base import Deadlines, EngineOptions, checked_weights, tied_names
+from sota_grpo.engines.base import Deadlines, EngineOptions, checked_weights, expected_weights
 from sota_grpo.engines.server_dialect import (
     Dialect,
     HttpClient,
@@ -42,18 +42,6 @@ from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 
 logger = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
-
-
-def expected_weights(model_path: str, *, trust_remote_code: bool) -> tuple[dict[str, torch.Size], dict[str, str]]:
-    """Names and shapes of the model's ``state_dict()``, and its tied names, without allocating it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from sota_grpo.policy.load import MODEL_LOCK
-
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    with MODEL_LOCK, torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}, tied_names(model)
 
 
 class WeightFolder:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sota_grpo.engines.base import EngineOptions, checked_weights, matrix_dtype, tied_names
+from sota_grpo.engines.base import EngineOptions, checked_weights, expected_weights, matrix_dtype
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
@@ -118,7 +118,8 @@ class VLLMEngine(SteppingEngine):
         self._engine.set_weight_version("0")
         found = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
         self.weight_dtype = found.pop() if len(found) == 1 else None
-        self._shapes, self._tied = _expected_weights(self._engine.model_config.hf_config, options.trust_remote_code)
+        found_config, trusts = self._engine.model_config.hf_config, options.trust_remote_code
+        self._shapes, self._tied = expected_weights(found_config, trust_remote_code=trusts)
 
     def _start(
         self, tickets: Sequence[int], requests: Sequence[GroupRequest], rooms: Sequence[int], sampling: Sampling
@@ -305,17 +306,6 @@ def _process_state_restored() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         if cuda_states:
             torch.cuda.set_rng_state_all(cuda_states)
-
-
-def _expected_weights(hf_config: Any, trust_remote_code: bool) -> tuple[dict[str, torch.Size], dict[str, str]]:
-    """Names and shapes of the model's ``state_dict()``, and its tied names, without allocating it."""
-    from transformers import AutoModelForCausalLM
-
-    from sota_grpo.policy.load import MODEL_LOCK
-
-    with MODEL_LOCK, torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}, tied_names(model)
 
 
 def _weight_dtype(model: torch.nn.Module) -> torch.dtype | None:
