@@ -105,7 +105,7 @@ def test_a_template_without_tool_turns_gets_user_turns_and_says_so_once(
 ) -> None:
     made = tokenizer(template)
     turns = TurnTokens(made)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="sota_grpo"):
         for content in ("9716", "12", "9716"):
             as_user = turns.ids({"role": "user", "content": content}, 0)
             assert turns.ids({"role": "tool", "content": content}, 0) == as_user
