@@ -117,7 +117,8 @@ def add(engine: SteppingEngine, requests: Sequence[GroupRequest], sampling: Samp
 
 
 def step(engine: SteppingEngine) -> list[tuple[int, GroupOutput]]:
-    """One step; the groups of :func:`add` that have ended since the last one."""
+    """One step; the groups of :func:`add` that have ended since the last one, but for those that were dropped."""
     engine.advance()
     ended = _ENDED.setdefault(engine, deque())
-    return [(ticket, done.result()) for ticket, done in (ended.popleft() for _ in range(len(ended)))]
+    taken = [ended.popleft() for _ in range(len(ended))]
+    return [(ticket, done.result()) for ticket, done in taken if done.exception() is None]

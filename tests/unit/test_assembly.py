@@ -312,7 +312,7 @@ def test_fewer_held_out_problems_than_asked_for_are_said(mode, asked, warned, mo
     config.eval.mode = mode  # in YAML ``on`` is a truth value
     logger = Mock()
     monkeypatch.setattr(parts, "logger", logger)
-    evaluator = parts.make_evaluator(config, task_of(config), Mock(), Mock())
+    evaluator = parts.make_evaluator(config, task_of(config), Mock())
     assert len(evaluator.examples) == 8
     said = [call.args[0] % call.args[1:] for call in logger.warning.call_args_list]
     assert said == (["eval.num_samples=9, and only 8 problems are held out: 8 are measured."] if warned else [])
