@@ -17,6 +17,7 @@ from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
 from sota_grpo.engines.stepping import Inbox
+from sota_grpo.errors import UserError
 from sota_grpo.functional import constant_groups
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import Sampling, sample_seed
@@ -206,7 +207,7 @@ class RolloutSource:
         sampling: how a response is drawn.
         num_groups: groups per batch.
         max_policy_age: oldest policy, in published versions, whose tokens may be in a batch.
-        lockstep: see above.
+        lockstep: see above; the age is then 0.
         sleep_engine: in lockstep, free the engine's device once a batch is sampled; the next publish wakes it.
         reference: asks for what the KL term needs, group by group as they are graded; None where there is none.
         transforms: ``(phase, transform)``, applied in order to the whole batch.
@@ -242,14 +243,14 @@ class RolloutSource:
         threaded: bool = True,
     ):
         self.env, self.engine, self.transforms = rollouts.env, rollouts.engine, tuple(transforms)
-        self.num_groups, self.max_policy_age = num_groups, max_policy_age
+        self.num_groups, self.max_policy_age = num_groups, 0 if lockstep else max_policy_age
         self.lockstep, self.sleep_engine, self.refill = lockstep, sleep_engine, refill
         self.should_stop, self.wait_deadline_s, self.metrics_extra = should_stop, wait_deadline_s, metrics_extra
         self.threaded = threaded and not lockstep
         self._slots = Slots(
             self.env.stream,
             num_groups=num_groups,
-            max_policy_age=max_policy_age,
+            max_policy_age=self.max_policy_age,
             version=lambda: self.engine.version,
             max_draws=max_draws,
         )
@@ -327,8 +328,13 @@ class RolloutSource:
 
         Raises:
             RuntimeError: groups are in flight already.
-            ValueError: the state is of another batch size, or of a larger ``max_policy_age``.
+            UserError: the state is of another batch size, or of a larger ``max_policy_age``.
         """
+        if self.lockstep and state.get("max_policy_age", 0):
+            raise UserError(
+                "The saved run had workers beside its learner, whose groups this one, which takes turns, would lose; "
+                "resume it on as many devices as it had."
+            )
         if self._begun:
             raise RuntimeError("load_state_dict() was called after next_batch(); load before the first batch.")
         self._slots.load_state_dict(state)

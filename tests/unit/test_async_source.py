@@ -230,9 +230,17 @@ def test_lockstep_and_workers_continue_each_other() -> None:
     assert [ids(batch) for batch in found] == [ids(batch) for batch in whole[:6]]
 
 
-def test_in_lockstep_nothing_is_asked_for_beside_the_learner_and_a_batch_together() -> None:
+@pytest.mark.parametrize("max_policy_age", [0, 2])
+def test_in_lockstep_nothing_is_asked_for_beside_the_learner_and_a_batch_together(max_policy_age: int) -> None:
     calls: list[int] = []
-    source = in_lockstep(right=0.3, seed=random.getrandbits(30), num_groups=5, refill=True, max_draws=3)
+    source = in_lockstep(
+        right=0.3,
+        seed=random.getrandbits(30),
+        num_groups=5,
+        max_policy_age=max_policy_age,
+        refill=True,
+        max_draws=3,
+    )
     start = source.engine._start
     source.engine._start = lambda tickets, *rest: calls.append(len(tickets)) or start(tickets, *rest)
     for version in range(3):
@@ -241,6 +249,7 @@ def test_in_lockstep_nothing_is_asked_for_beside_the_learner_and_a_batch_togethe
         assert calls[0] == 5
         assert sum(calls) == 5 + source.metrics()["groups/refilled"]
         assert len(calls) <= 3
+        assert not source.engine.num_in_flight  # so that it can sleep
         calls.clear()
         source.release(batch)
         assert not source.engine.num_in_flight
@@ -410,6 +419,8 @@ def test_a_state_of_another_shape_or_too_late_is_refused() -> None:
     for options in ({"num_groups": 5, "max_policy_age": 1}, {"max_policy_age": 0}):
         with pytest.raises(UserError, match="resume with the same"):
             Rig(**options).source.load_state_dict(state)
+    with pytest.raises(UserError, match="as many devices as it had"):
+        in_lockstep(right=0.5, seed=0, num_groups=4).load_state_dict(state)
     rig = Rig(max_policy_age=1)
     rig.source.is_ready()
     with pytest.raises(RuntimeError, match="load before the first batch"):
