@@ -96,7 +96,9 @@ class GroupDialogs:
         self.done.add_done_callback(self._leave)
         self._request, self._rules, self._ask = request, rules, ask
         self._dialogs: list[Dialog] = []
-        self._lock = threading.Lock()  # futures may resolve on several threads
+        self._lock = (
+            threading.RLock()
+        )  # futures resolve on several threads, and are cancelled in the middle of anything
         self._num_open = request.num_samples
         self._asked: set[Future[GroupOutput]] = set()
         self._finished = False
@@ -111,8 +113,9 @@ class GroupDialogs:
 
     def _speak(self, request: GroupRequest, handle: Callable[[GroupOutput], None]) -> None:
         future = self._ask(request)
-        self._asked.add(future)
-        future.add_done_callback(self._asked.discard)
+        with self._lock:
+            self._asked.add(future)
+        future.add_done_callback(self._forget)
         self._then(future, handle)
         if self._finished or self.done.cancelled():  # meanwhile
             future.cancel()
@@ -133,8 +136,14 @@ class GroupDialogs:
         if first and self.done.set_running_or_notify_cancel():
             tell()
 
+    def _forget(self, future: Future[GroupOutput]) -> None:
+        with self._lock:
+            self._asked.discard(future)
+
     def _leave(self, done: Future[GroupOutput]) -> None:
-        for future in self._asked.copy():
+        with self._lock:
+            asked = list(self._asked)
+        for future in asked:
             future.cancel()
 
     def _begun(self, output: GroupOutput) -> None:
