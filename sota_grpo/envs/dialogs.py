@@ -96,9 +96,7 @@ class GroupDialogs:
         self.done.add_done_callback(self._leave)
         self._request, self._rules, self._ask = request, rules, ask
         self._dialogs: list[Dialog] = []
-        self._lock = (
-            threading.RLock()
-        )  # futures resolve on several threads, and are cancelled in the middle of anything
+        self._lock = threading.RLock()  # futures resolve on several threads; a cancel comes in the middle of anything
         self._num_open = request.num_samples
         self._asked: set[Future[GroupOutput]] = set()
         self._finished = False
