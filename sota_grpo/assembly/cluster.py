@@ -47,7 +47,7 @@ class Cluster:
         ranks = plan.placement.train if self._on_cluster or len(plan.placement.train) > 1 else ()
         self._ranks = [(index,) for index in ranks]
         self._threads = ThreadLauncher()
-        self._meeting_file: Path | None = None
+        self._rendezvous_file: Path | None = None
         in_ray = [*([] if is_server(plan.engine) else self._engines), *self._references, *self._ranks]
         self._ray = self._start_ray(in_ray) if in_ray else None
 
@@ -110,7 +110,7 @@ class Cluster:
     def start_ranks(self) -> list[Worker]:
         """One worker for each rank of the learner; they find each other by themselves."""
         first = len(self._in_ray_engines) + len(self._references)
-        rendezvous = self._meeting_point(first)
+        rendezvous = self._rendezvous_address(first)
         found = []
         for rank, gpus in enumerate(self._ranks):
             spec = ServantSpec(
@@ -132,11 +132,11 @@ class Cluster:
     def _in_ray_engines(self) -> Sequence[tuple[int, ...]]:
         return [] if is_server(self._plan.engine) else self._engines
 
-    def _meeting_point(self, bundle: int) -> str:
+    def _rendezvous_address(self, bundle: int) -> str:
         """Where the ranks meet: a file on one machine, an address of rank 0's machine on a cluster."""
         if not self._on_cluster:
-            self._meeting_file = Path(tempfile.gettempdir()) / f"sota_grpo_{uuid.uuid4().hex}"
-            return f"file://{self._meeting_file}"
+            self._rendezvous_file = Path(tempfile.gettempdir()) / f"sota_grpo_{uuid.uuid4().hex}"
+            return f"file://{self._rendezvous_file}"
         assert self._ray is not None
         host = self._ray.start("address", ServantSpec("sota_grpo.assembly.ranks:AddressServant"), bundle=bundle)
         try:
@@ -180,8 +180,8 @@ class Cluster:
         self._threads.close()
         if self._ray is not None:
             self._ray.close()
-        if self._meeting_file is not None:  # killed ranks leave it behind
-            self._meeting_file.unlink(missing_ok=True)
+        if self._rendezvous_file is not None:  # killed ranks leave it behind
+            self._rendezvous_file.unlink(missing_ok=True)
 
 
 def visible_gpus(config: Config) -> int:

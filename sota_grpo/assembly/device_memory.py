@@ -181,12 +181,12 @@ def _cut(prompt: int, response: int, rows: int, group: int, budget: int, shared:
         scale = max(tokens, min(budget, whole)) / tokens
         whole -= tokens
         count = sum(len(piece.rows) for piece in batch)
-        slots, completion = count * (prompt + response), count * response
+        slots, completion_tokens = count * (prompt + response), count * response
         packed = tokens if shared else slots
         found.append(
             MicroBatch(
                 tokens=round(scale * packed),
-                predicted=round(scale * completion),
+                predicted=round(scale * completion_tokens),
                 slots=round(scale * slots),
                 keys=round(scale * (tokens + count * prompt)) if shared else 0,
             )

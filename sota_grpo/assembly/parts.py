@@ -18,7 +18,6 @@ from sota_grpo.engines.base import Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.envs.turns import TurnTokens
-from sota_grpo.loop import Source
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task
@@ -32,14 +31,6 @@ class Closable(Protocol):
     """What lives in another process or holds a device; closing it twice is fine."""
 
     def close(self) -> None: ...
-
-
-class SavedSource(Source, Protocol):
-    """A source that can be continued."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -60,7 +51,7 @@ class Parts:
     tokenizer: Any
     learner: Any
     publisher: Publisher
-    source: SavedSource
+    source: RolloutSource
     evaluator: Evaluator
     sampling: Sampling
     transforms: Sequence[tuple[str, Any]]

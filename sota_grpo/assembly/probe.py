@@ -147,13 +147,13 @@ def _learn_seconds(net: Any, model: Architecture, how: Learning, device: str, gr
     rows = groups * _GROUP
     tokens = torch.arange(rows * (_PROMPT + _RESPONSE), device=device).view(rows, -1) % model.vocab
     tokens[:, :_PROMPT] = tokens[::_GROUP, :_PROMPT].repeat_interleave(_GROUP, 0)
-    completion = (torch.arange(_PROMPT + _RESPONSE, device=device) >= _PROMPT).expand(rows, -1)
+    completion_mask = (torch.arange(_PROMPT + _RESPONSE, device=device) >= _PROMPT).expand(rows, -1)
     half = how.product_bytes < how.weight_bytes
     device_type = torch.device(device).type
 
     def once() -> None:
         with torch.autocast(device_type, torch.bfloat16, enabled=half):
-            log_probs, _ = policy.log_probs(tokens, torch.ones_like(completion), completion)
+            log_probs, _ = policy.log_probs(tokens, torch.ones_like(completion_mask), completion_mask)
         log_probs.sum().backward()
         policy.zero_grad(set_to_none=True)
 

@@ -77,8 +77,8 @@ def roles_in_workers(
     graders = [env.grader.fleet] if isinstance(env.grader, GradingPool) else []
     started = [fleet, *graders, *([reference.fleet] if reference else [])]
     starting("Waiting for the workers")
-    for waited in started:
-        waited.wait_ready()
+    for waited in [fleet, *([reference.fleet] if reference else [])]:
+        waited.wait_ready()  # the graders are waited for by whoever started them
     overlong, advantage = make_overlong(config), make_advantage(config)
     return Roles(
         engine=engine,

@@ -114,7 +114,8 @@ class Engine(Protocol):
     """What samples groups: an engine in this process, a server, or many workers behind one front.
 
     ``submit`` takes one group in and returns at once; groups of equal ids may be in flight together. A prompt that
-    leaves no room for one token raises ``ValueError`` there. A future that is cancelled takes its group along.
+    leaves no room for one token raises ``ValueError`` there. A future that is cancelled takes its group along where the
+    engine is stepwise.
     ``generate`` gives the groups of one call as they finish (:class:`~sota_grpo.engines.stepping.Streams`).
 
     A ``stepwise`` engine samples only while somebody calls ``advance``, which takes in what was submitted, moves
@@ -127,7 +128,7 @@ class Engine(Protocol):
     ones may be rounded to it beforehand; None where they have several, or that is not known. ``close`` is idempotent
     and leaves no process behind.
 
-    ``submit`` and cancelling may be called from any thread, and at any time. All else may be, one at a time.
+    All may be called from any thread; what changes a stepwise engine waits for its turn.
     """
 
     name: str

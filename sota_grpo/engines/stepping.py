@@ -234,7 +234,7 @@ class SteppingEngine(Streams, ABC):
     @property
     def num_in_flight(self) -> int:
         """Groups submitted whose futures are open."""
-        flights = [*self._submitted, *self._flights.values(), *(flight for flight, _ in self._ended)]
+        flights = [*list(self._submitted), *list(self._flights.values()), *(flight for flight, _ in list(self._ended))]
         return sum(not flight.future.cancelled() for flight in flights)
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
@@ -258,14 +258,25 @@ class SteppingEngine(Streams, ABC):
         return super().generate(requests, sampling)
 
     def advance(self) -> bool:
-        """Take in what was submitted, and move everything in flight on, once; False where nothing was."""
-        with self._turn():
-            self._take_in()
-            busy = bool(self._flights)
-            if busy:
-                self._require_open()
-                self._land(self._step())
-        return self._resolve_ended() or busy
+        """Take in what was submitted, and move everything in flight on, once; False where nothing was.
+
+        A failure in between fails every group in flight: nobody knows how far each has come.
+        """
+        busy = resolved = False
+        try:
+            with self._turn():
+                try:
+                    self._take_in()
+                    busy = bool(self._flights)
+                    if busy:
+                        self._require_open()
+                        self._land(self._step())
+                except BaseException as error:
+                    self._forget_all(f"was lost when the engine failed ({error!r})")
+                    raise
+        finally:
+            resolved = self._resolve_ended()
+        return resolved or busy
 
     def abort(self) -> None:
         """Forget everything in flight; its futures raise RuntimeError."""
@@ -273,39 +284,40 @@ class SteppingEngine(Streams, ABC):
             self._forget_all()
         self._resolve_ended()
 
-    def _forget_all(self) -> None:
+    def _forget_all(self, why: str = "was dropped by abort() or close(); ask for it again") -> None:
         """The futures are told by :meth:`_resolve_ended`."""
         lost = [*(self._submitted.popleft() for _ in range(len(self._submitted))), *self._flights.values()]
-        self._drop(list(self._flights))
+        tickets = list(self._flights)
         self._flights.clear()
         for flight in lost:
-            cause = f"Group {flight.request.group_id} was dropped by abort() or close(); ask for it again."
-            self._ended.append((flight, RuntimeError(cause)))
+            self._ended.append((flight, RuntimeError(f"Group {flight.request.group_id} {why}.")))
+        self._drop(tickets)  # last: a broken engine may fail here
 
     def _take_in(self) -> None:
         """Start what was submitted, neighbours of one sampling together."""
-        new = [self._submitted.popleft() for _ in range(len(self._submitted))]
-        new = [flight for flight in new if not flight.future.cancelled()]
-        for _, flights in itertools.groupby(new, key=lambda flight: flight.sampling):
-            self._start_together(list(flights))
+        while self._submitted:
+            sampling, flights = self._submitted[0].sampling, []
+            while self._submitted and self._submitted[0].sampling == sampling:
+                flights.append(self._submitted.popleft())
+            if flights := [flight for flight in flights if not flight.future.cancelled()]:
+                self._start_together(flights)
 
     def _start_together(self, flights: Sequence[Flight]) -> None:
         """An engine refuses all or none: where it refuses, each is tried alone."""
         by_ticket = {next(self._numbers): flight for flight in flights}
         requests, rooms, samplings, _ = zip(*flights)
+        self._flights |= by_ticket
         try:
             self._start(list(by_ticket), requests, rooms, samplings[0])
-        except Exception as error:
+        except ValueError as error:
             self._drop(list(by_ticket))
-            if not isinstance(error, ValueError):
-                raise
+            for ticket in by_ticket:
+                self._flights.pop(ticket, None)
             if len(flights) == 1:
                 self._ended.append((flights[0], error))
                 return
             for flight in flights:
                 self._start_together([flight])
-        else:
-            self._flights |= by_ticket
 
     def _land(self, ended: Iterable[tuple[int, GroupOutput]]) -> None:
         """What a step has ended waits for the end of the turn."""

@@ -122,6 +122,8 @@ class GroupDialogs:
         future.add_done_callback(lambda done: self._guarded(lambda: handle(done.result())))
 
     def _guarded(self, action: Callable[[], None]) -> None:
+        if self._finished or self.done.cancelled():  # nobody waits: no further turn
+            return
         try:
             action()
         except BaseException as error:  # it belongs to whoever reads the future

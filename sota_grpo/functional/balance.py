@@ -1,7 +1,7 @@
 """How the rows of one optimizer step are cut into micro-batches and shared out over ranks: numbers only.
 
-What is moved are :class:`PromptGroup`, rows whose common prompt is computed once where they stay together. Three
-prompts and a budget of 11 packed tokens::
+What is moved are prompt groups (:class:`PromptGroup`): rows whose common prompt is computed once where they stay
+together. Three prompts and a budget of 11 packed tokens::
 
     rows 0-3   prompt 3, responses 4 4 2 2   15 tokens, more than the budget: cut into 11 and 7
     rows 4-5   prompt 2, responses 2 1        5 tokens

@@ -68,9 +68,10 @@ def shared_load(prompt: int, responses: Sequence[int]) -> Load:
     >>> shared_load(3, [2, 1])
     Load(positions=6, pairs=19, predicted=3)
     """
-    completion = sum(responses)
+    completion_tokens = sum(responses)
     own = sum(length * (length + 1) // 2 for length in responses)
-    return Load(prompt + completion, prompt * (prompt + 1) // 2 + completion * prompt + own, completion)
+    pairs = prompt * (prompt + 1) // 2 + completion_tokens * prompt + own
+    return Load(prompt + completion_tokens, pairs, completion_tokens)
 
 
 def padded_load(num_rows: int, width: int, *, predicted: int) -> Load:

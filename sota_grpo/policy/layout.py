@@ -161,8 +161,8 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
     if not is_right_padded(attention_mask):
         raise ValueError("padding stands before a real token; the packed layout needs right-padded rows")
     lengths = attention_mask.sum(-1)
-    completion = assistant_mask & attention_mask
-    prompts = torch.where(completion.any(-1), completion.int().argmax(-1), lengths)
+    completion_mask = assistant_mask & attention_mask
+    prompts = torch.where(completion_mask.any(-1), completion_mask.int().argmax(-1), lengths)
     source, positions, place, blocks = _placed(tokens, lengths.tolist(), prompts.tolist())
     row, column = assistant_mask[:, 1:].nonzero(as_tuple=True)
     return Layout(

@@ -120,9 +120,9 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     first, second = ids[:4], ids[4:6]
     rows = [torch.cat(parts) for parts in ((first, ids[6:9]), (second, ids[9:13]), (first, ids[13:18]))]
     said = [torch.arange(len(row), device=device) >= start for row, start in zip(rows, (4, 2, 4))]
-    tokens, completion = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (rows, said))
+    tokens, completion_mask = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (rows, said))
     real = nn.utils.rnn.pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
-    layout = pack(tokens, real, completion).to(device)
+    layout = pack(tokens, real, completion_mask).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         packed = packed_hidden(model, layout)[layout.place.to(device)[real]].float()
         padded = padded_hidden(model, tokens, real)[real].float()

@@ -100,11 +100,10 @@ _BRACE = re.compile(  # \boxed 5 is a box too; \{ and \} are text, not braces
     r"\\(?:boxed|fbox)(?:\s{0,3}\{|\s{1,3}(?P<bare>-?\d+(?:\.\d+)?))|\\.|[{}]", re.DOTALL | re.ASCII
 )
 _MAX_GAP_CHARS = 80  # between two parts of one answer
-_UNIT_BEFORE = (
-    re.compile(  # the unit of the first part: \boxed{1}\text{ cm and }\boxed{2}, "rows and", degrees, percent
-        r"\A[\s$]*(?:\^\s?\{?\s?\\circ|°|\\?%|\\(?:text|mathrm|mbox)\s?\{\s?(?!(?:and|or)\b)[A-Za-z]{1,16}"
-        r"|[A-Za-z]{1,16}(?=\s+and\b))"
-    )
+# the unit of the first part: \boxed{1}\text{ cm and }\boxed{2}, "rows and", degrees, percent
+_UNIT_BEFORE = re.compile(
+    r"\A[\s$]*(?:\^\s?\{?\s?\\circ|°|\\?%|\\(?:text|mathrm|mbox)\s?\{\s?(?!(?:and|or)\b)[A-Za-z]{1,16}"
+    r"|[A-Za-z]{1,16}(?=\s+and\b))"
 )
 _DRESS = re.compile(r"\\(?:text|mathrm|mbox)(?=\s?\{)|\\q?quad(?![A-Za-z])|\\[()\[\],;:! ]|[{}$*~\s]")
 _JOINT = re.compile(  # what joins, and perhaps the name of the second part: "and x_2 ="

@@ -201,9 +201,9 @@ def micro_batches(
         ValueError: if the budget is not positive.
 
     >>> def row(group, prompt, response):
-    ...     completion = torch.arange(prompt + response) >= prompt
+    ...     completion_mask = torch.arange(prompt + response) >= prompt
     ...     tokens = {"full": torch.zeros(prompt + response)}
-    ...     return TensorDict({"group_id": group, "tokens": tokens, "masks": {"all_assistant_mask": completion}})
+    ...     return TensorDict({"group_id": group, "tokens": tokens, "masks": {"all_assistant_mask": completion_mask}})
     >>> rows = [row(0, 3, 2), row(1, 2, 2), row(0, 3, 1), row(1, 2, 3)]
     >>> [[r["tokens", "full"].shape[0] for r in part] for part in micro_batches(rows, token_budget=7)]
     [[4, 5], [5, 4]]
@@ -228,16 +228,16 @@ def prompt_groups(rows: Sequence[TensorDictBase] | TensorDictBase) -> list[Promp
     that nothing follows.
 
     >>> def row(*tokens):
-    ...     completion = {"all_assistant_mask": torch.tensor([False, False, True])}
-    ...     return TensorDict({"tokens": {"full": torch.tensor(tokens)}, "masks": completion})
+    ...     completion_mask = {"all_assistant_mask": torch.tensor([False, False, True])}
+    ...     return TensorDict({"tokens": {"full": torch.tensor(tokens)}, "masks": completion_mask})
     >>> [group.rows for group in prompt_groups([row(5, 6, 7), row(5, 4, 8), row(5, 6, 9)])]
     [(0, 2), (1,)]
     """
     found: dict[bytes, list[tuple[int, int, int]]] = {}
     for index, row in enumerate(row_list(rows)):
-        completion = row.get(keys.ASSISTANT_MASK).cpu().numpy()
+        completion_mask = row.get(keys.ASSISTANT_MASK).cpu().numpy()
         tokens = row.get(keys.FULL_TOKENS).cpu().numpy()
-        prompt = int(completion.argmax()) if completion.any() else len(tokens)
+        prompt = int(completion_mask.argmax()) if completion_mask.any() else len(tokens)
         found.setdefault(tokens[:prompt].tobytes(), []).append((index, prompt, len(tokens) - prompt))
     return [
         PromptGroup(tuple(index for index, *_ in members), members[0][1], tuple(length for *_, length in members))

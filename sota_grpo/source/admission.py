@@ -256,7 +256,7 @@ class Slots:
         return kept
 
     def take(self) -> TensorDictBase:
-        """Give out the next batch, which stands.
+        """Give out the next batch, which is ready.
 
         Raises:
             RuntimeError: the batch before was not released.

@@ -20,6 +20,7 @@ from sota_grpo.rl.transforms import write_scores
 from sota_grpo.workers.base import resolve
 
 Post = Callable[[Callable[[], object]], object]
+Move = Callable[[str | None, str | None], None]
 SAMPLE, GRADE, REFERENCE = "sample", "grade", "reference"
 
 
@@ -105,7 +106,6 @@ class Rollouts:
 
     def __init__(self, env: TaskEnv, engine: Engine):
         self.env, self.engine = env, engine
-        self.clock = StageClock()
 
     def request(self, prompt: Prompt) -> GroupRequest:
         """What the engine is asked, with the example where a dialog needs that between its turns."""
@@ -114,13 +114,14 @@ class Rollouts:
             prompt.group_id, self.env.prompt_ids(prompt.example), prompt.num_samples, prompt.seed, known
         )
 
-    def begin(self, prompt: Prompt, sampling: Sampling, post: Post) -> Future[Graded]:
+    def begin(self, prompt: Prompt, sampling: Sampling, post: Post, clock: StageClock | None = None) -> Future[Graded]:
         """Ask for one group; cancelled, the future takes along what the engine was asked for.
 
         Args:
             prompt: of the group.
             sampling: how a response is drawn.
             post: has what follows a future done, on the caller's thread (:meth:`.Inbox.post`).
+            clock: is told of the stages.
 
         Raises:
             ValueError: the prompt leaves no room for a response.
@@ -128,13 +129,16 @@ class Rollouts:
         asked = self.engine.submit(self.request(prompt), sampling)
         graded: Future[Graded] = Future()
         graded.add_done_callback(lambda graded: asked.cancel() if graded.cancelled() else None)
-        self.clock.move(None, SAMPLE)
-        asked.add_done_callback(lambda _: post(partial(self._sampled, prompt, asked, graded, post)))
+        move = (clock or StageClock()).move
+        move(None, SAMPLE)
+        asked.add_done_callback(lambda _: post(partial(self._sampled, prompt, asked, graded, post, move)))
         return graded
 
-    def _sampled(self, prompt: Prompt, asked: Future[GroupOutput], graded: Future[Graded], post: Post) -> None:
+    def _sampled(
+        self, prompt: Prompt, asked: Future[GroupOutput], graded: Future[Graded], post: Post, move: Move
+    ) -> None:
         """The rows are made here and not at the beginning: a group in flight is a few numbers."""
-        self.clock.move(SAMPLE, GRADE)
+        move(SAMPLE, GRADE)
 
         def grade() -> None:
             samples = asked.result().samples
@@ -142,19 +146,19 @@ class Rollouts:
             rows = finish_rows(row, samples, self.env.tokenizer)
             scores = self.env.grader.scores([(row[keys.RESPONSE_TEXT], prompt.example) for row in rows])
             group = partial(Graded, prompt, samples, rows)
-            scores.add_done_callback(lambda _: post(partial(self._graded, group, scores, graded)))
+            scores.add_done_callback(lambda _: post(partial(self._graded, group, scores, graded, move)))
 
         try:
             grade()
         except BaseException as error:  # it belongs to whoever reads the future
-            self.clock.move(GRADE, None)
+            move(GRADE, None)
             if graded.set_running_or_notify_cancel():
                 graded.set_exception(error)
 
     def _graded(
-        self, group: Callable[[list[Score]], Graded], scores: Future[list[Score]], graded: Future[Graded]
+        self, group: Callable[[list[Score]], Graded], scores: Future[list[Score]], graded: Future[Graded], move: Move
     ) -> None:
-        self.clock.move(GRADE, None)
+        move(GRADE, None)
         if graded.set_running_or_notify_cancel():
             resolve(graded, lambda: self._written(group(scores.result())))
 

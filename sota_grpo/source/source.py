@@ -22,7 +22,7 @@ from sota_grpo.functional import constant_groups
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.source.admission import Group, Rows, Slots
-from sota_grpo.source.rollouts import GRADE, REFERENCE, SAMPLE, Graded, Prompt, Rollouts
+from sota_grpo.source.rollouts import GRADE, REFERENCE, SAMPLE, Graded, Prompt, Rollouts, StageClock
 from sota_grpo.stopping import Interrupted
 from sota_grpo.workers.base import WorkerLate
 
@@ -98,7 +98,7 @@ class Pipeline:
         self._thread: threading.Thread | None = None
         self._closed = False
         self.inbox = Inbox(rollouts.engine)
-        self.clock = rollouts.clock
+        self.clock = StageClock()
         self.failure: BaseException | None = None
         self.progress_at = time.monotonic()  # when something last resolved
 
@@ -106,7 +106,8 @@ class Pipeline:
         """Ask for the samples of ``group``."""
         seed = sample_seed(self._seed, group.group_id)
         prompt = Prompt(group.group_id, group.example, self._rollouts.env.repeats, seed)
-        self._ask(partial(self._rollouts.begin, prompt, self._sampling, self._post), partial(self._graded, group))
+        begin = partial(self._rollouts.begin, prompt, self._sampling, self._post, self.clock)
+        self._ask(begin, partial(self._graded, group))
 
     def resume(self, group: Group, rows: Rows) -> None:
         """Take a graded group that ``keeps`` had refused to the stages that are left."""
@@ -258,9 +259,8 @@ class RolloutSource:
         self._unasked: list[Group] = []
         self._metrics: dict[str, float] = {}
         self._changed = threading.Condition()  # its lock guards the slots
-        own = Rollouts(rollouts.env, rollouts.engine)  # whose clock counts no evaluation
         self._pipeline = Pipeline(
-            own, sampling, seed, reference, keeps=self._keep, finished=self._finish, failed=self._tell
+            rollouts, sampling, seed, reference, keeps=self._keep, finished=self._finish, failed=self._tell
         )
 
     def next_batch(self, version: int) -> TensorDictBase:
@@ -311,7 +311,7 @@ class RolloutSource:
             return self._is_ready()
 
     def handle_events(self) -> int:
-        """Do what the dispatcher thread would do now (``threaded=False``); the number of events handled."""
+        """Do what has come (``threaded=False``), without a step of the engine; the number of events handled."""
         return self._pipeline.inbox.drain()
 
     def close(self) -> None:
@@ -366,7 +366,7 @@ class RolloutSource:
                 self._pipeline.submit(group)
 
     def _wait(self) -> None:
-        """Return when the batch stands."""
+        """Return when the batch is ready."""
         began = time.monotonic()
         with self._changed:
             self._waiting = True
@@ -384,7 +384,7 @@ class RolloutSource:
                 self._waiting = False
 
     def _is_ready(self) -> bool:
-        """Whether the batch stands; flat groups that it waits for go on to their last stages."""
+        """Whether the batch is ready; flat groups that it waits for go on to their last stages."""
         if self._pipeline.failure is not None:
             raise self._pipeline.failure
         if self._slots.batch_is_ready():

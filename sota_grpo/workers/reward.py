@@ -74,15 +74,15 @@ def _nameless_file() -> int:
         return os.dup(file.fileno())
 
 
-def reward_spec(score: Scorer, term_names: Collection[str], progress_counter: int | None = None) -> ServantSpec:
+def reward_spec(score: Scorer, term_names: Collection[str], progress_fd: int | None = None) -> ServantSpec:
     """What a reward worker runs.
 
     Args:
         score: picklable, best without a data set behind it: :func:`sota_grpo.rl.task.scorer_of`.
         term_names: the terms that it returns.
-        progress_counter: as in :class:`RewardServant`.
+        progress_fd: as in :class:`RewardServant`.
     """
-    options = {"score": score, "term_names": tuple(term_names), "progress_counter": progress_counter}
+    options = {"score": score, "term_names": tuple(term_names), "progress_fd": progress_fd}
     return ServantSpec("sota_grpo.workers.reward:RewardServant", options)
 
 
@@ -92,7 +92,7 @@ class RewardServant:
     Args:
         score: the task's grader; its ``prepare()``, if it has one, is called here, when nobody waits for a response.
         term_names: the terms that it returns.
-        progress_counter: descriptor of a :class:`ProgressCounter`: how many of a call's responses are graded.
+        progress_fd: descriptor of a :class:`ProgressCounter`: how many of a call's responses are graded.
 
     >>> servant = RewardServant(lambda text, example: Score({"long": float(len(text) > 2)}, False), ["long"])
     >>> [score.terms for score in servant.run([("yes", Example("?", "yes")), ("no", Example("?", "yes"))]).result()]
@@ -100,12 +100,12 @@ class RewardServant:
     >>> servant.close()
     """
 
-    def __init__(self, score: Scorer, term_names: Sequence[str], progress_counter: int | None = None) -> None:
+    def __init__(self, score: Scorer, term_names: Sequence[str], progress_fd: int | None = None) -> None:
         self._score, self._term_names = score, tuple(term_names)
         prepare = getattr(score, "prepare", None)
         if prepare is not None:
             prepare()
-        self._progress_counter = None if progress_counter is None else ProgressCounter(progress_counter)
+        self._progress_counter = None if progress_fd is None else ProgressCounter(progress_fd)
         self._thread = ServantThread("grader")
 
     def run(self, asked: Sequence[tuple[str, Example]], page: int = 0) -> Future[list[Score]]:

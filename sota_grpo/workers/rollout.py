@@ -234,10 +234,11 @@ class RolloutServant:
             yield self._inbox.get()
 
     def _pass_on(self, future: Future[GroupOutput], done: Future[GroupOutput]) -> None:
-        if done.exception() is None:
+        error = done.exception()
+        if error is None:
             self._settle(future, done.result())
-        else:
-            self._settle(future, error=done.exception())
+        elif isinstance(error, ValueError):  # of any other the loop ends, and refuses every future
+            self._settle(future, error=error)
 
 
 def _death(engine: SteppingEngine, error: BaseException) -> WorkerDied:

@@ -119,9 +119,8 @@ class WeightSender:
         kept = torch.empty(layout.num_bytes, dtype=torch.uint8)
         failure = None
         for part in _filled(self._whole(dtype), layout, kept, slice_bytes, device):
-            if (
-                rendezvous is None or failure is not None
-            ):  # the ranks go on gathering, and the copy is needed all the more
+            # after a failure too the ranks go on gathering, and the copy is needed all the more
+            if rendezvous is None or failure is not None:
                 continue
             try:
                 self._group_handle.take(rendezvous, 0, device).broadcast(part)
@@ -400,7 +399,7 @@ class WeightTransfer:
         self._deadline_s, self._stall_s = deadline_s, deadline_s / 2  # a worker that waits is not silent
         self._slice_bytes, self._dtype = slice_bytes, dtype
         self._layout: WeightLayout | None = None
-        self._meeting: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         self._failures = 0
         with socket.create_server((host, 0)) as listener:
             self._host, self._port = host, listener.getsockname()[1]
@@ -430,7 +429,7 @@ class WeightTransfer:
         if answers and all(served == version for served, _ in answers):
             self._failures = 0
             return [served for served, _ in answers]
-        self._meeting = None
+        self._rendezvous = None
         if is_tried:
             reasons = {failure, *(why for _, why in answers)} - {None}
             lost = self._fleet.restarts - restarts
@@ -457,14 +456,14 @@ class WeightTransfer:
             self._layout = self._sender.weight_layout(self._dtype())
         try:
             members = tuple(sorted(self._fleet.broadcast("weight_member", deadline_s=self._stall_s)))
-            if self._meeting is None or self._meeting.members != members:
+            if self._rendezvous is None or self._rendezvous.members != members:
                 name, limits = uuid.uuid4().hex, (self._stall_s, self._slice_bytes)
-                self._meeting = Rendezvous(self._host, self._port, name, members, self._backend, *limits)
-            call = ("receive_weights", self._meeting, self._layout, version)
+                self._rendezvous = Rendezvous(self._host, self._port, name, members, self._backend, *limits)
+            call = ("receive_weights", self._rendezvous, self._layout, version)
             self._fleet.broadcast(*call, deadline_s=self._stall_s)
         except TimeoutError:  # all were mute and are being replaced
             return None
-        return self._meeting
+        return self._rendezvous
 
     def _served(self, deadline_s: float) -> list[tuple[int, str | None]]:
         try:

@@ -405,6 +405,39 @@ def test_a_stream_that_is_left_leaves_the_others_alone() -> None:
     assert inner.num_in_flight == 0
 
 
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_a_group_that_nobody_waits_for_asks_for_no_further_turn(how: str) -> None:
+    """Workers' futures cannot be cancelled: the turns in flight are sampled to their end, and that is all."""
+    asked: list[Future] = []
+
+    class Workers(Submitting):
+        def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
+            asked.append(promised())
+            return asked[-1]
+
+    def score(text: str, example: Example) -> Score:
+        if how == "failed" and len(asked) > 3 and text == "5":
+            raise KeyError("the grader is gone")
+        return always(text, example)
+
+    said = Sample(torch.tensor([5]), torch.zeros(1), torch.zeros(1, dtype=torch.int64), truncated=False)
+    inner = Workers()
+    inner.servant.close()
+    inner.submit = Workers.submit.__get__(inner)
+    done = dialogs(inner, Grader(score)).submit(some_requests(1)[0], SAMPLING)
+    asked[0].set_result(GroupOutput(10, (said,) * 3))
+    assert len(asked) == 4  # each sample goes on by itself
+    if how == "cancelled":
+        assert done.cancel()
+    for future in asked[1:]:
+        future.set_result(GroupOutput(10, (said,)))
+    assert len(asked) == 4
+    assert done.cancelled() == (how == "cancelled")
+    if how == "failed":
+        with pytest.raises(KeyError, match="the grader is gone"):
+            done.result(0)
+
+
 def test_groups_that_the_engine_forgets_are_an_error_and_no_endless_wait() -> None:
     inner = scripted(duration_s=lambda request: 0.0 if request.group_id == 10 else 5.0)
     engine = dialogs(inner)

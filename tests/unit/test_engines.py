@@ -465,3 +465,40 @@ def test_choosing_an_engine_imports_none():
     )
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert printed.strip() == "set()"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hook", ["_start", "_step"])
+def test_an_engine_that_fails_once_fails_all_that_is_in_flight_and_nothing_after_it(hook: str):
+    """Whoever drives it is told, and so is everybody who waits: how far a group has come is not known any more."""
+    engine, works = ScriptedEngine(duration_s=0.05), [False]
+    hooked = getattr(engine, hook)
+
+    def failing(*args: object) -> object:
+        if not works[0]:
+            works[0] = True
+            raise MemoryError("no room")
+        return hooked(*args)
+
+    setattr(engine, hook, failing)
+    samplings = [Sampling(max_tokens=length) for length in (2, 3, 4)]  # three calls of the hook that starts
+    futures = [engine.submit(GroupRequest(0, (2,), 1, seed=0), sampling) for sampling in samplings]
+    with pytest.raises(MemoryError, match="no room"):
+        engine.advance()
+    assert engine.num_in_flight == 0
+    for future in futures:
+        with pytest.raises(RuntimeError, match=r"lost when the engine failed \(MemoryError\('no room'\)\)"):
+            future.result(0)
+    assert len(list(engine.generate([GroupRequest(1, (2,), 1, seed=0)], samplings[0]))) == 1
+
+
+@pytest.mark.timeout(60)
+def test_both_drivers_of_an_engine_that_fails_end():
+    engine = ScriptedEngine(duration_s=0.2)
+    engine._step = lambda: (time.sleep(0.05), 1 / 0)  # both have submitted by then
+    with ThreadPoolExecutor(2) as pool:
+        requests = [[GroupRequest(number, (2,), 1, seed=0)] for number in range(2)]
+        drivers = [pool.submit(lambda asked: list(engine.generate(asked, Sampling(max_tokens=2))), r) for r in requests]
+        found = [driver.exception(30) for driver in drivers]
+    assert all(isinstance(error, ZeroDivisionError | RuntimeError) for error in found)
+    assert any(isinstance(error, ZeroDivisionError) for error in found)

@@ -1,4 +1,4 @@
-"""The asynchronous source: lockstep's batches at age 0, the age bound at any other, every prompt exactly once."""
+"""The source: lockstep's batches at age 0, the age bound at any other, every prompt exactly once."""
 
 from __future__ import annotations
 

@@ -89,12 +89,6 @@ def test_rows_are_the_same_wherever_and_whenever_they_are_graded() -> None:
     assert list(map(plain, late.collect(12))) == list(map(plain, here.collect(12)))
 
 
-def test_the_time_to_score_is_the_time_in_which_a_group_is_with_the_grader() -> None:
-    collector = make_collector(LateGrader(num_groups=3, delay_s=0.3))
-    collector.collect(3)
-    assert collector.rollouts.clock.lap()["grade"] >= 0.3
-
-
 def test_a_request_has_its_example_where_the_dialog_goes_on() -> None:
     for multi_turn in (False, True):
         env = make_env(multi_turn=multi_turn)
