@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="seed to begin with, where the ones before it are done")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every figure of every seed")
     parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
     options = parser.parse_args(argv)
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         validate(config)
         config.logging.wandb = "disabled"
         with redirect_stdout(sys.stderr):
-            for one in measure(config, options.seeds, options.cases):
+            for one in measure(config, range(options.first, options.seeds), options.cases):
                 found.append({"dtype": dtype, **one})
                 print(line(found[-1]), file=out, flush=True)
                 if options.json:
@@ -87,11 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any((one["case"] == "healthy") == (one["refused"] is not None) for one in found))
 
 
-def measure(config: Config, num_seeds: int, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure(config: Config, seeds: Sequence[int], cases: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every case of every seed: the check that refused it (None: none did), its sentences, figures and seconds."""
     with tempfile.TemporaryDirectory() as folder, closing(build(config, Path(folder))) as parts:
         parts.publisher.publish(parts.learner.version)
-        for seed in range(num_seeds):
+        for seed in seeds:
             subject = subject_of(config, parts)
             first = 4 * seed % max(1, len(subject.task.train) - 4)
             subject.task = SimpleNamespace(train=list(subject.task.train[first : first + 4]))  # type: ignore[assignment]
