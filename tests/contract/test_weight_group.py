@@ -50,7 +50,7 @@ class Rig:
 
     def wait_at_most(self, deadline_s: float) -> None:
         """The deadline of the transfers that begin now, by a new group."""
-        self.transfer._deadline_s, self.transfer._stall_s, self.transfer._meeting = deadline_s, deadline_s / 2, None
+        self.transfer._deadline_s, self.transfer._stall_s, self.transfer._rendezvous = deadline_s, deadline_s / 2, None
 
     def assert_served(self, weights: dict[str, torch.Tensor], count: int) -> None:
         assert [served for served, _ in self.fleet.broadcast("served", deadline_s=60)] == [self.version] * count
@@ -103,13 +103,13 @@ def test_every_bit_lands_under_running_groups(rig: Rig, caplog: pytest.LogCaptur
 
 def test_many_transfers_leave_nothing_behind(rig: Rig) -> None:
     rig.publish()
-    name = rig.transfer._meeting.group
+    name = rig.transfer._rendezvous.group
     before = resources(), rig.fleet.broadcast("resources", deadline_s=60)
     for _ in range(5):
         weights = rig.publish()
-    assert rig.transfer._meeting.group == name  # one group for all of them
+    assert rig.transfer._rendezvous.group == name  # one group for all of them
     for _ in range(5):
-        rig.transfer._meeting = None  # a new one each time
+        rig.transfer._rendezvous = None  # a new one each time
         weights = rig.publish()
     rig.assert_served(weights, 2)
     wait_for(lambda: (resources(), rig.fleet.broadcast("resources", deadline_s=60)) == before)
