@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
@@ -75,10 +76,8 @@ def steps(source: object, set_version: Callable[[int], None], learn_s: float, nu
     return found[1:]
 
 
-class SleepingEngine:
+class SleepingEngine(Streams):
     """Finishes a group every ``group_s`` seconds: an engine at its full rate, whatever is queued."""
-
-    stepwise = False
 
     def __init__(self, engine: ScriptedEngine, group_s: float):
         self.engine, self._group_s = engine, group_s
@@ -89,9 +88,6 @@ class SleepingEngine:
     @property
     def version(self) -> int:
         return self.engine.version
-
-    def advance(self) -> bool:
-        return False
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         future: Future[GroupOutput] = Future()

@@ -24,6 +24,7 @@ import torch
 from tensordict import TensorDictBase
 
 from sota_grpo import keys
+from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs import TaskEnv
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
@@ -139,7 +140,7 @@ class VirtualClock:
         action()
 
 
-class Workers:
+class Workers(Streams):
     """Rollout workers that finish a group when its longest response would be done.
 
     Weights arrive while groups are being sampled: a token has the version that was served at its own time.
@@ -150,8 +151,6 @@ class Workers:
         token_ids: what responses are cut from; the last one ends each.
     """
 
-    stepwise = False
-
     def __init__(self, clock: VirtualClock, scenario: Scenario, token_ids: torch.Tensor):
         self.clock, self.scenario = clock, scenario
         self.version = 0
@@ -161,9 +160,6 @@ class Workers:
         self._places = scenario.num_workers * scenario.groups_per_worker
         self._busy, self._busy_s, self._since = 0, 0.0, 0.0
         self._queue: deque[tuple[GroupRequest, Future[GroupOutput]]] = deque()
-
-    def advance(self) -> bool:
-        return False
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """As an engine; the work begins as an event of its own."""

@@ -93,7 +93,13 @@ def completed(inbox: Inbox, begin: Iterable[Callable[[], Future[Result]]]) -> It
 
 
 class Streams:
-    """``generate`` of an engine that has ``submit`` and ``advance``."""
+    """``generate`` of an engine that has ``submit``; without another ``advance`` it is one that drives itself."""
+
+    stepwise = False
+
+    def advance(self) -> bool:
+        """Nothing to do for whoever waits."""
+        return False
 
     def generate(self: Any, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
         """Yield each group once, when its last sample has ended; nothing is sampled before the first is asked for.

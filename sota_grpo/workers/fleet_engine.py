@@ -35,8 +35,6 @@ class FleetEngine(Streams):
         base: the weights under an adapter, packed once, where the learner publishes its adapter only.
     """
 
-    stepwise = False
-
     def __init__(
         self,
         fleet: Fleet,
@@ -59,10 +57,6 @@ class FleetEngine(Streams):
         """The group, some day; its samples are drawn by the weights that are newest as they are drawn."""
         response_rooms([request], sampling, self.max_model_len)
         return self.fleet.submit(request, sampling)
-
-    def advance(self) -> bool:
-        """Nothing: the workers drive their engines."""
-        return False
 
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]] | AdapterPack | WeightTransfer, version: int

@@ -85,14 +85,11 @@ def scripted(**options) -> ScriptedEngine:
 class Submitting(Streams):
     """An engine behind futures, which resolve on its own thread."""
 
-    name, version, max_model_len, stepwise, weight_dtype = "servant", 0, CONTEXT, False, None
+    name, version, max_model_len, weight_dtype = "servant", 0, CONTEXT, None
 
     def __init__(self) -> None:
         self.servant = RolloutServant(scripted)
         self.submit = self.servant.run
-
-    def advance(self) -> bool:
-        return False
 
     def update_weights(self, weights: object, version: int) -> None: ...
 

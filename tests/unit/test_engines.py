@@ -502,3 +502,16 @@ def test_both_drivers_of_an_engine_that_fails_end():
         found = [driver.exception(30) for driver in drivers]
     assert all(isinstance(error, ZeroDivisionError | RuntimeError) for error in found)
     assert any(isinstance(error, ZeroDivisionError) for error in found)
+
+
+def test_what_waits_is_decoded_together_once_it_is_no_less_than_what_runs():
+    """Later turns of dialogs come one by one: seven of them beside eight running rows wait for the eighth."""
+    engine = hf_engine(tiny_model(), max_rows=64)
+    sampling = Sampling(max_tokens=30, ignore_eos=True)
+    requests = ragged_requests(16, 1)
+    add(engine, requests[:8], sampling)
+    step(engine)
+    for number, request in enumerate(requests[8:], start=1):
+        add(engine, [request], sampling)
+        step(engine)
+        assert [decoder.num_rows for _, decoder in engine._running] == ([8] if number < 8 else [8, 8])

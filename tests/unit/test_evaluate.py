@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sota_grpo.assembly.evaluation import evaluate
+from sota_grpo.engines.stepping import Streams
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
 from sota_grpo.source.rollouts import Rollouts
@@ -130,10 +131,8 @@ def test_the_measures_of_an_evaluation_are_those_of_its_responses() -> None:
     assert evaluator.measure()["eval/accuracy"] == found["greedy"]["accuracy"]
 
 
-class Dialogs:
+class Dialogs(Streams):
     """Answers every request with a dialog of two turns, between which somebody else speaks."""
-
-    stepwise = False
 
     def __init__(self, ids: list[list[int]]) -> None:
         self.ids, self.requests = ids, list[GroupRequest]()
@@ -147,9 +146,6 @@ class Dialogs:
         answered: Future[GroupOutput] = Future()
         answered.set_result(GroupOutput(request.group_id, (sample,) * request.num_samples))
         return answered
-
-    def advance(self) -> bool:
-        return False
 
 
 def test_the_last_turn_of_a_dialog_is_graded() -> None:

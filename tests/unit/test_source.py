@@ -16,6 +16,7 @@ from tensordict import lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.recording.metrics import declared
@@ -51,10 +52,10 @@ def random_engine(env: TaskEnv, *, right: float, seed: int) -> ScriptedEngine:
     return ScriptedEngine(script, eos_token_id=env.tokenizer.eos_token_id, max_model_len=2048)
 
 
-class Desk:
+class Desk(Streams):
     """Takes requests and finishes them when it is told to, in any order."""
 
-    stepwise, name, max_model_len = False, "desk", 2048
+    name, max_model_len = "desk", 2048
 
     def __init__(self, engine: ScriptedEngine):
         self.engine = engine
@@ -64,9 +65,6 @@ class Desk:
     @property
     def version(self) -> int:
         return self.engine.version
-
-    def advance(self) -> bool:
-        return False
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         future: Future[GroupOutput] = Future()
