@@ -39,14 +39,13 @@ from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import Example, Sampling
-from sota_grpo.rl.scoring import total_reward
-from sota_grpo.rl.task import Task
+from sota_grpo.rl.task import Task, total_reward
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.run.app import num_steps
 from sota_grpo.run.entry import CONFIG_DIR
 from sota_grpo.source.rollouts import Prompt
-from sota_grpo.training.publish import Publisher
-from sota_grpo.training.schedule import learning_rate_factor
+from sota_grpo.training.forward_passes import learning_rate_factor
+from sota_grpo.training.learner import Publisher
 
 PRESET = "grpo_cpu"
 TRL_EPS = 1e-4  # what TRL adds to a group's standard deviation, which no option of it changes

@@ -39,8 +39,8 @@ from sota_grpo import keys
 from sota_grpo.functional.flops import Load, ModelShape, recomputed_flops, step_flops
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.schedule import LearnerSettings
 
 # dense bfloat16, operations per second, by part of the device's name; the longest that fits counts
 PEAKS = {

@@ -18,10 +18,9 @@ from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupRequest, Sampling, Score
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.tasks.arithmetic import ArithmeticTask
+from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.gate import Subject
-from sota_grpo.training.learner import Learner
-from sota_grpo.training.publish import Publisher
-from sota_grpo.training.schedule import LearnerSettings
+from sota_grpo.training.learner import Learner, Publisher
 from tests.unit.graders import WEIGHTS
 
 TEMPERATURE = 0.8

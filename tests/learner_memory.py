@@ -23,9 +23,9 @@ from sota_grpo.policy.load import architecture_from, enable_gradient_checkpointi
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.rl.collate import micro_batches, prompt_groups
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.gate import compared_budgets
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.schedule import LearnerSettings
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),

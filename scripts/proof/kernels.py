@@ -25,8 +25,8 @@ from sota_grpo.policy.layout import Layout, pack
 from sota_grpo.policy.sharding import Ranks, shard_over
 from sota_grpo.policy.shared_attention import _plain, shared_attention
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.schedule import LearnerSettings
 
 VOCAB = 8192
 

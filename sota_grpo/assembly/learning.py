@@ -23,8 +23,8 @@ from sota_grpo.policy.sharding import Ranks
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from sota_grpo.text import first_line
+from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.schedule import LearnerSettings
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.reference import ReferenceService
 

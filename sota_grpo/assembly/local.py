@@ -19,7 +19,7 @@ from sota_grpo.assembly.learning import (
 from sota_grpo.assembly.parts import Crew, Roles, make_publisher
 from sota_grpo.assembly.rollout import start_engine
 from sota_grpo.config import Config, model_name
-from sota_grpo.policy.export import save_hf
+from sota_grpo.policy.load import save_hf
 from sota_grpo.recording.heartbeat import starting
 
 

@@ -24,7 +24,7 @@ from sota_grpo.rl.task import Task
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.source import RolloutSource
 from sota_grpo.training.evaluate import Evaluator
-from sota_grpo.training.publish import Publisher
+from sota_grpo.training.learner import Publisher
 
 
 class Closable(Protocol):

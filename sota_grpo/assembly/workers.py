@@ -32,15 +32,13 @@ from sota_grpo.config import Config, model_name
 from sota_grpo.config.validators import obstacle_to_a_broadcast
 from sota_grpo.engines import is_server
 from sota_grpo.envs import TaskEnv
-from sota_grpo.policy.export import save_hf
-from sota_grpo.policy.load import resolve_model_path
+from sota_grpo.policy.load import resolve_model_path, save_hf
 from sota_grpo.policy.lora import AdapterPack, base_pack, packed_weights
 from sota_grpo.recording.heartbeat import starting
 from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.transforms import ReferenceKL
-from sota_grpo.training.learner import Learner
-from sota_grpo.training.publish import Publisher
+from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.workers.base import ServantSpec, promised
 from sota_grpo.workers.fleet import Fleet

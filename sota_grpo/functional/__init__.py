@@ -18,7 +18,6 @@ from typing import Any
 _PUBLIC = {
     "advantages": ("constant_groups", "group_advantages"),
     "corrections": ("importance_weights",),
-    "diagnostics": ("effective_sample_size", "masked_mean", "mismatch_kl", "token_entropy"),
     "divergences": ("KL_ESTIMATORS", "kl_k1", "kl_k2", "kl_k3"),
     "log_probs": ("chunked_log_probs",),
     "staleness": ("max_groups_admitted",),

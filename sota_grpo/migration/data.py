@@ -18,8 +18,7 @@ from sota_grpo.assembly.tasks import bare_task
 from sota_grpo.errors import UserError
 from sota_grpo.functional.weighting import soft_overlong_penalty
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.scoring import guarded_scores, total_reward
-from sota_grpo.rl.task import Task
+from sota_grpo.rl.task import Task, guarded_scores, total_reward
 
 
 def example_columns(example: Example) -> dict[str, str]:

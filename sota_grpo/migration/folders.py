@@ -26,8 +26,7 @@ from sota_grpo.migration.trl import VERSION as TRL_VERSION
 from sota_grpo.migration.trl import trl_script
 from sota_grpo.migration.verl import VERSION as VERL_VERSION
 from sota_grpo.migration.verl import verl_options, verl_script
-from sota_grpo.policy.export import save_hf
-from sota_grpo.policy.load import load_tokenizer, resolve_model_path
+from sota_grpo.policy.load import load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.recording.run_record import CONFIG_FILE, read_evaluations
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.task import Task

@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 
 from sota_grpo import keys
 from sota_grpo.functional.log_probs import chunked_log_probs
-from sota_grpo.policy.fused import fuse_layers
 from sota_grpo.policy.layout import Layout, is_right_padded, pack
 from sota_grpo.policy.liger import liger_log_probs, require_liger
-from sota_grpo.policy.packed import base_model, packed_hidden, padded_hidden, use_shared_attention
+from sota_grpo.policy.packed import base_model, fuse_layers, packed_hidden, padded_hidden, use_shared_attention
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class CausalPolicy(TensorDictModuleBase):
         logits_bytes: memory for logits; see :func:`~sota_grpo.functional.log_probs.chunked_log_probs`.
         shared_prompt: False pads every row and gives each its prompt; the model's attention is left as it is then.
         liger: the head is computed by liger-kernel (:mod:`sota_grpo.policy.liger`).
-        fused: the decoder's layers are compiled (:mod:`sota_grpo.policy.fused`), where rows are packed.
+        fused: the decoder's layers are compiled (:mod:`sota_grpo.policy.packed`), where rows are packed.
 
     Raises:
         UserError: liger-kernel is not there, or cannot compute this head.

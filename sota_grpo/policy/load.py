@@ -1,7 +1,8 @@
-"""Loading a causal language model and its tokenizer: a folder, a name on the hub, ``tiny`` or ``smollm2``."""
+"""Causal language models with their tokenizers: from a folder, the hub, ``tiny`` or ``smollm2``, and to a folder."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +24,11 @@ from transformers import (
 )
 
 from sota_grpo.errors import UserError
+from sota_grpo.files import atomic_folder
 from sota_grpo.policy import model_sizes
+from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.model_sizes import Architecture
+from sota_grpo.policy.packed import base_model
 from sota_grpo.policy.smollm2 import SMOLLM2, smollm2_folder
 from sota_grpo.text import first_line
 
@@ -292,3 +296,30 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
     finally:
         for child, rate in rates:
             child.p = rate
+
+
+def save_hf(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: str | os.PathLike[str]) -> Path:
+    """Write weights (LoRA merged, safetensors), configuration, tokenizer and chat template to ``directory``.
+
+    ``AutoModelForCausalLM.from_pretrained(directory)`` and vLLM load it. The folder is written beside the old one
+    and takes its place when it is complete. Of a sharded model every rank takes part, and rank 0 writes.
+
+    Args:
+        model: a causal language model, with or without LoRA; not changed.
+        tokenizer: the tokenizer the model was trained with.
+        directory: the folder; an earlier export there is replaced.
+
+    Raises:
+        OSError: the file system refused; an earlier export is still there.
+        ValueError: ``directory`` holds something that is not an export (no ``config.json``), so is not replaced.
+    """
+    target = Path(directory)
+    weights = dict(engine_weights(model))  # before anything can fail: other ranks may be taking part
+    if not weights:  # another rank's
+        return target
+    if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
+        raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
+    with atomic_folder(target) as partial:
+        base_model(model).save_pretrained(partial, state_dict=weights)
+        tokenizer.save_pretrained(partial)
+    return target

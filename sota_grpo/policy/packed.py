@@ -1,17 +1,24 @@
-"""A decoder's last hidden states over rows, packed or padded, and whether a model can be given packed rows at all."""
+"""A decoder's last hidden states over rows, packed or padded, and whether a model can be given packed rows at all.
+
+On CUDA the decoder's layers can be compiled (:func:`fuse_layers`): norms, rotary positions, gated activations and
+residuals, which in eager mode read and write the float32 residual stream many times, become few kernels. The attention
+stays outside as it is: it reads the layout of the packed rows, which is another in every micro-batch.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from sota_grpo.policy.layout import Layout, is_right_padded, pack
 from sota_grpo.policy.shared_attention import SHARED_ATTENTION, shared_attention
@@ -19,6 +26,10 @@ from sota_grpo.policy.shared_attention import SHARED_ATTENTION, shared_attention
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 #: Families whose packed rows are tested to equal padded ones: where they are padded, something is wrong.
 KNOWN_TO_PACK = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text")
+#: Compiled once for training, scoring, adapter on and off, each precision; beyond this torch goes back to eager.
+COMPILED_VARIANTS = 32
+#: Round where eager does, so that both give the same log-probs.
+COMPILE_OPTIONS = {"emulate_precision_casts": True}
 
 
 def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
@@ -154,3 +165,30 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def base_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model itself, out of its LoRA wrapper when it has one."""
     return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers: what transformers itself keeps together when it spreads a model over devices."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def fuse_layers(model: PreTrainedModel) -> None:
+    """Compile the decoder layers of ``model`` in place, at their first call: half a minute, for rows of any length.
+
+    One compilation serves all layers. Copies of the model (``copy.deepcopy``) are not compiled. Results differ from
+    eager mode by rounding.
+    """
+    _leave_attention_out()
+    limit: dict[str, int] = {}
+    if "recompile_limit" in signature(torch.compile).parameters:
+        limit = {"recompile_limit": COMPILED_VARIANTS}  # in any thread; the setting below holds in this one only
+    else:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_VARIANTS)
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True, options=COMPILE_OPTIONS, **limit)
+
+
+@functools.cache
+def _leave_attention_out() -> None:
+    AttentionInterface.register(SHARED_ATTENTION, torch.compiler.disable(shared_attention))

@@ -96,7 +96,7 @@ def _source() -> Path:
 
 
 def _convert(source: Path, folder: Path) -> None:
-    from sota_grpo.policy.export import save_hf
+    from sota_grpo.policy.load import save_hf
 
     print(f"{SMOLLM2}: converting {source.name} into {folder}, once", file=sys.stderr, flush=True)
     begin = time.monotonic()

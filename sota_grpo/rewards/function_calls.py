@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sota_grpo.rewards.function_file import VERL, RewardFunction, line_in
-from sota_grpo.rl.scoring import LARGEST, graders_error
+from sota_grpo.rl.task import LARGEST, graders_error
 
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
 _MAX_INT_BITS = 1023  # Python refuses to write integers of thousands of digits

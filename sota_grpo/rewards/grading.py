@@ -10,8 +10,7 @@ from itertools import chain
 from typing import Protocol
 
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.scoring import FailureLog, Scorer, failed_score, guarded_scores
-from sota_grpo.rl.task import Task, scorer_of
+from sota_grpo.rl.task import FailureLog, Scorer, Task, failed_score, guarded_scores, scorer_of
 from sota_grpo.workers.base import gathered, promised, resolve
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher

@@ -1,13 +1,26 @@
-"""The protocol of a task: examples to train on and to hold out, the chat that asks one, the score of a response."""
+"""What a task is, and how one response is graded without trusting it.
+
+Imports neither torch nor TorchRL, so that a grader's process is small and starts at once.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import json
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.scoring import Scorer
+from sota_grpo.text import one_line
+
+Scorer = Callable[[str, Example], Score]
+
+LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -62,3 +75,146 @@ def scorer_of(task: Task) -> Scorer:
     bare = copy.copy(task)
     bare.train = bare.heldout = ()
     return bare.score
+
+
+class WrongTerms(KeyError):
+    """A grader returns other terms than its task names: a mistake of the task, which no response can make."""
+
+
+def guarded_score(score: Scorer, term_names: Collection[str], response: str, example: Example) -> Score:
+    """The score of one response; a grader that fails is reported in ``error`` with all terms 0, and raises nothing.
+
+    Model text is untrusted: a grader fails when it raises, reports an error, or returns a term that is not finite.
+
+    Args:
+        score: the task's grader.
+        term_names: the terms that it must return, no others.
+
+    Raises:
+        WrongTerms: the grader returns other terms than ``term_names``: a mistake of the task, not of the text.
+
+    >>> def ratio(response, example):
+    ...     value = float(response) / float(example.answer)
+    ...     return Score({"ratio": value}, success=value == 1)
+    >>> guarded_score(ratio, ["ratio"], "2", Example("8 / 2?", "4"))
+    Score(terms={'ratio': 0.5}, success=False, error=None, info={}, reply=None)
+    >>> guarded_score(ratio, ["ratio"], "two", Example("8 / 2?", "4")).terms
+    {'ratio': 0.0}
+    """
+    try:
+        return _checked(score(response, example), term_names)
+    except WrongTerms:
+        raise
+    except BaseException as error:  # whatever the model's text makes a grader do must not end the run
+        return failed_score(term_names, graders_error(error))
+
+
+def guarded_scores(
+    score: Scorer,
+    term_names: Collection[str],
+    pairs: Sequence[tuple[str, Example]],
+    tick: Callable[[], None] = lambda: None,
+) -> list[Score]:
+    """The scores of ``(response, example)`` pairs, in their order, each guarded as :func:`guarded_score` says.
+
+    A grader that has a method ``score_group(pairs) -> list of Score`` is given all pairs at once. Where that raises,
+    they are graded one by one, so that only the response that it cannot grade fails.
+
+    Args:
+        tick: called after every answer of the grader.
+
+    Raises:
+        WrongTerms: as :func:`guarded_score`.
+
+    >>> class Shortest:
+    ...     def score_group(self, pairs):
+    ...         least = min(len(response) for response, _ in pairs)
+    ...         return [Score({"shortest": float(len(response) == least)}, False) for response, _ in pairs]
+    ...     def __call__(self, response, example):
+    ...         return self.score_group([(response, example)])[0]
+    >>> example = Example("8 / 2?", "4")
+    >>> [one.terms for one in guarded_scores(Shortest(), ["shortest"], [("4", example), ("four", example)])]
+    [{'shortest': 1.0}, {'shortest': 0.0}]
+    """
+    score_group = getattr(score, "score_group", None)
+    if score_group is not None and pairs:
+        try:
+            found = _checked_group(score_group(pairs), term_names, len(pairs))
+            tick()
+            return found
+        except WrongTerms:
+            raise
+        except BaseException as error:
+            reason = graders_error(error)
+            logger.debug("%d responses are graded one by one, because together: %s", len(pairs), reason)
+    scores = []
+    for response, example in pairs:
+        scores.append(guarded_score(score, term_names, response, example))
+        tick()
+    return scores
+
+
+def _checked_group(found: Sequence[Score], term_names: Collection[str], num_responses: int) -> list[Score]:
+    if len(found) != num_responses:
+        reason = f"ValueError: the grader returned {len(found)} scores for {num_responses} responses"
+        return [failed_score(term_names, reason)] * num_responses
+    return [_checked(one, term_names) for one in found]
+
+
+def _checked(found: Score, term_names: Collection[str]) -> Score:
+    if found.error is not None:
+        return failed_score(term_names, found.error)
+    if set(found.terms) != set(term_names):
+        raise WrongTerms(
+            f"the grader returned the terms {sorted(found.terms)} but term_weights names {sorted(term_names)}; "
+            "make them the same."
+        )
+    terms = {name: None if value is None else float(value) for name, value in found.terms.items()}
+    if not all(value is None or abs(value) <= LARGEST for value in terms.values()):
+        return failed_score(term_names, f"ValueError: a term is not finite in float32: {terms}")
+    info = json.loads(json.dumps(dict(found.info))) if found.info else {}
+    return replace(found, terms=terms, success=bool(found.success), info=info)
+
+
+def failed_score(term_names: Collection[str], error: str) -> Score:
+    """The score of a response whose grader failed: every term 0, no success, the reason beside it.
+
+    >>> failed_score(["right"], "TimeoutError: 5 s")
+    Score(terms={'right': 0.0}, success=False, error='TimeoutError: 5 s', info={}, reply=None)
+    """
+    return Score(dict.fromkeys(term_names, 0.0), False, one_line(error))
+
+
+def graders_error(error: BaseException) -> str:
+    """What a grader raised, as text.
+
+    Raises:
+        KeyboardInterrupt: it was the user's, who can reach nothing but the main thread.
+    """
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise error
+    return f"{type(error).__name__}: {error}"
+
+
+def total_reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
+    """``sum_k weight_k * term_k`` over the terms that apply; 0 where none does.
+
+    >>> total_reward({"right": 1.0, "brief": None, "form": 0.5}, {"right": 2.0, "brief": 9.0, "form": -1.0})
+    1.5
+    """
+    return sum((weights[name] * value for name, value in terms.items() if value is not None), 0.0)
+
+
+class FailureLog:
+    """Tells each kind of grader failure once, so that a thousand of them do not fill the log."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def add(self, score: Score) -> Score:
+        """Log the failure of ``score``, if it has one, and return the score."""
+        if score.error is not None:
+            kind = score.error.partition(":")[0]
+            logger.log(logging.DEBUG if kind in self._told else logging.WARNING, "grader failed: %s", score.error)
+            self._told.add(kind)
+        return score

@@ -24,7 +24,7 @@ from sota_grpo.functional.advantages import constant_groups, group_advantages
 from sota_grpo.functional.weighting import soft_overlong_penalty
 from sota_grpo.rl.collate import micro_batches, pad_rows, row_list, write_rows
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.scoring import FailureLog, Scorer, guarded_scores, total_reward
+from sota_grpo.rl.task import FailureLog, Scorer, guarded_scores, total_reward
 
 
 class RowTransform(Transform):

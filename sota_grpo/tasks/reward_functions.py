@@ -35,8 +35,7 @@ from sota_grpo.rewards.function_file import (
     unpickled,
 )
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.scoring import failed_score, guarded_score, total_reward
-from sota_grpo.rl.task import Task
+from sota_grpo.rl.task import Task, failed_score, guarded_score, total_reward
 from sota_grpo.tasks.table import TableTask
 
 DEFAULT_NAME = "compute_score"  # verl's
@@ -235,7 +234,7 @@ class GroupScorer(FunctionScorer):
     """The same where a function sees groups: graders hand it the responses of a group together."""
 
     def score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        """See :meth:`FunctionScorer.together` and :func:`sota_grpo.rl.scoring.guarded_scores`."""
+        """See :meth:`FunctionScorer.together` and :func:`sota_grpo.rl.task.guarded_scores`."""
         return self.together(pairs)
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.scoring import Scorer
-from sota_grpo.rl.task import Task, scorer_of
+from sota_grpo.rl.task import Scorer, Task, scorer_of
 
 MESSAGE = (
     "That does not look right. Can you see what went wrong? Think about it again, step by step, and then give the "
@@ -78,7 +77,7 @@ class AskAgain:
 
 
 class AskGroupAgain(AskAgain):
-    """The same for a scorer that grades a group at once (:func:`sota_grpo.rl.scoring.guarded_scores`)."""
+    """The same for a scorer that grades a group at once (:func:`sota_grpo.rl.task.guarded_scores`)."""
 
     def score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
         """The scores of a group's responses."""

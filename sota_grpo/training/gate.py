@@ -51,13 +51,12 @@ from sota_grpo.errors import UserError
 from sota_grpo.functional.agreement import mean_ratio, temperature_slope
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import Example, GradientGap, Sampling, Score, sample_seed
-from sota_grpo.rl.scoring import total_reward
-from sota_grpo.rl.task import Task
+from sota_grpo.rl.task import Task, total_reward
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.dataset import normalised
 from sota_grpo.training.checkpoint import rng_state, set_rng_state
-from sota_grpo.training.publish import Publisher
-from sota_grpo.training.schedule import LearnerSettings
+from sota_grpo.training.forward_passes import LearnerSettings
+from sota_grpo.training.learner import Publisher
 
 NUM_PROMPTS, NUM_SAMPLES = 4, 2  # that the checks are made on
 

@@ -14,11 +14,11 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
+from sota_grpo.engines.base import Engine
 from sota_grpo.errors import UserError
-from sota_grpo.functional import mismatch_kl
+from sota_grpo.functional import kl_k3
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import dropouts, without_dropout
-from sota_grpo.policy.probe import Changed, perturb, restore
 from sota_grpo.policy.sharding import (
     Ranks,
     divided,
@@ -29,12 +29,12 @@ from sota_grpo.policy.sharding import (
     reduce_gradients,
     replicated,
 )
+from sota_grpo.policy.weight_pack import Changed, perturb, restore
 from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.rl.collate import pad_rows, prompt_groups, row_list, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
 from sota_grpo.rl.records import GradientGap, sample_seed
-from sota_grpo.training.forward_passes import ForwardPasses
-from sota_grpo.training.schedule import LearnerSettings, learning_rate_factor
+from sota_grpo.training.forward_passes import ForwardPasses, LearnerSettings, learning_rate_factor
 
 METRIC_NAMES = {
     "ESS": "ess",
@@ -117,7 +117,7 @@ class Learner(ForwardPasses):
         clean = None
         if dropouts(self.policy) and not self.settings.recompute:  # the loss's own forward has dropout, the engine none
             gaps = self.log_prob_gaps(parts[: self.settings.optim_batch_size])
-            clean = mismatch_kl(gaps, torch.zeros_like(gaps), torch.ones_like(gaps, dtype=torch.bool)).item()
+            clean = kl_k3(torch.zeros_like(gaps), gaps).mean().item()
         batches = (batch for epoch in range(self.settings.epochs) for batch in self._mini_batches(parts, epoch))
         steps = [self._step(batch) for batch in batches]
         self.version += 1
@@ -359,3 +359,46 @@ def _named(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
 def _add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     for name, value in values.items():
         totals[name] = totals.get(name, 0) + value.detach()
+
+
+class Publisher:
+    """Pushes the learner's weights to every engine.
+
+    Contract. Consumes: the weights as they stand. Produces: engines that serve them. Waits for: every engine.
+    Unblocked by: the last engine's answer. When an engine fails its exception ends the run.
+
+    Args:
+        weights: named tensors under the names of the base model, adapters merged, ``lm_head.weight`` included; or the
+            adapter alone, for engines that merge it (:class:`~sota_grpo.policy.lora.AdapterPack`).
+        engines: who receives them.
+        share_device: the engines stand on the learner's GPU, so each makes room for the other.
+    """
+
+    def __init__(self, weights: Callable[[], Any], engines: Sequence[Engine], *, share_device: bool = False):
+        self.weights = weights
+        self.engines = tuple(engines)
+        self.share_device = share_device
+        self.seconds = 0.0
+
+    def publish(self, version: int) -> None:
+        """Return when every engine samples its next token from the weights called ``version``."""
+        began = time.perf_counter()
+        self.wake()
+        for engine in self.engines:
+            engine.update_weights(self.weights(), version)
+            if engine.version != version:
+                raise RuntimeError(f"Engine {engine.name} serves version {engine.version} after a push of {version}.")
+        self.seconds = time.perf_counter() - began
+
+    def sleep(self) -> None:
+        """Leave a shared GPU to the learner; nothing where the engines have their own."""
+        if self.share_device:
+            for engine in self.engines:
+                engine.sleep()
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`. An engine in another process finds only the memory that this one has given back."""
+        if self.share_device:
+            torch.cuda.empty_cache()
+        for engine in self.engines:
+            engine.wake()

@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed
-from sota_grpo.policy.export import save_hf
+from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import GradientGap, sample_seed
+from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.schedule import LearnerSettings
 from sota_grpo.workers.base import Worker, WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.starting import IDLE_METHOD, Start
@@ -102,7 +102,7 @@ class LearnerServant:
         return self._sender.kept_weights()
 
     def export_hf(self, folder: str) -> Future[None]:
-        """:func:`sota_grpo.policy.export.save_hf`, written by rank 0."""
+        """:func:`sota_grpo.policy.load.save_hf`, written by rank 0."""
         if self.tokenizer is None:
             raise ValueError("this learner was built without a tokenizer, which an export needs")
         tokenizer = self.tokenizer
@@ -242,7 +242,7 @@ class RemoteLearner:
         return self.workers[0].call("kept_weights").result(self._silence_s)
 
     def export_hf(self, folder: Path) -> None:
-        """:func:`sota_grpo.policy.export.save_hf`, written on the machine of rank 0; raises what it raises."""
+        """:func:`sota_grpo.policy.load.save_hf`, written on the machine of rank 0; raises what it raises."""
         self._call("export_hf", str(folder))
 
     def log_prob_gaps(self, rows: Sequence[TensorDictBase]) -> torch.Tensor:

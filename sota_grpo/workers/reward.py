@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.scoring import Scorer, guarded_scores
+from sota_grpo.rl.task import Scorer, guarded_scores
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.threads import ServantThread
 
@@ -87,7 +87,7 @@ def reward_spec(score: Scorer, term_names: Collection[str], progress_fd: int | N
 
 
 class RewardServant:
-    """Grades lists of responses on a thread of its own, guarded as :func:`sota_grpo.rl.scoring.guarded_scores` says.
+    """Grades lists of responses on a thread of its own, guarded as :func:`sota_grpo.rl.task.guarded_scores` says.
 
     Args:
         score: the task's grader; its ``prepare()``, if it has one, is called here, when nobody waits for a response.

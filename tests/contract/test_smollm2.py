@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.policy import smollm2
-from sota_grpo.policy.export import save_hf
-from sota_grpo.policy.load import load_model, load_tokenizer, resolve_model_path
+from sota_grpo.policy.load import load_model, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.rl.records import GroupRequest, Sampling
 from tests.engine_rigs import generate, largest_gap
 

@@ -12,7 +12,7 @@ import torch
 
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rl.records import Sampling
-from sota_grpo.training.publish import Publisher
+from sota_grpo.training.learner import Publisher
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.fleet_engine import FleetEngine

@@ -36,9 +36,8 @@ from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.source import RolloutSource
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.think_again import MESSAGE, ThinkAgain
-from sota_grpo.training.learner import Learner
-from sota_grpo.training.publish import Publisher
-from sota_grpo.training.schedule import LearnerSettings
+from sota_grpo.training.forward_passes import LearnerSettings
+from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.workers.base import promised
 from sota_grpo.workers.fleet_engine import FleetEngine
 from sota_grpo.workers.rollout import RolloutServant

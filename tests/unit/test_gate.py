@@ -12,7 +12,7 @@ import torch
 
 from sota_grpo import keys
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.probe import perturb
+from sota_grpo.policy.weight_pack import perturb
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.collate import prompt_groups, set_loss_weights
 from sota_grpo.rl.records import Example, Score

@@ -19,8 +19,7 @@ import pytest
 
 from sota_grpo.rewards.grading import GradingPool, LocalGrader, grading_pool
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.scoring import Scorer
-from sota_grpo.rl.task import scorer_of
+from sota_grpo.rl.task import Scorer, scorer_of
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.workers.base import WorkerDied

@@ -13,8 +13,8 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.checkpoint import CheckpointStore
+from sota_grpo.training.forward_passes import LearnerSettings, learning_rate_factor
 from sota_grpo.training.learner import Learner, NonFiniteStep
-from sota_grpo.training.schedule import LearnerSettings, learning_rate_factor
 from tests.unit.tiny_models import VOCAB, make_model
 
 PAD = 0

@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from sota_grpo import keys
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.export import save_hf
-from sota_grpo.policy.load import enable_gradient_checkpointing
+from sota_grpo.policy.load import enable_gradient_checkpointing, save_hf
 from sota_grpo.policy.lora import adapter_disabled, add_lora, engine_weights
 from sota_grpo.policy.packed import base_model
 from sota_grpo.policy.reference import AdapterOffReference

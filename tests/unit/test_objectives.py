@@ -11,7 +11,6 @@ from tensordict import TensorDict, lazy_stack
 from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.functional.diagnostics import effective_sample_size
 from sota_grpo.rl.collate import micro_batches, pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
 from tests.builders import TableActor, generator, random_rows
@@ -247,7 +246,8 @@ def test_diagnostics_of_one_batch_are_means_over_trained_tokens() -> None:
     batch = pad_rows(rows, pad_token_id=0)
     out, mask = loss(batch), batch[keys.ASSISTANT_MASK]
     log_prob = loss.actor_network(batch.copy())[keys.LOG_PROBS].detach()
-    assert out.ESS.item() == pytest.approx(effective_sample_size(log_prob - batch[keys.LOG_PROBS], mask).item())
+    weights = (log_prob - batch[keys.LOG_PROBS])[mask].exp()  # Kong 1992: (sum w)^2 / (n sum w^2)
+    assert out.ESS.item() == pytest.approx((weights.sum().square() / weights.square().sum() / len(weights)).item())
     gap = (batch[keys.PROXIMAL_LOG_PROBS] - batch[keys.LOG_PROBS])[mask]
     assert out.mismatch_kl.item() == pytest.approx((gap.exp() - gap - 1).mean().item())
     ref = (log_prob - batch[keys.REF_LOG_PROBS])[mask]

@@ -14,8 +14,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from sota_grpo import keys
 from sota_grpo.policy import load
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.export import save_hf
-from sota_grpo.policy.load import ModelNotFoundError, load_model, load_tokenizer, resolve_model_path
+from sota_grpo.policy.load import ModelNotFoundError, load_model, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.reference import FrozenReference
 from tests.unit.tiny_models import FAMILIES, SIZES, make_model, make_rows, make_tokenizer, repad
 

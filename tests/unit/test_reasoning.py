@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.rl.records import Example
-from sota_grpo.rl.scoring import guarded_score
-from sota_grpo.rl.task import Task
+from sota_grpo.rl.task import Task, guarded_score
 from sota_grpo.tasks.reasoning import SYSTEM_PROMPT, ReasoningTask
 
 ROOT = Path(__file__).resolve().parents[2]

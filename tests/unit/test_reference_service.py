@@ -14,7 +14,7 @@ from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.export import save_hf
+from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.transforms import ReferenceKL
 from sota_grpo.workers.base import ServantSpec, WorkerDied

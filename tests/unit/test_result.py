@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from sota_grpo import Result, UserError
-from sota_grpo.policy.export import save_hf
-from sota_grpo.policy.load import load_model, load_tokenizer
+from sota_grpo.policy.load import load_model, load_tokenizer, save_hf
 
 LINES = [
     {"step": 0, "eval/accuracy": 0.25, "eval/num_samples": 8},

@@ -20,8 +20,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
 from sota_grpo.rewards.grading import grading_pool
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.scoring import guarded_score, guarded_scores
-from sota_grpo.rl.task import Task, scorer_of
+from sota_grpo.rl.task import Task, guarded_score, guarded_scores, scorer_of
 from sota_grpo.rl.transforms import write_scores
 from sota_grpo.tasks.calculator import CalculatorTask
 from sota_grpo.tasks.gsm8k import GSM8KTask

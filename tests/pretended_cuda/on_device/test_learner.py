@@ -19,8 +19,8 @@ from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import ReferenceKL
+from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.schedule import LearnerSettings
 from tests.pretended_cuda import kernels
 from tests.pretended_cuda.counters import host_traffic
 from tests.rank_rigs import ragged_rows, trained_adapter
