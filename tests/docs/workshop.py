@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 
 from tests.docs.desk import lay, write_program
-from tests.docs.forked import Done, ForkServer
 from tests.docs.markdown import ROOT, Block, Command, blocks, commands
 from tests.docs.rules import (
     estimated,
@@ -23,6 +22,7 @@ from tests.docs.rules import (
     small_tool,
     starts_workers,
 )
+from tests.forked import Done, ForkServer
 
 #: How the documents call a finished run, and a finished sweep.
 RUNS = {name: name for name in ("RUN", "outputs/2026-01-31/10-00-00")} | {"outputs": "outputs/2026-01-31/10-00-00"}

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from sota_grpo.recording.metrics import declared
+from tests.forked import ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 # one thread each: equal bits need equal thread counts (docs/design.md, decision 8)
@@ -41,15 +42,29 @@ def command(run_dir: Path, *overrides: str, config: str = "grpo_cpu", script: st
     ]
 
 
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    opened = ForkServer(tmp_path_factory.mktemp("forked"), ENVIRONMENT)
+    yield opened
+    opened.close()
+
+
 @pytest.fixture
-def grpo(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """Run ``grpo.py`` to its end; stdin is closed, so that a prompt would fail."""
+def grpo(tmp_path: Path, fork_server: ForkServer) -> Callable[..., subprocess.CompletedProcess]:
+    """Run ``grpo.py`` to its end; stdin is closed, so that a prompt would fail.
+
+    Forked from a process that has imported torch, but for what Ray or vLLM takes part in: these do not like that.
+    """
 
     def run(
         run_dir: Path, *overrides: str, config: str = "grpo_cpu", script: str = "grpo.py", **kwargs
     ) -> subprocess.CompletedProcess:
+        arguments = command(run_dir, *overrides, config=config, script=script)
+        if script == "grpo.py" and "engine=vllm" not in overrides:
+            done = fork_server.run(arguments[1:], cwd=tmp_path, environment=list(kwargs.get("env", {}).items()))
+            return subprocess.CompletedProcess(arguments, done.code, done.stdout, done.stderr)
         return subprocess.run(
-            command(run_dir, *overrides, config=config, script=script),
+            arguments,
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,

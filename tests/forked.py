@@ -44,7 +44,7 @@ class ForkServer:
             stdout=subprocess.PIPE,
             text=True,
             env=dict(environment),
-            cwd=Path(__file__).resolve().parents[2],
+            cwd=Path(__file__).resolve().parents[1],
         )
 
     def run(
