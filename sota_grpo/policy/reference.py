@@ -7,6 +7,7 @@ the device of the rows) out, and ``close()``, which is idempotent.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -34,7 +35,35 @@ class ReferencePolicy(Protocol):
     def close(self) -> None: ...
 
 
-class FrozenReference:
+class _Computed:
+    """Log-probabilities of a policy of this process, until it is closed."""
+
+    def __init__(self, policy: CausalPolicy) -> None:
+        self._policy: CausalPolicy | None = policy
+        self.shared_prompt = policy.shared_prompt
+
+    @torch.no_grad()
+    def __call__(self, rows: TensorDictBase) -> torch.Tensor:
+        """Return log-probabilities [N, T] on the device of the rows.
+
+        Raises:
+            RuntimeError: the reference was closed.
+        """
+        if self._policy is None:
+            raise RuntimeError("the reference policy was closed and cannot answer any more")
+        tokens, attention_mask, assistant_mask = (rows.get(key) for key in _IN_KEYS)
+        with self._as_reference(self._policy):
+            log_probs, _ = self._policy.log_probs(tokens, attention_mask, assistant_mask)
+        return log_probs.to(tokens.device)
+
+    def _as_reference(self, policy: CausalPolicy) -> AbstractContextManager:
+        return nullcontext()
+
+    def close(self) -> None:
+        self._policy = None
+
+
+class FrozenReference(_Computed):
     """A reference with weights of its own, on a device of its own.
 
     Args:
@@ -54,29 +83,11 @@ class FrozenReference:
         fused: bool = False,
     ) -> None:
         frozen = model.requires_grad_(False).eval().to(device)  # to(None) leaves it where it is
-        self._policy: CausalPolicy | None = CausalPolicy(
-            frozen, temperature=temperature, with_entropy=False, shared_prompt=shared_prompt, fused=fused
-        )
-        self.shared_prompt = self._policy.shared_prompt
-
-    def __call__(self, rows: TensorDictBase) -> torch.Tensor:
-        """Return log-probabilities [N, T] on the device of the rows.
-
-        Raises:
-            RuntimeError: the reference was closed.
-        """
-        if self._policy is None:
-            raise RuntimeError("the reference policy was closed and cannot answer any more")
-        tokens, attention_mask, assistant_mask = (rows.get(key) for key in _IN_KEYS)
-        with torch.no_grad():
-            found, _ = self._policy.log_probs(tokens, attention_mask, assistant_mask)
-        return found.to(tokens.device)
-
-    def close(self) -> None:
-        self._policy = None
+        options = {"with_entropy": False, "shared_prompt": shared_prompt, "fused": fused}
+        super().__init__(CausalPolicy(frozen, temperature=temperature, **options))
 
 
-class AdapterOffReference:
+class AdapterOffReference(_Computed):
     """The base model under a LoRA policy: its adapter is off for the length of a call. No weights of its own.
 
     Args:
@@ -89,21 +100,7 @@ class AdapterOffReference:
     def __init__(self, policy: CausalPolicy) -> None:
         with adapter_disabled(policy.model):
             pass  # refuses a model without an adapter now rather than in the first step
-        self._policy: CausalPolicy | None = policy
-        self.shared_prompt = policy.shared_prompt
+        super().__init__(policy)
 
-    def __call__(self, rows: TensorDictBase) -> torch.Tensor:
-        """Return log-probabilities [N, T] of the base model on the device of the rows.
-
-        Raises:
-            RuntimeError: the reference was closed.
-        """
-        if self._policy is None:
-            raise RuntimeError("the reference policy was closed and cannot answer any more")
-        tokens, attention_mask, assistant_mask = (rows.get(key) for key in _IN_KEYS)
-        with torch.no_grad(), adapter_disabled(self._policy.model):
-            found, _ = self._policy.log_probs(tokens, attention_mask, assistant_mask)
-        return found.to(tokens.device)
-
-    def close(self) -> None:
-        self._policy = None
+    def _as_reference(self, policy: CausalPolicy) -> AbstractContextManager:
+        return adapter_disabled(policy.model)
