@@ -29,9 +29,8 @@ from tensordict import TensorDictBase
 from transformers import PrinterCallback, TrainerCallback
 
 from sota_grpo import keys
-from sota_grpo.assembly.build import build
+from sota_grpo.assembly.build import Parts, build
 from sota_grpo.assembly.learning import trainer_precision
-from sota_grpo.assembly.parts import Parts
 from sota_grpo.assembly.rollout import end_token_ids, generation_config_of
 from sota_grpo.config import Config, model_name, register
 from sota_grpo.envs.stream import PromptStream

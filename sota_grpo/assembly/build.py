@@ -1,34 +1,129 @@
-"""One run is put together: what is cheap and can be wrong first, then learner, engine and source."""
+"""One run is put together: what is cheap and can be wrong first, then learner, engine and source.
+
+In lockstep on one machine all of them live in this process; else engines, references and, where there are several,
+the ranks of the learner are workers.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from tensordict import TensorDictBase, lazy_stack
+from torch import nn
 
-from sota_grpo.assembly.cluster import visible_gpus
-from sota_grpo.assembly.cuda import use_expandable_segments, why_no_gpu
-from sota_grpo.assembly.devices import make_plan, resolve_device
-from sota_grpo.assembly.local import roles_here
-from sota_grpo.assembly.parts import (
-    Crew,
-    Parts,
-    make_evaluator,
-    make_rollouts,
-    make_source,
-    numerics_are_exact,
+from sota_grpo.assembly.cluster import Cluster, visible_gpus
+from sota_grpo.assembly.devices import Plan, device_name, make_plan, resolve_device
+from sota_grpo.assembly.learning import (
+    add_adapter,
+    kl_in_reward,
+    make_advantage,
+    make_learner,
+    make_model,
+    make_overlong,
+    make_policy,
+    make_reference,
+    make_settings,
+    make_transforms,
+    reference_options,
+    trainer_precision,
+    use_expandable_segments,
 )
-from sota_grpo.assembly.rollout import make_env, make_grader, make_sampling
-from sota_grpo.assembly.tasks import task_of
-from sota_grpo.config import Config, model_name
-from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.assembly.preflight import why_no_gpu
+from sota_grpo.assembly.rollout import (
+    engine_dtype,
+    engine_options,
+    make_env,
+    make_grader,
+    make_sampling,
+    max_model_len,
+    start_engine,
+    task_of,
+)
+from sota_grpo.config import Config, model_name, turn_size
+from sota_grpo.config.validators import obstacle_to_a_broadcast
+from sota_grpo.engines import is_server
+from sota_grpo.engines.base import Engine
+from sota_grpo.envs import TaskEnv
+from sota_grpo.envs.dialogs import DialogEngine
+from sota_grpo.envs.turns import TurnTokens
+from sota_grpo.policy.load import load_tokenizer, resolve_model_path, save_hf
+from sota_grpo.policy.lora import AdapterPack, base_pack, engine_weights, packed_weights
 from sota_grpo.recording.heartbeat import starting
 from sota_grpo.rewards.function_file import Functions
 from sota_grpo.rewards.grading import GradingPool
+from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.records import Sampling
+from sota_grpo.rl.task import Task
+from sota_grpo.source.rollouts import Rollouts
+from sota_grpo.source.source import RolloutSource
+from sota_grpo.training.evaluate import Evaluator
+from sota_grpo.training.learner import Learner, Publisher
+from sota_grpo.training.remote_learner import RemoteLearner
+from sota_grpo.workers.base import ServantSpec, promised
+from sota_grpo.workers.fleet import Fleet
+from sota_grpo.workers.fleet_engine import FleetEngine
+from sota_grpo.workers.reference import ReferenceService
+from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 
 logger = logging.getLogger(__name__)
+
+WAIT_S = 3600.0  # longest wait for any sign of life from any group; dead and hung workers are found much sooner
+
+
+@dataclass
+class Parts:
+    """Everything a run is made of.
+
+    Attributes:
+        rollouts: of the task's environment and the engine; the gate, the evaluator and the source all use them.
+        learner: a :class:`~sota_grpo.training.learner.Learner`, or its facade when it spans several processes.
+        transforms: what a batch goes through before it is trained on, by phase, for the gate.
+        export: writes the trained model to a folder.
+        exact: engine and trainer both compute in float32, so that their log-probs differ by rounding only.
+        opened: what lives in other processes or holds a device; the last one is closed first.
+    """
+
+    task: Task
+    rollouts: Rollouts
+    tokenizer: Any
+    learner: Any
+    publisher: Publisher
+    source: RolloutSource
+    evaluator: Evaluator
+    sampling: Sampling
+    transforms: Sequence[tuple[str, Any]]
+    export: Callable[[Path], object]
+    exact: bool
+    opened: ExitStack
+
+    def close(self) -> None:
+        """End what lives in other processes or holds a device, each even if another fails; idempotent."""
+        self.opened.close()
+
+
+@dataclass
+class Roles:
+    """Who samples, learns and refers: all that depends on whether the run has workers.
+
+    Attributes:
+        source: options of the source that follow from it.
+        transforms, learner, publisher, export: as in :class:`Parts`.
+    """
+
+    engine: Engine
+    learner: Any
+    publisher: Publisher
+    source: Mapping[str, Any]
+    transforms: Sequence[tuple[str, Any]]
+    export: Callable[[Path], object]
 
 
 def build(
@@ -55,22 +150,21 @@ def build(
     starting("Reading the tokenizer and the data")
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     task = task_of(config, functions)
-    with Crew() as crew:
+    with ExitStack() as opened:
         # the last one closed: the others may wait for scores
-        grader = crew.add(make_grader(config, task))
+        grader = opened.enter_context(closing(make_grader(config, task)))
         env = make_env(config, task, tokenizer, grader)
         torch.manual_seed(config.seed)
         if plan.workers:
-            from sota_grpo.assembly.workers import roles_in_workers
-
-            roles = roles_in_workers(config, plan, env, tokenizer, run_dir, should_stop, crew)
+            roles = _roles_in_workers(config, plan, env, tokenizer, run_dir, should_stop, opened)
         else:
-            roles = roles_here(config, plan, tokenizer, run_dir, crew)
+            roles = _roles_here(config, plan, tokenizer, run_dir, opened)
         rollouts = make_rollouts(config, env, roles.engine)
-        source = crew.add(make_source(config, rollouts, **roles.source))
+        source = opened.enter_context(closing(_make_source(config, rollouts, roles.source)))
         if isinstance(grader, GradingPool):
             starting("Waiting for the reward workers")
             grader.wait_ready()  # it has started beside the rest; what keeps it from starting is told before the gate
+        warn_of_few_problems(config, task)
         return Parts(
             task=task,
             rollouts=rollouts,
@@ -82,6 +176,254 @@ def build(
             sampling=make_sampling(config),
             transforms=roles.transforms,
             export=roles.export,
-            exact=numerics_are_exact(config, plan.device_type),
-            opened=crew.parts,
+            exact=_computes_in_float32(config, plan.device_type),
+            opened=opened.pop_all(),
         )
+
+
+def make_rollouts(config: Config, env: TaskEnv, engine: Engine) -> Rollouts:
+    """Over ``engine`` itself, or with ``env.max_steps`` above 1 over what samples whole dialogs with it."""
+    if config.env.max_steps > 1:
+        turns = TurnTokens(env.tokenizer, env.template_kwargs)
+        engine = DialogEngine(engine, env.grader, turns, max_steps=config.env.max_steps)
+    return Rollouts(env, engine)
+
+
+def _make_source(config: Config, rollouts: Rollouts, options: Mapping[str, Any]) -> RolloutSource:
+    return RolloutSource(
+        rollouts,
+        make_sampling(config),
+        num_groups=turn_size(config) // config.env.repeats,
+        max_policy_age=config.train.max_policy_age,
+        seed=config.seed,
+        refill=config.algorithm.dynamic_sampling,
+        max_draws=config.algorithm.dynamic_sampling_max_draws,
+        **options,
+    )
+
+
+def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
+    """The evaluator on the first ``eval.num_samples`` held-out problems."""
+    return Evaluator(
+        rollouts,
+        task.heldout[: config.eval.num_samples],
+        max_tokens=config.inference_model.max_tokens,
+        avg_at_k=config.eval.avg_at_k,
+        seed=config.seed,
+    )
+
+
+def warn_of_few_problems(config: Config, task: Task) -> None:
+    """Where fewer problems are held out than are to be measured."""
+    wanted, count = config.eval.num_samples, len(task.heldout)
+    if config.eval.mode == "on" and count < wanted:
+        logger.warning("eval.num_samples=%d, and only %d problems are held out: %d are measured.", wanted, count, count)
+
+
+def make_publisher(model: nn.Module, engine: Engine, *, share_device: bool = False) -> Publisher:
+    """Merged weights of ``model``, pushed to ``engine``."""
+    return Publisher(lambda: engine_weights(model), [engine], share_device=share_device)
+
+
+def _computes_in_float32(config: Config, device_type: str) -> bool:
+    engine = engine_dtype(config.inference_model.torch_dtype, device_type)
+    trainer = config.train_model.torch_dtype
+    return engine == "float32" and trainer_precision(config, device_type) == "fp32" and trainer in ("auto", "float32")
+
+
+def _roles_here(config: Config, plan: Plan, tokenizer: Any, run_dir: Path, opened: ExitStack) -> Roles:
+    """Learner, engine and reference in this process, taking turns (the reference may have a process of its own)."""
+    device_type, placement = plan.device_type, plan.placement
+    share_device = placement.colocated and device_type == "cuda"
+    starting(f"Loading the policy {model_name(config)}")
+    base = make_model(config, torch.device(device_name(device_type, placement.train)))
+    starting(f"Starting the engine {plan.engine}")
+    # the engine copies the model while that has no adapter
+    engine = start_engine(config, device_name(device_type, placement.inference), tokenizer, base, run_dir)
+    opened.callback(engine.close)
+    starting("Putting the learner together")
+    model = add_adapter(config, base)
+    policy = make_policy(config, model, device_type)
+    reference = make_reference(config, policy, placement, device_type)
+    if reference is not None:
+        opened.callback(reference.close)
+    learner = make_learner(config, policy, tokenizer.pad_token_id, device_type, run_dir)
+    transforms = make_transforms(config, reference, tokenizer.pad_token_id, learner.autocast)
+    return Roles(
+        engine=engine,
+        learner=learner,
+        publisher=make_publisher(model, engine, share_device=share_device),
+        source={"lockstep": True, "sleep_engine": share_device, "transforms": transforms},
+        transforms=transforms,
+        export=lambda folder: save_hf(model, tokenizer, folder),
+    )
+
+
+def _roles_in_workers(
+    config: Config,
+    plan: Plan,
+    env: TaskEnv,
+    tokenizer: Any,
+    run_dir: Path,
+    should_stop: Callable[[], bool],
+    opened: ExitStack,
+) -> Roles:
+    """Rollout, reference and reward workers, and perhaps a learner of several ranks: all start at once."""
+    starting(f"Starting the workers, engine={plan.engine}")
+    cluster = opened.enter_context(closing(Cluster(config, plan, run_dir)))
+    fleet = opened.enter_context(closing(_rollout_fleet(config, plan, tokenizer, cluster, run_dir)))
+    engine = FleetEngine(
+        fleet,
+        name=plan.engine,
+        max_model_len=max_model_len(config),
+        share=cluster.share,
+        deadline_s=config.inference_model.timeout_s,
+    )
+    reference = _reference_service(config, plan, tokenizer, cluster) if plan.placement.ref else None
+    if reference is not None:
+        opened.callback(reference.close)
+    starting(f"Loading the policy {model_name(config)}")
+    learner, publisher, export = _learning(config, plan, tokenizer, cluster, engine, run_dir, opened)
+    graders = [env.grader.fleet] if isinstance(env.grader, GradingPool) else []
+    others = [fleet, *([reference.fleet] if reference else [])]
+    starting("Waiting for the workers")
+    for waited in others:
+        waited.wait_ready()  # the graders are waited for by whoever started them
+    return Roles(
+        engine=engine,
+        learner=learner,
+        publisher=publisher,
+        source={
+            "reference": _completed_by(reference, make_overlong(config)),
+            "transforms": make_advantage(config),
+            "should_stop": should_stop,
+            "wait_deadline_s": WAIT_S,
+            "metrics_extra": lambda: {
+                "workers/restarts": sum(each.restarts for each in (*others, *graders)),
+                "workers/requeued": sum(each.requeued for each in (*others, *graders)),
+            },
+        },
+        transforms=make_transforms(config, reference, tokenizer.pad_token_id),
+        export=export,
+    )
+
+
+def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path) -> Fleet:
+    count = cluster.num_engines
+    options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir, count)
+    rows, repeats = options.max_rows, config.env.repeats
+    return Fleet(
+        "rollout",
+        cluster.start_rollout(options),
+        count,
+        capacity=rows if config.env.max_steps > 1 else max(1, rows // repeats),  # later turns come alone
+        silence_s=config.inference_model.timeout_s,
+        start_silence_s=config.ray.start_timeout_s,
+    )
+
+
+def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster) -> ReferenceService:
+    options = reference_options(config, plan.device_type) | {
+        "model_name": resolve_model_path(model_name(config)),
+        "num_threads": cluster.threads if plan.device_type == "cpu" else None,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    count = len(plan.placement.ref)
+    fleet = Fleet(
+        "reference",
+        cluster.start_reference(ServantSpec("sota_grpo.workers.reference:reference_servant", options)),
+        count,
+        capacity=2,  # the next group is there when one is answered
+        silence_s=config.ref_model.timeout_s,
+        start_silence_s=config.ray.start_timeout_s,
+    )
+    return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config))
+
+
+def _completed_by(
+    reference: ReferenceService | None, overlong: list[tuple[str, Any]]
+) -> Callable[[list[TensorDictBase]], Future[list[TensorDictBase]]] | None:
+    """What a group goes through once it is graded and kept: the length penalty, then the reference, which may subtract
+    the KL from the reward. Whether a group is flat is judged before, as in lockstep."""
+    if not overlong:
+        return reference.submit if reference else None
+
+    def complete(rows: list[TensorDictBase]) -> Future[list[TensorDictBase]]:
+        batch: TensorDictBase = lazy_stack(rows)
+        for _, transform in overlong:
+            batch = transform(batch)
+        if reference is not None:
+            return reference.submit(row_list(batch))
+        done = promised()
+        done.set_result(row_list(batch))
+        return done
+
+    return complete
+
+
+def _learning(
+    config: Config,
+    plan: Plan,
+    tokenizer: Any,
+    cluster: Cluster,
+    engine: FleetEngine,
+    run_dir: Path,
+    opened: ExitStack,
+) -> tuple[Learner | RemoteLearner, Publisher, Callable[[Path], object]]:
+    """The learner in this process, or its facade over the ranks; what publishes its weights; what exports them."""
+    device_type = plan.device_type
+    if cluster.num_ranks:
+        remote = RemoteLearner(
+            cluster.start_ranks(),
+            make_settings(config, device_type),
+            share=cluster.share,
+            silence_s=config.train_model.timeout_s,
+            start_silence_s=config.ray.start_timeout_s,
+        )
+        opened.callback(remote.close)
+        collective = _collective(config, plan, cluster, engine, remote, opened)
+        publisher = collective or Publisher(lambda: remote.weights(dtype=engine.weight_dtype), [engine])
+        return remote, publisher, remote.export_hf
+    if device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cluster.threads)
+    model = add_adapter(config, make_model(config, torch.device(device_name(device_type, plan.placement.train))))
+    policy = make_policy(config, model, device_type)
+    learner = make_learner(config, policy, tokenizer.pad_token_id, device_type, run_dir)
+    if config.train_model.lora.enabled:
+        engine.base = lambda: base_pack(model)
+        publisher = Publisher(lambda: AdapterPack.of(model), [engine])
+    else:
+        collective = _collective(config, plan, cluster, engine, WeightSender(model), opened)
+        publisher = collective or Publisher(lambda: packed_weights(model, dtype=engine.weight_dtype), [engine])
+    return learner, publisher, lambda folder: save_hf(model, tokenizer, folder)
+
+
+def _collective(
+    config: Config, plan: Plan, cluster: Cluster, engine: FleetEngine, sender: Any, opened: ExitStack
+) -> Publisher | None:
+    """A publisher that broadcasts the weights, where the config asks for one or NCCL has a short way."""
+    if not broadcasts_weights(config, plan):
+        return None
+    transfer = WeightTransfer(
+        engine.fleet,
+        sender,
+        share=cluster.share,
+        backend="nccl" if plan.device_type == "cuda" else "gloo",
+        deadline_s=config.inference_model.timeout_s,
+        host=cluster.host,
+        dtype=lambda: engine.weight_dtype,
+    )
+    opened.callback(transfer.close)
+    return Publisher(lambda: transfer, [engine])
+
+
+def broadcasts_weights(config: Config, plan: Plan) -> bool:
+    """Whether weights go by broadcast: on GPUs of one machine they do, unless something is in the way.
+
+    NCCL wants a GPU for each member. Between machines a broadcast has not been tried: there it has to be asked for.
+    """
+    if config.inference_model.weight_transfer != "auto":
+        return config.inference_model.weight_transfer == "collective"
+    own = set(plan.placement.train).isdisjoint(plan.placement.inference)
+    near = plan.device_type == "cuda" and config.ray.address is None and not is_server(plan.engine)
+    return near and own and obstacle_to_a_broadcast(config) is None

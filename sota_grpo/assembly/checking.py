@@ -10,8 +10,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from sota_grpo.assembly.build import build
-from sota_grpo.assembly.parts import Parts
+from sota_grpo.assembly.build import Parts, build
 from sota_grpo.config import Config, model_name
 from sota_grpo.config.hub_token import use_config_token
 from sota_grpo.config.validators import validate

@@ -114,7 +114,7 @@ class Cluster:
         found = []
         for rank, gpus in enumerate(self._ranks):
             spec = ServantSpec(
-                "sota_grpo.assembly.ranks:learner_servant",
+                "sota_grpo.assembly.learning:learner_servant",
                 {
                     "config": self._config,
                     "rank": rank,
@@ -138,7 +138,7 @@ class Cluster:
             self._rendezvous_file = Path(tempfile.gettempdir()) / f"sota_grpo_{uuid.uuid4().hex}"
             return f"file://{self._rendezvous_file}"
         assert self._ray is not None
-        host = self._ray.start("address", ServantSpec("sota_grpo.assembly.ranks:AddressServant"), bundle=bundle)
+        host = self._ray.start("address", ServantSpec("sota_grpo.assembly.learning:AddressServant"), bundle=bundle)
         try:
             return f"tcp://{host.call('address').result(self._config.ray.start_timeout_s)}"
         finally:

@@ -1,14 +1,20 @@
-"""What every device of a run holds, moment by moment, before anything is built: arithmetic from the config alone."""
+"""What every device, the machine of the learner and its disk hold of a run, before anything is built.
+
+Arithmetic from the config and the shape of the model alone; that of single parts is in :mod:`.memory`.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from sota_grpo.assembly.devices import Plan, make_plan, reference_has_own_weights, wants_workers
 from sota_grpo.assembly.learning import reference_dtype, trainer_precision
@@ -24,11 +30,14 @@ from sota_grpo.assembly.memory import (
     vllm_pool_bytes,
 )
 from sota_grpo.assembly.rollout import engine_dtype, engine_rows
-from sota_grpo.config import Config, longest_response
-from sota_grpo.engines import ENGINES
+from sota_grpo.config import Config, longest_response, model_name, overrides_of, turn_size, with_options
+from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.balance import PromptGroup, fill
+from sota_grpo.policy.load import find_architecture
 from sota_grpo.policy.model_sizes import Architecture
+from sota_grpo.recording.run_record import CHECKPOINTS
+from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.gate import NUM_COMPARED, NUM_SAMPLES, compared_budgets
 
 GIB = 2**30
@@ -38,6 +47,8 @@ VLLM_CPU_POOL = GIB  # keys and values of vLLM on a CPU, unless VLLM_CPU_KVCACHE
 CUDA_CONTEXT = 600 * 2**20  # of a process on a GPU: driver, kernels, workspaces of the matrix library
 GRADER_BYTES = 60 * 2**20  # of a reward worker
 Parts = dict[str, int]
+# of a state that several ranks save: gathered, packed for its way, in the store, and in the process that writes it
+COPIES_OF_RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -101,6 +112,117 @@ class DeviceMemory:
     @property
     def fits(self) -> bool:
         return self.problem is None and self.peak <= self.capacity
+
+
+SAMPLE, SCORE, TRAIN, AT_WORK, GATE = "sampling", "reference", "training", "at work", "checks"
+
+
+def devices_of(config: Config, facts: Facts, machine: Machine) -> list[DeviceMemory]:
+    """Every device of the run with what it holds at each moment.
+
+    In lockstep on one device its parts take turns: sampling, the reference's pass, training; an engine that shares a
+    GPU with the learner sleeps through the latter two. With workers all are at work at once. Before the first turn come
+    the checks, where the learner compares two gradients.
+
+    Raises:
+        UserError: the devices cannot be shared out.
+    """
+    plan = plan_for(config, machine)
+    learner = {TRAIN: _learner_parts(learner_of(config, facts, plan))}
+    if config.check.mode != "off":
+        learner[GATE] = _learner_parts(gate_of(config, facts, plan))
+    if plan.device_type == "cpu":
+        return [_whole_machine(config, facts, machine, plan, learner)]
+    place = plan.placement
+    indices = sorted({*place.train, *place.inference, *place.ref})
+    return [_gpu(config, facts, machine, plan, learner, index) for index in indices]
+
+
+def _gpu(
+    config: Config, facts: Facts, machine: Machine, plan: Plan, learner: Mapping[str, Parts], index: int
+) -> DeviceMemory:
+    place = plan.placement
+    trains, samples, refers = index in place.train, index in place.inference, index in place.ref
+    roles = [name for name, here in (("learner", trains), ("engine", samples), ("reference", refers)) if here]
+    own, passing = reference_of(config, facts, plan)
+    engine, problem = engine_of(config, facts, plan, machine.memory) if samples else ({}, None)
+    learner = learner if trains else {}
+    reference: Parts = {"reference: weights": own} if refers else {}
+    if plan.workers:
+        beside = samples and ENGINES[plan.engine].memory != "vllm"  # vLLM counts its context to its share of the device
+        base = {"context": CUDA_CONTEXT * (trains + refers + beside)} | reference
+        base |= {"reference: pass": passing} if refers else {}
+        moments = {AT_WORK: base | engine | learner.get(TRAIN, {})}
+        moments |= {GATE: base | engine | learner[GATE]} if GATE in learner else {}
+    else:
+        base = {"context": CUDA_CONTEXT * (1 + (refers and config.ref_model.process))} | reference
+        moments = _in_turns(
+            base,
+            learner,
+            engine if samples else None,
+            asleep={} if place.colocated else engine,
+            passing=passing if refers or (trains and not own) else 0,
+        )
+    return DeviceMemory(f"cuda:{index}", tuple(roles), moments, machine.memory, problem)
+
+
+def _whole_machine(
+    config: Config, facts: Facts, machine: Machine, plan: Plan, learner: Mapping[str, Parts]
+) -> DeviceMemory:
+    """All processes of a CPU run share its memory; nothing sleeps."""
+    own, passing = reference_of(config, facts, plan)
+    engine, problem = engine_of(config, facts, plan, machine.memory)
+    roles = ("learner", "engine", *(["reference"] if own or passing else []))
+    graders = GRADER_BYTES * config.env.reward_workers
+    if plan.workers:
+        ranks, engines, references = (
+            len(role) for role in (plan.placement.train, plan.placement.inference, plan.placement.ref)
+        )
+        processes = 1 + (ranks if ranks > 1 else 0) + (0 if is_server(plan.engine) else engines) + references
+        base = {
+            "libraries": processes * machine.process_bytes + graders,
+            **{name: engines * size for name, size in engine.items()},
+            "weights on their way": facts.model.parameters * 4,  # in the store that the workers read
+        }
+        base |= {"reference: weights": references * own, "reference: pass": references * passing} if own else {}
+        moments = {
+            AT_WORK if moment == TRAIN else moment: base | {name: ranks * size for name, size in parts.items()}
+            for moment, parts in learner.items()
+        }
+    else:
+        processes = 1 + (own > 0 and config.ref_model.process)
+        base = {"libraries": processes * machine.process_bytes + graders}
+        base |= {"reference: weights": own} if own else {}
+        keeps_pool = ENGINES[plan.engine].memory == "vllm"
+        kept = {name: size for name, size in engine.items() if name == "engine: weights" or keeps_pool}
+        moments = _in_turns(base, learner, engine, asleep=kept, passing=passing)
+    return DeviceMemory("CPU", roles, moments, machine.memory, problem)
+
+
+def _in_turns(
+    base: Parts, learner: Mapping[str, Parts], engine: Parts | None, *, asleep: Parts, passing: int
+) -> dict[str, Parts]:
+    """The moments of a device whose parts take turns.
+
+    Args:
+        learner: its parts in training and in the gate; empty where it is on another device.
+        engine: None where it is on another device.
+        asleep: what the engine keeps while others compute.
+        passing: bytes of the reference's pass, 0 for none here.
+    """
+    resting = {name: size for name, size in learner.get(TRAIN, {}).items() if name in ("weights", "optimizer")}
+    moments = {}
+    if engine is not None:
+        moments[SAMPLE] = base | resting | engine
+    if passing:
+        moments[SCORE] = base | resting | asleep | {"reference: pass": passing}
+    return moments | {moment: base | parts | asleep for moment, parts in learner.items()}
+
+
+def _learner_parts(learner: LearnerMemory) -> Parts:
+    parts = asdict(learner)
+    heap = parts.pop("heap")
+    return parts | ({"lost in the heap": heap} if heap else {})
 
 
 def plan_for(config: Config, machine: Machine) -> Plan:
@@ -234,20 +356,20 @@ def reference_of(config: Config, facts: Facts, plan: Plan) -> tuple[int, int]:
 
 def engine_of(config: Config, facts: Facts, plan: Plan, capacity: int) -> tuple[Parts, str | None]:
     """What one engine holds on each of its devices, and what keeps it from starting there."""
-    part, model = config.inference_model, facts.model
-    if ENGINES[plan.engine].memory == "none" or config.engine.url is not None:
+    part, model, kind = config.inference_model, facts.model, ENGINES[plan.engine].memory
+    if kind == "none" or config.engine.url is not None:
         return {}, None
+    parallel = part.tensor_parallel_size
     number_bytes = dtype_bytes(engine_dtype(part.torch_dtype, plan.device_type))
-    engines = max(1, len(plan.placement.inference) // part.tensor_parallel_size)
+    engines = max(1, len(plan.placement.inference) // parallel)
     rows = engine_rows(config, plan.engine, plan.device_type, engines if plan.workers else 1)
-    prompt, response = largest_sample(config, facts)
-    weights = model.parameters * number_bytes // part.tensor_parallel_size
-    if ENGINES[plan.engine].memory == "transformers":
-        groups = -(-rows // config.env.repeats)
+    weights = model.parameters * number_bytes // parallel
+    if kind == "transformers":
+        prompt, response = largest_sample(config, facts)
         kept, passing = embedded_engine_bytes(
             model,
             number_bytes=number_bytes,
-            prompts=groups,
+            prompts=-(-rows // config.env.repeats),
             rows=rows,
             prompt_tokens=prompt,
             response_tokens=response,
@@ -256,26 +378,19 @@ def engine_of(config: Config, facts: Facts, plan: Plan, capacity: int) -> tuple[
     if plan.device_type == "cpu":
         return {"engine: weights": weights, "engine: keys and values": VLLM_CPU_POOL}, None
     share = int(part.gpu_memory_utilization * capacity)
-    pool = vllm_pool_bytes(
-        model, share_bytes=share, number_bytes=number_bytes, rows=rows, tensor_parallel=part.tensor_parallel_size
-    )
-    context = context_of(config, model)
-    parallel = part.tensor_parallel_size
+    left = vllm_pool_bytes(model, share_bytes=share, number_bytes=number_bytes, rows=rows, tensor_parallel=parallel)
+    pool, context = max(0, left), context_of(config, model)
     needed = kv_bytes_per_token(model, number_bytes) * context // min(parallel, model.kv_heads)  # heads are not split
     problem = None
     if model.heads % parallel:
         problem = f"vLLM cannot share {model.heads} attention heads among tensor_parallel_size={parallel}"
-    elif pool < needed:
+    elif left < needed:
         problem = (
-            f"vLLM's share of {share / GIB:.1f} GiB leaves {max(0, pool) / GIB:.1f} GiB for keys and values, and one "
+            f"vLLM's share of {share / GIB:.1f} GiB leaves {pool / GIB:.1f} GiB for keys and values, and one "
             f"sequence of {context} tokens needs {needed / GIB:.1f} GiB"
         )
-    left = max(0, pool)
-    return {
-        "engine: weights": weights,
-        "engine: keys and values": left,
-        "engine: rest": max(0, share - weights - left),
-    }, problem
+    rest = max(0, share - weights - pool)
+    return {"engine: weights": weights, "engine: keys and values": pool, "engine: rest": rest}, problem
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -285,3 +400,111 @@ def dtype_bytes(dtype: str) -> int:
     (4, 2)
     """
     return 4 if dtype in ("auto", "float32") else 2
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What a run writes.
+
+    Args:
+        checkpoint: bytes of one: the trained weights and the optimizer's two moments of each.
+        checkpoints: that are there at once: those that are kept and the one that is being written.
+        export: bytes of the trained model at the end.
+    """
+
+    checkpoint: int
+    checkpoints: int
+    export: int
+
+    @property
+    def total(self) -> int:
+        return self.checkpoint * self.checkpoints + self.export
+
+    @property
+    def sentence(self) -> str:
+        """For people, in GiB."""
+        several = f"{self.checkpoints} checkpoints" if self.checkpoints > 1 else "1 checkpoint"
+        text = f"{self.total / GIB:.3g} GiB: {several} of {self.checkpoint / GIB:.3g} GiB"
+        text += ", one of them being written" if self.checkpoints > 1 else ""
+        return text + (f", and {self.export / GIB:.3g} GiB of the trained model" if self.export else "")
+
+
+def disk_of(config: Config, model: Architecture) -> Disk:
+    """What the run of ``config`` writes, but for its logs and its stored turns.
+
+    >>> config = Config()
+    >>> model = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
+    >>> model.parameters, disk_of(config, model)
+    (1448, Disk(checkpoint=17376, checkpoints=4, export=5792))
+    """
+    part, train = config.train_model, config.train
+    own = dtype_bytes(part.torch_dtype)
+    trained = 4 * model.adapter_parameters(part.lora.r) if part.lora.enabled else own * model.parameters
+    turns = train.total_dialog_turns // turn_size(config)
+    saves = -(-turns // train.checkpoint_frequency) if train.checkpoint_frequency else 1
+    return Disk(3 * trained, min(train.keep_checkpoints + 1, saves), own * model.parameters * train.export_hf)
+
+
+def require_disk(config: Config, run_dir: Path) -> None:
+    """Refuse a run that the disk will end later, hours after it began.
+
+    Raises:
+        UserError: too little is free, with the smallest change that helps.
+    """
+    model, _ = find_architecture(model_name(config), trust_remote_code=config.model.trust_remote_code)
+    there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
+    saved = sum(path.stat().st_size for _, path in CheckpointStore(run_dir / CHECKPOINTS).paths())  # they make room
+    free = shutil.disk_usage(there).free + saved
+    needed = disk_of(config, model)
+    if needed.total <= free:
+        return
+    fix = "free space there, or choose another hydra.run.dir"
+    for options in _changes(config):
+        changed = disk_of(with_options(config, options), model)
+        if changed.total <= free:
+            fix = f"use {' '.join(overrides_of(options))} ({changed.total / GIB:.3g} GiB), or {fix}"
+            break
+    raise UserError(f"The run writes {needed.sentence}; {run_dir} has {free / GIB:.3g} GiB for it; {fix}.")
+
+
+def _changes(config: Config) -> Iterator[dict[str, Any]]:
+    """Options that write less, the mildest first."""
+    fewer = [{"train.keep_checkpoints": count} for count in range(config.train.keep_checkpoints - 1, 0, -1)]
+    yield from fewer
+    least = (fewer[-1] if fewer else {}) | ({"train.export_hf": False} if config.train.export_hf else {})
+    yield least
+    if not config.train_model.lora.enabled:
+        yield {"train_model.lora.enabled": True}
+        yield least | {"train_model.lora.enabled": True}
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes by moment on the machine of the learner, beside the programs themselves and their data."""
+
+    moments: Mapping[str, int]
+
+    @property
+    def sentence(self) -> str:
+        """The worst moment, for people."""
+        name, size = max(self.moments.items(), key=lambda item: item[1])
+        return f"at least {size / GIB:.3g} GiB on the machine of the learner, for {name}"
+
+
+def host_memory_of(config: Config, facts: Facts, plan: Plan) -> HostMemory | None:
+    """What a run on GPUs holds beside them; None on a CPU, where all is counted in one.
+
+    Of several ranks only rank 0 loads the model, and its machine is counted as if the others were there too.
+    """
+    if plan.device_type == "cpu":
+        return None
+    how, model = learning_of(config, plan), facts.model
+    trained = how.trainable(model) * how.trained_bytes
+    engine = model.parameters * dtype_bytes(engine_dtype(config.inference_model.torch_dtype, "cuda"))
+    asleep = engine if plan.placement.colocated and not plan.workers else 0
+    moments = {
+        "loading the model": model.parameters * how.weight_bytes,
+        "the checks": asleep + (trained if config.check.mode != "off" else 0),
+        "a checkpoint on its way to the disk": asleep + 3 * trained * (COPIES_OF_RANKS if how.ranks > 1 else 1),
+    }
+    return HostMemory(moments)

@@ -1,23 +1,145 @@
-"""Where the parts of a run stand: the kind of device, the index of each role, this process or others."""
+"""Where the parts of a run stand: the kind of device, the devices of each role, this process or others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from sota_grpo.assembly.cuda import needs_a_gpu
+from sota_grpo.assembly.preflight import needs_a_gpu
 from sota_grpo.assembly.rollout import engine_rows
 from sota_grpo.config import Config, longest_response, model_name, turn_size
-from sota_grpo.config.placement import Placement, Role, describe, place
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
 from sota_grpo.policy.load import resolve_model_path
 
 FEW_ROWS = 64  # of an engine on a GPU: reading its weights takes longer than what is computed with them
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one role asks for: a count, or explicit indices, or neither (one device, shared where none is left)."""
+
+    name: str
+    num_devices: int | None = None
+    devices: Sequence[int] | None = None
+    default: int = 1
+
+    @property
+    def asked(self) -> bool:
+        """Whether the user said anything; a role that was left alone may share a device."""
+        return self.num_devices is not None or self.devices is not None
+
+    @property
+    def option(self) -> str:
+        """The option that says how many devices this role takes."""
+        return f"{self.name}.{'devices' if self.devices is not None else 'num_devices'}"
+
+    @property
+    def count(self) -> int:
+        return len(self.devices) if self.devices is not None else (self.num_devices or self.default)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Device indices of each role; ``colocated`` when the engine stands on a device of the learner."""
+
+    train: tuple[int, ...]
+    inference: tuple[int, ...]
+    ref: tuple[int, ...]
+    colocated: bool
+
+
+def place(train: Role, inference: Role, ref: Role | None, *, available: int, concurrent: bool = False) -> Placement:
+    """Devices for the roles: disjoint for those that ask for devices, shared by those that ask for nothing.
+
+    An engine that asks for nothing shares the learner's devices, because in lockstep the two never work at the same
+    time. A reference that asks for nothing takes the first free device, or the learner's where none is free. A machine
+    with one device has it shared by all.
+
+    Args:
+        available: devices there are; 0 stands for the CPU, where the indices of a role only count its workers.
+        concurrent: engine and learner work at the same time, so the engine has its own devices where there are two.
+
+    Raises:
+        UserError: more devices asked for than there are, an index that does not exist, or one index asked for twice.
+
+    Example:
+        >>> place(Role("train_model"), Role("inference_model"), Role("ref_model"), available=2)
+        Placement(train=(0,), inference=(0,), ref=(1,), colocated=True)
+        >>> place(Role("train_model"), Role("inference_model", num_devices=1), None, available=4)
+        Placement(train=(1,), inference=(0,), ref=(), colocated=False)
+        >>> place(Role("train_model", num_devices=2), Role("inference_model", num_devices=2), None, available=0)
+        Placement(train=(0, 1), inference=(0, 1), ref=(), colocated=True)
+    """
+    if available == 0:
+        counted = [tuple(role.devices or range(role.count)) if role else () for role in (train, inference, ref)]
+        return Placement(counted[0], counted[1], counted[2], colocated=True)
+    # The engine chooses first: vLLM inside this process can only take the first device.
+    roles = [role for role in (inference, train, ref) if role is not None]
+    _check_indices(roles, available)
+    if available == 1 and all(role.count == 1 for role in roles):
+        return Placement((0,), (0,), (0,) if ref else (), colocated=True)
+    needed = [role for role in roles if role.asked or role is train or (concurrent and role is inference)]
+    _check_amount(needed, available)
+    taken = {index for role in needed for index in role.devices or ()}
+    free = [index for index in range(available) if index not in taken]
+    devices: dict[str, tuple[int, ...]] = {}
+    for role in needed:
+        devices[role.name] = tuple(role.devices) if role.devices is not None else tuple(free[: role.count])
+        free = [index for index in free if index not in devices[role.name]]
+    own = devices[train.name]
+    engine = devices.get(inference.name, own)
+    reference = () if ref is None else devices.get(ref.name, tuple(free[:1]) or own[:1])
+    return Placement(own, engine, reference, colocated=bool(set(engine) & set(own)))
+
+
+def describe(placement: Placement, device_type: str) -> str:
+    """The plan in one line, for the log.
+
+    >>> describe(Placement((0,), (1, 2), (), colocated=False), "cuda")
+    'learner cuda:0, engines cuda:1 cuda:2'
+    >>> describe(Placement((0, 1), (0, 1), (0,), colocated=True), "cpu")
+    '2 learner ranks, 2 engines, 1 reference worker on the CPU'
+    """
+    roles = (("learner", placement.train), ("engines", placement.inference), ("reference", placement.ref))
+    if device_type == "cpu":
+        names = ("learner rank", "engine", "reference worker")
+        counts = [(len(indices), name) for name, (_, indices) in zip(names, roles) if indices]
+        return ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts) + " on the CPU"
+    return ", ".join(f"{name} {' '.join(f'cuda:{i}' for i in indices)}" for name, indices in roles if indices)
+
+
+def _check_indices(roles: Sequence[Role], total: int) -> None:
+    """Every index exists, and on a machine with several devices no two roles name the same one."""
+    taken: dict[int, str] = {}
+    for role in roles:
+        for index in role.devices or ():
+            if not 0 <= index < total:
+                raise UserError(
+                    f"{role.name}.devices names device {index}, and this machine has {total} (0 to {total - 1}); "
+                    f"use {role.name}.devices=[{total - 1}] or leave it out."
+                )
+            if index in taken and total > 1:
+                raise UserError(f"Device {index} is named by {taken[index]} and by {role.name}; give each its own.")
+            taken[index] = role.name
+
+
+def _check_amount(needed: Sequence[Role], total: int) -> None:
+    asked = sum(role.count for role in needed)
+    if asked <= total:
+        return
+    counts = ", ".join(f"{role.name}={role.count}" for role in needed)
+    largest = max(needed, key=lambda role: role.count)
+    if largest.count > 1:
+        fix = f"{'lower' if largest.devices is None else 'shorten'} {largest.option}"
+    else:
+        shared = next((role for role in needed if role.asked), largest)
+        fix = f"leave {shared.option} out, so that {shared.name} shares a device"
+    raise UserError(f"{asked} devices are asked for ({counts}) and this machine has {total}; {fix}.")
 
 
 @dataclass(frozen=True)
@@ -68,17 +190,17 @@ def reference_has_own_weights(config: Config) -> bool:
 
 def wants_workers(config: Config) -> bool:
     """Whether the run needs other processes: concurrent collection, several devices for a role, or a cluster."""
-    ref = Role("ref_model", config.ref_model.num_devices, config.ref_model.devices)
-    several = any(role.count > role.default for role in (*_roles(config), ref))
+    several = any(role.count > role.default for role in _roles(config))
     return several or config.mode == "async" or config.ray.address is not None
 
 
-def _roles(config: Config) -> list[Role]:
-    train, inference = config.train_model, config.inference_model
-    return [
+def _roles(config: Config) -> tuple[Role, Role, Role]:
+    train, inference, ref = config.train_model, config.inference_model, config.ref_model
+    return (
         Role("train_model", train.num_devices, train.devices),
         Role("inference_model", inference.num_devices, inference.devices, default=inference.tensor_parallel_size),
-    ]
+        Role("ref_model", ref.num_devices, ref.devices),
+    )
 
 
 def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | None = None) -> Plan:
@@ -92,45 +214,44 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
     Raises:
         UserError: what :func:`place` refuses, or an engine that is not installed or cannot reach its device.
     """
-    learner, engines = _roles(config)
-    ref = Role("ref_model", config.ref_model.num_devices, config.ref_model.devices)
+    learner, engines, ref = _roles(config)
     reference = ref if reference_has_own_weights(config) else None
     engine = resolve_engine_name(config.engine.name, device=device_type)
     workers = wants_workers(config)
     notes = []
     available = (num_gpus or torch.cuda.device_count)() if device_type == "cuda" else 0
-    found = place(learner, engines, reference, available=available, concurrent=workers)
+    placement = place(learner, engines, reference, available=available, concurrent=workers)
     if engines.default > 1 and device_type == "cpu":
         raise UserError(
             f"inference_model.tensor_parallel_size={engines.default} needs GPUs; use inference_model.num_devices="
             f"{engines.default} engines on the CPU."
         )
     if config.ray.address is not None and device_type == "cuda":
-        _require_disjoint(found, available)
-    if workers and device_type == "cuda" and found.colocated:
+        _require_disjoint(placement, available)
+    if workers and device_type == "cuda" and placement.colocated:
         notes.append("One GPU: collection and training take turns on it, in lockstep.")
         workers = False
-    if not workers and device_type == "cuda" and found.inference[0] and engine == "vllm":
+    if not workers and device_type == "cuda" and placement.inference[0] and engine == "vllm":
         raise UserError(
             f"engine=vllm runs in this process, where it can only take the first visible GPU (0), and inference_model "
-            f"is placed on GPU {found.inference[0]}; use inference_model.devices=[0] with CUDA_VISIBLE_DEVICES in "
+            f"is placed on GPU {placement.inference[0]}; use inference_model.devices=[0] with CUDA_VISIBLE_DEVICES in "
             f"another order, or engine=transformers."
         )
     if ref.asked and config.policy.kl_coef == 0:
         notes.append(f"{ref.option} has no effect: with policy.kl_coef=0 no reference is built.")
     if workers:
-        notes.append(f"Placement: {describe(found, device_type)}.")
+        notes.append(f"Placement: {describe(placement, device_type)}.")
     if device_type == "cuda":
-        notes += _idle_notes(config, found, engine, workers)
-    return Plan(device_type, found, engine, workers, tuple(notes))
+        notes += _idle_notes(config, placement, engine, workers)
+    return Plan(device_type, placement, engine, workers, tuple(notes))
 
 
-def _idle_notes(config: Config, found: Placement, engine: str, workers: bool) -> list[str]:
+def _idle_notes(config: Config, placement: Placement, engine: str, workers: bool) -> list[str]:
     """What leaves GPUs idle: few rows to sample at once, one micro-batch a step, layers that cannot be compiled."""
-    notes, turn, ranks = [], turn_size(config), len(found.train)
+    notes, turn, ranks = [], turn_size(config), len(placement.train)
     if config.train_model.compile is None and not builds_kernels():
         notes.append("Layers are not compiled, which is slow: that needs Triton and a C compiler (gcc).")
-    engines = max(1, len(found.inference) // config.inference_model.tensor_parallel_size) if workers else 1
+    engines = max(1, len(placement.inference) // config.inference_model.tensor_parallel_size) if workers else 1
     asked = turn * (1 + config.train.max_policy_age) // engines
     rows = min(asked, engine_rows(config, engine, "cuda", engines))
     if rows < FEW_ROWS:
@@ -147,9 +268,9 @@ def _idle_notes(config: Config, found: Placement, engine: str, workers: bool) ->
     return notes
 
 
-def _require_disjoint(found: Placement, available: int) -> None:
+def _require_disjoint(placement: Placement, available: int) -> None:
     """On a cluster Ray gives each GPU to one process."""
-    taken = [*found.train, *found.inference, *found.ref]
+    taken = [*placement.train, *placement.inference, *placement.ref]
     if len(set(taken)) < len(taken):
         raise UserError(
             f"On a cluster every role needs GPUs of its own: {len(taken)} in all, and this one has {available}; add "

@@ -1,10 +1,17 @@
-"""A dry run: where the parts of a run would stand, what they would hold, how long it would take. Nothing is trained."""
+"""A dry run: where the parts of a run would stand, what they would hold, how long it would take. Nothing is trained.
+
+How fast a device is comes from a probe: a few real passes of a model of the run's widths and few layers, timed. The
+learner's rate is in floating-point operations per second, as :mod:`sota_grpo.functional.flops` counts them, and so
+carries over to the whole model and to rows of any length. The engine's is the time of one token of all rows, which is
+scaled by the weights that it reads.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -12,281 +19,53 @@ from typing import Any
 import torch
 
 from sota_grpo.assembly.device_memory import (
-    CUDA_CONTEXT,
     GIB,
-    GRADER_BYTES,
     THRESHOLD,
+    TRAIN,
     DeviceMemory,
+    Disk,
     Facts,
+    HostMemory,
     Machine,
-    Parts,
     context_of,
-    engine_of,
-    gate_of,
+    devices_of,
+    disk_of,
+    host_memory_of,
     largest_sample,
-    learner_of,
     learning_of,
     plan_for,
-    reference_of,
     step_micro_batches,
 )
-from sota_grpo.assembly.devices import Plan
-from sota_grpo.assembly.disk import Disk, HostMemory, disk_of, host_memory_of
+from sota_grpo.assembly.devices import Plan, describe
 from sota_grpo.assembly.learning import make_settings
-from sota_grpo.assembly.memory import LearnerMemory
-from sota_grpo.assembly.rollout import engine_dtype, engine_rows
-from sota_grpo.assembly.tasks import task_of
-from sota_grpo.config import Config, longest_response, model_name, turn_size, with_options
-from sota_grpo.config.placement import describe
+from sota_grpo.assembly.memory import Learning
+from sota_grpo.assembly.rollout import engine_dtype, engine_rows, task_of
+from sota_grpo.config import Config, longest_response, model_name, overrides_of, turn_size, with_options
 from sota_grpo.config.validators import validate
-from sota_grpo.engines import ENGINES, is_server
+from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
-from sota_grpo.functional.flops import forward_flops, recomputed_flops, step_flops
-from sota_grpo.policy.load import find_architecture, load_tokenizer, resolve_model_path
+from sota_grpo.functional.flops import Load, ModelShape, forward_flops, recomputed_flops, shared_load, step_flops
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.load import MODEL_LOCK, find_architecture, load_tokenizer, resolve_model_path
+from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.model_sizes import Architecture
+from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.dataset import DatasetError
-
-_MOST_CHANGES = 3  # options that a proposal may touch
-SAMPLE, SCORE, TRAIN, AT_WORK, GATE = "sampling", "reference", "training", "at work", "checks"
-
-
-def devices_of(config: Config, facts: Facts, machine: Machine) -> list[DeviceMemory]:
-    """Every device of the run with what it holds at each moment.
-
-    In lockstep on one device its parts take turns: sampling, the reference's pass, training; an engine that shares a
-    GPU with the learner sleeps through the latter two. With workers all are at work at once. Before the first turn come
-    the checks, where the learner compares two gradients.
-
-    Raises:
-        UserError: the devices cannot be shared out.
-    """
-    plan = plan_for(config, machine)
-    learner, gate = learner_of(config, facts, plan), gate_of(config, facts, plan)
-    if plan.device_type == "cpu":
-        return [_whole_machine(config, facts, machine, plan, learner, gate)]
-    place = plan.placement
-    return [
-        _gpu(config, facts, machine, plan, learner, gate, index)
-        for index in sorted({*place.train, *place.inference, *place.ref})
-    ]
-
-
-def _gpu(
-    config: Config,
-    facts: Facts,
-    machine: Machine,
-    plan: Plan,
-    learner: LearnerMemory,
-    gate: LearnerMemory,
-    index: int,
-) -> DeviceMemory:
-    place = plan.placement
-    trains, samples, refers = index in place.train, index in place.inference, index in place.ref
-    roles = [name for name, here in (("learner", trains), ("engine", samples), ("reference", refers)) if here]
-    own, passing = reference_of(config, facts, plan)
-    engine, problem = engine_of(config, facts, plan, machine.memory) if samples else ({}, None)
-    reference: Parts = {"reference: weights": own} if refers else {}
-    scoring: Parts = {"reference: pass": passing} if refers else {}
-    checked = config.check.mode != "off"
-    if plan.workers:
-        beside = ENGINES[plan.engine].memory != "vllm"  # others count their context to their share of the device
-        contexts = CUDA_CONTEXT * (trains + refers + (samples and beside))
-        others = {"context": contexts, **reference, **scoring, **engine}
-        moments = {AT_WORK: others | (_training(learner) if trains else {})}
-        if trains and checked:
-            moments[GATE] = others | _training(gate)
-        return DeviceMemory(f"cuda:{index}", tuple(roles), moments, machine.memory, problem)
-    base: Parts = {"context": CUDA_CONTEXT * (1 + (refers and config.ref_model.process))} | reference
-    resting = _resting(learner) if trains else {}
-    moments = {}
-    if samples:
-        moments[SAMPLE] = base | resting | engine
-    asleep = engine if samples and not place.colocated else {}
-    if passing and (refers or (trains and not own)):
-        moments[SCORE] = base | resting | {"reference: pass": passing} | asleep
-    if trains:
-        moments[TRAIN] = base | _training(learner) | asleep
-    if trains and checked:
-        moments[GATE] = base | _training(gate) | asleep
-    return DeviceMemory(f"cuda:{index}", tuple(roles), moments, machine.memory, problem)
-
-
-def _whole_machine(
-    config: Config, facts: Facts, machine: Machine, plan: Plan, learner: LearnerMemory, gate: LearnerMemory
-) -> DeviceMemory:
-    """All processes of a CPU run share its memory; nothing sleeps."""
-    place, checked = plan.placement, config.check.mode != "off"
-    own, passing = reference_of(config, facts, plan)
-    engine, problem = engine_of(config, facts, plan, machine.memory)
-    roles = ("learner", "engine", *(["reference"] if own or passing else []))
-    graders = GRADER_BYTES * config.env.reward_workers
-    if plan.workers:
-        ranks, engines, references = len(place.train), len(place.inference), len(place.ref)
-        processes = 1 + (ranks if ranks > 1 else 0) + (0 if is_server(plan.engine) else engines) + references
-        everything = {
-            "libraries": processes * machine.process_bytes + graders,
-            **{name: ranks * size for name, size in _training(learner).items()},
-            **{name: engines * size for name, size in engine.items()},
-            "weights on their way": facts.model.parameters * 4,  # in the store that the workers read
-        }
-        everything |= {"reference: weights": references * own, "reference: pass": references * passing} if own else {}
-        moments = {AT_WORK: everything}
-        if checked:
-            moments[GATE] = everything | {name: ranks * size for name, size in _training(gate).items()}
-        return DeviceMemory("CPU", roles, moments, machine.memory, problem)
-    processes = 1 + (own > 0 and config.ref_model.process)
-    base: Parts = {"libraries": processes * machine.process_bytes + graders}
-    base |= {"reference: weights": own} if own else {}
-    keeps_pool = ENGINES[plan.engine].memory == "vllm"
-    kept = {name: size for name, size in engine.items() if name == "engine: weights" or keeps_pool}
-    moments = {SAMPLE: base | _resting(learner) | engine}
-    if passing:
-        moments[SCORE] = base | _resting(learner) | kept | {"reference: pass": passing}
-    moments[TRAIN] = base | _training(learner) | kept
-    if checked:
-        moments[GATE] = base | _training(gate) | kept
-    return DeviceMemory("CPU", roles, moments, machine.memory, problem)
-
-
-def _training(learner: LearnerMemory) -> Parts:
-    return {
-        "weights": learner.weights,
-        "gradients": learner.gradients,
-        "optimizer": learner.optimizer,
-        "activations": learner.activations,
-        "logits": learner.logits,
-    } | ({"lost in the heap": learner.heap} if learner.heap else {})
-
-
-def _resting(learner: LearnerMemory) -> Parts:
-    return {"weights": learner.weights, "optimizer": learner.optimizer}
-
-
-@dataclass(frozen=True)
-class _Lever:
-    """One thing that can be changed: how much it asks of the user, and its settings, the mildest first."""
-
-    price: int
-    settings: Sequence[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Change:
-    """Options that make a run fit, and the worst device under them."""
-
-    options: dict[str, Any]
-    worst: DeviceMemory
-
-    @property
-    def overrides(self) -> str:
-        """As on the command line."""
-        return " ".join(f"{name}={_written(value)}" for name, value in self.options.items())
-
-
-def smallest_change(config: Config, facts: Facts, machine: Machine, *, with_lora: bool = True) -> Change | None:
-    """The change that asks least among those with which every device has room; None where none does.
-
-    Each candidate is judged by the same arithmetic as the run itself, and must keep the rules of a config. What
-    changes nothing but memory and time comes before what trains other weights, and that before more devices.
-
-    Args:
-        with_lora: whether training an adapter instead of all weights may be proposed.
-    """
-    levers = _levers(config, facts, machine, with_lora)
-    sets = [chosen for count in range(1, _MOST_CHANGES + 1) for chosen in combinations(levers, count)]
-    for chosen in sorted(sets, key=lambda chosen: sum(lever.price for lever in chosen)):
-        for options in _settings(chosen):
-            changed = with_options(config, options)
-            found = _fitting(changed, facts, machine)
-            if found is not None:
-                return Change(options, found)
-    return None
-
-
-def worst_of(devices: Sequence[DeviceMemory]) -> DeviceMemory:
-    """The device that lacks most, one whose engine cannot start before all others."""
-    return max(devices, key=lambda device: (device.problem is not None, device.peak / device.capacity))
-
-
-def _fitting(config: Config, facts: Facts, machine: Machine) -> DeviceMemory | None:
-    try:
-        devices = devices_of(config, facts, machine)
-        if not all(device.fits for device in devices):
-            return None
-        validate(config)
-    except UserError:
-        return None
-    return worst_of(devices)
-
-
-def _settings(levers: Sequence[_Lever]) -> Iterator[dict[str, Any]]:
-    """Every combination, those that move least in all first."""
-    places = product(*(range(len(lever.settings)) for lever in levers))
-    for chosen in sorted(places, key=sum):
-        options: dict[str, Any] = {}
-        for lever, index in zip(levers, chosen):
-            options |= lever.settings[index]
-        yield options
-
-
-def _levers(config: Config, facts: Facts, machine: Machine, with_lora: bool) -> list[_Lever]:
-    train, inference = config.train_model, config.inference_model
-    longest = sum(largest_sample(config, facts))
-    found = [_Lever(1, [{"train.micro_batch_tokens": size} for size in _halves(config, longest)])]
-    if not train.gradient_checkpointing:
-        found.append(_Lever(2, [{"train_model.gradient_checkpointing": True}]))
-    if machine.device_type == "cuda":
-        found += [
-            _Lever(2, [{"inference_model.gpu_memory_utilization": share} for share in _shares(config)]),
-            _Lever(3, _contexts(config, facts, longest)),
-            _Lever(16, [{"train_model.num_devices": n} for n in (2, 4, 8) if n > (train.num_devices or 1)]),
-            _Lever(16, [{"inference_model.num_devices": 1}] if inference.num_devices is None else []),
-            _Lever(
-                18, [{"inference_model.tensor_parallel_size": n, "inference_model.num_devices": n} for n in (2, 4, 8)]
-            ),
-            _Lever(3, [] if train.shard_gradients else [{"train_model.shard_gradients": True}]),
-        ]
-    adapter = {"train_model.lora.enabled": True}
-    half = {"train_model.torch_dtype": "bfloat16"}  # for frozen weights: trained ones should not be in it
-    halves = [half] if train.torch_dtype in ("auto", "float32") else []
-    if train.lora.enabled:
-        found.append(_Lever(4, halves))
-    elif with_lora:
-        found.append(_Lever(8, [adapter, *(adapter | each for each in halves)]))
-    return [lever for lever in found if lever.settings]
-
-
-def _halves(config: Config, longest: int) -> list[int]:
-    """Smaller micro-batches, down to one that holds the longest sample: below that nothing changes."""
-    size, found = config.train.micro_batch_tokens, []
-    while size > longest:
-        size //= 2
-        found.append(size)
-    return found
-
-
-def _shares(config: Config) -> list[float]:
-    """Of vLLM, in steps of 0.05: the nearest first, smaller before larger."""
-    now = config.inference_model.gpu_memory_utilization
-    every = [round(0.05 * step, 2) for step in range(2, 19)]
-    return sorted((share for share in every if share != now), key=lambda share: (abs(share - now), share))
-
-
-def _contexts(config: Config, facts: Facts, longest: int) -> list[dict[str, Any]]:
-    """A context that holds the largest sample and little more, where the one that there is holds much more."""
-    context = context_of(config, facts.model)
-    tight = -(-longest // 256) * 256
-    return [{"inference_model.max_model_len": tight}] if tight < context else []
-
-
-def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
 
 ASSUMED_GIB = 80  # of a GPU that is not here
 ASSUMED_PROMPT = 512  # tokens of the longest prompt where neither tokenizer nor data are here
 _BYTES_PER_TOKEN = 3  # of prompts whose tokenizer is not here; English text has four
+_MOST_CHANGES = 3  # options that a proposal may touch
+# the probe
+_MOST_WEIGHTS = 150_000_000  # of the model that is timed, where its widths allow
+_MOST_VOCAB = 16_384
+_PROMPT, _RESPONSE, _GROUP = 64, 64, 8
+_WORK, _MOST_GROUPS = 2e10, 16  # operations of a pass of the learner, and the groups that it takes at most
+_TOKENS = 16  # that the engine samples for each row
+_MOST_ROWS = 128
+_SECONDS = 2.0  # of the learner's passes, once warm
 
 
 @dataclass(frozen=True)
@@ -302,6 +81,19 @@ class Times:
     @property
     def turn_s(self) -> float:
         return self.learn_s + self.sample_s + self.reference_s
+
+
+@dataclass(frozen=True)
+class Change:
+    """Options that make a run fit, and the worst device under them."""
+
+    options: dict[str, Any]
+    worst: DeviceMemory
+
+    @property
+    def overrides(self) -> str:
+        """As on the command line."""
+        return " ".join(overrides_of(self.options))
 
 
 @dataclass(frozen=True)
@@ -522,9 +314,76 @@ def _prompts(config: Config, given: int | None, context: int) -> tuple[int, str,
     return env.check_prompts(), f"the longest of {len(task.train) + len(task.heldout):,} prompts", count
 
 
-def _times(config: Config, facts: Facts, plan: Plan) -> Times:
-    from sota_grpo.assembly.probe import measure_rates, shape_of, turn_load
+def smallest_change(config: Config, facts: Facts, machine: Machine, *, with_lora: bool = True) -> Change | None:
+    """The change that asks least among those with which every device has room; None where none does.
 
+    Each candidate is judged by the same arithmetic as the run itself, and must keep the rules of a config. What
+    changes nothing but memory and time comes before what trains other weights, and that before more devices.
+
+    Args:
+        with_lora: whether training an adapter instead of all weights may be proposed.
+    """
+    levers = [lever for lever in _levers(config, facts, machine, with_lora) if lever[1]]
+    sets = [chosen for count in range(1, _MOST_CHANGES + 1) for chosen in combinations(levers, count)]
+    for chosen in sorted(sets, key=lambda chosen: sum(price for price, _ in chosen)):
+        steps = product(*(range(len(settings)) for _, settings in chosen))
+        for step in sorted(steps, key=sum):  # those that move least in all first
+            options: dict[str, Any] = {}
+            for (_, settings), index in zip(chosen, step):
+                options |= settings[index]
+            worst = _worst_where_all_fit(with_options(config, options), facts, machine)
+            if worst is not None:
+                return Change(options, worst)
+    return None
+
+
+def worst_of(devices: Sequence[DeviceMemory]) -> DeviceMemory:
+    """The device that lacks most, one whose engine cannot start before all others."""
+    return max(devices, key=lambda device: (device.problem is not None, device.peak / device.capacity))
+
+
+def _worst_where_all_fit(config: Config, facts: Facts, machine: Machine) -> DeviceMemory | None:
+    try:
+        devices = devices_of(config, facts, machine)
+        if not all(device.fits for device in devices):
+            return None
+        validate(config)
+    except UserError:
+        return None
+    return worst_of(devices)
+
+
+def _levers(
+    config: Config, facts: Facts, machine: Machine, with_lora: bool
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """What can be changed: how much each asks of the user, and its settings, the mildest first."""
+    train, inference = config.train_model, config.inference_model
+    longest, sizes = sum(largest_sample(config, facts)), [config.train.micro_batch_tokens]
+    while sizes[-1] > longest:  # halved down to one that holds the longest sample: below that nothing changes
+        sizes.append(sizes[-1] // 2)
+    yield 1, [{"train.micro_batch_tokens": size} for size in sizes[1:]]
+    yield 2, [] if train.gradient_checkpointing else [{"train_model.gradient_checkpointing": True}]
+    if machine.device_type == "cuda":
+        now = inference.gpu_memory_utilization
+        shares = [share for share in (round(0.05 * step, 2) for step in range(2, 19)) if share != now]
+        shares.sort(key=lambda share: (abs(share - now), share))
+        yield 2, [{"inference_model.gpu_memory_utilization": share} for share in shares]
+        tight = -(-longest // 256) * 256  # a context that holds the largest sample and little more
+        yield 3, [{"inference_model.max_model_len": tight}] if tight < context_of(config, facts.model) else []
+        yield 16, [{"train_model.num_devices": n} for n in (2, 4, 8) if n > (train.num_devices or 1)]
+        yield 16, [{"inference_model.num_devices": 1}] if inference.num_devices is None else []
+        yield 18, [{"inference_model.tensor_parallel_size": n, "inference_model.num_devices": n} for n in (2, 4, 8)]
+        yield 3, [] if train.shard_gradients else [{"train_model.shard_gradients": True}]
+    # for frozen weights: trained ones should not be in half precision
+    halves = [{"train_model.torch_dtype": "bfloat16"}] if train.torch_dtype in ("auto", "float32") else []
+    if train.lora.enabled:
+        yield 4, halves
+    elif with_lora:
+        adapter = {"train_model.lora.enabled": True}
+        yield 8, [adapter, *(adapter | half for half in halves)]
+
+
+def _times(config: Config, facts: Facts, plan: Plan) -> Times:
     how = learning_of(config, plan)
     inference = config.inference_model
     engines = max(1, len(plan.placement.inference) // inference.tensor_parallel_size) if plan.workers else 1
@@ -548,3 +407,168 @@ def _times(config: Config, facts: Facts, plan: Plan) -> Times:
         flops_per_s=rates.flops_per_s,
         sampled_tokens_per_s=turn_size(config) * response / sample_s,
     )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured.
+
+    Args:
+        flops_per_s: of the learner's forward and backward passes, what they compute twice counted twice.
+        token_s: seconds in which the embedded engine samples one token for each of ``rows`` rows of the whole model.
+    """
+
+    flops_per_s: float
+    token_s: float
+    rows: int
+
+
+def measure_rates(model: Architecture, how: Learning, *, device: str, engine_bytes: int, rows: int) -> Rates:
+    """Time the learner and the embedded engine on ``device`` with a small model of the same widths.
+
+    Args:
+        model: of the run.
+        how: the run trains.
+        device: ``cpu`` or ``cuda``.
+        engine_bytes: per weight of the engine.
+        rows: that it samples at once.
+    """
+    small = reduced(model)
+    net = _random_model(small, device, torch.float32 if how.weight_bytes == 4 else torch.bfloat16)
+    rows = min(rows, _MOST_ROWS)
+    dtype = torch.float32 if engine_bytes == 4 else torch.bfloat16
+    token_s = _token_seconds(net, small, rows, dtype) * decode_weights(model) / decode_weights(small)
+    shape = shape_of(small, how.rank)
+    groups = min(_MOST_GROUPS, 1 + int(_WORK / step_flops(shape, shared_load(_PROMPT, [_RESPONSE] * _GROUP))))
+    load = turn_load(_PROMPT, _RESPONSE, _GROUP, groups * _GROUP)
+    work = step_flops(shape, load) + recomputed_flops(shape, load, checkpointing=False)
+    return Rates(work / _learn_seconds(net, small, how, device, groups), token_s, rows)
+
+
+def shape_of(model: Architecture, rank: int) -> ModelShape:
+    """What the operations of a model are counted from; ``rank`` of its adapter, 0 without.
+
+    >>> from sota_grpo.policy.model_sizes import architecture_of
+    >>> shape_of(architecture_of("Qwen/Qwen2.5-0.5B"), 16).trainable_weights
+    8798208
+    """
+    matrices = model.layers * model.layer_matrices
+    return ModelShape(
+        trainable_weights=model.adapter_parameters(rank) if rank else matrices,
+        frozen_weights=matrices if rank else 0,
+        attention_width=model.layers * model.query_width,
+        head_weights=model.head_weights,
+        head_trainable=not rank,
+    )
+
+
+def reduced(model: Architecture) -> Architecture:
+    """The same widths, a smaller vocabulary and so many layers that it is quickly made.
+
+    >>> from sota_grpo.policy.model_sizes import architecture_of
+    >>> small = reduced(architecture_of("Qwen/Qwen2.5-1.5B"))
+    >>> small.layers, small.vocab
+    (2, 16384)
+    """
+    vocab = min(model.vocab, _MOST_VOCAB)
+    room = max(0, _MOST_WEIGHTS - vocab * model.hidden) // model.layer_matrices
+    return replace(model, vocab=vocab, layers=min(model.layers, max(1, room)), tied=True, other=0)
+
+
+def decode_weights(model: Architecture) -> int:
+    """Weights that are read for every token: all layers' matrices and the head."""
+    return model.layers * model.layer_matrices + model.head_weights
+
+
+def turn_load(prompt: int, response: int, group: int, rows: int) -> Load:
+    """Of ``rows`` rows in groups, each prompt computed once.
+
+    >>> turn_load(3, 2, 2, 4)
+    Load(positions=14, pairs=48, predicted=8)
+    """
+    one = shared_load(prompt, [response] * group)
+    groups = rows // group
+    return Load(groups * one.positions, groups * one.pairs, groups * one.predicted)
+
+
+def _random_model(model: Architecture, device: str, dtype: torch.dtype) -> Any:
+    """Weights that are all alike: they take no time to draw, and products do not depend on what is multiplied."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    options: dict[str, Any] = {  # head_dim is not in its signature
+        "hidden_size": model.hidden,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.intermediate,
+        "vocab_size": model.vocab,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    }
+    config = Qwen2Config(**options)
+    with MODEL_LOCK, torch.device("meta"):
+        net: Any = Qwen2ForCausalLM(config)
+    net = net.to(dtype).to_empty(device=device)
+    net.tie_weights()
+    with torch.no_grad():
+        for tensor in [*net.parameters(), *net.buffers()]:
+            tensor.fill_(0.01)
+    return net
+
+
+def _learn_seconds(net: Any, model: Architecture, how: Learning, device: str, groups: int) -> float:
+    """Of one forward and backward pass over so many groups, the fastest of some."""
+    net = add_lora(net, r=how.rank, alpha=how.rank) if how.rank else net
+    policy = CausalPolicy(net.train(), shared_prompt=not how.repeats_keys)
+    rows = groups * _GROUP
+    tokens = torch.arange(rows * (_PROMPT + _RESPONSE), device=device).view(rows, -1) % model.vocab
+    tokens[:, :_PROMPT] = tokens[::_GROUP, :_PROMPT].repeat_interleave(_GROUP, 0)
+    completion_mask = (torch.arange(_PROMPT + _RESPONSE, device=device) >= _PROMPT).expand(rows, -1)
+    half = how.product_bytes < how.weight_bytes
+    device_type = torch.device(device).type
+
+    def once() -> None:
+        with torch.autocast(device_type, torch.bfloat16, enabled=half):
+            log_probs, _ = policy.log_probs(tokens, torch.ones_like(completion_mask), completion_mask)
+        log_probs.sum().backward()
+        policy.zero_grad(set_to_none=True)
+
+    return _fastest(once, device_type)
+
+
+def _token_seconds(net: Any, model: Architecture, rows: int, dtype: torch.dtype) -> float:
+    """Of one token of all rows: the difference between a short and a longer response, which both have the prompt."""
+    engine = TransformersEngine(
+        net, eos_token_ids=[0], pad_token_id=0, max_model_len=1024, max_rows=rows, device=net.device, dtype=dtype
+    )
+    group = min(_GROUP, rows)
+    prompt = tuple(1 + index % (model.vocab - 1) for index in range(_PROMPT))
+    requests = [GroupRequest(index, prompt, group, index) for index in range(max(1, rows // group))]
+
+    def seconds(tokens: int) -> float:
+        began = time.perf_counter()
+        list(engine.generate(requests, Sampling(max_tokens=tokens, ignore_eos=True)))
+        return time.perf_counter() - began
+
+    seconds(2)  # the first call of everything
+    short, long = seconds(1), seconds(1 + _TOKENS)
+    engine.close()
+    return max(long - short, 1e-6) / _TOKENS
+
+
+def _fastest(once: Callable[[], None], device_type: str) -> float:
+    once()
+    found: list[float] = []
+    while not found or (sum(found) < _SECONDS and len(found) < 20):
+        _wait(device_type)
+        began = time.perf_counter()
+        once()
+        _wait(device_type)
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def _wait(device_type: str) -> None:
+    if device_type == "cuda":
+        torch.cuda.synchronize()

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from sota_grpo.assembly.build import make_evaluator, make_publisher, make_rollouts
 from sota_grpo.assembly.compose import compose, load_config, no_run_or_model
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
-from sota_grpo.assembly.parts import make_publisher, make_rollouts
-from sota_grpo.assembly.rollout import make_env, make_grader, start_engine
-from sota_grpo.assembly.tasks import heldout_task
-from sota_grpo.config import Config, ModelConfig, model_name, walk
+from sota_grpo.assembly.rollout import heldout_task, make_env, make_grader, start_engine
+from sota_grpo.config import Config, ModelConfig, model_name, overrides_of, walk
 from sota_grpo.config.validators import READERS, validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy
@@ -139,11 +138,7 @@ def _for_task(config: Config, task: str | None) -> list[str]:
     defaults = {option: default for option, _, default in walk()}
     given = {option for option, _, value in walk(config) if value != defaults[option]}
     stale = [option for option in _OF_ONE_TASK if option in given]
-    return [f"env.dataset={task}", *(f"{option}={_written(defaults[option])}" for option in stale)]
-
-
-def _written(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return [f"env.dataset={task}", *overrides_of({option: defaults[option] for option in stale})]
 
 
 def exported_turns(run_dir: Path, config: Config) -> int | None:
@@ -221,13 +216,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
             make_publisher(model, engine).publish(target.turns or 0)
         if isinstance(grader, GradingPool):
             grader.wait_ready()
-        yield Evaluator(
-            make_rollouts(config, env, engine),
-            task.heldout[: config.eval.num_samples],
-            max_tokens=config.inference_model.max_tokens,
-            avg_at_k=config.eval.avg_at_k,
-            seed=config.seed,
-        )
+        yield make_evaluator(config, task, make_rollouts(config, env, engine))
 
 
 def evaluate(

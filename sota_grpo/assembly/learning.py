@@ -1,7 +1,11 @@
-"""The learning side of a run: model, policy, objective, learner, reference."""
+"""The learning side of a run: model, policy, objective, learner (here, or one of several ranks), reference."""
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +14,22 @@ from tensordict import TensorDictBase
 from torch import nn
 from transformers import PreTrainedModel
 
-from sota_grpo.assembly.devices import device_name, reference_has_own_weights
+from sota_grpo.assembly.devices import Placement, device_name, reference_has_own_weights
 from sota_grpo.config import Config, longest_response, model_name, turn_size
-from sota_grpo.config.placement import Placement
+from sota_grpo.engines import ENGINES
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.load import load_model
+from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference, ReferencePolicy
-from sota_grpo.policy.sharding import Ranks
+from sota_grpo.policy.sharding import Ranks, join_ranks, shard
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from sota_grpo.text import first_line
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
+from sota_grpo.training.remote_learner import LearnerServant
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.reference import ReferenceService
 
@@ -94,30 +99,32 @@ def make_reference(
         return None
     if not reference_has_own_weights(config):
         return AdapterOffReference(policy)
-    part, temperature = config.ref_model, config.inference_model.temperature
-    options: dict[str, Any] = {
+    options = reference_options(config, device_name(device_type, placement.ref))
+    if config.ref_model.process:
+        options |= {"model_name": model_name(config), "num_threads": 1}
+        return ReferenceService.start(ProcessLauncher(), options, timeout_s=config.ref_model.timeout_s)
+    loading = {name: options[name] for name in ("dtype", "attn_implementation", "trust_remote_code", "device")}
+    return FrozenReference(
+        load_model(model_name(config), **loading),
+        temperature=options["temperature"],
+        shared_prompt=config.model.attn_implementation is None,
+        fused=options["fused"],
+    )
+
+
+def reference_options(config: Config, device: str) -> dict[str, Any]:
+    """Of :func:`sota_grpo.workers.reference.reference_servant`, but for the model's name, threads and padding."""
+    device_type = device.partition(":")[0]
+    return {
         "dtype": reference_dtype(config),
         "attn_implementation": config.model.attn_implementation,
         "trust_remote_code": config.model.trust_remote_code,
-        "device": device_name(device_type, placement.ref),
+        "device": device,
+        "temperature": config.inference_model.temperature,
+        "precision": trainer_precision(config, device_type),
+        "token_budget": config.train.micro_batch_tokens,
+        "fused": wants_fused_layers(config, device_type),
     }
-    if part.process:
-        service = {
-            "model_name": model_name(config),
-            "temperature": temperature,
-            "precision": trainer_precision(config, device_type),
-            "token_budget": config.train.micro_batch_tokens,
-            "num_threads": 1,
-            "fused": wants_fused_layers(config, device_type),
-        }
-        return ReferenceService.start(ProcessLauncher(), service | options, timeout_s=part.timeout_s)
-    model = load_model(model_name(config), **options)
-    return FrozenReference(
-        model,
-        temperature=temperature,
-        shared_prompt=config.model.attn_implementation is None,
-        fused=wants_fused_layers(config, device_type),
-    )
 
 
 def reference_dtype(config: Config) -> Any:
@@ -191,25 +198,38 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
     )
 
 
-def make_transforms(config: Config, reference: ReferencePolicy | None, learner: Learner) -> list[tuple[str, Any]]:
-    """What happens to a batch between the env and the learner, each with the phase its seconds count to."""
-    found = make_overlong(config)  # before the reference, so that the graded reward includes it
+def make_transforms(
+    config: Config,
+    reference: ReferencePolicy | None,
+    pad_token_id: int,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[tuple[str, Any]]:
+    """What happens to a batch between the env and the learner, each with the phase its seconds count to.
+
+    Args:
+        autocast: of the learner, for a reference that computes in this process: the KL of equal weights is 0 then.
+    """
+    transforms = make_overlong(config)  # before the reference, so that the graded reward includes it
     if reference is not None:
-        in_reward = None if config.train.kl_coef_in_loss else config.policy.kl_coef
 
         def log_probs(rows: TensorDictBase) -> torch.Tensor:
-            with learner.autocast():  # the policy's own precision, so that the KL of equal weights is 0
+            with autocast():
                 return reference(rows)
 
         transform = ReferenceKL(
             log_probs,
-            in_reward_coeff=in_reward,
-            pad_token_id=learner.pad_token_id,
+            in_reward_coeff=kl_in_reward(config),
+            pad_token_id=pad_token_id,
             token_budget=config.train.micro_batch_tokens,
             shared_prompt=reference.shared_prompt,
         )
-        found.append(("ref", transform))
-    return found + make_advantage(config)
+        transforms.append(("ref", transform))
+    return transforms + make_advantage(config)
+
+
+def kl_in_reward(config: Config) -> float | None:
+    """Coefficient of the KL that is taken off the reward; None where it stands in the loss, or where there is none."""
+    return None if config.train.kl_coef_in_loss else config.policy.kl_coef or None
 
 
 def make_overlong(config: Config) -> list[tuple[str, Any]]:
@@ -222,3 +242,94 @@ def make_advantage(config: Config) -> list[tuple[str, Any]]:
     """What the reward is compared with, over the whole batch."""
     algorithm: Any = config.algorithm
     return [("score", GroupAdvantage(algorithm.baseline, algorithm.scale))]
+
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch reads any of them
+
+
+def use_expandable_segments(config: Config | None = None) -> None:
+    """Have torch grow its segments on the GPU, so that less memory lies unused between them.
+
+    torch reads it when it first allocates there. What the user has set stays. Processes that are started from here
+    inherit it, and two kinds of engine cannot have it: vLLM's all-reduce under tensor parallelism hands its buffers to
+    the other processes by handles that such segments have not (vllm-project/vllm#42609), and SGLang's memory saver
+    refuses it. vLLM's sleep mode switches it off for its own pool (``vllm/device_allocator/cumem.py``).
+
+    Args:
+        config: of the run, in the process that starts its engines.
+    """
+    if any(os.environ.get(name) for name in _ALLOCATOR):
+        return
+    if config is not None and (
+        config.inference_model.tensor_parallel_size > 1
+        or (config.engine.name != "auto" and not ENGINES[config.engine.name].expandable_segments)
+    ):
+        return
+    os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+
+
+LONGEST_START_S = 3600.0  # of rank 0, which loads the model; who waits for the ranks ends them much sooner if they idle
+
+
+def learner_servant(
+    *,
+    config: Config,
+    rank: int,
+    size: int,
+    init_method: str,
+    device_type: str,
+    num_threads: int,
+    run_dir: str,
+) -> LearnerServant:
+    """Rank ``rank`` of ``size``: the factory of a :class:`~sota_grpo.workers.base.ServantSpec`.
+
+    Args:
+        config: of the run; every rank has the same.
+        init_method: where the ranks meet (:func:`sota_grpo.policy.sharding.join_ranks`).
+        device_type: ``cpu``, or ``cuda`` for the one GPU that this process sees.
+        num_threads: CPU threads of this process.
+        run_dir: where a batch is written whose step was not finite.
+    """
+    tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
+    device = torch.device("cuda:0" if device_type == "cuda" else "cpu")
+    if device_type == "cuda":
+        use_expandable_segments()
+
+    def make() -> Learner:
+        if device_type == "cpu":
+            torch.set_num_threads(num_threads)
+        loads_on = torch.device("cpu") if size > 1 else device
+        model = add_adapter(config, make_model(config, loads_on, weights=rank == 0))  # the others are sent theirs
+        policy = make_policy(config, model, device_type)
+        ranks = join_ranks(
+            rank,
+            size,
+            init_method=init_method,
+            device=device,
+            timeout_s=max(60.0, config.train_model.timeout_s),
+            start_timeout_s=LONGEST_START_S,
+            reduce_once=not config.train_model.shard_gradients,
+        )
+        shard(policy, ranks)
+        return make_learner(config, policy, tokenizer.pad_token_id, device_type, Path(run_dir), ranks)
+
+    return LearnerServant(make, tokenizer)
+
+
+class AddressServant:
+    """Says where ranks can meet on the machine that it runs on."""
+
+    def address(self) -> str:
+        """This machine's address and a port that is free now."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind((host, 0))
+            return f"{host}:{free.getsockname()[1]}"
+
+    def ping(self) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        """Nothing to free."""

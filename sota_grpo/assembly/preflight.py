@@ -5,10 +5,13 @@ What takes torch to find out (a damaged model, prompts that are too long) is tol
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
+import re
+from contextlib import suppress
 from pathlib import Path
 
-from sota_grpo.assembly.cuda import has_no_gpu, needs_a_gpu
 from sota_grpo.assembly.passed import PASSED
 from sota_grpo.config import Config, model_name, num_steps, turn_size
 from sota_grpo.config.hub_token import use_config_token
@@ -23,6 +26,10 @@ from sota_grpo.tasks import dataset, parameters
 from sota_grpo.training.runs import require_free
 
 logger = logging.getLogger(__name__)
+
+NEEDED_DRIVERS = {12: 525, 13: 580}  # the oldest of each major version of CUDA (its release notes, table 3)
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_AMD = Path("/dev/kfd")  # the device of its driver
 
 
 def preflight(config: Config, run_dir: Path | None = None) -> None:
@@ -44,7 +51,10 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
         raise UserError(sentence)
     if model_name(config) == SMOLLM2:
         require_smollm2()
-    _require_gpu(config)
+    # the first half of assembly.devices.resolve_device, where torch need not be asked
+    wants_gpu = config.device == "cuda" or (config.device == "auto" and is_on_the_hub(model_name(config)))
+    if wants_gpu and config.ray.address is None and has_no_gpu():
+        raise UserError(needs_a_gpu(config))
     for path in (config.env.dataset_path, config.env.eval_path):
         is_file = "source" in parameters(config.env.dataset) or Path(path or "").suffix in dataset.SUFFIXES
         if path not in (None, PASSED) and is_file:
@@ -55,17 +65,75 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
 
 def announce(config: Config) -> None:
     """The first words of a run that may start, before what takes longest to import is imported."""
-    size = turn_size(config)
     logger.info(
         "Starting to train %s on %s (mode=%s, engine=%s, device=%s): %d turns of %d responses.",
         *(model_name(config), config.env.dataset, config.mode, config.engine.name, config.device),
-        *(num_steps(config), size),
+        *(num_steps(config), turn_size(config)),
     )
     starting("Importing PyTorch and the libraries on it")
 
 
-def _require_gpu(config: Config) -> None:
-    """A part of what :func:`~sota_grpo.assembly.devices.resolve_device` says, where torch need not be asked."""
-    wants_one = config.device == "cuda" or (config.device == "auto" and is_on_the_hub(model_name(config)))
-    if wants_one and config.ray.address is None and has_no_gpu():
-        raise UserError(needs_a_gpu(config))
+def why_no_gpu() -> str | None:
+    """One sentence on a machine that has an NVIDIA driver and whose GPUs torch does not see; None where it has none."""
+    driver = driver_version()
+    if driver is None:
+        return None
+    import torch
+
+    built_for = torch.version.cuda
+    if built_for is None:
+        return (
+            f"This machine has the NVIDIA driver {driver}, and PyTorch {torch.__version__} is built without CUDA; "
+            "install PyTorch for CUDA."
+        )
+    needed = NEEDED_DRIVERS.get(int(built_for.partition(".")[0]), 0)
+    if int(driver.partition(".")[0]) < needed:
+        return (
+            f"This machine has the NVIDIA driver {driver}, and PyTorch {torch.__version__} is built for CUDA "
+            f"{built_for}, which needs driver {needed} or newer; update the driver."
+        )
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f"This machine has the NVIDIA driver {driver}, and PyTorch sees none of its GPUs; " + (
+        "give the container its GPUs." if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden} may hide them."
+    )
+
+
+def has_no_gpu() -> bool:
+    """Whether it is certain that torch has no GPU here, without importing it: the library of a driver is missing."""
+    try:
+        ctypes.CDLL("libcuda.so.1")  # what torch loads
+    except OSError:
+        return not _AMD.exists()
+    return False
+
+
+def needs_a_gpu(config: Config) -> str:
+    """Why ``config`` cannot run on a machine without a GPU, in one sentence."""
+    reason = why_no_gpu()
+    if config.device == "cuda":
+        return reason or "device=cuda, and this machine has no CUDA device; use device=cpu."
+    if reason is not None:
+        return f"{model_name(config)} is trained on a GPU (device=cpu insists). {reason}"
+    return (
+        f"{model_name(config)} is no folder here, and a model from the hub needs a CUDA GPU, which this machine "
+        "has not; `python grpo.py --config-name grpo_cpu` trains the embedded policy here (device=cpu insists)."
+    )
+
+
+def driver_version() -> str | None:
+    """Of the NVIDIA driver of this machine, for example ``550.54.15``; None without one."""
+    with suppress(OSError):
+        found = re.search(r"Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", _DRIVER_FILE.read_text())
+        if found:
+            return found[1]
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    text = ctypes.create_string_buffer(80)
+    try:
+        if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))):
+            return None
+    except AttributeError:  # a stub of the library
+        return None
+    return text.value.decode() or None

@@ -6,7 +6,6 @@ the optimizer those of the checkpoint before the turn, and the turn is done by t
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
@@ -24,8 +23,8 @@ from torch import Tensor
 
 from sota_grpo import keys
 from sota_grpo.assembly.compose import load_config
-from sota_grpo.assembly.learning import add_adapter, make_advantage, make_learner, make_model, make_policy
-from sota_grpo.config import Config, model_name, walk
+from sota_grpo.assembly.learning import add_adapter, kl_in_reward, make_advantage, make_learner, make_model, make_policy
+from sota_grpo.config import Config, model_name, walk, with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES, readers
@@ -39,11 +38,28 @@ from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.learner import NonFiniteStep
 from sota_grpo.training.runs import CHECKPOINTS
 
+logger = logging.getLogger(__name__)
+
 #: What is compared, in the order shown: metrics of a turn that follow from its rows, weights and options alone.
 FIGURES = (
     *("reward", "advantage", "loss/objective", "loss/kl", "loss/entropy", "grad_norm", "kl", "entropy"),
     *("clip_fraction", "correction_fraction", "ess", "kl_approx", "mismatch_kl", "lr"),
 )
+TOLERANCE = 1e-6  # relative, of what agrees in float32
+_LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
+_JUDGED = (*_LOSSES, "grad_norm")
+_SAME_ADVANTAGE = 1e-6
+_OF_THE_COLLECTION = (
+    "algorithm.overlong_buffer",
+    "algorithm.dynamic_sampling",
+    "algorithm.dynamic_sampling_max_draws",
+)
+_ALGORITHM = tuple(name for name, _, _ in walk() if name.startswith("algorithm.") and name != "algorithm.name")
+_COMPARED = (
+    *(name for name in _ALGORITHM if name not in _OF_THE_COLLECTION),
+    *("policy.kl_coef", "train.kl_coef_in_loss"),
+)
+_MEMORY = "train.micro_batch_tokens"
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,51 @@ class Replay:
     optimizer_steps: int
 
 
+def replayed(run_dir: Path, step: int | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Replay a stored turn as the run did it and, with ``overrides``, under other options; plain values throughout.
+
+    Args:
+        run_dir: of the run; nothing is written there.
+        step: the turn; None: the last that can be replayed.
+        overrides: such as ``["algorithm=dapo"]``.
+
+    Returns:
+        ``figures``: by name ``stored``, ``replayed`` and ``difference``, with overrides also ``other`` and
+        ``other_difference`` (from ``replayed``); None where nothing was measured. ``agrees``: losses and gradient norm
+        are the stored ones to ``TOLERANCE``. ``worst``: which of them is furthest from it and how far, relatively; None
+        where only one side has it. ``notes``: sentences. With overrides ``advantages`` and ``clip``: what changed.
+
+    Raises:
+        UserError: the turn cannot be replayed, or not under these options.
+    """
+    turn = open_turn(run_dir, step)
+    configs = replay_configs(turn, run_dir, overrides)
+    logger.info("Computing turn %d as the run did.", turn.stored.step)
+    own = replay(turn, configs.own)
+    other = None
+    if configs.other is not None:
+        logger.info("Computing it under %s.", " ".join(overrides))
+        other = replay(turn, configs.other)
+    rows = turn.stored.rows
+    name, distance = worst_distance(turn.stored.metrics, own.figures)
+    found = {
+        "run": str(run_dir),
+        "step": turn.stored.step,
+        "checkpoint": None if turn.checkpoint is None else turn.checkpoint.name,
+        "samples": len(rows),
+        "groups": len({int(row.get(keys.GROUP_ID)) for row in rows}),
+        "optimizer_steps": own.optimizer_steps,
+        "overrides": list(overrides),
+        "figures": _figures(turn, own, other),
+        "agrees": distance <= TOLERANCE,
+        "worst": {"name": name, "relative_difference": distance if math.isfinite(distance) else None},
+        "notes": replay_notes(turn, configs.left),
+    }
+    if other is not None:
+        found |= {"advantages": _advantages(turn, own, other), "clip": _clip(own, other)}
+    return found
+
+
 def open_turn(run_dir: Path, step: int | None = None) -> Turn:
     """Turn ``step`` of a run, or the last that can be replayed.
 
@@ -91,18 +152,14 @@ def open_turn(run_dir: Path, step: int | None = None) -> Turn:
     if not stored:
         raise UserError(f"There is no stored turn in {run_dir / STEPS_FOLDER}; logging.store_steps=true writes some.")
     chosen = max(replayable, default=None) if step is None else step
-    if chosen is None or chosen not in replayable:
-        raise UserError(_not_there(run_dir, step, step in stored, replayable))
-    return Turn(config, read_step(stored[chosen]), checkpoints.get(chosen))
-
-
-def _not_there(run_dir: Path, step: int | None, is_stored: bool, replayable: list[int]) -> str:
+    if chosen in replayable:
+        return Turn(config, read_step(stored[chosen]), checkpoints.get(chosen))
     others = f"turns that can be replayed: {', '.join(map(str, replayable)) or 'none'}"
     if step is None:
-        return f"The checkpoints of {run_dir} do not belong to its stored turns; {others}."
-    if is_stored:
-        return f"Turn {step} of {run_dir} is stored, and the checkpoint with its weights is gone; {others}."
-    return f"Turn {step} of {run_dir} is not stored; {others}."
+        raise UserError(f"The checkpoints of {run_dir} do not belong to its stored turns; {others}.")
+    if step in stored:
+        raise UserError(f"Turn {step} of {run_dir} is stored, and the checkpoint with its weights is gone; {others}.")
+    raise UserError(f"Turn {step} of {run_dir} is not stored; {others}.")
 
 
 def replay(turn: Turn, config: Config | None = None) -> Replay:
@@ -125,7 +182,10 @@ def replay(turn: Turn, config: Config | None = None) -> Replay:
         if turn.checkpoint is not None:  # read each time: an optimizer changes the moments that it is given
             learner.load_state_dict(CheckpointStore.load(turn.checkpoint)["learner"])
         before = learner.optimizer_steps
-        _seed(turn, learner.version)
+        if turn.stored.origin.num_ranks:  # the stream that adapters' dropout reads: of several ranks that of the first
+            torch.manual_seed(sample_seed(turn.config.seed, learner.version, 0))
+        else:
+            torch.set_rng_state(turn.stored.origin.rng)
         try:
             update = learner.update(rows)
         except NonFiniteStep as error:
@@ -161,19 +221,12 @@ class ClipWatch(GRPOLoss):
         return value, clipped
 
 
-def kl_in_reward(config: Config) -> float:
-    """Coefficient of the KL that is taken off the reward; 0 where it stands in the loss."""
-    return 0.0 if config.train.kl_coef_in_loss else config.policy.kl_coef
-
-
 def _in_float32_on_the_cpu(config: Config) -> Config:
-    config = copy.deepcopy(config)
-    config.device = "cpu"
-    config.train.precision, config.train_model.torch_dtype = "fp32", "float32"
-    config.train_model.log_probs = "tiled"
+    options = {"device": "cpu", "train.precision": "fp32", "train_model.torch_dtype": "float32"}
+    options["train_model.log_probs"] = "tiled"
     if config.model.attn_implementation not in (None, "sdpa", "eager"):  # kernels of GPUs
-        config.model.attn_implementation = "sdpa"
-    return config
+        options["model.attn_implementation"] = "sdpa"
+    return with_options(config, options)
 
 
 def _scored_rows(turn: Turn, config: Config) -> TensorDictBase:
@@ -189,7 +242,7 @@ def _scored_rows(turn: Turn, config: Config) -> TensorDictBase:
         rows = lazy_stack([row.exclude(keys.GRADED_REWARD, keys.KL_TERM) for row in row_list(rows)])
         rows.set(keys.REWARD, reward)
         reference = [row.get(keys.REF_LOG_PROBS) for row in row_list(rows)]
-        write_reference(rows, reference, in_reward_coeff=coefficient or None)
+        write_reference(rows, reference, in_reward_coeff=coefficient)
     for _, transform in make_advantage(config):
         rows = transform(rows)
     return rows
@@ -206,27 +259,6 @@ def _as_it_was_computed(turn: Turn) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(now)
-
-
-def _seed(turn: Turn, version: int) -> None:
-    """The stream that adapters' dropout reads: that of the run, or, of several ranks, that of the first."""
-    if turn.stored.origin.num_ranks:
-        torch.manual_seed(sample_seed(turn.config.seed, version, 0))
-    else:
-        torch.set_rng_state(turn.stored.origin.rng)
-
-
-_OF_THE_COLLECTION = (
-    "algorithm.overlong_buffer",
-    "algorithm.dynamic_sampling",
-    "algorithm.dynamic_sampling_max_draws",
-)
-_ALGORITHM = tuple(name for name, _, _ in walk() if name.startswith("algorithm.") and name != "algorithm.name")
-_COMPARED = (
-    *(name for name in _ALGORITHM if name not in _OF_THE_COLLECTION),
-    *("policy.kl_coef", "train.kl_coef_in_loss"),
-)
-_MEMORY = "train.micro_batch_tokens"
 
 
 @dataclass(frozen=True)
@@ -260,14 +292,11 @@ def replay_configs(turn: Turn, run_dir: Path, overrides: Sequence[str]) -> Repla
                 f"algorithm=PRESET, options of the algorithm, policy.kl_coef and train.kl_coef_in_loss, and {_MEMORY} "
                 "for its memory."
             )
-    own = copy.deepcopy(turn.config)
-    own.train.micro_batch_tokens = asked.train.micro_batch_tokens
+    own = with_options(turn.config, {_MEMORY: asked.train.micro_batch_tokens})
     if all(name == _MEMORY for name in given):
         return ReplayConfigs(own)
     left = tuple(name for name in _OF_THE_COLLECTION if _value(asked, name) != _value(own, name))
-    for name in left:
-        section, _, option = name.partition(".")
-        setattr(getattr(asked, section), option, _value(own, name))
+    asked = with_options(asked, {name: _value(own, name) for name in left})
     if all(_value(asked, name) == _value(own, name) for name in _COMPARED):
         raise UserError(f"The run had {' '.join(overrides)} itself, so there is nothing to compare.")
     for name, override in given.items():
@@ -326,59 +355,6 @@ def _value(config: Config, name: str) -> Any:
     return reduce(getattr, name.split("."), config)
 
 
-TOLERANCE = 1e-6  # relative, of what agrees in float32
-_LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
-_JUDGED = (*_LOSSES, "grad_norm")
-_SAME_ADVANTAGE = 1e-6
-
-logger = logging.getLogger(__name__)
-
-
-def replayed(run_dir: Path, step: int | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Replay a stored turn as the run did it and, with ``overrides``, under other options; plain values throughout.
-
-    Args:
-        run_dir: of the run; nothing is written there.
-        step: the turn; None: the last that can be replayed.
-        overrides: such as ``["algorithm=dapo"]``.
-
-    Returns:
-        ``figures``: by name ``stored``, ``replayed`` and ``difference``, with overrides also ``other`` and
-        ``other_difference`` (from ``replayed``); None where nothing was measured. ``agrees``: losses and gradient norm
-        are the stored ones to ``TOLERANCE``. ``worst``: which of them is furthest from it and how far, relatively; None
-        where only one side has it. ``notes``: sentences. With overrides ``advantages`` and ``clip``: what changed.
-
-    Raises:
-        UserError: the turn cannot be replayed, or not under these options.
-    """
-    turn = open_turn(run_dir, step)
-    configs = replay_configs(turn, run_dir, overrides)
-    logger.info("Computing turn %d as the run did.", turn.stored.step)
-    own = replay(turn, configs.own)
-    other = None
-    if configs.other is not None:
-        logger.info("Computing it under %s.", " ".join(overrides))
-        other = replay(turn, configs.other)
-    rows = turn.stored.rows
-    name, distance = worst_distance(turn.stored.metrics, own.figures)
-    found = {
-        "run": str(run_dir),
-        "step": turn.stored.step,
-        "checkpoint": None if turn.checkpoint is None else turn.checkpoint.name,
-        "samples": len(rows),
-        "groups": len({int(row.get(keys.GROUP_ID)) for row in rows}),
-        "optimizer_steps": own.optimizer_steps,
-        "overrides": list(overrides),
-        "figures": _figures(turn, own, other),
-        "agrees": distance <= TOLERANCE,
-        "worst": {"name": name, "relative_difference": distance if math.isfinite(distance) else None},
-        "notes": replay_notes(turn, configs.left),
-    }
-    if other is not None:
-        found |= {"advantages": _advantages(turn, own, other), "clip": _clip(own, other)}
-    return found
-
-
 def worst_distance(stored: Mapping[str, float | None], found: Mapping[str, float | None]) -> tuple[str, float]:
     """The loss term, or the gradient norm, that is furthest from the stored one, and how far, relatively.
 
@@ -404,17 +380,16 @@ def worst_distance(stored: Mapping[str, float | None], found: Mapping[str, float
 
 
 def _figures(turn: Turn, own: Replay, other: Replay | None) -> dict[str, dict[str, float | None]]:
-    found = {}
+    table: dict[str, dict[str, float | None]] = {}
     for name in FIGURES:
-        sources = [turn.stored.metrics, own.figures, *([] if other is None else [other.figures])]
-        if all(source.get(name) is None for source in sources):
-            continue
         stored, again = turn.stored.metrics.get(name), own.figures.get(name)
-        found[name] = {"stored": stored, "replayed": again, "difference": _minus(again, stored)}
+        changed = other.figures.get(name) if other is not None else None
+        if stored is None and again is None and changed is None:
+            continue
+        table[name] = {"stored": stored, "replayed": again, "difference": _minus(again, stored)}
         if other is not None:
-            value = other.figures.get(name)
-            found[name] |= {"other": value, "other_difference": _minus(value, again)}
-    return found
+            table[name] |= {"other": changed, "other_difference": _minus(changed, again)}
+    return table
 
 
 def _minus(one: float | None, two: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""The rollout side of a run: task, env, engine."""
+"""The rollout side of a run: the task with its data and its reward, the environment, the engine."""
 
 from __future__ import annotations
 
@@ -9,28 +9,103 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from sota_grpo.config import Config, model_name
+from sota_grpo.config import Config, model_name, reward_names, walk
+from sota_grpo.config.validators import READERS
 from sota_grpo.engines import ENGINES, EngineOptions, is_server, make_engine, resolve_engine_name
 from sota_grpo.engines.base import Deadlines, Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import resolve_model_path
+from sota_grpo.rewards.function_file import Functions
 from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task, scorer_of
+from sota_grpo.tasks import make_bare_task, make_task, parameters
+from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows, unique_examples
+from sota_grpo.tasks.reward_functions import WithRewardFunctions
+from sota_grpo.tasks.think_again import ThinkAgain
 
 logger = logging.getLogger(__name__)
 
 GPU_ROWS = 256  # with fewer, a GPU reads its weights for few tokens
 
 
+def task_of(config: Config, functions: Functions | None = None) -> Task:
+    """The task that the config names.
+
+    Args:
+        functions: reward functions that were passed as objects; in this process they stand for ``reward.path``.
+
+    Raises:
+        UserError: its data or its reward functions cannot be used.
+    """
+    return _make_task(config, functions)
+
+
+def heldout_task(config: Config) -> Task:
+    """The task for an evaluation: of held-out problems in a file alone where no training data are named.
+
+    Otherwise that of :func:`task_of`, whose training data may have to come from the hub. Nobody draws from ``train``.
+
+    Raises:
+        UserError: its data or its reward functions cannot be used.
+    """
+    path = config.env.eval_path
+    is_file = path is not None and Path(path).suffix in SUFFIXES
+    if not is_file or config.env.dataset_path is not None or "path" not in parameters(config.env.dataset):
+        return task_of(config)
+    task = bare_task(config)
+    rows = load_rows(config.env.dataset, path=path)
+    examples = [task.read_row(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
+    if not all(example.query.strip() for example in examples):
+        raise DatasetError(f"{path}: a row of {config.env.dataset} has no question; mend or remove it.")
+    task.train = task.heldout = unique_examples(examples)
+    return task
+
+
+def bare_task(config: Config) -> Task:
+    """The same without its data, which scoring does not need.
+
+    Raises:
+        UserError: its options or its reward functions cannot be used.
+
+    >>> bare_task(Config()).score("#### 4", bare_task(Config()).read_row({"answer": "4"}, "demo, row 1")).success
+    True
+    """
+    return _make_task(config, bare=True)
+
+
+def _make_task(config: Config, functions: Functions | None = None, *, bare: bool = False) -> Task:
+    """With its data or without; its own reward, or what ``reward.path`` puts in its place."""
+    env, reward = config.env, config.reward
+    names = reward_names(config)
+    values = {option: value for option, _, value in walk(config)}
+    options: dict[str, Any] = {parameter: values[option] for option, parameter in READERS.items()}
+    options |= {"seed": config.seed, "num_heldout": env.num_heldout}
+    options |= {"num_train": env.max_samples, "max_samples": env.max_samples}
+    if reward.path is not None and "builtin" not in names:
+        options["answer_required"] = False
+    read = parameters(env.dataset, bare=bare)
+    options = {name: value for name, value in options.items() if name in read and value is not None}  # null: its own
+    try:
+        task = (make_bare_task if bare else make_task)(env.dataset, **options)
+    except UserError:
+        raise
+    except ValueError as error:  # weights that contradict each other; the sentence says which
+        raise UserError(str(error)) from error
+    if reward.path is not None:
+        task = WithRewardFunctions(
+            task, reward.path, names, reward.weights, success_above=reward.success_above, functions=functions
+        )
+    return ThinkAgain(task) if env.reasoning else task
+
+
 def make_grader(config: Config, task: Task) -> Grader:
     """Reward workers, which start while the rest of the run is put together; 0 of them grade in this process."""
-    count = config.env.reward_workers
+    scorer, weights, count = scorer_of(task), task.term_weights, config.env.reward_workers
     if count == 0:
-        return LocalGrader(scorer_of(task), task.term_weights)
-    timeout_s = config.env.reward_timeout_s
-    return GradingPool(scorer_of(task), task.term_weights, num_workers=count, timeout_s=timeout_s)
+        return LocalGrader(scorer, weights)
+    return GradingPool(scorer, weights, num_workers=count, timeout_s=config.env.reward_timeout_s)
 
 
 def make_env(config: Config, task: Task, tokenizer: Any, grader: Grader) -> TaskEnv:
@@ -118,8 +193,10 @@ def engine_rows(config: Config, engine: str, device_type: str, num_engines: int 
     return max(config.env.repeats, rows)
 
 
-def engine_options(config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path) -> EngineOptions:
-    """How the run's engine is built, here or in a process of its own."""
+def engine_options(
+    config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path, num_engines: int = 1
+) -> EngineOptions:
+    """How each of the run's engines is built, here or in a process of its own."""
     part = config.inference_model
     options = EngineOptions(
         model_name(config),
@@ -127,7 +204,7 @@ def engine_options(config: Config, engine: str, device_type: str, tokenizer: Any
         dtype=engine_dtype(part.torch_dtype, device_type),
         device=device_type,
         max_model_len=max_model_len(config),
-        max_rows=engine_rows(config, engine, device_type),
+        max_rows=engine_rows(config, engine, device_type, num_engines),
         eos_token_ids=end_token_ids(tokenizer, generation_config_of(config)),
         pad_token_id=tokenizer.pad_token_id,
         gpu_memory_utilization=part.gpu_memory_utilization,

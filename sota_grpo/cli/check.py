@@ -19,7 +19,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sota_grpo.cli.options import add_config, config_of
+from sota_grpo.cli import add_config, add_parser, config_of
 
 if TYPE_CHECKING:
     from sota_grpo.training.gate import Check
@@ -27,16 +27,10 @@ if TYPE_CHECKING:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add ``check`` and its options to the parser of ``sota-grpo``."""
-    parser = commands.add_parser(
-        "check",
-        help="check that a config would train right mathematics",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_parser(commands, "check", "check that a config would train right mathematics", __doc__, run)
     add_config(parser)
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="keep what the engine logs, and gate.json, there")
     parser.add_argument("--json", action="store_true", help="the outcomes as JSON instead of sentences")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

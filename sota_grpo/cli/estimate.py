@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from sota_grpo.cli.options import above_zero, add_config, config_of, whole
+from sota_grpo.cli import above_zero, add_config, add_parser, config_of, whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,12 +38,7 @@ TIGHT = 0.9  # of a device: beyond it the estimate's own error may decide
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add ``estimate`` and its options to the parser of ``sota-grpo``."""
-    parser = commands.add_parser(
-        "estimate",
-        help="memory, steps and time of a run, before it starts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_parser(commands, "estimate", "memory, steps and time of a run, before it starts", __doc__, run)
     add_config(parser)
     add = parser.add_argument
     add(
@@ -66,7 +61,6 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     add("--show-config", action="store_true", help="print the resolved config first, as YAML")
     add("--json", action="store_true", help="everything as one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

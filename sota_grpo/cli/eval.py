@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sota_grpo.cli.options import above_zero, whole
+from sota_grpo.cli import above_zero, add_parser, whole
 from sota_grpo.cli.score import STANDARD, row_writer
 from sota_grpo.errors import RunFailed, UserError
 
@@ -40,11 +40,8 @@ _PLAIN_LINE_S = 10.0  # between two lines of progress where there is no terminal
 
 def add_command(commands: Any) -> None:
     """Add ``eval`` and its options to the parser of ``sota-grpo``."""
-    parser = commands.add_parser(
-        "eval",
-        help="measure a model, or what a run has trained, on held-out problems",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_parser(
+        commands, "eval", "measure a model, or what a run has trained, on held-out problems", __doc__, run
     )
     add = parser.add_argument
     add("target", metavar="MODEL_OR_RUN", help="a run directory, the folder of a model, its hub name, or tiny")
@@ -61,7 +58,6 @@ def add_command(commands: Any) -> None:
     add("--out", metavar="FILE", help="write the result as JSON; - is stdout")
     add("--responses", metavar="FILE", help="write every response with its score, .jsonl, as sota-grpo score does")
     add("--against", metavar="FILE", help="what --out wrote of another model on the same problems: show the gain")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.cli.options import whole
+from sota_grpo.cli import add_parser, whole
 from sota_grpo.errors import UserError
 
 _KINDS = ("hf", "verl", "trl")
@@ -24,11 +24,12 @@ _KINDS = ("hf", "verl", "trl")
 
 def add_command(commands: Any) -> None:
     """Add ``export`` and its options to the parser of ``sota-grpo``."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "export",
-        help="write a run's model with a card, or the run as verl's command or TRL's script",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "write a run's model with a card, or the run as verl's command or TRL's script",
+        __doc__,
+        run,
     )
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="a run directory")
@@ -41,7 +42,6 @@ def add_command(commands: Any) -> None:
         help="hf: the checkpoint after so many turns; default: the end, or the newest",
     )
     add("--adapter", action="store_true", help="hf: the LoRA adapter alone")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

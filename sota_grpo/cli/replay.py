@@ -16,16 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.cli.options import whole
+from sota_grpo.cli import add_parser, whole
 
 
 def add_command(commands: Any) -> None:
     """Add ``replay`` and its options to the parser of ``sota-grpo``."""
-    parser = commands.add_parser(
-        "replay",
-        help="compute a stored turn again, perhaps under another algorithm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_parser(
+        commands, "replay", "compute a stored turn again, perhaps under another algorithm", __doc__, run
     )
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="directory of the run")
@@ -33,7 +30,6 @@ def add_command(commands: Any) -> None:
     turn = whole("the number of a turn", least=0)
     add("--step", metavar="N", type=turn, help="as in metrics.jsonl; default: the last that can be replayed")
     add("--json", action="store_true", help="print the figures as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

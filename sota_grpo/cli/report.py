@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.cli import add_parser
 from sota_grpo.errors import UserError
 
 _FILE = "report.html"
@@ -22,17 +23,11 @@ _FILE = "report.html"
 
 def add_command(commands: Any) -> None:
     """Add ``report`` and its options to the parser of ``sota-grpo``."""
-    parser = commands.add_parser(
-        "report",
-        help="one HTML file about one run or several",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_parser(commands, "report", "one HTML file about one run or several", __doc__, run)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or a folder of runs (a multirun)")
     parser.add_argument(
         "--out", metavar="FILE", help=f"the page; default: {_FILE} in RUN, or here where several are given"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from sota_grpo.cli.options import above_zero, whole
+from sota_grpo.cli import above_zero, add_parser, whole
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.rewards import ANSWER_FORMATS
 from sota_grpo.rewards.ifeval import find_punkt
@@ -177,12 +177,7 @@ class Line:
 
 def add_command(commands: Any) -> None:
     """Add ``score`` and its options to the parser of ``sota-grpo``."""
-    parser = commands.add_parser(
-        "score",
-        help="grade responses that exist already",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_parser(commands, "score", "grade responses that exist already", __doc__, run)
     add = parser.add_argument
     add("--task", required=True, choices=TASKS, help="whose grader")
     add("--input", metavar="FILE", help="rows to grade, .jsonl; - is stdin")
@@ -207,7 +202,6 @@ def add_command(commands: Any) -> None:
         default=60.0,
         help="longest time for one response; default: 60",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -19,17 +19,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.cli import add_parser
 from sota_grpo.errors import UserError
 
 
 def add_command(commands: Any) -> None:
     """Add ``sweep`` and its options to the parser of ``sota-grpo``."""
-    parser = commands.add_parser(
-        "sweep",
-        help="the runs of a sweep side by side",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_parser(commands, "sweep", "the runs of a sweep side by side", __doc__, run)
     add = parser.add_argument
     add("directory", nargs="?", metavar="DIR", help="folder of runs; default: the newest sweep below multirun/")
     add("--sort", metavar="METRIC", help="sort by it; default: eval/accuracy, or reward where that was not measured")
@@ -37,7 +33,6 @@ def add_command(commands: Any) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="one line per run with all its metrics, instead of the table")
     form.add_argument("--json", action="store_true", help="runs and means over seeds as JSON, instead of the table")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _newest() -> Path:
-    from sota_grpo.sweeps.command import FOLDER
+    from sota_grpo.sweeps import FOLDER
 
     found = sorted(Path(FOLDER).glob("*/*/"))
     if not found:

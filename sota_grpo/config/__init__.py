@@ -53,6 +53,16 @@ def with_options(config: Config, options: dict[str, Any]) -> Config:
     return changed
 
 
+def overrides_of(options: Mapping[str, Any]) -> list[str]:
+    """Options by dotted name, as they are written on the command line.
+
+    >>> overrides_of({"train.resume": None, "train.export_hf": False, "seed": 3})
+    ['train.resume=null', 'train.export_hf=false', 'seed=3']
+    """
+    words = {name: "null" if value is None else str(value) for name, value in options.items()}
+    return [f"{name}={word.lower() if isinstance(options[name], bool) else word}" for name, word in words.items()]
+
+
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of a nested config by their dotted names; an empty section is a value.
 

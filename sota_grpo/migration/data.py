@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.assembly.compose import load_config
-from sota_grpo.assembly.tasks import bare_task
+from sota_grpo.assembly.rollout import bare_task
 from sota_grpo.errors import UserError
 from sota_grpo.functional.weighting import soft_overlong_penalty
 from sota_grpo.rl.records import Example, Score

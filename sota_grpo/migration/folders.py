@@ -14,8 +14,7 @@ from torch import nn
 from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.evaluation import EXPORTED, exported_turns, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
-from sota_grpo.assembly.rollout import make_env
-from sota_grpo.assembly.tasks import task_of
+from sota_grpo.assembly.rollout import make_env, task_of
 from sota_grpo.config import Config, model_name
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_folder

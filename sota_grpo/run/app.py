@@ -11,12 +11,11 @@ from pathlib import Path
 
 import torch
 
-from sota_grpo.assembly.build import build
+from sota_grpo.assembly.build import Parts, build
 from sota_grpo.assembly.checking import subject_of
 from sota_grpo.assembly.compose import anchor_paths
+from sota_grpo.assembly.device_memory import require_disk
 from sota_grpo.assembly.devices import resolve_device
-from sota_grpo.assembly.disk import require_disk
-from sota_grpo.assembly.parts import Parts
 from sota_grpo.assembly.passed import Passed
 from sota_grpo.config import Config, num_steps, turn_size
 from sota_grpo.config.hub_token import use_config_token

@@ -1,4 +1,4 @@
-"""The command line: Hydra in front of :func:`sota_grpo.run.app.train`, and what the program says when it ends.
+"""The command line: Hydra in front of :func:`sota_grpo.run.app.train`, for one run or the runs of a sweep.
 
 Nothing heavy is imported before Hydra has read the command line: ``--help`` is quick, and Ctrl-C is heeded from the
 start.
@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sota_grpo.assembly.compose import CONFIG_DIR
-from sota_grpo.config import register
+from sota_grpo.assembly.compose import CONFIG_DIR, require_known, sentence_of
+from sota_grpo.assembly.preflight import announce, preflight
+from sota_grpo.config import Config, num_steps, register
 from sota_grpo.config.hub_token import protect_token
 from sota_grpo.errors import UserError
-from sota_grpo.sweeps.command import continued
+from sota_grpo.recording.heartbeat import Heartbeat
+from sota_grpo.recording.run_record import note_failure, reason
+from sota_grpo.sweeps import SUMMARY, as_text, continued, mark_complete, note_command, objective, write_summary
+from sota_grpo.training.runs import RunRefused
 
-INTERRUPTED, CRASHED = 130, 1
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+CRASHED, USER_MISTAKE, INTERRUPTED = 1, 2, 130
 _TAKE_A_VALUE = ("-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir", "--experimental-rerun")
+_NO_OPTUNA = re.compile(r"Could not (find|load) 'hydra/sweeper/optuna'")
 
 
 def entry(mode: str, command: str | None = None) -> None:
@@ -28,11 +41,13 @@ def entry(mode: str, command: str | None = None) -> None:
     Hydra composes the config; mistakes of the user are one sentence and exit code 2, an interrupt is one and 130.
     """
     try:
-        given = protect_token(sys.argv[1:])
-        if {"-h", "--help"} & set(given):
+        arguments = protect_token(sys.argv[1:])
+        if {"-h", "--help"} & set(arguments):
             print(help_heading(command or _program()))
-            given = _as_cfg(given)
-        sys.argv[1:] = continued(with_mode(given, mode))  # Hydra saves what it is given
+            # Hydra's own --help looks through all of its own groups for a second
+            arguments = [one for one in arguments if one not in ("-h", "--help", "-m", "--multirun")]
+            arguments += ["--cfg", "job"]
+        sys.argv[1:] = continued(with_mode(arguments, mode))  # Hydra saves what it is given
         code = _run()
     except UserError as error:
         print(f"{_program()}: {error}", file=sys.stderr)
@@ -67,12 +82,6 @@ def help_heading(command: str) -> str:
     )
 
 
-def _as_cfg(arguments: Sequence[str]) -> list[str]:
-    """Hydra's ``--cfg job`` instead of its ``--help``, which looks through all of Hydra's own groups for a second."""
-    kept = [one for one in arguments if one not in ("-h", "--help", "-m", "--multirun")]
-    return [*kept, "--cfg", "job"]
-
-
 def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
     """``arguments`` with ``mode=...`` where it is not given, and all overrides first: Hydra wants them in one place.
 
@@ -83,9 +92,9 @@ def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
     """
     overrides: list[str] = []
     options: list[str] = []
-    for before, given in zip(["", *arguments], arguments):
-        is_override = given[:1] == "~" or (given[:1] != "-" and "=" in given)
-        (overrides if is_override and before not in _TAKE_A_VALUE else options).append(given)
+    for before, argument in zip(["", *arguments], arguments):
+        is_override = argument[:1] == "~" or (argument[:1] != "-" and "=" in argument)
+        (overrides if is_override and before not in _TAKE_A_VALUE else options).append(argument)
     if not any(override.startswith("mode=") for override in overrides):
         overrides.insert(0, f"mode={mode}")
     return [*overrides, *options]
@@ -94,9 +103,6 @@ def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
 def _run() -> int:
     """The exit code of the command: the highest of its runs."""
     import hydra
-    from omegaconf import DictConfig
-
-    from sota_grpo.run.jobs import Jobs
 
     register()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # this module prints the sentence itself
@@ -126,3 +132,142 @@ def quiet_console() -> None:
 
 def _program() -> str:
     return Path(sys.argv[0]).name
+
+
+class Jobs:
+    """Runs what Hydra composes.
+
+    In a sweep a run that fails leaves its reason in its directory and the next one begins; a run that is interrupted
+    ends the sweep. The table of all runs is kept up to date in the sweep's directory and printed at the end.
+
+    Args:
+        arguments: of the command, as Hydra is given them; a sweep is found again by them.
+        program: how messages begin.
+    """
+
+    def __init__(self, arguments: Sequence[str], program: str):
+        from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
+
+        self._mistakes = (UserError, HydraException, OmegaConfBaseException)
+        self._arguments, self._program = list(arguments), program
+        self._codes: list[int] = []
+        self._began = self._with_report = False
+        self._sweep_dir: Path | None = None
+
+    def all(self, command: Callable[[], object]) -> int:
+        """Call ``command``, which calls :meth:`run` for each run; returns the exit code, the highest of all runs."""
+        completed = False
+        try:
+            self._attempt(command)
+            completed = True
+        except OSError as error:  # before the first run Hydra failed to make its directory; inside one it is a bug
+            if self._began or isinstance(error, BrokenPipeError):
+                raise
+            self._say(f"{error}; set hydra.run.dir to a directory that can be written.")
+            self._codes.append(USER_MISTAKE)
+        except ValueError:  # a sweeper that looks for the best run; where all of them failed, each has said why
+            if self._sweep_dir is None or 0 in self._codes:
+                raise
+        except KeyboardInterrupt as stop:
+            if self._sweep_dir is None or str(stop):
+                raise
+            raise KeyboardInterrupt("finished runs stay, train.resume=auto goes on with the others") from None
+        finally:
+            self._end_sweep(completed)
+        return max(self._codes)
+
+    def run(self, composed: DictConfig) -> float | None:
+        """One run. Returns what a sweeper optimises: accuracy, else reward; None outside a sweep and for a failure."""
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        self._began = True
+        hydra = HydraConfig.get()
+        run_dir = Path(hydra.runtime.output_dir)
+        if hydra.mode == RunMode.MULTIRUN:
+            return self._one_of_a_sweep(composed, run_dir, Path(hydra.runtime.cwd, hydra.sweep.dir))
+        self._attempt(lambda: _train(composed, run_dir))
+        return None
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        """What the user can mend is one sentence and 2, a run that cannot go on is one and 1."""
+        try:
+            action()
+        except self._mistakes as error:
+            self._tell(error)
+        else:
+            self._codes.append(0)
+
+    def _one_of_a_sweep(self, composed: DictConfig, run_dir: Path, sweep_dir: Path) -> float | None:
+        if self._sweep_dir is None:
+            note_command(sweep_dir, self._arguments)
+            self._sweep_dir = sweep_dir
+        try:
+            self._with_report = _train(composed, run_dir).logging.report
+            self._codes.append(0)
+            return objective(run_dir)
+        except RunRefused as error:  # the directory is not this run's: nothing is to be written there
+            self._tell(error)
+        except Exception as error:  # whatever it was, the other runs of a sweep are not to blame
+            if not isinstance(error, self._mistakes):
+                traceback.print_exc()
+            self._tell(error)
+            with suppress(OSError):
+                note_failure(run_dir, error)
+        finally:
+            with suppress(OSError, UserError):  # told at the end, where it still holds
+                write_summary(sweep_dir)
+        return None
+
+    def _tell(self, error: Exception) -> None:
+        mistake = isinstance(error, self._mistakes)
+        if _NO_OPTUNA.search(str(error)):
+            self._say("Optuna's plugin for Hydra is not installed: pip install 'sota-grpo[optuna]'.")
+        elif isinstance(error, UserError):
+            self._say(str(error))
+        else:
+            self._say(sentence_of(error) if mistake else reason(error))
+        self._codes.append(getattr(error, "exit_code", USER_MISTAKE if mistake else CRASHED))
+
+    def _say(self, sentence: str) -> None:
+        print(f"{self._program}: {sentence}", file=sys.stderr)
+
+    def _end_sweep(self, completed: bool) -> None:
+        """Print the table of the sweep, and leave it and the report beside its runs."""
+        if self._sweep_dir is None:
+            return
+        try:
+            if completed and not any(self._codes):
+                mark_complete(self._sweep_dir)
+            sweep = write_summary(self._sweep_dir)
+        except (OSError, UserError) as error:
+            self._say(f"the summary of the sweep cannot be written ({error}).")
+            return
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        sys.stdout.write(f"\n{as_text(sweep, width=width)}")
+        report = ""
+        if self._with_report:  # if the last run has one
+            from sota_grpo.report import write_report
+
+            with suppress(OSError, UserError):  # a page more or less is no reason to end a sweep otherwise
+                report = f", report: {write_report([self._sweep_dir], self._sweep_dir / 'report.html')}"
+        print(f"Summary: {self._sweep_dir / SUMMARY}.md and .json{report}", flush=True)
+
+
+def _train(composed: DictConfig, run_dir: Path) -> Config:
+    """Train to the end; a run that was asked to stop ends the whole command, a sweep's other runs included."""
+    from omegaconf import OmegaConf
+
+    require_known(composed)
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    preflight(config, run_dir)
+    with Heartbeat():
+        announce(config)
+        from sota_grpo.run.app import CONTINUES, train  # brings torch and all that stands on it
+
+        done = train(config, run_dir)
+    if done < num_steps(config):
+        raise KeyboardInterrupt(CONTINUES)
+    return config

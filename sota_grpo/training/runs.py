@@ -51,7 +51,7 @@ FREE_OPTIONS = (
 )
 FILES = (("env", "dataset_path"), ("env", "eval_path"), ("reward", "path"))
 # Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
-# a sweep is continued as a whole (sota_grpo/sweeps/command.py), so that what it did stands in one place.
+# a sweep is continued as a whole (sota_grpo/sweeps.py), so that what it did stands in one place.
 _BY_THE_CLOCK = re.compile(r"(?<![^/])\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d$")
 _ELSEWHERE = "choose another hydra.run.dir (of a sweep: hydra.sweep.dir; from Python: run_dir)"
 _TRIES = 5

@@ -25,7 +25,7 @@ def test_ranks_have_the_models_own_weights_bit_for_bit(adapter: list[str], tmp_p
     options |= {"num_threads": 1, "run_dir": str(tmp_path)}
     launcher = ProcessLauncher()
     try:
-        specs = [ServantSpec("sota_grpo.assembly.ranks:learner_servant", {"rank": n, **options}) for n in range(2)]
+        specs = [ServantSpec("sota_grpo.assembly.learning:learner_servant", {"rank": n, **options}) for n in range(2)]
         workers = [launcher.start(f"learner-{n}", spec, threads=1) for n, spec in enumerate(specs)]
         learner = RemoteLearner(workers, make_settings(config, "cpu"), share=launcher.share)
         found = dict(learner.weights().tensors())

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -15,17 +16,15 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from sota_grpo import assembly, engines, keys
-from sota_grpo.assembly import build, learning, local, parts, preflight, workers
+from sota_grpo import engines, keys
+from sota_grpo.assembly import build, learning, preflight
 from sota_grpo.assembly import cluster as cluster_module
+from sota_grpo.assembly.build import Parts
 from sota_grpo.assembly.cluster import Cluster, visible_gpus, visible_names
-from sota_grpo.assembly.devices import Plan, make_plan, reference_has_own_weights, resolve_device
+from sota_grpo.assembly.devices import Placement, Plan, make_plan, reference_has_own_weights, resolve_device
 from sota_grpo.assembly.learning import make_model, make_overlong, make_reference
-from sota_grpo.assembly.parts import Parts
-from sota_grpo.assembly.rollout import end_token_ids, generation_config_of
-from sota_grpo.assembly.tasks import task_of
+from sota_grpo.assembly.rollout import end_token_ids, generation_config_of, task_of
 from sota_grpo.config import Config
-from sota_grpo.config.placement import Placement
 from sota_grpo.engines import EngineOptions, resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy
@@ -131,8 +130,8 @@ def test_learner_and_engine_are_built_on_the_devices_of_their_placement(monkeypa
     monkeypatch.setattr(build, "resolve_device", lambda config: "cuda")
     plan = Plan("cuda", Placement((2,), (1,), (), colocated=False), "transformers", workers=False)
     monkeypatch.setattr(build, "make_plan", lambda *_: plan)
-    monkeypatch.setattr(local, "make_model", model_on)
-    monkeypatch.setattr(local, "start_engine", engine_on)
+    monkeypatch.setattr(build, "make_model", model_on)
+    monkeypatch.setattr(build, "start_engine", engine_on)
     with pytest.raises(Stop):
         build.build(config_of(), tmp_path)
     assert built == {"learner": torch.device("cuda:2"), "engine": "cuda:1"}
@@ -219,13 +218,13 @@ def test_a_run_says_what_leaves_its_gpus_idle(
     ],
 )
 def test_a_gpu_that_torch_does_not_see_is_named_with_the_driver_that_it_needs(cuda, driver, said, monkeypatch) -> None:
-    monkeypatch.setattr(assembly.cuda, "driver_version", lambda: driver)
+    monkeypatch.setattr(preflight, "driver_version", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     for asked in (["device=cuda"], ["model.name=some/model", "device=auto"]):
         with pytest.raises(UserError, match=said):
             resolve_device(config_of(*asked))
-    monkeypatch.setattr(assembly.cuda, "driver_version", lambda: None)
+    monkeypatch.setattr(preflight, "driver_version", lambda: None)
     with pytest.raises(UserError, match="no CUDA device; use device=cpu"):
         resolve_device(config_of("device=cuda"))
 
@@ -242,8 +241,8 @@ def test_a_gpu_that_torch_does_not_see_is_named_with_the_driver_that_it_needs(cu
 )
 def test_the_version_of_the_driver_is_read(text: str, version: str, tmp_path, monkeypatch) -> None:
     (tmp_path / "version").write_text(text)
-    monkeypatch.setattr(assembly.cuda, "_DRIVER_FILE", tmp_path / "version")
-    assert assembly.cuda.driver_version() == version
+    monkeypatch.setattr(preflight, "_DRIVER_FILE", tmp_path / "version")
+    assert preflight.driver_version() == version
 
 
 @pytest.mark.parametrize(
@@ -259,7 +258,7 @@ def test_the_version_of_the_driver_is_read(text: str, version: str, tmp_path, mo
 def test_segments_grow_unless_the_user_or_the_engine_says_otherwise(overrides, environment, expected, monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         monkeypatch.setenv(name, environment.get(name, ""))
-    assembly.cuda.use_expandable_segments(config_of(*overrides))
+    learning.use_expandable_segments(config_of(*overrides))
     assert (os.environ["PYTORCH_ALLOC_CONF"] or None) == expected
 
 
@@ -311,9 +310,10 @@ def test_fewer_held_out_problems_than_asked_for_are_said(mode, asked, warned, mo
     config = config_of("env.num_heldout=8", f"eval.num_samples={asked}")
     config.eval.mode = mode  # in YAML ``on`` is a truth value
     logger = Mock()
-    monkeypatch.setattr(parts, "logger", logger)
-    evaluator = parts.make_evaluator(config, task_of(config), Mock())
-    assert len(evaluator.examples) == 8
+    monkeypatch.setattr(build, "logger", logger)
+    task = task_of(config)
+    build.warn_of_few_problems(config, task)
+    assert len(build.make_evaluator(config, task, Mock()).examples) == 8
     said = [call.args[0] % call.args[1:] for call in logger.warning.call_args_list]
     assert said == (["eval.num_samples=9, and only 8 problems are held out: 8 are measured."] if warned else [])
 
@@ -322,8 +322,11 @@ def test_every_part_is_closed_though_another_fails_to() -> None:
     engine, reference = Mock(), Mock()
     reference.close.side_effect = RuntimeError("the reference is stuck")
     others = {name: Mock() for name in Parts.__dataclass_fields__ if name != "opened"}
+    opened = ExitStack()
+    opened.callback(engine.close)
+    opened.callback(reference.close)
     with pytest.raises(RuntimeError, match="stuck"):
-        Parts(opened=[engine, reference], **others).close()
+        Parts(opened=opened, **others).close()
     engine.close.assert_called_once_with()
 
 
@@ -391,7 +394,7 @@ def test_weights_are_broadcast_between_gpus_of_one_machine(overrides, device_typ
     config = config_of("mode=async", *overrides)
     placement = Placement(train=train, inference=(1, 2), ref=(), colocated=False)
     plan = Plan(device_type, placement, config.engine.name, True)
-    assert workers.broadcasts_weights(config, plan) is broadcast
+    assert build.broadcasts_weights(config, plan) is broadcast
 
 
 def test_on_a_cluster_every_role_needs_gpus_of_its_own(with_vllm) -> None:
@@ -425,7 +428,7 @@ def test_the_length_penalty_does_not_make_a_flat_group_worth_training() -> None:
     ]
     assert all(constant_rows([row.set(keys.GROUP_ID, torch.tensor(0)) for row in rows]))
     overlong = make_overlong(config_of("inference_model.max_tokens=8", "algorithm.overlong_buffer=4"))
-    complete = workers._completed_by(None, overlong)
+    complete = build._completed_by(None, overlong)
     assert complete is not None
     assert [float(row.get(keys.REWARD)) for row in complete(rows).result()] == [0.0, -1.0]
-    assert workers._completed_by(None, []) is None
+    assert build._completed_by(None, []) is None

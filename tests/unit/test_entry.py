@@ -20,7 +20,7 @@ from sota_grpo.recording.heartbeat import Heartbeat
 from sota_grpo.recording.run_record import read_failure, read_json
 from sota_grpo.run import entry
 from sota_grpo.run.app import CONTINUES, train
-from sota_grpo.sweeps.command import SWEEP_FILE
+from sota_grpo.sweeps import SWEEP_FILE
 from sota_grpo.training.runs import RunRefused
 
 
@@ -185,7 +185,7 @@ def test_the_summary_of_an_interrupted_sweep_is_printed_too(command, capsys: pyt
 
 def test_a_sweeper_gets_what_a_run_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accuracy first; a run that failed gives nothing, which a sweeper counts as a failure."""
-    from sota_grpo.run.jobs import Jobs
+    from sota_grpo.run.entry import Jobs
 
     def train(config: Config, run_dir: Path) -> int:
         if config.seed == 2:

@@ -16,7 +16,7 @@ from tensordict import TensorDict, lazy_stack
 from transformers import AutoConfig, Qwen2Config
 
 from sota_grpo import keys
-from sota_grpo.assembly import disk
+from sota_grpo.assembly import device_memory
 from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.device_memory import GIB, Facts, Machine, learning_of, plan_for, step_micro_batches
 from sota_grpo.assembly.estimate import Estimate, devices_of, estimate
@@ -293,24 +293,25 @@ def test_what_passes_through_the_machines_own_memory_is_counted(overrides: list[
 def test_a_disk_that_will_be_full_is_refused_with_the_smallest_change(
     free: float, fix: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free * GIB)))
+    monkeypatch.setattr(device_memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free * GIB)))
     config = compose("grpo_gsm8k", GPUS)
     if fix is None:
-        disk.require_disk(config, tmp_path / "new")
+        device_memory.require_disk(config, tmp_path / "new")
         return
     with pytest.raises(UserError, match=r"writes 74.8 GiB: 4 checkpoints of 17.3 GiB") as refused:
-        disk.require_disk(config, tmp_path / "new")
+        device_memory.require_disk(config, tmp_path / "new")
     assert fix in str(refused.value)
 
 
 def test_checkpoints_of_a_resumed_run_make_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = compose("grpo_cpu")
-    needed = disk.disk_of(config, architecture_from(AutoConfig.from_pretrained(resolve_model_path("tiny")))).total
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1000))
+    model = architecture_from(AutoConfig.from_pretrained(resolve_model_path("tiny")))
+    needed = device_memory.disk_of(config, model).total
+    monkeypatch.setattr(device_memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1000))
     with pytest.raises(UserError, match="The run writes"):
-        disk.require_disk(config, tmp_path)
+        device_memory.require_disk(config, tmp_path)
     CheckpointStore(tmp_path / "checkpoints").save(1, {"a": torch.ones(1000)})
-    disk.require_disk(config, tmp_path)
+    device_memory.require_disk(config, tmp_path)
 
 
 def test_a_checkpoint_has_the_size_that_is_counted(tmp_path: Path) -> None:
@@ -321,7 +322,7 @@ def test_a_checkpoint_has_the_size_that_is_counted(tmp_path: Path) -> None:
     learner.update(lazy_stack(rows))
     path = CheckpointStore(tmp_path / "c").save(1, learner.state_dict())
     model = architecture_from(AutoConfig.from_pretrained(resolve_model_path("tiny")))
-    assert path.stat().st_size == pytest.approx(disk.disk_of(compose("grpo_cpu"), model).checkpoint, rel=0.02)
+    assert path.stat().st_size == pytest.approx(device_memory.disk_of(compose("grpo_cpu"), model).checkpoint, rel=0.02)
 
 
 def test_an_override_that_is_none_is_told_apart() -> None:

@@ -13,7 +13,7 @@ from threading import Semaphore
 
 import pytest
 
-from sota_grpo.assembly.cuda import has_no_gpu
+from sota_grpo.assembly.preflight import has_no_gpu
 from sota_grpo.recording import heartbeat as heartbeat_module
 from sota_grpo.recording.heartbeat import Heartbeat, started, starting
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from sota_grpo.config.placement import Role, place
+from sota_grpo.assembly.devices import Role, place
 from sota_grpo.errors import UserError
 
 

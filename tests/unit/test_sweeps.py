@@ -16,6 +16,7 @@ from sota_grpo.cli.sweep import add_command
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.recording.run_record import FAILURE_FILE, LOCK_FILE, RUN_FILE, is_held, note_failure, read_failure
 from sota_grpo.sweeps import (
+    SWEEP_FILE,
     as_csv,
     as_json,
     as_text,
@@ -26,7 +27,6 @@ from sota_grpo.sweeps import (
     read_sweep,
     write_summary,
 )
-from sota_grpo.sweeps.command import SWEEP_FILE
 
 TURNS = 12
 

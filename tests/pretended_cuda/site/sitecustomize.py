@@ -22,4 +22,4 @@ def _with_a_gpu(cuda: Any) -> None:
 
 
 imports.around("torch", before=_load_guard, after=_pretend)
-imports.around("sota_grpo.assembly.cuda", after=_with_a_gpu)
+imports.around("sota_grpo.assembly.preflight", after=_with_a_gpu)

@@ -1,4 +1,10 @@
-"""A sweep as a table to read, as Markdown, as CSV and as JSON."""
+"""Sweeps: what the runs below a directory gave, side by side, and how a sweep that was cut off goes on.
+
+The command of a sweep is kept in its directory, so that the same command can find it again: ``--multirun
+train.resume=auto`` continues the newest sweep that it began and did not complete. Every run there that is finished is
+left as it is and every other one goes on or begins. With ``hydra.sweep.dir=DIR`` given, that directory is used,
+whatever is in it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,8 @@ import csv
 import io
 import json
 import math
+import os
+import re
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +27,16 @@ from rich.table import Table
 from rich.text import Text
 
 from sota_grpo.errors import UserError
-from sota_grpo.files import write_text
+from sota_grpo.files import write_json, write_text
 from sota_grpo.recording.metrics import METRICS, is_number
 from sota_grpo.recording.progress import duration
 from sota_grpo.recording.run_record import (
     METRICS_FILE,
     OVERRIDES_FILE,
+    is_held,
     is_run,
     natural,
+    read_json,
     read_record,
     read_rows,
     state_of,
@@ -37,7 +47,15 @@ LAST_TURNS = 10  # a single turn's reward is too noisy to compare runs by
 SEED = "seed"
 ACCURACY, ACCURACY_ERROR, REWARD = "eval/accuracy", "eval/stderr", "reward"
 
+FOLDER = "multirun"  # Hydra's own, with DATE/TIME below it
+SWEEP_FILE = "sweep.json"
+SUMMARY = "summary"  # .md and .json, in the sweep's directory
+
 _DEPTH = 3  # folders between a sweep and its runs: hydra.sweep.subdir may name several
+_UNKNOWN = "-"
+_WIDTH = 400  # of text that no terminal limits: no cell is wrapped
+# May differ between a sweep and its continuation: they change nothing that a run computes.
+_FREE = re.compile(r"\+{0,2}(train\.resume|logging\.|hydra\.sweep\.dir|hydra\.callbacks\.)")
 
 
 @dataclass(frozen=True)
@@ -130,11 +148,12 @@ def read_sweep(path: Path) -> Sweep:
     """
     if is_run(path):
         raise UserError(f"{path} is one run, not a folder of runs; give {path.parent}.")
-    found = [folder for depth in range(1, _DEPTH + 1) for folder in path.glob("*/" * depth) if is_run(folder)]
-    if not found:
+    folders = [folder for depth in range(1, _DEPTH + 1) for folder in path.glob("*/" * depth) if is_run(folder)]
+    if not folders:
         raise UserError(f"There is no run below {path}; give the directory of a sweep (multirun/DATE/TIME).")
-    runs = [_read_run(folder, path) for folder in sorted(found, key=natural)]
-    return Sweep(path, runs, _varied([run.overrides for run in runs]))
+    runs = [_read_run(folder, path) for folder in sorted(folders, key=natural)]
+    names = dict.fromkeys(name for run in runs for name in run.overrides)
+    return Sweep(path, runs, [name for name in names if len({run.overrides.get(name) for run in runs}) > 1])
 
 
 def objective(run_dir: Path) -> float | None:
@@ -155,18 +174,17 @@ def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
     recent: dict[str, deque[float]] = {}
     turns, seconds = 0, 0.0
     for row in read_rows(path):
-        known = {name: value for name, value in row.items() if name != "step" and is_number(value)}
-        seconds += sum(known.get(name, 0.0) for name in ("time/step_s", "time/eval_s"))
+        numbers = {name: value for name, value in row.items() if name != "step" and is_number(value)}
+        seconds += sum(numbers.get(name, 0.0) for name in ("time/step_s", "time/eval_s"))
         turns += REWARD in row
-        for name, value in known.items():
+        for name, value in numbers.items():
             recent.setdefault(name, deque(maxlen=LAST_TURNS)).append(value)
-    return {name: _summed_up(name, values) for name, values in recent.items()}, turns, seconds
-
-
-def _summed_up(name: str, values: deque[float]) -> float:
-    known = METRICS.get(name)
-    last = name.startswith("eval/") or (known is not None and known.reduction == "last")
-    return values[-1] if last else statistics.fmean(values)
+    metrics = {}
+    for name, values in recent.items():
+        known = METRICS.get(name)
+        is_last = name.startswith("eval/") or (known is not None and known.reduction == "last")
+        metrics[name] = values[-1] if is_last else statistics.fmean(values)
+    return metrics, turns, seconds
 
 
 def _read_run(path: Path, root: Path) -> RunRow:
@@ -218,11 +236,6 @@ def _overrides(path: Path) -> dict[str, str]:
     return found
 
 
-def _varied(given: list[Mapping[str, str]]) -> list[str]:
-    names = dict.fromkeys(name for overrides in given for name in overrides)
-    return [name for name in names if len({overrides.get(name) for overrides in given}) > 1]
-
-
 def _setting(names: list[str], group: list[RunRow]) -> Setting:
     done = [run for run in group if run.state == "finished"]
     metrics = dict.fromkeys(name for run in done for name in run.metrics)
@@ -239,13 +252,6 @@ def _mean(values: list[float]) -> tuple[float, float | None]:
     """
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return statistics.fmean(values), error
-
-
-SUMMARY = "summary"  # .md and .json, in the sweep's directory
-
-_UNKNOWN = "-"
-_WIDTH = 400  # of text that no terminal limits: no cell is wrapped
-_Rows = tuple[list[str], list[list[str]]]
 
 
 def default_metric(sweep: Sweep) -> str:
@@ -297,10 +303,31 @@ def as_csv(sweep: Sweep, metric: str | None = None, *, ascending: bool = False) 
 def as_json(sweep: Sweep, metric: str | None = None, *, ascending: bool = False) -> dict[str, Any]:
     """Everything as plain values for strict JSON."""
     metric = metric or default_metric(sweep)
-    runs = [_plain_run(run) for run in sweep.ranked(metric, ascending=ascending)]
-    settings = [_plain_setting(one) for one in sweep.settings(metric, ascending=ascending)]
-    found = {"directory": str(sweep.path), "sorted_by": metric, "last_turns": LAST_TURNS, "varied": sweep.varied}
-    return {**found, "runs": runs, "settings": settings}
+    runs = [
+        {
+            "run": run.name,
+            "path": str(run.path),
+            "overrides": dict(run.overrides),
+            "state": run.state,
+            "note": run.note,
+            "turns": run.turns,
+            "asked": run.asked,
+            "seconds": run.seconds,
+            "metrics": dict(run.metrics),
+        }
+        for run in sweep.ranked(metric, ascending=ascending)
+    ]
+    settings = [
+        {
+            "overrides": dict(setting.overrides),
+            "runs": setting.runs,
+            "finished": setting.finished,
+            "means": {name: {"mean": mean, "stderr": error} for name, (mean, error) in setting.means.items()},
+        }
+        for setting in sweep.settings(metric, ascending=ascending)
+    ]
+    about = {"directory": str(sweep.path), "sorted_by": metric, "last_turns": LAST_TURNS, "varied": sweep.varied}
+    return about | {"runs": runs, "settings": settings}
 
 
 def write_summary(path: Path) -> Sweep:
@@ -319,16 +346,16 @@ def write_summary(path: Path) -> Sweep:
 def _headline(sweep: Sweep, metric: str) -> str:
     states = [run.state for run in sweep.runs]
     counts = [f"{states.count(state)} {state}" for state in ("finished", "running", "stopped", "failed")]
-    found = ", ".join(count for count in counts if not count.startswith("0 "))
     number = f"{len(states)} run" + ("s" if len(states) > 1 else "")
-    return f"{sweep.path}: {number}, {found}; sorted by {metric}."
+    ended = ", ".join(count for count in counts if not count.startswith("0 "))
+    return f"{sweep.path}: {number}, {ended}; sorted by {metric}."
 
 
 def _notes(sweep: Sweep) -> list[str]:
     return [f"run {run.name} {run.state}: {run.note}" for run in sweep.runs if run.note]
 
 
-def _tables(sweep: Sweep, metric: str, ascending: bool) -> list[_Rows]:
+def _tables(sweep: Sweep, metric: str, ascending: bool) -> list[tuple[list[str], list[list[str]]]]:
     """The runs, and the settings where several seeds were run of one."""
     extra = [] if metric in (ACCURACY, REWARD) else [metric]
     header = ["run", *sweep.varied, REWARD, "accuracy", *extra, "turns", "state", "time"]
@@ -400,12 +427,49 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def _plain_run(run: RunRow) -> dict[str, Any]:
-    about = {"run": run.name, "path": str(run.path), "overrides": dict(run.overrides)}
-    progress = {"state": run.state, "note": run.note, "turns": run.turns, "asked": run.asked, "seconds": run.seconds}
-    return {**about, **progress, "metrics": dict(run.metrics)}
+def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
+    """``arguments``, with the directory of the sweep that they continue, where ``train.resume=auto`` asks for one.
+
+    Args:
+        arguments: of ``grpo.py``.
+        root: where the sweeps are, ``DATE/TIME`` each.
+
+    >>> continued(["--multirun", "seed=1,2"])
+    ['--multirun', 'seed=1,2']
+    """
+    kept = list(arguments)
+    is_sweep = any(one in ("-m", "hydra.mode=MULTIRUN") or one.startswith("--mu") for one in kept)  # to Hydra
+    if not is_sweep or "train.resume=auto" not in kept or any(one.startswith("hydra.sweep.dir=") for one in kept):
+        return kept
+    for folder in sorted((path.parent for path in root.glob(f"*/*/{SWEEP_FILE}")), reverse=True):  # the newest first
+        record = read_json(folder / SWEEP_FILE) or {}
+        same = record.get("command") == _identity(kept) and not record.get("complete")
+        if same and os.access(folder, os.W_OK) and not any(map(is_held, folder.glob("*/"))):
+            return [f"hydra.sweep.dir={folder.as_posix()}", *kept]
+    return kept
 
 
-def _plain_setting(setting: Setting) -> dict[str, Any]:
-    means: Mapping[str, Any] = {name: {"mean": mean, "stderr": error} for name, (mean, error) in setting.means.items()}
-    return {"overrides": dict(setting.overrides), "runs": setting.runs, "finished": setting.finished, "means": means}
+def note_command(sweep_dir: Path, arguments: Sequence[str]) -> None:
+    """Write into a sweep's directory which command works there.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    _write(sweep_dir, {"command": _identity(arguments), "complete": False})
+
+
+def mark_complete(sweep_dir: Path) -> None:
+    """Every run of the sweep is finished: ``train.resume=auto`` begins another one from now on."""
+    _write(sweep_dir, {**(read_json(sweep_dir / SWEEP_FILE) or {}), "complete": True})
+
+
+def _identity(arguments: Sequence[str]) -> list[str]:
+    """What makes two commands the same sweep; the order counts, because Hydra numbers the runs by it."""
+    return [one for one in arguments if not _FREE.match(one)]
+
+
+def _write(sweep_dir: Path, content: dict[str, Any]) -> None:
+    try:
+        write_json(sweep_dir / SWEEP_FILE, content)
+    except OSError as error:
+        raise UserError(f"The sweep's directory {sweep_dir} cannot be written ({error.strerror}).") from error
