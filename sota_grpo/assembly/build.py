@@ -48,7 +48,7 @@ from sota_grpo.assembly.rollout import (
     task_of,
 )
 from sota_grpo.config import Config, model_name, turn_size
-from sota_grpo.config.validators import obstacle_to_a_broadcast
+from sota_grpo.config.validators import obstacles_to_a_broadcast
 from sota_grpo.engines import is_server
 from sota_grpo.engines.base import Engine
 from sota_grpo.envs import TaskEnv
@@ -426,4 +426,4 @@ def broadcasts_weights(config: Config, plan: Plan) -> bool:
         return config.inference_model.weight_transfer == "collective"
     own = set(plan.placement.train).isdisjoint(plan.placement.inference)
     near = plan.device_type == "cuda" and config.ray.address is None and not is_server(plan.engine)
-    return near and own and obstacle_to_a_broadcast(config) is None
+    return near and own and not any(obstacles_to_a_broadcast(config))

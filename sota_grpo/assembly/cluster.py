@@ -18,7 +18,7 @@ from sota_grpo.assembly.devices import Plan
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, is_server
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.workers.base import Launcher, ServantSpec, Worker
+from sota_grpo.workers.base import ServantSpec, Worker
 from sota_grpo.workers.fleet import starter
 from sota_grpo.workers.threads import ThreadLauncher
 
@@ -40,6 +40,7 @@ class Cluster:
     def __init__(self, config: Config, plan: Plan, run_dir: Path):
         self._config, self._plan, self._run_dir = config, plan, run_dir
         self._on_cluster = config.ray.address is not None
+        self._gpus_by_ray = self._on_cluster and plan.device_type == "cuda"
         per_engine = config.inference_model.tensor_parallel_size
         gpus = plan.placement.inference
         self._engines = [gpus[i : i + per_engine] for i in range(0, len(gpus), per_engine)]
@@ -48,7 +49,8 @@ class Cluster:
         self._ranks = [(index,) for index in ranks]
         self._threads = ThreadLauncher()
         self._rendezvous_file: Path | None = None
-        in_ray = [*([] if is_server(plan.engine) else self._engines), *self._references, *self._ranks]
+        self._engines_in_ray = 0 if is_server(plan.engine) else len(self._engines)
+        in_ray = [*self._engines[: self._engines_in_ray], *self._references, *self._ranks]  # in the order of bundles
         self._ray = self._start_ray(in_ray) if in_ray else None
 
     @property
@@ -75,7 +77,7 @@ class Cluster:
 
         On a cluster of GPUs, where Ray places them, each has its GPU's share of the cores of its node.
         """
-        if self._on_cluster and self._plan.device_type == "cuda":
+        if self._gpus_by_ray:
             from sota_grpo.workers.ray_cluster import cores_per_gpu
 
             return cores_per_gpu()
@@ -87,50 +89,44 @@ class Cluster:
         return value if self._ray is None else self._ray.share(value)
 
     def start_rollout(self, options: EngineOptions) -> Callable[[int], Worker]:
-        if is_server(self._plan.engine):
-            return self._server_starter(options)
-        return self._starter("rollout", self._rollout_spec(options), self._engines, first=0)
-
-    def _rollout_spec(self, options: EngineOptions) -> ServantSpec:
+        """A server is a process of its own already: a thread of this process talks to it."""
         threads = self.threads if self._plan.device_type == "cpu" else None
-        return ServantSpec("sota_grpo.workers.rollout:rollout_servant", {"options": options, "num_threads": threads})
 
-    def _server_starter(self, options: EngineOptions) -> Callable[[int], Worker]:
-        """A thread of this process talks to each server; the server itself is a process of its own."""
+        def spec_of(options: EngineOptions) -> ServantSpec:
+            own = {"options": options, "num_threads": threads}
+            return ServantSpec("sota_grpo.workers.rollout:rollout_servant", own)
+
+        if not is_server(self._plan.engine):
+            return self._starter("rollout", spec_of(options), self._engines, first=0)
         starts = []
         for index, gpus in enumerate(self._engines):
             log_path = str(self._run_dir / f"{self._plan.engine}-{index}.log")
             own = replace(options, log_path=log_path, environment=dict(self._placed(gpus).get("env", {})))
-            starts.append(starter(self._threads, "rollout", self._rollout_spec(own)))
+            starts.append(starter(self._threads, "rollout", spec_of(own)))
         return lambda slot: starts[slot](slot)
 
     def start_reference(self, spec: ServantSpec) -> Callable[[int], Worker]:
-        return self._starter("reference", spec, self._references, first=len(self._in_ray_engines))
+        return self._starter("reference", spec, self._references, first=self._engines_in_ray)
 
     def start_ranks(self) -> list[Worker]:
         """One worker for each rank of the learner; they find each other by themselves."""
-        first = len(self._in_ray_engines) + len(self._references)
+        first = self._engines_in_ray + len(self._references)
         rendezvous = self._rendezvous_address(first)
-        found = []
+        assert self._ray is not None
+        workers = []
         for rank, gpus in enumerate(self._ranks):
-            spec = ServantSpec(
-                "sota_grpo.assembly.learning:learner_servant",
-                {
-                    "config": self._config,
-                    "rank": rank,
-                    "size": len(self._ranks),
-                    "init_method": rendezvous,
-                    "device_type": self._plan.device_type,
-                    "num_threads": self.threads,
-                    "run_dir": str(self._run_dir),
-                },
-            )
-            found.append(self._starter("learner", spec, [gpus], first=first + rank, names=[f"learner-{rank}"])(0))
-        return found
-
-    @property
-    def _in_ray_engines(self) -> Sequence[tuple[int, ...]]:
-        return [] if is_server(self._plan.engine) else self._engines
+            options = {
+                "config": self._config,
+                "rank": rank,
+                "size": len(self._ranks),
+                "init_method": rendezvous,
+                "device_type": self._plan.device_type,
+                "num_threads": self.threads,
+                "run_dir": str(self._run_dir),
+            }
+            spec = ServantSpec("sota_grpo.assembly.learning:learner_servant", options)
+            workers.append(self._ray.start(f"learner-{rank}", spec, bundle=first + rank, **self._placed(gpus)))
+        return workers
 
     def _rendezvous_address(self, bundle: int) -> str:
         """Where the ranks meet: a file on one machine, an address of rank 0's machine on a cluster."""
@@ -145,31 +141,23 @@ class Cluster:
             host.kill()
 
     def _starter(
-        self,
-        role: str,
-        spec: ServantSpec,
-        devices: Sequence[tuple[int, ...]],
-        *,
-        first: int,
-        names: Sequence[str] = (),
+        self, role: str, spec: ServantSpec, devices: Sequence[tuple[int, ...]], *, first: int
     ) -> Callable[[int], Worker]:
         assert self._ray is not None
         placements = [{"bundle": first + slot, **self._placed(gpus)} for slot, gpus in enumerate(devices)]
-        if names:
-            launcher: Launcher = self._ray
-            return lambda slot: launcher.start(names[slot], spec, **placements[slot])
         return starter(self._ray, role, spec, placements)
 
     def _placed(self, gpus: Sequence[int]) -> Mapping[str, Any]:
         env = {"OMP_WAIT_POLICY": "PASSIVE"}
-        if self._plan.device_type == "cuda" and not self._on_cluster:
+        options: dict[str, Any] = {"threads": self.threads, "env": env}  # left alone, Ray gives an actor one thread
+        if self._gpus_by_ray:
+            options["num_gpus"] = len(gpus)
+        elif self._plan.device_type == "cuda":
             env |= {"CUDA_VISIBLE_DEVICES": visible_names(gpus), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        place: dict[str, Any] = {"threads": self.threads, "env": env}  # left alone, Ray gives an actor one thread
-        return place | ({"num_gpus": len(gpus)} if self._plan.device_type == "cuda" and self._on_cluster else {})
+        return options
 
     def _start_ray(self, places: Sequence[tuple[int, ...]]) -> Any:
-        by_ray = self._on_cluster and self._plan.device_type == "cuda"
-        bundles = [{"CPU": 1.0, "GPU": float(len(gpus))} if by_ray else {"CPU": 1.0} for gpus in places]
+        bundles = [{"CPU": 1.0} | ({"GPU": float(len(gpus))} if self._gpus_by_ray else {}) for gpus in places]
         with _ray_mistakes(self._config.ray.address):
             from sota_grpo.workers.ray_cluster import RayLauncher
 

@@ -17,7 +17,7 @@ from sota_grpo.assembly.compose import compose, load_config, no_run_or_model
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.rollout import heldout_task, make_env, make_grader, start_engine
-from sota_grpo.config import Config, ModelConfig, model_name, overrides_of, walk
+from sota_grpo.config import Config, ModelConfig, changed_options, model_name, overrides_of
 from sota_grpo.config.validators import READERS, validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy
@@ -123,8 +123,10 @@ def _model_target(name: str, overrides: Sequence[str], config_name: str | None, 
 
 def _run_target(name: str, run_dir: Path, overrides: Sequence[str], task: str | None, step: int | None) -> Target:
     config = load_config(run_dir)
-    asked = _for_task(config, task) if task not in (None, config.env.dataset) else []
-    config = load_config(run_dir, [*asked, *overrides])
+    if task not in (None, config.env.dataset):  # the options of the run's own task are left behind
+        stale = {name: default for name, (_, default) in changed_options(config).items() if name in _OF_ONE_TASK}
+        overrides = [f"env.dataset={task}", *overrides_of(stale), *overrides]
+    config = load_config(run_dir, overrides)
     exported = exported_turns(run_dir, config)
     if step is None and exported is not None:
         config.model.name, config.model.size = str(run_dir / EXPORTED), ModelConfig().size
@@ -133,20 +135,11 @@ def _run_target(name: str, run_dir: Path, overrides: Sequence[str], task: str | 
     return Target(name, config, checkpoint, turns)
 
 
-def _for_task(config: Config, task: str | None) -> list[str]:
-    """Overrides that leave the options of the run's own task behind."""
-    defaults = {option: default for option, _, default in walk()}
-    given = {option for option, _, value in walk(config) if value != defaults[option]}
-    stale = [option for option in _OF_ONE_TASK if option in given]
-    return [f"env.dataset={task}", *overrides_of({option: defaults[option] for option in stale})]
-
-
 def exported_turns(run_dir: Path, config: Config) -> int | None:
     """Turns after which a run exported its model; None where there is none, or an older one than the run has come."""
     record = read_record(run_dir) or {}
-    is_whole = bool(record.get("finished")) and config.train.export_hf
-    is_there = is_whole and (run_dir / EXPORTED / "config.json").is_file()
-    return int(record["num_steps"]) if is_there else None
+    is_whole = record.get("finished") and config.train.export_hf and (run_dir / EXPORTED / "config.json").is_file()
+    return int(record["num_steps"]) if is_whole else None
 
 
 def find_checkpoint(run_dir: Path, step: int | None = None) -> tuple[int, Path]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import reduce
 from typing import Any
 
 from sota_grpo.engines import ENGINES
@@ -31,25 +32,12 @@ def part(factory: type, text: str) -> Any:
     return field(default_factory=factory, metadata={"help": text, "choices": None})
 
 
-def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Every option below ``node`` as ``(dotted name, dataclass field, value)``, in the order of the fields."""
-    found: list[tuple[str, Any, Any]] = []
-    for item in fields(node):
-        value = getattr(node, item.name)
-        name = prefix + item.name
-        found += leaves(value, name + ".") if is_dataclass(value) else [(name, item, value)]
-    return found
-
-
 def with_options(config: Config, options: dict[str, Any]) -> Config:
     """A copy of ``config`` with other values, by dotted name."""
     changed = copy.deepcopy(config)
     for name, value in options.items():
         *sections, leaf = name.split(".")
-        part: Any = changed
-        for section in sections:
-            part = getattr(part, section)
-        setattr(part, leaf, value)
+        setattr(reduce(getattr, sections, changed), leaf, value)
     return changed
 
 
@@ -426,10 +414,29 @@ def reward_names(config: Config) -> list[str]:
     return ["compute_score"] if name is None else list(name) if isinstance(name, (list, tuple)) else [name]
 
 
-def walk(config: Any = None) -> list[tuple[str, Any, Any]]:
+def walk(config: Any = None, prefix: str = "") -> list[tuple[str, Any, Any]]:
     """Every leaf option as ``(dotted name, dataclass field, value)``, in the order of the schema.
+
+    Args:
+        config: or a section of one; None: the defaults.
+        prefix: of the names.
 
     >>> [name for name, _, _ in walk()][:3]
     ['seed', 'mode', 'device']
     """
-    return leaves(Config() if config is None else config)
+    section = Config() if config is None else config
+    options: list[tuple[str, Any, Any]] = []
+    for item in fields(section):
+        name, value = prefix + item.name, getattr(section, item.name)
+        options += walk(value, f"{name}.") if is_dataclass(value) else [(name, item, value)]
+    return options
+
+
+def changed_options(config: Config) -> dict[str, tuple[Any, Any]]:
+    """Value and default of every option that is not at its default, by name.
+
+    >>> changed_options(Config(seed=3))
+    {'seed': (3, 0)}
+    """
+    options = zip(walk(config), walk())
+    return {name: (value, default) for (name, _, value), (_, _, default) in options if value != default}

@@ -1,25 +1,24 @@
 """Rules that a config must keep, each named as the rule it states.
 
-A rule returns None, or one sentence that gives the values involved and the smallest fix. None of them edits anything.
+A rule yields a sentence for what breaks it, with the values involved and the smallest fix. None of them edits anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from sota_grpo.config import Config, ModelConfig, longest_response, reward_names, turn_size, walk
+from sota_grpo.config import Config, ModelConfig, changed_options, longest_response, reward_names, turn_size, walk
 from sota_grpo.engines import is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES, readers
 from sota_grpo.tasks import TASKS, parameters, task_class
 
 
-def every_choice_is_one_of_its_values(config: Config) -> str | None:
+def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
     for name, item, value in walk(config):
         choices = item.metadata["choices"]
         if choices and value not in choices and (value is not None or item.default is not None):
-            return f"{name}={value} is not one of {', '.join(choices)}."
-    return None
+            yield f"{name}={value} is not one of {', '.join(choices)}."
 
 
 _AMOUNTS = (
@@ -34,25 +33,23 @@ _AMOUNTS = (
 )
 
 
-def every_amount_is_positive(config: Config) -> str | None:
+def every_amount_is_positive(config: Config) -> Iterator[str]:
     values = {name: value for name, _, value in walk(config)}
     for name in _AMOUNTS:
         if values[name] is not None and values[name] <= 0:
-            return f"{name}={values[name]} must be above 0."
-    return None
+            yield f"{name}={values[name]} must be above 0."
 
 
 _MAY_BE_NEGATIVE = ("seed", "reward.correct", "reward.wrong", "reward.no_answer", "reward.success_above")
 
 
-def every_coefficient_is_not_negative(config: Config) -> str | None:
+def every_coefficient_is_not_negative(config: Config) -> Iterator[str]:
     for name, _, value in walk(config):
         if isinstance(value, (int, float)) and value < 0 and name not in _MAY_BE_NEGATIVE:
-            return f"{name}={value} must not be negative."
-    return None
+            yield f"{name}={value} must not be negative."
 
 
-def a_collection_is_made_of_whole_groups(config: Config) -> str | None:
+def a_collection_is_made_of_whole_groups(config: Config) -> Iterator[str]:
     repeats = config.env.repeats
     for name, value in (
         ("train.dialog_turns_per_batch", config.train.dialog_turns_per_batch),
@@ -60,98 +57,88 @@ def a_collection_is_made_of_whole_groups(config: Config) -> str | None:
     ):
         if value % repeats and not (name.startswith("train") and config.train.weight_update_frequency):
             nearest = max(repeats, round(value / repeats) * repeats)
-            return f"{name}={value} is not divisible by the group size env.repeats={repeats}; use {name}={nearest}."
-    return None
+            yield f"{name}={value} is not divisible by the group size env.repeats={repeats}; use {name}={nearest}."
 
 
-def a_collection_is_made_of_whole_optimizer_steps(config: Config) -> str | None:
+def a_collection_is_made_of_whole_optimizer_steps(config: Config) -> Iterator[str]:
     turns, size = turn_size(config), config.train.optim_batch_size
     if turns % size:
-        return (
+        yield (
             f"train.dialog_turns_per_batch={turns} is not divisible by train.optim_batch_size={size}; "
             f"use train.optim_batch_size={turns}."
         )
-    return None
 
 
-def the_run_has_at_least_one_turn(config: Config) -> str | None:
+def the_run_has_at_least_one_turn(config: Config) -> Iterator[str]:
     total, turns = config.train.total_dialog_turns, turn_size(config)
     if total < turns:
-        return (
+        yield (
             f"train.total_dialog_turns={total} is less than one turn of the loop, {turns} responses; "
             f"use train.total_dialog_turns={turns} or a smaller collection."
         )
-    return None
 
 
-def sampling_is_the_policys_own_distribution(config: Config) -> str | None:
+def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
     """top-p and top-k below their neutral values sample from another distribution than the one that is trained."""
     sampling = config.inference_model
     if sampling.top_p < 1.0 or sampling.top_k > 0:
-        return (
+        yield (
             f"inference_model.top_p={sampling.top_p} and top_k={sampling.top_k} sample from a truncated distribution, "
             "which biases the importance ratio of every token; use top_p=1.0 and top_k=0."
         )
     if sampling.temperature == 0:
-        return "inference_model.temperature=0 gives every sibling the same response; use a temperature above 0."
-    return None
+        yield "inference_model.temperature=0 gives every sibling the same response; use a temperature above 0."
 
 
-def a_group_baseline_has_siblings(config: Config) -> str | None:
+def a_group_baseline_has_siblings(config: Config) -> Iterator[str]:
     group_terms = {config.algorithm.baseline, config.algorithm.scale} & {"group_mean", "leave_one_out", "group_std"}
     if config.env.repeats < 2 and group_terms:
-        return (
+        yield (
             f"algorithm {config.algorithm.name} compares siblings ({', '.join(sorted(group_terms))}), but env.repeats="
             f"{config.env.repeats} gives none; use env.repeats=2 or more."
         )
-    return None
 
 
-def dynamic_sampling_has_group_signal(config: Config) -> str | None:
+def dynamic_sampling_has_group_signal(config: Config) -> Iterator[str]:
     if config.algorithm.dynamic_sampling and config.env.repeats < 2:
-        return f"algorithm.dynamic_sampling needs groups of 2 or more, and env.repeats={config.env.repeats}."
-    return None
+        yield f"algorithm.dynamic_sampling needs groups of 2 or more, and env.repeats={config.env.repeats}."
 
 
-def overlong_buffer_fits_the_response(config: Config) -> str | None:
+def overlong_buffer_fits_the_response(config: Config) -> Iterator[str]:
     buffer, longest = config.algorithm.overlong_buffer, longest_response(config)
     if buffer > longest:
         turns = f" times env.max_steps={config.env.max_steps}" if config.env.max_steps > 1 else ""
-        return (
+        yield (
             f"algorithm.overlong_buffer={buffer} is longer than inference_model.max_tokens="
             f"{config.inference_model.max_tokens}{turns}."
         )
-    return None
 
 
-def the_kl_in_the_loss_has_a_gradient(config: Config) -> str | None:
+def the_kl_in_the_loss_has_a_gradient(config: Config) -> Iterator[str]:
     """The gradient of k1 has mean 0, so as a loss it pulls nowhere (k2 and k3 do)."""
     in_loss = config.train.kl_coef_in_loss and config.policy.kl_coef > 0
     if in_loss and config.algorithm.kl_estimator == "k1":
-        return (
+        yield (
             f"policy.kl_coef={config.policy.kl_coef} with algorithm.kl_estimator=k1 in the loss pulls nowhere: its "
             "gradient has mean 0; use k2 or k3, or train.kl_coef_in_loss=false."
         )
-    return None
 
 
-def difficulty_is_one_to_four(config: Config) -> str | None:
+def difficulty_is_one_to_four(config: Config) -> Iterator[str]:
     if not 1 <= config.env.difficulty <= 4:
-        return f"env.difficulty={config.env.difficulty} must be 1, 2, 3 or 4."
-    return None
+        yield f"env.difficulty={config.env.difficulty} must be 1, 2, 3 or 4."
 
 
-def probabilities_are_shares(config: Config) -> str | None:
+def probabilities_are_shares(config: Config) -> Iterator[str]:
     for name, value in (
         ("inference_model.gpu_memory_utilization", config.inference_model.gpu_memory_utilization),
         ("inference_model.top_p", config.inference_model.top_p),
     ):
         if not 0 <= value <= 1:
-            return f"{name}={value} must lie between 0 and 1."
-    return None
+            yield f"{name}={value} must lie between 0 and 1."
 
 
-def decays_and_dropout_leave_something(config: Config) -> str | None:
+def decays_and_dropout_leave_something(config: Config) -> Iterator[str]:
     """At 1 a moving average never moves, and a dropout drops everything."""
     for name, value in (
         ("train_model.lora.dropout", config.train_model.lora.dropout),
@@ -159,22 +146,20 @@ def decays_and_dropout_leave_something(config: Config) -> str | None:
         ("optimizer.beta2", config.optimizer.beta2),
     ):
         if not 0 <= value < 1:
-            return f"{name}={value} must be at least 0 and below 1."
-    return None
+            yield f"{name}={value} must be at least 0 and below 1."
 
 
-def the_dual_clip_bounds_a_clipped_ratio(config: Config) -> str | None:
+def the_dual_clip_bounds_a_clipped_ratio(config: Config) -> Iterator[str]:
     bound, objective = config.algorithm.dual_clip, config.algorithm.objective
     if bound is None:
-        return None
+        return
     if not SURROGATES[objective].reads("dual_clip"):
-        return (
+        yield (
             f"algorithm.dual_clip={bound} bounds the ratio of objective={readers('dual_clip')} and has no effect on "
             f"algorithm.objective={objective}; use algorithm.dual_clip=null."
         )
     if bound <= 1:
-        return f"algorithm.dual_clip={bound} must be above 1, the ratio of an unchanged policy; use 3.0 or null."
-    return None
+        yield f"algorithm.dual_clip={bound} must be above 1, the ratio of an unchanged policy; use 3.0 or null."
 
 
 def has_no_ratio(config: Config) -> bool:
@@ -182,41 +167,38 @@ def has_no_ratio(config: Config) -> bool:
     return not SURROGATES[config.algorithm.objective].reads("log_ratio")
 
 
-def a_level_of_the_ratio_needs_a_ratio(config: Config) -> str | None:
+def a_level_of_the_ratio_needs_a_ratio(config: Config) -> Iterator[str]:
     ratio, objective = config.algorithm.ratio, config.algorithm.objective
     if has_no_ratio(config) and ratio != "token":
-        return (
+        yield (
             f"algorithm.ratio={ratio} has no effect on algorithm.objective={objective}, which has no ratio; leave "
             "algorithm.ratio=token or use algorithm.objective=clipped."
         )
-    return None
 
 
-def several_steps_of_a_collection_need_a_ratio(config: Config) -> str | None:
+def several_steps_of_a_collection_need_a_ratio(config: Config) -> Iterator[str]:
     """After the first step the rest of a collection is off-policy, and only a ratio would say so.
 
     A correction does not help: it weighs from the behaviour policy to the one *before* the first step.
     """
     train, size = config.train, turn_size(config)
     if has_no_ratio(config) and (train.epochs > 1 or train.optim_batch_size < size):
-        return (
+        yield (
             f"algorithm.objective={config.algorithm.objective} is on-policy, but train.epochs={train.epochs} and "
             f"train.optim_batch_size={train.optim_batch_size} make several steps of a collection of {size}; use "
             f"train.epochs=1 and train.optim_batch_size={size}, or algorithm.objective=cispo, which has a ratio."
         )
-    return None
 
 
-def the_loss_scaler_has_float32_gradients(config: Config) -> str | None:
+def the_loss_scaler_has_float32_gradients(config: Config) -> Iterator[str]:
     """fp16 autocast scales the loss, and gradients are unscaled in float32; an adapter's weights are float32 anyway."""
     dtype = config.train_model.torch_dtype
     trains_half = dtype in ("float16", "bfloat16") and not config.train_model.lora.enabled
     if config.train.precision == "fp16" and trains_half:
-        return (
+        yield (
             f"train.precision=fp16 scales the loss and needs float32 gradients, but train_model.torch_dtype={dtype}; "
             "use train_model.torch_dtype=float32 or train.precision=bf16."
         )
-    return None
 
 
 READERS = {  # options of some tasks only, by the parameter of a task that reads it; the others refuse them
@@ -228,211 +210,194 @@ READERS = {  # options of some tasks only, by the parameter of a task that reads
 }
 
 
-def options_that_the_task_does_not_read_keep_their_default(config: Config) -> str | None:
-    default = {name: value for name, _, value in walk()}
-    for name, _, value in walk(config):
-        kept, parameter = default[name], READERS.get(name)
-        if value != kept and parameter is not None and parameter not in parameters(config.env.dataset):
+def options_that_the_task_does_not_read_keep_their_default(config: Config) -> Iterator[str]:
+    for name, (value, default) in changed_options(config).items():
+        parameter = READERS.get(name)
+        if parameter is not None and parameter not in parameters(config.env.dataset):
             others = ", ".join(task for task in TASKS if parameter in parameters(task))
-            return (
+            yield (
                 f"{name}={value} has no effect on env.dataset={config.env.dataset}; leave it at "
-                f"{'null' if kept is None else kept} or choose another env.dataset ({others})."
+                f"{'null' if default is None else default} or choose another env.dataset ({others})."
             )
-    return None
 
 
 #: Options that change nothing where functions take the place of a task's own reward.
 OWN_TERMS = tuple(name for name in READERS if name.startswith("reward.") or name == "env.format_weight")
 
 
-def reward_functions_replace_the_tasks_own_terms(config: Config) -> str | None:
+def reward_functions_replace_the_tasks_own_terms(config: Config) -> Iterator[str]:
     if config.reward.path is None or "builtin" in reward_names(config):
-        return None
-    default = {name: value for name, _, value in walk()}
-    for name, _, value in walk(config):
-        if name in OWN_TERMS and value != default[name]:
-            return (
+        return
+    for name, (value, _) in changed_options(config).items():
+        if name in OWN_TERMS:
+            yield (
                 f"{name}={value} has no effect beside reward.path={config.reward.path}, whose functions take the place "
                 "of the task's own reward; leave it out, or name builtin in reward.name beside them."
             )
-    return None
 
 
-def a_size_chooses_a_model_that_has_no_name(config: Config) -> str | None:
+def a_size_chooses_a_model_that_has_no_name(config: Config) -> Iterator[str]:
     if config.model.name is not None and config.model.size != ModelConfig().size:
-        return (
+        yield (
             f"model.size={config.model.size} has no effect beside model.name={config.model.name}; add model.name=null "
             "or leave the size out."
         )
-    return None
 
 
-def a_table_has_a_place(config: Config) -> str | None:
+def a_table_has_a_place(config: Config) -> Iterator[str]:
     name = config.env.dataset
     is_made_up = "path" not in parameters(name)
     if config.env.dataset_path is None and not is_made_up and not hasattr(task_class(name), "hub_name"):
-        return f"env.dataset={name} is your own data; give env.dataset_path=FILE (or a name on the hub)."
-    return None
+        yield f"env.dataset={name} is your own data; give env.dataset_path=FILE (or a name on the hub)."
 
 
-def several_turns_have_something_to_say(config: Config) -> str | None:
+def several_turns_have_something_to_say(config: Config) -> Iterator[str]:
     env, task = config.env, task_class(config.env.dataset)
     if env.reasoning and env.max_steps < 2:
-        return "env.reasoning=true asks again after a wrong response, and env.max_steps=1 leaves no turn for it; use 2."
+        yield "env.reasoning=true asks again after a wrong response, and env.max_steps=1 leaves no turn for it; use 2."
     if env.max_steps < 2 and getattr(task, "calls_tools", False):
-        return f"env.dataset={env.dataset} offers a tool, and env.max_steps=1 leaves no turn to answer it; use 3."
+        yield f"env.dataset={env.dataset} offers a tool, and env.max_steps=1 leaves no turn to answer it; use 3."
     if env.max_steps > 1 and not env.reasoning and not getattr(task, "replies", False):
-        return (
+        yield (
             f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which says nothing after a "
             "response; add env.reasoning=true, which asks to think again, or leave it at 1."
         )
-    return None
 
 
-def every_reward_function_has_a_weight(config: Config) -> str | None:
+def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
     reward = config.reward
     if reward.path is None:
         given = {"name": reward.name, "weights": reward.weights, "success_above": reward.success_above or None}
         for name, value in given.items():
             if value is not None:
-                return f"reward.{name}={value} belongs to reward functions; give reward.path=FILE or leave it out."
-        return None
+                yield f"reward.{name}={value} belongs to reward functions; give reward.path=FILE or leave it out."
+        return
     names = reward_names(config)
     if names == ["builtin"]:
-        return f"reward.name=builtin asks nothing of reward.path={reward.path}; leave both out."
+        yield f"reward.name=builtin asks nothing of reward.path={reward.path}; leave both out."
     if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
-        return f"reward.name={reward.name} is not the name of a function, or a list of different ones."
+        yield f"reward.name={reward.name} is not the name of a function, or a list of different ones."
     if reward.weights is not None and len(reward.weights) != len(names):
-        return f"reward.weights has {len(reward.weights)} entries for {len(names)} functions ({', '.join(names)})."
-    return None
+        yield f"reward.weights has {len(reward.weights)} entries for {len(names)} functions ({', '.join(names)})."
 
 
-def devices_are_counted_or_named(config: Config) -> str | None:
+def devices_are_counted_or_named(config: Config) -> Iterator[str]:
     for name in ("train_model", "inference_model", "ref_model"):
         part = getattr(config, name)
         if part.num_devices is not None and part.devices is not None:
-            return (
+            yield (
                 f"{name}.num_devices={part.num_devices} and {name}.devices={list(part.devices)} say the same thing "
                 f"twice; drop one of them."
             )
         if part.devices is not None and len(part.devices) == 0:
-            return f"{name}.devices=[] names no device; name one or leave it out."
-    return None
+            yield f"{name}.devices=[] names no device; name one or leave it out."
 
 
-def lockstep_has_no_age(config: Config) -> str | None:
+def lockstep_has_no_age(config: Config) -> Iterator[str]:
     if config.mode == "sync" and config.train.max_policy_age != 0:
-        return (
+        yield (
             f"train.max_policy_age={config.train.max_policy_age} has no meaning in lockstep, where every token comes "
             "from the newest policy; leave it at 0 or run grpo-async.py."
         )
-    return None
 
 
-def lockstep_publishes_after_every_collection(config: Config) -> str | None:
+def lockstep_publishes_after_every_collection(config: Config) -> Iterator[str]:
     if config.mode == "sync" and config.train.weight_update_frequency is not None:
-        return (
+        yield (
             f"train.weight_update_frequency={config.train.weight_update_frequency} has no meaning in lockstep, which "
             "publishes after every collection; leave it out or run grpo-async.py."
         )
-    return None
 
 
-def a_publish_is_made_of_whole_groups(config: Config) -> str | None:
+def a_publish_is_made_of_whole_groups(config: Config) -> Iterator[str]:
     frequency, size, repeats = config.train.weight_update_frequency, config.train.optim_batch_size, config.env.repeats
     if config.mode == "async" and frequency is not None and turn_size(config) % repeats:
         nearest = max(repeats, round(size / repeats) * repeats)
-        return (
+        yield (
             f"train.weight_update_frequency={frequency} times train.optim_batch_size={size} is not divisible by the "
             f"group size env.repeats={repeats}; use train.optim_batch_size={nearest}."
         )
-    return None
 
 
-def an_old_policy_needs_a_ratio(config: Config) -> str | None:
+def an_old_policy_needs_a_ratio(config: Config) -> Iterator[str]:
     age = config.train.max_policy_age
     if has_no_ratio(config) and age > 0:
-        return (
+        yield (
             f"algorithm.objective={config.algorithm.objective} is on-policy and train.max_policy_age={age} trains on "
             "tokens of older policies; use train.max_policy_age=0, or algorithm.objective=cispo, which weighs by the "
             "ratio."
         )
-    return None
 
 
-def a_copy_of_the_model_fills_its_devices(config: Config) -> str | None:
+def a_copy_of_the_model_fills_its_devices(config: Config) -> Iterator[str]:
     part = config.inference_model
     size = part.tensor_parallel_size
     count = len(part.devices) if part.devices is not None else (part.num_devices or size)
     if count % size:
-        return (
+        yield (
             f"inference_model takes {count} devices and one copy of the model takes tensor_parallel_size={size}; "
             f"use inference_model.num_devices={max(1, count // size) * size}."
         )
-    return None
 
 
-def a_url_belongs_to_a_server(config: Config) -> str | None:
+def a_url_belongs_to_a_server(config: Config) -> Iterator[str]:
     for name, value in (("url", config.engine.url), ("api_key", config.engine.api_key)):
         if value is not None and not is_server(config.engine.name):
-            return (
+            yield (
                 f"engine.{name} is set and engine.name={config.engine.name} is no server; use engine=vllm_server or "
                 f"leave engine.{name} out."
             )
     if config.engine.api_key is not None and config.engine.url is None:
-        return "engine.api_key is set without engine.url; a server started here gets a key of its own."
-    return None
+        yield "engine.api_key is set without engine.url; a server started here gets a key of its own."
 
 
-def a_url_is_one_engine(config: Config) -> str | None:
+def a_url_is_one_engine(config: Config) -> Iterator[str]:
     part = config.inference_model
     count = len(part.devices) if part.devices is not None else part.num_devices
     if config.engine.url is not None and count is not None:
-        return (
+        yield (
             f"engine.url={config.engine.url} is one running server, and inference_model asks for {count} devices to "
             "start engines on; leave inference_model.num_devices and devices out."
         )
-    return None
 
 
-def a_server_started_here_has_gpus_of_its_own(config: Config) -> str | None:
+def a_server_started_here_has_gpus_of_its_own(config: Config) -> Iterator[str]:
     """A server is a child of this process, and on a cluster the GPUs are Ray's to give, to actors only."""
     server, address = is_server(config.engine.name), config.ray.address
     if server and address is not None and config.engine.url is None and config.device != "cpu":
-        return (
+        yield (
             f"engine={config.engine.name} starts its servers on this machine, whose GPUs the cluster of ray.address="
             f"{address} gives to others; use engine=vllm there, engine.url of a server on GPUs that Ray does not have, "
             "device=cpu, or leave ray.address out."
         )
-    return None
 
 
-def a_broadcast_of_weights_has_whole_engines(config: Config) -> str | None:
+def a_broadcast_of_weights_has_whole_engines(config: Config) -> Iterator[str]:
     """Members of the broadcast are the learner and one process per engine, and full weights travel."""
-    return obstacle_to_a_broadcast(config) if config.inference_model.weight_transfer == "collective" else None
+    if config.inference_model.weight_transfer == "collective":
+        yield from obstacles_to_a_broadcast(config)
 
 
-def obstacle_to_a_broadcast(config: Config) -> str | None:
-    """Why ``inference_model.weight_transfer=collective`` would be refused; None where it would not."""
+def obstacles_to_a_broadcast(config: Config) -> Iterator[str]:
+    """Why ``inference_model.weight_transfer=collective`` would be refused; nothing where it would not."""
     part = config.inference_model
     if is_server(config.engine.name):
-        return f"inference_model.weight_transfer=collective does not reach engine={config.engine.name}; leave it out."
+        yield f"inference_model.weight_transfer=collective does not reach engine={config.engine.name}; leave it out."
     if config.train_model.lora.enabled:
-        return "inference_model.weight_transfer=collective sends whole weights; an adapter is small: leave it out."
+        yield "inference_model.weight_transfer=collective sends whole weights; an adapter is small: leave it out."
     if part.tensor_parallel_size > 1:
-        return (
+        yield (
             f"inference_model.weight_transfer=collective sends to engines of one device, and tensor_parallel_size="
             f"{part.tensor_parallel_size}; leave it out."
         )
     if config.train_model.timeout_s <= part.timeout_s:
-        return (
+        yield (
             f"train_model.timeout_s={config.train_model.timeout_s} must be above inference_model.timeout_s="
             f"{part.timeout_s}, the longest that a rank waits for an engine in a broadcast."
         )
-    return None
 
 
-Rule = Callable[[Config], str | None]
+Rule = Callable[[Config], Iterator[str]]
 
 RULES: tuple[Rule, ...] = (
     every_choice_is_one_of_its_values,
@@ -479,6 +444,5 @@ class ConfigError(UserError, ValueError):
 def validate(config: Config) -> None:
     """Raise :class:`ConfigError` with the sentence of the first rule that ``config`` breaks."""
     for rule in RULES:
-        sentence = rule(config)
-        if sentence:
+        for sentence in rule(config):
             raise ConfigError(sentence)
