@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -40,8 +40,8 @@ def subject_of(config: Config, parts: Parts) -> Subject:
 def family_of(config: Config) -> str:
     """What transformers calls the policy's architecture, as ``qwen2``."""
     trusts = config.model.trust_remote_code
-    found = from_pretrained(AutoConfig.from_pretrained, model_name(config), trust_remote_code=trusts)
-    return found.get_text_config().model_type
+    loaded = from_pretrained(AutoConfig.from_pretrained, model_name(config), trust_remote_code=trusts)
+    return loaded.get_text_config().model_type
 
 
 def check(
@@ -70,21 +70,11 @@ def check(
             raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}).") from error
         parts = opened.enter_context(closing(build(config, folder)))
         starting("Checking before training")
-        with _quiet_gate():
-            parts.publisher.publish(parts.learner.version)
-            found = run_gate(subject_of(config, parts), "warn", on_check=on_check)
+        gate = logging.getLogger("sota_grpo.training.gate")
+        opened.callback(gate.setLevel, gate.level)
+        gate.setLevel(logging.CRITICAL)  # its own lines repeat what on_check is told
+        parts.publisher.publish(parts.learner.version)
+        checks = run_gate(subject_of(config, parts), "warn", on_check=on_check)
         if run_dir is not None:
-            write_gate(run_dir, "warn", found)
-        return found
-
-
-@contextmanager
-def _quiet_gate() -> Iterator[None]:
-    """The gate's own lines repeat what ``on_check`` is told."""
-    logger = logging.getLogger("sota_grpo.training.gate")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+            write_gate(run_dir, "warn", checks)
+        return checks

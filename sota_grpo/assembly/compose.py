@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.config import Config, flat, register, walk
-from sota_grpo.config.hub_token import VARIABLE, split_token, use_config_token
+from sota_grpo.config.hub_token import use_config_token, without_token
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_record import CONFIG_FILE, INPUTS
 
@@ -56,9 +55,7 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    kept, token = split_token(overrides)
-    if token is not None:
-        os.environ[VARIABLE] = token
+    kept = without_token(overrides)
     register()
     try:
         with _no_other_hydra(), hydra.initialize_config_dir(str(CONFIG_DIR), "sota_grpo", version_base="1.3"):
@@ -164,9 +161,7 @@ def load_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise UserError(f"There is no run in {run_dir} ({CONFIG_FILE} is missing); give the directory of a run.")
-    kept, token = split_token(overrides)
-    if token is not None:
-        os.environ[VARIABLE] = token
+    kept = without_token(overrides)
     try:
         node = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
         for key, value in sorted(_parsed(kept), key=lambda one: not (CONFIG_DIR / one[0]).is_dir()):  # groups first

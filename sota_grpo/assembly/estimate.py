@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -40,7 +41,7 @@ from sota_grpo.assembly.devices import Plan, describe
 from sota_grpo.assembly.learning import make_settings
 from sota_grpo.assembly.memory import Learning
 from sota_grpo.assembly.rollout import engine_dtype, engine_rows, task_of
-from sota_grpo.config import Config, longest_response, model_name, overrides_of, turn_size, with_options
+from sota_grpo.config import Config, longest_response, model_name, num_steps, overrides_of, turn_size, with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.envs import TaskEnv
@@ -173,17 +174,7 @@ class Estimate:
             "micro_batches_per_step": self.micro_batches,
             "host_memory": dict(self.host.moments) if self.host else None,
             "disk": asdict(self.disk) | {"total": self.disk.total},
-            "devices": [
-                {
-                    "name": device.name,
-                    "roles": list(device.roles),
-                    "capacity": device.capacity,
-                    "peak": device.peak,
-                    "problem": device.problem,
-                    "moments": {moment: dict(parts) for moment, parts in device.moments.items()},
-                }
-                for device in self.devices
-            ],
+            "devices": [asdict(device) | {"peak": device.peak} for device in self.devices],
             "seconds": asdict(self.times) | {"turn_s": self.times.turn_s} if self.times else None,
         }
 
@@ -215,8 +206,6 @@ def estimate(
     machine, machine_place = find_machine(config, memory_gib)
     plan = plan_for(config, machine)
     devices = devices_of(config, facts, machine)
-    how = learning_of(config, plan)
-    turns = config.train.total_dialog_turns // turn_size(config)
     change = other = None
     if not all(device.fits for device in devices):
         change = smallest_change(config, facts, machine)
@@ -230,8 +219,8 @@ def estimate(
         machine=machine,
         plan=plan,
         devices=devices,
-        micro_batches=len(step_micro_batches(config, facts, how.ranks)),
-        turns=turns,
+        micro_batches=len(step_micro_batches(config, facts, len(plan.placement.train))),
+        turns=num_steps(config),
         optimizer_steps=make_settings(config, plan.device_type).total_steps,
         disk=disk_of(config, model),
         host=host_memory_of(config, facts, plan),
@@ -246,31 +235,27 @@ def find_machine(config: Config, memory_gib: float | None = None) -> tuple[Machi
 
     A config that says neither ``device`` nor a model of this machine is for GPUs, here or elsewhere.
     """
-    given = None if memory_gib is None else int(memory_gib * GIB)
+    memory = None if memory_gib is None else int(memory_gib * GIB)
     is_local = Path(resolve_model_path(model_name(config))).is_dir()
     elsewhere = config.ray.address is not None
     has_gpu = torch.cuda.is_available() and not elsewhere
     if config.device == "cpu" or (config.device == "auto" and is_local and not has_gpu and not elsewhere):
-        memory = given or _machine_bytes()
-        return Machine("cpu", memory, None, _own_bytes()), "the CPU of this machine"
+        return Machine("cpu", memory or _machine_bytes(), None, _own_bytes()), "the CPU of this machine"
     if has_gpu:
-        own = torch.cuda.get_device_properties(0)
-        found = Machine("cuda", given or own.total_memory, torch.cuda.device_count(), 0)
-        return found, f"{found.count} x {own.name} on this machine"
+        gpu, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
+        return Machine("cuda", memory or gpu.total_memory, count, 0), f"{count} x {gpu.name} on this machine"
     size = memory_gib or ASSUMED_GIB
     source = "as --memory-gb says" if memory_gib else "assumed; --memory-gb says otherwise"
-    return Machine("cuda", given or ASSUMED_GIB * GIB, None, 0), f"GPUs of {size:g} GiB, none of them here ({source})"
+    return Machine("cuda", memory or ASSUMED_GIB * GIB, None, 0), f"GPUs of {size:g} GiB, none of them here ({source})"
 
 
 def _machine_bytes() -> int:
     """Memory of this machine, or what its container may take of it."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            found.append(int(Path(name).read_text()))
-        except (OSError, ValueError):  # no such limit
-            continue
-    return min(found)
+        with suppress(OSError, ValueError):  # no such limit
+            limits.append(int(Path(name).read_text()))
+    return min(limits)
 
 
 def _own_bytes() -> int:
@@ -281,7 +266,7 @@ def _own_bytes() -> int:
         return GIB
 
 
-def _prompts(config: Config, given: int | None, context: int) -> tuple[int, str, int | None]:
+def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[int, str, int | None]:
     """Tokens of the longest prompt, how they are known, and the number of training problems where it is known.
 
     What cannot be reached is assumed, but only of a hub: a path that is wrong is a mistake.
@@ -290,13 +275,14 @@ def _prompts(config: Config, given: int | None, context: int) -> tuple[int, str,
     try:
         task = task_of(config)
     except DatasetError:
-        if config.env.dataset_path is not None or config.env.eval_path is not None:
+        if (config.env.dataset_path, config.env.eval_path) != (None, None):
             raise
     count = None if task is None else len(task.train)
-    if given is not None:
-        if given >= context:
-            raise UserError(f"A prompt of {given:,} tokens leaves no room for a response in a context of {context:,}.")
-        return given, "as --prompt-tokens says", count
+    if prompt_tokens is not None:
+        if prompt_tokens >= context:
+            leaves = f"A prompt of {prompt_tokens:,} tokens leaves no room for a response"
+            raise UserError(f"{leaves} in a context of {context:,}.")
+        return prompt_tokens, "as --prompt-tokens says", count
     if task is None:
         guess = min(ASSUMED_PROMPT, max(context - longest_response(config), context // 2))
         return guess, "assumed, the data is not here; --prompt-tokens says otherwise", None
@@ -558,17 +544,13 @@ def _token_seconds(net: Any, model: Architecture, rows: int, dtype: torch.dtype)
 
 
 def _fastest(once: Callable[[], None], device_type: str) -> float:
+    wait: Callable[[], None] = torch.cuda.synchronize if device_type == "cuda" else lambda: None
     once()
-    found: list[float] = []
-    while not found or (sum(found) < _SECONDS and len(found) < 20):
-        _wait(device_type)
+    seconds: list[float] = []
+    while not seconds or (sum(seconds) < _SECONDS and len(seconds) < 20):
+        wait()
         began = time.perf_counter()
         once()
-        _wait(device_type)
-        found.append(time.perf_counter() - began)
-    return min(found)
-
-
-def _wait(device_type: str) -> None:
-    if device_type == "cuda":
-        torch.cuda.synchronize()
+        wait()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

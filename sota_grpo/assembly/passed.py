@@ -53,10 +53,11 @@ class Passed:
     @property
     def signature(self) -> dict[str, dict[str, str]]:
         """What stands beside the config for the objects, whose paths say nothing."""
-        found = {name: _digest(rows) for name, rows in (("train", self.train_rows), ("eval", self.eval_rows)) if rows}
+        tables = {"train": self.train_rows, "eval": self.eval_rows}
+        digests = {name: hashlib.sha256(rows).hexdigest() for name, rows in tables.items() if rows}
         if self.functions is not None:
-            found["reward"] = fingerprint(self.functions)
-        return {"passed": found} if found else {}
+            digests["reward"] = fingerprint(self.functions)
+        return {"passed": digests} if digests else {}
 
     def write(self, run_dir: Path, config: Config) -> None:
         """Write the objects to ``run_dir`` and their places to ``config``.
@@ -153,25 +154,24 @@ def _take_functions(config: Config, passed: Passed, reward: Any) -> None:
 def _named(reward: Any) -> dict[str, Any]:
     """The functions by the names of their reward terms, in order."""
     if isinstance(reward, Mapping):
-        found = [(str(name), one) for name, one in reward.items()]
+        pairs = [(str(name), one) for name, one in reward.items()]
     else:
-        listed = reward if isinstance(reward, (list, tuple)) else [reward]
-        found = [(_name_of(one), one) for one in listed]
-    for name, one in found:
+        pairs = [(_name_of(one), one) for one in (reward if isinstance(reward, (list, tuple)) else [reward])]
+    for name, one in pairs:
         if not callable(one) and (name, one) != (BUILTIN, BUILTIN):
             raise UserError(
                 f"reward holds {one!r}, which is no function; give a function of verl's or TRL's form, a list of them, "
                 "or a dict of them by name (a file: overrides=['reward.path=FILE'])."
             )
-    for name, _ in found:
+    names = [name for name, _ in pairs]
+    for name in names:
         try:
             term_metric(name)
         except ValueError as error:
             raise UserError(str(error)) from error
-    names = [name for name, _ in found]
     if len(set(names)) < len(names) or not names:
         raise UserError(f"reward has the names {names}; give different ones with a dict, reward={{'name': function}}.")
-    return dict(found)
+    return dict(pairs)
 
 
 def _name_of(function: Any) -> str:
@@ -181,10 +181,6 @@ def _name_of(function: Any) -> str:
         return function
     name = getattr(function, "__name__", type(function).__name__)
     return "reward" if name == "<lambda>" else name
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def _write(path: Path, content: bytes | None) -> str:

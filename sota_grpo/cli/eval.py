@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sota_grpo.cli import above_zero, add_parser, whole
-from sota_grpo.cli.score import STANDARD, row_writer
+from sota_grpo.cli.score import STANDARD, graded_row, row_writer
 from sota_grpo.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
@@ -81,11 +81,9 @@ def run(options: argparse.Namespace) -> int:
     )
     began = time.perf_counter()
     with ExitStack() as opened:
-        rows = (
-            None
-            if options.responses is None
-            else opened.enter_context(row_writer(options.responses, option="--responses"))
-        )
+        rows = None
+        if options.responses is not None:
+            rows = opened.enter_context(row_writer(options.responses, option="--responses"))
         opened.enter_context(redirect_stdout(sys.stderr))  # libraries and reward functions may print
         with Heartbeat():
             starting(f"Loading {target.name} and starting the engine")
@@ -145,27 +143,18 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
     """What was measured, as far as the config says it."""
-    config = target.config
+    problems = [[example.query, example.answer, dict(example.extra)] for example in evaluator.examples]
+    text = json.dumps(problems, sort_keys=True, default=str)
     return {
         "model": target.name,
         "turns": target.turns,
-        "task": config.env.dataset,
+        "task": target.config.env.dataset,
         "engine": evaluator.rollouts.engine.name,
         "max_tokens": evaluator.max_tokens,
         "seed": evaluator.seed,
-        "problems": _digest(evaluator),
+        # of the problems in their order: evaluations with the same one can be compared problem by problem
+        "problems": hashlib.sha256(text.encode()).hexdigest(),
     }
-
-
-def _digest(evaluator: Evaluator) -> str:
-    """Of the problems in their order: two evaluations with the same one can be compared problem by problem."""
-    from sota_grpo.rl.records import Example
-
-    def plain(example: Example) -> Any:
-        return [example.query, example.answer, dict(example.extra)]
-
-    text = json.dumps([plain(example) for example in evaluator.examples], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_result(name: str) -> dict[str, Any]:
@@ -195,8 +184,6 @@ def _require_same_problems(name: str, before: dict[str, Any], heading: dict[str,
 
 def _rows(evaluator: Evaluator, greedy: bool, problem: int, responses: Sequence[Response]) -> Iterator[dict[str, Any]]:
     """The columns of the problem, the response, and what ``sota-grpo score`` would add to them."""
-    from sota_grpo.cli.score import graded_row
-
     example = evaluator.examples[problem]
     extra = dict(example.extra)
     columns = {"question": example.query, "answer": example.answer, **extra.pop("columns", {}), **extra}

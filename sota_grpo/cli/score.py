@@ -16,7 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import islice
@@ -34,6 +34,8 @@ from sota_grpo.tasks.dataset import DatasetError, text_of
 from sota_grpo.text import json_line
 
 STANDARD = "-"  # stdin or stdout
+_BATCH = 64  # rows that a grader is given at once
+_AHEAD = 4  # batches per grader that are read before the first is written
 _ENCODING, _ERRORS = "utf-8-sig", "surrogateescape"  # of the input: what is not UTF-8 stands escaped in the output
 
 
@@ -76,7 +78,9 @@ class RowWriter:
         except BrokenPipeError:
             raise
         except OSError as error:
-            _abandon(self._file)
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # where what is buffered goes: Python would try again at exit
+            os.dup2(nowhere, self._file.fileno())
+            os.close(nowhere)
             left = f"{self._place} holds the rows before"
             raise RunFailed(f"{self._given} cannot be written on ({error.strerror}); {left}.") from error
 
@@ -123,23 +127,20 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
         return
     partial = Path(f"{name}.partial")
     given = f"{option} {name}"
-    with _opened(Path(name), partial, read, given) as file, _rows(file, given, str(partial)) as rows:
+    if read is not None and Path(read).resolve() in (Path(name).resolve(), partial.resolve()):
+        raise UserError(f"{given} would overwrite the input; give another file.")
+    try:
+        if Path(name).exists() and not Path(name).is_file():
+            raise UserError(f"{given} is there and is no file; give a file, or - for stdout.")
+        file = partial.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{given} cannot be written ({error.strerror}).") from error
+    with file, _rows(file, given, str(partial)) as rows:
         yield rows
     try:
         partial.replace(name)
     except OSError as error:
         raise RunFailed(f"{given} cannot be written ({error.strerror}); {partial} holds all rows.") from error
-
-
-def _opened(path: Path, partial: Path, read: str | None, given: str) -> TextIO:
-    if read is not None and Path(read).resolve() in (path.resolve(), partial.resolve()):
-        raise UserError(f"{given} would overwrite the input; give another file.")
-    try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"{given} is there and is no file; give a file, or - for stdout.")
-        return partial.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{given} cannot be written ({error.strerror}).") from error
 
 
 @contextmanager
@@ -152,17 +153,6 @@ def _rows(file: TextIO, given: str, place: str) -> Iterator[RowWriter]:
         told = [f"rows written to {place}: {rows.count}"] if rows.count else []
         raise KeyboardInterrupt(*told) from None
     rows.flush()
-
-
-def _abandon(file: TextIO) -> None:
-    """Let what is buffered go nowhere: Python would try again at exit, and complain."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, file.fileno())
-    os.close(nowhere)
-
-
-_BATCH = 64  # rows that a grader is given at once
-_AHEAD = 4  # batches per grader that are read before the first is written
 
 
 @dataclass(frozen=True)
@@ -242,8 +232,11 @@ def _require_sense(options: argparse.Namespace) -> None:
 
 
 def _score_text(task: Task, options: argparse.Namespace) -> None:
-    row = _object("{}" if options.row is None else options.row)
-    if row is None:
+    try:
+        row = json.loads("{}" if options.row is None else options.row)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
         raise UserError(f"--row {options.row!r} is not a JSON object.")
     row |= {"response": options.text} | ({} if options.answer is None else {"answer": options.answer})
     line = _line(task, 1, json.dumps(row))
@@ -291,18 +284,16 @@ def _score_lines(task: Task, file: Iterable[str], out: RowWriter, options: argpa
 def _scored(pool: Any, lines: Iterator[Line], ahead: int) -> Iterator[tuple[Line, Score | None]]:
     """Each line with its score, in order; None where there was nothing to grade."""
     waiting: deque[tuple[list[Line], Future[list[Score]]]] = deque()
-    while batch := list(islice(lines, _BATCH)):
-        waiting.append((batch, pool.scores([line.asked for line in batch if line.asked is not None])))
-        if len(waiting) > ahead:
-            yield from _answered(*waiting.popleft())
-    while waiting:
-        yield from _answered(*waiting.popleft())
-
-
-def _answered(batch: list[Line], answer: Future[list[Score]]) -> Iterator[tuple[Line, Score | None]]:
-    scores = iter(answer.result())
-    for line in batch:
-        yield line, (None if line.asked is None else next(scores))
+    batch = list(islice(lines, _BATCH))
+    while batch or waiting:
+        if batch:
+            waiting.append((batch, pool.scores([line.asked for line in batch if line.asked is not None])))
+        if not batch or len(waiting) > ahead:
+            answered, scores = waiting.popleft()
+            left = iter(scores.result())
+            for line in answered:
+                yield line, (None if line.asked is None else next(left))
+        batch = list(islice(lines, _BATCH))
 
 
 def _line(task: Task, number: int, text: str) -> Line:
@@ -326,17 +317,7 @@ def graded_row(task: Task, row: dict[str, Any], score: Score) -> dict[str, Any]:
     return {**row, **score.info, **found}
 
 
-@contextmanager
-def _graders(task: Task, options: argparse.Namespace) -> Iterator[Any]:
+def _graders(task: Task, options: argparse.Namespace) -> AbstractContextManager[Any]:
     from sota_grpo.rewards.grading import grading_pool
 
-    with grading_pool(task, num_workers=options.workers, timeout_s=options.timeout_s) as pool:
-        yield pool
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    return grading_pool(task, num_workers=options.workers, timeout_s=options.timeout_s)

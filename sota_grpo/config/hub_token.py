@@ -84,6 +84,14 @@ def split_token(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     return kept, token
 
 
+def without_token(overrides: Sequence[str]) -> list[str]:
+    """The overrides with null for the token, which is in ``HF_TOKEN`` afterwards."""
+    kept, token = split_token(overrides)
+    if token is not None:
+        os.environ[VARIABLE] = token
+    return kept
+
+
 def token_callback() -> Any:
     """A Hydra callback that moves the token of a config file to ``HF_TOKEN`` before Hydra writes its first file.
 

@@ -1,4 +1,4 @@
-"""The assembly: from one config to the parts of a run, and the run itself. Only this room reads the whole config."""
+"""One run: from its config to its exit, with gate, loop, evaluations, checkpoints and the exported model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 
 from sota_grpo.assembly.build import Parts, build
 from sota_grpo.assembly.checking import subject_of
@@ -93,7 +94,8 @@ class Run:
             gc.freeze()  # what lives as long as the run is not walked through again at every collection
             self.run_log.rewind(first)
             self.stored.rewind(first)
-            self.place.start(_as_yaml(self.config))  # not before: a first start that fails leaves no run behind
+            # not before: a first start that fails leaves no run behind
+            self.place.start(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
             self.log = StepLog(
                 self.run_log, progress, parts.tokenizer, lambda: parts.publisher.seconds, examine, self.stored
             )
@@ -117,12 +119,12 @@ class Run:
 
     def _restore(self) -> int:
         """Load the newest checkpoint of a resumed run; returns the first step to do."""
-        found = self.checkpoints.latest() if self.place.resumed else None
-        if found is None:
+        newest = self.checkpoints.latest() if self.place.resumed else None
+        if newest is None:
             if self.config.train.resume is not None:
                 logger.info("Nothing to continue: starting afresh in %s.", self.run_dir)
             return 0
-        step, state = found
+        step, state = newest
         self.parts.learner.load_state_dict(state["learner"])
         self.parts.source.load_state_dict(state["source"])
         set_rng_state(state["rng"])
@@ -169,10 +171,10 @@ class Run:
     def _evaluate(self, step: int) -> None:
         if step == self.first:
             starting(f"Evaluating on {len(self.parts.evaluator.examples)} held-out problems")
-        found = self.parts.evaluator.measure()
-        self.run_log.write_step(step, found)
-        self.log.add_seconds("time/eval_s", found["time/eval_s"])
-        logger.info("Held-out accuracy after %d turns: %.1f %%", step, 100 * found["eval/accuracy"])
+        metrics = self.parts.evaluator.measure()
+        self.run_log.write_step(step, metrics)
+        self.log.add_seconds("time/eval_s", metrics["time/eval_s"])
+        logger.info("Held-out accuracy after %d turns: %.1f %%", step, 100 * metrics["eval/accuracy"])
 
     def _after(self, turns: int) -> bool:
         if turns == self.first + 1:
@@ -188,14 +190,20 @@ class Run:
         return not self.stop.asked
 
     def _report(self, *, last: bool) -> None:
-        seconds = self.report.finish() if last else self.report.checkpoint()
-        self.log.add_seconds("time/report_s", seconds)
+        self.log.add_seconds("time/report_s", self.report.finish() if last else self.report.checkpoint())
 
     def _finish(self, turns: int) -> None:
         if self.config.eval.mode == "on":
             self._evaluate(turns)
         if self.config.train.export_hf:
-            self._export(self.run_dir / "hf")
+            folder = self.run_dir / "hf"
+            try:
+                self.parts.export(folder)
+            except OSError as error:
+                raise UserError(
+                    f"The model cannot be written to {folder} ({error.strerror or error}); free space there, "
+                    "train.resume=auto then writes it again."
+                ) from error
         self.saves.wait()
         self.place.finish()
         self._report(last=True)
@@ -209,15 +217,6 @@ class Run:
         )
         logger.info("\n%s", text, extra={"file_only": True})  # the console has it already
         print(f"Run directory: {self.run_dir}")
-
-    def _export(self, folder: Path) -> None:
-        try:
-            self.parts.export(folder)
-        except OSError as error:
-            raise UserError(
-                f"The model cannot be written to {folder} ({error.strerror or error}); free space there, "
-                "train.resume=auto then writes it again."
-            ) from error
 
     def _check(self) -> None:
         began = time.perf_counter()
@@ -269,9 +268,3 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
             if CheckpointStore(place.path / CHECKPOINTS).paths():
                 raise KeyboardInterrupt(CONTINUES) from None
             raise
-
-
-def _as_yaml(config: Config) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
