@@ -32,38 +32,6 @@ def part(factory: type, text: str) -> Any:
     return field(default_factory=factory, metadata={"help": text, "choices": None})
 
 
-def with_options(config: Config, options: dict[str, Any]) -> Config:
-    """A copy of ``config`` with other values, by dotted name."""
-    changed = copy.deepcopy(config)
-    for name, value in options.items():
-        *sections, leaf = name.split(".")
-        setattr(reduce(getattr, sections, changed), leaf, value)
-    return changed
-
-
-def overrides_of(options: Mapping[str, Any]) -> list[str]:
-    """Options by dotted name, as they are written on the command line.
-
-    >>> overrides_of({"train.resume": None, "train.export_hf": False, "seed": 3})
-    ['train.resume=null', 'train.export_hf=false', 'seed=3']
-    """
-    words = {name: "null" if value is None else str(value) for name, value in options.items()}
-    return [f"{name}={word.lower() if isinstance(options[name], bool) else word}" for name, word in words.items()]
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a nested config by their dotted names; an empty section is a value.
-
-    >>> flat({"seed": 0, "train": {"epochs": 1, "resume": None}})
-    {'seed': 0, 'train.epochs': 1, 'train.resume': None}
-    """
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        dotted = f"{prefix}{name}"
-        found |= flat(value, dotted + ".") if isinstance(value, Mapping) and value else {dotted: value}
-    return found
-
-
 @dataclass
 class EvalConfig:
     """Accuracy on the held-out split."""
@@ -440,3 +408,35 @@ def changed_options(config: Config) -> dict[str, tuple[Any, Any]]:
     """
     options = zip(walk(config), walk())
     return {name: (value, default) for (name, _, value), (_, _, default) in options if value != default}
+
+
+def with_options(config: Config, options: dict[str, Any]) -> Config:
+    """A copy of ``config`` with other values, by dotted name."""
+    changed = copy.deepcopy(config)
+    for name, value in options.items():
+        *sections, leaf = name.split(".")
+        setattr(reduce(getattr, sections, changed), leaf, value)
+    return changed
+
+
+def overrides_of(options: Mapping[str, Any]) -> list[str]:
+    """Options by dotted name, as they are written on the command line.
+
+    >>> overrides_of({"train.resume": None, "train.export_hf": False, "seed": 3})
+    ['train.resume=null', 'train.export_hf=false', 'seed=3']
+    """
+    words = {name: "null" if value is None else str(value) for name, value in options.items()}
+    return [f"{name}={word.lower() if isinstance(options[name], bool) else word}" for name, word in words.items()]
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested config by their dotted names; an empty section is a value.
+
+    >>> flat({"seed": 0, "train": {"epochs": 1, "resume": None}})
+    {'seed': 0, 'train.epochs': 1, 'train.resume': None}
+    """
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        dotted = f"{prefix}{name}"
+        found |= flat(value, dotted + ".") if isinstance(value, Mapping) and value else {dotted: value}
+    return found
