@@ -5,7 +5,6 @@ Arithmetic from the config and the shape of the model alone; that of single part
 
 from __future__ import annotations
 
-import copy
 import os
 import platform
 import shutil
@@ -128,7 +127,7 @@ def devices_of(config: Config, facts: Facts, machine: Machine) -> list[DeviceMem
         UserError: the devices cannot be shared out.
     """
     plan = plan_for(config, machine)
-    learner = {TRAIN: _learner_parts(learner_of(config, facts, plan))}
+    learner = {AT_WORK if plan.workers else TRAIN: _learner_parts(learner_of(config, facts, plan))}
     if config.check.mode != "off":
         learner[GATE] = _learner_parts(gate_of(config, facts, plan))
     if plan.device_type == "cpu":
@@ -152,8 +151,7 @@ def _gpu(
         beside = samples and ENGINES[plan.engine].memory != "vllm"  # vLLM counts its context to its share of the device
         base = {"context": CUDA_CONTEXT * (trains + refers + beside)} | reference
         base |= {"reference: pass": passing} if refers else {}
-        moments = {AT_WORK: base | engine | learner.get(TRAIN, {})}
-        moments |= {GATE: base | engine | learner[GATE]} if GATE in learner else {}
+        moments = {AT_WORK: base | engine} | {moment: base | engine | parts for moment, parts in learner.items()}
     else:
         base = {"context": CUDA_CONTEXT * (1 + (refers and config.ref_model.process))} | reference
         moments = _in_turns(
@@ -175,9 +173,8 @@ def _whole_machine(
     roles = ("learner", "engine", *(["reference"] if own or passing else []))
     graders = GRADER_BYTES * config.env.reward_workers
     if plan.workers:
-        ranks, engines, references = (
-            len(role) for role in (plan.placement.train, plan.placement.inference, plan.placement.ref)
-        )
+        place = plan.placement
+        ranks, engines, references = len(place.train), len(place.inference), len(place.ref)
         processes = 1 + (ranks if ranks > 1 else 0) + (0 if is_server(plan.engine) else engines) + references
         base = {
             "libraries": processes * machine.process_bytes + graders,
@@ -186,8 +183,7 @@ def _whole_machine(
         }
         base |= {"reference: weights": references * own, "reference: pass": references * passing} if own else {}
         moments = {
-            AT_WORK if moment == TRAIN else moment: base | {name: ranks * size for name, size in parts.items()}
-            for moment, parts in learner.items()
+            moment: base | {name: ranks * size for name, size in parts.items()} for moment, parts in learner.items()
         }
     else:
         processes = 1 + (own > 0 and config.ref_model.process)
@@ -235,8 +231,7 @@ def plan_for(config: Config, machine: Machine) -> Plan:
         return make_plan(config, machine.device_type, lambda: machine.count or 0)
     asked = config
     if config.engine.name in ("auto", "vllm") and find_spec("vllm") is None:
-        asked = copy.deepcopy(config)
-        asked.engine.name = "transformers"
+        asked = with_options(config, {"engine.name": "transformers"})
     fewest = 2 if wants_workers(config) else 1
     for count in range(fewest, MOST_GPUS):
         try:
