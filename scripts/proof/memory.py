@@ -17,8 +17,7 @@ from benchmarks.trainer_work import SHAPES, Case, make_rows
 from scripts.proof import Finding, Options
 from scripts.proof.kernels import synchronised
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.device_memory import GIB, Facts, Machine
-from sota_grpo.assembly.estimate import devices_of
+from sota_grpo.assembly.device_memory import GIB, Facts, Machine, devices_of
 from sota_grpo.assembly.memory import Learning, MicroBatch, learner_memory
 from sota_grpo.policy.load import architecture_from
 from sota_grpo.policy.lora import engine_weights

@@ -176,18 +176,16 @@ def _whole_machine(
         place = plan.placement
         ranks, engines, references = len(place.train), len(place.inference), len(place.ref)
         processes = 1 + (ranks if ranks > 1 else 0) + (0 if is_server(plan.engine) else engines) + references
-        base = {
-            "libraries": processes * machine.process_bytes + graders,
-            **{name: engines * size for name, size in engine.items()},
-            "weights on their way": facts.model.parameters * 4,  # in the store that the workers read
-        }
-        base |= {"reference: weights": references * own, "reference: pass": references * passing} if own else {}
+        libraries = {"libraries": processes * machine.process_bytes + graders}
+        others = {name: engines * size for name, size in engine.items()}
+        others["weights on their way"] = facts.model.parameters * 4  # in the store that the workers read
+        others |= {"reference: weights": references * own, "reference: pass": references * passing} if own else {}
         moments = {
-            moment: base | {name: ranks * size for name, size in parts.items()} for moment, parts in learner.items()
+            moment: libraries | {name: ranks * size for name, size in parts.items()} | others
+            for moment, parts in learner.items()
         }
     else:
-        processes = 1 + (own > 0 and config.ref_model.process)
-        base = {"libraries": processes * machine.process_bytes + graders}
+        base = {"libraries": (1 + (own > 0 and config.ref_model.process)) * machine.process_bytes + graders}
         base |= {"reference: weights": own} if own else {}
         keeps_pool = ENGINES[plan.engine].memory == "vllm"
         kept = {name: size for name, size in engine.items() if name == "engine: weights" or keeps_pool}

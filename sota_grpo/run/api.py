@@ -104,7 +104,7 @@ class Result:
         """
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self._hf(), trust_remote_code=self._trusts_remote_code())
+        return self._exported(AutoModelForCausalLM)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -115,7 +115,7 @@ class Result:
         """
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self._hf(), trust_remote_code=self._trusts_remote_code())
+        return self._exported(AutoTokenizer)
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:
         """Write the report, one HTML file; see ``sota-grpo report``.
@@ -154,18 +154,15 @@ class Result:
             raise UserError(f"The run in {self.run_dir} has no {name}: {reason}.")
         return path
 
-    def _hf(self) -> Path:
-        return self._file("hf", "it is written at the end of a run, unless train.export_hf=false")
-
-    def _trusts_remote_code(self) -> bool:
-        return bool(self.config["model"]["trust_remote_code"])
+    def _exported(self, kind: Any) -> Any:
+        folder = self._file("hf", "it is written at the end of a run, unless train.export_hf=false")
+        return kind.from_pretrained(folder, trust_remote_code=bool(self.config["model"]["trust_remote_code"]))
 
 
 def _frame(rows: list[dict[str, Any]]) -> DataFrame:
     import pandas
 
-    frame = pandas.DataFrame(rows, columns=None if rows else ["step"])
-    return frame.set_index("step")
+    return pandas.DataFrame(rows, columns=None if rows else ["step"]).set_index("step")
 
 
 _HYDRAS = ("hydra.run.dir", "hydra.sweep.dir")

@@ -18,8 +18,8 @@ from transformers import AutoConfig, Qwen2Config
 from sota_grpo import keys
 from sota_grpo.assembly import device_memory
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.device_memory import GIB, Facts, Machine, learning_of, plan_for, step_micro_batches
-from sota_grpo.assembly.estimate import Estimate, devices_of, estimate
+from sota_grpo.assembly.device_memory import GIB, Facts, Machine, devices_of, learning_of, plan_for, step_micro_batches
+from sota_grpo.assembly.estimate import Estimate, estimate
 from sota_grpo.cli import estimate as command
 from sota_grpo.config import Config, with_options
 from sota_grpo.errors import UserError
