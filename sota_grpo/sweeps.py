@@ -130,9 +130,9 @@ class Sweep:
             groups.setdefault(tuple(run.overrides.get(name) for name in names), []).append(run)
         if SEED not in self.varied or all(len(group) == 1 for group in groups.values()):
             return []
-        found = [_setting(names, group) for group in groups.values()]
+        settings = [_setting(names, group) for group in groups.values()]
         sign = 1 if ascending else -1
-        return sorted(found, key=lambda one: (metric not in one.means, sign * one.means.get(metric, (0.0, None))[0]))
+        return sorted(settings, key=lambda one: (metric not in one.means, sign * one.means.get(metric, (0.0, None))[0]))
 
     def measured(self) -> list[str]:
         """Every metric that a run measured, in the order of the glossary."""
@@ -223,7 +223,7 @@ def _overrides(path: Path) -> dict[str, str]:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    found = {}
+    overrides = {}
     try:
         noted = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError:
@@ -232,8 +232,8 @@ def _overrides(path: Path) -> dict[str, str]:
         raise UserError(f"{path} cannot be read ({type(error).__name__}).") from error
     for given in noted if isinstance(noted, list) else []:
         name, _, value = str(given).partition("=")
-        found[name.lstrip("+~")] = "removed" if name.startswith("~") else value
-    return found
+        overrides[name.lstrip("+~")] = "removed" if name.startswith("~") else value
+    return overrides
 
 
 def _setting(names: list[str], group: list[RunRow]) -> Setting:

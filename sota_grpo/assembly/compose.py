@@ -213,11 +213,11 @@ def _parsed(overrides: Sequence[str]) -> list[tuple[str, Any]]:
     """Name and value of each override, without Hydra's own."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    found = OverridesParser.create().parse_overrides(list(overrides))
-    odd = [one.input_line for one in found if one.is_delete() or one.is_add() or one.is_sweep_override()]
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    odd = [one.input_line for one in parsed if one.is_delete() or one.is_add() or one.is_sweep_override()]
     if odd:
         raise UserError(f"{odd[0]} does not go with a run that there is; give option=value.")
-    return [(one.key_or_group, one.value()) for one in found if not one.key_or_group.startswith("hydra.")]
+    return [(one.key_or_group, one.value()) for one in parsed if not one.key_or_group.startswith("hydra.")]
 
 
 def _overridden(node: Any, key: str, value: Any) -> Any:

@@ -290,7 +290,7 @@ def _cut(prompt: int, response: int, rows: int, group: int, budget: int, shared:
     groups = [PromptGroup(tuple(range(size)), prompt, (response,) * size) for size in sizes]
     batches = fill(groups, token_budget=budget, **({} if shared else {"slots_per_token": 1}))
     whole = sum(piece.tokens for batch in batches for piece in batch)
-    found = []
+    micro_batches = []
     for batch in batches:
         tokens = sum(piece.tokens for piece in batch)
         scale = max(tokens, min(budget, whole)) / tokens
@@ -298,7 +298,7 @@ def _cut(prompt: int, response: int, rows: int, group: int, budget: int, shared:
         count = sum(len(piece.rows) for piece in batch)
         slots, completion_tokens = count * (prompt + response), count * response
         packed = tokens if shared else slots
-        found.append(
+        micro_batches.append(
             MicroBatch(
                 tokens=round(scale * packed),
                 predicted=round(scale * completion_tokens),
@@ -306,7 +306,7 @@ def _cut(prompt: int, response: int, rows: int, group: int, budget: int, shared:
                 keys=round(scale * (tokens + count * prompt)) if shared else 0,
             )
         )
-    return found
+    return micro_batches
 
 
 def learner_of(config: Config, facts: Facts, plan: Plan) -> LearnerMemory:

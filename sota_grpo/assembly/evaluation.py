@@ -233,8 +233,8 @@ def evaluate(
     problems = evaluator.responses(1, temperature=0.0, on_graded=lambda *graded: on_graded(True, *graded))
     own = evaluator.benchmark(problems)
     counts = {"accuracy": [(float(num_right(responses)), 1.0) for responses in problems], **own}
-    found: dict[str, Any] = {"num_problems": len(problems), "greedy": _shares(problems), "counts": counts}
-    found["greedy"] |= {name: _share(Accuracy.of_counts(own[name])) for name in own}
+    result: dict[str, Any] = {"num_problems": len(problems), "greedy": _shares(problems), "counts": counts}
+    result["greedy"] |= {name: _share(Accuracy.of_counts(own[name])) for name in own}
     failed, count = num_failed(problems), evaluator.avg_at_k
     if count:
         problems = evaluator.responses(
@@ -242,8 +242,8 @@ def evaluate(
         )
         failed += num_failed(problems)
         passes = {str(k): _share(pass_accuracy(problems, k)) for k in powers_of_two(count)}
-        found |= {"k": count, "temperature": temperature, "sampled": _shares(problems), "pass_at_k": passes}
-    return found | {"grader_errors": failed}
+        result |= {"k": count, "temperature": temperature, "sampled": _shares(problems), "pass_at_k": passes}
+    return result | {"grader_errors": failed}
 
 
 def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
@@ -274,5 +274,5 @@ def _shares(problems: Sequence[Sequence[Response]]) -> dict[str, Any]:
     }
 
 
-def _share(found: Any) -> dict[str, float]:
-    return {"accuracy": found.mean, "stderr": found.stderr}
+def _share(measured: Any) -> dict[str, float]:
+    return {"accuracy": measured.mean, "stderr": measured.stderr}

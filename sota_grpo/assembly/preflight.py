@@ -123,9 +123,9 @@ def needs_a_gpu(config: Config) -> str:
 def driver_version() -> str | None:
     """Of the NVIDIA driver of this machine, for example ``550.54.15``; None without one."""
     with suppress(OSError):
-        found = re.search(r"Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", _DRIVER_FILE.read_text())
-        if found:
-            return found[1]
+        version = re.search(r"Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", _DRIVER_FILE.read_text())
+        if version:
+            return version[1]
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

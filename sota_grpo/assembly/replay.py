@@ -121,7 +121,7 @@ def replayed(run_dir: Path, step: int | None, overrides: Sequence[str] = ()) -> 
         other = replay(turn, configs.other)
     rows = turn.stored.rows
     name, distance = worst_distance(turn.stored.metrics, own.figures)
-    found = {
+    result = {
         "run": str(run_dir),
         "step": turn.stored.step,
         "checkpoint": None if turn.checkpoint is None else turn.checkpoint.name,
@@ -135,8 +135,8 @@ def replayed(run_dir: Path, step: int | None, overrides: Sequence[str] = ()) -> 
         "notes": replay_notes(turn, configs.left),
     }
     if other is not None:
-        found |= {"advantages": _advantages(turn, own, other), "clip": _clip(own, other)}
-    return found
+        result |= {"advantages": _advantages(turn, own, other), "clip": _clip(own, other)}
+    return result
 
 
 def open_turn(run_dir: Path, step: int | None = None) -> Turn:
@@ -192,9 +192,9 @@ def replay(turn: Turn, config: Config | None = None) -> Replay:
             raise UserError(f"Turn {turn.stored.step} is not finite when it is computed like this.") from error
     advantages = torch.stack([row.get(keys.ADVANTAGE).reshape(()) for row in row_list(rows)])
     rewards = torch.stack([row.get(keys.REWARD).reshape(()) for row in row_list(rows)])
-    found = {"reward": rewards.mean().item(), "advantage": advantages.abs().mean().item(), **update}
+    values = {"reward": rewards.mean().item(), "advantage": advantages.abs().mean().item(), **update}
     return Replay(
-        figures={name: found[name] for name in FIGURES if name in found},
+        figures={name: values[name] for name in FIGURES if name in values},
         advantages=advantages,
         clipped=learner.loss.clipped,  # type: ignore[attr-defined]
         optimizer_steps=learner.optimizer_steps - before,
@@ -355,7 +355,7 @@ def _value(config: Config, name: str) -> Any:
     return reduce(getattr, name.split("."), config)
 
 
-def worst_distance(stored: Mapping[str, float | None], found: Mapping[str, float | None]) -> tuple[str, float]:
+def worst_distance(stored: Mapping[str, float | None], figures: Mapping[str, float | None]) -> tuple[str, float]:
     """The loss term, or the gradient norm, that is furthest from the stored one, and how far, relatively.
 
     A loss is a sum of advantages that may cancel, so its distance is in units of the mean absolute advantage where that
@@ -367,7 +367,7 @@ def worst_distance(stored: Mapping[str, float | None], found: Mapping[str, float
     """
     worst = ("grad_norm", 0.0)
     for name in _JUDGED:
-        one, two = stored.get(name), found.get(name)
+        one, two = stored.get(name), figures.get(name)
         if one is None and two is None:
             continue
         floor = (stored.get("advantage") or 0.0) if name in _LOSSES else 0.0
@@ -420,12 +420,12 @@ def _clip(own: Replay, other: Replay) -> dict[str, int | None]:
     same = one.keys() == two.keys() and all(
         [each.shape for each in one[name]] == [each.shape for each in two[name]] for name in one
     )
-    found: dict[str, int | None] = {"newly": None, "no_longer": None}
+    changes: dict[str, int | None] = {"newly": None, "no_longer": None}
     if same:
         before, after = _joined(one), _joined(two)
-        found = {"newly": int((after & ~before).sum()), "no_longer": int((before & ~after).sum())}
+        changes = {"newly": int((after & ~before).sum()), "no_longer": int((before & ~after).sum())}
     counts = {"tokens": len(_joined(one)), "replayed": int(_joined(one).sum()), "other": int(_joined(two).sum())}
-    return {**counts, **found}
+    return counts | changes
 
 
 def _joined(clipped: dict[tuple[int, int], list[torch.Tensor]]) -> torch.Tensor:

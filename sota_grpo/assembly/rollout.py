@@ -158,10 +158,10 @@ def end_token_ids(tokenizer: Any, generation_config: Any) -> tuple[int, ...]:
         UserError: neither names one, so that no response could end.
     """
     named = getattr(generation_config, "eos_token_id", None)
-    found = {tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])} - {None}
-    if not found:
+    ids = {tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])} - {None}
+    if not ids:
         raise UserError("The model names no end token; set eos_token in its tokenizer_config.json.")
-    return tuple(sorted(found))
+    return tuple(sorted(ids))
 
 
 def generation_config_of(config: Config) -> GenerationConfig:

@@ -52,19 +52,19 @@ def run(options: argparse.Namespace) -> int:
         announce(config)
         from sota_grpo.assembly.checking import check
 
-        found = check(
+        checks = check(
             config,
             run_dir=options.run_dir,
             on_check=lambda one: None if options.json else print(sentence(one), file=out, flush=True),
         )
-    passed = sum(one.passed for one in found)
+    passed = sum(one.passed for one in checks)
     seconds = time.perf_counter() - began
     if options.json:
-        rows = [{"name": c.name, "passed": c.passed, "sentence": c.sentence, "seconds": c.seconds} for c in found]
-        print(json.dumps({"passed": passed == len(found), "seconds": seconds, "checks": rows}, indent=1))
+        rows = [{"name": c.name, "passed": c.passed, "sentence": c.sentence, "seconds": c.seconds} for c in checks]
+        print(json.dumps({"passed": passed == len(checks), "seconds": seconds, "checks": rows}, indent=1))
     else:
-        print(f"{passed} of {len(found)} checks passed in {seconds:.1f} s")
-    return 0 if passed == len(found) else 1
+        print(f"{passed} of {len(checks)} checks passed in {seconds:.1f} s")
+    return 0 if passed == len(checks) else 1
 
 
 def sentence(check: Check) -> str:

@@ -99,11 +99,11 @@ def run(options: argparse.Namespace) -> int:
                 for row in _rows(evaluator, greedy, problem, responses):
                     rows.write(row)
 
-        found = evaluate(evaluator, temperature=options.temperature, on_graded=graded)
-    result = heading | found | {"seconds": round(time.perf_counter() - began, 3)}
+        measured = evaluate(evaluator, temperature=options.temperature, on_graded=graded)
+    result = heading | measured | {"seconds": round(time.perf_counter() - began, 3)}
     if before is not None:
         summary = {name: before[name] for name in ("model", "turns", "greedy")}
-        result["against"] = {**summary, "gain": gains(before["counts"], found["counts"])}
+        result["against"] = {**summary, "gain": gains(before["counts"], measured["counts"])}
     show(result, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
     _write(options.out, result)
     return 0
@@ -255,9 +255,9 @@ def show(result: dict[str, Any], stream: Any) -> None:
             table.add_row(f"  {name}", _percent(result["greedy"][name]), "", "")
     if "sampled" in result:
         table.add_row(f"avg@{result['k']}", *_cells(result["sampled"]))
-        for k, found in result["pass_at_k"].items():
+        for k, share in result["pass_at_k"].items():
             if k != "1":  # which is avg@k
-                table.add_row(f"pass@{k}", _percent(found), "", "")
+                table.add_row(f"pass@{k}", _percent(share), "", "")
     console = Console(file=stream, soft_wrap=True, highlight=False, markup=False)
     console.print(title)
     console.print(table)
@@ -280,12 +280,12 @@ def _gain_table(result: dict[str, Any]) -> Any:
     return table
 
 
-def _cells(found: dict[str, float]) -> tuple[str, str, str]:
-    return _percent(found), f"{found['truncated']:.0%}".replace("%", " %"), f"{found['response_tokens']:,.0f}"
+def _cells(share: dict[str, float]) -> tuple[str, str, str]:
+    return _percent(share), f"{share['truncated']:.0%}".replace("%", " %"), f"{share['response_tokens']:,.0f}"
 
 
-def _percent(found: dict[str, float]) -> str:
-    return f"{100 * found['accuracy']:.1f} +/- {100 * found['stderr']:.1f} %"
+def _percent(share: dict[str, float]) -> str:
+    return f"{100 * share['accuracy']:.1f} +/- {100 * share['stderr']:.1f} %"
 
 
 def _require_writable(name: str | None) -> None:

@@ -256,10 +256,10 @@ class _Counts:
     reward: float = 0.0
 
     def sentence(self) -> str:
-        found = f"{self.scored} responses scored"
+        sentence = f"{self.scored} responses scored"
         if self.scored:
-            found += f", mean reward {self.reward / self.scored:.4g}, {self.right / self.scored:.2%} right"
-        return f"{found}; {self.failed} graders failed; {self.broken} lines could not be read."
+            sentence += f", mean reward {self.reward / self.scored:.4g}, {self.right / self.scored:.2%} right"
+        return f"{sentence}; {self.failed} graders failed; {self.broken} lines could not be read."
 
 
 def _score_lines(task: Task, file: Iterable[str], out: RowWriter, options: argparse.Namespace) -> _Counts:
@@ -313,8 +313,8 @@ def _line(task: Task, number: int, text: str) -> Line:
 def graded_row(task: Task, row: dict[str, Any], score: Score) -> dict[str, Any]:
     """The row with what its grader found, the reward, its terms, the success and the error."""
     reward = total_reward(score.terms, task.term_weights)
-    found = {"reward": reward, "terms": dict(score.terms), "success": score.success, "error": score.error}
-    return {**row, **score.info, **found}
+    grades = {"reward": reward, "terms": dict(score.terms), "success": score.success, "error": score.error}
+    return {**row, **score.info, **grades}
 
 
 def _graders(task: Task, options: argparse.Namespace) -> AbstractContextManager[Any]:

@@ -59,10 +59,10 @@ def run(options: argparse.Namespace) -> int:
 def _newest() -> Path:
     from sota_grpo.sweeps import FOLDER
 
-    found = sorted(Path(FOLDER).glob("*/*/"))
-    if not found:
+    folders = sorted(Path(FOLDER).glob("*/*/"))
+    if not folders:
         raise UserError(f"There is no sweep below {FOLDER}/; give the directory of one.")
-    return found[-1]
+    return folders[-1]
 
 
 def _require_measured(metric: str | None, names: list[str]) -> None:

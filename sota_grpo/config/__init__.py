@@ -435,8 +435,8 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     >>> flat({"seed": 0, "train": {"epochs": 1, "resume": None}})
     {'seed': 0, 'train.epochs': 1, 'train.resume': None}
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in config.items():
         dotted = f"{prefix}{name}"
-        found |= flat(value, dotted + ".") if isinstance(value, Mapping) and value else {dotted: value}
-    return found
+        values |= flat(value, dotted + ".") if isinstance(value, Mapping) and value else {dotted: value}
+    return values
