@@ -37,7 +37,7 @@ import torch
 
 from benchmarks.learning_trl import PRESET, Curve, agreement, composed, drawn_examples, train_trl
 from sota_grpo.assembly.rollout import task_of
-from sota_grpo.recording.run_record import METRICS_FILE, ROLLOUTS_FILE
+from sota_grpo.recording.run_files import METRICS_FILE, ROLLOUTS_FILE
 
 T = TypeVar("T")
 #: What the two are compared by before they train where a step of the preset takes minutes: float32, few rows.

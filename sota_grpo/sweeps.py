@@ -30,7 +30,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.files import write_json, write_text
 from sota_grpo.recording.metrics import METRICS, is_number
 from sota_grpo.recording.progress import duration
-from sota_grpo.recording.run_record import (
+from sota_grpo.recording.run_files import (
     METRICS_FILE,
     OVERRIDES_FILE,
     is_held,

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from sota_grpo import keys
 from sota_grpo.config import Config
 from sota_grpo.recording.run_log import RunLog
-from sota_grpo.recording.steps import Origin, StoredStep, save_step
+from sota_grpo.recording.stored_steps import Origin, StoredStep, save_step
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",

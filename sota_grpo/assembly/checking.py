@@ -17,9 +17,9 @@ from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import from_pretrained
 from sota_grpo.policy.packed import KNOWN_TO_PACK
-from sota_grpo.recording.heartbeat import starting
-from sota_grpo.recording.run_record import RUN_FILE, write_gate
-from sota_grpo.training.gate import Check, Subject, run_gate
+from sota_grpo.recording.progress import starting
+from sota_grpo.recording.run_files import RUN_FILE
+from sota_grpo.training.gate import Check, Subject, run_gate, write_gate
 
 
 def subject_of(config: Config, parts: Parts) -> Subject:

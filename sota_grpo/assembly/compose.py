@@ -12,7 +12,7 @@ from typing import Any
 from sota_grpo.config import Config, flat, register, walk
 from sota_grpo.config.hub_token import use_config_token, without_token
 from sota_grpo.errors import UserError
-from sota_grpo.recording.run_record import CONFIG_FILE, INPUTS
+from sota_grpo.recording.run_files import CONFIG_FILE, INPUTS
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PACKAGED = _PACKAGE / "presets"

@@ -35,7 +35,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.functional.balance import PromptGroup, fill
 from sota_grpo.policy.load import find_architecture
 from sota_grpo.policy.model_sizes import Architecture
-from sota_grpo.recording.run_record import CHECKPOINTS
+from sota_grpo.recording.run_files import CHECKPOINTS
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.gate import NUM_COMPARED, NUM_SAMPLES, compared_budgets
 

@@ -22,7 +22,7 @@ from sota_grpo.config.validators import READERS, validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
-from sota_grpo.recording.run_record import CHECKPOINTS, CONFIG_FILE, read_record
+from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, read_record
 from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.evaluate import (

@@ -21,7 +21,7 @@ from sota_grpo.config import Config
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import term_metric
-from sota_grpo.recording.run_record import INPUTS
+from sota_grpo.recording.run_files import INPUTS
 from sota_grpo.rewards.function_file import PICKLED, Functions, RewardFunctionError, fingerprint, pickled, recognise
 from sota_grpo.tasks.reward_functions import BUILTIN
 from sota_grpo.tasks.table import plain_columns

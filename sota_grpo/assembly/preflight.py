@@ -19,7 +19,7 @@ from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.model_sizes import is_on_the_hub, missing_folder
 from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
-from sota_grpo.recording.heartbeat import starting
+from sota_grpo.recording.progress import starting
 from sota_grpo.recording.sinks import require_sinks
 from sota_grpo.rewards import function_file
 from sota_grpo.tasks import dataset, parameters

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         UserError: the config cannot be run at all.
     """
     from sota_grpo.assembly.preflight import announce, preflight
-    from sota_grpo.recording.heartbeat import Heartbeat
+    from sota_grpo.recording.progress import Heartbeat
     from sota_grpo.run.entry import quiet_console
 
     config = config_of(options)

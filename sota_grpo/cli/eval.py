@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     _judge(options)
     before = None if options.against is None else _read_result(options.against)
     from sota_grpo.assembly.evaluation import evaluate, find_target, gains, open_evaluator
-    from sota_grpo.recording.heartbeat import Heartbeat, starting
+    from sota_grpo.recording.progress import Heartbeat, starting
     from sota_grpo.run.entry import quiet_console
 
     quiet_console()
@@ -114,7 +114,7 @@ def _judge(options: argparse.Namespace) -> None:
     from sota_grpo.assembly.compose import DEFAULT_CONFIG, compose, load_config, no_run_or_model
     from sota_grpo.policy.model_sizes import missing_folder
     from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
-    from sota_grpo.recording.run_record import CONFIG_FILE
+    from sota_grpo.recording.run_files import CONFIG_FILE
 
     run_dir = Path(options.target).expanduser()
     if (run_dir / CONFIG_FILE).is_file():

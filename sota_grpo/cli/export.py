@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     quiet_console()
     run_dir = Path(options.run_dir).expanduser()
     load_config(run_dir)  # that there is no run is told before torch is imported
-    from sota_grpo.migration.folders import write_hf, write_trl, write_verl
+    from sota_grpo.migration.export import write_hf, write_trl, write_verl
 
     out = run_dir / "export" / options.to if options.out is None else Path(options.out).expanduser()
     if options.to == "hf":

@@ -1,24 +1,142 @@
-"""The data of a run, as verl and TRL read them: what it trains on, and the held-out problems that it measures.
+"""What a run takes along, to verl as to TRL: its options, each accounted for, its data, and its grader.
 
-Our grader as a reward function of verl and of TRL, so that a run that has moved is rewarded as before.
-
-An exported ``reward.py`` (verl) or ``train.py`` (TRL) calls these with the ``config.yaml`` beside it; the columns
-``query``, ``answer`` and ``extra`` of the exported data hold the example (:mod:`sota_grpo.migration.data`).
+An exported ``reward.py`` (verl) or ``train.py`` (TRL) calls the grader with the ``config.yaml`` beside it, so that a
+run that has moved is rewarded as before; the columns ``query``, ``answer`` and ``extra`` of the exported data hold the
+example.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.rollout import bare_task
+from sota_grpo.config import SECRETS, Config, walk
+from sota_grpo.config.validators import READERS
 from sota_grpo.errors import UserError
+from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.functional.weighting import soft_overlong_penalty
-from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, guarded_scores, total_reward
+
+_WIDTH = 118
+#: Options that the data and the reward beside the translation stand for.
+FILES = (
+    *("env.dataset", "env.max_samples", "env.num_heldout", *READERS),
+    *("reward.path", "reward.name", "reward.weights", "reward.success_above", "eval.num_samples"),
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a translation needs beside the config.
+
+    Args:
+        model: path or hub name of the policy.
+        name: of the run.
+        longest_prompt: tokens.
+        num_train: problems that are trained on.
+    """
+
+    model: str
+    name: str
+    longest_prompt: int
+    num_train: int
+
+
+class Account:
+    """The options of a config as they are translated: each is carried over, remarked on, or left behind.
+
+    Attributes:
+        carried: options that the translation was made from.
+
+    >>> account = Account(Config())
+    >>> account["env.repeats"]
+    8
+    >>> account.remark("policy.kl_coef", "there is no reference here.")
+    >>> "env.repeats" in account.left(), "policy.kl_coef" in account.left(), "optimizer.lr" in account.left()
+    (False, False, True)
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._values = {name: value for name, _, value in walk(config)}
+        self._defaults = {name: value for name, _, value in walk()}
+        self._remarks: dict[str, str] = {}
+        self.carried = set(FILES)
+
+    def __getitem__(self, option: str) -> Any:
+        """The value of an option, which counts as carried over."""
+        self.carried.add(option)
+        return self._values[option]
+
+    def carry(self, *options: str) -> None:
+        """These count as carried over."""
+        self.carried.update(options)
+
+    def num_devices(self, role: str) -> int:
+        """Devices of ``train_model`` or ``inference_model``: those that are listed, else so many, else one."""
+        devices, count = self[f"{role}.devices"], self[f"{role}.num_devices"]
+        return len(devices) if devices else count or 1
+
+    def loss_of(self, peer: str, option: str, text: str) -> str:
+        """What a ``peer`` (``verl``, ``trl``) calls ``algorithm.objective``, by the value of another ``option``.
+
+        Where it has none it is the clipped loss, and where it has none of this value its first, each with a remark,
+        ``text`` the latter.
+
+        >>> config = Config(); config.algorithm.objective = "cispo"
+        >>> Account(config).loss_of("verl", "algorithm.ratio", "it takes the ratio per token.")
+        'cispo'
+        """
+        value, names = self[option], getattr(SURROGATES[self["algorithm.objective"]], peer)
+        if not names:
+            self.remark("algorithm.objective", "there is no such loss; this is the clipped one.")
+            names = getattr(SURROGATES["clipped"], peer)
+        elif value not in names:
+            self.remark(option, text)
+        return str(names.get(value, next(iter(names.values()))))
+
+    def remark(self, option: str, text: str) -> None:
+        """Say why an option means something else there, or nothing."""
+        before = self._remarks.get(option)
+        self._remarks[option] = text if before is None else f"{before} {text}"
+
+    @property
+    def remarks(self) -> dict[str, str]:
+        """By option, in the order of the schema."""
+        return {option: self._remarks[option] for option in self._values if option in self._remarks}
+
+    def left(self) -> list[str]:
+        """Options that were neither carried over nor remarked on, in the order of the schema."""
+        return [option for option in self._values if option not in self.carried and option not in self._remarks]
+
+    def comment(self) -> list[str]:
+        """The account as lines without a comment sign: remarks first, then what is left behind."""
+        lines, values = [], self._values
+        if self._remarks:
+            lines.append("Not the same there:")
+            lines += _items(f"{option}={values[option]}: {text}" for option, text in self.remarks.items())
+        changed = [option for option in self.left() if values[option] != self._defaults[option]]
+        if changed:
+            lines.append("Left behind (no counterpart, or off), and not at their defaults here:")
+            lines += _items(option if option in SECRETS else f"{option}={values[option]}" for option in changed)
+        unchanged = [option for option in self.left() if option not in changed]
+        if unchanged:
+            lines += ["Left behind, at their defaults:", *textwrap.wrap(", ".join(unchanged), _WIDTH)]
+        return [*lines, "In the data and reward files beside this one:", *textwrap.wrap(", ".join(FILES), _WIDTH)]
+
+
+def _items(texts: Iterable[str]) -> list[str]:
+    return [
+        line
+        for text in texts
+        for line in textwrap.wrap(text, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+    ]
 
 
 def example_columns(example: Example) -> dict[str, str]:
@@ -36,71 +154,6 @@ def example_columns(example: Example) -> dict[str, str]:
 def example_of(columns: Mapping[str, str]) -> Example:
     """The example of :func:`example_columns`."""
     return Example(columns["query"], columns["answer"], json.loads(columns["extra"]))
-
-
-def verl_reward(config_file: str | Path) -> Callable[..., dict[str, float]]:
-    """``compute_score`` for verl: the reward as ``score``, and whether the response is right as ``acc``.
-
-    A response at which the grader fails earns 0, as in training.
-
-    Args:
-        config_file: of the run; its folder holds what it names.
-    """
-    task = _task(Path(config_file))
-
-    def compute_score(
-        data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
-    ) -> dict[str, float]:
-        (score,) = _scores(task, [(solution_str, example_of(extra_info))])
-        return {"score": total_reward(score.terms, task.term_weights), "acc": float(score.success)}
-
-    return compute_score
-
-
-def trl_reward(config_file: str | Path) -> Callable[..., list[float]]:
-    """A reward function for TRL's trainers, which are given the columns of the exported data.
-
-    Args:
-        config_file: see :func:`verl_reward`.
-    """
-    task = _task(Path(config_file))
-
-    def reward(
-        completions: Sequence[Any], query: Sequence[str], answer: Sequence[str], extra: Sequence[str], **_: Any
-    ) -> list[float]:
-        rows = [dict(zip(("query", "answer", "extra"), row)) for row in zip(query, answer, extra, strict=True)]
-        texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
-        scores = _scores(task, list(zip(texts, map(example_of, rows), strict=True)))
-        return [total_reward(score.terms, task.term_weights) for score in scores]
-
-    return reward
-
-
-def trl_overlong(max_tokens: int, buffer_tokens: int) -> Callable[..., list[float]]:
-    """DAPO's soft penalty on length (``algorithm.overlong_buffer``) as a reward function of its own.
-
-    >>> trl_overlong(10, 4)(completion_ids=[[1] * 6, [1] * 9])
-    [0.0, -0.75]
-    """
-    import torch
-
-    def overlong(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        lengths = torch.tensor([len(ids) for ids in completion_ids])
-        return soft_overlong_penalty(lengths, max_tokens, buffer_tokens).tolist()
-
-    return overlong
-
-
-def _scores(task: Task, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-    return guarded_scores(task.score, task.term_weights, pairs)
-
-
-def _task(config_file: Path) -> Task:
-    """The task of an exported config; its reward functions stand beside it."""
-    config = load_config(config_file.parent)
-    if config.reward.path is not None:
-        config.reward.path = str(config_file.parent / config.reward.path)
-    return bare_task(config)
 
 
 def verl_rows(task: Task, examples: Sequence[Example], split: str) -> Iterator[dict[str, Any]]:
@@ -155,3 +208,65 @@ def write_jsonl(path: Path, rows: Iterator[dict[str, Any]]) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror or error}).") from error
+
+
+def verl_reward(config_file: str | Path) -> Callable[..., dict[str, float]]:
+    """``compute_score`` for verl: the reward as ``score``, and whether the response is right as ``acc``.
+
+    A response at which the grader fails earns 0, as in training.
+
+    Args:
+        config_file: of the run; its folder holds what it names.
+    """
+    task = _task(Path(config_file))
+
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
+    ) -> dict[str, float]:
+        (score,) = guarded_scores(task.score, task.term_weights, [(solution_str, example_of(extra_info))])
+        return {"score": total_reward(score.terms, task.term_weights), "acc": float(score.success)}
+
+    return compute_score
+
+
+def trl_reward(config_file: str | Path) -> Callable[..., list[float]]:
+    """A reward function for TRL's trainers, which are given the columns of the exported data.
+
+    Args:
+        config_file: see :func:`verl_reward`.
+    """
+    task = _task(Path(config_file))
+
+    def reward(
+        completions: Sequence[Any], query: Sequence[str], answer: Sequence[str], extra: Sequence[str], **_: Any
+    ) -> list[float]:
+        rows = [dict(zip(("query", "answer", "extra"), row)) for row in zip(query, answer, extra, strict=True)]
+        texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+        pairs = list(zip(texts, map(example_of, rows), strict=True))
+        scores = guarded_scores(task.score, task.term_weights, pairs)
+        return [total_reward(score.terms, task.term_weights) for score in scores]
+
+    return reward
+
+
+def trl_overlong(max_tokens: int, buffer_tokens: int) -> Callable[..., list[float]]:
+    """DAPO's soft penalty on length (``algorithm.overlong_buffer``) as a reward function of its own.
+
+    >>> trl_overlong(10, 4)(completion_ids=[[1] * 6, [1] * 9])
+    [0.0, -0.75]
+    """
+    import torch
+
+    def overlong(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        lengths = torch.tensor([len(ids) for ids in completion_ids])
+        return soft_overlong_penalty(lengths, max_tokens, buffer_tokens).tolist()
+
+    return overlong
+
+
+def _task(config_file: Path) -> Task:
+    """The task of an exported config; its reward functions stand beside it."""
+    config = load_config(config_file.parent)
+    if config.reward.path is not None:
+        config.reward.path = str(config_file.parent / config.reward.path)
+    return bare_task(config)

@@ -13,7 +13,7 @@ from typing import Any
 from sota_grpo.config import Config, longest_response, turn_size
 from sota_grpo.config.validators import has_no_ratio
 from sota_grpo.engines import ENGINES
-from sota_grpo.migration.account import Account, Facts
+from sota_grpo.migration.data import Account, Facts
 
 SCRIPT = """{comment}
 from __future__ import annotations
@@ -56,7 +56,7 @@ if __name__ == "__main__":
 """
 
 
-VERSION = "1.16"
+VERSION, NEXT = "1.16", "1.17"
 
 _SCALES = {"group_std": "group", "batch_std": "batch", "none": "none"}
 
@@ -77,8 +77,8 @@ def trl_arguments(config: Config) -> tuple[dict[str, Any], Account]:
     """
     account = Account(config)
     found: dict[str, Any] = {}
-    for part in (_amounts, _objective, _advantage, _reference, _optimizer, _learner, _sampling, _engine, _records):
-        found |= part(config, account)
+    for section in (_amounts, _objective, _advantage, _reference, _optimizer, _learner, _sampling, _engine, _records):
+        found |= section(config, account)
     account.carry("model.name", "model.size")
     return found, account
 
@@ -139,8 +139,7 @@ def _amounts(config: Config, account: Account) -> dict[str, Any]:
     if config.mode == "async":
         account.carry("train.weight_update_frequency")
         account.remark("mode", "GRPOTrainer collects and trains in turn.")
-    devices, count = account["train_model.devices"], account["train_model.num_devices"]
-    ranks = len(devices) if devices else count or 1
+    ranks = account.num_devices("train_model")
     if ranks > 1:
         account.remark("train_model.num_devices", f"start the script with accelerate launch --num_processes {ranks}.")
     size, repeats = account["train.optim_batch_size"], account["env.repeats"]

@@ -17,11 +17,16 @@ from sota_grpo.config import Config, longest_response, turn_size
 from sota_grpo.config.validators import has_no_ratio
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.functional.surrogates import SURROGATES
-from sota_grpo.migration.account import Account, Facts
+from sota_grpo.migration.data import Account, Facts
 
+VERSION = "0.9.0"
+HERE = "$HERE"  # at the beginning of a value: the folder of the script
 ACTOR = "actor_rollout_ref.actor"
 NEVER_BINDS = 1e9  # verl's ratio is at most exp(20)
 
+_ROLLOUT, _REF, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "actor_rollout_ref.model"
+_DTYPES = {"auto": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_PLAIN = re.compile(r"[A-Za-z/][\w./:@%+-]*")  # text that Hydra reads as such without quotes
 _AGGREGATIONS = {"token": "token-mean", "sequence": "seq-mean-token-mean", "constant": "seq-mean-token-sum-norm"}
 _KL_TYPES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 _ESTIMATORS = {
@@ -33,132 +38,6 @@ _ESTIMATORS = {
 }
 
 
-def advantage(config: Config, account: Account) -> dict[str, Any]:
-    """The estimator, fresh groups for those without signal, and the penalty on length."""
-    baseline, scale = account["algorithm.baseline"], account["algorithm.scale"]
-    estimator = _ESTIMATORS.get((baseline, scale), "grpo")
-    if (baseline, scale) not in _ESTIMATORS:
-        account.remark(
-            "algorithm.baseline", f"verl has none with algorithm.scale={scale}; this is grpo's, a group mean."
-        )
-    elif estimator.startswith("reinforce"):
-        account.remark(
-            "algorithm.scale", "verl whitens over tokens, so long responses weigh more; ours over responses."
-        )
-    found: dict[str, Any] = {
-        "algorithm.adv_estimator": estimator,
-        "algorithm.norm_adv_by_std_in_grpo": scale != "none",
-    }
-    if account["algorithm.dynamic_sampling"]:
-        found |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "score"}
-        account.remark("algorithm.dynamic_sampling_max_draws", "verl's trainer draws on without a limit.")
-    buffer = account["algorithm.overlong_buffer"]
-    if buffer:
-        penalty = {"enable": True, "len": buffer, "penalty_factor": 1.0, "log": True}
-        found |= {
-            "reward.reward_manager.name": "dapo",
-            "+reward.reward_kwargs.max_resp_len": longest_response(config),
-            "+reward.reward_kwargs.overlong_buffer_cfg": penalty,
-        }
-    return found
-
-
-def policy_loss(config: Config, account: Account) -> dict[str, Any]:
-    """verl's loss of the same gradient. Its CISPO clips the ratio from below too: at 0 here, where it never is."""
-    part = config.algorithm
-    loss = account.loss_of("verl", "algorithm.ratio", f"verl's {part.objective} takes the ratio per token.")
-    low, high = account["algorithm.clip_low"], account["algorithm.clip_high"]
-    if loss == "gspo" and part.aggregation != "sequence":
-        account.remark(
-            "algorithm.aggregation", "verl 0.9.0's GSPO weighs by sequence whatever loss_agg_mode says; 0.9.1 heeds it."
-        )
-    if loss == "gspo" and part.dual_clip is not None:
-        account.remark("algorithm.dual_clip", "verl's GSPO has no dual clip.")
-    found = {
-        f"{ACTOR}.policy_loss.loss_mode": loss,
-        f"{ACTOR}.clip_ratio": low,
-        f"{ACTOR}.clip_ratio_low": 1.0 if loss == "cispo" else low,
-        f"{ACTOR}.clip_ratio_high": high,
-        f"{ACTOR}.clip_ratio_c": account["algorithm.dual_clip"] or NEVER_BINDS,
-        f"{ACTOR}.loss_agg_mode": _AGGREGATIONS[account["algorithm.aggregation"]],
-        f"{ACTOR}.entropy_coeff": account["algorithm.entropy_coef"],
-    }
-    if part.aggregation == "constant":
-        found[f"{ACTOR}.loss_scale_factor"] = longest_response(config)
-    if part.drop_truncated:
-        account.remark("algorithm.drop_truncated", "verl trains on truncated responses.")
-    return found
-
-
-def correction(config: Config, account: Account) -> dict[str, Any]:
-    """Which log-probs the ratio is taken to, and how the engine's mismatch is weighed."""
-    part, prefix = config.algorithm, "algorithm.rollout_correction"
-    if account["algorithm.correction"] == "none":
-        used_once = account["train.epochs"] == 1
-        is_plain = SURROGATES[part.objective].verl.get(part.ratio) == "vanilla"
-        if used_once and not (is_plain or has_no_ratio(config)):
-            account.remark(
-                "algorithm.correction",
-                "the ratio is taken to log-probs that verl's learner computes again; ours are the engine's own, which "
-                "verl offers for its plain clipped loss only (bypass_mode).",
-            )
-        return {f"{prefix}.bypass_mode": used_once and is_plain}
-    cap = account["algorithm.correction_cap"]
-    is_masked = account["algorithm.correction_mode"] == "mask"
-    return {
-        f"{prefix}.bypass_mode": False,
-        f"{prefix}.rollout_is": part.correction,
-        f"{prefix}.rollout_is_threshold": f"1e-9_{cap}" if is_masked else cap,  # a range: what lies outside becomes 0
-    }
-
-
-def reference(config: Config, account: Account) -> dict[str, Any]:
-    """The KL to the reference, in the loss or in the reward; at coefficient 0 neither builds one."""
-    coef, estimator = account["policy.kl_coef"], account["algorithm.kl_estimator"]
-    in_loss = account["train.kl_coef_in_loss"]
-    found = {f"{ACTOR}.use_kl_loss": coef > 0 and in_loss, "algorithm.use_kl_in_reward": coef > 0 and not in_loss}
-    if coef > 0 and in_loss:
-        found |= {f"{ACTOR}.kl_loss_coef": coef, f"{ACTOR}.kl_loss_type": _KL_TYPES[estimator]}
-    elif coef > 0:
-        found |= {"algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": coef}
-        account.remark(
-            "train.kl_coef_in_loss",
-            "in a group that is graded alike, verl divides the differences of KL by their spread; ours leaves them.",
-        )
-    return found
-
-
-def optimizer(config: Config, account: Account) -> dict[str, Any]:
-    """AdamW; verl's schedule counts iterations, ours optimizer steps."""
-    prefix = f"{ACTOR}.optim"
-    steps_per_turn = config.train.epochs * turn_size(config) // config.train.optim_batch_size
-    schedule, warmup = account["optimizer.schedule"], account["optimizer.warmup_steps"]
-    if schedule == "linear":
-        account.remark("optimizer.schedule", "verl's FSDP learner knows constant and cosine; this is constant.")
-    if warmup:
-        account.remark("optimizer.warmup_steps", "verl begins at 0 and counts iterations, not optimizer steps.")
-    found: dict[str, Any] = {
-        f"{prefix}.lr": account["optimizer.lr"],
-        f"{prefix}.weight_decay": account["optimizer.weight_decay"],
-        f"{prefix}.betas": [account["optimizer.beta1"], account["optimizer.beta2"]],
-        f"{prefix}.clip_grad": account["optimizer.clip_grad_norm"] or NEVER_BINDS,
-        f"{prefix}.lr_scheduler_type": "cosine" if schedule == "cosine" else "constant",
-        f"{prefix}.lr_warmup_steps": math.ceil(warmup / max(1, steps_per_turn)) if warmup else -1,
-    }
-    eps = account["optimizer.eps"]
-    if eps != 1e-8:  # torch's own default
-        found[f"{prefix}.override_optimizer_config"] = {"eps": eps}
-    return found
-
-
-VERSION = "0.9.0"
-HERE = "$HERE"  # at the beginning of a value: the folder of the script
-
-_ROLLOUT, _REF, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "actor_rollout_ref.model"
-_DTYPES = {"auto": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_PLAIN = re.compile(r"[A-Za-z/][\w./:@%+-]*")  # text that Hydra reads as such without quotes
-
-
 def verl_options(config: Config, facts: Facts) -> tuple[dict[str, Any], Account]:
     """verl's options by name, in the order of the script, and the account of ours.
 
@@ -168,8 +47,8 @@ def verl_options(config: Config, facts: Facts) -> tuple[dict[str, Any], Account]
     """
     account = Account(config)
     found = _data(config, account, facts)
-    for part in (advantage, policy_loss, correction, reference, optimizer):
-        found |= part(config, account)
+    for section in (_advantage, _policy_loss, _correction, _reference, _optimizer):
+        found |= section(config, account)
     found |= _model(account, facts) | _actor(config, account, facts) | _rollout(config, account)
     found |= _trainer(config, account, facts) | _mode(config, account)
     return found, account
@@ -207,6 +86,124 @@ def _hydra(value: Any) -> str:
     if not isinstance(value, str):
         return str(value)
     return value if _PLAIN.fullmatch(value) else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _advantage(config: Config, account: Account) -> dict[str, Any]:
+    """The estimator, fresh groups for those without signal, and the penalty on length."""
+    baseline, scale = account["algorithm.baseline"], account["algorithm.scale"]
+    estimator = _ESTIMATORS.get((baseline, scale), "grpo")
+    if (baseline, scale) not in _ESTIMATORS:
+        account.remark(
+            "algorithm.baseline", f"verl has none with algorithm.scale={scale}; this is grpo's, a group mean."
+        )
+    elif estimator.startswith("reinforce"):
+        account.remark(
+            "algorithm.scale", "verl whitens over tokens, so long responses weigh more; ours over responses."
+        )
+    found: dict[str, Any] = {
+        "algorithm.adv_estimator": estimator,
+        "algorithm.norm_adv_by_std_in_grpo": scale != "none",
+    }
+    if account["algorithm.dynamic_sampling"]:
+        found |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "score"}
+        account.remark("algorithm.dynamic_sampling_max_draws", "verl's trainer draws on without a limit.")
+    buffer = account["algorithm.overlong_buffer"]
+    if buffer:
+        penalty = {"enable": True, "len": buffer, "penalty_factor": 1.0, "log": True}
+        found |= {
+            "reward.reward_manager.name": "dapo",
+            "+reward.reward_kwargs.max_resp_len": longest_response(config),
+            "+reward.reward_kwargs.overlong_buffer_cfg": penalty,
+        }
+    return found
+
+
+def _policy_loss(config: Config, account: Account) -> dict[str, Any]:
+    """verl's loss of the same gradient. Its CISPO clips the ratio from below too: at 0 here, where it never is."""
+    part = config.algorithm
+    loss = account.loss_of("verl", "algorithm.ratio", f"verl's {part.objective} takes the ratio per token.")
+    low, high = account["algorithm.clip_low"], account["algorithm.clip_high"]
+    if loss == "gspo" and part.aggregation != "sequence":
+        account.remark(
+            "algorithm.aggregation", "verl 0.9.0's GSPO weighs by sequence whatever loss_agg_mode says; 0.9.1 heeds it."
+        )
+    if loss == "gspo" and part.dual_clip is not None:
+        account.remark("algorithm.dual_clip", "verl's GSPO has no dual clip.")
+    found = {
+        f"{ACTOR}.policy_loss.loss_mode": loss,
+        f"{ACTOR}.clip_ratio": low,
+        f"{ACTOR}.clip_ratio_low": 1.0 if loss == "cispo" else low,
+        f"{ACTOR}.clip_ratio_high": high,
+        f"{ACTOR}.clip_ratio_c": account["algorithm.dual_clip"] or NEVER_BINDS,
+        f"{ACTOR}.loss_agg_mode": _AGGREGATIONS[account["algorithm.aggregation"]],
+        f"{ACTOR}.entropy_coeff": account["algorithm.entropy_coef"],
+    }
+    if part.aggregation == "constant":
+        found[f"{ACTOR}.loss_scale_factor"] = longest_response(config)
+    if part.drop_truncated:
+        account.remark("algorithm.drop_truncated", "verl trains on truncated responses.")
+    return found
+
+
+def _correction(config: Config, account: Account) -> dict[str, Any]:
+    """Which log-probs the ratio is taken to, and how the engine's mismatch is weighed."""
+    part, prefix = config.algorithm, "algorithm.rollout_correction"
+    if account["algorithm.correction"] == "none":
+        used_once = account["train.epochs"] == 1
+        is_plain = SURROGATES[part.objective].verl.get(part.ratio) == "vanilla"
+        if used_once and not (is_plain or has_no_ratio(config)):
+            account.remark(
+                "algorithm.correction",
+                "the ratio is taken to log-probs that verl's learner computes again; ours are the engine's own, which "
+                "verl offers for its plain clipped loss only (bypass_mode).",
+            )
+        return {f"{prefix}.bypass_mode": used_once and is_plain}
+    cap = account["algorithm.correction_cap"]
+    is_masked = account["algorithm.correction_mode"] == "mask"
+    return {
+        f"{prefix}.bypass_mode": False,
+        f"{prefix}.rollout_is": part.correction,
+        f"{prefix}.rollout_is_threshold": f"1e-9_{cap}" if is_masked else cap,  # a range: what lies outside becomes 0
+    }
+
+
+def _reference(config: Config, account: Account) -> dict[str, Any]:
+    """The KL to the reference, in the loss or in the reward; at coefficient 0 neither builds one."""
+    coef, estimator = account["policy.kl_coef"], account["algorithm.kl_estimator"]
+    in_loss = account["train.kl_coef_in_loss"]
+    found = {f"{ACTOR}.use_kl_loss": coef > 0 and in_loss, "algorithm.use_kl_in_reward": coef > 0 and not in_loss}
+    if coef > 0 and in_loss:
+        found |= {f"{ACTOR}.kl_loss_coef": coef, f"{ACTOR}.kl_loss_type": _KL_TYPES[estimator]}
+    elif coef > 0:
+        found |= {"algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": coef}
+        account.remark(
+            "train.kl_coef_in_loss",
+            "in a group that is graded alike, verl divides the differences of KL by their spread; ours leaves them.",
+        )
+    return found
+
+
+def _optimizer(config: Config, account: Account) -> dict[str, Any]:
+    """AdamW; verl's schedule counts iterations, ours optimizer steps."""
+    prefix = f"{ACTOR}.optim"
+    steps_per_turn = config.train.epochs * turn_size(config) // config.train.optim_batch_size
+    schedule, warmup = account["optimizer.schedule"], account["optimizer.warmup_steps"]
+    if schedule == "linear":
+        account.remark("optimizer.schedule", "verl's FSDP learner knows constant and cosine; this is constant.")
+    if warmup:
+        account.remark("optimizer.warmup_steps", "verl begins at 0 and counts iterations, not optimizer steps.")
+    found: dict[str, Any] = {
+        f"{prefix}.lr": account["optimizer.lr"],
+        f"{prefix}.weight_decay": account["optimizer.weight_decay"],
+        f"{prefix}.betas": [account["optimizer.beta1"], account["optimizer.beta2"]],
+        f"{prefix}.clip_grad": account["optimizer.clip_grad_norm"] or NEVER_BINDS,
+        f"{prefix}.lr_scheduler_type": "cosine" if schedule == "cosine" else "constant",
+        f"{prefix}.lr_warmup_steps": math.ceil(warmup / max(1, steps_per_turn)) if warmup else -1,
+    }
+    eps = account["optimizer.eps"]
+    if eps != 1e-8:  # torch's own default
+        found[f"{prefix}.override_optimizer_config"] = {"eps": eps}
+    return found
 
 
 def _data(config: Config, account: Account, facts: Facts) -> dict[str, Any]:
@@ -319,12 +316,11 @@ def _trainer(config: Config, account: Account, facts: Facts) -> dict[str, Any]:
         account.remark("eval.avg_at_k", "verl's validation is greedy here (rollout.val_kwargs chooses).")
     if account["device"] == "cpu":
         account.remark("device", "verl needs accelerators.")
-    devices, count = account["train_model.devices"], account["train_model.num_devices"]
     return {
         "trainer.total_training_steps": turns,
         "trainer.total_epochs": math.ceil(turns / max(1, facts.num_train // prompts)),
         "trainer.nnodes": 1,
-        "trainer.n_gpus_per_node": len(devices) if devices else count or 1,
+        "trainer.n_gpus_per_node": account.num_devices("train_model"),
         "trainer.save_freq": account["train.checkpoint_frequency"] or turns,
         "trainer.max_actor_ckpt_to_keep": account["train.keep_checkpoints"],
         "trainer.resume_mode": "disable" if account["train.resume"] is None else "auto",
@@ -341,13 +337,12 @@ def _mode(config: Config, account: Account) -> dict[str, Any]:
     """Lockstep, or collection and training at the same time on devices of their own."""
     if account["mode"] == "sync":
         return {"trainer.v1.trainer_mode": "sync"}
-    devices, count = account["inference_model.devices"], account["inference_model.num_devices"]
     account.remark("train.max_policy_age", "verl drops what became older, or waits for it; ours never samples it.")
     return {
         "trainer.v1.trainer_mode": "separate_async",
         "trainer.v1.separate_async.parameter_sync_step": turn_size(config) // config.train.optim_batch_size,
         "trainer.v1.sampler.max_off_policy_threshold": max(1, account["train.max_policy_age"]),
         f"{_ROLLOUT}.nnodes": 1,
-        f"{_ROLLOUT}.n_gpus_per_node": len(devices) if devices else count or 1,
+        f"{_ROLLOUT}.n_gpus_per_node": account.num_devices("inference_model"),
         f"{_ROLLOUT}.checkpoint_engine.backend": "nccl",
     }

@@ -192,10 +192,10 @@ def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, f
     >>> reduce_updates([{"kl": 1.0, "policy_age/max": 2}, {"kl": 3.0, "policy_age/max": 1, "lr": 0.1}])
     {'kl': 2.0, 'policy_age/max': 2, 'lr': 0.1}
     """
-    found: dict[str, list[float]] = {}
+    measured: dict[str, list[float]] = {}
     for update in updates:
         for name, value in update.items():
-            values = found.setdefault(name, [])
+            values = measured.setdefault(name, [])
             if value is not None:
                 values.append(value)
-    return {name: _REDUCE[declared(name).reduction](values) if values else None for name, values in found.items()}
+    return {name: _REDUCE[declared(name).reduction](values) if values else None for name, values in measured.items()}

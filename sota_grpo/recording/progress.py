@@ -1,79 +1,88 @@
-"""What a person sees of a run: one progress line while it trains, one closing table."""
+"""What a person sees of a run: what is being started, a progress line while it trains, a closing table.
+
+The lines of a start are records of the ``sota_grpo`` loggers: they go wherever the other sentences of a run go, whole
+lines without control characters. ``training.log`` has the time at which each stage began, the short ones too.
+"""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+    from rich.table import Table
 
-_EVERY_S = 0.25  # between two drawings, each a message to the browser
+EVERY_S = 6.0  # with the second between two looks, and what an import blocks all threads for, a line within 10 s
+_LOOK_S = 1.0
+_DRAW_EVERY_S = 0.25  # in a notebook; each is a message to the browser
+_WINDOW = 20  # turns of the moving average: long enough to smooth evaluations, short enough to follow the lengths
+_TEXT_WIDTH = 100
 
-
-def in_notebook(stream: TextIO) -> bool:
-    """Whether ``stream`` leads to the cell of a notebook, where it is no terminal and still can be redrawn.
-
-    >>> import io
-    >>> in_notebook(io.StringIO())
-    False
-    """
-    return type(stream).__module__.partition(".")[0] == "ipykernel"
+logger = logging.getLogger(__name__)
 
 
-class NotebookLine:
-    """Draws a line where it was drawn first, at most four times a second.
+def starting(stage: str) -> None:
+    """Note that ``stage`` begins, and that the one before it is over."""
+    logger.info("%s ...", stage, extra={"stage": stage, "file_only": True})
 
-    IPython's display is used as it is, without widgets: those need a package beside the notebook, and are empty in a
-    saved one.
+
+def started() -> None:
+    """Note that nothing is being started any more."""
+    logger.info("The first turn is done.", extra={"stage": None, "file_only": True})
+
+
+class Heartbeat(logging.Handler):
+    """While it is open, and something is being started: no ``every_s`` seconds without a word on the console.
 
     Args:
-        display: IPython's; None imports it.
+        every_s: longest silence, to within a second.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, display: Callable[..., Any] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._display, self._clock = display or _ipythons(), clock
-        self._handle: Any = None
-        self._line: str | None = None  # what is still to be drawn
-        self._drawn_at = -float("inf")
+    def __init__(self, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(logging.INFO)
+        self._every_s, self._clock = every_s, clock
+        self._stage: str | None = None
+        self._began = self._spoke = clock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
-    def show(self, line: str) -> None:
-        """Draw ``line`` now, or with the next one, or when the line is closed."""
-        self._line = line
-        if self._clock() - self._drawn_at >= _EVERY_S:
-            self._draw()
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take note of what is said, by whomever."""
+        now = self._clock()
+        if hasattr(record, "stage"):
+            self._stage, self._began = record.stage, now
+        if not getattr(record, "file_only", False):
+            self._spoke = now
 
-    def close(self) -> None:
-        """Leave the last line standing. Idempotent."""
-        if self._line is not None:
-            self._draw()
+    def beat(self) -> None:
+        """Say what is being started and since when, if it is time to say something."""
+        now, stage = self._clock(), self._stage
+        if stage is not None and now - self._spoke >= self._every_s:
+            logger.info("%s: %.0f s so far", stage, now - self._began)
 
-    def _draw(self) -> None:
-        content = {"text/plain": self._line}
-        if self._handle is None:
-            self._handle = self._display(content, raw=True, display_id=True)
-        else:
-            self._handle.update(content, raw=True)
-        self._line, self._drawn_at = None, self._clock()
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            self.beat()
 
+    def __enter__(self) -> Heartbeat:
+        logging.getLogger("sota_grpo").addHandler(self)
+        self._thread.start()
+        return self
 
-def _ipythons() -> Callable[..., Any]:
-    from IPython.display import display
-
-    return display
-
-
-_WINDOW = 20  # turns of the moving average: long enough to smooth evaluations, short enough to follow the lengths
-_TEXT_WIDTH = 100
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        logging.getLogger("sota_grpo").removeHandler(self)
 
 
 class Progress:
@@ -114,6 +123,9 @@ class Progress:
         self._printed_at = -float("inf")
         self._live: Live | None = None
         if is_terminal(self._stream):
+            from rich.console import Console
+            from rich.live import Live
+
             self._live = Live(console=Console(file=self._stream), auto_refresh=False)
         self._notebook = NotebookLine() if in_notebook(self._stream) else None
 
@@ -123,6 +135,8 @@ class Progress:
         self._marks.append((done, now))
         line = self._line(done, metrics)
         if self._live is not None:
+            from rich.text import Text
+
             self._live.start()
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         elif self._notebook is not None:
@@ -166,6 +180,57 @@ class Progress:
         return "  ".join(parts)
 
 
+class NotebookLine:
+    """Draws a line where it was drawn first, at most four times a second.
+
+    IPython's display is used as it is, without widgets: those need a package beside the notebook, and are empty in a
+    saved one.
+
+    Args:
+        display: IPython's; None: imported.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, display: Callable[..., Any] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        if display is None:
+            import IPython.display
+
+            display = IPython.display.display
+        self._display, self._clock = display, clock
+        self._handle: Any = None
+        self._line: str | None = None  # what is still to be drawn
+        self._drawn_at = -float("inf")
+
+    def show(self, line: str) -> None:
+        """Draw ``line`` now, or with the next one, or when the line is closed."""
+        self._line = line
+        if self._clock() - self._drawn_at >= _DRAW_EVERY_S:
+            self._draw()
+
+    def close(self) -> None:
+        """Leave the last line standing. Idempotent."""
+        if self._line is not None:
+            self._draw()
+
+    def _draw(self) -> None:
+        content = {"text/plain": self._line}
+        if self._handle is None:
+            self._handle = self._display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+        self._line, self._drawn_at = None, self._clock()
+
+
+def in_notebook(stream: TextIO) -> bool:
+    """Whether ``stream`` leads to the cell of a notebook, where it is no terminal and still can be redrawn.
+
+    >>> import io
+    >>> in_notebook(io.StringIO())
+    False
+    """
+    return type(stream).__module__.partition(".")[0] == "ipykernel"
+
+
 def is_terminal(stream: TextIO) -> bool:
     """Whether a line on ``stream`` can be redrawn. Asked of the stream itself: colours may be forced on a file."""
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
@@ -202,9 +267,14 @@ def closing_table(
             overlap may add up to more than 100 %. None: shares are of the sum of the phases.
         stream: None is standard output.
     """
+    from rich.console import Console, Group
+
     stream = stream or sys.stdout
     tables = Group(*_accuracy_table(before, after, avg_at_k), _time_table(phase_seconds, wall_s))
-    text = _as_text(tables)
+    plain = Console(file=io.StringIO(), width=_TEXT_WIDTH, force_terminal=False, force_jupyter=False, color_system=None)
+    with plain.capture() as capture:
+        plain.print(tables)
+    text = capture.get()
     if is_terminal(stream):
         Console(file=stream).print(tables)
     else:
@@ -255,16 +325,10 @@ def _time_table(phase_seconds: Mapping[str, float], wall_s: float | None) -> Tab
 
 def figures(*columns: str) -> Table:
     """An empty table of plain characters: the first column has names, on the left, the others figures, on the right."""
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.ASCII)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=not index)
     return table
-
-
-def _as_text(content: RenderableType) -> str:
-    console = Console(
-        file=io.StringIO(), width=_TEXT_WIDTH, force_terminal=False, force_jupyter=False, color_system=None
-    )
-    with console.capture() as capture:
-        console.print(content)
-    return capture.get()

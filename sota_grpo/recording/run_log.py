@@ -1,8 +1,8 @@
-"""The record of a run on disk: ``metrics.jsonl``, ``rollouts.jsonl`` and ``training.log``.
+"""The files that a run appends to: ``metrics.jsonl``, ``rollouts.jsonl``, ``training.log`` and ``debug_logs/``.
 
 Each line is written whole and flushed, so a killed run loses at most the line being written; a resumed run first
 rewinds to the step it restarts from. A step must be written before its checkpoint: then whatever a checkpoint knows is
-in the record, and what comes after it is dropped and written again.
+in the files, and what comes after it is dropped and written again.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ import logging
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import declared
-from sota_grpo.recording.run_record import METRICS_FILE, ROLLOUTS_FILE
-from sota_grpo.recording.sinks import Sink
-from sota_grpo.text import json_line
+from sota_grpo.recording.run_files import METRICS_FILE, ROLLOUTS_FILE, whole_lines
+from sota_grpo.recording.sinks import CopySink
+from sota_grpo.text import json_line, one_line, readable
 
 TRAINING_LOG = "training.log"
+DEBUG_FOLDER = "debug_logs"
 ROLLOUT_FIELDS = (
     "group_id",
     "sample_id",
@@ -42,8 +45,10 @@ ROLLOUT_FIELDS = (
     "truncated",
     "policy_version",
 )
+Row = Mapping[str, Any]
 
-_BLOCK = 1 << 16
+_RULE = "=" * 100
+_ROUNDING = 5e-5  # of rewards, which are kept in float32, and of the four digits written in debug_logs/
 
 
 class RunLog:
@@ -66,7 +71,7 @@ class RunLog:
     {"step": 0, "reward": 0.5, "kl": null}
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], *, sinks: Sequence[Sink] = ()):
+    def __init__(self, run_dir: str | os.PathLike[str], *, sinks: Sequence[CopySink] = ()):
         self._paths = {name: Path(run_dir) / name for name in (METRICS_FILE, ROLLOUTS_FILE)}
         self._sinks = tuple(sinks)
         self._files = {name: _open_for_appending(path) for name, path in self._paths.items()}
@@ -87,7 +92,7 @@ class RunLog:
         for sink in self._sinks:
             sink.log(step, row)
 
-    def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def write_rollouts(self, step: int, rows: Sequence[Row]) -> None:
         """Append the best and the worst response of each group to ``rollouts.jsonl``.
 
         Args:
@@ -135,7 +140,7 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(0 if kind is None else 1)
 
-    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    def _append(self, name: str, rows: Iterable[Row]) -> None:
         try:
             lines = [json_line(row, allow_nan=False, default=_plain) + "\n" for row in rows]
             self._files[name].write("".join(lines).encode())
@@ -147,7 +152,7 @@ class RunLog:
             ) from error
 
 
-def best_and_worst(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def best_and_worst(rows: Sequence[Row]) -> list[Row]:
     """The row of the largest and the row of the smallest reward of each group, in this order.
 
     Groups keep their order of appearance; of equal rewards the smallest ``sample_id`` counts; a group of equal rewards
@@ -157,7 +162,7 @@ def best_and_worst(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
     >>> [row["sample_id"] for row in best_and_worst(rows)]
     [1, 0]
     """
-    groups: dict[int, list[Mapping[str, Any]]] = {}
+    groups: dict[int, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["group_id"], []).append(row)
     picked = []
@@ -166,6 +171,61 @@ def best_and_worst(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
         worst = min(siblings, key=lambda row: (row["reward"], row["sample_id"]))
         picked += [best] if best is worst else [best, worst]
     return picked
+
+
+def _number(name: str, value: Any, step: int) -> float | int | None:
+    declared(name)
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"The metric {name} at step {step} is a {type(value).__name__}, not a number: call .item().")
+    if not math.isfinite(value):
+        raise ValueError(f"The metric {name} at step {step} is {value}: write None if it could not be measured.")
+    return _plain(value)
+
+
+def _check_rollout(step: int, row: Row) -> None:
+    if set(row) != set(ROLLOUT_FIELDS):
+        odd = sorted(set(row) ^ set(ROLLOUT_FIELDS))
+        raise ValueError(f"A rollout row at step {step} lacks or adds {', '.join(odd)}.")
+    for name in ("reward", "advantage"):
+        if not math.isfinite(row[name]):
+            where = f"sample {row['sample_id']} of group {row['group_id']} at step {step}"
+            raise ValueError(f"The {name} of {where} is {row[name]}: a response is scored before it is logged.")
+
+
+def _plain(value: Any) -> float | int:
+    """The JSON number of a foreign scalar type (numpy's)."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(f"A {type(value).__name__} has no place in a JSON line: pass plain values.")
+
+
+def _open_for_appending(path: Path) -> BinaryIO:
+    """Without a line that a kill has torn."""
+    end = max((offset + len(line) for _, offset, line in whole_lines(_writable(path))), default=0)
+    if end < path.stat().st_size:
+        os.truncate(path, end)
+    return path.open("ab")
+
+
+def _drop_from(path: Path, first_step: int) -> int:
+    """Rewrite ``path`` without the lines of step ``first_step`` and later, where there are any."""
+    with path.open("rb") as lines:
+        is_kept = [_step_of(line, path, number) < first_step for number, line in enumerate(lines, 1)]
+    if not all(is_kept):
+        with atomic_file(path, durable=True) as temporary, path.open("rb") as lines, temporary.open("wb") as kept:
+            kept.writelines(itertools.compress(lines, is_kept))
+    return is_kept.count(False)
+
+
+def _step_of(line: bytes, path: Path, number: int) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"Line {number} of {path} is not JSON with a step: remove it to resume.") from error
 
 
 class _TrainingLog(logging.FileHandler):
@@ -193,36 +253,6 @@ def setup_logging(run_dir: str | os.PathLike[str], level: str = "info") -> loggi
     return handler
 
 
-def _number(name: str, value: Any, step: int) -> float | int | None:
-    declared(name)
-    if value is None or isinstance(value, numbers.Integral):
-        return value if value is None else int(value)
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"The metric {name} at step {step} is a {type(value).__name__}, not a number: call .item().")
-    if not math.isfinite(value):
-        raise ValueError(f"The metric {name} at step {step} is {value}: write None if it could not be measured.")
-    return float(value)
-
-
-def _check_rollout(step: int, row: Mapping[str, Any]) -> None:
-    if set(row) != set(ROLLOUT_FIELDS):
-        odd = sorted(set(row) ^ set(ROLLOUT_FIELDS))
-        raise ValueError(f"A rollout row at step {step} lacks or adds {', '.join(odd)}.")
-    for name in ("reward", "advantage"):
-        if not math.isfinite(row[name]):
-            where = f"sample {row['sample_id']} of group {row['group_id']} at step {step}"
-            raise ValueError(f"The {name} of {where} is {row[name]}: a response is scored before it is logged.")
-
-
-def _plain(value: Any) -> float | int:
-    """The JSON number of a foreign scalar type (numpy's)."""
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value)
-    raise TypeError(f"A {type(value).__name__} has no place in a JSON line: pass plain values.")
-
-
 def _writable(path: Path) -> Path:
     """``path``, once its directory exists and it can be opened for appending."""
     try:
@@ -236,39 +266,137 @@ def _writable(path: Path) -> Path:
     return path
 
 
-def _open_for_appending(path: Path) -> BinaryIO:
-    with _writable(path).open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        end = _end_of_last_whole_line(file, size)
-        if end < size:
-            file.truncate(end)
-    return path.open("ab")
+class ExamineLog:
+    """Appends completions to ``<run_dir>/debug_logs/grpo_debug_<UTC time of the first write>.txt``.
+
+    Every start of a run writes a file of its own; the turns that a resumed run does again stand in both. A turn is
+    flushed whole. Model text cannot drive the terminal that shows it, nor pass for a line of the log: every character
+    without a picture is escaped, every line of it begins with a bar, and none is wrapped.
+
+    Args:
+        run_dir: of the run; nothing is created in it before the first write.
+        num_examine: completions per turn; 0 writes nothing at all.
+        term_weights: of the task; a term that is not in it (a penalty) weighs 1.
+        clock: the time of day.
+
+    >>> import tempfile
+    >>> row = {"group_id": 7, "sample_id": 0, "query": "9 * 2?", "answer": "#### 18", "response": "#### 18",
+    ...        "reward": 1.0, "reward_terms": {"correct": 1.0}, "reward_info": {}, "advantage": 0.5, "success": True,
+    ...        "response_tokens": 5, "truncated": False, "policy_version": 3}
+    >>> with ExamineLog(tempfile.mkdtemp(), 2, {"correct": 1.0}) as log:
+    ...     log.write(3, [row])
+    >>> [line for line in log.path.read_text().splitlines() if "correct" in line or "turn" in line]
+    ['turn 3, group 7, sample 0: best of 1', 'correct                 1.0000 x   1.0000 =   1.0000']
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        num_examine: int,
+        term_weights: Mapping[str, float],
+        *,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self.folder, self.num_examine = Path(run_dir) / DEBUG_FOLDER, num_examine
+        self.path: Path | None = None  # until the first write
+        self._term_weights, self._clock = dict(term_weights), clock
+        self._file: TextIO | None = None
+
+    def write(self, step: int, rows: Sequence[Row]) -> None:
+        """Append ``num_examine`` of the rows (:func:`sota_grpo.recording.step_log.rollout_rows`) of turn ``step``.
+
+        Raises:
+            RunFailed: the file cannot be written.
+        """
+        if not self.num_examine or not rows:
+            return
+        picked = pick(rows, self.num_examine, step)
+        text = "".join(described(step, row, why, self._term_weights) for why, row in picked)
+        try:
+            file = self._opened()
+            file.write(text)
+            file.flush()
+        except OSError as error:
+            raise RunFailed(
+                f"{self.path or self.folder} cannot be written ({error.strerror}); free space there, or set "
+                "logging.num_examine=0; train.resume=auto then continues from the last checkpoint."
+            ) from error
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> ExamineLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _opened(self) -> TextIO:
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.path = self.folder / f"grpo_debug_{self._clock():%Y%m%d_%H%M%S}.txt"
+            self._file = self.path.open("a", encoding="utf-8")
+        return self._file
 
 
-def _end_of_last_whole_line(file: BinaryIO, size: int) -> int:
-    end = size
-    while end > 0:
-        start = max(0, end - _BLOCK)
-        file.seek(start)
-        newline = file.read(end - start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0
+def pick(rows: Sequence[Row], count: int, step: int) -> list[tuple[str, Row]]:
+    """``count`` rows and why each was picked: the best, the worst, then others at random, as far as there are any.
+
+    Chance decides among equals too, so that it is not always the first group that is shown. It depends on ``step``
+    alone: a turn that is done again shows the same.
+
+    >>> rows = [{"sample_id": i, "reward": reward} for i, reward in enumerate([0.5, 1.0, 0.0, 0.5])]
+    >>> [(why, row["sample_id"]) for why, row in pick(rows, 2, step=0)]
+    [('best of 4', 1), ('worst of 4', 2)]
+    """
+    rest = random.Random(step).sample(list(rows), len(rows))
+    picked: list[tuple[str, Row]] = []
+    for why, choose in (("best", max), ("worst", min)):
+        if rest and len(picked) < count:
+            row = choose(rest, key=lambda row: row["reward"])
+            rest = [other for other in rest if other is not row]
+            picked.append((f"{why} of {len(rows)}", row))
+    return picked + [(f"drawn at random of {len(rows)}", row) for row in rest[: count - len(picked)]]
 
 
-def _drop_from(path: Path, first_step: int) -> int:
-    """Rewrite ``path`` without the lines of step ``first_step`` and later, where there are any."""
-    with path.open("rb") as lines:
-        is_kept = [_step_of(line, path, number) < first_step for number, line in enumerate(lines, 1)]
-    if not all(is_kept):
-        with atomic_file(path, durable=True) as temporary, path.open("rb") as lines, temporary.open("wb") as kept:
-            kept.writelines(itertools.compress(lines, is_kept))
-    return is_kept.count(False)
+def described(step: int, row: Row, why: str, term_weights: Mapping[str, float]) -> str:
+    """One completion with all that is known of it, for people."""
+    cut = ", cut for length" if row["truncated"] else ""
+    grader = [f"grader: {_line(name)} = {_line(value)}" for name, value in row["reward_info"].items()]
+    success = "yes" if row["success"] else "no"
+    facts = [f"advantage {row['advantage']:.4f}", f"success {success}", f"policy version {row['policy_version']}"]
+    paragraphs = [
+        f"{_RULE}\nturn {step}, group {row['group_id']}, sample {row['sample_id']}: {why}\n{_RULE}",
+        f"question\n{_quoted(row['query'])}",
+        f"gold answer\n{_quoted(row['answer'])}",
+        f"completion, {row['response_tokens']} tokens{cut}\n{_quoted(row['response'])}",
+        "reward\n" + "\n".join(_reward_lines(row, term_weights)),
+        "\n".join(facts + grader),
+    ]
+    return "\n\n".join(paragraphs) + "\n\n\n"
 
 
-def _step_of(line: bytes, path: Path, number: int) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"Line {number} of {path} is not JSON with a step: remove it to resume.") from error
+def _quoted(text: str) -> str:
+    return "\n".join(f"  | {line}" for line in readable(text).split("\n"))
+
+
+def _line(value: object) -> str:
+    return one_line(str(value), limit=None)
+
+
+def _reward_lines(row: Row, term_weights: Mapping[str, float]) -> list[str]:
+    """A line per term: value, weight, contribution; then what else changed the reward, and the total."""
+    terms = dict.fromkeys(term_weights) | dict(row["reward_terms"])
+    lines, total = [], 0.0
+    for name, value in terms.items():
+        weight = term_weights.get(name, 1.0)
+        if value is None:
+            lines.append(f"{_line(name):<20}  does not apply")
+            continue
+        total += weight * value
+        lines.append(f"{_line(name):<20}  {value:8.4f} x {weight:8.4f} = {weight * value:8.4f}")
+    if abs(row["reward"] - total) > _ROUNDING * max(1.0, abs(total)):
+        lines.append(f"{'(other)':<20}  {'':>22}{row['reward'] - total:8.4f}")
+    return [*lines, f"{'total':<20}  {'':>22}{row['reward']:8.4f}"]

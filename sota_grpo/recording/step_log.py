@@ -8,6 +8,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,63 +17,15 @@ import torch
 from tensordict import TensorDictBase
 
 from sota_grpo import keys
-from sota_grpo.recording.examine import ExamineLog
 from sota_grpo.recording.metrics import info_metric, is_number, term_metric
 from sota_grpo.recording.progress import Progress
-from sota_grpo.recording.run_log import RunLog
-from sota_grpo.recording.steps import Origin, StoredStep, drop_steps, save_step
+from sota_grpo.recording.run_log import ExamineLog, RunLog
+from sota_grpo.recording.stored_steps import Origin, StoredStep, save_step, text_pieces
 from sota_grpo.rl.collate import row_list
-
-_HALF = "\ufffd"  # what a decoder writes for bytes that are not a whole character
-_MOST_HELD = 64  # tokens that are decoded together before their text is given up as one
-
-
-def text_pieces(
-    ids: Sequence[int], decode: Callable[[Sequence[int]], str], alone: Callable[[int], str] | None = None
-) -> list[str]:
-    """What each token adds to ``decode(ids)``; joined, the pieces are exactly that text.
-
-    A token that ends in the middle of a character adds nothing, and the one that completes it all of it. Where a
-    decoder drops the space before a word that it is given alone, the space belongs to the word.
-
-    Args:
-        ids: of one response.
-        decode: the tokenizer's, of several tokens.
-        alone: the same of one token, perhaps remembered; None: ``decode``.
-
-    >>> text_pieces([0xE2, 0x82, 0xAC, 0x35], lambda ids: bytes(ids).decode(errors="replace"))
-    ['', '', '€', '5']
-    """
-    whole, at = decode(ids), 0
-    pieces: list[str] = []
-    held: list[int] = []
-    for token in ids:
-        held.append(token)
-        end = None
-        if len(held) <= _MOST_HELD:
-            text = alone(token) if alone is not None and len(held) == 1 else decode(held)
-            end = _end(whole, at, text)
-        pieces.append("" if end is None else whole[at:end])
-        if end is not None:
-            at, held = end, []
-    if pieces:
-        pieces[-1] += whole[at:]
-    return pieces
-
-
-def _end(whole: str, at: int, text: str) -> int | None:
-    """Where ``text`` ends if ``whole`` goes on with it at ``at``, perhaps behind spaces; None: not, or not yet."""
-    if text.endswith(_HALF):
-        return None
-    while not whole.startswith(text, at):
-        if not whole.startswith(" ", at):
-            return None
-        at += 1
-    return at + len(text)
-
 
 logger = logging.getLogger(__name__)
 
+SHARE, FREE_S = 0.03, 30.0  # of the run's time that keeping whole turns may take; seconds that are not counted
 _PATIENCE = 3  # turns in a row; one alone happens to good runs, and a run may be shorter
 
 
@@ -131,7 +84,7 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
     prompts = torch.tensor([row.get(keys.PROMPT_TOKENS).shape[-1] for row in rows]).float()
     reward = _column(batch, keys.REWARD)
     age = version - _column(batch, keys.POLICY_VERSION)
-    found = {
+    values = {
         "reward": reward.mean(),
         "reward/std": reward.std(correction=0),
         "success": _column(batch, keys.SUCCESS).mean(),
@@ -146,7 +99,7 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
         "policy_age/mean": age.mean(),
         "policy_age/max": age.max(),
     }
-    means = {name: float(value) for name, value in found.items()}
+    means = {name: float(value) for name, value in values.items()}
     terms = [_terms(row) for row in rows]
     numbers = [{name: value for name, value in _info(row).items() if is_number(value)} for row in rows]
     means |= {term_metric(name): value for name, value in _means(terms).items()}
@@ -155,11 +108,11 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
 
 def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each name over the entries that have it."""
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for entry in entries:
         for name, value in entry.items():
-            found.setdefault(name, []).append(float(value))
-    return {name: statistics.fmean(found[name]) for name in sorted(found)}
+            values.setdefault(name, []).append(float(value))
+    return {name: statistics.fmean(values[name]) for name in sorted(values)}
 
 
 def _terms(row: TensorDictBase) -> dict[str, float]:
@@ -212,26 +165,20 @@ def _dialog(row: TensorDictBase, tokenizer: Any) -> str:
     return tokenizer.decode(response)
 
 
+@dataclass
 class StepLog:
     """The ``log`` of the loop; it also adds up the seconds of each phase for the closing table."""
 
-    def __init__(
-        self,
-        run_log: RunLog,
-        progress: Progress,
-        tokenizer: Any,
-        publish_seconds: Any,
-        examine: ExamineLog,
-        stored: StoredTurns,
-    ):
-        self.run_log = run_log
-        self.examine = examine
-        self.stored = stored
-        self.progress = progress
-        self.tokenizer = tokenizer
-        self.publish_seconds = publish_seconds
-        self.watch = SignalWatch(progress.total)
-        self.phase_seconds: dict[str, float] = {}
+    run_log: RunLog
+    progress: Progress
+    tokenizer: Any
+    publish_seconds: Callable[[], float]
+    examine: ExamineLog
+    stored: StoredTurns
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.watch = SignalWatch(self.progress.total)
         self._began = time.perf_counter()
 
     def begin(self) -> None:
@@ -266,11 +213,8 @@ class StepLog:
         self.watch.turn(step, metrics)
 
 
-SHARE, FREE_S = 0.03, 30.0  # of the run's time that keeping whole turns may take; seconds that are not counted
-
-
 class StoredTurns:
-    """The learner as the loop sees it; every turn that follows saved weights is kept whole (``recording.steps``).
+    """The learner as the loop sees it; every turn that follows saved weights is kept whole in ``steps/``.
 
     Before such a turn the learner is asked for the log-probs and entropies of its tokens, which cost one forward pass.
     The first turn of a start is one of them: it follows the initial weights, or those of a checkpoint. Where all this
@@ -307,10 +251,6 @@ class StoredTurns:
         """The next turn follows saved weights."""
         allowed_s = max(FREE_S, SHARE * (time.monotonic() - self._began))
         self.due = self.enabled and self._spent_s <= allowed_s
-
-    def rewind(self, first_step: int) -> None:
-        """Drop what a resumed run does again."""
-        drop_steps(self.run_dir, first_step)
 
     def write(
         self, step: int, metrics: Mapping[str, float | None], batch: TensorDictBase, fields: list[dict[str, Any]]

@@ -1,8 +1,314 @@
 """The report: one HTML file about one run or several, which needs no server and no network.
 
-Everything is read from run directories, finished or not; nothing here knows the trainer.
+Everything is read from run directories, finished or not; nothing here knows the trainer. Template, style, scripts
+(``assets/``) and the runs side by side as JSON are put together, under the file's name only once complete.
 """
 
-from sota_grpo.report.page import TrainingReport, write_report
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.assembly.compose import PATH_OPTIONS
+from sota_grpo.config import SECRETS, flat, walk
+from sota_grpo.errors import UserError
+from sota_grpo.files import write_text
+from sota_grpo.recording.run_files import INPUTS, METRICS_FILE
+from sota_grpo.report.data import (
+    RunData,
+    curves,
+    find_runs,
+    glossary,
+    phases,
+    read_runs,
+    safe_json,
+    shown,
+    stride_for,
+)
+from sota_grpo.report.groups import Groups, choose_groups
+from sota_grpo.text import sentence
+from sota_grpo.training.runs import FREE_OPTIONS, FREE_SECTIONS
 
 __all__ = ["TrainingReport", "write_report"]
+
+REPORT_FILE = "report.html"
+MAX_BYTES = 9_500_000  # of the file; plotly is half of it
+_MOST_DATA = 4_500_000
+_ASSETS = Path(__file__).parent / "assets"
+_SCRIPTS = ("base.js", "lines.js", "curves.js", "runs.js", "tokens.js", "groups.js", "tables.js", "start.js")
+_PLACE = re.compile(r"@@(\w+)@@")
+_HIDDEN = "(hidden)"  # a page is passed on; a secret in it would be too
+_SHARE = 0.005  # of the run's time at most
+_FIRST_S = 0.3  # what the first page is taken to cost
+
+logger = logging.getLogger(__name__)
+
+
+def write_report(
+    run_dirs: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    on_left_out: Callable[[str], object] = lambda sentence: None,
+) -> Path:
+    """Write one page about these runs, and about all runs below a folder of runs; returns its path.
+
+    The page is complete when it gets its name, and an older one of that name is replaced. It holds plotly's JavaScript,
+    and the browser is told to run nothing but the page's own scripts and to ask nobody for anything.
+
+    Args:
+        run_dirs: run directories, or folders that hold some (``multirun/DATE/TIME``).
+        out: the file; its folder exists.
+        on_left_out: given, for each run or part of one that cannot be shown, the sentence that stands on the page too.
+
+    Raises:
+        UserError: there is no run, or something cannot be read or written.
+
+    >>> import tempfile
+    >>> run_dir = Path(tempfile.mkdtemp())
+    >>> _ = (run_dir / "metrics.jsonl").write_text('{"step": 0, "reward": 0.5}\\n')
+    >>> write_report([run_dir], run_dir / "report.html").name
+    'report.html'
+    """
+    runs, left_out = read_runs(find_runs(run_dirs))
+    library = _plotly()
+    data = report_json(runs, left_out, budget=min(_MOST_DATA, MAX_BYTES - len(library.encode())))
+    path = Path(out)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file in it, {path / REPORT_FILE}.")
+    try:
+        write_text(path, _html(library, data))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); name another file.") from error
+    for reason in left_out:
+        on_left_out(reason)
+    return path
+
+
+def _html(library: str, data: str) -> str:
+    """The page: the library's JavaScript, and the data as JSON that is safe in HTML."""
+    script = _script(f'(() => {{\n"use strict";\n{"".join(map(_asset, _SCRIPTS))}}})();\n')
+    library = _script(library)
+    parts = {
+        "POLICY": f"default-src 'none'; script-src {_digest(library)} {_digest(script)}; "
+        "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'",
+        "STYLE": _asset("report.css"),
+        "DATA": data,
+        "LIBRARY": library,
+        "SCRIPT": script,
+    }
+    return _PLACE.sub(lambda place: parts[place[1]], _asset("page.html"))
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _script(text: str) -> str:
+    """As it can stand in an HTML file: the parser makes one line end of two characters, and looks for ``</script``."""
+    return re.sub(r"</(?=script)", r"<\\/", text.replace("\r\n", "\n").replace("\r", "\n"), flags=re.IGNORECASE)
+
+
+def _digest(script: str) -> str:
+    """By which the page's security policy knows a script."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _plotly() -> str:
+    """The library's JavaScript; found without importing its Python, which nobody needs here and takes a while."""
+    spec = importlib.util.find_spec("plotly")
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError("A report needs plotly: pip install plotly.")
+    path = Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); pip install --force-reinstall plotly.") from error
+
+
+def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> str:
+    """The page's data as JSON that is safe in HTML.
+
+    Args:
+        runs: at least one.
+        left_out: of each run that cannot be shown, a sentence that says why; groups that cannot be read are added.
+        budget: bytes of the whole text. Curves come first, groups get what is left, each run the same.
+    """
+    stride = stride_for(runs)
+    plots = [curves(run, stride) for run in runs]
+    metrics = dict.fromkeys(name for plot in plots for name in plot["columns"])
+    page = {
+        "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "stride": stride,
+        "metrics": glossary(metrics),
+        "options": options(runs),
+    }
+    head = safe_json(page)
+    bodies = [safe_json(_about(run, name) | plot) for run, name, plot in zip(runs, run_names(runs), plots)]
+    share = max(0, budget - sum(map(len, [head, *bodies]))) // len(runs)
+    encoded = []
+    for run, body in zip(runs, bodies):
+        try:
+            groups = choose_groups(run, share)
+        except UserError as error:  # of a damaged line: the curves are worth a page without them
+            groups = Groups([], 0, [], [])
+            left_out.append(f"The groups of {run.path}: {error}")
+        about = safe_json({"total": groups.total, "stored": groups.stored_turns, "ages": groups.ages})
+        encoded.append(f'{body[:-1]},"record":{about},"groups":[{",".join(groups.encoded)}]}}')
+    rest = safe_json({"seeds": seeds_of_one_config(runs), "left_out": left_out})
+    return f'{head[:-1]},{rest[1:-1]},"runs":[{",".join(encoded)}]}}'
+
+
+def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Every option of any run: its name, what it changes, its default, the value in each run (None: not there).
+
+    >>> from pathlib import Path
+    >>> def run(path, config): return RunData(Path(path), [], config, None, "stopped", "", None, 0.0)
+    >>> a, b = (run(p, {"seed": s, "engine": {"api_key": "abc"}}) for p, s in ("a0", "b1"))
+    >>> [(option["name"], option["values"], option["differs"]) for option in options([a, b])]
+    [('seed', ['0', '1'], True), ('engine.api_key', ['(hidden)', '(hidden)'], False)]
+    """
+    configs = [flat(run.config) for run in runs]
+    schema = {name: (item.metadata.get("help", ""), shown(value)) for name, item, value in walk()}
+    present = dict.fromkeys(name for values in configs for name in values)
+    ordered = [name for name in schema if name in present] + [name for name in present if name not in schema]
+    rows = []
+    for name in ordered:
+        says, default = schema.get(name, ("", None))
+        values = [_value(name, config[name]) if name in config else None for config in configs]
+        differs = len(set(values)) > 1
+        rows.append({"name": name, "help": says, "default": default, "values": values, "differs": differs})
+    return rows
+
+
+def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
+    """Indices of the runs that differ in nothing but their seed and what changes no result, one alone too.
+
+    A run without a config is alone.
+    """
+    free = {".".join(names) for names in FREE_OPTIONS} | {"seed"}
+    groups: dict[Any, list[int]] = {}
+    for index, run in enumerate(runs):
+        given = flat(run.config).items()
+        kept = {name: shown(value) for name, value in given if name not in free and not _was_passed(run, name, value)}
+        signed = frozenset(item for item in kept.items() if item[0].partition(".")[0] not in FREE_SECTIONS)
+        key = (signed, safe_json(run.passed)) if signed else index
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
+
+
+def _was_passed(run: RunData, name: str, value: Any) -> bool:
+    """Whether an option names one of the run's own inputs, which its path does not distinguish."""
+    return bool(run.passed) and name in PATH_OPTIONS and Path(str(value)).parent.name == INPUTS
+
+
+def run_names(runs: Sequence[RunData]) -> list[str]:
+    """What distinguishes the runs' paths; of a single one its last two folders.
+
+    >>> from pathlib import Path
+    >>> def run(path): return RunData(Path(path), [], {}, None, "stopped", "", None, 0.0)
+    >>> run_names([run("/x/multirun/d/0"), run("/x/multirun/d/1")]), run_names([run("/x/2026-01-31/10-00-00")])
+    (['0', '1'], ['2026-01-31/10-00-00'])
+    """
+    paths = [run.path.resolve() for run in runs]
+    if len(paths) == 1:
+        return ["/".join(paths[0].parts[-2:])]
+    common = os.path.commonpath(paths)
+    return [os.path.relpath(path, common) for path in paths]
+
+
+def _about(run: RunData, name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "path": str(run.path),
+        "turns": run.turns,
+        "asked": run.asked,
+        "state": run.state,
+        "note": run.note,
+        "written": f"{datetime.fromtimestamp(run.written, UTC):%Y-%m-%d %H:%M} UTC",
+        "phases": phases(run),
+        "concurrent": run.config.get("mode") == "async",
+        "gate": _gate(run.gate),
+    }
+
+
+def _gate(record: dict[str, Any] | None) -> dict[str, Any] | None:
+    if record is None:
+        return None
+    listed = record.get("checks")
+    checks = [
+        {
+            "name": str(check.get("name")),
+            "passed": bool(check.get("passed")),
+            "sentence": str(check.get("sentence")),
+            "seconds": shown(check.get("seconds")),
+        }
+        for check in (listed if isinstance(listed, list) else [])
+        if isinstance(check, dict)
+    ]
+    return {"mode": str(record.get("mode")), "checks": checks}
+
+
+def _value(name: str, value: Any) -> str:
+    secret = name in SECRETS or name.endswith(("_token", "_secret", "password", "api_key"))  # of another version, too
+    return _HIDDEN if secret and value is not None else shown(value)
+
+
+class TrainingReport:
+    """``report.html`` in a run's directory.
+
+    Args:
+        run_dir: of the run; before its first line of metrics nothing is written.
+        enabled: False writes nothing.
+        write: makes the page.
+        clock: seconds, monotonic.
+
+    >>> import tempfile
+    >>> run_dir = Path(tempfile.mkdtemp())
+    >>> _ = (run_dir / METRICS_FILE).write_text('{"step": 0, "reward": 0.5}\\n')
+    >>> seconds = TrainingReport(run_dir).finish()
+    >>> (run_dir / REPORT_FILE).is_file()
+    True
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        enabled: bool = True,
+        write: Callable[[Sequence[Path], Path], Any] = write_report,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._run_dir, self._enabled, self._write, self._clock = Path(run_dir), enabled, write, clock
+        self._began, self._spent, self._last = clock(), 0.0, _FIRST_S
+
+    def checkpoint(self) -> float:
+        """:meth:`finish`, unless pages would then have cost more than half a percent of the time since the start."""
+        due = self._spent + self._last <= _SHARE * (self._clock() - self._began)
+        return self.finish() if due else 0.0
+
+    def finish(self) -> float:
+        """Write the page; the seconds that this took. A failure is a warning, and the last attempt."""
+        metrics = self._run_dir / METRICS_FILE
+        if not self._enabled or not metrics.is_file() or not metrics.stat().st_size:
+            return 0.0
+        began = self._clock()
+        try:
+            self._write([self._run_dir], self._run_dir / REPORT_FILE)
+        except Exception as error:  # whatever is wrong with a page, it is not worth a run
+            self._enabled = False
+            logger.warning(
+                "The report could not be written (%s); training goes on, and sota-grpo report %s writes it later.",
+                *(sentence(error), self._run_dir),
+            )
+        self._last = self._clock() - began
+        self._spent += self._last
+        return self._last

@@ -1,22 +1,32 @@
-"""Everything that a page shows, as one JSON text: the runs side by side, their options, their groups."""
+"""A run directory as a page shows it, finished, interrupted, resumed, or being written at this moment: its curves, and
+what is said of their metrics."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
-import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.assembly.compose import PATH_OPTIONS
-from sota_grpo.config import SECRETS, flat, walk
 from sota_grpo.errors import UserError
 from sota_grpo.recording.metrics import METRICS, declared
-from sota_grpo.recording.run_record import INPUTS
-from sota_grpo.report.groups import Groups, choose_groups
-from sota_grpo.report.read import RunData, number, safe_json, shown
+from sota_grpo.recording.run_files import (
+    GATE_FILE,
+    METRICS_FILE,
+    has_begun,
+    is_run,
+    natural,
+    read_config,
+    read_json,
+    read_record,
+    read_rows,
+    state_of,
+)
+from sota_grpo.text import json_line
 
 Row = Mapping[str, Any]
 NUMBERS = 250_000  # of all curves of a page: 2 MB; beyond it turns are left out
@@ -31,7 +41,6 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Evaluation beside its accuracy", ("eval/",)),
     ("Speed", ("tokens_per_s", "time/")),
 )
-_OTHER = "Other"
 _NO_CURVE = frozenset(("step", "version", "dialog_turns", "optimizer_steps", "eval/stderr", "eval/avg_at_k_stderr"))
 _TASK, _TASK_ERROR = "eval/task/", "eval/task_stderr/"
 #: Where each curve's band comes from.
@@ -42,6 +51,169 @@ BANDS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "eval/accuracy": ("eval/stderr, over problems", lambda row: row.get("eval/stderr")),
     "eval/avg_at_k": ("eval/avg_at_k_stderr, over problems", lambda row: row.get("eval/avg_at_k_stderr")),
 }
+_HEAD, _TAIL = 16_000, 4_000  # characters that are kept of a longer text
+_DEPTH = 4  # folders between the one named and a run: DATE/TIME/JOB and one to spare
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run directory says, apart from its rollouts.
+
+    Attributes:
+        path: as the user named it, or found below what they named.
+        rows: metrics by turn, ascending; what was measured before a turn and in it is one row.
+        config: nested, as resolved; empty where there is none.
+        asked: turns that it was started for, or None.
+        state: ``finished``, ``running``, ``failed`` or ``stopped``.
+        note: why it failed; empty where it did not.
+        gate: of ``gate.json``, or None.
+        written: when the metrics were last written, seconds since the epoch.
+        passed: digests of what was passed in Python, of which the config has only the places.
+    """
+
+    path: Path
+    rows: list[dict[str, Any]]
+    config: dict[str, Any]
+    asked: int | None
+    state: str
+    note: str
+    gate: dict[str, Any] | None
+    written: float
+    passed: Any = None
+
+    @property
+    def turns(self) -> int:
+        """Turns done, in which something was trained."""
+        return max((row["step"] + 1 for row in self.rows if "dialog_turns" in row or "reward" in row), default=0)
+
+
+def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The run directories among ``paths`` and below them, in natural order, each once.
+
+    Raises:
+        UserError: a path is not there, or no run is.
+    """
+    runs: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        for run in _runs_at(path):
+            runs.setdefault(run.resolve(), run)
+    return list(runs.values())
+
+
+def read_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
+    """The runs that have something to show, and of each other one a sentence that says why it has not.
+
+    Raises:
+        UserError: none has; the sentence is that of the first.
+    """
+    runs, sentences = [], []
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except UserError as error:
+            sentences.append(str(error))
+    if not runs:
+        raise UserError(sentences[0])
+    return runs, sentences
+
+
+def _runs_at(path: Path) -> list[Path]:
+    if not path.exists():
+        raise UserError(f"There is no run in {path}: it does not exist.")
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; give the run directory, {path.parent}.")
+    runs = list(_below(path, _DEPTH))
+    if not runs:
+        raise UserError(f"There is no run in {path}: neither there nor in its folders is a {METRICS_FILE}.")
+    return runs
+
+
+def _below(path: Path, depth: int) -> Iterator[Path]:
+    if has_begun(path):
+        yield path
+        return
+    below: list[Path] = []
+    if depth:
+        folders = [entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+        below = [run for folder in sorted(folders, key=natural) for run in _below(folder, depth - 1)]
+    yield from below or ([path] if is_run(path) else [])
+
+
+def read_run(path: Path) -> RunData:
+    """Read the run in ``path``; a last line that is still being written is left alone.
+
+    Raises:
+        UserError: it has no finished turn, a file cannot be read, or it is not what a run writes.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for row in read_rows(path / METRICS_FILE):
+        rows.setdefault(row["step"], {}).update(row)
+    state, note = state_of(path)
+    if not rows:
+        how = f"it {'is' if state == 'running' else 'has'} {state}" + (f" ({note})" if note else "")
+        raise UserError(f"The run in {path} has not finished a turn: {how}.")
+    record = read_record(path) or {}
+    asked = record.get("num_steps")
+    return RunData(
+        path=path,
+        rows=[rows[step] for step in sorted(rows)],
+        config=read_config(path),
+        asked=asked if isinstance(asked, int) else None,
+        state=state,
+        note=note,
+        gate=read_json(path / GATE_FILE),
+        written=(path / METRICS_FILE).stat().st_mtime,
+        passed=record.get("passed"),
+    )
+
+
+def safe_json(value: Any) -> str:
+    """``value`` as JSON that can stand in an HTML ``<script>`` element, whatever the texts in it hold.
+
+    Raises:
+        ValueError: a number is not finite; ``number`` lets none through.
+    """
+    return json_line(value, html=True, allow_nan=False, separators=(",", ":"))
+
+
+def number(value: Any, digits: int = 5) -> float | int | None:
+    """A finite number with so many significant digits; anything else is None. Integers stay exact.
+
+    >>> number(0.1234567), number(40.0), number(123456789), number(float("nan")), number("1"), number(10**400)
+    (0.12346, 40, 123456789, None, None, None)
+    """
+    if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        return None
+    if float(value).is_integer() and abs(value) < 2**53:
+        return int(value)
+    return float(f"{value:.{digits}g}")
+
+
+def clipped(text: str) -> str | dict[str, Any]:
+    """``text``, or of a very long one its beginning, its end, and how many characters are left out between them.
+
+    >>> clipped("short")
+    'short'
+    >>> long = clipped("a" * 1_000_000)
+    >>> len(long["head"]), long["left"], len(long["tail"])
+    (16000, 980000, 4000)
+    """
+    if len(text) <= _HEAD + _TAIL:
+        return text
+    return {"head": text[:_HEAD], "left": len(text) - _HEAD - _TAIL, "tail": text[-_TAIL:]}
+
+
+def shown(value: Any) -> str:
+    """The value of an option or a note of a grader, as one writes it in a config.
+
+    >>> shown(None), shown(True), shown("auto"), shown([1, 2]), shown(1e-6)
+    ('null', 'true', 'auto', '[1, 2]', '1e-06')
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
@@ -96,7 +268,7 @@ def glossary(found: Iterable[str]) -> dict[str, dict[str, str]]:
     >>> list(glossary(["time/step_s", "reward", "kl", "eval/accuracy"]))
     ['eval/accuracy', 'reward', 'kl', 'time/step_s']
     """
-    return {name: {"family": family(name), **_said(name)} for name in sorted(found, key=_place)}
+    return {name: {"family": family(name), **_described(name)} for name in sorted(found, key=_place)}
 
 
 def family(name: str) -> str:
@@ -105,13 +277,18 @@ def family(name: str) -> str:
     >>> family("reward"), family("reward/format"), family("eval/num_samples"), family("zeal")
     ('What it learned', 'Rewards and advantages', 'Evaluation beside its accuracy', 'Other')
     """
-    for title, members in FAMILIES:
+    return [*(title for title, _ in FAMILIES), "Other"][_place(name)[0]]
+
+
+def _place(name: str) -> tuple[int, int]:
+    """The index of the metric's family, and its own in it."""
+    for index, (_, members) in enumerate(FAMILIES):
         if name in members:
-            return title
-    for title, members in FAMILIES:
+            return index, members.index(name)
+    for index, (_, members) in enumerate(FAMILIES):
         if any(member.endswith("/") and name.startswith(member) for member in members):
-            return title
-    return _OTHER
+            return index, len(members)
+    return len(FAMILIES), 0
 
 
 def phases(run: RunData) -> dict[str, Any]:
@@ -136,22 +313,17 @@ def phases(run: RunData) -> dict[str, Any]:
     }
 
 
-def _place(name: str) -> tuple[int, int]:
-    for index, (title, members) in enumerate(FAMILIES):
-        if title == family(name):
-            return index, members.index(name) if name in members else len(members)
-    return len(FAMILIES), 0
-
-
-def _said(name: str) -> dict[str, str]:
+def _described(name: str) -> dict[str, str]:
     try:
         metric = declared(name)
     except ValueError:  # of another version of the program, or written by hand
         return {"sentence": "", "unit": ""}
-    band = {"band": BANDS[name][0]} if name in BANDS else {}
-    if name.startswith(_TASK):
-        band = {"band": f"{_error_of(name)}, over problems"}
-    return {"sentence": metric.sentence, "unit": metric.unit, **band}
+    described = {"sentence": metric.sentence, "unit": metric.unit}
+    if name in BANDS:
+        described["band"] = BANDS[name][0]
+    elif name.startswith(_TASK):
+        described["band"] = f"{_error_of(name)}, over problems"
+    return described
 
 
 def _error_of(name: str) -> str:
@@ -170,11 +342,11 @@ def _column(values: Sequence[Any]) -> dict[str, Any]:
 
 def _known(values: Sequence[Any]) -> list[float | int]:
     """With what was known before in the place of what is missing."""
-    found: list[float | int] = []
+    filled: list[float | int] = []
     for value in values:
         plain = number(value)
-        found.append(plain if plain is not None else found[-1] if found else 0)
-    return found
+        filled.append(plain if plain is not None else filled[-1] if filled else 0)
+    return filled
 
 
 def _number(row: Row, name: str) -> float:
@@ -193,155 +365,5 @@ def _of_mean(std: Any, row: Row) -> float | None:
 
 
 def _of_share(share: Any, row: Row) -> float | None:
-    part, count = number(share, digits=15), _responses(row)
-    return None if part is None or count <= 0 or not 0 <= part <= 1 else math.sqrt(part * (1 - part) / count)
-
-
-_HIDDEN = "(hidden)"  # a page is passed on; a secret in it would be too
-
-
-def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> str:
-    """The page's data as JSON that is safe in HTML.
-
-    Args:
-        runs: at least one.
-        left_out: of each run that cannot be shown, a sentence that says why; groups that cannot be read are added.
-        budget: bytes of the whole text. Curves come first, groups get what is left, each run the same.
-    """
-    stride = stride_for(runs)
-    columns = [curves(run, stride) for run in runs]
-    metrics = dict.fromkeys(name for found in columns for name in found["columns"])
-    page = {
-        "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "stride": stride,
-        "metrics": glossary(metrics),
-        "options": options(runs),
-    }
-    said = [_about(run, name) | found for run, name, found in zip(runs, run_names(runs), columns)]
-    head, bodies = safe_json(page), list(map(safe_json, said))
-    share = max(0, budget - sum(map(len, [head, *bodies]))) // len(runs)
-    told = []
-    for run, body in zip(runs, bodies):
-        try:
-            groups = choose_groups(run, share)
-        except UserError as error:  # of a damaged line: the curves are worth a page without them
-            groups = Groups([], 0, [], [])
-            left_out.append(f"The groups of {run.path}: {error}")
-        told.append(_with_groups(body, groups))
-    rest = safe_json({"seeds": seeds_of_one_config(runs), "left_out": left_out})
-    return f'{head[:-1]},{rest[1:-1]},"runs":[{",".join(told)}]}}'
-
-
-def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Every option of any run: its name, what it changes, its default, the value in each run (None: not there).
-
-    >>> from pathlib import Path
-    >>> def run(path, config): return RunData(Path(path), [], config, None, "stopped", "", None, 0.0)
-    >>> a, b = (run(p, {"seed": s, "engine": {"api_key": "abc"}}) for p, s in ("a0", "b1"))
-    >>> [(option["name"], option["values"], option["differs"]) for option in options([a, b])]
-    [('seed', ['0', '1'], True), ('engine.api_key', ['(hidden)', '(hidden)'], False)]
-    """
-    given = [flat(run.config) for run in runs]
-    schema = {name: (item.metadata.get("help", ""), shown(value)) for name, item, value in walk()}
-    present = dict.fromkeys(name for values in given for name in values)
-    ordered = [name for name in schema if name in present] + [name for name in present if name not in schema]
-    found = []
-    for name in ordered:
-        says, default = schema.get(name, ("", None))
-        values = [_value(name, values[name]) if name in values else None for values in given]
-        differs = len(set(values)) > 1
-        found.append({"name": name, "help": says, "default": default, "values": values, "differs": differs})
-    return found
-
-
-def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
-    """Indices of the runs that differ in nothing but their seed and what changes no result, one alone too.
-
-    A run without a config is alone.
-    """
-    if len(runs) == 1:
-        return [[0]]
-    from sota_grpo.training.runs import FREE_OPTIONS, FREE_SECTIONS  # brings torch
-
-    free = {".".join(names) for names in FREE_OPTIONS} | {"seed"}
-    groups: dict[Any, list[int]] = {}
-    for index, run in enumerate(runs):
-        given = flat(run.config).items()
-        kept = {name: shown(value) for name, value in given if name not in free and not _was_passed(run, name, value)}
-        found = frozenset(item for item in kept.items() if item[0].partition(".")[0] not in FREE_SECTIONS)
-        key = (found, safe_json(run.passed)) if found else index
-        groups.setdefault(key, []).append(index)
-    return list(groups.values())
-
-
-def _was_passed(run: RunData, name: str, value: Any) -> bool:
-    """Whether an option names one of the run's own inputs, which its path does not distinguish."""
-    return bool(run.passed) and name in PATH_OPTIONS and Path(str(value)).parent.name == INPUTS
-
-
-def run_names(runs: Sequence[RunData]) -> list[str]:
-    """What distinguishes the runs' paths; of a single one its last two folders.
-
-    >>> from pathlib import Path
-    >>> def run(path): return RunData(Path(path), [], {}, None, "stopped", "", None, 0.0)
-    >>> run_names([run("/x/multirun/d/0"), run("/x/multirun/d/1")]), run_names([run("/x/2026-01-31/10-00-00")])
-    (['0', '1'], ['2026-01-31/10-00-00'])
-    """
-    paths = [run.path.resolve() for run in runs]
-    if len(paths) == 1:
-        return ["/".join(paths[0].parts[-2:])]
-    common = os.path.commonpath(paths)
-    return [os.path.relpath(path, common) for path in paths]
-
-
-def label(index: int) -> str:
-    """A, B, .. Z, AA, AB, ..: what a run is called in curves and tables.
-
-    >>> label(0), label(25), label(26), label(53)
-    ('A', 'Z', 'AA', 'BB')
-    """
-    letters = string.ascii_uppercase
-    return (label(index // 26 - 1) if index >= 26 else "") + letters[index % 26]
-
-
-def _about(run: RunData, name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "path": str(run.path),
-        "turns": run.turns,
-        "asked": run.asked,
-        "state": run.state,
-        "note": run.note,
-        "written": f"{datetime.fromtimestamp(run.written, UTC):%Y-%m-%d %H:%M} UTC",
-        "phases": phases(run),
-        "concurrent": run.config.get("mode") == "async",
-        "gate": _gate(run.gate),
-    }
-
-
-def _gate(found: dict[str, Any] | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    listed = found.get("checks")
-    checks = [
-        {
-            "name": str(check.get("name")),
-            "passed": bool(check.get("passed")),
-            "sentence": str(check.get("sentence")),
-            "seconds": shown(check.get("seconds")),
-        }
-        for check in (listed if isinstance(listed, list) else [])
-        if isinstance(check, dict)
-    ]
-    return {"mode": str(found.get("mode")), "checks": checks}
-
-
-def _with_groups(body: str, groups: Groups) -> str:
-    """The JSON of a run, with its groups added."""
-    about = safe_json({"total": groups.total, "stored": groups.stored_turns, "ages": groups.ages})
-    return f'{body[:-1]},"record":{about},"groups":[{",".join(groups.encoded)}]}}'
-
-
-def _value(name: str, value: Any) -> str:
-    secret = name in SECRETS or name.endswith(("_token", "_secret", "password", "api_key"))  # of another version, too
-    return _HIDDEN if secret and value is not None else shown(value)
+    mean, count = number(share, digits=15), _responses(row)
+    return None if mean is None or count <= 0 or not 0 <= mean <= 1 else math.sqrt(mean * (1 - mean) / count)

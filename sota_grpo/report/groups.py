@@ -6,21 +6,26 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.recording.run_record import ROLLOUTS_FILE, json_line, whole_lines
-from sota_grpo.report.read import RunData, clipped, number, safe_json, shown
+from sota_grpo.recording.run_files import ROLLOUTS_FILE, json_line, whole_lines
+from sota_grpo.report.data import RunData, clipped, number, safe_json, shown
 
 _FIRST, _LAST = 2_500, 500  # tokens that are kept of a longer response
 _DIGITS = 3
 _OVERFLOW = 700.0  # exp of more is no float
+_HEAD = re.compile(rb'\{"step": (\d+), "group_id": (-?\d+), ')
+_TAIL = re.compile(rb'"policy_version": (-?\d+)\}\n\Z')
+_AT_ONCE = 4  # groups of a turn that are taken before the next turn has its own
+_MISFITS = 50  # groups in a row that are too large for what is left of the budget, before the rest is not tried
+_STEP_BYTES = 400_000  # of the groups of one stored step
 
-Values = Sequence[float | None]
+Values = Sequence[float]
 
 
 def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | None:
@@ -38,48 +43,38 @@ def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | No
     pieces, said = row.get("pieces"), row.get("assistant")
     if not pieces or said is None:
         return None
-    behaviour, policy = row.get("log_probs"), row.get("policy_log_probs")
-    reference = row.get("ref_log_probs")
-    columns: dict[str, list[Any] | None] = {
-        "pieces": list(pieces),
-        "said": None if all(said) else [int(one) for one in said],
-        "ratio": _each(lambda new, old: math.exp(min(new - old, _OVERFLOW)), policy, behaviour, said),
-        "entropy": _each(lambda entropy, _: entropy, row.get("entropy"), row.get("entropy"), said),
-        "kl": _each(_KL.get(estimator, _KL["k3"]), policy or behaviour, reference, said),
-    }
-    found: dict[str, Any] = {name: _ends(column) for name, column in columns.items() if column is not None}
+    behaviour, policy, reference = (row.get(name) for name in ("log_probs", "policy_log_probs", "ref_log_probs"))
+    figures = {"ratio": _ratios(policy, behaviour), "entropy": row.get("entropy")}
+    figures["kl"] = _divergences(policy or behaviour, reference, estimator)
+    columns: dict[str, Any] = {"pieces": _ends(pieces)}
+    if not all(said):
+        columns["said"] = _ends([int(one) for one in said])
+    for name, values in figures.items():
+        if values is not None:
+            columns[name] = _ends([number(value, _DIGITS) if wrote else None for value, wrote in zip(values, said)])
     left = len(pieces) - _FIRST - _LAST
-    return found | ({"gap": [_FIRST, left]} if left > 0 else {})
+    return columns | ({"gap": [_FIRST, left]} if left > 0 else {})
 
 
-def _ends(column: list[Any]) -> list[Any]:
-    return column if len(column) <= _FIRST + _LAST else column[:_FIRST] + column[-_LAST:]
+def _ends(column: Sequence[Any]) -> list[Any]:
+    return list(column) if len(column) <= _FIRST + _LAST else [*column[:_FIRST], *column[-_LAST:]]
 
 
-def _each(
-    measure: Callable[[float, float], float], first: Values | None, second: Values | None, said: Sequence[bool]
-) -> list[float | int | None] | None:
-    if first is None or second is None:
+def _ratios(policy: Values | None, behaviour: Values | None) -> Values | None:
+    if policy is None or behaviour is None:
         return None
-    return [
-        number(measure(a, b), _DIGITS) if wrote and a is not None and b is not None else None
-        for a, b, wrote in zip(first, second, said)
-    ]
+    return [math.exp(min(new - old, _OVERFLOW)) for new, old in zip(policy, behaviour)]
 
 
-#: The estimators of :mod:`sota_grpo.functional.divergences`, for one token, without torch.
-_KL: dict[str, Callable[[float, float], float]] = {
-    "k1": lambda log_prob, reference: log_prob - reference,
-    "k2": lambda log_prob, reference: 0.5 * (log_prob - reference) ** 2,
-    "k3": lambda log_prob, reference: math.expm1(min(reference - log_prob, _OVERFLOW)) - (reference - log_prob),
-}
+def _divergences(policy: Values | None, reference: Values | None, estimator: str) -> Values | None:
+    if policy is None or reference is None:
+        return None
+    import torch
 
+    from sota_grpo.functional.divergences import KL_ESTIMATORS, kl_k3
 
-_HEAD = re.compile(rb'\{"step": (\d+), "group_id": (-?\d+), ')
-_TAIL = re.compile(rb'"policy_version": (-?\d+)\}\n\Z')
-_AT_ONCE = 4  # groups of a turn that are taken before the next turn has its own
-_MISFITS = 50  # groups in a row that are too large for what is left of the budget, before the rest is not tried
-_STEP_BYTES = 400_000  # of the groups of one stored step
+    pair = torch.tensor([policy, reference], dtype=torch.float64)
+    return KL_ESTIMATORS.get(estimator, kl_k3)(*pair).tolist()
 
 
 @dataclass
@@ -122,8 +117,7 @@ def choose_groups(run: RunData, budget: int) -> Groups:
     index = scan(path)
     estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3"))
     weight = sum(size for lines in index.lines.values() for *_, size in lines)
-    paths = _stored_paths(run.path)
-    stored = _stored(paths, estimator, max(budget // 2, budget - weight))
+    stored = _stored(run.path, estimator, max(budget // 2, budget - weight))
     chosen = {(step, group): text for step, group, text in stored}
     left = budget - sum(map(_size, chosen.values()))
     rest = [place for place in _in_order(index.lines) if place not in chosen]
@@ -257,16 +251,13 @@ def _read(
     return found
 
 
-def _stored_paths(run_dir: Path) -> list[Path]:
+def _stored(run_dir: Path, estimator: str, budget: int) -> list[tuple[int, int, str]]:
+    """Groups of the stored steps as (turn, group, JSON)."""
     if not (run_dir / "steps").is_dir():  # else nothing of torch is needed
         return []
-    from sota_grpo.recording.steps import stored_steps
+    from sota_grpo.recording.stored_steps import stored_steps
 
-    return stored_steps(run_dir)
-
-
-def _stored(paths: Sequence[Path], estimator: str, budget: int) -> list[tuple[int, int, str]]:
-    """Groups of the stored steps as (turn, group, JSON)."""
+    paths = stored_steps(run_dir)
     found: list[tuple[int, int, str]] = []
     for at in spread(len(paths)):
         try:
@@ -286,7 +277,7 @@ def _stored(paths: Sequence[Path], estimator: str, budget: int) -> list[tuple[in
 
 @lru_cache(maxsize=32)  # a run that is training asks again at every checkpoint
 def _groups_of(path: Path, estimator: str, _written: int, _bytes: int) -> list[tuple[int, int, str]]:
-    from sota_grpo.recording.steps import read_step
+    from sota_grpo.recording.stored_steps import read_step
 
     stored = read_step(path)
     siblings: dict[int, list[Mapping[str, Any]]] = {}

@@ -18,8 +18,8 @@ from sota_grpo.assembly.passed import take
 from sota_grpo.assembly.preflight import announce, preflight
 from sota_grpo.config import num_steps
 from sota_grpo.errors import UserError
-from sota_grpo.recording.heartbeat import Heartbeat
-from sota_grpo.recording.run_record import (
+from sota_grpo.recording.progress import Heartbeat
+from sota_grpo.recording.run_files import (
     CONFIG_FILE,
     EVALUATED,
     METRICS_FILE,

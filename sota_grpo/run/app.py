@@ -23,18 +23,17 @@ from sota_grpo.config.hub_token import use_config_token
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.loop import run
-from sota_grpo.recording.examine import ExamineLog
-from sota_grpo.recording.heartbeat import started, starting
-from sota_grpo.recording.progress import Progress, closing_table
-from sota_grpo.recording.run_log import RunLog, setup_logging
-from sota_grpo.recording.run_record import note_failure, read_evaluations, write_gate
+from sota_grpo.recording.progress import Progress, closing_table, started, starting
+from sota_grpo.recording.run_files import note_failure, read_evaluations
+from sota_grpo.recording.run_log import ExamineLog, RunLog, setup_logging
 from sota_grpo.recording.sinks import make_sinks
 from sota_grpo.recording.step_log import StepLog, StoredTurns
+from sota_grpo.recording.stored_steps import drop_steps
 from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.function_file import Functions
 from sota_grpo.stopping import Interrupted, StopRequest
 from sota_grpo.training.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
-from sota_grpo.training.gate import Check, run_gate
+from sota_grpo.training.gate import Check, run_gate, write_gate
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.runs import CHECKPOINTS, RunDir, open_run
 
@@ -93,7 +92,7 @@ class Run:
             gc.collect()
             gc.freeze()  # what lives as long as the run is not walked through again at every collection
             self.run_log.rewind(first)
-            self.stored.rewind(first)
+            drop_steps(self.run_dir, first)
             # not before: a first start that fails leaves no run behind
             self.place.start(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
             self.log = StepLog(

@@ -22,8 +22,8 @@ from sota_grpo.assembly.preflight import announce, preflight
 from sota_grpo.config import Config, num_steps, register
 from sota_grpo.config.hub_token import protect_token
 from sota_grpo.errors import UserError
-from sota_grpo.recording.heartbeat import Heartbeat
-from sota_grpo.recording.run_record import note_failure, reason
+from sota_grpo.recording.progress import Heartbeat
+from sota_grpo.recording.run_files import note_failure, reason
 from sota_grpo.sweeps import SUMMARY, as_text, continued, mark_complete, note_command, objective, write_summary
 from sota_grpo.training.runs import RunRefused
 

@@ -136,10 +136,6 @@ def num_failed(problems: Sequence[Sequence[Response]]) -> int:
     return sum(response.score.error is not None for responses in problems for response in responses)
 
 
-def _nothing(problem: int, responses: Sequence[Response]) -> None:
-    """What happens at every graded problem where nobody listens."""
-
-
 class Evaluator:
     """Measures the engine's policy on held-out problems.
 
@@ -176,37 +172,37 @@ class Evaluator:
         began = time.perf_counter()
         problems = self.responses(1, temperature=0.0)
         greedy = accuracy(problems)
-        found = {"eval/accuracy": greedy.mean, "eval/stderr": greedy.stderr, "eval/num_samples": greedy.num_problems}
+        metrics = {"eval/accuracy": greedy.mean, "eval/stderr": greedy.stderr, "eval/num_samples": greedy.num_problems}
         for name, counts in self.benchmark(problems).items():
             share = Accuracy.of_counts(counts)
-            found |= {f"eval/task/{name}": share.mean, f"eval/task_stderr/{name}": share.stderr}
+            metrics |= {f"eval/task/{name}": share.mean, f"eval/task_stderr/{name}": share.stderr}
         failed = num_failed(problems)
         if self.avg_at_k:
             problems = self.responses(self.avg_at_k, temperature=1.0)
             sampled = accuracy(problems)
             failed += num_failed(problems)
-            found |= {"eval/avg_at_k": sampled.mean, "eval/avg_at_k_stderr": sampled.stderr}
-        return found | {"eval/grader_errors": failed, "time/eval_s": time.perf_counter() - began}
+            metrics |= {"eval/avg_at_k": sampled.mean, "eval/avg_at_k_stderr": sampled.stderr}
+        return metrics | {"eval/grader_errors": failed, "time/eval_s": time.perf_counter() - began}
 
     def benchmark(self, problems: Sequence[Sequence[Response]]) -> dict[str, list[Counts]]:
         """What the task's benchmark counts (``Task.counts``), by name, a pair per problem; empty where it has none."""
         count = getattr(self.rollouts.env.task, "counts", None)
-        found: dict[str, list[Counts]] = {}
+        counts: dict[str, list[Counts]] = {}
         if count is None:
-            return found
+            return counts
         for example, responses in zip(self.examples, problems, strict=True):
             each = [count(response.score, example) for response in responses]
             for name in each[0]:
                 hits, trials = zip(*(one[name] for one in each))
-                found.setdefault(name, []).append((sum(hits), sum(trials)))
-        return found
+                counts.setdefault(name, []).append((sum(hits), sum(trials)))
+        return counts
 
     def responses(
         self,
         num_samples: int,
         *,
         temperature: float,
-        on_graded: Callable[[int, Sequence[Response]], None] = _nothing,
+        on_graded: Callable[[int, Sequence[Response]], object] = lambda problem, responses: None,
     ) -> list[list[Response]]:
         """``num_samples`` graded responses to each problem, in the order of the problems.
 
@@ -221,16 +217,22 @@ class Evaluator:
             for index, example in enumerate(self.examples)
         ]
         sampling = Sampling(max_tokens=self.max_tokens, temperature=temperature)
-        found: dict[int, list[Response]] = {}
+        graded: dict[int, list[Response]] = {}
         for group in self.rollouts.stream(prompts, sampling):
             index = group.prompt.group_id
-            found[index] = [
+            graded[index] = [
                 Response(row[keys.RESPONSE_TEXT], score, _length(sample), sample.truncated)
                 for row, sample, score in zip(group.rows, group.samples, group.scores, strict=True)
             ]
-            on_graded(index, found[index])
-        problems = [found[index] for index in range(len(prompts))]
-        _tell_failures([response.score for responses in problems for response in responses])
+            on_graded(index, graded[index])
+        problems = [graded[index] for index in range(len(prompts))]
+        scores = [response.score for responses in problems for response in responses]
+        errors = [score.error for score in scores if score.error is not None]
+        if errors:
+            logger.warning(
+                "The grader failed at %d of %d responses of this evaluation, which count as wrong; the first: %s",
+                *(len(errors), len(scores), errors[0]),
+            )
         return problems
 
 
@@ -238,13 +240,3 @@ def _length(sample: Sample) -> int:
     """Tokens that the policy wrote."""
     mask = sample.assistant_mask
     return len(sample.token_ids) if mask is None else int(mask.sum())
-
-
-def _tell_failures(scores: Sequence[Score]) -> None:
-    """How many gradings failed; the first is logged with its cause."""
-    errors = [score.error for score in scores if score.error is not None]
-    if errors:
-        logger.warning(
-            "The grader failed at %d of %d responses of this evaluation, which count as wrong; the first: %s",
-            *(len(errors), len(scores), errors[0]),
-        )

@@ -39,16 +39,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.errors import UserError
+from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.files import write_json
 from sota_grpo.functional.agreement import mean_ratio, temperature_slope
+from sota_grpo.recording.run_files import GATE_FILE
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import Example, GradientGap, Sampling, Score, sample_seed
 from sota_grpo.rl.task import Task, total_reward
@@ -59,6 +62,25 @@ from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Publisher
 
 NUM_PROMPTS, NUM_SAMPLES = 4, 2  # that the checks are made on
+NUM_GRADED = 64  # examples whose gold and empty answers are graded
+NUM_GROUPS = 4  # examples for which a grader of groups is given a whole group: each may cost a call of a judge
+ENOUGH = 4  # failures of the grader, at texts or at whole groups, after which no more are graded
+NUM_COMPARED = 2 * NUM_SAMPLES  # rows whose gradient is computed twice: those of two prompts
+PROBE_TOKENS = 32  # of a response that shows which weights an engine has
+SPLIT = {True: 1e-4, False: 0.2}  # relative distance of two gradients that is allowed, in float32 or not
+
+MARGIN = 4  # times the rounding that was measured, and standard errors
+SINGLE = 1e-4  # mean gap that is allowed where both compute in float32
+ROUNDING = 1e-6  # float32's own error in a mean of ratios
+HALF = 0.1  # mean gap that is allowed where parameters are in half precision: their rounding cannot be measured
+SMALLEST = 5e-3  # of what is allowed in half precision: a sharp policy's rounding is that of a handful of tokens
+LARGEST = 0.25  # above it nothing is allowed: a trainer that is wrong in half precision would measure that as rounding
+FAR = 1.0  # gap of a single token that is far off in half precision, nats
+SINGLE_FAR = 20 * SINGLE  # in float32
+SLOPE = 0.05  # share by which the temperatures may differ
+RATIO = 0.01  # of the mean ratio's distance from 1
+
+logger = logging.getLogger(__name__)
 
 
 class CheckError(UserError):
@@ -167,18 +189,6 @@ class Subject:
         return [row for group in groups for row in group.rows]
 
 
-MARGIN = 4  # times the rounding that was measured, and standard errors
-SINGLE = 1e-4  # mean gap that is allowed where both compute in float32
-ROUNDING = 1e-6  # float32's own error in a mean of ratios
-HALF = 0.1  # mean gap that is allowed where parameters are in half precision: their rounding cannot be measured
-SMALLEST = 5e-3  # of what is allowed in half precision: a sharp policy's rounding is that of a handful of tokens
-LARGEST = 0.25  # above it nothing is allowed: a trainer that is wrong in half precision would measure that as rounding
-FAR = 1.0  # gap of a single token that is far off in half precision, nats
-SINGLE_FAR = 20 * SINGLE  # in float32
-SLOPE = 0.05  # share by which the temperatures may differ
-RATIO = 0.01  # of the mean ratio's distance from 1
-
-
 class Allowed(NamedTuple):
     """Bounds that follow from rounding.
 
@@ -257,16 +267,6 @@ def first_ratio_is_one(subject: Subject) -> Check:
         f"mean {ratio.value:.4f} (allowed 1 +- {mass:.2g}), effective sample size {ess:.6f} (allowed {1 - square:g}), "
         f"mismatch KL {kl:.2g} (allowed {square / 2:.2g}), {clipped:.2%} of the tokens clipped",
     )
-
-
-logger = logging.getLogger(__name__)
-
-NUM_GRADED = 64  # examples whose gold and empty answers are graded
-NUM_GROUPS = 4  # examples for which a grader of groups is given a whole group: each may cost a call of a judge
-ENOUGH = 4  # failures of the grader, at texts or at whole groups, after which no more are graded
-NUM_COMPARED = 2 * NUM_SAMPLES  # rows whose gradient is computed twice: those of two prompts
-PROBE_TOKENS = 32  # of a response that shows which weights an engine has
-SPLIT = {True: 1e-4, False: 0.2}  # relative distance of two gradients that is allowed, in float32 or not
 
 
 def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
@@ -426,8 +426,6 @@ CHECKS: tuple[Callable[[Subject], Check], ...] = (
     gradient_does_not_depend_on_the_split,
     pushed_weights_landed,
 )
-
-
 WITHOUT_SAMPLES = (gold_answers_earn_the_full_reward, no_held_out_question_is_trained_on)
 
 
@@ -469,6 +467,23 @@ def run_gate(
     subject.publisher.wake()
     set_rng_state(random)
     return done
+
+
+def write_gate(run_dir: Path, mode: str, checks: Sequence[Check]) -> None:
+    """Replace the run's ``gate.json`` by the outcome of these checks; atomic.
+
+    Args:
+        run_dir: exists already.
+        mode: ``check.mode``; with ``off`` there are no checks, and the file says so.
+
+    Raises:
+        RunFailed: the file cannot be written.
+    """
+    path = run_dir / GATE_FILE
+    try:
+        write_json(path, {"mode": mode, "checks": [asdict(check) for check in checks]})
+    except OSError as error:
+        raise RunFailed(f"{path} cannot be written ({error.strerror}); free space there and start again.") from error
 
 
 def graded_rows(subject: Subject) -> list[TensorDictBase]:

@@ -16,7 +16,7 @@ from typing import IO, Any
 from sota_grpo.config import flat
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
-from sota_grpo.recording.run_record import (
+from sota_grpo.recording.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,
     FAILURE_FILE,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sota_grpo.errors import UserError
-from sota_grpo.recording.run_record import note_failure, write_gate
+from sota_grpo.recording.run_files import note_failure
 from sota_grpo.report import write_report
+from sota_grpo.training.gate import Check, write_gate
 from tests.report_rigs import HOSTILE, turn_metrics, write_run
 
 pytestmark = pytest.mark.browser
@@ -48,7 +48,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sweep")
     first = write_run(root / "0", turns=TURNS, stored=[0, 20])
     checks = [("gold answers", True, "64 of 64 earn <b>1</b>"), ("ratio is one", False, "it is 1.5")]
-    write_gate(first, "warn", [SimpleNamespace(name=n, passed=p, sentence=s, seconds=0.5) for n, p, s in checks])
+    write_gate(first, "warn", [Check(*check, seconds=0.5) for check in checks])
     write_run(root / "1", turns=TURNS, seed=1)
     write_run(root / "2", turns=TURNS // 2, num_steps=TURNS, finished=False, options=["optimizer.lr=0.001"])
     return write_report([root], root / "report.html")

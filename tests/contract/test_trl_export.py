@@ -12,7 +12,7 @@ import torch
 
 from sota_grpo import keys
 from sota_grpo.config import Config
-from sota_grpo.migration.folders import write_trl
+from sota_grpo.migration.export import write_trl
 from sota_grpo.migration.trl import Code, trl_arguments
 from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss

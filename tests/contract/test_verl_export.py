@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from sota_grpo.migration.account import Facts
+from sota_grpo.migration.data import Facts
 from sota_grpo.migration.verl import VERSION, verl_options, verl_script
 from tests.config.test_config import ALGORITHMS, PRESETS, composed
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.recording.run_record import state_of
+from sota_grpo.recording.run_files import state_of
 from tests.e2e.conftest import ROOT, SMALL, metrics, without_clock
 
 QUICK = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false", "env.num_heldout=4")

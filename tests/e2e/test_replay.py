@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sota_grpo.recording.metrics import declared
-from sota_grpo.recording.steps import StoredStep, read_step, step_of, stored_steps
+from sota_grpo.recording.stored_steps import StoredStep, read_step, step_of, stored_steps
 from tests.e2e.conftest import ENVIRONMENT, SMALL
 
 QUIET = ("engine=transformers", "check.mode=off", "eval.mode=off", "train.export_hf=false", "logging.report=false")

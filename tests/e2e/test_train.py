@@ -133,7 +133,7 @@ def test_evaluation_rows_and_their_errors(tmp_path: Path) -> None:
         share = row["eval/accuracy"]
         assert row["eval/stderr"] == pytest.approx(math.sqrt(share * (1 - share) / 7))
         assert 0 <= row["eval/avg_at_k"] <= 1
-    told = (line.partition("recording.heartbeat: ") for line in (tmp_path / "run" / "training.log").open())
+    told = (line.partition("recording.progress: ") for line in (tmp_path / "run" / "training.log").open())
     stages = [sentence.strip() for _, ours, sentence in told if ours and "so far" not in sentence]
     assert [stage.partition(" ")[0] for stage in stages] == [
         *("Reading", "Loading", "Starting", "Putting", "Waiting", "Handing", "Checking", "Evaluating", "The", "The"),

@@ -16,8 +16,8 @@ from sota_grpo.assembly import rollout
 from sota_grpo.config import Config
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.recording.heartbeat import Heartbeat
-from sota_grpo.recording.run_record import read_failure, read_json
+from sota_grpo.recording.progress import Heartbeat
+from sota_grpo.recording.run_files import read_failure, read_json
 from sota_grpo.run import entry
 from sota_grpo.run.app import CONTINUES, train
 from sota_grpo.sweeps import SWEEP_FILE

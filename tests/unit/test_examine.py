@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.errors import RunFailed
-from sota_grpo.recording.examine import ExamineLog, described, pick
+from sota_grpo.recording.run_log import ExamineLog, described, pick
 
 SEED = random.SystemRandom().randrange(1 << 30)
 NOON = datetime(2031, 2, 3, 12, 0, 5, tzinfo=UTC)

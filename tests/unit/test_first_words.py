@@ -14,8 +14,8 @@ from threading import Semaphore
 import pytest
 
 from sota_grpo.assembly.preflight import has_no_gpu
-from sota_grpo.recording import heartbeat as heartbeat_module
-from sota_grpo.recording.heartbeat import Heartbeat, started, starting
+from sota_grpo.recording import progress
+from sota_grpo.recording.progress import Heartbeat, started, starting
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "torchrl", "tensordict", "vllm", "ray", "datasets", "wandb", "plotly", "pyarrow")
@@ -170,7 +170,7 @@ def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCapt
 
 
 def test_the_beat_goes_on_beside_the_work_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat_module, "_LOOK_S", 0.001)
+    monkeypatch.setattr(progress, "_LOOK_S", 0.001)
     beats = Semaphore(0)
     monkeypatch.setattr(Heartbeat, "beat", lambda self: beats.release())
     with Heartbeat() as heartbeat:

@@ -12,8 +12,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from sota_grpo.config import Config, walk
-from sota_grpo.migration.account import FILES, Account, Facts
 from sota_grpo.migration.data import (
+    FILES,
+    Account,
+    Facts,
     example_columns,
     trl_overlong,
     trl_reward,
@@ -24,7 +26,7 @@ from sota_grpo.migration.data import (
 )
 from sota_grpo.migration.trl import trl_arguments, trl_script
 from sota_grpo.migration.verl import verl_options, verl_script
-from sota_grpo.recording.run_record import METRICS_FILE, read_evaluations
+from sota_grpo.recording.run_files import METRICS_FILE, read_evaluations
 from sota_grpo.tasks import make_task
 from tests.config.test_config import ALGORITHMS, PRESETS, composed
 
@@ -68,7 +70,7 @@ def others(config: Config, option: str) -> list[Config]:
 
 def verl_text(config: Config) -> str:
     options, account = verl_options(config, FACTS)
-    return json.dumps(options) + repr(account.remarks)
+    return json.dumps([options, account.comment()])
 
 
 def trl_text(config: Config) -> str:

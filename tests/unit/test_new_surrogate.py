@@ -8,7 +8,7 @@ import torch
 from sota_grpo.assembly.replay import _missing
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.functional.surrogates import SURROGATES, Surrogate
-from sota_grpo.migration.account import Facts
+from sota_grpo.migration.data import Facts
 from sota_grpo.migration.trl import trl_arguments
 from sota_grpo.migration.verl import verl_options
 from sota_grpo.rl.collate import pad_rows
@@ -63,4 +63,4 @@ def test_exporters_say_that_they_do_not_have_it() -> None:
     trl, of_trl = trl_arguments(config_of())
     assert (verl["actor_rollout_ref.actor.policy_loss.loss_mode"], trl["loss_type"]) == ("vanilla", "grpo")
     for account in (of_verl, of_trl):
-        assert "there is no such loss" in next(r.text for r in account.remarks if r.option == "algorithm.objective")
+        assert "there is no such loss" in account.remarks["algorithm.objective"]

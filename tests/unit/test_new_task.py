@@ -12,7 +12,7 @@ from sota_grpo.assembly.preflight import preflight
 from sota_grpo.assembly.rollout import bare_task, task_of
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.errors import UserError
-from sota_grpo.migration.card import Trained, model_card
+from sota_grpo.migration.export import Trained, model_card
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import chat
 from tests.config.test_config import composed

@@ -27,9 +27,9 @@ from sota_grpo.cli.replay import as_text
 from sota_grpo.config import Config
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.recording.run_files import METRICS_FILE
 from sota_grpo.recording.run_log import TRAINING_LOG
-from sota_grpo.recording.run_record import METRICS_FILE
-from sota_grpo.recording.steps import Origin, StoredStep, read_step, stored_steps
+from sota_grpo.recording.stored_steps import Origin, StoredStep, read_step, stored_steps
 from sota_grpo.run.app import train
 
 SMALL = (

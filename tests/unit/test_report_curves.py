@@ -10,8 +10,7 @@ import pytest
 
 from sota_grpo.recording.metrics import METRICS
 from sota_grpo.report import data as module
-from sota_grpo.report.data import BANDS, curves, family, names, stride_for
-from sota_grpo.report.read import RunData
+from sota_grpo.report.data import BANDS, RunData, curves, family, names, stride_for
 
 
 def run_of(*rows: dict[str, Any]) -> RunData:

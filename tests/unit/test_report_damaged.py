@@ -13,10 +13,9 @@ import pytest
 import yaml
 
 from sota_grpo.cli import main
-from sota_grpo.recording.run_record import whole_lines
-from sota_grpo.report import write_report
-from sota_grpo.report.data import report_json
-from sota_grpo.report.read import find_runs, read_runs
+from sota_grpo.recording.run_files import whole_lines
+from sota_grpo.report import report_json, write_report
+from sota_grpo.report.data import find_runs, read_runs
 from sota_grpo.sweeps import read_sweep
 from tests.report_rigs import write_run
 from tests.unit.test_report_page import page_of

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from sota_grpo.functional.divergences import kl_k1, kl_k2, kl_k3
-from sota_grpo.recording.run_record import ROLLOUTS_FILE
+from sota_grpo.recording.run_files import ROLLOUTS_FILE
+from sota_grpo.report.data import read_run
 from sota_grpo.report.groups import choose_groups, scan, spread, token_columns
-from sota_grpo.report.read import read_run
 from tests.report_rigs import WORDS, write_run
 
 

@@ -15,11 +15,9 @@ import pytest
 
 from sota_grpo.cli import main
 from sota_grpo.errors import UserError
-from sota_grpo.recording.run_record import METRICS_FILE, ROLLOUTS_FILE
-from sota_grpo.report import TrainingReport, write_report
-from sota_grpo.report.data import seeds_of_one_config
-from sota_grpo.report.page import MAX_BYTES
-from sota_grpo.report.read import read_run
+from sota_grpo.recording.run_files import METRICS_FILE, ROLLOUTS_FILE
+from sota_grpo.report import MAX_BYTES, TrainingReport, seeds_of_one_config, write_report
+from sota_grpo.report.data import read_run
 from tests.report_rigs import HOSTILE, write_run
 
 

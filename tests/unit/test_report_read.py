@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.errors import UserError
-from sota_grpo.recording.run_record import METRICS_FILE, note_failure
-from sota_grpo.report.read import find_runs, read_run, read_runs
+from sota_grpo.recording.run_files import METRICS_FILE, note_failure
+from sota_grpo.report.data import find_runs, read_run, read_runs
 from tests.report_rigs import write_run
 
 

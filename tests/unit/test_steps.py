@@ -15,8 +15,8 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording import step_log
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS
-from sota_grpo.recording.step_log import StoredTurns, rollout_rows, text_pieces
-from sota_grpo.recording.steps import (
+from sota_grpo.recording.step_log import StoredTurns, rollout_rows
+from sota_grpo.recording.stored_steps import (
     STEPS_FOLDER,
     Origin,
     StoredStep,
@@ -25,6 +25,7 @@ from sota_grpo.recording.steps import (
     save_step,
     step_of,
     stored_steps,
+    text_pieces,
 )
 
 ORIGIN = Origin(device="cpu", precision="fp32", num_ranks=0, num_threads=2, rng=torch.arange(5, dtype=torch.uint8))

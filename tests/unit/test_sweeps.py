@@ -14,7 +14,7 @@ import pytest
 
 from sota_grpo.cli.sweep import add_command
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.recording.run_record import FAILURE_FILE, LOCK_FILE, RUN_FILE, is_held, note_failure, read_failure
+from sota_grpo.recording.run_files import FAILURE_FILE, LOCK_FILE, RUN_FILE, is_held, note_failure, read_failure
 from sota_grpo.sweeps import (
     SWEEP_FILE,
     as_csv,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.config import Config, flat
-from sota_grpo.recording.sinks.base import SAMPLES_EVERY, CopySink, without_secrets
+from sota_grpo.recording.sinks import SAMPLES_EVERY, CopySink, without_secrets
 from sota_grpo.text import readable
 
 FOLDER = "tensorboard"

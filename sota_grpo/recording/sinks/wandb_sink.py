@@ -16,12 +16,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sota_grpo.config import Config
-from sota_grpo.recording.sinks.base import SAMPLES_EVERY, SECRET_NAMES, CopySink, without_secrets
+from sota_grpo.recording.sinks import SAMPLES_EVERY, SECRET_NAMES, CopySink, without_secrets
 from sota_grpo.text import readable, sentence
 
 RUN_ID_FILE = "wandb_run_id.txt"
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _FINISH_TIMEOUT_S = 120.0  # an upload that never ends must not keep a finished run alive
 
 
@@ -121,12 +121,12 @@ class WandbSink(CopySink):
             return
         self._run.define_metric("*", step_metric="step")
         if self.mode == "online":
-            _log.info("W&B run: %s", self._run.url)
+            logger.info("W&B run: %s", self._run.url)
 
     def _go_offline(self, why: str) -> None:
         self.mode = "offline"
         pattern = shlex.quote(str(self._dir / "wandb")) + "/offline-run-*"
-        _log.warning("W&B records offline, because %s; upload later with: wandb sync %s", why, pattern)
+        logger.warning("W&B records offline, because %s; upload later with: wandb sync %s", why, pattern)
 
     def _run_id(self) -> str:
         path = self._dir / RUN_ID_FILE

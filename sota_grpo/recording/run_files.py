@@ -1,4 +1,4 @@
-"""The small files of a run directory, and what they say about its run; nothing here needs torch.
+"""The files of a run directory by name, and what they say about its run; nothing here needs torch.
 
 A run may be writing them while they are read, and somebody may have damaged them.
 """
@@ -9,13 +9,13 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sota_grpo.config import walk
-from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.errors import UserError
 from sota_grpo.files import write_json
 from sota_grpo.text import sentence
 
@@ -27,6 +27,7 @@ EVALUATED = "eval/accuracy"  # stands in the rows that are evaluations
 OVERRIDES_FILE = ".hydra/overrides.yaml"  # Hydra's own, there before anything else
 CHECKPOINTS = "checkpoints"
 INPUTS = "inputs"  # what was passed in Python as an object
+GATE_FILE = "gate.json"
 FAILURE_FILE = "failure.json"  # why a run ended too early; gone as soon as it trains again
 LOCK_FILE = ".lock"
 
@@ -185,12 +186,12 @@ def _parsed_config(path: Path, _written: int) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     try:
-        found = OmegaConf.to_container(OmegaConf.load(path))
+        content = OmegaConf.to_container(OmegaConf.load(path))
     except OSError:
         raise
     except Exception as error:  # PyYAML and OmegaConf have a family of errors each
         raise UserError(f"{path} is not the YAML of a config; remove it, and the rest is read.") from error
-    config = {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+    config = {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
     sections = {name.partition(".")[0] for name, _, _ in walk() if "." in name}
     odd = [name for name in sections & config.keys() if not isinstance(config[name], dict)]
     if odd:
@@ -212,44 +213,3 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):  # of another user, or of another program
         return {}
     return record if isinstance(record, dict) else {}
-
-
-GATE_FILE = "gate.json"
-
-
-class Outcome(Protocol):
-    """What a check of the gate says of itself; the record keeps exactly this."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def passed(self) -> bool: ...
-    @property
-    def sentence(self) -> str: ...
-    @property
-    def seconds(self) -> float: ...
-
-
-def write_gate(run_dir: str | os.PathLike[str], mode: str, checks: Sequence[Outcome]) -> None:
-    """Replace the run's ``gate.json`` by the outcome of these checks; atomic.
-
-    Args:
-        run_dir: exists already.
-        mode: ``check.mode``; with ``off`` there are no checks, and the file says so.
-
-    Raises:
-        RunFailed: the file cannot be written.
-
-    >>> import json, tempfile
-    >>> from types import SimpleNamespace
-    >>> run_dir = Path(tempfile.mkdtemp())
-    >>> write_gate(run_dir, "warn", [SimpleNamespace(name="ratio", passed=True, sentence="it is 1", seconds=0.25)])
-    >>> json.loads((run_dir / GATE_FILE).read_text())["checks"]
-    [{'name': 'ratio', 'passed': True, 'sentence': 'it is 1', 'seconds': 0.25}]
-    """
-    path = Path(run_dir) / GATE_FILE
-    found = [{"name": c.name, "passed": c.passed, "sentence": c.sentence, "seconds": c.seconds} for c in checks]
-    try:
-        write_json(path, {"mode": mode, "checks": found})
-    except OSError as error:
-        raise RunFailed(f"{path} cannot be written ({error.strerror}); free space there and start again.") from error

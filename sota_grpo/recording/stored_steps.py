@@ -13,7 +13,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,10 +31,12 @@ STEPS_FOLDER = "steps"
 MOST_BYTES = 2 << 30  # of all stored turns; the oldest go first, but for turn 0
 
 _NAME = re.compile(r"step_(\d{6,})\.pt")
-_WRITTEN_BY_THE_LEARNER = (keys.LOSS_WEIGHT, keys.PROXIMAL_LOG_PROBS)
-_STAND_IN_THE_FULL_TOKENS = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)
+# what the learner writes, and what stands in the full tokens
+_LEFT_OUT = (keys.LOSS_WEIGHT, keys.PROXIMAL_LOG_PROBS, keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)
 _ROW_TEXTS = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.RESPONSE_TEXT, keys.REWARD_INFO)
 _FIELD_TEXTS = ("query", "answer", "prompt", "response")
+_HALF = "\ufffd"  # what a decoder writes for bytes that are not a whole character
+_MOST_HELD = 64  # tokens that are decoded together before their text is given up as one
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class StoredStep:
         metrics: its row of ``metrics.jsonl``.
         rows: what the learner was given, one TensorDict per response.
         fields: per row :data:`sota_grpo.recording.run_log.ROLLOUT_FIELDS`.
-        pieces: per row the text of each token after the prompt; see :func:`sota_grpo.recording.step_log.text_pieces`.
+        pieces: per row the text of each token after the prompt; see :func:`text_pieces`.
         measured: per row ``[2, T_i]``, the learner's log-probs and entropies before the turn, in nats, without dropout,
             0 off the assistant mask; None where they were not looked at.
         origin: what computed it.
@@ -87,10 +89,10 @@ class StoredStep:
         ``log_probs`` (of the behaviour policy), ``policy_log_probs``, ``ref_log_probs``, ``entropy``: nats, 0 off the
         assistant mask; None, not a list, where there is no such quantity.
         """
-        found = []
-        for index, (row, fields, pieces) in enumerate(zip(self.rows, self.fields, self.pieces)):
+        samples = []
+        measured: Sequence[Any] = self.measured or [(None, None)] * len(self.rows)
+        for row, fields, pieces, (own, entropy) in zip(self.rows, self.fields, self.pieces, measured, strict=True):
             start = row.get(keys.PROMPT_TOKENS).shape[-1]
-            own, entropy = (None, None) if self.measured is None else self.measured[index]
             values = {
                 "assistant": row.get(keys.ASSISTANT_MASK),
                 "log_probs": row.get(keys.LOG_PROBS),
@@ -99,8 +101,8 @@ class StoredStep:
                 "entropy": entropy,
             }
             lists = {name: None if value is None else value[start:].tolist() for name, value in values.items()}
-            found.append({**fields, "pieces": pieces, **lists})
-        return found
+            samples.append({**fields, "pieces": pieces, **lists})
+        return samples
 
 
 def stored_steps(run_dir: str | os.PathLike[str]) -> list[Path]:
@@ -111,8 +113,8 @@ def stored_steps(run_dir: str | os.PathLike[str]) -> list[Path]:
     []
     """
     folder = Path(run_dir) / STEPS_FOLDER
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=step_of)
+    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(paths, key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -145,7 +147,12 @@ def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes
             f"{path} cannot be written ({error.strerror}); free space there, or set logging.store_steps=false, then "
             "train.resume=auto continues from the last checkpoint."
         ) from error
-    _prune(run_dir, path, most_bytes)
+    others = stored_steps(run_dir)
+    excess = sum(other.stat().st_size for other in others) - most_bytes
+    for other in others:
+        if excess > 0 and other != path and step_of(other) > 0:
+            excess -= other.stat().st_size
+            other.unlink()
     return path
 
 
@@ -174,31 +181,26 @@ def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
         leftover.unlink()
 
 
-def _prune(run_dir: str | os.PathLike[str], newest: Path, most_bytes: int) -> None:
-    paths = stored_steps(run_dir)
-    excess = sum(path.stat().st_size for path in paths) - most_bytes
-    for path in paths:
-        if excess > 0 and path != newest and step_of(path) > 0:
-            excess -= path.stat().st_size
-            path.unlink()
-
-
 def _content(stored: StoredStep) -> dict[str, Any]:
     """Tensors, numbers and JSON: what ``torch.load(weights_only=True)`` reads, whatever characters the texts have."""
-    texts = _Texts()
-    fields = [{**each, **{name: texts.index(each[name]) for name in _FIELD_TEXTS}} for each in stored.fields]
+    texts: dict[str, int] = {}  # every text once, and its index; siblings share theirs
+
+    def index(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
+    fields = [{**each, **{name: index(each[name]) for name in _FIELD_TEXTS}} for each in stored.fields]
     of_rows = [[_text_of(row, key) for row in stored.rows] for key in _ROW_TEXTS]
     return {
         "step": stored.step,
         "metrics": {name: None if value is None else float(value) for name, value in stored.metrics.items()},
         "columns": _columns(stored.rows),
         "prompt_tokens": torch.tensor([row.get(keys.PROMPT_TOKENS).shape[-1] for row in stored.rows]),
-        "row_texts": [[None if text is None else texts.index(text) for text in column] for column in of_rows],
+        "row_texts": [[None if text is None else index(text) for text in column] for column in of_rows],
         "fields": json.dumps(fields),
         "pieces": json.dumps(["".join(pieces) for pieces in stored.pieces]),
         "piece_lengths": [torch.tensor([len(piece) for piece in pieces]) for pieces in stored.pieces],
         "measured": None if stored.measured is None else torch.cat(stored.measured, dim=-1),
-        "texts": json.dumps(list(texts.found)),
+        "texts": json.dumps(list(texts)),
         "origin": asdict(stored.origin),
     }
 
@@ -207,9 +209,9 @@ def _stored(content: Mapping[str, Any]) -> StoredStep:
     texts = json.loads(content["texts"])
     rows = _rows(content["columns"], content["prompt_tokens"].tolist())
     for key, column in zip(_ROW_TEXTS, content["row_texts"], strict=True):
-        for row, place in zip(rows, column, strict=True):
-            if place is not None:
-                row.set(key, NonTensorData(texts[place]))
+        for row, index in zip(rows, column, strict=True):
+            if index is not None:
+                row.set(key, NonTensorData(texts[index]))
     fields = json.loads(content["fields"])
     for each in fields:
         each.update({name: texts[each[name]] for name in _FIELD_TEXTS})
@@ -226,25 +228,14 @@ def _stored(content: Mapping[str, Any]) -> StoredStep:
     )
 
 
-class _Texts:
-    """Every text once; siblings share theirs."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, int] = {}
-
-    def index(self, text: str) -> int:
-        return self.found.setdefault(text, len(self.found))
-
-
 def _columns(rows: Sequence[TensorDictBase]) -> list[tuple[list[str], list[int], list[list[int]], Tensor]]:
     """Each tensor entry joined over the rows that have it: its name, those rows, its shape in each, its values."""
-    found: dict[tuple[str, ...], dict[int, Tensor]] = {}
+    columns: dict[tuple[str, ...], dict[int, Tensor]] = {}
     for index, row in enumerate(rows):
         for name, value in row.items(include_nested=True, leaves_only=True):
             path = (name,) if isinstance(name, str) else name
-            left_out = name in _WRITTEN_BY_THE_LEARNER or name in _STAND_IN_THE_FULL_TOKENS
-            if isinstance(value, Tensor) and not left_out:
-                found.setdefault(path, {})[index] = value.detach().cpu()
+            if isinstance(value, Tensor) and name not in _LEFT_OUT:
+                columns.setdefault(path, {})[index] = value.detach().cpu()
     return [
         (
             list(path),
@@ -252,7 +243,7 @@ def _columns(rows: Sequence[TensorDictBase]) -> list[tuple[list[str], list[int],
             [list(value.shape) for value in values.values()],
             torch.cat([value.reshape(-1) for value in values.values()]),
         )
-        for path, values in found.items()
+        for path, values in columns.items()
     ]
 
 
@@ -260,10 +251,10 @@ def _rows(
     columns: Sequence[tuple[list[str], list[int], list[list[int]], Tensor]], prompt_tokens: Sequence[int]
 ) -> list[TensorDictBase]:
     rows: list[TensorDictBase] = [TensorDict({}, batch_size=[]) for _ in prompt_tokens]
-    for path, places, shapes, flat in columns:
-        parts = flat.split([torch.Size(shape).numel() for shape in shapes])
-        for index, shape, part in zip(places, shapes, parts, strict=True):
-            rows[index].set(tuple(path), part.view(shape))
+    for path, indexes, shapes, flat in columns:
+        values = flat.split([torch.Size(shape).numel() for shape in shapes])
+        for index, shape, value in zip(indexes, shapes, values, strict=True):
+            rows[index].set(tuple(path), value.view(shape))
     for row, length in zip(rows, prompt_tokens):
         full = row.get(keys.FULL_TOKENS)
         row.set(keys.PROMPT_TOKENS, full[:length])
@@ -279,3 +270,47 @@ def _text_of(row: TensorDictBase, key: str | tuple[str, ...]) -> str | None:
 def _cut(text: str, lengths: Tensor) -> list[str]:
     ends = lengths.cumsum(0).tolist()
     return [text[start:end] for start, end in zip([0, *ends], ends)]
+
+
+def text_pieces(
+    ids: Sequence[int], decode: Callable[[Sequence[int]], str], alone: Callable[[int], str] | None = None
+) -> list[str]:
+    """What each token adds to ``decode(ids)``; joined, the pieces are exactly that text.
+
+    A token that ends in the middle of a character adds nothing, and the one that completes it all of it. Where a
+    decoder drops the space before a word that it is given alone, the space belongs to the word.
+
+    Args:
+        ids: of one response.
+        decode: the tokenizer's, of several tokens.
+        alone: the same of one token, perhaps remembered; None: ``decode``.
+
+    >>> text_pieces([0xE2, 0x82, 0xAC, 0x35], lambda ids: bytes(ids).decode(errors="replace"))
+    ['', '', '€', '5']
+    """
+    whole, at = decode(ids), 0
+    pieces: list[str] = []
+    held: list[int] = []
+    for token in ids:
+        held.append(token)
+        end = None
+        if len(held) <= _MOST_HELD:
+            text = alone(token) if alone is not None and len(held) == 1 else decode(held)
+            end = _end(whole, at, text)
+        pieces.append("" if end is None else whole[at:end])
+        if end is not None:
+            at, held = end, []
+    if pieces:
+        pieces[-1] += whole[at:]
+    return pieces
+
+
+def _end(whole: str, at: int, text: str) -> int | None:
+    """Where ``text`` ends if ``whole`` goes on with it at ``at``, perhaps behind spaces; None: not, or not yet."""
+    if text.endswith(_HALF):
+        return None
+    while not whole.startswith(text, at):
+        if not whole.startswith(" ", at):
+            return None
+        at += 1
+    return at + len(text)

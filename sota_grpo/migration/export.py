@@ -1,0 +1,339 @@
+"""What ``sota-grpo export`` writes: a folder that is complete under its name, or not there; a model
+comes with its card."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sota_grpo.assembly.compose import PATH_OPTIONS, load_config
+from sota_grpo.assembly.evaluation import EXPORTED, exported_turns, find_checkpoint, load_trained
+from sota_grpo.assembly.learning import add_adapter, make_model
+from sota_grpo.assembly.rollout import make_env, task_of
+from sota_grpo.config import SECRETS, Config, model_name, turn_size, walk
+from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.files import atomic_folder
+from sota_grpo.migration.data import Account, Facts, trl_rows, verl_rows, write_jsonl, write_parquet
+from sota_grpo.migration.trl import NEXT as TRL_NEXT
+from sota_grpo.migration.trl import VERSION as TRL_VERSION
+from sota_grpo.migration.trl import trl_script
+from sota_grpo.migration.verl import VERSION as VERL_VERSION
+from sota_grpo.migration.verl import verl_options, verl_script
+from sota_grpo.policy.load import TINY, load_tokenizer, resolve_model_path, save_hf
+from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
+from sota_grpo.recording.run_files import CONFIG_FILE, read_evaluations
+from sota_grpo.rewards.grading import LocalGrader
+from sota_grpo.rl.task import Task
+from sota_grpo.tasks import task_class
+
+_VERL_REWARD = '''"""The reward of {name}: sota_grpo's own grader, as verl calls it."""
+
+from pathlib import Path
+
+from sota_grpo.migration.data import verl_reward
+
+compute_score = verl_reward(Path(__file__).with_name("config.yaml"))
+'''
+
+
+def write_hf(run_dir: Path, out: Path, *, step: int | None = None, adapter: bool = False) -> int:
+    """The trained model, merged or as a PEFT adapter, with its card. Returns the turns after which it is taken.
+
+    The model that a finished run exported is copied; else it is made from a checkpoint.
+
+    Raises:
+        UserError: no run, no such checkpoint, an adapter of a run without LoRA, or a folder that is in use.
+    """
+    config = load_config(run_dir)
+    if adapter and not config.train_model.lora.enabled:
+        raise UserError(f"{run_dir} trained all weights, so there is no adapter; leave --adapter out.")
+    exported = exported_turns(run_dir, config) if step is None and not adapter else None
+    turns, checkpoint = (exported, None) if exported is not None else find_checkpoint(run_dir, step)
+    with _new_folder(out, run_dir) as folder:
+        if checkpoint is None:
+            shutil.copytree(run_dir / EXPORTED, folder, dirs_exist_ok=True)
+        else:
+            model = add_adapter(config, make_model(config, torch.device("cpu")))
+            load_trained(checkpoint, model)
+            tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
+            if adapter:
+                model.save_pretrained(folder)  # type: ignore[operator]
+                tokenizer.save_pretrained(folder)
+            else:
+                folder.rmdir()  # save_hf makes it
+                save_hf(model, tokenizer, folder)
+        trained = Trained(run_dir.resolve().name, turns, adapter, read_evaluations(run_dir))
+        (folder / "README.md").write_text(model_card(config, trained), encoding="utf-8")
+    return turns
+
+
+def write_verl(run_dir: Path, out: Path) -> Account:
+    """verl's command line, its data and its reward function.
+
+    Raises:
+        UserError: no run, data that cannot be loaded, or a folder that is in use.
+    """
+    config, task, facts = _opened(run_dir)
+    ours = _versions()["sota_grpo"]
+    options, account = verl_options(config, facts)
+    heading = [
+        f"{facts.name}, a run of sota_grpo {ours}, as a command of verl {VERL_VERSION}, whose options are in",
+        f"verl/trainer/config at the tag v{VERL_VERSION} of github.com/verl-project/verl.",
+        "reward.py is sota_grpo's grader: it has to be installed where verl runs (pip install --no-deps sota-grpo).",
+    ]
+    with _new_folder(out, run_dir) as folder:
+        write_parquet(folder / "train.parquet", verl_rows(task, task.train, "train"))
+        heldout = task.heldout[: config.eval.num_samples]
+        write_parquet(folder / "heldout.parquet", verl_rows(task, heldout, "heldout"))
+        _write_config(config, folder)
+        (folder / "reward.py").write_text(_VERL_REWARD.format(name=facts.name), encoding="utf-8")
+        script = folder / "run_verl.sh"
+        script.write_text(verl_script(options, account, heading), encoding="utf-8")
+        script.chmod(0o755)
+    return account
+
+
+def write_trl(run_dir: Path, out: Path) -> None:
+    """TRL's script and its data.
+
+    Raises:
+        UserError: as :func:`write_verl`.
+    """
+    config, task, facts = _opened(run_dir)
+    ours = _versions()["sota_grpo"]
+    heading = [
+        f"{facts.name}, a run of sota_grpo {ours}, as a script for TRL {TRL_VERSION}",
+        f"(pip install 'trl>={TRL_VERSION},<{TRL_NEXT}'); the reward is sota_grpo's own grader.",
+    ]
+    with _new_folder(out, run_dir) as folder:
+        write_jsonl(folder / "train.jsonl", trl_rows(task, task.train))
+        _write_config(config, folder)
+        (folder / "train.py").write_text(trl_script(config, facts, heading), encoding="utf-8")
+
+
+def _opened(run_dir: Path) -> tuple[Config, Task, Facts]:
+    """The config, the task with its data, and what else a translation asks for."""
+    config = load_config(run_dir)
+    task = task_of(config)
+    tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
+    env = make_env(config, task, tokenizer, LocalGrader(task.score, task.term_weights))
+    model = resolve_model_path(model_name(config))
+    if Path(model).is_dir():
+        model = str(Path(model).resolve())
+    return config, task, Facts(model, run_dir.resolve().name, env.check_prompts(), len(task.train))
+
+
+def _write_config(config: Config, folder: Path) -> None:
+    """What the grader reads, without secrets; a file of reward functions comes along."""
+    from omegaconf import OmegaConf
+
+    plain = asdict(config)
+    plain["engine"]["api_key"] = plain["engine"]["url"] = None
+    path = config.reward.path
+    if path is not None:
+        source = Path(path).expanduser()
+        shutil.copy(source, folder / source.name)
+        plain["reward"]["path"] = source.name
+    (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
+
+
+@contextmanager
+def _new_folder(out: Path, run_dir: Path) -> Iterator[Path]:
+    """A folder beside ``out`` that takes its place at the end; only our own earlier export is replaced.
+
+    Raises:
+        UserError: ``out`` is in use, or cannot be written.
+        RunFailed: the file system refused later.
+    """
+    is_ours = out.resolve().parent == (run_dir / "export").resolve()
+    if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} is not empty; give another folder, or empty it.")
+    try:
+        with ExitStack() as stack:
+            try:
+                partial = stack.enter_context(atomic_folder(out))
+            except OSError as error:
+                raise UserError(f"--out {out} cannot be written ({error.strerror}).") from error
+            yield partial
+    except OSError as error:
+        if isinstance(error, UserError):
+            raise
+        raise RunFailed(f"--out {out} cannot be written ({error.strerror or error}).") from error
+
+
+_SHOWN = ("algorithm.", "optimizer.", "policy.", "train_model.lora.")  # hyperparameters, defaults included
+_AMOUNTS = (
+    *("env.repeats", "train.dialog_turns_per_batch", "train.optim_batch_size", "train.epochs"),
+    *("train.total_dialog_turns", "train.max_policy_age", "inference_model.max_tokens", "inference_model.temperature"),
+    "seed",
+)
+_PRIVATE = (*SECRETS, "engine.url", "ray.address", "logging.project", "logging.run_name")
+_PATHS = (*PATH_OPTIONS, "train.resume")
+
+_TEXT = """---
+# The licence is yours to choose (license: ...); that of the base model has to be kept.
+{front}
+---
+
+# {title}
+
+{base} after {turns} turns of {algorithm} on {task} ({responses:,} responses), trained with sota_grpo {version}.
+
+## Results
+
+Held-out problems of the training task, evaluated during training; means with the standard error over problems.
+
+{results}
+
+## How to load it
+
+```python
+{loading}
+```
+
+`vllm serve FOLDER` {serving}. It is measured again with
+`sota-grpo eval FOLDER --task {dataset} inference_model.max_tokens={max_tokens}`.
+
+## Training
+
+| option | value |
+|---|---|
+{options}
+
+<details><summary>The whole configuration</summary>
+
+```yaml
+{config}```
+
+</details>
+
+Versions: {versions}.
+"""
+_MERGED = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto", device_map="auto")"""
+_ADAPTER = """from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoPeftModelForCausalLM.from_pretrained("FOLDER", dtype="auto", device_map="auto")"""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is exported.
+
+    Args:
+        name: of the run.
+        turns: after which the model was taken.
+        is_adapter: the adapter alone, not merged.
+        evaluations: rows of ``metrics.jsonl`` that hold ``eval/accuracy``.
+    """
+
+    name: str
+    turns: int
+    is_adapter: bool
+    evaluations: Sequence[Mapping[str, Any]]
+
+
+def model_card(config: Config, trained: Trained) -> str:
+    """``README.md`` as the hub reads it: YAML between dashes, then text.
+
+    Paths are shown without their folders, and keys and addresses not at all. Of the evaluations those up to the turn of
+    the model are shown.
+    """
+    from omegaconf import OmegaConf
+
+    public = published(config)
+    base = public.model.name or model_name(public)
+    shown = [(name, value) for name, _, value in walk(public) if name.startswith(_SHOWN) or name in _AMOUNTS]
+    return _TEXT.format(
+        front="\n".join(_front(config, trained)),
+        title=f"{base.rpartition('/')[2]} trained by {config.algorithm.name} on {config.env.dataset}",
+        base=base,
+        turns=trained.turns,
+        algorithm=config.algorithm.name,
+        task=public.env.dataset + ("" if public.env.dataset_path is None else f" ({public.env.dataset_path})"),
+        dataset=config.env.dataset,
+        max_tokens=config.inference_model.max_tokens,
+        responses=trained.turns * turn_size(config),
+        version=_versions()["sota_grpo"],
+        results="\n".join(_results(config, trained)),
+        loading=_ADAPTER if trained.is_adapter else _MERGED,
+        serving="needs the merged model (`sota-grpo export --to hf`)" if trained.is_adapter else "serves it",
+        options="\n".join(f"| `{name}` | {value} |" for name, value in shown),
+        config=OmegaConf.to_yaml(OmegaConf.create(asdict(public))),
+        versions=", ".join(f"{name} {release}" for name, release in _versions().items()),
+    )
+
+
+def published(config: Config) -> Config:
+    """A copy that can be shown to everybody: no keys, addresses or names of projects, and files without their folders.
+
+    >>> config = Config()
+    >>> config.env.dataset_path, config.engine.api_key = "/home/me/data/train.jsonl", "secret"
+    >>> published(config).env.dataset_path, published(config).engine.api_key
+    ('train.jsonl', None)
+    """
+    from omegaconf import OmegaConf
+
+    node = OmegaConf.structured(config)
+    for name, item, value in walk(config):
+        if name in _PRIVATE:
+            OmegaConf.update(node, name, item.default)
+        elif name in _PATHS and isinstance(value, str) and Path(value).is_absolute():
+            OmegaConf.update(node, name, Path(value).name)
+    copy = OmegaConf.to_object(node)
+    assert isinstance(copy, Config)
+    return copy
+
+
+def _front(config: Config, trained: Trained) -> list[str]:
+    name, data = model_name(config), getattr(task_class(config.env.dataset), "hub_name", None)
+    lines = [
+        f"library_name: {'peft' if trained.is_adapter else 'transformers'}",
+        "pipeline_tag: text-generation",
+        "tags: [grpo, reinforcement-learning, sota-grpo, torchrl]",
+    ]
+    base = HUB_NAME if name == SMOLLM2 else name
+    if base != TINY and not Path(base).expanduser().is_dir():
+        kind = "adapter" if trained.is_adapter else "finetune"
+        lines += [f"base_model: {base}", f"base_model_relation: {kind}"]
+    if data is not None and config.env.dataset_path is None:
+        lines.append(f"datasets: [{data}]")
+    return lines
+
+
+def _results(config: Config, trained: Trained) -> list[str]:
+    known = [row for row in trained.evaluations if row["step"] <= trained.turns]
+    if not known:
+        return ["The run made no evaluation."]
+    count = config.eval.avg_at_k
+    columns = ["turns", "problems", "greedy", *([f"avg@{count}"] if count else [])]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for row in known:
+        shares = [_share(row, "eval/accuracy", "eval/stderr")]
+        shares += [_share(row, "eval/avg_at_k", "eval/avg_at_k_stderr")] if count else []
+        lines.append(f"| {row['step']} | {row.get('eval/num_samples') or '-'} | {' | '.join(shares)} |")
+    return lines
+
+
+def _share(row: Mapping[str, Any], mean: str, error: str) -> str:
+    return f"{100 * row[mean]:.1f} ± {100 * row[error]:.1f} %" if row.get(mean) is not None else "-"
+
+
+def _versions() -> dict[str, str]:
+    """Of what trained the model, as far as it is installed."""
+    versions = {"sota_grpo": "(not installed)"}  # run from its source folder
+    for name in ("sota_grpo", "torch", "transformers", "torchrl", "peft", "vllm"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
