@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from sota_grpo.engines import EngineOptions, make_engine
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines import Engine, EngineOptions, make_engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import Sampling, sample_seed

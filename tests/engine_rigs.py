@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 

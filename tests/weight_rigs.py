@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput
-from sota_grpo.workers.rollout import RolloutServant, _Call
+from sota_grpo.workers.rollout import RolloutServant
 from tests.engine_rigs import EOS, PAD, tiny_model
 
 TOKENS_HELD = 5
@@ -54,7 +54,7 @@ class WatchedServant(RolloutServant):
             dist.all_reduce(total)
             return WeightPack.of(engine._model.state_dict().items()), total.item()
 
-        return self._submit(_Call(look))
+        return self._submit(look)
 
     def resources(self) -> tuple[int, int]:
         return resources()

@@ -49,8 +49,7 @@ from sota_grpo.assembly.rollout import (
 )
 from sota_grpo.config import Config, model_name, turn_size
 from sota_grpo.config.validators import obstacles_to_a_broadcast
-from sota_grpo.engines import is_server
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines import Engine, is_server
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.envs.turns import TurnTokens
@@ -69,8 +68,8 @@ from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.workers.base import ServantSpec, promised
 from sota_grpo.workers.fleet import Fleet
-from sota_grpo.workers.fleet_engine import FleetEngine
 from sota_grpo.workers.reference import ReferenceService
+from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 
 logger = logging.getLogger(__name__)

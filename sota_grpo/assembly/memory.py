@@ -39,8 +39,8 @@ in the environment gives every larger tensor pages of its own, which ends that a
 autocast on a CPU the matrix library holds some 60 MiB more, which are not counted.
 
 **Those who only read a model** hold bytes beside its weights, too: the reference in its pass, an engine. The embedded
-engine's are those of :mod:`sota_grpo.engines.prompt_cache` and :mod:`sota_grpo.engines.hf`; vLLM takes the share of the
-device that it is given, and what is left of that after its weights and its largest pass are keys and values.
+engine's are those of :mod:`sota_grpo.engines.decode_attention` and :mod:`sota_grpo.engines.hf`; vLLM takes the share of
+the device that it is given, and what is left of that after its weights and its largest pass are keys and values.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: 
     return found
 
 
-PREFILL_TOKENS = 2048  # of one pass over prompts, see sota_grpo.engines.prompt_cache
+PREFILL_TOKENS = 2048  # of one pass over prompts, see sota_grpo.engines.decode_attention
 VLLM_PASS_TOKENS = 8192  # that vLLM computes at once, its default
 
 

@@ -11,8 +11,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from sota_grpo.config import Config, model_name, reward_names, walk
 from sota_grpo.config.validators import READERS
-from sota_grpo.engines import ENGINES, EngineOptions, is_server, make_engine, resolve_engine_name
-from sota_grpo.engines.base import Deadlines, Engine
+from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import resolve_model_path

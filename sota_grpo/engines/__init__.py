@@ -1,20 +1,168 @@
-"""Rollout engines behind one protocol, chosen by name; torch and an engine are imported when one is asked for."""
+"""What a rollout engine is: the protocol that all honour, what they are built from, and the kinds there are, by name.
+
+An engine never sees text. It is given token ids and returns the token ids it sampled (token-in token-out), with the
+log-probability of each under the distribution it was sampled from (after temperature) and the version of the weights
+that produced it. Torch and an engine are imported when one is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from sota_grpo.errors import UserError
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 
 if TYPE_CHECKING:
-    from sota_grpo.engines.base import Engine, EngineOptions
+    import torch
+    from transformers import PreTrainedModel
+
     from sota_grpo.engines.stepping import SteppingEngine
 
-__all__ = ["ENGINES", "Engine", "EngineOptions", "Kind", "is_server", "make_engine", "resolve_engine_name"]
+
+#: What the scripted engine says (request, sample, version), and how many seconds a group takes.
+Script = Callable[[GroupRequest, int, int], Sequence[int]]
+Duration = float | Callable[[GroupRequest], float]
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """How long the engine waits for the server, in seconds.
+
+    Args:
+        control: for the answer to anything but generating and loading, also while it generates.
+        generate: for one group, waiting for its turn in the server included.
+        push: until new weights are loaded.
+        start: until a server that is started here is ready.
+    """
+
+    control: float = 120.0
+    generate: float = 7200.0
+    push: float = 600.0
+    start: float = 600.0
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """From what an engine is built; each engine reads what concerns it.
+
+    Args:
+        model_path: folder or hub id of the policy, ``tiny`` or ``smollm2``.
+        engine: ``auto``, ``vllm``, ``transformers``, ``scripted``, ``vllm_server`` or ``sglang_server``.
+        eos_token_ids: the tokens that end a response.
+        pad_token_id: fills unused cells (transformers).
+        model: the policy without adapters where the caller has it in memory: transformers copies it, scripted reads
+            its vocabulary; without it both read ``model_path``, as all others always do.
+        dtype: of the engine's weights, ``float32``, ``bfloat16`` or ``float16``; ``auto`` is bfloat16 on CUDA, float32
+            on a CPU.
+        device: where transformers samples; None: CUDA where there is one. vLLM takes the first visible GPU.
+        max_model_len: context in tokens; None takes what the model or the server allows.
+        max_rows: most samples in flight at once.
+        trust_remote_code: run Python code that the model's repository brings along.
+        attn_implementation: of a model that transformers loads.
+        gpu_memory_utilization: share of the GPU's memory for weights and cache (vLLM and servers; unused on a CPU).
+        enforce_eager: no CUDA graphs; None: only on a CPU (vLLM and servers).
+        tensor_parallel_size: GPUs that hold one copy of the model (vLLM and servers). In vLLM each is a process that
+            it spawns: a script whose main module is imported again there needs ``if __name__ == "__main__":``.
+        seed: of the engine's own random state; no sample depends on it (vLLM and servers).
+        url: of a server that runs already, which may hold any weights of the model; None starts one. What such a
+            server is made of is its own business.
+        api_key: of the server at ``url``.
+        log_path: what a server that is started prints goes here.
+        environment: for it, on top of this process's (``CUDA_VISIBLE_DEVICES``, ...).
+        deadlines: of every wait for a server.
+        script: what the scripted engine says; None: random tokens.
+        duration_s: how long it takes.
+    """
+
+    model_path: str
+    _: KW_ONLY
+    eos_token_ids: Collection[int]
+    engine: str = "auto"
+    pad_token_id: int = 0
+    model: PreTrainedModel | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    max_model_len: int | None = None
+    max_rows: int = 256
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+    gpu_memory_utilization: float = 0.5
+    enforce_eager: bool | None = None
+    tensor_parallel_size: int = 1
+    seed: int = 0
+    url: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    log_path: str | Path = "server.log"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    script: Script | None = None
+    duration_s: Duration = 0.0
+
+    def is_eager(self, *, on_cpu: bool) -> bool:
+        """Whether nothing is captured: as ``enforce_eager`` says, else on a CPU."""
+        return on_cpu if self.enforce_eager is None else self.enforce_eager
+
+    def resolved(self) -> EngineOptions:
+        """With the ``device`` and ``dtype`` of this machine, and the folder of ``model_path``."""
+        import torch
+
+        from sota_grpo.policy.load import resolve_model_path  # brings transformers
+
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        automatic = "bfloat16" if device.startswith("cuda") else "float32"
+        dtype = automatic if self.dtype == "auto" else self.dtype
+        return replace(self, device=device, dtype=dtype, model_path=resolve_model_path(self.model_path))
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What samples groups: an engine in this process, a server, or many workers behind one front.
+
+    ``submit`` takes one group in and returns at once; groups of equal ids may be in flight together. A prompt that
+    leaves no room for one token raises ``ValueError`` there. A future that is cancelled takes its group along where the
+    engine is stepwise.
+    ``generate`` gives the groups of one call as they finish (:class:`~sota_grpo.engines.stepping.Streams`).
+
+    A ``stepwise`` engine samples only while somebody calls ``advance``, which takes in what was submitted, moves
+    everything in flight on by about one token and resolves what ended; it returns False where there was nothing to do.
+    Requests that were submitted between two steps begin together. Where an engine is not stepwise, ``advance`` does
+    nothing.
+
+    ``update_weights`` returns when the next sampled token of everything in flight comes from the new weights;
+    ``version`` then equals the version given. ``weight_dtype`` is the one that all its matrices have, so that pushed
+    ones may be rounded to it beforehand; None where they have several, or that is not known. ``close`` is idempotent
+    and leaves no process behind.
+
+    All may be called from any thread; what changes a stepwise engine waits for its turn.
+    """
+
+    name: str
+    version: int
+    max_model_len: int
+    stepwise: bool
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None: ...
+
+    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]: ...
+
+    def advance(self) -> bool: ...
+
+    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]: ...
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,12 +202,6 @@ def is_server(name: str) -> bool:
     (True, False)
     """
     return name in ENGINES and ENGINES[name].server
-
-
-def __getattr__(name: str) -> Any:
-    if name not in ("Engine", "EngineOptions"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.base"), name)
 
 
 def resolve_engine_name(name: str, *, device: str | None = None) -> str:

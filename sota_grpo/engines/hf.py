@@ -1,25 +1,145 @@
-"""The embedded engine: any transformers causal language model, no further install, CPU or one CUDA device."""
+"""The embedded engine: any transformers causal language model, no further install, CPU or one CUDA device.
+
+How it draws tokens (the processed distribution, inversion of its CDF), how it decodes groups together, the engine.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from sota_grpo.engines.base import EngineOptions, checked_weights, matrix_dtype, tied_names
-from sota_grpo.engines.decode_attention import use_decode_attention
-from sota_grpo.engines.prompt_cache import GroupCache, RepeatedPrompts, SharedPrompts
-from sota_grpo.engines.sampling import draw, sampled_probs, uniforms
-from sota_grpo.engines.stepping import SteppingEngine
+from sota_grpo.engines import EngineOptions
+from sota_grpo.engines.decode_attention import GroupCache, RepeatedPrompts, SharedPrompts, use_decode_attention
+from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, matrix_dtype, tied_names
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
 _SHRINK_BELOW = 0.9  # the batch is compacted when less than this share of its rows is still alive
+_BITS = 24  # every multiple of 2^-24 in [0, 1) is a float32
+_SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+
+
+_MIX = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift of int64 read as unsigned."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniforms(seeds: torch.Tensor, num: int) -> torch.Tensor:
+    """One stream of uniform numbers per seed: ``u[n, t] = (splitmix64(seeds[n] + (t + 1) gamma) >> 40) / 2^24``.
+
+    The number at position ``t`` depends on its seed and on ``t`` only: not on ``num``, the other rows or the device.
+
+    Args:
+        seeds: int64 ``[N]``.
+        num: numbers per stream.
+
+    Returns:
+        float32 ``[N, num]`` in ``[0, 1)``.
+
+    Source: splitmix64, Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
+
+    >>> u = uniforms(torch.tensor([3, 5]), 4)
+    >>> u.shape, bool((u == torch.cat([uniforms(torch.tensor([3]), 4), uniforms(torch.tensor([5]), 4)])).all())
+    (torch.Size([2, 4]), True)
+    """
+    counter = torch.arange(1, num + 1, dtype=torch.int64, device=seeds.device)
+    x = seeds[:, None] + counter * _GAMMA
+    for bits, multiplier in _MIX:
+        x = (x ^ _shift_right(x, bits)) * multiplier
+    x = x ^ _shift_right(x, 31)
+    return _shift_right(x, 64 - _BITS).to(torch.float32) / (1 << _BITS)
+
+
+def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The distribution that tokens are drawn from: ``softmax(keep(logits / temperature))``.
+
+    ``keep`` sets to minus infinity what top-k, then top-p, leaves out, so the rest is renormalised. At temperature 0
+    (greedy, a point mass) the raw distribution at temperature 1 is reported, as vLLM does.
+
+    Args:
+        logits: ``[N, V]``, any float type.
+        sampling: temperature, top_p, top_k.
+
+    Returns:
+        float32 ``[N, V]``.
+
+    >>> logits = torch.tensor([[0.0, 1.0, 2.0]])
+    >>> sampled_probs(logits, Sampling(max_tokens=1, top_k=1)).tolist()
+    [[0.0, 0.0, 1.0]]
+    """
+    scores = logits
+    if sampling.temperature > 0:
+        if sampling.temperature != 1:
+            scores = scores.to(torch.float32) / sampling.temperature
+        if 0 < sampling.top_k < scores.shape[-1]:
+            floor = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
+            scores = scores.masked_fill(scores < floor, -torch.inf)
+        if sampling.top_p < 1:
+            scores = _keep_nucleus(scores.to(torch.float32), sampling.top_p)
+    return scores.softmax(-1, dtype=torch.float32)
+
+
+def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keep the fewest most likely tokens whose mass reaches ``top_p``, at least one."""
+    ranked, order = scores.sort(dim=-1, descending=True)
+    probs = ranked.softmax(-1)
+    mass_before = probs.cumsum(-1) - probs
+    outside = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, mass_before >= top_p)
+    return scores.masked_fill(outside, -torch.inf)
+
+
+def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Invert the CDF: the first token whose cumulative probability exceeds ``u``; never one of probability 0.
+
+    The vocabulary is cut into about ``sqrt(V)`` runs of tokens: ``u`` first chooses a run by the sums of the runs, then
+    a token of it by what of ``u`` is left. Cumulative sums over all of it would take longer than the softmax before.
+
+    Args:
+        probs: float32 ``[N, V]``.
+        u: float32 ``[N]`` in ``[0, 1)``.
+
+    Returns:
+        int64 ``[N]``.
+
+    >>> draw(torch.tensor([[0.25, 0.0, 0.75]]).expand(3, 3), torch.tensor([0.0, 0.25, 0.99])).tolist()
+    [0, 2, 2]
+    """
+    vocab = probs.shape[1]
+    length = math.isqrt(vocab)
+    whole = vocab - vocab % length
+    sums = probs[:, :whole].unflatten(1, (-1, length)).sum(-1)
+    if whole < vocab:
+        sums = torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], dim=1)
+    run, rest = _invert(sums, u * sums.sum(-1))
+    tokens = run.unsqueeze(1) * length + torch.arange(length, device=probs.device)
+    inside = probs.gather(1, tokens.clamp(max=vocab - 1)).masked_fill_(tokens >= vocab, 0.0)
+    return run * length + _invert(inside, rest)[0]
+
+
+def _invert(mass: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the cumulative sum of ``mass`` ``[N, K]`` first exceeds ``threshold`` ``[N]``, and how far into it."""
+    cdf = mass.cumsum(-1)
+    total = cdf[:, -1]  # rounding may put the threshold above it, and then nothing would exceed the threshold
+    threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total))).unsqueeze(1)
+    index = torch.searchsorted(cdf, threshold, right=True)
+    entered = threshold - torch.where(index > 0, cdf.gather(1, (index - 1).clamp_min(0)), 0.0)
+    return index.squeeze(1), entered.squeeze(1)
 
 
 class GroupDecoder:
@@ -182,19 +302,12 @@ class GroupDecoder:
         return GroupOutput(self._requests[group].group_id, samples)
 
 
-_SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+def _num_rows(batch: Mapping[int, Flight]) -> int:
+    return sum(flight.request.num_samples for flight in batch.values())
 
 
-@dataclass
-class _Part:
-    """Groups that are decoded together, by ticket."""
-
-    groups: dict[int, tuple[GroupRequest, int]]  # ticket: request, room
-    sampling: Sampling
-
-    @property
-    def num_rows(self) -> int:
-        return sum(request.num_samples for request, _ in self.groups.values())
+def _sampling(batch: Mapping[int, Flight]) -> Sampling:
+    return next(iter(batch.values())).sampling
 
 
 class TransformersEngine(SteppingEngine):
@@ -224,7 +337,7 @@ class TransformersEngine(SteppingEngine):
         ValueError: the model keeps a state other than keys and values, or states no context length.
     """
 
-    name = "transformers"
+    name = label = "transformers"
 
     def __init__(
         self,
@@ -254,34 +367,24 @@ class TransformersEngine(SteppingEngine):
         self._max_rows = max_rows
         self._eos_token_ids = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
         self._pad_token_id = pad_token_id
-        self._waiting: deque[_Part] = deque()
+        self._waiting: deque[dict[int, Flight]] = deque()  # groups to be decoded together, by ticket
         self._running: list[tuple[list[int], GroupDecoder]] = []  # the tickets of a decoder's groups
         own: Any = copy.deepcopy(model) if copy_model else model
         self._model: PreTrainedModel | None = own.to(device=device, dtype=dtype)
         own.eval().requires_grad_(False)
         self.device = own.device
+        self._can_sleep = self.device.type != "cpu"
         self.weight_dtype = matrix_dtype(own.state_dict().values())
         self._tied = tied_names(own)
         self._shares_prompts = use_decode_attention(own)
 
-    def _start(
-        self, tickets: Sequence[int], requests: Sequence[GroupRequest], rooms: Sequence[int], sampling: Sampling
-    ) -> None:
-        self._bring_back()
-        for part in self._parts(requests):
-            groups = zip(tickets[part], zip(requests[part], rooms[part]))
-            self._waiting.append(_Part(dict(groups), sampling))
-
-    def _parts(self, requests: Sequence[GroupRequest]) -> Iterator[slice]:
-        """Consecutive groups of at most ``max_rows`` samples together."""
-        start = rows = 0
-        for i, request in enumerate(requests):
-            if rows and rows + request.num_samples > self._max_rows:
-                yield slice(start, i)
-                start, rows = i, 0
-            rows += request.num_samples
-        if rows:
-            yield slice(start, len(requests))
+    def _start(self, flights: Mapping[int, Flight]) -> None:
+        self._wake_now()
+        batch: dict[int, Flight] = {}  # consecutive groups of at most max_rows samples together
+        for ticket, flight in flights.items():
+            if not batch or _num_rows(batch) + flight.request.num_samples > self._max_rows:
+                self._waiting.append(batch := {})
+            batch[ticket] = flight
 
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
         self._start_waiting()
@@ -296,36 +399,35 @@ class TransformersEngine(SteppingEngine):
         """Start what waits, as much of it together as fits, once it is no less than what runs.
 
         A pass of the model costs much, a row little: the later turns of dialogs, which come one by one, would each take
-        a pass of their own. A part waits until all of it fits.
+        a pass of their own. A batch waits until all of it fits.
         """
         num_rows = sum(decoder.num_rows for _, decoder in self._running)
-        while self._waiting and num_rows <= sum(part.num_rows for part in self._waiting):
-            part = self._waiting[0]
-            if self._running and num_rows + part.num_rows > self._max_rows:
+        while self._waiting and num_rows <= sum(map(_num_rows, self._waiting)):
+            batch = self._waiting[0]
+            if self._running and num_rows + _num_rows(batch) > self._max_rows:
                 return
             self._waiting.popleft()
-            while self._waiting and self._waiting[0].sampling == part.sampling:
-                if num_rows + part.num_rows + self._waiting[0].num_rows > self._max_rows:
+            sampling = _sampling(batch)
+            while self._waiting and _sampling(self._waiting[0]) == sampling:
+                if num_rows + _num_rows(batch) + _num_rows(self._waiting[0]) > self._max_rows:
                     break
-                part.groups |= self._waiting.popleft().groups
-            requests, rooms = zip(*part.groups.values())
+                batch |= self._waiting.popleft()
             decoder = GroupDecoder(
                 self._require_open(),
-                requests,
-                part.sampling,
-                rooms,
+                [flight.request for flight in batch.values()],
+                sampling,
+                [flight.room for flight in batch.values()],
                 self._eos_token_ids,
                 self._pad_token_id,
                 shared=self._shares_prompts,
             )
-            self._running.append((list(part.groups), decoder))
+            self._running.append((list(batch), decoder))
             num_rows += decoder.num_rows
 
     def _drop(self, tickets: Collection[int]) -> None:
         gone = set(tickets)
-        for part in self._waiting:
-            part.groups = {ticket: group for ticket, group in part.groups.items() if ticket not in gone}
-        self._waiting = deque(part for part in self._waiting if part.groups)
+        kept = ({ticket: batch[ticket] for ticket in batch if ticket not in gone} for batch in self._waiting)
+        self._waiting = deque(batch for batch in kept if batch)
         for known, decoder in self._running:
             for group, ticket in enumerate(known):
                 if ticket in gone:
@@ -346,39 +448,21 @@ class TransformersEngine(SteppingEngine):
         """
         own = self._require_open().state_dict()
         shapes = {name: tensor.shape for name, tensor in own.items()}
-        given = checked_weights(weights, shapes, self._tied, tied_required=False)
+        pushed = checked_weights(weights, shapes, self._tied, tied_required=False)
         with self._turn():
-            for name, tensor in given.items():
+            for name, tensor in pushed.items():
                 if name not in self._tied:
                     own[name].copy_(tensor)
             self.version = version
 
-    def sleep(self) -> None:
-        """Free the device memory: the weights move to the CPU. Nothing to free on a CPU.
+    def _free_memory(self) -> None:
+        """The weights move to the CPU."""
+        self._require_open().cpu()
+        torch.cuda.empty_cache()
 
-        Raises:
-            RuntimeError: groups are in flight; their keys and values would stay behind.
-        """
-        with self._turn():
-            if self.device.type == "cpu":
-                return
-            if self.num_in_flight:
-                raise RuntimeError(
-                    f"The transformers engine was asked to sleep with {self.num_in_flight} groups in flight; consume "
-                    "or abort them first."
-                )
-            self._require_open().cpu()
-            torch.cuda.empty_cache()
-
-    def wake(self) -> None:
-        """Bring the weights back to the device; sampling does it by itself."""
-        with self._turn():
-            self._bring_back()
-
-    def _bring_back(self) -> None:
+    def _restore_memory(self) -> None:
         model: Any = self._require_open()
-        if model.device != self.device:
-            model.to(self.device)
+        model.to(self.device)
 
     def close(self) -> None:
         """Free the weights and forget what is in flight; idempotent."""

@@ -6,25 +6,16 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from sota_grpo.engines.base import Duration, EngineOptions, Script
-from sota_grpo.engines.sampling import uniforms
-from sota_grpo.engines.stepping import SteppingEngine
-from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.engines import Duration, EngineOptions, Script
+from sota_grpo.engines.hf import uniforms
+from sota_grpo.engines.stepping import Flight, SteppingEngine
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, sample_seed
 
 _LONGEST_SLEEP_S = 0.002  # so that a push of weights need not wait for a long group
-
-
-@dataclass(frozen=True)
-class _Flight:
-    request: GroupRequest
-    room: int
-    sampling: Sampling
-    version: int
 
 
 class ScriptedEngine(SteppingEngine):
@@ -44,13 +35,14 @@ class ScriptedEngine(SteppingEngine):
             the one that ends first comes out first.
         max_model_len: context in tokens, prompt and response together.
 
+    >>> from sota_grpo.rl.records import Sampling
     >>> engine = ScriptedEngine(lambda request, sample, version: [5, 6 + sample], eos_token_id=0)
     >>> request = GroupRequest(group_id=3, prompt_ids=(1, 2), num_samples=2, seed=0)
     >>> [sample.token_ids.tolist() for sample in next(engine.generate([request], Sampling(max_tokens=8))).samples]
     [[5, 6, 0], [5, 7, 0]]
     """
 
-    name = "scripted"
+    name = label = "scripted"
 
     def __init__(
         self,
@@ -71,18 +63,17 @@ class ScriptedEngine(SteppingEngine):
         self._vocab_size = vocab_size
         self._log_prob = -math.log(vocab_size) if log_prob is None else log_prob
         self._duration_s = duration_s
-        self._flying: list[tuple[float, int, _Flight]] = []  # a heap by end (monotonic seconds), then ticket
+        # a heap by end (monotonic seconds), then ticket; last is the version that is served to the group
+        self._flying: list[tuple[float, int, Flight, int]] = []
 
     def _require_open(self) -> None:
         """A script has nothing to close."""
 
-    def _start(
-        self, tickets: Sequence[int], requests: Sequence[GroupRequest], rooms: Sequence[int], sampling: Sampling
-    ) -> None:
+    def _start(self, flights: Mapping[int, Flight]) -> None:
         now = time.monotonic()
-        for ticket, request, room in zip(tickets, requests, rooms):
-            duration = self._duration_s(request) if callable(self._duration_s) else self._duration_s
-            heapq.heappush(self._flying, (now + duration, ticket, _Flight(request, room, sampling, self.version)))
+        for ticket, flight in flights.items():
+            duration = self._duration_s(flight.request) if callable(self._duration_s) else self._duration_s
+            heapq.heappush(self._flying, (now + duration, ticket, flight, self.version))
 
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
         wait = self._flying[0][0] - time.monotonic()
@@ -91,8 +82,8 @@ class ScriptedEngine(SteppingEngine):
         now = time.monotonic()
         ended = []
         while self._flying and self._flying[0][0] <= now:
-            _, ticket, flight = heapq.heappop(self._flying)
-            ended.append((ticket, self._group(flight)))
+            _, ticket, flight, version = heapq.heappop(self._flying)
+            ended.append((ticket, self._group(flight, version)))
         return ended
 
     def _drop(self, tickets: Collection[int]) -> None:
@@ -100,29 +91,23 @@ class ScriptedEngine(SteppingEngine):
         self._flying = [entry for entry in self._flying if entry[1] not in gone]
         heapq.heapify(self._flying)
 
-    def _group(self, flight: _Flight) -> GroupOutput:
-        request, room, version = flight.request, flight.room, flight.version
-        greedy = flight.sampling.temperature == 0
+    def _group(self, flight: Flight, version: int) -> GroupOutput:
+        request, room, sampling, _ = flight
         samples = []
         for index in range(request.num_samples):
-            ids = self._to_end(self._script(request, 0 if greedy else index, version))
-            if flight.sampling.ignore_eos:
+            script = self._script(request, 0 if sampling.temperature == 0 else index, version)
+            ids = [*itertools.takewhile(lambda token: token != self._eos_token_id, script), self._eos_token_id]
+            if sampling.ignore_eos:
                 ids = list(itertools.islice(itertools.cycle(ids), room + 1))
-            samples.append(self._sample(ids, room, version))
+            length = min(len(ids), room)
+            sample = Sample(
+                token_ids=torch.tensor(ids[:room], dtype=torch.int64),
+                log_probs=torch.full((length,), self._log_prob, dtype=torch.float32),
+                versions=torch.full((length,), version, dtype=torch.int64),
+                truncated=len(ids) > room,
+            )
+            samples.append(sample)
         return GroupOutput(group_id=request.group_id, samples=tuple(samples))
-
-    def _to_end(self, script: Sequence[int]) -> list[int]:
-        body = itertools.takewhile(lambda token: token != self._eos_token_id, script)
-        return [*body, self._eos_token_id]
-
-    def _sample(self, ids: list[int], room: int, version: int) -> Sample:
-        kept = ids[:room]
-        return Sample(
-            token_ids=torch.tensor(kept, dtype=torch.int64),
-            log_probs=torch.full((len(kept),), self._log_prob, dtype=torch.float32),
-            versions=torch.full((len(kept),), version, dtype=torch.int64),
-            truncated=len(ids) > room,
-        )
 
     def _uniform_tokens(self, request: GroupRequest, index: int, version: int) -> list[int]:
         seed = torch.tensor([sample_seed(request.seed, index, version)])
@@ -135,12 +120,6 @@ class ScriptedEngine(SteppingEngine):
         with self._turn():
             self.checksum, self.version = checksum, version
 
-    def sleep(self) -> None:
-        """Nothing to free."""
-
-    def wake(self) -> None:
-        """Nothing to restore."""
-
     def close(self) -> None:
         """Forget what is in flight."""
         self.abort()
@@ -150,13 +129,11 @@ def scripted_engine(options: EngineOptions) -> ScriptedEngine:
     """A script needs the size of the vocabulary and the context, so of a model on disk only the config is read."""
     from transformers import AutoConfig
 
-    trust = options.trust_remote_code
-    whole = (
-        options.model.config
-        if options.model
-        else AutoConfig.from_pretrained(options.model_path, trust_remote_code=trust)
-    )
-    config = whole.get_text_config()
+    if options.model:
+        config = options.model.config.get_text_config()
+    else:
+        whole = AutoConfig.from_pretrained(options.model_path, trust_remote_code=options.trust_remote_code)
+        config = whole.get_text_config()
     return ScriptedEngine(
         options.script,
         eos_token_id=min(options.eos_token_ids),

@@ -1,7 +1,7 @@
 """The engine over HTTP: groups become requests to an inference server, weights a file that the server reads.
 
 Token ids in, token ids out; no Ray, no inference library in this process. What differs between servers, paths and the
-form of requests and answers, is a :class:`~sota_grpo.engines.server_dialect.Dialect`; the rest is here.
+form of requests and answers, is a :class:`~sota_grpo.engines.inference_server.Dialect`; the rest is here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,24 +24,32 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from sota_grpo.engines.base import Deadlines, EngineOptions, checked_weights, expected_weights
-from sota_grpo.engines.server_dialect import (
+from sota_grpo.engines import Deadlines, EngineOptions
+from sota_grpo.engines.inference_server import (
     Dialect,
     HttpClient,
     Order,
     ServerError,
+    ServerProcess,
     ServerSilent,
     Versions,
+    start_server,
 )
-from sota_grpo.engines.server_process import ServerProcess, start_server
 from sota_grpo.engines.sglang_server import SGLangDialect
-from sota_grpo.engines.stepping import SteppingEngine
+from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights
 from sota_grpo.engines.vllm_server import VLLMDialect
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 
 logger = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
+_STEP_S = 0.05  # a step waits so long for a finished group
+_PROBE_EVERY_S = 10.0  # a server that finishes nothing for so long is asked whether it still works
+_DEATH_SHOWS_S = 5.0  # a broken connection may be the first sign of a death that the launcher sees a moment later
+_ABORT_S = 5.0  # closing waits so long for a server of somebody else to take the aborts
+_MAX_CONNECTIONS = 512
+_CONTROL_CONNECTIONS = 4  # pushing, probing and aborting go on while every row is waited for
+_DIALECTS: dict[str, type[Dialect]] = {dialect.name: dialect for dialect in (VLLMDialect, SGLangDialect)}
 
 
 class WeightFolder:
@@ -100,13 +108,6 @@ class WeightFolder:
         self._delete()
 
 
-_STEP_S = 0.05  # a step waits so long for a finished group
-_PROBE_EVERY_S = 10.0  # a server that finishes nothing for so long is asked whether it still works
-_DEATH_SHOWS_S = 5.0  # a broken connection may be the first sign of a death that the launcher sees a moment later
-_ABORT_S = 5.0  # closing waits so long for a server of somebody else to take the aborts
-_MAX_CONNECTIONS = 512
-
-
 class ServerEngine(SteppingEngine):
     """Samples with an inference server: one request per group, each waited for by a thread of its own.
 
@@ -151,7 +152,7 @@ class ServerEngine(SteppingEngine):
         deadlines: Deadlines | None = None,
     ):
         super().__init__()
-        self.name = dialect.name
+        self.name = self.label = dialect.name
         self.version = 0
         self._client, self._dialect, self._process = client, dialect, process
         self._shapes, self._tied, self._max_rows = shapes, tied, max_rows
@@ -160,12 +161,12 @@ class ServerEngine(SteppingEngine):
         self._weights = weight_folder or WeightFolder(shapes, None)
         self.weight_dtype = self._weights.dtype
         self._versions = Versions(secrets.token_hex(4))
-        self._can_sleep, self._asleep, self._closed = can_sleep, False, False
+        self._can_sleep, self._closed = can_sleep, False
         self._failure: Exception | None = None
         self._num_pushes = 0
         self._may_send = threading.Event()
         self._may_send.set()
-        self._sent: dict[int, tuple[GroupRequest, int, Sampling]] = {}  # in flight, by ticket
+        self._sent: dict[int, Flight] = {}  # by ticket
         self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[int, tuple[Sample, ...] | Exception]] = queue.SimpleQueue()
         self._dropped: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
@@ -206,14 +207,12 @@ class ServerEngine(SteppingEngine):
             )
         self._dialect.refuse(request, sampling)
 
-    def _start(
-        self, tickets: Sequence[int], requests: Sequence[GroupRequest], rooms: Sequence[int], sampling: Sampling
-    ) -> None:
+    def _start(self, flights: Mapping[int, Flight]) -> None:
         self._wake_now()
         if not self._sent:
             self._last_answer_at = time.monotonic()
-        for ticket, request, room in zip(tickets, requests, rooms):
-            self._sent[ticket] = (request, room, sampling)
+        for ticket, flight in flights.items():
+            self._sent[ticket] = flight
             self._waiting.put(ticket)
         while self._num_senders < min(len(self._sent), self._max_rows, _MAX_CONNECTIONS):
             self._num_senders += 1
@@ -222,9 +221,9 @@ class ServerEngine(SteppingEngine):
     def _send(self) -> None:
         while (ticket := self._waiting.get()) is not None:
             self._may_send.wait()
-            if (job := self._sent.get(ticket)) is None:
+            if (flight := self._sent.get(ticket)) is None:
                 continue
-            request, room, sampling = job
+            request, room, sampling, _ = flight
             order = Order(
                 name=self._name(ticket),
                 request=request,
@@ -254,15 +253,16 @@ class ServerEngine(SteppingEngine):
                 break
             wait_s = 0.0
             self._last_answer_at = time.monotonic()
-            job = self._sent.pop(ticket, None)
-            if job is None:
+            flight = self._sent.pop(ticket, None)
+            if flight is None:
                 continue  # aborted
+            request = flight.request
             if isinstance(answer, Exception):
                 self._fail(answer, "while it sampled")
-            elif len(answer) != job[0].num_samples:
-                self._fail(ServerError(f"The server answered {job[0].num_samples} samples with {len(answer)}."), "")
+            elif len(answer) != request.num_samples:
+                self._fail(ServerError(f"The server answered {request.num_samples} samples with {len(answer)}."), "")
             else:
-                ended.append((ticket, GroupOutput(group_id=job[0].group_id, samples=answer)))
+                ended.append((ticket, GroupOutput(group_id=request.group_id, samples=answer)))
         if not ended:
             self._check_alive()
         return ended
@@ -289,8 +289,8 @@ class ServerEngine(SteppingEngine):
 
     def _drop(self, tickets: Collection[int]) -> None:
         for ticket in tickets:
-            if (job := self._sent.pop(ticket, None)) is not None:
-                self._dropped.put((ticket, job[0].num_samples))
+            if (flight := self._sent.pop(ticket, None)) is not None:
+                self._dropped.put((ticket, flight.request.num_samples))
 
     def _abort_dropped(self) -> None:
         while (dropped := self._dropped.get()) is not None:
@@ -339,34 +339,11 @@ class ServerEngine(SteppingEngine):
         finally:
             self._may_send.set()
 
-    def sleep(self) -> None:
-        """Have a server that was started for it free GPU memory; else nothing.
+    def _free_memory(self) -> None:
+        self._dialect.sleep(self._client, self._deadlines.control)
 
-        Raises:
-            RuntimeError: groups are in flight; they would be lost.
-        """
-        with self._turn():
-            self._require_open()
-            if not self._can_sleep or self._asleep:
-                return
-            if self._sent:
-                raise RuntimeError(
-                    f"The {self.name} engine was asked to sleep with {len(self._sent)} groups in flight; consume or "
-                    "abort them first."
-                )
-            self._dialect.sleep(self._client, self._deadlines.control)
-            self._asleep = True
-
-    def wake(self) -> None:
-        """Undo :meth:`sleep`; sampling and pushing do it by themselves."""
-        with self._turn():
-            self._wake_now()
-
-    def _wake_now(self) -> None:
-        if self._asleep:
-            self._require_open()
-            self._dialect.wake(self._client, self._deadlines.control)
-            self._asleep = False
+    def _restore_memory(self) -> None:
+        self._dialect.wake(self._client, self._deadlines.control)
 
     def close(self) -> None:
         """End a server that was started here, drop the groups in flight of any other; idempotent."""
@@ -385,10 +362,6 @@ class ServerEngine(SteppingEngine):
             self._client.close()
             self._weights.close()
         self._resolve_ended()
-
-
-_CONTROL_CONNECTIONS = 4  # pushing, probing and aborting go on while every row is waited for
-_DIALECTS: dict[str, type[Dialect]] = {dialect.name: dialect for dialect in (VLLMDialect, SGLangDialect)}
 
 
 def server_engine(options: EngineOptions) -> ServerEngine:

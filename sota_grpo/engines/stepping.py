@@ -1,4 +1,4 @@
-"""What engines share: who drives them, streams of groups, and groups in flight on top of single steps."""
+"""What engines share: who drives them, streams of groups, groups in flight on top of single steps, and their checks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from sota_grpo.engines.base import Engine, response_rooms
+from sota_grpo.engines import Engine
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Result = TypeVar("Result")
 _IDLE_S = 0.005  # an engine without work is asked again so soon: another thread may have submitted some
@@ -186,17 +189,21 @@ class SteppingEngine(Streams, ABC):
     step, so what follows may push or submit.
 
     A subclass sets ``max_model_len``, takes ``with self._turn():`` around what must not run within a step (pushing
-    weights, sleeping), and writes the hooks below, which are called within a turn.
+    weights), and writes the hooks below, which are called within a turn. One that can free device memory says so in
+    ``_can_sleep`` and calls :meth:`_wake_now` where it needs that memory.
     """
 
     name: str
+    label: str  # in messages
     version: int
     max_model_len: int
     stepwise = True
     device = torch.device("cpu")  # where this process can compute with weights before it pushes them
-    weight_dtype: torch.dtype | None = None  # see :class:`~sota_grpo.engines.base.Engine`
+    weight_dtype: torch.dtype | None = None  # see :class:`~sota_grpo.engines.Engine`
+    _can_sleep = False
 
     def __init__(self) -> None:
+        self._asleep = False
         self._lock = FairLock()
         self._numbers = itertools.count()
         self._submitted: deque[Flight] = deque()
@@ -208,12 +215,6 @@ class SteppingEngine(Streams, ABC):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None: ...
 
     @abstractmethod
-    def sleep(self) -> None: ...
-
-    @abstractmethod
-    def wake(self) -> None: ...
-
-    @abstractmethod
     def close(self) -> None: ...
 
     @abstractmethod
@@ -221,10 +222,8 @@ class SteppingEngine(Streams, ABC):
         """Raise RuntimeError when the engine is closed."""
 
     @abstractmethod
-    def _start(
-        self, tickets: Sequence[int], requests: Sequence[GroupRequest], rooms: Sequence[int], sampling: Sampling
-    ) -> None:
-        """Take the groups in; ``rooms`` has the most response tokens of each."""
+    def _start(self, flights: Mapping[int, Flight]) -> None:
+        """Take groups in, by ticket; all have one sampling."""
 
     @abstractmethod
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
@@ -233,6 +232,12 @@ class SteppingEngine(Streams, ABC):
     @abstractmethod
     def _drop(self, tickets: Collection[int]) -> None:
         """Forget these groups, those already unknown too."""
+
+    def _free_memory(self) -> None:
+        """Called to sleep, with nothing in flight."""
+
+    def _restore_memory(self) -> None:
+        """Undo :meth:`_free_memory`."""
 
     def _refuse(self, request: GroupRequest, sampling: Sampling) -> None:
         """Raise ValueError for what this engine cannot do; called by :meth:`submit`, in any thread."""
@@ -284,6 +289,35 @@ class SteppingEngine(Streams, ABC):
             resolved = self._resolve_ended()
         return resolved or busy
 
+    def sleep(self) -> None:
+        """Free device memory until :meth:`wake`, or until it is needed; nothing where there is none to free.
+
+        Raises:
+            RuntimeError: groups are in flight; what they hold would be lost.
+        """
+        with self._turn():
+            if not self._can_sleep or self._asleep:
+                return
+            self._require_open()
+            if self.num_in_flight:
+                raise RuntimeError(
+                    f"The {self.label} engine was asked to sleep with {self.num_in_flight} groups in flight; consume "
+                    "or abort them first."
+                )
+            self._free_memory()
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`; sampling does it by itself."""
+        with self._turn():
+            self._wake_now()
+
+    def _wake_now(self) -> None:
+        if self._asleep:
+            self._require_open()
+            self._restore_memory()
+            self._asleep = False
+
     def abort(self) -> None:
         """Forget everything in flight; its futures raise RuntimeError."""
         with self._turn():
@@ -311,10 +345,9 @@ class SteppingEngine(Streams, ABC):
     def _start_together(self, flights: Sequence[Flight]) -> None:
         """An engine refuses all or none: where it refuses, each is tried alone."""
         by_ticket = {next(self._numbers): flight for flight in flights}
-        requests, rooms, samplings, _ = zip(*flights)
         self._flights |= by_ticket
         try:
-            self._start(list(by_ticket), requests, rooms, samplings[0])
+            self._start(by_ticket)
         except ValueError as error:
             self._drop(list(by_ticket))
             for ticket in by_ticket:
@@ -330,18 +363,18 @@ class SteppingEngine(Streams, ABC):
         self._ended.extend((self._flights.pop(ticket), output) for ticket, output in ended)
 
     def _resolve_ended(self) -> bool:
-        found = False
+        any_resolved = False
         with contextlib.suppress(IndexError):  # another thread may take the last one
             while self._ended:
                 flight, output = self._ended.popleft()
-                found = True
+                any_resolved = True
                 if not flight.future.set_running_or_notify_cancel():
                     continue
                 if isinstance(output, Exception):
                     flight.future.set_exception(output)
                 else:
                     flight.future.set_result(output)
-        return found
+        return any_resolved
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -367,3 +400,129 @@ class SteppingEngine(Streams, ABC):
             del self._flights[ticket]
         if tickets:
             self._drop(tickets)
+
+
+def response_rooms(requests: Sequence[GroupRequest], sampling: Sampling, max_model_len: int) -> list[int]:
+    """Most response tokens of each request: ``min(max_tokens, max_model_len - prompt tokens)``.
+
+    Raises:
+        ValueError: a prompt leaves no room for one token, a prompt is empty, or nothing is to be sampled.
+
+    >>> request = GroupRequest(group_id=0, prompt_ids=(1, 2, 3), num_samples=1, seed=0)
+    >>> response_rooms([request], Sampling(max_tokens=8), max_model_len=5)
+    [2]
+    """
+    if sampling.max_tokens < 1:
+        raise ValueError(f"max_tokens={sampling.max_tokens} leaves nothing to sample; use at least 1.")
+    for request in requests:
+        if not request.prompt_ids or request.num_samples < 1:
+            raise ValueError(
+                f"Group {request.group_id} has {len(request.prompt_ids)} prompt tokens and num_samples="
+                f"{request.num_samples}; both must be at least 1."
+            )
+        if len(request.prompt_ids) >= max_model_len:
+            raise ValueError(
+                f"The prompt of group {request.group_id} has {len(request.prompt_ids)} tokens and the context holds "
+                f"max_model_len={max_model_len}: no room for a response; raise max_model_len or drop the prompt."
+            )
+    return [min(sampling.max_tokens, max_model_len - len(request.prompt_ids)) for request in requests]
+
+
+def checked_weights(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    shapes: Mapping[str, torch.Size],
+    tied: Mapping[str, str],
+    *,
+    tied_required: bool,
+) -> dict[str, torch.Tensor]:
+    """The pushed weights by name, once it is certain that they replace every weight of the model.
+
+    Args:
+        weights: named tensors, names as in the ``state_dict()`` of the base model, adapters merged.
+        shapes: name and shape of every weight of the model.
+        tied: for each tied weight, the name of the weight it shares its values with.
+        tied_required: the tied names must be given too (vLLM needs them).
+
+    Raises:
+        ValueError: an unknown name, a missing name, a wrong shape, or a tied pair with different values.
+
+    >>> checked_weights([("a", torch.ones(2))], {"a": torch.Size([3])}, {}, tied_required=False)
+    Traceback (most recent call last):
+    ...
+    ValueError: The pushed weight a has shape [2] and the engine's has [3]; push the weights of the same model.
+    """
+    pushed = dict(weights)
+    if unknown := sorted(pushed.keys() - shapes.keys()):
+        raise ValueError(
+            f"{len(unknown)} of {len(pushed)} pushed weights are unknown to the engine, the first is {unknown[0]}; "
+            "push the state_dict() of the base model, adapters merged."
+        )
+    optional = set() if tied_required else tied.keys()
+    if missing := sorted(shapes.keys() - pushed.keys() - optional):
+        hint = ""
+        if missing[0] in tied:
+            hint = f" ({missing[0]} is tied to {tied[missing[0]]}, yet without it the engine would keep the old one)"
+        raise ValueError(
+            f"{len(missing)} of {len(shapes)} weights are missing from the push, the first is {missing[0]}{hint}; "
+            "push the whole state_dict(), not named_parameters()."
+        )
+    for name, tensor in pushed.items():
+        if tensor.shape != shapes[name]:
+            raise ValueError(
+                f"The pushed weight {name} has shape {list(tensor.shape)} and the engine's has {list(shapes[name])}; "
+                "push the weights of the same model."
+            )
+    for name, partner in tied.items():
+        if name in pushed and not _same_values(pushed[name], pushed[partner]):
+            raise ValueError(f"{name} and {partner} are tied in the engine's model but differ in the push; untie it.")
+    return pushed
+
+
+def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() or torch.equal(a, b)
+
+
+def matrix_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
+    """The dtype of all floating-point matrices among ``tensors``; None where they have several.
+
+    >>> matrix, vector = torch.ones(2, 2), torch.ones(2)
+    >>> matrix_dtype([matrix, vector.half()]), matrix_dtype([matrix, matrix.half()])
+    (torch.float32, None)
+    """
+    of_matrices = [tensor for tensor in tensors if tensor.ndim > 1 or not tensor.numel()]  # vLLM empties what it packs
+    dtypes = {tensor.dtype for tensor in of_matrices if tensor.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Each name in the state dict that shares its parameter with an earlier one, and that earlier name.
+
+    >>> embed, head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
+    >>> head.weight = embed.weight
+    >>> tied_names(torch.nn.ModuleDict({"embed": embed, "head": head}))
+    {'head.weight': 'embed.weight'}
+    """
+    first_name: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first_name.setdefault(id(parameter), name) != name:
+            tied[name] = first_name[id(parameter)]
+    return tied
+
+
+def expected_weights(
+    model: str | PreTrainedConfig, *, trust_remote_code: bool
+) -> tuple[dict[str, torch.Size], dict[str, str]]:
+    """Names and shapes of a model's ``state_dict()``, and its tied names, without allocating it.
+
+    Args:
+        model: its folder, or its config.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from sota_grpo.policy.load import MODEL_LOCK
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code) if isinstance(model, str) else model
+    with MODEL_LOCK, torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return {name: tensor.shape for name, tensor in built.state_dict().items()}, tied_names(built)

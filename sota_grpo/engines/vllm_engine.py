@@ -13,16 +13,17 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sota_grpo.engines.base import EngineOptions, checked_weights, expected_weights, matrix_dtype
-from sota_grpo.engines.stepping import SteppingEngine
-from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.engines import EngineOptions
+from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights, matrix_dtype
+from sota_grpo.engines.vllm_server import sampling_parameters
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample
 
 PROVIDER = "sota_grpo_cpu"
 
@@ -88,15 +89,15 @@ class VLLMEngine(SteppingEngine):
     computes with this process's OpenMP threads (``OMP_NUM_THREADS``), so it takes turns with the learner.
     """
 
-    name = "vllm"
+    name, label = "vllm", "vLLM"
 
     def __init__(self, options: EngineOptions):
         super().__init__()
         self.version = 0
         self._on_cpu = not torch.cuda.is_available()
+        self._can_sleep = not self._on_cpu  # vLLM cannot on a CPU
         self._eos_token_ids = sorted(options.eos_token_ids)
         self._requests: dict[int, GroupRequest] = {}  # in flight, by ticket; vLLM knows them as str(ticket)
-        self._asleep = False
         self._tensor_parallel_size = options.tensor_parallel_size
         if not self._on_cpu and options.tensor_parallel_size == 1:
             self.device = torch.device("cuda:0")  # vLLM takes the first that this process sees
@@ -106,7 +107,7 @@ class VLLMEngine(SteppingEngine):
             "dtype": options.dtype,
             "max_num_seqs": options.max_rows,
             "gpu_memory_utilization": options.gpu_memory_utilization,
-            "enforce_eager": self._on_cpu if options.enforce_eager is None else options.enforce_eager,
+            "enforce_eager": options.is_eager(on_cpu=self._on_cpu),
             "tensor_parallel_size": options.tensor_parallel_size,
             "seed": options.seed,
             "trust_remote_code": options.trust_remote_code,
@@ -116,42 +117,27 @@ class VLLMEngine(SteppingEngine):
         self._engine: Any = self._llm.llm_engine
         self.max_model_len = int(self._engine.model_config.max_model_len)
         self._engine.set_weight_version("0")
-        found = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
-        self.weight_dtype = found.pop() if len(found) == 1 else None
+        dtypes = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
+        self.weight_dtype = dtypes.pop() if len(dtypes) == 1 else None
         found_config, trusts = self._engine.model_config.hf_config, options.trust_remote_code
         self._shapes, self._tied = expected_weights(found_config, trust_remote_code=trusts)
 
-    def _start(
-        self, tickets: Sequence[int], requests: Sequence[GroupRequest], rooms: Sequence[int], sampling: Sampling
-    ) -> None:
-        self._wake_now()
-        for ticket, request, room in zip(tickets, requests, rooms):
-            self._requests[ticket] = request
-            self._add_request(str(ticket), request, room, sampling)
-
-    def _add_request(self, request_id: str, request: GroupRequest, room: int, sampling: Sampling) -> None:
+    def _start(self, flights: Mapping[int, Flight]) -> None:
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        greedy = sampling.temperature == 0
-        params = SamplingParams(
-            n=1 if greedy else request.num_samples,  # vLLM refuses n > 1 for greedy; the samples are equal anyway
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=room,
-            seed=sample_seed(request.seed),
-            stop_token_ids=[] if sampling.ignore_eos else self._eos_token_ids,
-            ignore_eos=sampling.ignore_eos,
-            logprobs=0,  # of the sampled token only
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        # The salt keys the prefix cache by version: it cannot be reset while other requests run.
-        prompt = tokens_input(list(request.prompt_ids), cache_salt=str(self.version))
-        self._engine.add_request(request_id, prompt, params)
+        self._wake_now()
+        for ticket, (request, room, sampling, _) in flights.items():
+            self._requests[ticket] = request
+            params = SamplingParams(
+                **sampling_parameters(request, sampling, room, self._eos_token_ids),
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            # The salt keys the prefix cache by version: it cannot be reset while other requests run.
+            prompt = tokens_input(list(request.prompt_ids), cache_salt=str(self.version))
+            self._engine.add_request(str(ticket), prompt, params)
 
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
         # On CPU the only compiled function counts ranks that nobody reads; compiling it takes seconds per process.
@@ -181,8 +167,8 @@ class VLLMEngine(SteppingEngine):
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was copied then.
         """
         engine = self._require_open()
-        given = checked_weights(weights, self._shapes, self._tied, tied_required=True)
-        pairs = [(name, tensor.detach()) for name, tensor in given.items()]
+        pushed = checked_weights(weights, self._shapes, self._tied, tied_required=True)
+        pairs = [(name, tensor.detach()) for name, tensor in pushed.items()]
         if self._tensor_parallel_size > 1:  # the workers are other processes: the tensors travel as bytes
             pairs = [(name, tensor.cpu()) for name, tensor in pairs]
         with self._turn():
@@ -211,33 +197,12 @@ class VLLMEngine(SteppingEngine):
         finally:
             core.resume_scheduler()
 
-    def sleep(self) -> None:
-        """On CUDA, move the weights to the host and drop the cache; nothing on CPU, where vLLM cannot.
+    def _free_memory(self) -> None:
+        """The weights move to the host, and the cache is dropped."""
+        self._engine.sleep(level=1)
 
-        Raises:
-            RuntimeError: requests are running; they would be lost.
-        """
-        with self._turn():
-            engine = self._require_open()
-            if self._on_cpu or self._asleep:
-                return
-            if self.num_in_flight:
-                raise RuntimeError(
-                    f"The vLLM engine was asked to sleep with {self.num_in_flight} groups in flight; consume or abort "
-                    "them first."
-                )
-            engine.sleep(level=1)
-            self._asleep = True
-
-    def wake(self) -> None:
-        """Undo :meth:`sleep`; sampling and pushing do it by themselves."""
-        with self._turn():
-            self._wake_now()
-
-    def _wake_now(self) -> None:
-        if self._asleep:
-            self._require_open().wake_up()
-            self._asleep = False
+    def _restore_memory(self) -> None:
+        self._engine.wake_up()
 
     def close(self) -> None:
         """Shut vLLM down and free its memory; idempotent."""

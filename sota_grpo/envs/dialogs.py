@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Streams
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed

@@ -172,11 +172,6 @@ class Pipeline:
         self._finished(group, rows)
 
 
-def never() -> bool:
-    """Nobody asks to stop."""
-    return False
-
-
 class RolloutSource:
     """Batches of complete groups, none older than ``max_policy_age``.
 
@@ -238,7 +233,7 @@ class RolloutSource:
         seed: int = 0,
         refill: bool = False,
         max_draws: int = 10,
-        should_stop: Callable[[], bool] = never,
+        should_stop: Callable[[], bool] = lambda: False,
         wait_deadline_s: float = math.inf,
         metrics_extra: Callable[[], Mapping[str, float]] = dict,
         threaded: bool = True,

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines import Engine
 from sota_grpo.errors import UserError
 from sota_grpo.functional import kl_k3
 from sota_grpo.policy.causal import CausalPolicy

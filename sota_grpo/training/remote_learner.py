@@ -22,9 +22,8 @@ from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import GradientGap, sample_seed
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
-from sota_grpo.workers.base import Worker, WorkerDied
+from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
-from sota_grpo.workers.starting import IDLE_METHOD, Start
 from sota_grpo.workers.threads import ServantThread
 from sota_grpo.workers.weight_transfer import Rendezvous, WeightLayout, WeightSender
 
@@ -152,7 +151,7 @@ class RemoteLearner:
         share: makes a large argument travel once, as :meth:`sota_grpo.workers.base.Launcher.share` does.
         silence_s: longest time without progress: one micro-batch, or one optimizer step, or one gathered state.
         start_silence_s: longest time in which no rank that is starting does anything, or one does not answer
-            (:class:`sota_grpo.workers.starting.Start`).
+            (:class:`sota_grpo.workers.base.Start`).
         grace_s: after one rank's exception, how long the others may take to answer.
     """
 

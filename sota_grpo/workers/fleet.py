@@ -14,12 +14,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from sota_grpo.workers.base import Launcher, ServantSpec, Worker, WorkerDied
-from sota_grpo.workers.host import ConstructionFailed
+from sota_grpo.workers.base import IDLE_METHOD, ConstructionFailed, Launcher, ServantSpec, Start, Worker, WorkerDied
 from sota_grpo.workers.slots import (
     Broadcast,
     Broadcasts,
-    LeastLoaded,
     Limits,
     OnDemand,
     Slot,
@@ -30,14 +28,14 @@ from sota_grpo.workers.slots import (
     TimeoutPolicy,
     Timers,
 )
-from sota_grpo.workers.starting import IDLE_METHOD, Start
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between two starts that fail
+_GOODBYE_S = 10.0  # longest wait for threads that are starting a worker when the fleet is closed
 
 
 class Supervisor:
-    """The state of a fleet. Every method is called on one thread; none blocks; each costs O(log tasks) or less.
+    """The state of a fleet. Every method is called on one thread; none blocks; each costs O(workers + log tasks).
 
     Args:
         role, method, limits: as in :class:`~sota_grpo.workers.fleet.Fleet`.
@@ -63,7 +61,7 @@ class Supervisor:
         self.slots = [Slot(role, index) for index in range(count)]
         self._role, self._method, self._limits, self._launch, self._post = role, method, limits, launch, post
         self._queue: list[Task] = []
-        self._least_loaded = LeastLoaded(limits.capacity)
+        self._offered: dict[int, Slot] = {}  # ready, with room for a task; who waits longest comes first
         max_deaths = limits.max_attempts * count
         self._broadcasts = Broadcasts(role, self.slots, self.timers, self._ask, self._lose, max_deaths)
 
@@ -151,7 +149,7 @@ class Supervisor:
         slot.state, slot.has_run, slot.failed_starts = "ready", True, 0
         logger.info("%s is ready.", slot.who)
         slot.heard_s = self.timers.now_s()
-        self._least_loaded.put(slot)
+        self._offer(slot)
         self._tick(slot, slot.life)
         if not self.ready.done() and all(other.has_run for other in self.slots):
             self.ready.set_result(None)
@@ -182,12 +180,17 @@ class Supervisor:
         heapq.heappush(self._queue, task)
         self._dispatch()
 
+    def _offer(self, slot: Slot) -> None:
+        """The slot's tasks have changed: it is the last in the line of those that have as many."""
+        self._offered.pop(slot.index, None)
+        if len(slot.tasks) < self._limits.capacity:
+            self._offered[slot.index] = slot
+
     def _dispatch(self) -> None:
-        while self._queue and (slot := self._least_loaded.least()) is not None:
-            task = heapq.heappop(self._queue)
-            self._least_loaded.take(slot)
+        while self._queue and self._offered:
+            task, slot = heapq.heappop(self._queue), min(self._offered.values(), key=lambda slot: len(slot.tasks))
             slot.tasks[task.number] = task
-            self._least_loaded.put(slot)
+            self._offer(slot)
             task.since_s = self.timers.now_s()
             self._ask(slot, self._method, task.args, self._done, task)
             self._time(slot)
@@ -199,9 +202,8 @@ class Supervisor:
         if isinstance(error, WorkerDied):
             self._lose(slot, error)
             return
-        self._least_loaded.take(slot)
         del slot.tasks[task.number]
-        self._least_loaded.put(slot)
+        self._offer(slot)
         self._dispatch()
         if error is None:
             task.future.set_result(future.result())
@@ -224,10 +226,8 @@ class Supervisor:
             self._time(slot)
             return
         what = f"{slot.who} was at one task for more than {timeout.limit_s:g} s"
-        self._least_loaded.take(slot)
         for task in overdue:
             del slot.tasks[task.number]
-        self._least_loaded.put(slot)
         self._lose(slot, what)
         for task in overdue:
             task.future.set_exception(TaskOverdue(what, task.progress))
@@ -235,7 +235,7 @@ class Supervisor:
     def _lose(self, slot: Slot, why: str | WorkerDied) -> None:
         """Replace a ready worker and queue its tasks again, where they were."""
         who = slot.who
-        self._least_loaded.take(slot)
+        self._offered.pop(slot.index, None)
         tasks, slot.tasks = list(slot.tasks.values()), {}
         failed = [task for task in tasks if task.workers_lost + 1 >= self._limits.max_attempts]
         for task in tasks:
@@ -324,30 +324,6 @@ class Supervisor:
         future.add_done_callback(partial(self._post, then, slot, slot.life, *about))
 
 
-_GOODBYE_S = 10.0  # longest wait for threads that are starting a worker when the fleet is closed
-
-
-def starter(
-    launcher: Launcher, role: str, spec: ServantSpec, placements: Sequence[Mapping[str, Any]] = ()
-) -> Callable[[int], Worker]:
-    """The ``start`` of a :class:`Fleet`: names are ``role-0``, and ``role-0.1`` for the first replacement in that slot.
-
-    Args:
-        launcher: of every worker.
-        role: first part of the names.
-        spec: what each runs.
-        placements: of slot 0, 1, ...: keywords of the launcher's ``start``; empty when it needs none.
-    """
-    starts: dict[int, int] = {}
-
-    def start(index: int) -> Worker:
-        number = starts[index] = starts.get(index, -1) + 1
-        name = f"{role}-{index}" + (f".{number}" if number else "")
-        return launcher.start(name, spec, **(placements[index] if placements else {}))
-
-    return start
-
-
 class Fleet:
     """``count`` workers of one role behind one queue.
 
@@ -373,7 +349,7 @@ class Fleet:
             raises in a slot where none has worked yet is not repeated.
 
     >>> from sota_grpo.workers.threads import ThreadLauncher
-    >>> spec = ServantSpec("sota_grpo.workers.reward:RewardServant", {"score": len, "term_names": ("length",)})
+    >>> spec = ServantSpec("sota_grpo.rewards.grading:RewardServant", {"score": len, "term_names": ("length",)})
     >>> fleet = Fleet("reward", starter(ThreadLauncher(), "reward", spec), 2, capacity=4)
     >>> fleet.wait_ready()
     >>> fleet.submit([]).result(), fleet.broadcast("ping", deadline_s=10.0), fleet.names
@@ -553,3 +529,24 @@ class Fleet:
 
     def _closed(self) -> WorkerDied:
         return WorkerDied(f"the {self._role} fleet was closed")
+
+
+def starter(
+    launcher: Launcher, role: str, spec: ServantSpec, placements: Sequence[Mapping[str, Any]] = ()
+) -> Callable[[int], Worker]:
+    """The ``start`` of a :class:`Fleet`: names are ``role-0``, and ``role-0.1`` for the first replacement in that slot.
+
+    Args:
+        launcher: of every worker.
+        role: first part of the names.
+        spec: what each runs.
+        placements: of slot 0, 1, ...: keywords of the launcher's ``start``; empty when it needs none.
+    """
+    starts: dict[int, int] = {}
+
+    def start(index: int) -> Worker:
+        number = starts[index] = starts.get(index, -1) + 1
+        name = f"{role}-{index}" + (f".{number}" if number else "")
+        return launcher.start(name, spec, **(placements[index] if placements else {}))
+
+    return start

@@ -22,8 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.orphans import end_group_with, ending
-from sota_grpo.workers.base import ServantSpec, WorkerDied
-from sota_grpo.workers.host import PID_METHOD, Host, OpenCalls, child_environment, outcome, portable
+from sota_grpo.workers.base import Host, OpenCalls, ServantSpec, WorkerDied, child_environment, outcome, portable
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
+    "from sota_grpo.workers.processes import serve_child; serve_child(int(sys.argv[3]), int(sys.argv[4]))"
+)
+_EXIT_S = 1.0  # from the end of the socket to the end of the process
+_REAP_S = 10.0  # longest wait of kill() for the kernel
+_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # what others end a process with
+_STDERR = 2  # descriptor
+_EXPENDABLE = "1000"  # oom_score_adj: the kernel ends such a process first when memory runs out
 
 
 class Message:
@@ -68,17 +77,6 @@ class Shared:
 
 def _unshare(body: bytes, buffers: list[Any]) -> Any:
     return pickle.loads(body, buffers=buffers)
-
-
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
-    "from sota_grpo.workers.processes import serve_child; serve_child(int(sys.argv[3]), int(sys.argv[4]))"
-)
-_EXIT_S = 1.0  # from the end of the socket to the end of the process
-_REAP_S = 10.0  # longest wait of kill() for the kernel
-_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # what others end a process with
-_STDERR = 2  # descriptor
-_EXPENDABLE = "1000"  # oom_score_adj: the kernel ends such a process first when memory runs out
 
 
 class ProcessEndedItself(WorkerDied):
@@ -130,9 +128,7 @@ class ProcessWorker:
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         number, future = self._calls.open()
-        if method == PID_METHOD:
-            self._calls.resolve(number, True, self.pid)
-        elif not future.done():
+        if not future.done():
             try:
                 self._outbox.put(Message.of((number, method), args))
             except Exception as error:  # arguments that cannot be pickled are this call's failure

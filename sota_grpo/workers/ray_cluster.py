@@ -25,10 +25,17 @@ from typing import Any
 import numpy as np
 
 from sota_grpo.orphans import descendants, die_with_parent, guard
-from sota_grpo.workers.base import ServantSpec
-from sota_grpo.workers.host import Host, OpenCalls, child_environment, outcome
+from sota_grpo.workers.base import Host, OpenCalls, ServantSpec, child_environment, outcome
 
+logger = logging.getLogger(__name__)
 Place = tuple[int, str]  # pid, and the machine on which it means something
+_SHARED_MEMORY = Path("/dev/shm")
+_LISTENER_S = 10.0  # longest wait for a cluster's address to accept
+_OBEY_S = 1.0  # longest wait of kill() for Ray
+_GONE_S = 10.0  # longest wait of kill() for the kernel
+# Ray's own switches: every service of a cluster that this process starts listens on 127.0.0.1 only.
+_LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+_NO_IDLE_WORKERS = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
 
 
 class Shared:
@@ -100,16 +107,6 @@ def machine_id() -> str:
     if sys.platform != "linux":
         return ""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-
-
-logger = logging.getLogger(__name__)
-_SHARED_MEMORY = Path("/dev/shm")
-_LISTENER_S = 10.0  # longest wait for a cluster's address to accept
-_OBEY_S = 1.0  # longest wait of kill() for Ray
-_GONE_S = 10.0  # longest wait of kill() for the kernel
-# Ray's own switches: every service of a cluster that this process starts listens on 127.0.0.1 only.
-_LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-_NO_IDLE_WORKERS = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
 
 
 class RayWorker:
@@ -211,8 +208,8 @@ def cores_per_gpu() -> int:
     """The fewest cores to a GPU on any node of the cluster that this process is connected to; at least 1."""
     import ray
 
-    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    shares = [found.get("CPU", 0) // found["GPU"] for found in resources if found.get("GPU", 0)]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    shares = [node.get("CPU", 0) // node["GPU"] for node in nodes if node.get("GPU", 0)]
     return max(1, int(min(shares, default=1)))
 
 
@@ -385,8 +382,8 @@ def _require_listener(address: str | None) -> None:
 
 
 def _counts(resources: Mapping[str, float]) -> str:
-    found = {key: resources.get(key, 0) for key in ("CPU", "GPU")}
-    return ", ".join(f"{value:g} {key}" for key, value in found.items())
+    counts = {key: resources.get(key, 0) for key in ("CPU", "GPU")}
+    return ", ".join(f"{value:g} {key}" for key, value in counts.items())
 
 
 def _one_line(error: BaseException) -> str:

@@ -109,14 +109,14 @@ class ReferenceServant:
         self._thread.close()
 
     def _answer(self, rows: RaggedRows) -> list[np.ndarray]:
-        found = reference_log_probs(
+        log_probs = reference_log_probs(
             self._forward,
             rows.unpack(),
             pad_token_id=self._pad_token_id,
             token_budget=self._token_budget,
             shared_prompt=self._reference.shared_prompt,
         )
-        return [values.numpy() for values in found]
+        return [values.numpy() for values in log_probs]
 
     def _forward(self, padded: TensorDictBase) -> torch.Tensor:
         with torch.autocast(self._device_type, dtype=self._autocast, enabled=self._autocast is not None):
@@ -228,7 +228,7 @@ class ReferenceService:
             done.set_result(listed)
             return done
         answer = self.fleet.submit(RaggedRows.of(listed))
-        answer.add_done_callback(lambda found: resolve(done, lambda: self._write(listed, found.result())))
+        answer.add_done_callback(lambda answer: resolve(done, lambda: self._write(listed, answer.result())))
         return done
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
@@ -238,16 +238,16 @@ class ReferenceService:
         cut = [row.select(*_READ).auto_batch_size_()[:end] for row, end in zip(rows.unbind(0), ends.tolist())]
         count = min(self._num_workers, len(cut))  # every n-th row, so that rows sorted by length give equal parts
         answers = [self.fleet.submit(RaggedRows.of(cut[first::count])) for first in range(count)]
-        found = torch.zeros(tokens.shape)
+        log_probs = torch.zeros(tokens.shape)
         for first, answer in enumerate(answers):
             for index, values in zip(range(first, len(cut), count), answer.result(), strict=True):
-                found[index, : len(values)] = torch.tensor(values)
-        return found.to(tokens.device)
+                log_probs[index, : len(values)] = torch.tensor(values)
+        return log_probs.to(tokens.device)
 
     def close(self) -> None:
         self.fleet.close()
 
-    def _write(self, rows: list[TensorDictBase], found: Sequence[np.ndarray]) -> list[TensorDictBase]:
-        log_probs = [torch.tensor(values) for values in found]
+    def _write(self, rows: list[TensorDictBase], answers: Sequence[np.ndarray]) -> list[TensorDictBase]:
+        log_probs = [torch.tensor(values) for values in answers]
         write_reference(lazy_stack(rows), log_probs, in_reward_coeff=self._in_reward_coeff)
         return rows

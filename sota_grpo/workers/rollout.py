@@ -1,4 +1,4 @@
-"""A rollout engine as a servant: one thread owns it, everybody else gets futures."""
+"""Rollout workers: an engine as a servant that one thread owns, and many of them behind the protocol of one engine."""
 
 from __future__ import annotations
 
@@ -7,37 +7,31 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 
 import sota_grpo.workers.packing  # noqa: F401  (groups are pickled as three tensors from here on)
 from sota_grpo.engines import EngineOptions, make_engine
-from sota_grpo.engines.stepping import SteppingEngine
+from sota_grpo.engines.stepping import SteppingEngine, Streams, response_rooms
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.base import WorkerDied, promised
-from sota_grpo.workers.weight_transfer import Rendezvous, WeightLayout, WeightReceiver
+from sota_grpo.workers.fleet import Fleet
+from sota_grpo.workers.weight_transfer import Rendezvous, WeightLayout, WeightReceiver, WeightTransfer
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Run:
-    request: GroupRequest
-    sampling: Sampling
-    future: Future[GroupOutput] = field(default_factory=promised)
+class _Job(NamedTuple):
+    """What the engine loop has to do: ``future`` gets what ``action`` returns, or what a returned future gets."""
 
-
-@dataclass(frozen=True)
-class _Call:
     action: Callable[[SteppingEngine], Any]
-    future: Future[Any] = field(default_factory=promised)
+    future: Future[Any]
 
 
 class RolloutServant:
@@ -65,7 +59,7 @@ class RolloutServant:
     """
 
     def __init__(self, make_engine: Callable[[], SteppingEngine]):
-        self._inbox: queue.SimpleQueue[_Run | _Call | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
         self._base: WeightPack | None = None
@@ -79,7 +73,7 @@ class RolloutServant:
 
     def run(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """Sample one group; ``ValueError`` where its prompt leaves no room for a response."""
-        return self._submit(_Run(request, sampling))
+        return self._submit(lambda engine: engine.submit(request, sampling))
 
     def set_base(self, pack: WeightPack) -> Future[None]:
         """Keep the weights that adapters are merged into from now on (a view of memory that workers may share)."""
@@ -87,7 +81,7 @@ class RolloutServant:
         def keep(engine: SteppingEngine) -> None:
             self._base = pack
 
-        return self._submit(_Call(keep))
+        return self._submit(keep)
 
     def update_weights(self, pack: WeightPack | AdapterPack, version: int) -> Future[int]:
         """Push weights under the running groups; the version that the engine serves from the next token on.
@@ -106,11 +100,11 @@ class RolloutServant:
                 engine.update_weights(pack.tensors(), version)
             return engine.version
 
-        return self._submit(_Call(push))
+        return self._submit(push)
 
     def weight_dtype(self) -> Future[torch.dtype | None]:
-        """In which pushed weights may come (:class:`~sota_grpo.engines.base.Engine`)."""
-        return self._submit(_Call(lambda engine: engine.weight_dtype))
+        """In which pushed weights may come (:class:`~sota_grpo.engines.Engine`)."""
+        return self._submit(lambda engine: engine.weight_dtype)
 
     def weight_member(self) -> str:
         """The name of this worker in a :class:`~sota_grpo.workers.weight_transfer.Rendezvous`."""
@@ -123,11 +117,11 @@ class RolloutServant:
             if (weights := self._receiver.receive(rendezvous, layout, self._progress)) is not None:
                 engine.update_weights(weights, version)
 
-        self._submit(_Call(receive))
+        self._submit(receive)
 
     def served(self) -> Future[tuple[int, str | None]]:
         """The version of the next token, once what came before is done; and why the last broadcast failed, if so."""
-        return self._submit(_Call(lambda engine: (engine.version, self._receiver.failure)))
+        return self._submit(lambda engine: (engine.version, self._receiver.failure))
 
     def sleep(self) -> Future[None]:
         """Free device memory until :meth:`wake`; ``ValueError`` while groups are in flight."""
@@ -137,11 +131,11 @@ class RolloutServant:
                 raise ValueError(f"The engine has {engine.num_in_flight} groups in flight; wait for them, then sleep.")
             engine.sleep()
 
-        return self._submit(_Call(sleep))
+        return self._submit(sleep)
 
     def wake(self) -> Future[None]:
         """Undo :meth:`sleep`."""
-        return self._submit(_Call(lambda engine: engine.wake()))
+        return self._submit(lambda engine: engine.wake())
 
     def ping(self) -> float:
         """Seconds for which the step or call at hand has been running; 0 when there is nothing to do.
@@ -165,14 +159,15 @@ class RolloutServant:
     def _progress(self) -> None:
         self._since = time.monotonic()
 
-    def _submit(self, job: _Run | _Call) -> Future[Any]:
+    def _submit(self, action: Callable[[SteppingEngine], Any]) -> Future[Any]:
+        future = promised()
         with self._lock:
             if self._refusal is None:
-                self._open.add(job.future)
-                self._inbox.put(job)
-                return job.future
-        job.future.set_exception(self._refusal)
-        return job.future
+                self._open.add(future)
+                self._inbox.put(_Job(action, future))
+                return future
+        future.set_exception(self._refusal)
+        return future
 
     def _settle(self, future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
         with self._lock:
@@ -215,17 +210,18 @@ class RolloutServant:
                 if job is None:
                     return
                 try:
-                    if isinstance(job, _Call):
-                        self._settle(job.future, job.action(engine))
-                    else:
-                        done = engine.submit(job.request, job.sampling)
-                        done.add_done_callback(partial(self._pass_on, job.future))
+                    result = job.action(engine)
                 except ValueError as error:
                     self._settle(job.future, error=error)
+                else:
+                    if isinstance(result, Future):
+                        result.add_done_callback(partial(self._pass_on, job.future))
+                    else:
+                        self._settle(job.future, result)
             self._since = time.monotonic()
             busy = engine.advance()
 
-    def _drain(self, *, wait: bool) -> Iterator[_Run | _Call | None]:
+    def _drain(self, *, wait: bool) -> Iterator[_Job | None]:
         """What has come; where there is nothing else to do, wait for the first."""
         if wait:
             self._since = None
@@ -265,3 +261,93 @@ def rollout_servant(options: EngineOptions, num_threads: int | None = None) -> R
         return make_engine(options)
 
     return RolloutServant(build)
+
+
+class FleetEngine(Streams):
+    """What the gate, the evaluation, the publisher and the source see of the rollout workers.
+
+    Contract. Consumes: requests, one group at a time. Produces: groups, from whichever worker had room. Waits for:
+    workers, as long as each shows progress. Unblocked by: the next finished group. When a worker dies or is silent, the
+    fleet replaces it, gives the new one the newest weights, and asks again for the groups it had; a push returns when
+    every worker that is alive serves the version. A stream that is dropped is sampled to its end all the same.
+
+    Args:
+        fleet: rollout workers (:class:`~sota_grpo.workers.rollout.RolloutServant`).
+        name: of the engines behind it.
+        max_model_len: context in tokens.
+        share: makes a large value available to every worker (:meth:`~sota_grpo.workers.base.Launcher.share`).
+        deadline_s: longest wait of a push for one worker.
+        base: the weights under an adapter, packed once, where the learner publishes its adapter only.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        name: str,
+        max_model_len: int,
+        share: Callable[[Any], Any],
+        deadline_s: float,
+        base: Callable[[], WeightPack] | None = None,
+    ):
+        self.fleet = fleet
+        self.name = name
+        self.max_model_len = max_model_len
+        self.version = 0
+        self._share = share
+        self.base = base
+        self._deadline_s = deadline_s
+
+    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
+        """The group, some day; its samples are drawn by the weights that are newest as they are drawn."""
+        response_rooms([request], sampling, self.max_model_len)
+        return self.fleet.submit(request, sampling)
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]] | AdapterPack | WeightTransfer, version: int
+    ) -> None:
+        """Push to every worker, in flight; returns when each one's next token comes from the new weights.
+
+        Args:
+            weights: the tensors; or an adapter; or what brings the learner's weights by itself.
+            version: what they are called.
+
+        Raises:
+            RuntimeError: a worker serves another version afterwards.
+        """
+        if isinstance(weights, WeightTransfer):
+            served = weights.push(version)
+        else:
+            if isinstance(weights, AdapterPack):
+                self._send_base()
+            elif not isinstance(weights, WeightPack):
+                weights = WeightPack.of(weights)
+            served = self._broadcast("update_weights", self._share(weights), version)
+        if wrong := sorted(set(served) - {version}):
+            raise RuntimeError(f"Rollout workers serve versions {wrong} after a push of {version}.")
+        self.version = version
+
+    @cached_property
+    def weight_dtype(self) -> torch.dtype | None:
+        """The one that all the engines' matrices have, so that pushed ones may come in it; None where there is none."""
+        dtypes = set(self.fleet.broadcast("weight_dtype", deadline_s=self._deadline_s))
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+    def _send_base(self) -> None:
+        """What the adapter is merged into, once; a worker that starts later gets it before its first adapter."""
+        if self.base is not None:
+            base, self.base = self.base(), None
+            self._broadcast("set_base", self._share(base))
+
+    def _broadcast(self, method: str, *args: Any) -> list[Any]:
+        return self.fleet.broadcast(method, *args, deadline_s=self._deadline_s, sticky=True)
+
+    def sleep(self) -> None:
+        """Nothing: these engines have their own devices."""
+
+    def wake(self) -> None:
+        """Nothing to undo."""
+
+    def close(self) -> None:
+        """End the workers; idempotent."""
+        self.fleet.close()

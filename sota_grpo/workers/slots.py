@@ -1,18 +1,18 @@
-"""The book-keeping of a fleet: places for workers, the tasks that they have, who is least loaded, what is due when."""
+"""The book-keeping of a fleet: places for workers, the tasks that they have, open broadcasts, what is due when."""
 
 from __future__ import annotations
 
 import heapq
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sota_grpo.workers.base import Worker, WorkerDied, WorkerLate, promised, resolve
-from sota_grpo.workers.starting import Start
+from sota_grpo.workers.base import Start, Worker, WorkerDied, WorkerLate, promised, resolve
+
+_MAX_LATE = 2  # times that a slot's worker may be late before the call itself is taken to be hopeless
 
 
 class TaskOverdue(TimeoutError):
@@ -63,44 +63,6 @@ class Slot:
     @property
     def who(self) -> str:
         return f"{self.role} worker {self.index}" if self.worker is None else self.worker.name
-
-
-class LeastLoaded:
-    """Finds the ready slot with the fewest tasks in O(1), as loads go up and down by one.
-
-    Take a slot out before its tasks change and put it back afterwards.
-
-    Args:
-        capacity: tasks that a slot may have; a full one is not offered.
-
-    >>> least_loaded, busy, idle = LeastLoaded(2), Slot("a", 0, tasks={7: Task(7, ())}), Slot("a", 1)
-    >>> least_loaded.put(busy), least_loaded.put(idle), least_loaded.least().index
-    (None, None, 1)
-    """
-
-    def __init__(self, capacity: int) -> None:
-        # A plain dict, whose first entry is taken out again and again, looks past all that were taken before.
-        self._slots_by_load: list[OrderedDict[int, Slot]] = [OrderedDict() for _ in range(capacity)]
-        self._lowest = capacity  # no slot has a smaller load
-
-    def put(self, slot: Slot) -> None:
-        load = len(slot.tasks)
-        if load < len(self._slots_by_load):
-            self._slots_by_load[load][slot.index] = slot
-            self._lowest = min(self._lowest, load)
-
-    def take(self, slot: Slot) -> None:
-        load = len(slot.tasks)
-        if load < len(self._slots_by_load):
-            self._slots_by_load[load].pop(slot.index, None)
-
-    def least(self) -> Slot | None:
-        """The slot that waited longest among those with the fewest tasks; None when all are full."""
-        while self._lowest < len(self._slots_by_load):
-            if slots := self._slots_by_load[self._lowest]:
-                return next(iter(slots.values()))
-            self._lowest += 1
-        return None
 
 
 class TimeoutPolicy:
@@ -185,9 +147,6 @@ class Timers:
             self._away_s += late_s
         _, _, function, args = heapq.heappop(self._heap)
         return function, args
-
-
-_MAX_LATE = 2  # times that a slot's worker may be late before the call itself is taken to be hopeless
 
 
 class OnDemand:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from sota_grpo.workers.base import ServantSpec
-from sota_grpo.workers.host import Host, OpenCalls, outcome
+from sota_grpo.workers.base import Host, OpenCalls, ServantSpec, outcome
+
+CLOSING_S = 10.0
 
 
 class ServantThread:
@@ -71,9 +72,6 @@ class ServantThread:
                 future.set_result(result)
 
 
-CLOSING_S = 10.0
-
-
 class ThreadWorker:
     """A servant in this process, constructed and called on a thread of its own (:class:`~.base.Worker`).
 
@@ -93,7 +91,7 @@ class ThreadWorker:
         number, future = self._calls.open()
         if not future.done():
             done = self._host.call(method, *args)
-            done.add_done_callback(lambda found: self._calls.resolve(number, *outcome(self.name, found)))
+            done.add_done_callback(lambda done: self._calls.resolve(number, *outcome(self.name, done)))
         return future
 
     def kill(self) -> None:

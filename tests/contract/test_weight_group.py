@@ -15,8 +15,8 @@ from sota_grpo.rl.records import Sampling
 from sota_grpo.training.learner import Publisher
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.fleet import Fleet, starter
-from sota_grpo.workers.fleet_engine import FleetEngine
 from sota_grpo.workers.processes import ProcessLauncher
+from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 from tests.engine_rigs import CONTEXT, ragged_requests, tiny_model
 from tests.process_rigs import wait_for

@@ -19,11 +19,9 @@ import numpy as np
 import pytest
 
 from sota_grpo.orphans import descendants
-from sota_grpo.workers.base import Launcher, Worker, WorkerDied
+from sota_grpo.workers.base import IDLE_METHOD, ConstructionFailed, Launcher, Worker, WorkerDied
 from sota_grpo.workers.fleet import Fleet, starter
-from sota_grpo.workers.host import ConstructionFailed
 from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.starting import IDLE_METHOD
 from sota_grpo.workers.threads import ThreadLauncher
 from tests.servants import spec
 
@@ -208,9 +206,9 @@ def test_printing_does_not_disturb(steady: Worker) -> None:
 
 
 def test_pid_and_environment_are_its_own(steady: Worker) -> None:
-    assert steady.call("__pid__").result(WAIT_S) == steady.pid != os.getpid()  # type: ignore[attr-defined]
     assert steady.call("variable", "SOTA_GRPO_TEST").result(WAIT_S) == "yes"
     assert steady.call("variable", "OMP_NUM_THREADS").result(WAIT_S) == "1"
+    assert steady.pid not in (None, os.getpid())  # type: ignore[attr-defined]
 
 
 def test_ctrl_c_is_for_the_driver(steady: Worker) -> None:
@@ -323,7 +321,7 @@ def command(pid: int) -> str:
 
 PROCESS_DRIVER = """
 from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.starting import IDLE_METHOD
+from sota_grpo.workers.base import IDLE_METHOD
 launcher = ProcessLauncher()
 placements = [{}, {}]
 """

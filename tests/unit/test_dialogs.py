@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines import Engine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs.dialogs import DialogEngine

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.engines.base import Engine
+from sota_grpo.engines import Engine
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
@@ -39,8 +39,7 @@ from sota_grpo.tasks.think_again import MESSAGE, ThinkAgain
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.workers.base import promised
-from sota_grpo.workers.fleet_engine import FleetEngine
-from sota_grpo.workers.rollout import RolloutServant
+from sota_grpo.workers.rollout import FleetEngine, RolloutServant
 from tests.unit.tiny_models import VOCAB, make_model
 
 SEED = random.SystemRandom().randrange(1 << 30)

@@ -13,8 +13,9 @@ from sota_grpo import keys
 from sota_grpo.envs import finish_rows, prompt_rows
 from sota_grpo.rl.records import Example, Sample
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.group_buffer import GroupBuffer, pack_rows, unpack_rows
+from sota_grpo.source.admission import GroupBuffer
 from sota_grpo.training.checkpoint import CheckpointStore
+from sota_grpo.workers.packing import pack_rows, unpack_rows
 from tests.builders import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sota_grpo.engines.base import EngineOptions
+from sota_grpo.engines import EngineOptions
+from sota_grpo.engines.inference_server import ServerDied, ServerLate, ServerProcess, start_server
 from sota_grpo.engines.server import WeightFolder
-from sota_grpo.engines.server_process import ServerDied, ServerLate, ServerProcess, start_server
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.vllm_server import KEY_VARIABLE, RequireKey, VLLMDialect
 from sota_grpo.errors import RunFailed

@@ -27,9 +27,8 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.collate import micro_batches, prompt_groups, row_list
 from sota_grpo.training.forward_passes import ForwardPasses
 from sota_grpo.training.remote_learner import LearnerDied, LearnerServant, RemoteLearner
-from sota_grpo.workers.base import WorkerDied
+from sota_grpo.workers.base import IDLE_METHOD, WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
-from sota_grpo.workers.starting import IDLE_METHOD
 from tests.rank_rigs import build_learner, learner_settings, ragged_rows
 from tests.unit.tiny_models import VOCAB, make_model
 

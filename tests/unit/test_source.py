@@ -23,8 +23,7 @@ from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.admission import Group, Refill
-from sota_grpo.source.collector import RolloutCollector
-from sota_grpo.source.rollouts import Rollouts
+from sota_grpo.source.rollouts import RolloutCollector, Rollouts
 from sota_grpo.source.source import RolloutSource, constant_rows
 from sota_grpo.stopping import Interrupted
 from sota_grpo.training.checkpoint import CheckpointStore
@@ -251,6 +250,36 @@ def test_in_lockstep_nothing_is_asked_for_beside_the_learner_and_a_batch_togethe
         calls.clear()
         source.release(batch)
         assert not source.engine.num_in_flight
+
+
+@pytest.mark.parametrize("stage", ["sample", "grade"])
+def test_in_lockstep_replacements_are_asked_for_together_once_the_last_group_is_graded(stage: str) -> None:
+    """All four groups are flat; engine or grader are late for group 0, and what replaces the others waits for it."""
+    calls: list[int] = []
+    late: list[tuple[Future, Future]] = []
+    looks = itertools.count()
+    source = in_lockstep(right=0.0, seed=random.getrandbits(30), num_groups=4, refill=True, max_draws=2)
+    start, local = source.engine._start, source.env.grader
+    source.engine._start = lambda tickets, *rest: calls.append(len(tickets)) or start(tickets, *rest)
+
+    def grade(pairs) -> Future:
+        scores = local.scores(pairs)
+        if stage == "sample" or pairs[0][1] != source.env.stream.example_of(0):
+            return scores
+        late.append((Future(), scores))
+        return late[0][0]
+
+    def tell_after_ten_looks() -> bool:
+        if late and next(looks) == 10:
+            late[0][0].set_result(late[0][1].result())
+        return False
+
+    if stage == "sample":
+        source.engine._duration_s = lambda request: 0.1 * (request.group_id == 0)
+    source.env.grader, source.should_stop = SimpleNamespace(scores=grade), tell_after_ten_looks
+    assert ids(source.next_batch(0)) == [4, 5, 6, 7]
+    assert calls == [4, 4]
+    assert len(late) == (stage == "grade")
 
 
 def mixed(rig: Rig, admitted: dict[int, int]) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.weight_pack import WeightPack, views
 from sota_grpo.workers.base import ServantSpec
 from sota_grpo.workers.fleet import Fleet, starter
-from sota_grpo.workers.fleet_engine import FleetEngine
+from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.slots import OnDemand
 from sota_grpo.workers.threads import ThreadLauncher
 from sota_grpo.workers.weight_transfer import WeightLayout, WeightSender, WeightTransfer, _filled
