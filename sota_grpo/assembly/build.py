@@ -51,12 +51,11 @@ from sota_grpo.config import Config, model_name, turn_size
 from sota_grpo.config.validators import obstacles_to_a_broadcast
 from sota_grpo.engines import Engine, is_server
 from sota_grpo.envs import TaskEnv
-from sota_grpo.envs.dialogs import DialogEngine
-from sota_grpo.envs.turns import TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
 from sota_grpo.policy.load import load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.lora import AdapterPack, base_pack, engine_weights, packed_weights
 from sota_grpo.recording.progress import starting
-from sota_grpo.rewards.function_file import Functions
+from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import Sampling

@@ -22,9 +22,9 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import term_metric
 from sota_grpo.recording.run_files import INPUTS
-from sota_grpo.rewards.function_file import PICKLED, Functions, RewardFunctionError, fingerprint, pickled, recognise
-from sota_grpo.tasks.reward_functions import BUILTIN
+from sota_grpo.rewards.functions import PICKLED, Functions, RewardFunctionError, fingerprint, pickled, recognise
 from sota_grpo.tasks.table import plain_columns
+from sota_grpo.tasks.wrappers import BUILTIN
 
 PASSED = "(passed in Python)"
 

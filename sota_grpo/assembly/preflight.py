@@ -21,7 +21,7 @@ from sota_grpo.policy.model_sizes import is_on_the_hub, missing_folder
 from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
 from sota_grpo.recording.progress import starting
 from sota_grpo.recording.sinks import require_sinks
-from sota_grpo.rewards import function_file
+from sota_grpo.rewards import functions
 from sota_grpo.tasks import dataset, parameters
 from sota_grpo.training.runs import require_free
 
@@ -60,7 +60,7 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
         if path not in (None, PASSED) and is_file:
             dataset.require_file(Path(path).expanduser())
     if config.reward.path not in (None, PASSED):
-        function_file.require_file(Path(config.reward.path).expanduser())
+        functions.require_file(Path(config.reward.path).expanduser())
 
 
 def announce(config: Config) -> None:

@@ -15,14 +15,13 @@ from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_serv
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import resolve_model_path
-from sota_grpo.rewards.function_file import Functions
+from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task, scorer_of
-from sota_grpo.tasks import make_bare_task, make_task, parameters
+from sota_grpo.tasks import make_task, parameters, task_class
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows, unique_examples
-from sota_grpo.tasks.reward_functions import WithRewardFunctions
-from sota_grpo.tasks.think_again import ThinkAgain
+from sota_grpo.tasks.wrappers import ThinkAgain, WithRewardFunctions
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ def _make_task(config: Config, functions: Functions | None = None, *, bare: bool
     read = parameters(env.dataset, bare=bare)
     options = {name: value for name, value in options.items() if name in read and value is not None}  # null: its own
     try:
-        task = (make_bare_task if bare else make_task)(env.dataset, **options)
+        task = task_class(env.dataset)(**options) if bare else make_task(env.dataset, **options)
     except UserError:
         raise
     except ValueError as error:  # weights that contradict each other; the sentence says which

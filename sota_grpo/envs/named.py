@@ -17,28 +17,17 @@ class DatasetEnv(TaskEnv):
     """A task with the keywords of TorchRL's dataset environments, in tokens mode; see :class:`TaskEnv` for its rows.
 
     The siblings of a prompt always stand next to each other in one batch, whatever ``group_repeats``, and
-    ``batch_size_dl`` changes nothing, because the rows are held in memory.
+    ``batch_size_dl`` has no effect, because the rows are held in memory.
 
     Args:
         task: its name.
-        place: where its data are.
-        shuffle: a fresh order every epoch.
-        num_envs: dialogs at once, a multiple of ``repeats``.
+        data: the keywords that name its data.
         repeats: group size; None is 1.
-        batch_size_dl: taken for compatibility, without effect.
         seed: of the order; None draws one.
-        group_repeats: taken for compatibility, without effect.
         tokenizer: must be given.
-        device: of the tensors.
-        template_kwargs: further arguments of the chat template.
         apply_template: True insists that the tokenizer has a chat template; it is applied whenever there is one.
-        compute_reward: False leaves the reward to your own transforms.
-        collate_fn: not supported.
-        max_steps: 1.
-        input_mode: ``"tokens"``.
-        ray_backend: not supported.
-        dataloader_actor_name: not supported.
-        max_prompt_tokens: longest prompt allowed.
+        collate_fn, max_steps, input_mode, ray_backend, dataloader_actor_name: nothing but the default is supported.
+        shuffle, num_envs, device, template_kwargs, compute_reward, max_prompt_tokens: see :class:`TaskEnv`.
         options: of the task.
 
     Raises:
@@ -50,7 +39,7 @@ class DatasetEnv(TaskEnv):
     def __init__(
         self,
         task: str,
-        place: Mapping[str, Any],
+        data: Mapping[str, Any],
         *,
         shuffle: bool = True,
         num_envs: int = 1,
@@ -71,14 +60,21 @@ class DatasetEnv(TaskEnv):
         max_prompt_tokens: int | None = None,
         **options: Any,
     ):
-        _refuse("collate_fn", collate_fn, None, "the columns of the dataset are read as they are")
-        _refuse("max_steps", max_steps, 1, "a problem is answered in one turn")
-        _refuse("input_mode", input_mode, "tokens", "ids that were sampled are never tokenised again")
-        _refuse("ray_backend", ray_backend, False, "every environment holds its rows itself")
-        _refuse("dataloader_actor_name", dataloader_actor_name, None, "there is no Ray actor")
-        _check_tokenizer(tokenizer, apply_template)
+        for name, value, only, reason in (
+            ("collate_fn", collate_fn, None, "the columns of the dataset are read as they are"),
+            ("max_steps", max_steps, 1, "a problem is answered in one turn"),
+            ("input_mode", input_mode, "tokens", "ids that were sampled are never tokenised again"),
+            ("ray_backend", ray_backend, False, "every environment holds its rows itself"),
+            ("dataloader_actor_name", dataloader_actor_name, None, "there is no Ray actor"),
+        ):
+            if value != only:
+                raise ValueError(f"{name}={value!r} is not supported, because {reason}; use {name}={only!r}.")
+        if tokenizer is None:
+            raise ValueError("tokenizer=None, but the environment speaks token ids; give the policy's own tokenizer.")
+        if apply_template and not getattr(tokenizer, "chat_template", None):
+            raise ValueError("apply_template=True, but the tokenizer has no chat template; use apply_template=False.")
         super().__init__(
-            make_task(task, **place, **options),
+            make_task(task, **data, **options),
             tokenizer,
             num_envs=num_envs,
             repeats=1 if repeats is None else repeats,
@@ -108,7 +104,7 @@ class GSM8KEnv(DatasetEnv):
     """
 
     def __init__(self, *, dataset: str = "openai/gsm8k", **keywords: Any):
-        super().__init__("gsm8k", _place(dataset), **keywords)
+        super().__init__("gsm8k", _data(dataset), **keywords)
 
 
 class MATHEnv(DatasetEnv):
@@ -126,7 +122,7 @@ class MATHEnv(DatasetEnv):
     """
 
     def __init__(self, *, dataset: str = "DigitalLearningGmbH/MATH-lighteval", **keywords: Any):
-        super().__init__("math", _place(dataset), **keywords)
+        super().__init__("math", _data(dataset), **keywords)
 
 
 class IFEvalEnv(DatasetEnv):
@@ -165,20 +161,9 @@ class ArithmeticEnv(DatasetEnv):
         super().__init__("arithmetic", {"seed": drawn, "max_steps": difficulty}, seed=drawn, **keywords)
 
 
-def _place(dataset: str) -> dict[str, str]:
+def _data(dataset: str) -> dict[str, str]:
+    """The keyword of a task's ``load`` for a local file, or for a name on the hub."""
     return {"path": dataset} if Path(dataset).suffix in SUFFIXES else {"source": dataset}
-
-
-def _refuse(name: str, value: Any, only: Any, reason: str) -> None:
-    if value != only:
-        raise ValueError(f"{name}={value!r} is not supported, because {reason}; use {name}={only!r}.")
-
-
-def _check_tokenizer(tokenizer: Any, apply_template: bool | None) -> None:
-    if tokenizer is None:
-        raise ValueError("tokenizer=None, but the environment speaks token ids; give the policy's own tokenizer.")
-    if apply_template and not getattr(tokenizer, "chat_template", None):
-        raise ValueError("apply_template=True, but the tokenizer has no chat template; use apply_template=False.")
 
 
 def _seed(seed: int | None) -> int:

@@ -51,26 +51,17 @@ def parse_number(text: str) -> Fraction | None:
         text = text.replace(old, new)
     text = _UNIT_POWER.sub(r"\1", CALCULATION.sub("", text))
     text = _LEADING_MINUS.sub("-", text)
-    text = _MIXED_NUMBER.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}", text)
+    text = _MIXED_NUMBER.sub(lambda mixed: f"{int(mixed[1]) * int(mixed[3]) + int(mixed[2])}/{mixed[3]}", text)
     text = _LATEX_FRACTION.sub(r" \1/\2 ", text)
     matches = _NUMBER.finditer(text)
-    found = next(matches, None)
-    if found is None or next(matches, None) is not None:
+    number = next(matches, None)
+    if number is None or next(matches, None) is not None:
         return None
-    return _value(found)
-
-
-def _value(found: re.Match[str]) -> Fraction | None:
-    exponent = found["exponent"] or ""
-    if len(exponent) > _MAX_EXPONENT_CHARS:
+    exponent, divisor = number["exponent"] or "", int(number["divisor"] or 1)
+    if len(exponent) > _MAX_EXPONENT_CHARS or divisor == 0:
         return None
-    value = Fraction(found["magnitude"].replace(",", "") + exponent)
-    if found["divisor"]:
-        divisor = int(found["divisor"])
-        if divisor == 0:
-            return None
-        value /= divisor
-    return -value if found["minus"] or found["minus2"] else value
+    value = Fraction(number["magnitude"].replace(",", "") + exponent) / divisor
+    return -value if number["minus"] or number["minus2"] else value
 
 
 def find_last_number(text: str) -> str | None:
@@ -130,6 +121,11 @@ _SAYS_NOTHING = re.compile(
     r"\b(?:correct|right|wrong|incorrect|below|above|clear|obvious|unique|here|not)\b", re.IGNORECASE
 )
 _BARE = re.compile(r"(?:\\(?:[A-Za-z]+|.)|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[^\\A-Za-z])+")
+_CONSTANT = re.compile(  # a multiple of pi or a root as plain text, which is no operand of anything longer
+    r"(?<![\w.()+/^×·−-])(?<![+/^×·−-] )(?<!\d )(?<!(?<!\*)\*)"
+    r"[-−]?(?:\d+(?:\.\d+)?(?:/\d+)?\s?)?(?:π|√\s?\d+)(?:\s?/\s?\d+)?"
+    r"(?![\w(^])(?! ?[-+/^×·−=]|\*(?!\*))"
+)
 _NEXT_SENTENCE = re.compile(r"[.!?]\s|\n")
 
 
@@ -142,14 +138,22 @@ def without_thinking(text: str) -> str:
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
-def _tags(text: str) -> str | None:
-    begin, answer = None, None
-    for tag in _TAG.finditer(text):
-        if not tag[1]:
-            begin = tag.end()
+def last_tagged(text: str, tag: re.Pattern[str] = _TAG) -> str | None:
+    """What stands between the last complete pair of tags, or None.
+
+    Args:
+        tag: matches both tags, the slash of the closing one as its only group; by default that of ``<answer>``.
+
+    >>> last_tagged("<answer>1</answer> or <answer>2</answer> or <answer>3")
+    '2'
+    """
+    begin, inside = None, None
+    for match in tag.finditer(text):
+        if not match[1]:
+            begin = match.end()
         elif begin is not None:
-            answer, begin = text[begin : tag.start()], None
-    return answer
+            inside, begin = text[begin : match.start()], None
+    return inside
 
 
 class _Span(NamedTuple):
@@ -215,19 +219,22 @@ def _boxed(text: str) -> str | None:
 
 def _mathematics(text: str) -> list[_Span]:
     """What stands between ``$``, ``$$``, ``\\( \\)`` or ``\\[ \\]``."""
-    found = _MATHEMATICS.finditer(text)
-    return [_Span(*match.span(), [match[match.lastgroup].strip()]) for match in found if match.lastgroup]
+    matches = _MATHEMATICS.finditer(text)
+    return [_Span(*match.span(), [match[match.lastgroup].strip()]) for match in matches if match.lastgroup]
 
 
 def find_mathematics(text: str) -> str | None:
     """The answer that sentences give: what "the answer is" says last, else the last mathematics between delimiters.
 
-    None where neither is there, or where a number comes later. A last line that is all LaTeX is an answer, too.
+    None where neither is there, or where a number comes later. A last line that is all LaTeX is an answer, too, and so
+    is a multiple of π or a root.
 
     >>> find_mathematics("The final answer is $x=3$, as $3+1=4$."), find_mathematics("The answer is (B).")
     ('x=3', '(B)')
     >>> find_mathematics("So we get \\\\( \\\\frac{3}{4} \\\\)."), find_mathematics("They cost $5 and $7, so 12.")
     ('\\\\frac{3}{4}', None)
+    >>> find_mathematics("So the area is 2π."), find_mathematics("So the area is 3 + 2π.")
+    ('2π', None)
     """
     spans = _joined(text, _mathematics(text))
     marked = {span.begin: span for span in spans}
@@ -238,7 +245,10 @@ def find_mathematics(text: str) -> str | None:
             return answer
     if not spans:
         last_line = text.rstrip().rpartition("\n")[2]
-        return last_line if "\\" in last_line and _BARE.fullmatch(last_line) else None
+        if "\\" in last_line and _BARE.fullmatch(last_line):
+            return last_line
+        constant = deque(_CONSTANT.finditer(text), maxlen=1)
+        return constant[0][0] if constant and not _NUMBER.search(text, constant[0].end()) else None
     end, answer = spans[-1].end, spans[-1].answer
     if any(map(str.isdigit, answer)):  # then only a number of another sentence is a later answer
         after = _NEXT_SENTENCE.search(text, end)
@@ -263,13 +273,13 @@ def _hash(text: str) -> str | None:
 
 
 _FINDERS: dict[str, tuple[Callable[[str], str | None], ...]] = {
-    "tags": (_tags,),
+    "tags": (last_tagged,),
     "boxed": (_boxed,),
     "hash": (_hash,),
     "last_number": (find_last_number,),
-    "any": (_tags, _boxed, _hash, find_last_number),
+    "any": (last_tagged, _boxed, _hash, find_last_number),
 }
-_OF_MATHEMATICS = (_tags, _boxed, _hash, find_mathematics, find_last_number)
+_OF_MATHEMATICS = (last_tagged, _boxed, _hash, find_mathematics, find_last_number)
 ANSWER_FORMATS = tuple(_FINDERS)
 
 

@@ -30,7 +30,7 @@ from sota_grpo.recording.sinks import make_sinks
 from sota_grpo.recording.step_log import StepLog, StoredTurns
 from sota_grpo.recording.stored_steps import drop_steps
 from sota_grpo.report import TrainingReport
-from sota_grpo.rewards.function_file import Functions
+from sota_grpo.rewards.functions import Functions
 from sota_grpo.stopping import Interrupted, StopRequest
 from sota_grpo.training.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
 from sota_grpo.training.gate import Check, run_gate, write_gate

@@ -21,7 +21,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
 from sota_grpo import keys
-from sota_grpo.envs.stream import PromptStream
+from sota_grpo.envs.task_env import PromptStream
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
 from sota_grpo.rl.records import Example

@@ -38,8 +38,8 @@ def make_task(name: str, **kwargs: Any) -> Task:
     >>> make_task("arithmetic", num_train=4, num_heldout=4).name
     'arithmetic'
     """
-    found = task_class(name)
-    return getattr(found, "load", found)(**kwargs)
+    kind = task_class(name)
+    return getattr(kind, "load", kind)(**kwargs)
 
 
 def parameters(name: str, *, bare: bool = False) -> frozenset[str]:
@@ -48,23 +48,9 @@ def parameters(name: str, *, bare: bool = False) -> frozenset[str]:
     >>> "answer_format" in parameters("gsm8k"), "path" in parameters("gsm8k", bare=True)
     (True, False)
     """
-    found = task_class(name)
-    loaded = frozenset() if bare else frozenset(signature(getattr(found, "load", found)).parameters)
-    return frozenset(signature(found).parameters) | loaded
-
-
-def make_bare_task(name: str, **options: Any) -> Task:
-    """A task without data, which can read rows and score responses.
-
-    Args:
-        name: of the task.
-        options: of its class, data excepted.
-
-    >>> task = make_bare_task("gsm8k", answer_format="any")
-    >>> task.score("It is 4.", task.read_row({"answer": "4"}, "demo, row 1")).success
-    True
-    """
-    return task_class(name)(**options)
+    kind = task_class(name)
+    loaded = frozenset() if bare else frozenset(signature(getattr(kind, "load", kind)).parameters)
+    return frozenset(signature(kind).parameters) | loaded
 
 
 def make_scorer(
@@ -95,10 +81,10 @@ def make_scorer(
         raise UserError(f"the task {name} has no answer format to choose.")
     if reward_path is not None and "builtin" not in (reward_names or ()) and "answer_required" in parameters(name):
         options["answer_required"] = False
-    task = make_bare_task(name, **options)
+    task = task_class(name)(**options)
     if reward_path is None:
         return task
-    from sota_grpo.tasks.reward_functions import DEFAULT_NAME, WithRewardFunctions
+    from sota_grpo.tasks.wrappers import DEFAULT_NAME, WithRewardFunctions
 
     return WithRewardFunctions(task, reward_path, reward_names or [DEFAULT_NAME])
 
@@ -114,5 +100,5 @@ def task_class(name: str) -> Any:
     """
     if name not in _CLASSES:
         raise ValueError(f"task {name!r} is not one of {', '.join(TASKS)}.")
-    module, _, found = _CLASSES[name].partition(":")
-    return getattr(import_module(f"sota_grpo.tasks.{module}"), found)
+    module, _, kind = _CLASSES[name].partition(":")
+    return getattr(import_module(f"sota_grpo.tasks.{module}"), kind)

@@ -15,16 +15,14 @@ list of binary steps whose operands are a number of the question (``a`` to ``e``
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from sota_grpo.rewards.extract import extract_answer, numbers_equal
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks import procedural
-from sota_grpo.tasks.dataset import text_of
-from sota_grpo.tasks.procedural import DrawnExamples
+from sota_grpo.tasks.procedural import ProceduralTask
 
 LARGEST_VALUE = 200
 _RESULT_NAMES = "pqrs"  # of the first to the fourth step
@@ -172,7 +170,7 @@ def _phrase(rng: random.Random, template: Template, numbers: Mapping[str, int]) 
     return template.question.format(**people, **items, **verbs, **numbers)
 
 
-class ArithmeticTask:
+class ArithmeticTask(ProceduralTask):
     """Word problems that a policy of a million parameters can master; graded by exact match of the final number.
 
     ``reward = 1`` where the one number after the last ``####`` equals the gold one, else 0.
@@ -201,28 +199,10 @@ class ArithmeticTask:
     ) -> None:
         if not 1 <= max_steps <= LARGEST_NUM_STEPS:
             raise ValueError(f"max_steps={max_steps} must lie between 1 and {LARGEST_NUM_STEPS}")
-        draw = partial(_draw, max_steps)
-        self.train: Sequence[Example] = DrawnExamples(draw, seed, False, num_train)
-        self.heldout: Sequence[Example] = DrawnExamples(draw, seed, True, num_heldout)
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """The chat that asks the question: one user turn and no system prompt, so that sequences stay short."""
-        return [{"role": "user", "content": example.query}]
+        super().__init__(partial(_draw, max_steps), seed, num_train, num_heldout)  # no system prompt: short sequences
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the number after the last ``####`` of the response with the gold one."""
-        found, gold = extract_answer(response, "hash"), extract_answer(example.answer, "hash")
-        success = found is not None and gold is not None and numbers_equal(found, gold)
+        answer, gold = extract_answer(response, "hash"), extract_answer(example.answer, "hash")
+        success = answer is not None and gold is not None and numbers_equal(answer, gold)
         return Score(terms={"correct": float(success)}, success=success)
-
-    def gold_response(self, example: Example) -> str:
-        """The worked solution; it earns the full reward."""
-        return example.answer
-
-    def read_row(self, row: Mapping[str, Any], place: str) -> Example:
-        """Of the columns ``answer``, which ends in ``#### N``, and, where it is there, ``question``.
-
-        Raises:
-            DatasetError: the answer is missing.
-        """
-        return Example(query=str(row.get("question", "")), answer=text_of(row, "answer", place))

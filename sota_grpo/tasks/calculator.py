@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
 
 from sota_grpo.rewards.expressions import ExpressionError, parse_expression
-from sota_grpo.rewards.extract import extract_answer, numbers_equal, without_thinking
+from sota_grpo.rewards.extract import extract_answer, last_tagged, numbers_equal, without_thinking
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import chat
-from sota_grpo.tasks.dataset import text_of
-from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
+from sota_grpo.tasks.procedural import ProceduralTask, is_heldout
 
 LARGEST_RESULT = 10**18
 SYSTEM_PROMPT = (
@@ -37,7 +34,7 @@ _TAG = re.compile(r"<(/?)calc>")
 _LETTER = re.compile("[a-d]")
 
 
-class CalculatorTask:
+class CalculatorTask(ProceduralTask):
     """Products and sums of large numbers; graded by exact match of the number after the last ``####``.
 
     ``reward = 1`` where that number is the right one, else 0. A response without such a number whose last complete
@@ -70,13 +67,8 @@ class CalculatorTask:
     def __init__(
         self, seed: int = 0, num_train: int = 8192, num_heldout: int = 256, *, system_prompt: str | None = None
     ):
-        self.train: Sequence[Example] = DrawnExamples(_draw, seed, False, num_train)
-        self.heldout: Sequence[Example] = DrawnExamples(_draw, seed, True, num_heldout)
-        self.system_prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn that explains the calculator, unless the system prompt is empty, and the question."""
-        return chat(self.system_prompt, example.query)
+        prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
+        super().__init__(_draw, seed, num_train, num_heldout, system_prompt=prompt)
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the answer, or answer the call; see the class."""
@@ -85,36 +77,9 @@ class CalculatorTask:
             gold = extract_answer(example.answer, "hash") or example.answer
             success = numbers_equal(answer, gold)
             return Score({"correct": float(success)}, success, info={"tool_calls": 0})
-        call = last_call(without_thinking(response))
+        call = last_tagged(without_thinking(response), _TAG)
         reply = None if call is None else {"role": "tool", "content": calculate(call)}
         return Score({"correct": 0.0}, False, info={"tool_calls": int(call is not None)}, reply=reply)
-
-    def gold_response(self, example: Example) -> str:
-        """The right answer, without a call."""
-        return example.answer
-
-    def read_row(self, row: Mapping[str, Any], place: str) -> Example:
-        """Of the columns ``answer`` (a number, alone or after ``####``) and, where it is there, ``question``.
-
-        Raises:
-            DatasetError: the answer is missing.
-        """
-        return Example(query=str(row.get("question", "")), answer=text_of(row, "answer", place))
-
-
-def last_call(text: str) -> str | None:
-    """What stands in the last complete ``<calc>...</calc>``, or None.
-
-    >>> last_call("<calc>1 + 1</calc> or <calc>2 + 2</calc> or <calc>3 +")
-    '2 + 2'
-    """
-    begin, call = None, None
-    for tag in _TAG.finditer(text):
-        if not tag[1]:
-            begin = tag.end()
-        elif begin is not None:
-            call, begin = text[begin : tag.start()], None
-    return call
 
 
 def calculate(expression: str) -> str:

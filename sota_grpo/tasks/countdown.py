@@ -15,10 +15,8 @@ from typing import Any
 from sota_grpo.rewards.expressions import ExpressionError, parse_expression
 from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import chat
-from sota_grpo.tasks.dataset import DatasetError
-from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
-from sota_grpo.tasks.questions import require_not_negative
+from sota_grpo.tasks.dataset import DatasetError, require_not_negative
+from sota_grpo.tasks.procedural import ProceduralTask, is_heldout
 
 LARGEST_NUMBER = 99
 TARGETS = range(10, 101)
@@ -36,7 +34,7 @@ _OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
 }
 
 
-class CountdownTask:
+class CountdownTask(ProceduralTask):
     """Countdown problems, drawn by the rules above; the two splits share no problem, whatever their seeds.
 
     ``reward = 1.0 * correct + format_weight * format``. ``format`` is 1 when the last ``<answer>`` outside the thinking
@@ -80,15 +78,9 @@ class CountdownTask:
         if not num_numbers or min(num_numbers) < 2:
             raise ValueError(f"num_numbers={tuple(num_numbers)} must name counts of at least 2 numbers.")
         require_not_negative(format_weight=format_weight)
-        draw = partial(_draw, tuple(num_numbers))
-        self.train: Sequence[Example] = DrawnExamples(draw, seed, False, num_train)
-        self.heldout: Sequence[Example] = DrawnExamples(draw, seed, True, num_heldout)
-        self.system_prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
+        prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
+        super().__init__(partial(_draw, tuple(num_numbers)), seed, num_train, num_heldout, system_prompt=prompt)
         self.term_weights: Mapping[str, float] = {"correct": 1.0, "format": format_weight}
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """A system turn with the rules, unless the system prompt is empty, and the numbers with their target."""
-        return chat(self.system_prompt, example.query)
 
     def score(self, response: str, example: Example) -> Score:
         """Evaluate the answer; see the class for the terms and the reply."""
@@ -97,13 +89,13 @@ class CountdownTask:
         if answer is None:
             return _wrong("There is no answer.")
         try:
-            found = parse_expression(answer)
+            expression = parse_expression(answer)
         except ExpressionError as error:
             return _wrong(f"That is not an expression with a value: {error}.")
-        if sorted(found.numbers) != sorted(numbers):
+        if sorted(expression.numbers) != sorted(numbers):
             return _wrong(f"That expression does not use each of the numbers {_listed(numbers)} exactly once.")
-        if found.value != target:
-            return _wrong(f"The value of that expression is {found.value}, not {target}.", well_formed=True)
+        if expression.value != target:
+            return _wrong(f"The value of that expression is {expression.value}, not {target}.", well_formed=True)
         return Score({"correct": 1.0, "format": 1.0}, success=True)
 
     def gold_response(self, example: Example) -> str | None:

@@ -1,4 +1,6 @@
-"""Rows of a dataset, from a local file or from the hub, with one clear sentence where that fails."""
+"""Rows of a dataset, from a local file or from the hub, with one clear sentence where that fails; and what tasks share
+whose problems are a question and an answer.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,17 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from sota_grpo.errors import UserError
+from sota_grpo.rewards.extract import ANSWER_FORMATS
 from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import chat
 from sota_grpo.text import first_line, sentence
 
 Row = Mapping[str, Any]
+
+logger = logging.getLogger(__name__)
 
 
 class DatasetError(UserError, ValueError):
@@ -47,6 +53,20 @@ def load_rows(
     return rows
 
 
+def load_named(name: str) -> list[dict[str, Any]]:
+    """All rows of a local file, or of the train split of a dataset on the hub; see :func:`load_rows`."""
+    return load_rows(name, path=name if is_file(name) else None)
+
+
+def is_file(name: str) -> bool:
+    """Whether a name is that of a local file and not one on the hub.
+
+    >>> is_file("data/train.jsonl"), is_file("openai/gsm8k")
+    (True, False)
+    """
+    return Path(name).suffix in SUFFIXES or Path(name).is_file()
+
+
 def text_of(row: Row, column: str, place: str) -> str:
     """The text in a column of one row.
 
@@ -57,8 +77,8 @@ def text_of(row: Row, column: str, place: str) -> str:
     '#### 2'
     """
     if column not in row:
-        found = ", ".join(map(repr, row)) or "none"
-        raise DatasetError(f"{place}: column {column!r} is missing; the columns found are {found}.")
+        columns = ", ".join(map(repr, row)) or "none"
+        raise DatasetError(f"{place}: column {column!r} is missing; the columns found are {columns}.")
     if not isinstance(row[column], str):
         raise DatasetError(f"{place}: column {column!r} holds {type(row[column]).__name__}, not text.")
     return row[column]
@@ -102,16 +122,14 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     rows = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
-                rows.append(_object(line, f"{path}, line {number}"))
+            if not line.strip():
+                continue
+            row = _json(line, f"{path}, line {number}")
+            if not isinstance(row, dict):
+                kind = type(row).__name__
+                raise DatasetError(f"{path}, line {number}: holds {kind}, not an object with the columns of a row.")
+            rows.append(row)
     return rows
-
-
-def _object(text: str, place: str) -> dict[str, Any]:
-    value = _json(text, place)
-    if not isinstance(value, dict):
-        raise DatasetError(f"{place}: holds {type(value).__name__}, not an object with the columns of a row.")
-    return value
 
 
 def _json(text: str, place: str) -> Any:
@@ -164,9 +182,6 @@ _READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
 SUFFIXES = tuple(_READERS)  # of the local files that can be read
 
 
-logger = logging.getLogger(__name__)
-
-
 def normalised(question: str) -> str:
     """The question with letter case and spacing taken out, for comparison.
 
@@ -205,52 +220,6 @@ def disjoint(train: Sequence[Example], heldout: Sequence[Example], source: str) 
     return kept, heldout
 
 
-def load_sides(
-    read_example: Callable[[Row, str], Example],
-    *,
-    source: str,
-    config: str,
-    path: str | None,
-    eval_path: str | None,
-    num_heldout: int,
-    seed: int,
-) -> tuple[list[Example], list[Example]]:
-    """What is trained on and what is held out, of local files or of a dataset on the hub with a test split.
-
-    Questions that come twice (letter case and spacing aside) are kept once, and never on both sides.
-
-    Args:
-        read_example: makes an example of a row, given a name of the row for error messages.
-        source: name on the hub.
-        config: of the hub dataset.
-        path: local file to train on; None asks the hub.
-        eval_path: local file of the held-out problems; None holds out the hub's test split, or ``num_heldout`` rows of
-            ``path``, the same for every order of its rows.
-        num_heldout: see ``eval_path``.
-        seed: of the choice of the held-out rows.
-
-    Raises:
-        DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), or too few of them.
-    """
-
-    def read(rows: Sequence[Row], place: str) -> list[Example]:
-        return [read_example(row, f"{place}, row {number}") for number, row in enumerate(rows, start=1)]
-
-    place = path or f"{source} (train)"
-    train = read(load_rows(source, path=path, config=config), place)
-    if eval_path is not None:
-        heldout = read(load_rows(source, path=eval_path), eval_path)
-    elif path is None:
-        heldout = read(load_rows(source, split="test", config=config), f"{source} (test)")
-    else:
-        train, heldout = split_examples(train, num_heldout, seed, path)
-    kept, heldout = disjoint(train, heldout, place)
-    if len(kept) < len(train):
-        left_out = len(train) - len(kept)
-        logger.info("%d of %d problems are repeated or held out: they are not trained on.", left_out, len(train))
-    return kept, heldout
-
-
 def split_examples(
     examples: Sequence[Example], num_heldout: int, seed: int, source: str
 ) -> tuple[list[Example], list[Example]]:
@@ -277,3 +246,129 @@ def split_examples(
     chosen = {normalised(example.query) for example in keyed[:num_heldout]}
     heldout = [example for example in unique if normalised(example.query) in chosen]
     return [example for example in unique if normalised(example.query) not in chosen], heldout
+
+
+_FORMS = {  # what the system prompt asks for, and the last line of a response
+    "hash": ("on a last line of the form '#### <{}>'", "#### {}"),
+    "boxed": ("in the form \\boxed{{<{}>}}", "The answer is \\boxed{{{}}}."),
+    "tags": ("in the form <answer><{}></answer>", "<answer>{}</answer>"),
+    "last_number": ("as the last number of the response", "The answer is {}."),
+}
+
+
+def asking(answer_format: str, what: str = "answer") -> str:
+    """A system prompt that asks for worked steps and for the answer where ``answer_format`` looks for it.
+
+    Args:
+        answer_format: see :func:`sota_grpo.rewards.extract_answer`; of ``any``, give the one that is asked for.
+        what: a word for the answer.
+
+    >>> asking("hash", "number")
+    "Solve the problem step by step, then give the final answer on a last line of the form '#### <number>'."
+    """
+    return f"Solve the problem step by step, then give the final answer {_FORMS[answer_format][0].format(what)}."
+
+
+def answering(answer_format: str, answer: str) -> str:
+    """The last line of a response that gives ``answer`` where ``answer_format`` looks for it.
+
+    >>> answering("boxed", "18"), answering("tags", "18")
+    ('The answer is \\\\boxed{18}.', '<answer>18</answer>')
+    """
+    return _FORMS[answer_format][1].format(answer)
+
+
+def require_format(answer_format: str) -> None:
+    """Check that there is such an answer format.
+
+    Raises:
+        ValueError: naming those that there are.
+    """
+    if answer_format not in ANSWER_FORMATS:
+        raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
+
+
+def require_not_negative(**values: float) -> None:
+    """Check weights and amounts.
+
+    Raises:
+        ValueError: naming the first that is negative.
+
+    >>> require_not_negative(format_weight=-0.1)
+    Traceback (most recent call last):
+        ...
+    ValueError: format_weight=-0.1 must not be negative.
+    """
+    for name, value in values.items():
+        if value < 0:
+            raise ValueError(f"{name}={value} must not be negative.")
+
+
+class QuestionTask:
+    """Loads the two sides, and asks a question after a system prompt.
+
+    A task sets ``hub_name``, ``hub_config`` and ``system_prompt``, and reads its rows.
+    """
+
+    hub_name: str
+    hub_config: str
+    system_prompt: str
+    train: Sequence[Example]
+    heldout: Sequence[Example]
+
+    def read_problem(self, row: Row, place: str) -> Example:
+        """An example of a row, which must have a question; ``DatasetError`` names a row that cannot be used."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        path: str | None = None,
+        eval_path: str | None = None,
+        source: str | None = None,
+        num_heldout: int = 512,
+        max_samples: int | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> Self:
+        """From local files, or from the hub; the options are checked before anything is loaded.
+
+        Questions that come twice (letter case and spacing aside) are kept once, and never on both sides.
+
+        Args:
+            path: local file; None asks the hub.
+            eval_path: local file of the held-out problems; None holds out the hub's test split, or ``num_heldout``
+                rows of ``path``, the same for every order of its rows.
+            source: name on the hub, of a dataset in the task's own columns; None is the task's own.
+            num_heldout: see ``eval_path``.
+            max_samples: train on the first so many examples only.
+            seed: of the choice of the held-out rows.
+            options: of the class.
+
+        Raises:
+            DatasetError: rows that cannot be used (see :mod:`sota_grpo.tasks.dataset`), or too few of them.
+        """
+        task, source, config = cls(**options), source or cls.hub_name, cls.hub_config
+
+        def read(rows: Sequence[Row], place: str) -> list[Example]:
+            return [task.read_problem(row, f"{place}, row {number}") for number, row in enumerate(rows, start=1)]
+
+        place = path or f"{source} (train)"
+        train = read(load_rows(source, path=path, config=config), place)
+        if eval_path is not None:
+            heldout = read(load_rows(source, path=eval_path), eval_path)
+        elif path is None:
+            heldout = read(load_rows(source, split="test", config=config), f"{source} (test)")
+        else:
+            train, heldout = split_examples(train, num_heldout, seed, path)
+        kept, task.heldout = disjoint(train, heldout, place)
+        if len(kept) < len(train):
+            left_out = len(train) - len(kept)
+            logger.info("%d of %d problems are repeated or held out: they are not trained on.", left_out, len(train))
+        task.train = kept[:max_samples]
+        return task
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        """A system turn, unless the system prompt is empty, and the raw question."""
+        return chat(self.system_prompt, example.query)

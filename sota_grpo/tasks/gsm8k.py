@@ -6,8 +6,17 @@ from collections.abc import Mapping, Sequence
 
 from sota_grpo.rewards.extract import CALCULATION, extract_answer, numbers_equal, parse_number
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, Row, number_or_text, text_of
-from sota_grpo.tasks.questions import QuestionTask, answering, asking, require_format, require_not_negative
+from sota_grpo.tasks.dataset import (
+    DatasetError,
+    QuestionTask,
+    Row,
+    answering,
+    asking,
+    number_or_text,
+    require_format,
+    require_not_negative,
+    text_of,
+)
 
 HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from sota_grpo.rewards.ifeval import (
@@ -17,7 +16,7 @@ from sota_grpo.rewards.ifeval import (
 )
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import chat
-from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, Row, load_rows, normalised, split_examples, unique_examples
+from sota_grpo.tasks.dataset import DatasetError, Row, is_file, load_named, normalised, split_examples, unique_examples
 
 HUB_NAME, EVAL_HUB_NAME = "allenai/RLVR-IFeval", "google/IFEval"
 _MOST_UNREADABLE = 0.05  # of a dataset on the hub, whose rows its user cannot mend
@@ -102,9 +101,7 @@ class IFEvalTask:
             eval_path: the same for evaluation; None is ``google/IFEval`` or, where ``path`` is a file, rows of it.
             num_heldout: rows held out of the file ``path``, the same for every order of its rows; not read with
                 ``eval_path``.
-            max_samples: train on the first so many examples only.
-            seed: of the choice of the held-out rows.
-            options: of the class.
+            max_samples, seed, options: see :meth:`sota_grpo.tasks.dataset.QuestionTask.load`.
 
         Raises:
             DatasetError: rows that cannot be used, with their number, or evaluation prompts among the training data.
@@ -117,7 +114,7 @@ class IFEvalTask:
                 f"on {HUB_NAME} (env.dataset_path=null) or on a file of your own."
             )
         examples = task._read(name)
-        if eval_path is None and _is_file(name):
+        if eval_path is None and is_file(name):
             train, heldout = split_examples(examples, num_heldout, seed, name)
         else:
             eval_name = eval_path or EVAL_HUB_NAME
@@ -158,11 +155,11 @@ class IFEvalTask:
         >>> task.counts(task.score("Yes, certainly.", example), example)["instruction_strict"]
         (1, 2)
         """
-        asked = len(example.extra["instruction_id_list"])
+        num_instructions = len(example.extra["instruction_id_list"])
         lists = {way: score.info.get(f"follow_instruction_list_{way}", []) for way in ("strict", "loose")}
         # a grader that failed has left no lists, and nothing counts as followed
-        prompts = {f"prompt_{way}": (int(sum(followed) == asked), 1) for way, followed in lists.items()}
-        return prompts | {f"instruction_{way}": (sum(followed), asked) for way, followed in lists.items()}
+        prompts = {f"prompt_{way}": (int(sum(followed) == num_instructions), 1) for way, followed in lists.items()}
+        return prompts | {f"instruction_{way}": (sum(followed), num_instructions) for way, followed in lists.items()}
 
     def gold_response(self, example: Example) -> None:
         """None: nobody has written responses that follow the instructions."""
@@ -185,13 +182,12 @@ class IFEvalTask:
 
     def _read(self, name: str) -> list[Example]:
         """All rows of a file, each of which must be right; of a hub dataset those that are, if they are nearly all."""
-        is_file = _is_file(name)
-        rows, examples, broken = load_rows(name, path=name if is_file else None), [], []
+        rows, examples, broken = load_named(name), [], []
         for number, row in enumerate(rows, start=1):
             try:
                 examples.append(self._read_prompt(row, f"{name}, row {number}"))
             except DatasetError as error:
-                if is_file:
+                if is_file(name):
                     raise
                 broken.append(error)
         if len(broken) > _MOST_UNREADABLE * len(rows):
@@ -212,10 +208,6 @@ class IFEvalTask:
                 "NLTK's Punkt data are not there, so sentences are split by rules with the same outcome in more than "
                 "99 of 100 cases; for all of them run python -m nltk.downloader punkt_tab, or set NLTK_DATA."
             )
-
-
-def _is_file(name: str) -> bool:
-    return Path(name).suffix in SUFFIXES or Path(name).is_file()
 
 
 def _refuse_overlap(train: Sequence[Example], heldout: Sequence[Example], name: str, eval_name: str) -> None:

@@ -8,8 +8,16 @@ from collections.abc import Mapping, Sequence
 from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rewards.maths import math_equal
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, Row, text_of
-from sota_grpo.tasks.questions import QuestionTask, answering, asking, require_format, require_not_negative
+from sota_grpo.tasks.dataset import (
+    DatasetError,
+    QuestionTask,
+    Row,
+    answering,
+    asking,
+    require_format,
+    require_not_negative,
+    text_of,
+)
 
 HUB_NAME, HUB_CONFIG = "DigitalLearningGmbH/MATH-lighteval", "default"
 QUESTION_COLUMNS = ("question", "problem", "prompt")

@@ -1,15 +1,19 @@
-"""Splits whose problems are drawn when asked for, and which side of the split a problem belongs to."""
+"""Tasks whose problems are drawn when they are needed, and which side of the split a problem belongs to."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 from sota_grpo.rl.records import Example, sample_seed
+from sota_grpo.rl.task import chat
+from sota_grpo.tasks.dataset import text_of
+
+Draw = Callable[[random.Random, bool], Example]
 
 HELDOUT_SHARE = 8  # one problem in eight is held out
 
@@ -46,7 +50,7 @@ class DrawnExamples(Sequence[Example]):
     (True, False)
     """
 
-    draw: Callable[[random.Random, bool], Example]
+    draw: Draw
     seed: int
     heldout: bool
     num_examples: int
@@ -73,3 +77,41 @@ class DrawnExamples(Sequence[Example]):
             raise IndexError(f"index {position} is outside a split of {self.num_examples} problems.")
         position %= self.num_examples
         return self.draw(random.Random(sample_seed(self.seed, int(self.heldout), position)), self.heldout)
+
+
+class ProceduralTask:
+    """Draws both splits, and asks a question after a system prompt, if there is one; the answer ends in ``#### N``.
+
+    Args:
+        draw: see :class:`DrawnExamples`.
+        seed: of the draws.
+        num_train: length of ``train``.
+        num_heldout: length of ``heldout``.
+        system_prompt: None or an empty text is no system turn.
+
+    Raises:
+        ValueError: a split without examples.
+    """
+
+    def __init__(
+        self, draw: Draw, seed: int, num_train: int, num_heldout: int, *, system_prompt: str | None = None
+    ) -> None:
+        self.train: Sequence[Example] = DrawnExamples(draw, seed, False, num_train)
+        self.heldout: Sequence[Example] = DrawnExamples(draw, seed, True, num_heldout)
+        self.system_prompt = system_prompt
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        """A system turn, if there is a system prompt, and the question."""
+        return chat(self.system_prompt, example.query)
+
+    def gold_response(self, example: Example) -> str | None:
+        """The worked answer; it earns the full reward."""
+        return example.answer
+
+    def read_row(self, row: Mapping[str, Any], place: str) -> Example:
+        """Of the columns ``answer`` (a number, alone or after ``####``) and, where it is there, ``question``.
+
+        Raises:
+            DatasetError: the answer is missing.
+        """
+        return Example(query=str(row.get("question", "")), answer=text_of(row, "answer", place))

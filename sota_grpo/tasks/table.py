@@ -9,21 +9,36 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sota_grpo.rewards import extract_answer, numbers_equal
 from sota_grpo.rewards.extract import without_thinking
+from sota_grpo.rewards.functions import RewardInputs
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, Row, disjoint, load_rows, normalised, split_examples
+from sota_grpo.tasks.dataset import (
+    DatasetError,
+    Row,
+    answering,
+    disjoint,
+    load_named,
+    normalised,
+    require_format,
+    split_examples,
+)
 from sota_grpo.tasks.gsm8k import GSM8KTask
-from sota_grpo.tasks.questions import answering, require_format
-
-if TYPE_CHECKING:
-    from sota_grpo.rewards.function_calls import Asked
-
 
 Chat = list[dict[str, Any]]
+
+DEFAULT_ANSWER = "ground_truth"  # column of the ground truths
+GSM8K_SOURCES = ("openai/gsm8k",)
+MATH_SOURCES = (
+    "lighteval/MATH",
+    "DigitalLearningGmbH/MATH-lighteval",
+    "HuggingFaceH4/MATH-500",
+    "EleutherAI/hendrycks_math",
+)
+
+logger = logging.getLogger(__name__)
 
 
 def plain_columns(row: Row, place: str) -> dict[str, Any]:
@@ -82,23 +97,8 @@ def chat_of(prompt: Any, place: str) -> Chat:
     return [{name: value for name, value in turn.items() if value is not None} for turn in prompt]
 
 
-def last_user_turn(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """What is shown of a prompt."""
-    if isinstance(prompt, str):
-        return prompt
-    return next(turn["content"] for turn in reversed(prompt) if turn["role"] == "user")
-
-
-def ground_truth_of(columns: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The ground truth with its type: verl's, else the first of the columns ``names`` that holds one; None without any.
-
-    >>> ground_truth_of({"data_source": "s", "reward_model": {"style": "rule", "ground_truth": "4"}}, ["ground_truth"])
-    '4'
-    """
-    model = columns.get("reward_model")
-    if "data_source" in columns and isinstance(model, Mapping) and "ground_truth" in model:
-        return model["ground_truth"]
-    return next((columns[name] for name in names if columns.get(name) is not None), None)
+def _turns(prompt: str | Chat) -> Chat:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
 
 
 def text_of_answer(ground_truth: Any) -> str:
@@ -106,15 +106,6 @@ def text_of_answer(ground_truth: Any) -> str:
     if ground_truth is None or isinstance(ground_truth, str):
         return ground_truth or ""
     return json.dumps(ground_truth, ensure_ascii=False)
-
-
-GSM8K_SOURCES = ("openai/gsm8k",)
-MATH_SOURCES = (
-    "lighteval/MATH",
-    "DigitalLearningGmbH/MATH-lighteval",
-    "HuggingFaceH4/MATH-500",
-    "EleutherAI/hendrycks_math",
-)
 
 
 def answer_format_of(source: str, answer_format: str | None) -> str:
@@ -151,7 +142,8 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
 
         return answer is not None and any(math_equal(truth, answer) for truth in truths)
     whole = without_thinking(response) if place == "any" else None
-    return any(_equal(answer, truth) or _same_text(whole, truth) for truth in truths)
+    texts = {normalised(text) for text in (answer, whole) if text is not None}
+    return any(normalised(truth) in texts or numbers_equal(answer or "", truth) for truth in truths)
 
 
 def gold_response(source: str, ground_truth: Any, answer_format: str | None) -> str | None:
@@ -168,48 +160,10 @@ def gold_response(source: str, ground_truth: Any, answer_format: str | None) -> 
     return response if is_right(response, source, ground_truth, answer_format) else None
 
 
-def require_gradable(source: str, ground_truth: Any, columns: Sequence[str], answer_column: str, place: str) -> None:
-    """Check that :func:`is_right` can be right about some response.
-
-    Raises:
-        DatasetError: no ground truth, one that is neither text nor a number nor a list of these, or, of GSM8K, one
-            that is no number.
-    """
-    if ground_truth is None or not text_of_answer(ground_truth).strip():
-        raise DatasetError(
-            f"{place}: column {answer_column!r} holds no ground truth; the columns found are "
-            f"{', '.join(map(repr, columns)) or 'none'}: set env.answer_column, or grade with reward.path."
-        )
-    if not _texts(ground_truth):
-        raise DatasetError(
-            f"{place}: the ground truth is {type(ground_truth).__name__} "
-            f"{text_of_answer(ground_truth)[:60]}, which only a function of yours can grade; give reward.path."
-        )
-    if source in GSM8K_SOURCES:
-        GSM8KTask().read_row({"answer": text_of_answer(ground_truth)}, place)
-
-
 def _texts(ground_truth: Any) -> list[str]:
     """The right answers as text; none of what only a reward function understands."""
     truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-    return [text_of_answer(truth) for truth in truths] if all(map(_is_scalar, truths)) else []
-
-
-def _is_scalar(truth: Any) -> bool:
-    return isinstance(truth, (str, int, float))
-
-
-def _equal(answer: str | None, truth: str) -> bool:
-    return answer is not None and (numbers_equal(answer, truth) or _same_text(answer, truth))
-
-
-def _same_text(text: str | None, truth: str) -> bool:
-    return text is not None and normalised(text) == normalised(truth)
-
-
-logger = logging.getLogger(__name__)
-
-DEFAULT_ANSWER = "ground_truth"  # column of the ground truths
+    return [text_of_answer(truth) for truth in truths] if all(isinstance(t, (str, int, float)) for t in truths) else []
 
 
 class TableTask:
@@ -218,7 +172,7 @@ class TableTask:
     A prompt is text (one user turn) or a chat, a list of ``{"role", "content"}`` turns. A row with verl's columns
     (``data_source``, ``prompt``, ``reward_model`` with its ``ground_truth``, ...) is known by them and needs no option.
     All columns stay with the example, for reward functions
-    (:class:`sota_grpo.tasks.reward_functions.WithRewardFunctions`).
+    (:class:`sota_grpo.tasks.wrappers.WithRewardFunctions`).
 
     Which answer is right (:func:`sota_grpo.tasks.table.is_right`): rows whose ``data_source`` is GSM8K or MATH
     are graded as those tasks grade; of all others the answer, from where ``answer_format`` says, is right when it is
@@ -285,9 +239,7 @@ class TableTask:
             path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``; anything else is a name on the hub.
             eval_path: the same for held-out prompts; None holds ``num_heldout`` rows out.
             num_heldout: the same for every order of the rows; not read with ``eval_path``.
-            max_samples: train on the first so many examples only.
-            seed: of the choice of the held-out rows.
-            options: of the class.
+            max_samples, seed, options: see :meth:`sota_grpo.tasks.dataset.QuestionTask.load`.
 
         Raises:
             DatasetError: rows that cannot be used, with their number, or none left to train on.
@@ -308,8 +260,7 @@ class TableTask:
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """The chat of the prompt, its system turn as ``system_prompt`` says."""
-        prompt = example.extra["prompt"]
-        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
+        chat = _turns(example.extra["prompt"])
         if self.system_prompt is None:
             return chat
         rest = chat[1:] if chat[0]["role"] == "system" else chat
@@ -335,16 +286,14 @@ class TableTask:
         """
         return self._example(row, place, [self.answer_column, "answer"])
 
-    def asked(self, response: str, example: Example) -> Asked:
+    def reward_inputs(self, response: str, example: Example) -> RewardInputs:
         """What a reward function reads: the row as it stands in the data."""
-        from sota_grpo.rewards.function_calls import Asked
-
         extra = example.extra
-        return Asked(response, extra["prompt"], extra["ground_truth"], extra["columns"], _source(example) or self.name)
+        source = _source(example) or self.name
+        return RewardInputs(response, extra["prompt"], extra["ground_truth"], extra["columns"], source)
 
     def _read(self, path: str) -> list[Example]:
-        is_file = Path(path).suffix in SUFFIXES or Path(path).is_file()
-        rows = load_rows(path, path=path if is_file else None)
+        rows = load_named(path)
         missing = dict.fromkeys(name for row in rows for name in row)  # None, as parquet and the hub have it
         columns = [self.answer_column]
         if self.answer_column == DEFAULT_ANSWER and DEFAULT_ANSWER not in missing:
@@ -367,12 +316,32 @@ class TableTask:
             prompt = ""
         elif not isinstance(prompt, str):
             prompt = chat_of(prompt, f"{place}: column {self.prompt_column!r}")
-        ground_truth = ground_truth_of(columns, answer_columns)
+        ground_truth = next((columns[name] for name in answer_columns if columns.get(name) is not None), None)
+        model = columns.get("reward_model")
+        if "data_source" in columns and isinstance(model, Mapping) and "ground_truth" in model:  # verl's
+            ground_truth = model["ground_truth"]
         extra = {"prompt": prompt, "ground_truth": ground_truth, "columns": columns}
-        example = Example(last_user_turn(prompt), text_of_answer(ground_truth), extra)
+        query = next(turn["content"] for turn in reversed(_turns(prompt)) if turn["role"] == "user")
+        example = Example(query, text_of_answer(ground_truth), extra)
         if self.answer_required:
-            require_gradable(_source(example), ground_truth, list(row), self.answer_column, place)
+            self._require_gradable(example, list(row), place)
         return example
+
+    def _require_gradable(self, example: Example, columns: Sequence[str], place: str) -> None:
+        """See that :func:`is_right` can be right about some response."""
+        ground_truth = example.extra["ground_truth"]
+        if not example.answer.strip():
+            raise DatasetError(
+                f"{place}: column {self.answer_column!r} holds no ground truth; the columns found are "
+                f"{', '.join(map(repr, columns)) or 'none'}: set env.answer_column, or grade with reward.path."
+            )
+        if not _texts(ground_truth):
+            raise DatasetError(
+                f"{place}: the ground truth is {type(ground_truth).__name__} {example.answer[:60]}, "
+                "which only a function of yours can grade; give reward.path."
+            )
+        if _source(example) in GSM8K_SOURCES:
+            GSM8KTask().read_row({"answer": example.answer}, place)
 
 
 def _source(example: Example) -> str:
@@ -383,16 +352,11 @@ def _source(example: Example) -> str:
 def _with_different_queries(examples: Sequence[Example]) -> list[Example]:
     """Different chats that end in the same user turn get all their turns as query: it tells prompts apart."""
     chats = defaultdict(set)
-    whole = [_whole_chat(example.extra["prompt"]) for example in examples]
+    turns = [_turns(example.extra["prompt"]) for example in examples]
+    whole = ["\n\n".join(f"{turn['role']}: {turn['content']}" for turn in chat) for chat in turns]
     for example, chat in zip(examples, whole, strict=True):
         chats[normalised(example.query)].add(normalised(chat))
     return [
         replace(example, query=chat) if len(chats[normalised(example.query)]) > 1 else example
         for example, chat in zip(examples, whole, strict=True)
     ]
-
-
-def _whole_chat(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    if isinstance(prompt, str):
-        return f"user: {prompt}"
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)

@@ -12,13 +12,12 @@ import torch
 from sota_grpo import keys
 from sota_grpo.engines import EngineOptions
 from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
-from sota_grpo.envs.dialogs import DialogEngine
+from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
 from sota_grpo.envs.task_env import last_turn
-from sota_grpo.envs.turns import TurnTokens
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sampling, Score
 from sota_grpo.tasks.arithmetic import ArithmeticTask
-from sota_grpo.tasks.think_again import MESSAGE, ThinkAgain
+from sota_grpo.tasks.wrappers import MESSAGE, ThinkAgain
 from sota_grpo.workers.base import promised
 from tests.engine_rigs import changed_weights, reference_log_probs
 from tests.l3_parts import score_of

@@ -13,7 +13,7 @@ from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.calculator import CalculatorTask, calculate
 from sota_grpo.tasks.countdown import CountdownTask
-from sota_grpo.tasks.think_again import MESSAGE, ThinkAgain
+from sota_grpo.tasks.wrappers import MESSAGE, ThinkAgain
 
 SEED = random.SystemRandom().randrange(1 << 30)
 TASK = CalculatorTask()

@@ -21,8 +21,7 @@ from sota_grpo.engines import Engine
 from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
-from sota_grpo.envs.dialogs import DialogEngine
-from sota_grpo.envs.turns import TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
 from sota_grpo.loop import run
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
@@ -35,7 +34,7 @@ from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.source import RolloutSource
 from sota_grpo.tasks.arithmetic import ArithmeticTask
-from sota_grpo.tasks.think_again import MESSAGE, ThinkAgain
+from sota_grpo.tasks.wrappers import MESSAGE, ThinkAgain
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.workers.base import promised

@@ -11,7 +11,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from sota_grpo.envs.turns import TurnTokens
+from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from tests.unit.test_envs import char_tokenizer

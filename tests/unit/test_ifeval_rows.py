@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.rewards.ifeval import INSTRUCTIONS
-from sota_grpo.rewards.ifeval.rows import FUNC_NAMES
+from sota_grpo.rewards.ifeval import FUNC_NAMES, INSTRUCTIONS
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.ifeval import IFEvalTask
 from tests.unit.test_ifeval_task import UNUSED, ifeval_row, rlvr_row, write

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.errors import UserError
-from sota_grpo.rewards.ifeval import INSTRUCTIONS, checks, find_punkt, follow_lists, read_kwargs, splitting
-from sota_grpo.rewards.ifeval.splitting import num_capital_tokens, sentences, words
+from sota_grpo.rewards.ifeval import INSTRUCTIONS, checks, find_punkt, follow_lists, read_kwargs
+from sota_grpo.rewards.ifeval.checks import num_capital_tokens, sentences, words
 from tests.unit.test_ifeval_checks import CASES
 from tests.unit.test_ifeval_torchrl import DRAWS, nltk_folder, random_text
 
@@ -73,9 +73,9 @@ def test_without_the_data_realistic_text_has_nearly_the_same_sentences(monkeypat
     texts = [text for row in rows for text in (row["question"], row["answer"])]
     punkt = [len(list(sentences(text, str(folder)))) for text in texts]
     monkeypatch.setattr(nltk.data, "path", [])
-    splitting._splitter.cache_clear()
+    checks._splitter.cache_clear()
     ours = [len(list(sentences(text))) for text in texts]
-    splitting._splitter.cache_clear()
+    checks._splitter.cache_clear()
     thresholds = [(count, max(0, count + shift)) for count in punkt for shift in (-1, 0, 1, 2)]
     same = sum((a < k) == (b < k) for a, (b, k) in zip((a for a in ours for _ in range(4)), thresholds))
     assert same / len(thresholds) > 0.99
@@ -123,7 +123,7 @@ def test_no_more_sentences_are_split_than_are_needed(monkeypatch: pytest.MonkeyP
             yield from [(0, 2), (2, 4), (4, 6), (6, 8)]
             raise AssertionError("a fifth sentence was asked for")
 
-    monkeypatch.setattr(splitting, "_splitter", lambda nltk_data: Splitter())
+    monkeypatch.setattr(checks, "_splitter", lambda nltk_data: Splitter())
     assert checks.sentence_count("A.B.C.D.E.", "at least", 2)
     assert not checks.sentence_count("A.B.C.D.E.", "less than", 2)
     assert checks.capital_word_count("A.B.C.D.E.", "at least", 2)

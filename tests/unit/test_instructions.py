@@ -23,7 +23,7 @@ from sota_grpo.rewards.ifeval import INSTRUCTIONS, read_kwargs
 from sota_grpo.rewards.ifeval.checks import CHOICES
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, scorer_of
-from sota_grpo.tasks import instruction_texts as texts
+from sota_grpo.tasks import instructions as texts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.instructions import InstructionsTask

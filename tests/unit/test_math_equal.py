@@ -231,3 +231,11 @@ def test_a_grader_starts_without_sympy_and_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_is_written_around_an_answer_or_named_in_it_does_not_count() -> None:
+    assert math_equal("7", "\\#7")
+    assert not math_equal("17", "1\\#7")
+    assert math_equal("(3,2)", "y=2, x=3")  # what the letters stand for, in the order of the alphabet
+    assert not math_equal("(2,3)", "y=2, x=3")
+    assert not math_equal("(2,3)", "b=2, a=3")

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.rewards.function_file import RewardFunctionError, fingerprint, pickled, unpickled
+from sota_grpo.rewards.functions import RewardFunctionError, fingerprint, pickled, unpickled
 from sota_grpo.rewards.grading import grading_pool
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import scorer_of
-from sota_grpo.tasks.reward_functions import WithRewardFunctions
 from sota_grpo.tasks.table import TableTask
+from sota_grpo.tasks.wrappers import WithRewardFunctions
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = TableTask([TableTask().read_row({"prompt": "2 + 2?", "answer": "4", "level": 3}, "row 1")])
@@ -75,7 +75,7 @@ def test_equal_code_is_one_function_and_anything_it_reads_makes_another() -> Non
 def test_a_function_has_the_same_fingerprint_in_every_process() -> None:
     """Hashing is random by process; a set among the constants must not show it."""
     text = "def f(solution_str):\n    return solution_str in {'yes', 'no', 'perhaps', 'never'}\n"
-    program = f"exec({text!r})\nfrom sota_grpo.rewards.function_file import fingerprint\nprint(fingerprint({{'f': f}}))"
+    program = f"exec({text!r})\nfrom sota_grpo.rewards.functions import fingerprint\nprint(fingerprint({{'f': f}}))"
     found = {
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
         for _ in range(2)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sota_grpo.rewards.thinking import (
+from sota_grpo.tasks.reasoning import (
     answer_term,
     answers_equal,
     count_words,

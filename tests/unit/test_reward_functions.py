@@ -24,8 +24,8 @@ from sota_grpo.rl.task import Task, guarded_score, guarded_scores, scorer_of
 from sota_grpo.rl.transforms import write_scores
 from sota_grpo.tasks.calculator import CalculatorTask
 from sota_grpo.tasks.gsm8k import GSM8KTask
-from sota_grpo.tasks.reward_functions import WithRewardFunctions
 from sota_grpo.tasks.table import TableTask
+from sota_grpo.tasks.wrappers import WithRewardFunctions
 from tests.unit.test_table import verl_row
 
 SEED = random.SystemRandom().randrange(1 << 30)
@@ -294,10 +294,9 @@ def test_coroutines_are_awaited_in_a_forked_process(tmp_path: Path) -> None:
     path = reward_file(tmp_path, "async def compute_score(solution_str): return float(solution_str)")
     text = f"""
 import os
-from sota_grpo.rewards.function_calls import Asked, call_function
-from sota_grpo.rewards.function_file import load_functions
+from sota_grpo.rewards.functions import RewardInputs, call_function, load_functions
 (function,) = load_functions({path!r}, ["compute_score"])
-found = lambda text: call_function(function, {path!r}, [Asked(text, "2+2?", "4", {{}}, "demo")])[0].value
+found = lambda text: call_function(function, {path!r}, [RewardInputs(text, "2+2?", "4", {{}}, "demo")])[0].value
 print(found("0.5"), flush=True)
 child = os.fork()
 if child == 0:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.errors import UserError
-from sota_grpo.rewards.function_file import TRL, VERL, load_functions
-from sota_grpo.tasks.reward_functions import WithRewardFunctions
+from sota_grpo.rewards.functions import TRL, VERL, load_functions
 from sota_grpo.tasks.table import TableTask
+from sota_grpo.tasks.wrappers import WithRewardFunctions
 
 TASK = TableTask([TableTask().read_row({"prompt": "2+2?", "ground_truth": 4, "level": 1}, "demo")])
 NEITHER = r"is neither verl's compute_score\(data_source, .*\) nor TRL's function\(prompts, completions, \*\*columns\)"

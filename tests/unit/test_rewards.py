@@ -166,6 +166,11 @@ def test_thinking_is_no_answer(wrapped: str) -> None:
         ("so\n\\frac{3}{4}", "\\frac{3}{4}"),
         ("so \\frac{3}{4}", "4"),
         ("Unclosed \\( 3 and $4", "$4"),
+        ("So the area is 2π.", "2π"),
+        ("**6 π**", "6 π"),
+        ("It is √2/2 cm.", "√2/2"),
+        ("It is 3 + 2π.", "2"),
+        ("It is 3π, about 9.42.", "9.42"),
     ],
 )
 def test_answers_in_sentences_are_found_where_mathematics_is_asked_for(text: str, answer: str) -> None:

@@ -3,13 +3,29 @@
 Outcomes equal those of the benchmark's own evaluator, and of TorchRL's checks, which carry it, wherever both are
 defined; what is drawn at random there (a kwarg that is missing, a letter such as ``#``) is refused or taken as it
 stands here. Every check is linear in the length of the text, whatever the text.
+
+Rows are IFEval's or RLVR-IFeval's. A constraint of RLVR-IFeval (Lambert et al. 2024, arXiv:2411.15124) is
+``{"func_name": ..., "N": ..., ...}`` with the arguments that it does not use set to null. It is graded as the benchmark
+would, whose score is what the training is for; where its prompt asks for something else ("exactly", "around", another
+divider, options of its own) the kwargs say so.
 """
 
-from sota_grpo.rewards.ifeval.instructions import INSTRUCTIONS, answer_text, follow_lists, read_kwargs
-from sota_grpo.rewards.ifeval.rows import read_instructions, read_prompt
-from sota_grpo.rewards.ifeval.splitting import find_punkt
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from sota_grpo.rewards.extract import extract_answer, without_thinking
+from sota_grpo.rewards.ifeval import checks
+from sota_grpo.rewards.ifeval.checks import LANGUAGES, RELATIONS, find_punkt
 
 __all__ = [
+    "FUNC_NAMES",
     "INSTRUCTIONS",
     "answer_text",
     "find_punkt",
@@ -18,3 +34,367 @@ __all__ = [
     "read_kwargs",
     "read_prompt",
 ]
+
+Kwargs = Mapping[str, Any]
+Reader = Callable[[Any], Any]  # the value of a kwarg, or a ValueError that says what it must be
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # a column of numbers with gaps comes back as floats
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("a whole number from 0")
+    return value
+
+
+def _position(value: Any) -> int:
+    if _count(value) == 0:
+        raise ValueError("a whole number from 1")
+    return _count(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("a text")
+    return value.strip()
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(item, str) and item for item in value):
+        raise ValueError("a list of texts")
+    return list(value)
+
+
+def _letter(value: Any) -> str:
+    if len(_text(value)) != 1:
+        raise ValueError("one character")
+    return _text(value)
+
+
+def _relation(value: Any) -> str:
+    if not isinstance(value, str) or value not in RELATIONS:
+        raise ValueError(f"one of {', '.join(RELATIONS)}")
+    return value
+
+
+def _language(value: Any) -> str:
+    if not isinstance(value, str) or value not in LANGUAGES:
+        raise ValueError("the code of a language that langdetect knows, such as en, de or zh-cn")
+    return value
+
+
+_READERS: Mapping[str, Reader] = {
+    **dict.fromkeys(("frequency", "let_frequency", "capital_frequency", "num_sentences", "num_words"), _count),
+    **dict.fromkeys(("num_paragraphs", "num_placeholders", "num_bullets", "num_highlights", "num_sections"), _count),
+    **dict.fromkeys(("keywords", "forbidden_words", "options"), _texts),
+    **dict.fromkeys(("keyword", "divider", "first_word", "postscript_marker", "section_spliter"), _text),
+    **dict.fromkeys(("prompt_to_repeat", "end_phrase"), _text),
+    **dict.fromkeys(("relation", "let_relation", "capital_relation"), _relation),
+    **{"letter": _letter, "language": _language, "nth_paragraph": _position},
+}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What a response is checked for.
+
+    Args:
+        follows: ``(text, **kwargs) -> bool``.
+        kwargs: reader of each kwarg that must be there.
+        optional: reader of each kwarg that may be there; the benchmark has none, training data do.
+        splits_sentences: ``follows`` takes ``nltk_data`` beside its kwargs.
+    """
+
+    follows: Callable[..., bool]
+    kwargs: Mapping[str, Reader]
+    optional: Mapping[str, Reader]
+    splits_sentences: bool
+
+
+def _instruction(follows: Callable[..., bool]) -> Instruction:
+    """What the parameters of a check say."""
+    _, *parameters = signature(follows).parameters.values()
+    named = [one for one in parameters if one.name != "nltk_data"]
+    return Instruction(
+        follows,
+        kwargs={one.name: _READERS[one.name] for one in named if one.default is one.empty},
+        optional={one.name: _READERS[one.name] for one in named if one.default is not one.empty},
+        splits_sentences=len(named) < len(parameters),
+    )
+
+
+INSTRUCTIONS: Mapping[str, Instruction] = {
+    "keywords:existence": _instruction(checks.has_keywords),
+    "keywords:frequency": _instruction(checks.keyword_count),
+    "keywords:forbidden_words": _instruction(checks.lacks_words),
+    "keywords:letter_frequency": _instruction(checks.letter_count),
+    "language:response_language": _instruction(checks.is_language),
+    "length_constraints:number_sentences": _instruction(checks.sentence_count),
+    "length_constraints:number_paragraphs": _instruction(checks.paragraph_count),
+    "length_constraints:number_words": _instruction(checks.word_count),
+    "length_constraints:nth_paragraph_first_word": _instruction(checks.nth_paragraph_begins),
+    "detectable_content:number_placeholders": _instruction(checks.placeholder_count),
+    "detectable_content:postscript": _instruction(checks.has_postscript),
+    "detectable_format:number_bullet_lists": _instruction(checks.bullet_count),
+    "detectable_format:constrained_response": _instruction(checks.is_choice),
+    "detectable_format:number_highlighted_sections": _instruction(checks.highlight_count),
+    "detectable_format:multiple_sections": _instruction(checks.section_count),
+    "detectable_format:json_format": _instruction(checks.is_json),
+    "detectable_format:title": _instruction(checks.has_title),
+    "combination:two_responses": _instruction(checks.has_two_responses),
+    "combination:repeat_prompt": _instruction(checks.repeats_prompt),
+    "startend:end_checker": _instruction(checks.ends_with),
+    "change_case:capital_word_frequency": _instruction(checks.capital_word_count),
+    "change_case:english_capital": _instruction(checks.is_english_in_capitals),
+    "change_case:english_lowercase": _instruction(checks.is_english_in_lower_case),
+    "punctuation:no_comma": _instruction(checks.lacks_commas),
+    "startend:quotation": _instruction(checks.is_quoted),
+}
+
+
+def read_kwargs(instruction_id: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The kwargs that an instruction needs, checked; those without a value (None, NaN, empty) are left out.
+
+    Tables give every row the kwargs of all instructions, most of them None; 0 is a value. The official evaluator draws
+    a missing kwarg at random, so here it is an error.
+
+    Raises:
+        ValueError: an id that is none of the 25, a kwarg that is missing, of the wrong kind or not the instruction's.
+
+    >>> read_kwargs("length_constraints:number_words", {"relation": "less than", "num_words": 0, "keywords": None})
+    {'relation': 'less than', 'num_words': 0}
+    """
+    if instruction_id not in INSTRUCTIONS:
+        raise ValueError(f"{instruction_id!r} is none of the {len(INSTRUCTIONS)} instructions of IFEval")
+    instruction = INSTRUCTIONS[instruction_id]
+    readers = {**instruction.kwargs, **instruction.optional}
+    present = {name: value for name, value in kwargs.items() if not _is_absent(value)}
+    for name in instruction.kwargs:
+        if name not in present:
+            raise ValueError(f"{instruction_id} needs {name}")
+    for name, value in present.items():
+        if name not in readers:
+            takes = f"takes {', '.join(readers)}" if readers else "takes no kwargs"
+            raise ValueError(f"{instruction_id} has {name}={value!r} but {takes}")
+    read = {}
+    for name in (name for name in readers if name in present):
+        try:
+            read[name] = readers[name](present[name])
+        except ValueError as must_be:
+            raise ValueError(f"{instruction_id}: {name}={present[name]!r} must be {must_be}") from None
+    return read
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None or value != value or (isinstance(value, (str, list, tuple, dict)) and not value)
+
+
+def answer_text(response: str) -> str:
+    """What is graded: the last ``<answer>`` block if there is one, else all but the thinking; the frame is stripped.
+
+    >>> answer_text("<think>Yes?</think>\\n<answer>\\nNo\\n</answer> Bye"), answer_text("<think>Yes?</think>\\nNo")
+    ('No', 'No')
+    >>> answer_text(" as it is \\n")
+    ' as it is \\n'
+    """
+    tagged = extract_answer(response, "tags")
+    if tagged is not None:
+        return tagged
+    visible = without_thinking(response)
+    return response if visible == response else visible.strip()
+
+
+def follow_lists(
+    text: str, instruction_ids: Sequence[str], kwargs: Sequence[Kwargs], nltk_data: str | None = None
+) -> tuple[list[bool], list[bool]]:
+    """Whether the text follows each instruction: strictly, as it stands, and loosely, in one of eight readings.
+
+    The readings forgive an introduction and an ending: the text, without its first line, without its last and without
+    both, each with and without ``*``. An empty reading follows nothing.
+
+    Args:
+        text: :func:`answer_text` of a response.
+        instruction_ids: keys of ``INSTRUCTIONS``.
+        kwargs: one per instruction, as :func:`sota_grpo.rewards.ifeval.read_kwargs` returns them.
+        nltk_data: see :func:`sota_grpo.rewards.ifeval.find_punkt`.
+
+    >>> follow_lists("Sure, here it is:\\n**Yes**", ["punctuation:no_comma", "detectable_format:title"], [{}, {}])
+    ([False, False], [True, False])
+    """
+    bound: list[Callable[[str], bool]] = []
+    for instruction_id, values in zip(instruction_ids, kwargs, strict=True):
+        instruction = INSTRUCTIONS[instruction_id]
+        data = {"nltk_data": nltk_data} if instruction.splits_sentences else {}
+        bound.append(partial(instruction.follows, **values, **data))
+    strict = [_follows(check, [text]) for check in bound]
+    others = [] if all(strict) else _other_readings(text)
+    return strict, [followed or _follows(check, others) for followed, check in zip(strict, bound, strict=True)]
+
+
+def _follows(check: Callable[[str], bool], readings: Sequence[str]) -> bool:
+    return any(bool(text.strip()) and check(text) for text in readings)
+
+
+def _other_readings(text: str) -> list[str]:
+    lines = text.split("\n")
+    cut = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return list(dict.fromkeys([*cut, *(reading.replace("*", "") for reading in cut)]))[1:]
+
+
+# A constraint of RLVR-IFeval, the instruction that it is, and which argument of the one is which kwarg of the other.
+_CONSTRAINTS = """
+verify_keywords keywords:existence keyword_list=keywords
+verify_keyword_frequency keywords:frequency word=keyword N=frequency
+validate_forbidden_words keywords:forbidden_words forbidden_words=forbidden_words
+verify_letter_frequency keywords:letter_frequency letter=letter N=let_frequency
+validate_response_language language:response_language language=language
+verify_paragraph_count length_constraints:number_paragraphs N=num_paragraphs
+validate_word_constraint length_constraints:number_words quantifier=relation N=num_words
+verify_sentence_constraint length_constraints:number_sentences quantifier=relation N=num_sentences
+validate_paragraphs length_constraints:nth_paragraph_first_word N=num_paragraphs i=nth_paragraph first_word=first_word
+verify_postscript detectable_content:postscript postscript_marker=postscript_marker
+validate_placeholders detectable_content:number_placeholders N=num_placeholders
+verify_bullet_points detectable_format:number_bullet_lists N=num_bullets
+validate_title detectable_format:title
+validate_choice detectable_format:constrained_response options=options
+validate_highlighted_sections detectable_format:number_highlighted_sections N=num_highlights
+validate_sections detectable_format:multiple_sections section_splitter=section_spliter N=num_sections
+validate_json_format detectable_format:json_format
+validate_repeat_prompt combination:repeat_prompt original_prompt=prompt_to_repeat
+validate_two_responses combination:two_responses
+validate_uppercase change_case:english_capital
+validate_lowercase change_case:english_lowercase
+validate_frequency_capital_words change_case:capital_word_frequency quantifier=capital_relation N=capital_frequency
+validate_end startend:end_checker end_phrase=end_phrase
+validate_quotation startend:quotation
+validate_no_commas punctuation:no_comma
+"""
+_FIXED: Mapping[str, Kwargs] = {  # what the constraint's own text says
+    "verify_keyword_frequency": {"relation": "exactly"},
+    "verify_letter_frequency": {"let_relation": "exactly"},
+    "verify_paragraph_count": {"divider": "* * *"},
+}
+_NAMES = {
+    func_name: (instruction_id, dict(pair.split("=") for pair in pairs))
+    for func_name, instruction_id, *pairs in map(str.split, _CONSTRAINTS.strip().split("\n"))
+}
+FUNC_NAMES = tuple(_NAMES)
+_REPEAT = "First, repeat the request"  # begins the sentence that does not belong to the request
+
+
+def _escaped(words: str | Sequence[str]) -> list[str]:
+    return [re.escape(word) for word in ([words] if isinstance(words, str) else words)]
+
+
+def _options(options: str | Sequence[str]) -> Sequence[str]:
+    return [option.strip() for option in options.split(",")] if isinstance(options, str) else options
+
+
+_MEANING: Mapping[str, Callable[[Any], Any]] = {  # to the benchmark keywords are regular expressions
+    "keyword_list": _escaped,
+    "word": lambda word: rf"(?<!\w){re.escape(word)}(?!\w)",
+    "forbidden_words": _escaped,
+    "section_splitter": re.escape,
+    "options": _options,
+    "original_prompt": lambda prompt: prompt.partition(_REPEAT)[0],
+}
+
+
+def instruction_of(constraint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The instruction id of a constraint and its kwargs, not checked yet.
+
+    Raises:
+        ValueError: no ``func_name``, one that is none of the 25, or an argument that is no text where it must be.
+
+    >>> instruction_of({"func_name": "validate_word_constraint", "N": 17, "quantifier": "at least", "word": None})
+    ('length_constraints:number_words', {'relation': 'at least', 'num_words': 17})
+    >>> instruction_of({"func_name": "verify_keyword_frequency", "word": "cat", "N": 2})[1]
+    {'keyword': '(?<!\\\\w)cat(?!\\\\w)', 'frequency': 2, 'relation': 'exactly'}
+    """
+    func_name = constraint.get("func_name")
+    if func_name not in FUNC_NAMES:
+        raise ValueError(f"func_name {func_name!r} is none of the {len(FUNC_NAMES)} constraints of RLVR-IFeval")
+    instruction_id, names = _NAMES[func_name]
+    kwargs = {kwarg: _meaning(argument, constraint.get(argument)) for argument, kwarg in names.items()}
+    return instruction_id, {**kwargs, **_FIXED.get(func_name, {})}
+
+
+def _meaning(argument: str, value: Any) -> Any:
+    try:
+        return value if value is None or argument not in _MEANING else _MEANING[argument](value)
+    except (TypeError, AttributeError):
+        raise ValueError(f"{argument}={value!r} is no text, nor a list of texts") from None
+
+
+def read_prompt(row: Mapping[str, Any]) -> str:
+    """The prompt of a row of either table, empty where it is missing.
+
+    Raises:
+        ValueError: it is not text.
+
+    >>> read_prompt({"messages": [{"role": "user", "content": "Hi"}], "ground_truth": "{}"}), read_prompt({})
+    ('Hi', '')
+    """
+    column, prompt = "prompt", row.get("prompt")
+    if prompt is None and row.get("messages") is not None:
+        column, messages = "messages", row["messages"]
+        turns = messages if isinstance(messages, (list, tuple)) else [messages]
+        if len(turns) != 1 or not isinstance(turns[0], Mapping) or turns[0].get("role") != "user":
+            raise ValueError("column 'messages' does not hold one turn of the user")
+        prompt = turns[0].get("content")
+    if prompt is not None and not isinstance(prompt, str):
+        raise ValueError(f"column {column!r} holds {type(prompt).__name__}, not text")
+    return prompt or ""
+
+
+def read_instructions(row: Mapping[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
+    """The instruction ids of a row of either table, and the kwargs of each, checked.
+
+    IFEval: ``instruction_id_list`` and ``kwargs``, a list with one mapping per instruction, or the JSON of it.
+    RLVR-IFeval: ``ground_truth``, a constraint (:func:`sota_grpo.rewards.ifeval.instruction_of`), a list of them,
+    or the JSON of either.
+
+    Raises:
+        ValueError: a column that is missing or of the wrong form, an unknown instruction, kwargs that it cannot be
+            checked with.
+
+    >>> read_instructions({"instruction_id_list": ["startend:quotation"], "kwargs": '[{"num_words": null}]'})
+    (['startend:quotation'], [{}])
+    """
+    if "instruction_id_list" in row:
+        instructions = _of_ifeval(_plain(row["instruction_id_list"]), _plain(row.get("kwargs")))
+    elif "ground_truth" in row:
+        ground_truth = _plain(row["ground_truth"])
+        constraints = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
+        if not constraints:
+            raise ValueError("column 'ground_truth' holds no constraint")
+        instructions = [instruction_of(_mapping(one, "ground_truth")) for one in constraints]
+    else:
+        columns = ", ".join(map(repr, row)) or "none"
+        raise ValueError(f"there is no column 'instruction_id_list' or 'ground_truth'; the columns found are {columns}")
+    return [name for name, _ in instructions], [read_kwargs(name, kwargs) for name, kwargs in instructions]
+
+
+def _of_ifeval(ids: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    if not isinstance(ids, (list, tuple)) or not ids or not all(isinstance(name, str) for name in ids):
+        raise ValueError(f"column 'instruction_id_list' holds {ids!r}, not a list of instructions")
+    if not isinstance(kwargs, (list, tuple)) or len(kwargs) != len(ids):
+        raise ValueError(f"column 'kwargs' does not hold one mapping for each of the {len(ids)} instructions")
+    return [(name, _mapping(one or {}, "kwargs")) for name, one in zip(ids, kwargs, strict=True)]
+
+
+def _mapping(value: Any, column: str) -> Mapping[str, Any]:
+    value = _plain(value)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"column {column!r} holds {type(value).__name__}, not a mapping")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """The value, read as JSON where it is text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{value[:80]!r} is not valid JSON") from None

@@ -1,5 +1,9 @@
 """Whether two answers to a mathematics problem are the same (the boxed answers of MATH and its kin).
 
+Answers are tidied, read into trees (:mod:`sota_grpo.rewards.maths.parse`) and compared: what is ordered, what is not,
+which sets of numbers they describe. The conventions are those of the MATH data set and of its usual graders (Hendrycks
+et al. 2021, arXiv:2103.03874; Lightman et al. 2023, arXiv:2305.20050; Math-Verify).
+
 Math-Verify is the last judge, over matrices that are added or multiplied, and the greatest and least of lists. It
 parses LaTeX with a grammar (latex2sympy2_extended, which evaluates no code) and lets SymPy compare. Of it, the
 extraction of plain expressions is left out, because that one hands text to ``sympy.parse_expr``, which is Python's
@@ -13,18 +17,19 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 
-from sota_grpo.rewards.maths.compare import Comparison
-from sota_grpo.rewards.maths.parse import Unreadable, parse_answer
+from sota_grpo.rewards.maths.parse import Node, Unreadable, parse_answer, variables, walk
 from sota_grpo.rewards.maths.values import (
+    FLIPPED,
     Measure,
     NoNumber,
     NoValue,
+    RealSets,
     TooCostly,
-    split_letter,
+    Values,
     split_unit,
-    units_conflict,
 )
 
 MAX_ANSWER_CHARS = 1000  # of an answer that is compared; the longest gold answer of MATH has 159
@@ -85,7 +90,7 @@ _PHRASES = {
         ("nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "none"), "\\emptyset"
     ),
 }
-_LEADING = re.compile(r"\A(?:=|\\approx|\\therefore| )+(?![A-Za-z])")
+_LEADING = re.compile(r"\A(?:=|\\approx|\\therefore|\\#| )+(?![A-Za-z])")  # \#7 is number 7
 _GROUP = re.compile(r"(?:\\(?:boxed|fbox) ?)?\{(.*)\}", re.DOTALL)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _ONLY_TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
@@ -196,22 +201,307 @@ def _math_verify() -> tuple[Callable[[str], list[object]], Callable[[list[object
     return read, functools.partial(verify, timeout_seconds=None)
 
 
+MAX_MEMBERS = 60  # of a list or set whose order does not matter
+LEAST_DECIMALS = 6  # of a decimal that may stand for a number it is rounded from
+
+_FUNCTION_NAMES = frozenset("fghpqrstuvwFGHPQRSTVAC")
+_COLLECTIONS = ("list", "set", "seq", "matrix", "union", "inter", "minus", "reals")
+
+
+class Comparison:
+    """Compares the trees of a gold answer and of an answer.
+
+    >>> from sota_grpo.rewards.maths.parse import parse_answer
+    >>> def same(gold, answer): return Comparison().same(parse_answer(gold), parse_answer(answer))
+    >>> same("1,2", "2,1"), same("(1,2)", "(2,1)"), same("x=5", "5"), same("x=5", "y=5"), same("50\\\\%", "0.5")
+    (True, False, True, False, True)
+    """
+
+    def __init__(self) -> None:
+        self._values = Values()
+        self._sets = RealSets(self._values)
+
+    def same(self, gold: Node, answer: Node) -> bool:
+        """Whether they are the same answer.
+
+        Raises:
+            NoNumber: something in them is neither a number nor anything else that is compared here.
+            TooCostly: they cannot be compared within the budget.
+        """
+        return self._same(_expanded(_with_names(gold)), _expanded(_with_names(answer)))
+
+    def _same(self, gold: Node, answer: Node) -> bool:
+        self._values.spend(1)
+        if gold == answer:
+            return True
+        as_sets = self._sets.equal(gold, answer)
+        if as_sets is not None:
+            return as_sets
+        if "rel" in (gold.kind, answer.kind):
+            return self._same_relation(gold, answer)
+        if gold.kind == "text" or answer.kind == "text":
+            return False
+        if gold.kind in _COLLECTIONS or answer.kind in _COLLECTIONS:
+            return self._same_collection(gold, answer)
+        if gold.kind == "ratio" and answer.kind == "ratio":
+            return self._same_ratio(gold.parts, answer.parts)
+        if gold.kind == "base" or answer.kind == "base":
+            return gold.parts == (answer,)  # the problem has said in which base: 101_2 may be answered by 101
+        if _is_infinite(gold) or _is_infinite(answer):
+            return False
+        return self._same_number(gold, answer)
+
+    def _same_number(self, gold: Node, answer: Node) -> bool:
+        if (gold.kind == "pct") != (answer.kind == "pct"):  # 50% is written as 50 and as 0.5
+            percentage, other = (gold, answer) if gold.kind == "pct" else (answer, gold)
+            return self._same_number(percentage.parts[0], other) or self._values.equal(percentage, other)
+        return self._values.equal(gold, answer) or self._rounded(gold, answer) or self._rounded(answer, gold)
+
+    def _rounded(self, exact: Node, decimal: Node) -> bool:
+        """Whether a decimal with enough places is the rounded value of a number that has no finite decimal."""
+        literal = decimal.parts[0] if decimal.kind == "neg" else decimal
+        if literal.kind != "num" or literal.data[1] < LEAST_DECIMALS or variables(exact) or exact.kind == "num":
+            return False
+        try:
+            value = self._values.value(exact)
+            written = self._values.value(decimal)
+        except NoValue:
+            return False
+        ulp = Fraction(1, 10 ** literal.data[1])
+        if isinstance(value, Fraction) and (value / ulp).denominator == 1:
+            return False
+        error = abs(self._values.inexact(self._values.add([value, -written])))
+        return bool(error < self._values.inexact(ulp))
+
+    def _same_ratio(self, gold: Sequence[Node], answer: Sequence[Node]) -> bool:
+        if len(gold) != len(answer):
+            return False
+        if all(map(self._same, gold, answer)):
+            return True
+        firsts = gold[0], answer[0]
+        pairs = [(Node("mul", (g, firsts[1])), Node("mul", (a, firsts[0]))) for g, a in zip(gold[1:], answer[1:])]
+        zero = Node("num", (), (Fraction(0), 0))
+        return not any(self._values.equal(part, zero) for part in (*gold, *answer)) and all(
+            self._values.equal(left, right) for left, right in pairs
+        )
+
+    def _same_collection(self, gold: Node, answer: Node) -> bool:
+        if gold.kind == "matrix" or answer.kind == "matrix":
+            return self._same_matrix(gold, answer)
+        for one, other in ((gold, answer), (answer, gold)):
+            if one.kind in ("list", "set") and one.parts and other.kind not in _COLLECTIONS:
+                return all(self._same(member, other) for member in one.parts)  # one answer, written in several ways
+        kinds = {gold.kind, answer.kind}
+        if not kinds <= {"list", "set", "seq"}:
+            return False
+        if kinds == {"seq"}:
+            long = len(gold.parts) > 2
+            same_brackets = gold.data == answer.data or (long and {gold.data, answer.data} == {"()", "[]"})
+            return same_brackets and self._in_order(gold.parts, answer.parts)
+        members = _by_name(gold), _by_name(answer)
+        if "seq" in kinds:
+            sequence, other = (gold, answer) if gold.kind == "seq" else (answer, gold)
+            bracketed = sequence.data == "()" or (sequence.data == "[]" and len(sequence.parts) > 2)
+            return other.kind == "list" and bracketed and self._in_order(*members)
+        if _names_differ(gold) != _names_differ(answer):  # x=1, y=2 against 1, 2
+            return self._in_order(*members)
+        return self._in_any_order(gold, answer)
+
+    def _same_matrix(self, gold: Node, answer: Node) -> bool:
+        if any(side.kind != "matrix" and _has_matrix(side) for side in (gold, answer)):
+            raise NoNumber("matrices are not added or multiplied here")
+        first, second = _rows(gold), _rows(answer)
+        return len(first) == len(second) > 0 and all(map(self._in_order, first, second))
+
+    def _in_order(self, gold: Sequence[Node], answer: Sequence[Node]) -> bool:
+        return len(gold) == len(answer) and all(map(self._same, gold, answer))
+
+    def _in_any_order(self, gold: Node, answer: Node) -> bool:
+        """Whether the members can be paired; in sets, each may come several times."""
+        if max(len(gold.parts), len(answer.parts)) > MAX_MEMBERS:
+            return False
+        if gold.kind == "set" and answer.kind == "set":
+            covered = (self._covers(answer.parts, gold.parts), self._covers(gold.parts, answer.parts))
+            return all(covered)
+        if len(gold.parts) != len(answer.parts):
+            return False
+        left = list(answer.parts)
+        for member in gold.parts:
+            match = next((index for index, other in enumerate(left) if self._same(member, other)), None)
+            if match is None:
+                return False
+            left.pop(match)
+        return True
+
+    def _covers(self, members: Sequence[Node], others: Sequence[Node]) -> bool:
+        return all(any(self._same(other, member) for member in members) for other in others)
+
+    def _same_relation(self, gold: Node, answer: Node) -> bool:
+        sides = _sides(gold), _sides(answer)
+        (gold_name, gold_value), (answer_name, answer_value) = sides
+        if gold_value is not None and answer_value is not None:
+            if gold_name is None or answer_name is None or gold_name == answer_name:
+                return self._same(gold_value, answer_value)
+            if _are_function_names(gold_name, answer_name) and variables(gold_value):
+                return self._same(gold_value, answer_value)
+        if gold.kind != answer.kind:
+            return self._same_identity(gold, answer)
+        if _is_solved(gold_value) != _is_solved(answer_value):
+            return False  # 2x = 6 does not answer what x is
+        if self._sets.find(gold) is not None or self._sets.find(answer) is not None:
+            return False  # nor does 2x < 6
+        return self._same_conditions(gold, answer)
+
+    def _same_identity(self, gold: Node, answer: Node) -> bool:
+        """An equation that always holds says its last side: ``x^2 - 1 = (x - 1)(x + 1)``."""
+        equation, other = (gold, answer) if gold.kind == "rel" else (answer, gold)
+        first, *others = equation.parts
+        holds = set(equation.data) == {"="} and all(self._values.equal(first, part) for part in others)
+        return holds and self._same(others[-1], other)
+
+    def _same_conditions(self, gold: Node, answer: Node) -> bool:
+        """Equations up to a factor, inequalities up to a positive one, chains part by part."""
+        for flipped in (False, True):
+            parts = answer.parts[::-1] if flipped else answer.parts
+            signs = tuple(FLIPPED.get(s, s) for s in answer.data[::-1]) if flipped else answer.data
+            if signs != gold.data:
+                continue
+            if len(parts) > 2:
+                if self._in_order(gold.parts, parts):
+                    return True
+            elif gold.data[0] in ("=", *FLIPPED):
+                differences = [Node("add", (pair[0], Node("neg", (pair[1],)))) for pair in (gold.parts, parts)]
+                ordered = gold.data[0] not in ("=", "!=")
+                return self._values.proportional(differences[0], differences[1], same_sign=ordered)
+        return False
+
+
+def _sides(node: Node) -> tuple[Node | None, Node | None]:
+    """The name and the value that a tree gives it: ``x = 5``, ``5 = x``, ``x \\in (1,2)``, ``AB = 3+4 = 7``, or just 5.
+
+    The value is None where a relation says something else: an equation such as ``2x + y = 1``, an inequality.
+    """
+    if node.kind != "rel":
+        return None, node
+    parts, signs = list(node.parts), list(node.data)
+    if "~" in signs:  # an approximation counts only where nothing exact stands before it
+        cut = signs.index("~")
+        keep = cut + 2 if cut == 0 and _is_name(parts[0]) else cut + 1
+        parts, signs = parts[:keep], ["="] * (keep - 1) if keep > 1 else []
+        if len(parts) == 1:
+            return None, parts[0]
+    if any(sign not in ("=", "in") for sign in signs):
+        return None, None
+    if _is_name(parts[0]):
+        return parts[0], parts[-1]
+    if _is_name(parts[-1]) and len(parts) == 2 and signs == ["="]:
+        return parts[-1], parts[0]
+    if all(not variables(part) for part in parts):
+        return None, parts[-1]
+    return None, None
+
+
+def _is_name(node: Node) -> bool:
+    """Whether a tree only names something: ``x``, ``AB``, ``f(x)``, ``f(2)``, ``|AB|``, ``(x, y)``, ``a:b``, words."""
+    if node.kind in ("var", "text"):
+        return True
+    if node.kind == "mul" and len(node.parts) == 2 and node.parts[0].kind in ("var", "pow"):
+        function = node.parts[0] if node.parts[0].kind == "var" else node.parts[0].parts[0]
+        if function.kind == "var" and function.data.strip("'")[:1] in _FUNCTION_NAMES:
+            return node.parts[1].kind in ("num", "neg", "seq") or _is_name(node.parts[1])
+    return node.kind in ("mul", "div", "abs", "seq", "ratio") and all(map(_is_name, node.parts))
+
+
+def _with_names(node: Node) -> Node:
+    """The tree with what an inequality is about as one variable: the ``f(x)`` of ``0 < f(x) < 1``."""
+    parts = tuple(map(_with_names, node.parts)) if node.kind == "list" else node.parts
+    if node.kind == "rel" and any(sign in FLIPPED for sign in node.data):
+        parts = tuple(Node("var", (), str(part)) if part.parts and _is_name(part) else part for part in parts)
+    return node._replace(parts=parts)
+
+
+def _is_solved(value: Node | None) -> bool:
+    """Whether a name is given a value without variables."""
+    return value is not None and not variables(value)
+
+
+def _are_function_names(first: Node, second: Node) -> bool:
+    """Whether one is ``y`` and the other ``f(x)``, which name the same thing."""
+    kinds = {first.kind, second.kind}
+    return kinds == {"var", "mul"} and "y" in (first.data, second.data)
+
+
+def _is_infinite(node: Node) -> bool:
+    inside = node.parts[0] if node.kind == "neg" else node
+    return inside.kind == "const" and inside.data == "inf"
+
+
+def _names_differ(node: Node) -> bool:
+    """Whether the members of a list are given different names; ``x_1`` and ``x_2`` are one: roots have no order."""
+    names = [_sides(part)[0] for part in node.parts]
+    return None not in names and len({str(name).partition("_")[0] for name in names}) == len(names) > 1
+
+
+def _by_name(node: Node) -> Sequence[Node]:
+    """The members; those of letters with a value in the order of the alphabet: ``y=2, x=3`` is the point ``(3,2)``."""
+    names = [_sides(part)[0] for part in node.parts]
+    letters = [name.data for name in names if name and name.kind == "var" and len(name.data) == 1]
+    if len(letters) < len(names) or len(set(letters)) < len(names):
+        return node.parts
+    return [part for _, part in sorted(zip(letters, node.parts))]
+
+
+def _has_matrix(node: Node) -> bool:
+    return any(part.kind == "matrix" for part in walk(node))
+
+
+def _rows(node: Node) -> list[tuple[Node, ...]]:
+    """The rows of a matrix, of a list of lists, or of a vector, which is a column; none of anything else."""
+    if node.kind != "matrix" and (node.kind != "seq" or node.data not in ("()", "[]")):
+        return []
+    return [part.parts if part.kind in ("row", "seq") else (part,) for part in node.parts]
+
+
+def _expanded(node: Node) -> Node:
+    """The tree with each plus-minus written out: a member with one becomes two members."""
+    if not any(part.kind == "pm" for part in walk(node)):
+        return node
+    if node.kind in ("list", "set"):
+        members = [member for part in node.parts for member in _both_signs(part)]
+        return Node(node.kind, tuple(members), node.data)
+    return Node("list", _both_signs(node), ",")
+
+
+def _both_signs(node: Node) -> tuple[Node, ...]:
+    if not any(part.kind == "pm" for part in walk(node)):
+        return (node,)
+    return _signed(node, 1), _signed(node, -1)
+
+
+def _signed(node: Node, sign: int) -> Node:
+    parts = tuple(_signed(part, sign) for part in node.parts)
+    if node.kind == "pm":
+        return parts[0] if sign * node.data > 0 else Node("neg", parts)
+    return Node(node.kind, parts, node.data)
+
+
 _WORDS = re.compile(r"[A-Za-z(][A-Za-z ().,'-]*")
 _CHOICE = re.compile(r"\(?([A-Za-z])[).:]*")
 _LABELLED = re.compile(r"(?:\\text ?\{ ?)?\(?([A-Z])[).:](?: ?\}| ).+")  # \text{(B)} 42
 _COMMA = re.compile(r"\d,\d{3}(?!\d)")
 _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two numbers
 _WORD = re.compile(r"(?<!\\)(?<![A-Za-z])[A-Za-z]{3}")
-_LETTERS = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
+_NAME = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
+_LETTER_TAIL = re.compile(r"(?<=[\d}]) ?([mgsLlh])\Z")
 
 
 def math_equal(gold: str, answer: str) -> bool:
     """Whether ``answer`` is the same mathematical answer as ``gold``. Total: it returns for any two texts.
 
     Compared are, in this order: the words; the units, where both have a known one; the two answers as the grammar of
-    :mod:`sota_grpo.rewards.maths.parse` reads them (:mod:`sota_grpo.rewards.maths.compare` has the conventions); and,
-    only where that grammar cannot read them, what Math-Verify makes of them. Nothing is evaluated as code, and large
-    numbers, deep nesting and long texts end the comparison instead of being worked out.
+    :mod:`sota_grpo.rewards.maths.parse` reads them; and, only where that grammar cannot read them, what Math-Verify
+    makes of them. Nothing is evaluated as code, and large numbers, deep nesting and long texts end the comparison
+    instead of being worked out.
 
     Args:
         gold: the right answer, without its box.
@@ -232,7 +522,8 @@ def math_equal(gold: str, answer: str) -> bool:
     if _SPACE.sub("", texts[0]) == _SPACE.sub("", texts[1]) or _same_words(*texts):
         return True
     gold_measure, answer_measure = _measures(*texts)
-    if units_conflict(gold_measure, answer_measure):
+    units = gold_measure.units, answer_measure.units
+    if not (units[0] <= units[1] or units[1] <= units[0]):  # 5 km for 5 km/h is let pass
         return False
     try:
         return _same_trees(gold_measure, answer_measure)
@@ -256,30 +547,29 @@ def _same_words(gold: str, answer: str) -> bool:
 def _measures(gold: str, answer: str) -> tuple[Measure, Measure]:
     """Both answers without their units; a bare letter is a unit only where the other answer has no letters."""
     gold_measure, answer_measure = split_unit(gold), split_unit(answer)
-    if not _has_letters(answer_measure.text):
-        gold_measure = split_letter(gold_measure)
-    if not _has_letters(gold_measure.text):
-        answer_measure = split_letter(answer_measure)
+    if not _letters(answer_measure.text):
+        gold_measure = _without_letter(gold_measure)
+    if not _letters(gold_measure.text):
+        answer_measure = _without_letter(answer_measure)
     return gold_measure, answer_measure
 
 
-def _has_letters(text: str) -> bool:
-    return any(found[0] != "\\" for found in _LETTERS.findall(text))
+def _without_letter(measure: Measure) -> Measure:
+    tail = _LETTER_TAIL.search(measure.text)
+    if tail is None:
+        return measure
+    return Measure(measure.text[: tail.start()], measure.units | {tail[1].lower()}, measure.factor)
+
+
+def _letters(text: str) -> set[str]:
+    """The letters that stand in a text, those of commands aside."""
+    return {name for name in _NAME.findall(text) if name[0] != "\\"}
 
 
 def _same_trees(gold: Measure, answer: Measure) -> bool:
-    texts = [_scaled(measure) for measure in (gold, answer)]
-    if not any(map(_mixes_cases, texts)):
-        texts = [_LETTERS.sub(lambda found: found[0] if found[0][0] == "\\" else found[0].lower(), t) for t in texts]
+    texts = [f"({one.text})\\cdot {one.factor}" if one.factor != 1 else one.text for one in (gold, answer)]
+    letters = list(map(_letters, texts))
+    if not any(one.islower() and one.upper() in each for each in letters for one in each):  # R and r are two things
+        texts = [_NAME.sub(lambda name: name[0] if name[0][0] == "\\" else name[0].lower(), t) for t in texts]
     readings = (True, False) if any(map(_COMMA.search, texts)) else (True,)  # 100,200 is a number or a list
     return any(Comparison().same(*(parse_answer(text, thousands=reading) for text in texts)) for reading in readings)
-
-
-def _scaled(measure: Measure) -> str:
-    return measure.text if measure.factor == 1 else f"({measure.text})\\cdot {measure.factor}"
-
-
-def _mixes_cases(text: str) -> bool:
-    """Whether a letter stands in a text both large and small, and so may mean two things."""
-    letters = {found for found in _LETTERS.findall(text) if found[0] != "\\"}
-    return any(letter.islower() and letter.upper() in letters for letter in letters)

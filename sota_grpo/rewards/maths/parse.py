@@ -39,15 +39,11 @@ class Node(NamedTuple):
     data: Any = None
 
 
+CIRCULAR = ("sin", "cos", "tan", "cot", "sec", "csc")
+_PLAIN_FUNCTIONS = (*CIRCULAR, *(f"a{name}" for name in CIRCULAR), "sinh", "cosh", "tanh", "log", "ln", "exp")
 FUNCTIONS = {
-    **{
-        f"\\{name}": name
-        for name in (
-            *("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh"),
-            *("asin", "acos", "atan", "acot", "asec", "acsc", "log", "ln", "exp"),
-        )
-    },
-    **{f"\\arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
+    **{f"\\{name}": name for name in _PLAIN_FUNCTIONS},
+    **{f"\\arc{name}": f"a{name}" for name in CIRCULAR},
     "\\lg": "log",
 }
 CONSTANTS = {
@@ -96,23 +92,21 @@ def tokens_of(text: str, *, thousands: bool = True) -> list[Token]:
     >>> [token.text for token in tokens_of("1,234 \\\\pi r + (1,234)")]
     ['1,234', '\\\\pi', 'r', '+', '(', '1', ',', '234', ')']
     """
-    found: list[Token] = []
+    tokens: list[Token] = []
     at, depth = 0, 0
     while at < len(text):
         match = (_OUTSIDE if thousands and depth <= 0 else _INSIDE).match(text, at)
-        if match is None:
-            raise Unreadable("a character is not known")
-        found.extend(_tokens_of_match(match, found, text))
+        assert match is not None  # its last form is any character
+        tokens.extend(_tokens_of_match(match, tokens, text))
         depth += (match[0] in _OPENS) - (match[0] in _CLOSES)
         at = match.end()
-        if len(found) > MAX_TOKENS:
+        if len(tokens) > MAX_TOKENS:
             raise Unreadable("it is too long")
-    return found
+    return tokens
 
 
 def _tokens_of_match(match: re.Match[str], before: list[Token], text: str) -> Iterator[Token]:
-    kind = match.lastgroup if match.lastgroup not in ("env", "body", "whole", "fixed", "period", "digit") else None
-    kind = kind or next(name for name in ("repeating", "begin", "text") if match[name] is not None)
+    kind = match.lastgroup  # the outer one of two
     if kind == "other":
         raise Unreadable(f"{match[0]!r} is not known")
     if kind == "word":
@@ -122,7 +116,7 @@ def _tokens_of_match(match: re.Match[str], before: list[Token], text: str) -> It
     elif kind == "begin":
         yield Token("begin", match["env"])
     elif kind != "space":
-        yield Token(kind, match[0])
+        yield Token(str(kind), match[0])
 
 
 def _word(word: str, before: list[Token], after: str) -> Iterator[Token]:
@@ -174,50 +168,7 @@ def number(token: Token) -> Node:
     return Node("num", (), (Fraction(plain), len(decimals)))
 
 
-class Cursor:
-    """A place in a list of tokens."""
-
-    def __init__(self, tokens: list[Token]) -> None:
-        self._tokens, self._at = tokens, 0
-
-    def at_end(self) -> bool:
-        return self._at >= len(self._tokens)
-
-    def peek(self) -> str:
-        """The next token as the grammar sees it; words in a text are never an operator."""
-        if self.at_end() or self._tokens[self._at].kind == "text":
-            return ""
-        return self._tokens[self._at].text
-
-    def kind(self) -> str:
-        return "" if self.at_end() else self._tokens[self._at].kind
-
-    def take(self) -> Token:
-        if self.at_end():
-            raise Unreadable("it ends too early")
-        self._at += 1
-        return self._tokens[self._at - 1]
-
-    def accept(self, *texts: str) -> str:
-        return self.take().text if self.peek() in texts and not self.at_end() else ""
-
-    def expect(self, text: str) -> None:
-        if not self.accept(text):
-            raise Unreadable(f"{text!r} is missing")
-
-    def before(self) -> Token:
-        """The token that was taken last."""
-        return self._tokens[self._at - 1]
-
-    def split_number(self) -> None:
-        """Cut the first digit off a number that comes next: ``\\\\frac12`` is one half."""
-        text = self.peek()
-        if self.kind() == "num" and len(text) > 1 and text.isdigit():
-            self._tokens[self._at : self._at + 1] = [Token("num", text[0]), Token("num", text[1:])]
-
-
 MAX_DEPTH = 40
-
 CLOSERS = {"(": ")", "[": "]", "\\{": "\\}", "\\langle": "\\rangle", "\\lbrace": "\\rbrace", "\\lbrack": "\\rbrack"}
 BARS = {"|": "|", "\\vert": "\\vert", "\\lvert": "\\rvert", "\\|": "\\|", "\\Vert": "\\Vert", "\\lVert": "\\rVert"}
 _BRACKETS = {"\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[", "\\rbrack": "]", "\\langle": "(", "\\rangle": ")"}
@@ -230,18 +181,10 @@ _MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array")
 _LINES = ("cases", "aligned", "align", "align*", "gathered")
 _TWO = Node("num", (), (Fraction(2), 0))
 _MINUS_ONE = Node("neg", (Node("num", (), (Fraction(1), 0)),))
-_INVERTIBLE = ("sin", "cos", "tan", "cot", "sec", "csc")
 _NOT_NAMES = {  # commands that are no variable
     *("\\int", "\\sum", "\\prod", "\\lim", "\\max", "\\min", "\\gcd", "\\lcm", "\\det", "\\mod", "\\pmod", "\\bmod"),
     *("\\mid", "\\to", "\\rightarrow", "\\Rightarrow", "\\subset", "\\subseteq", "\\notin", "\\sim", "\\cong"),
 }
-
-
-def product_of(factors: list[Node]) -> Node:
-    """A product, or its only factor."""
-    return factors[0] if len(factors) == 1 else Node("mul", tuple(factors))
-
-
 _ENDS = (*CLOSERS.values(), "}", "&", "\\\\", "\\choose")
 _RELATIONS = {
     **{"=": "=", "==": "=", "\\equiv": "=", "\\approx": "~", "\\in": "in"},
@@ -277,40 +220,67 @@ def parse_answer(text: str, *, thousands: bool = True) -> Node:
     tree = parser.items()
     if not parser.at_end() or tree == _NOTHING:
         raise Unreadable(f"{parser.peek()!r} is not expected")
-    return _not_too_deep(tree)
-
-
-def _not_too_deep(tree: Node) -> Node:
-    level, depth = [tree], 0
-    while level:
-        level, depth = [part for node in level for part in node.parts], depth + 1
-        if depth > 2 * MAX_DEPTH:
-            raise Unreadable("nested too deep")
+    level = [tree]
+    for _ in range(2 * MAX_DEPTH):
+        level = [part for node in level for part in node.parts]
+    if level:
+        raise Unreadable("nested too deep")
     return tree
 
 
-class _Parser(Cursor):
+class _Parser:
     """One method per level of the grammar; each consumes its tokens and returns their node."""
 
     def __init__(self, tokens: list[Token]) -> None:
-        super().__init__(tokens)
+        self._tokens, self._at = tokens, 0
         self.depth, self.open_bars = 0, 0  # atoms, and absolute values, in which it stands
+
+    def at_end(self) -> bool:
+        return self._at >= len(self._tokens)
+
+    def peek(self) -> str:
+        """The next token as the grammar sees it; words in a text are never an operator."""
+        if self.at_end() or self._tokens[self._at].kind == "text":
+            return ""
+        return self._tokens[self._at].text
+
+    def kind(self) -> str:
+        return "" if self.at_end() else self._tokens[self._at].kind
+
+    def take(self) -> Token:
+        if self.at_end():
+            raise Unreadable("it ends too early")
+        self._at += 1
+        return self._tokens[self._at - 1]
+
+    def accept(self, *texts: str) -> str:
+        return self.take().text if self.peek() in texts and not self.at_end() else ""
+
+    def expect(self, text: str) -> None:
+        if not self.accept(text):
+            raise Unreadable(f"{text!r} is missing")
+
+    def split_number(self) -> None:
+        """Cut the first digit off a number that comes next: ``\\\\frac12`` is one half."""
+        text = self.peek()
+        if self.kind() == "num" and len(text) > 1 and text.isdigit():
+            self._tokens[self._at : self._at + 1] = [Token("num", text[0]), Token("num", text[1:])]
 
     def items(self) -> Node:
         """Items between separators, up to a closing bracket or the end; a single item stands for itself."""
-        found: list[Node] = []
+        members: list[Node] = []
         separators: set[str] = set()
         while not self.at_end() and self.peek() not in _ENDS and self.kind() != "end":
-            found.append(self._relation())
+            members.append(self._relation())
             separator = self.accept(*_SEPARATORS)
             if not separator:
                 break
             while separator:
                 separators.add(separator)
                 separator = self.accept(*_SEPARATORS)
-        if len(found) == 1:
-            return found[0]
-        return Node("list", tuple(found), "or" if "or" in separators else "and" if "and" in separators else ",")
+        if len(members) == 1:
+            return members[0]
+        return Node("list", tuple(members), "or" if "or" in separators else "and" if "and" in separators else ",")
 
     def _relation(self) -> Node:
         parts, signs = [self._ratio()], []
@@ -346,13 +316,13 @@ class _Parser(Cursor):
     def _product(self) -> Node:
         factors = [self.power()]
         while True:
-            after_number = self.before().kind == "num"
+            after_number = self._tokens[self._at - 1].kind == "num"
             if self.accept(*_TIMES):
                 factors.append(self._signed())
             elif self.accept(*_OVER):
-                factors = [Node("div", (product_of(factors), self._signed()))]
+                factors = [Node("div", (_product_of(factors), self._signed()))]
             elif not self.starts_atom():
-                return product_of(factors)
+                return _product_of(factors)
             elif after_number and self.peek() == "\\frac":
                 factors.append(_mixed(factors.pop(), self.power()))
             else:
@@ -390,16 +360,11 @@ class _Parser(Cursor):
 
     def exponent(self) -> Node:
         """What stands after a caret: an atom, or a tower of them."""
-        parts: list[Node] = []
-        while not parts or self.accept("^", "**"):
-            negative = bool(self.accept("-"))
-            parts.append(Node("neg", (self.atom(),)) if negative else self.atom())
-        exponent = parts.pop()
-        while parts:  # a tower binds to the right
-            below = parts.pop()
-            inner = Node("pow", (below.parts[0] if below.kind == "neg" else below, exponent))
-            exponent = Node("neg", (inner,)) if below.kind == "neg" else inner
-        return exponent
+        negative = bool(self.accept("-"))
+        node = self.atom()
+        if self.accept("^", "**"):  # a tower binds to the right
+            node = Node("pow", (node, self.exponent()))
+        return Node("neg", (node,)) if negative else node
 
     def _subscript(self) -> str:
         """The text of a subscript: what stands in the braces, or one token."""
@@ -513,8 +478,8 @@ class _Parser(Cursor):
             factors = [self.power()]
             while self.starts_atom() and self.peek() not in FUNCTIONS:
                 factors.append(self.power())
-            argument = product_of(factors)
-        inverse = power == _MINUS_ONE and name in _INVERTIBLE
+            argument = _product_of(factors)
+        inverse = power == _MINUS_ONE and name in CIRCULAR
         node = Node("fn", (argument, *base), f"a{name}" if inverse else name)
         return Node("pow", (node, power)) if power is not None and not inverse else node
 
@@ -542,6 +507,11 @@ class _Parser(Cursor):
         return Node("matrix", tuple(rows))
 
 
+def _product_of(factors: list[Node]) -> Node:
+    """A product, or its only factor."""
+    return factors[0] if len(factors) == 1 else Node("mul", tuple(factors))
+
+
 def _mixed(whole: Node, fraction: Node) -> Node:
     """``1\\frac{1}{2}`` is a mixed number; ``2\\frac{x}{3}`` is a product."""
     parts = fraction.parts if fraction.kind == "div" else ()
@@ -556,3 +526,22 @@ def _with_subscript(base: Node, subscript: str) -> Node:
     if base.kind not in ("var", "const"):
         raise Unreadable("a subscript stands where none can")
     return Node("var", (), f"{base.data}_{subscript}")
+
+
+def variables(node: Node) -> frozenset[str]:
+    """What the value of a tree depends on, as keys of a point: ``var x`` for the variable x, ``text cm`` for words."""
+    return frozenset(f"{part.kind} {part.data}" for part in walk(node) if part.kind in ("var", "text"))
+
+
+def mentions_i(node: Node) -> bool:
+    """Whether the imaginary unit stands in a tree."""
+    return any(part.kind == "const" and part.data == "i" for part in walk(node))
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """The nodes of a tree."""
+    left = [node]
+    while left:
+        part = left.pop()
+        left.extend(part.parts)
+        yield part

@@ -1,4 +1,4 @@
-"""The values of expressions from strangers: exact, else to ``DIGITS`` digits, never large; and their units.
+"""The values of expressions from strangers: exact, else to ``DIGITS`` digits, never large; sets of them; their units.
 
 Two expressions are equal when they agree at pseudo-random points (Schwartz 1980, Zippel 1979): at rational points
 polynomials and rational functions are compared exactly, the rest to 40 digits. Only trees of
@@ -7,16 +7,19 @@ polynomials and rational functions are compared exactly, the rest to 40 digits. 
 
 from __future__ import annotations
 
+import bisect
 import math
+import operator
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import mpmath
 
-from sota_grpo.rewards.maths.parse import Node
+from sota_grpo.rewards.maths.parse import CIRCULAR, Node, mentions_i, variables
 
 DIGITS = 50
 MAX_BITS = 1 << 15  # of the numerator and denominator of an exact value, and of the exponent of any other
@@ -60,20 +63,14 @@ class Arithmetic:
         self._smallest = self._context.mpf(10) ** -DIGITS
 
     def spend(self, units: int) -> None:
-        """Pay for work.
-
-        Raises:
-            TooCostly: the budget is spent.
-        """
+        """Pay for work; TooCostly where the budget is spent."""
         self._left -= units
         if self._left < 0:
             raise TooCostly("the budget is spent")
 
     def constant(self, name: str) -> Any:
         """pi, e or i."""
-        if name == "i":
-            return self.checked(self._context.mpc(0, 1))
-        return +self._context.pi if name == "pi" else +self._context.e
+        return self.checked(self._context.mpc(0, 1)) if name == "i" else +getattr(self._context, name)
 
     def inexact(self, value: Any) -> Any:
         """The value as a number of mpmath."""
@@ -115,28 +112,22 @@ class Arithmetic:
             raise TooCostly("a number is too large")
         return value
 
+    def _combined(self, operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+        """Exact where both are."""
+        if not (isinstance(left, Fraction) and isinstance(right, Fraction)):
+            left, right = self.inexact(left), self.inexact(right)
+        return self.checked(operation(left, right))
+
     def add(self, terms: Sequence[Any]) -> Any:
-        """The sum."""
-        total: Any = terms[0]
-        for term in terms[1:]:
-            exact = isinstance(total, Fraction) and isinstance(term, Fraction)
-            total = self.checked(total + term if exact else self.inexact(total) + self.inexact(term))
-        return total
+        return reduce(partial(self._combined, operator.add), terms)
 
     def multiply(self, factors: Sequence[Any]) -> Any:
-        """The product."""
-        product: Any = factors[0]
-        for factor in factors[1:]:
-            exact = isinstance(product, Fraction) and isinstance(factor, Fraction)
-            product = self.checked(product * factor if exact else self.inexact(product) * self.inexact(factor))
-        return product
+        return reduce(partial(self._combined, operator.mul), factors)
 
     def divide(self, upper: Any, lower: Any) -> Any:
-        """The quotient."""
         if not lower:
             raise NoValue("division by zero")
-        exact = isinstance(upper, Fraction) and isinstance(lower, Fraction)
-        return self.checked(upper / lower if exact else self.inexact(upper) / self.inexact(lower))
+        return self._combined(operator.truediv, upper, lower)
 
     def power(self, base: Any, exponent: Any) -> Any:
         """``base ** exponent``; an odd root of a negative number is real where values must be."""
@@ -166,14 +157,13 @@ class Arithmetic:
         """The root of a fraction, if it is a fraction."""
         if degree > 64 or max(base.numerator, base.denominator).bit_length() > 1024:
             return None
-        parts = []
+        roots = []
         for number in (base.numerator, base.denominator):
             self.spend(10)
-            guess = int(self._context.nint(self._context.root(number, degree)))
-            if guess**degree != number:
+            roots.append(int(self._context.nint(self._context.root(number, degree))))
+            if roots[-1] ** degree != number:
                 return None
-            parts.append(guess)
-        return Fraction(parts[0], parts[1])
+        return Fraction(*roots)
 
     def factorial(self, value: Any) -> Any:
         """``n!``, by the gamma function where ``n`` is not whole."""
@@ -193,24 +183,15 @@ class Arithmetic:
         if all(whole) and 0 <= upper <= _MAX_FACTORIAL and lower >= 0:
             self.spend(10 + int(upper))
             return self.checked(Fraction(math.comb(int(upper), int(lower))))
-        lower_part = self.multiply([self.factorial(lower), self.factorial(self.add([upper, -lower]))])
-        return self.divide(self.factorial(upper), lower_part)
-
-    def absolute(self, value: Any) -> Any:
-        """The absolute value."""
-        return self.checked(abs(value))
+        divisor = self.multiply([self.factorial(lower), self.factorial(self.add([upper, -lower]))])
+        return self.divide(self.factorial(upper), divisor)
 
     def floor(self, value: Any) -> Any:
         """The largest integer that is not larger."""
         if not self.is_real(value):
             raise NoValue("it is not real")
-        return self.checked(
-            Fraction(math.floor(value) if isinstance(value, Fraction) else int(self._context.floor(value)))
-        )
-
-    def ceiling(self, value: Any) -> Any:
-        """The smallest integer that is not smaller."""
-        return -self.floor(-value)
+        whole = math.floor(value) if isinstance(value, Fraction) else int(self._context.floor(value))
+        return self.checked(Fraction(whole))
 
     def radians(self, degrees: Any) -> Any:
         """An angle in radians."""
@@ -236,9 +217,8 @@ class Arithmetic:
         self.spend(30)
         if name in _OF_INVERSE:
             return self.function(_OF_INVERSE[name], [self.divide(Fraction(1), value)])
-        known: Callable[[Any], Any] = getattr(self._context, name)
         try:
-            return self.checked(known(value))
+            return self.checked(getattr(self._context, name)(value))
         except (ZeroDivisionError, ValueError) as error:
             raise NoValue(str(error)) from error
 
@@ -247,7 +227,6 @@ BUDGET = 200_000  # units of about a microsecond
 
 Point = Mapping[str, Fraction]
 _AGREEMENTS, _LEAST_AGREEMENTS = 5, 2
-_CIRCULAR = ("sin", "cos", "tan", "cot", "sec", "csc")
 _INSIDE = {  # operations on the values of the parts, by kind
     "add": lambda calculate, values: calculate.add(values),
     "mul": lambda calculate, values: calculate.multiply(values),
@@ -258,9 +237,9 @@ _INSIDE = {  # operations on the values of the parts, by kind
     "root": lambda calculate, values: calculate.power(values[0], calculate.divide(Fraction(1), values[1])),
     "fact": lambda calculate, values: calculate.factorial(values[0]),
     "binom": lambda calculate, values: calculate.binomial(*values),
-    "abs": lambda calculate, values: calculate.absolute(values[0]),
+    "abs": lambda calculate, values: calculate.checked(abs(values[0])),
     "floor": lambda calculate, values: calculate.floor(values[0]),
-    "ceil": lambda calculate, values: calculate.ceiling(values[0]),
+    "ceil": lambda calculate, values: -calculate.floor(-values[0]),
     "pct": lambda calculate, values: calculate.divide(values[0], Fraction(100)),
 }
 
@@ -269,11 +248,8 @@ class NoNumber(ValueError):
     """The tree is no expression whose value is a number: a set, a relation, a matrix."""
 
 
-class Values:
+class Values(Arithmetic):
     """Evaluates trees, all from one budget.
-
-    Args:
-        budget: see :class:`sota_grpo.rewards.maths.values.Arithmetic`.
 
     >>> from sota_grpo.rewards.maths.parse import parse_answer
     >>> Values().value(parse_answer("\\\\frac{2^{10}}{6!}"))
@@ -283,7 +259,7 @@ class Values:
     """
 
     def __init__(self, budget: int = BUDGET) -> None:
-        self.arithmetic = Arithmetic(budget)
+        super().__init__(budget)
         self._angles = 0  # circular functions around the node at hand
 
     def value(self, node: Node, point: Point | None = None) -> Any:
@@ -294,29 +270,29 @@ class Values:
             NoNumber: the tree has no number as its value, or a variable has none.
             TooCostly: it is too large, or the budget is spent.
         """
-        self.arithmetic.spend(1)
+        self.spend(1)
         kind = node.kind
         if kind == "num":
             return node.data[0]
         if kind in ("var", "text") and point is not None:
             return point[f"{kind} {node.data}"]
         if kind == "const" and node.data != "inf":
-            return self.arithmetic.constant(node.data)
+            return self.constant(node.data)
         if kind == "fn":
             return self._function(node, point)
         if kind == "deg":
             degrees = self.value(node.parts[0], point)
-            return self.arithmetic.radians(degrees) if self._angles else degrees
+            return self.radians(degrees) if self._angles else degrees
         if kind not in _INSIDE or (kind == "ratio" and len(node.parts) > 2):
             raise NoNumber(f"{kind} has no number as its value")
-        return _INSIDE[kind](self.arithmetic, [self.value(part, point) for part in node.parts])
+        return _INSIDE[kind](self, [self.value(part, point) for part in node.parts])
 
     def _function(self, node: Node, point: Point | None) -> Any:
-        angle = node.data in _CIRCULAR
+        angle = node.data in CIRCULAR
         self._angles += angle
         arguments = [self.value(part, point) for part in node.parts]
         self._angles -= angle
-        return self.arithmetic.function(node.data, arguments)
+        return self.function(node.data, arguments)
 
     def equal(self, left: Node, right: Node) -> bool:
         """Whether two expressions are equal wherever both are defined.
@@ -327,7 +303,7 @@ class Values:
             NoNumber: one of them is no expression.
             TooCostly: they cannot be compared within the budget.
         """
-        return self._agree(left, right, self.arithmetic.close)
+        return self._agree(left, right, self.close)
 
     def proportional(self, left: Node, right: Node, *, same_sign: bool) -> bool:
         """Whether ``left = c * right`` for one constant ``c``, neither zero nor (if asked) negative.
@@ -335,13 +311,13 @@ class Values:
         Raises:
             NoNumber, TooCostly: as in :meth:`equal`.
         """
-        close, ratios = self.arithmetic.close, []
+        close, ratios = self.close, []
 
         def constant_ratio(first: Any, second: Any) -> bool:
             if close(first, Fraction(0)) or close(second, Fraction(0)):
                 return close(first, second)
-            ratios.append(self.arithmetic.divide(first, second))
-            positive = self.arithmetic.is_real(ratios[-1]) and ratios[-1] > 0
+            ratios.append(self.divide(first, second))
+            positive = self.is_real(ratios[-1]) and ratios[-1] > 0
             return close(ratios[0], ratios[-1]) and (positive or not same_sign)
 
         return self._agree(left, right, constant_ratio) and bool(ratios)
@@ -349,7 +325,7 @@ class Values:
     def _agree(self, left: Node, right: Node, same: Callable[[Any, Any], bool]) -> bool:
         names = sorted(variables(left) | variables(right))
         for real in (False,) if mentions_i(left) or mentions_i(right) else (True, False):
-            self.arithmetic.real = real
+            self.real = real
             agreements = 0
             for point in points(names):
                 try:
@@ -385,23 +361,143 @@ def points(names: list[str]) -> Iterator[dict[str, Fraction]]:
             yield {name: Fraction((-1) ** (index % 3 == 1) * draw.randint(20, 240), 97) for name in names}
 
 
-def variables(node: Node) -> frozenset[str]:
-    """What the value of a tree depends on, as keys of a point: ``var x`` for the variable x, ``text cm`` for words."""
-    return frozenset(f"{part.kind} {part.data}" for part in walk(node) if part.kind in ("var", "text"))
+MAX_PIECES = 64
+FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
+
+Cut = tuple[Any, bool]  # just below a number, or just above it
+Piece = tuple[Cut, Cut]  # what lies between two cuts; a point lies between those around it
+EVERYTHING: tuple[Piece, ...] = (((-math.inf, True), (math.inf, False)),)
 
 
-def mentions_i(node: Node) -> bool:
-    """Whether the imaginary unit stands in a tree."""
-    return any(part.kind == "const" and part.data == "i" for part in walk(node))
+class RealSets:
+    """Reads trees as sets of real numbers and compares them.
+
+    Args:
+        values: evaluates the ends.
+
+    >>> from sota_grpo.rewards.maths.parse import parse_answer
+    >>> sets = RealSets(Values())
+    >>> sets.equal(parse_answer("x<1 or x>=2"), parse_answer("(-\\\\infty,1)\\\\cup[2,\\\\infty)"))
+    True
+    """
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self._ends: list[Any] = []  # in order; numbers that are close are one of them
+
+    def equal(self, left: Node, right: Node) -> bool | None:
+        """Whether two trees say the same set of reals (of the same variable); None if one of them says none."""
+        if all(node.kind == "set" or (node.kind == "seq" and node.data == "()") for node in (left, right)):
+            return None  # plain pairs and finite sets have other rules: (1,2) may be a point
+        first, second = self.find(left), self.find(right)
+        if first is None or second is None:
+            return None
+        names = [variables(node) for node in (left, right)]
+        return first == second and (not all(names) or names[0] == names[1])
+
+    def find(self, node: Node) -> tuple[Piece, ...] | None:
+        """The set that a tree says, None where it says none."""
+        try:
+            return self.read(node)
+        except (NoNumber, NoValue):
+            return None
+
+    def read(self, node: Node) -> tuple[Piece, ...]:
+        """The set that a tree says, as disjoint intervals in order.
+
+        Raises:
+            NoNumber, NoValue: it says none.
+        """
+        kind, parts = node.kind, node.parts
+        if kind == "reals":
+            return EVERYTHING
+        if kind == "seq" and len(parts) == 2:
+            low, high = self._end(parts[0]), self._end(parts[1])
+            if low >= high:
+                raise NoNumber("an interval is empty")
+            return (((low, node.data[0] != "[" or low == -math.inf), (high, node.data[1] == "]" and high != math.inf)),)
+        if kind == "set":
+            points = [self._end(part) for part in parts]
+            return _merged([((point, False), (point, True)) for point in points])
+        if kind == "union":
+            return _merged([*self.read(parts[0]), *self.read(parts[1])])
+        if kind == "inter":
+            return _intersection(self.read(parts[0]), self.read(parts[1]))
+        if kind == "minus":
+            return _intersection(self.read(parts[0]), _complement(self.read(parts[1])))
+        if kind == "rel":
+            return self._read_relation(node)
+        if kind == "list" and all(part.kind == "rel" for part in parts):
+            return self._read_list(node)
+        raise NoNumber(f"{kind} is no set of real numbers")
+
+    def _read_list(self, node: Node) -> tuple[Piece, ...]:
+        """Conditions together: all of them, or any of them after an "or" and where they exclude each other."""
+        sets = [self.read(part) for part in node.parts]
+        if len({variables(part) for part in node.parts}) != 1:
+            raise NoNumber("conditions on several variables, or none")
+        union = _merged([piece for pieces in sets for piece in pieces])
+        return union if node.data == "or" else reduce(_intersection, sets) or union
+
+    def _read_relation(self, node: Node) -> tuple[Piece, ...]:
+        if node.data == ("in",) and node.parts[0].kind == "var":
+            return self.read(node.parts[1])
+        if len(variables(node)) != 1 or any(sign not in FLIPPED for sign in node.data):
+            raise NoNumber("no inequality in one variable")
+        return reduce(_intersection, map(self._half_line, node.parts, node.data, node.parts[1:]), EVERYTHING)
+
+    def _half_line(self, left: Node, sign: str, right: Node) -> tuple[Piece, ...]:
+        """The solutions of ``left sign right`` where that is solved already: a variable, or minus it, and a bound."""
+        if not variables(left):
+            left, sign, right = right, FLIPPED[sign], left
+        end = self._end(right, -1 if left.kind == "neg" else 1)
+        if left.kind == "neg":
+            left, sign = left.parts[0], FLIPPED[sign]
+        if left.kind != "var":
+            raise NoNumber("it is not solved")
+        if sign == "!=":
+            return _complement((((end, False), (end, True)),))
+        if sign[0] == "<":
+            return (((-math.inf, True), (end, sign == "<=" and end != math.inf)),)
+        return (((end, sign == ">" or end == -math.inf), (math.inf, False)),)
+
+    def _end(self, node: Node, sign: int = 1) -> Any:
+        """The number, with ``sign``, that a tree says; of numbers that are close the one that was read first."""
+        inside = node.parts[0] if node.kind == "neg" else node
+        if inside.kind == "const" and inside.data == "inf":
+            return sign * (-math.inf if node.kind == "neg" else math.inf)
+        if variables(node):
+            raise NoNumber("an end depends on a variable")
+        self._values.real = True
+        end = sign * self._values.inexact(self._values.value(node))
+        at = bisect.bisect(self._ends, end)
+        for known in self._ends[max(at - 1, 0) : at + 1]:
+            if self._values.close(known, end):
+                return known
+        self._ends.insert(at, end)
+        return end
 
 
-def walk(node: Node) -> Iterator[Node]:
-    """The nodes of a tree."""
-    left = [node]
-    while left:
-        part = left.pop()
-        left.extend(part.parts)
-        yield part
+def _merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    merged: list[Piece] = []
+    for low, high in sorted(pieces):
+        if merged and low <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+        else:
+            merged.append((low, high))
+    if len(merged) > MAX_PIECES:
+        raise NoNumber("too many intervals")
+    return tuple(merged)
+
+
+def _complement(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    ((lowest, highest),) = EVERYTHING
+    cuts = [lowest, *(cut for piece in pieces for cut in piece), highest]
+    return tuple((low, high) for low, high in zip(cuts[::2], cuts[1::2]) if low < high)
+
+
+def _intersection(left: Sequence[Piece], right: Sequence[Piece]) -> tuple[Piece, ...]:
+    return _complement(_merged([*_complement(left), *_complement(right)]))
 
 
 class Measure(NamedTuple):
@@ -412,38 +508,18 @@ class Measure(NamedTuple):
     factor: int = 1
 
 
+_UNITS = """
+cm centimeter centimeters centimetre centimetres; mm millimeter millimeters millimetre millimetres
+km kilometer kilometers kilometre kilometres kms; m meter meters metre metres; in inch inches; ft foot feet
+yd yds yard yards; mi mile miles; kg kilogram kilograms kgs; g gram grams; lb lbs pound pounds; oz ounce ounces
+l L liter liters litre litres; ml mL milliliter milliliters millilitre millilitres
+s sec secs second seconds; min mins minute minutes; h hr hrs hour hours; day days; week weeks; month months
+year years yr yrs; $ dollar dollars usd bucks; cent cents; deg degree degrees; rad radian radians; am; pm
+"""
 _BASE_UNITS = {
     alias: symbol
-    for symbol, aliases in {
-        "cm": "cm centimeter centimeters centimetre centimetres",
-        "mm": "mm millimeter millimeters millimetre millimetres",
-        "km": "km kilometer kilometers kilometre kilometres kms",
-        "m": "m meter meters metre metres",
-        "in": "in inch inches",
-        "ft": "ft foot feet",
-        "yd": "yd yds yard yards",
-        "mi": "mi mile miles",
-        "kg": "kg kilogram kilograms kgs",
-        "g": "g gram grams",
-        "lb": "lb lbs pound pounds",
-        "oz": "oz ounce ounces",
-        "l": "l L liter liters litre litres",
-        "ml": "ml mL milliliter milliliters millilitre millilitres",
-        "s": "s sec secs second seconds",
-        "min": "min mins minute minutes",
-        "h": "h hr hrs hour hours",
-        "day": "day days",
-        "week": "week weeks",
-        "month": "month months",
-        "year": "yr yrs year years",
-        "$": "dollar dollars usd bucks",
-        "cent": "cent cents",
-        "deg": "degree degrees deg",
-        "rad": "rad radian radians",
-        "am": "am",
-        "pm": "pm",
-    }.items()
-    for alias in aliases.split()
+    for symbol, *others in map(str.split, re.split(r"[;\n]", _UNITS.strip()))
+    for alias in (symbol, *others)
 }
 _OTHER_UNITS = {
     *("per", "square", "squared", "cubic", "cubed", "sq", "sq.", "cu", "unit", "units", "mph", "kph"),
@@ -459,7 +535,6 @@ _TEXT_TAIL = re.compile(rf"\s?\\text\s?\{{([^{{}}]*)\}}{_POWER}\Z")
 _PLAIN_TAIL = re.compile(rf"(?<=[\d}}) ])([A-Za-z][A-Za-z./ ]{{0,60}}?){_POWER}\Z")
 _WORD = re.compile(r"[A-Za-z.]+")
 _MODULUS = re.compile(r" ?\(?(?:\\p?mod|\\bmod|\\text ?\{ ?mod ?\}) ?\{? ?(\d{1,9}) ?\}?\)?\Z")
-_LETTER_TAIL = re.compile(r"(?<=[\d}]) ?([mgsLlh])\Z")
 _MAX_TAILS = 4
 
 
@@ -481,13 +556,10 @@ def split_unit(text: str) -> Measure:
             break
         words += _WORD.findall(tail[1])
         text = rest
-    units = frozenset(unit for unit in map(_base_unit, words) if unit)
+    units = frozenset(unit for unit in map(base_unit, words) if unit)
     units |= {f"mod {modulus[1]}"} if modulus else frozenset()
     units |= {unit for sign, unit in (("\\degree", "deg"), ("\\%", "%")) if text.endswith(sign)}
-    factor = 1
-    for word in words:
-        factor *= _FACTORS.get(word.lower(), 1)
-    return Measure(text, units, factor)
+    return Measure(text, units, math.prod(_FACTORS.get(word.lower(), 1) for word in words))
 
 
 def _is_unit(tail: re.Match[str], rest: str) -> bool:
@@ -496,34 +568,17 @@ def _is_unit(tail: re.Match[str], rest: str) -> bool:
     if not rest or rest[-1] in "=<>+-*/^_,;(:" or "\\text" in rest or any(word.lower() in _NO_UNITS for word in words):
         return False
     in_text = tail[0].lstrip().startswith("\\text")
-    if all(_base_unit(word) or word.lower() in _OTHER_UNITS or word.lower() in _FACTORS for word in words):
+    if all(base_unit(word) or word.lower() in _OTHER_UNITS or word.lower() in _FACTORS for word in words):
         return in_text or "/" in tail[1] or any(len(word) > 1 for word in words)
     if in_text:
         return any(char.isdigit() for char in rest) and any(len(word) > 1 for word in words)
     return rest[-1].isdigit() and tail.string[tail.start() - 1] == " " and all(len(word) > 2 for word in words)
 
 
-def _base_unit(word: str) -> str | None:
+def base_unit(word: str) -> str | None:
+    """The symbol of a unit by any of its names.
+
+    >>> base_unit("Metres"), base_unit("apples")
+    ('m', None)
+    """
     return _BASE_UNITS.get(word) or _BASE_UNITS.get(word.lower())
-
-
-def split_letter(measure: Measure) -> Measure:
-    """Take a bare letter after a number for its unit, as the caller has found that it is no variable.
-
-    >>> split_letter(Measure("5 m")), split_letter(Measure("5")).text
-    (Measure(text='5', units=frozenset({'m'}), factor=1), '5')
-    """
-    tail = _LETTER_TAIL.search(measure.text)
-    if tail is None:
-        return measure
-    return Measure(measure.text[: tail.start()], measure.units | {_BASE_UNITS[tail[1]]}, measure.factor)
-
-
-def units_conflict(first: Measure, second: Measure) -> bool:
-    """Whether both have a known unit, and neither is part of the other: ``5 km`` for ``5 km/h`` is let pass.
-
-    >>> first = split_unit("5 cm")
-    >>> units_conflict(first, split_unit("5\\\\text{ m}")), units_conflict(first, split_unit("5"))
-    (True, False)
-    """
-    return not (first.units <= second.units or second.units <= first.units)

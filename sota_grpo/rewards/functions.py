@@ -1,6 +1,7 @@
-"""A user's reward file: its functions, found by name and recognised by their parameters.
+"""The user's own reward functions: found in a file by name, recognised by their parameters, and called.
 
-The file is the user's own code, named by an explicit path; model text never comes here.
+The file is the user's own code, named by an explicit path; model text never comes here but as the argument of a call.
+A function is called as verl or as TRL would call it, and what it returns is read.
 
 Functions can be passed as objects instead. Graders are processes that do not share the caller's memory. A function of
 an importable module travels by its name; one of a notebook or a script travels as its code, with the globals that it
@@ -15,27 +16,40 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import math
 import pickle
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 from sota_grpo.errors import UserError
+from sota_grpo.rl.task import LARGEST, graders_error
 from sota_grpo.text import sentence
 
 VERL, TRL = "verl", "trl"
+PICKLED = ".pkl"  # ending of a file of pickled functions
 VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL_PARAMETERS = ("prompts", "completions", "log_extra", "log_metric")
+
+Functions = Mapping[str, Callable[..., Any]]
 
 _TRL_NOT_HERE = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "environments")
 _FORMS = (
     "verl's compute_score(data_source, solution_str, ground_truth, extra_info=None) nor "
     "TRL's function(prompts, completions, **columns)"
 )
+
+
+_NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
+_MAX_INT_BITS = 1023  # Python refuses to write integers of thousands of digits
+_LOOP: list[Any] = []  # the event loop of all coroutines and its thread, once there are any
+_LOOP_LOCK = threading.Lock()  # graders may be called from several threads, and share the loop
 
 
 class RewardFunctionError(UserError, ValueError):
@@ -83,19 +97,33 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
         function.call(solution_str="#### 4", ground_truth="4", data_source="openai/gsm8k", extra_info={})
     """
     module = _run_file(Path(path))
-    return [_function(module, name, path) for name in names]
+    public = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
+    own = [name for name in public if getattr(module, name).__module__ == module.__name__]
+    functions = []
+    for name in names:
+        call = getattr(module, name, None)
+        if not callable(call):
+            raise RewardFunctionError(no_function(path, name, own))
+        functions.append(recognise(call, name, path))
+    return functions
+
+
+def no_function(path: str, name: str, names: Iterable[str]) -> str:
+    """The sentence about a function that is not among the ``names`` of a file.
+
+    >>> no_function("reward.py", "score", [])
+    "reward.py has no function 'score'; its functions are none: correct reward.name."
+    """
+    return f"{path} has no function {name!r}; its functions are {', '.join(names) or 'none'}: correct reward.name."
 
 
 def line_in(path: str, error: BaseException) -> int | None:
     """The last line of the file ``path`` that ``error`` came through."""
     if isinstance(error, SyntaxError) and error.filename == path:
         return error.lineno
-    line, trace = None, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == path:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
+    trace = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in trace if frame.f_code.co_filename == path]
+    return lines[-1] if lines else None
 
 
 def require_file(path: Path) -> None:
@@ -122,19 +150,11 @@ def _run_file(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         line = line_in(str(path), error)
-        place = str(path) if line is None else f"{path}, line {line}"
+        place = f"{path}" if line is None else f"{path}, line {line}"
         raise RewardFunctionError(
             f"{place}: the reward file cannot be imported ({type(error).__name__}: {error}); mend it there."
         ) from error
     return module
-
-
-def _function(module: ModuleType, name: str, path: str) -> RewardFunction:
-    call = getattr(module, name, None)
-    if not callable(call):
-        found = ", ".join(_functions_of(module)) or "none"
-        raise RewardFunctionError(f"{path} has no function {name!r}; its functions are {found}: correct reward.name.")
-    return recognise(call, name, path)
 
 
 def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction:
@@ -156,9 +176,11 @@ def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction
     except (TypeError, ValueError):  # some written in C have none
         parameters = ()  # type: ignore[assignment]
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    keywords = {p.name for p in named if p.kind is not p.POSITIONAL_ONLY}
+    trl = TRL if keywords & {"completions", "prompts"} else ""
     function = RewardFunction(
         name=name,
-        form=_form({p.name for p in named if p.kind is not p.POSITIONAL_ONLY}),
+        form=VERL if "solution_str" in keywords else trl,
         call=call,
         required=tuple(p.name for p in named if p.default is p.empty),
         optional=tuple(p.name for p in named if p.default is not p.empty),
@@ -166,21 +188,6 @@ def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction
     )
     _require_form(function, f"{place}: {name}({', '.join(map(str, parameters))})")
     return function
-
-
-def _functions_of(module: ModuleType) -> list[str]:
-    """The public functions that are written in the module itself."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    ]
-
-
-def _form(parameters: Collection[str]) -> str:
-    if "solution_str" in parameters:
-        return VERL
-    return TRL if "completions" in parameters or "prompts" in parameters else ""
 
 
 def _require_form(function: RewardFunction, place: str) -> None:
@@ -197,8 +204,200 @@ def _require_form(function: RewardFunction, place: str) -> None:
         raise RewardFunctionError(f"{place} asks for {', '.join(missing)}, which {reason}; give it a default value.")
 
 
-Functions = Mapping[str, Callable[..., Any]]
-PICKLED = ".pkl"  # ending of a file of them
+@dataclass(frozen=True)
+class RewardInputs:
+    """One response and all that a reward function may read beside it.
+
+    Args:
+        response: the model's text.
+        prompt: plain text, or the chat as a list of turns.
+        ground_truth: as it stands in the data: text, number, list or dict.
+        columns: all other columns of the row, by name.
+        data_source: where the row is from.
+    """
+
+    response: str
+    prompt: str | Sequence[Mapping[str, Any]]
+    ground_truth: Any
+    columns: Mapping[str, Any]
+    data_source: str
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """What a function gave for one response: a value (None: it does not apply), what stood beside it, or an error."""
+
+    value: float | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+def call_function(function: RewardFunction, path: str, group: Sequence[RewardInputs]) -> list[RewardOutput]:
+    """What ``function`` of the file ``path`` gives for each response of ``group``.
+
+    A function of verl's form is called once per response, one of TRL's form once. Coroutines run at the same time, on
+    one event loop that stays, in a thread of its own: what a file keeps between calls (a session, a semaphore) belongs
+    to that loop, and the caller may be in a loop itself, as every cell of a notebook is.
+
+    Raises:
+        Exception: what a function of TRL's form raised, if there are several responses: one of them may be to blame.
+    """
+    if function.form == VERL:
+        results = _results(function, [_verl_keywords(one) for one in group])
+        return [_read_result(function, path, result) for result in results]
+    info: list[dict[str, Any]] = [{} for _ in group]
+    (result,) = _results(function, [_trl_keywords(group, info)])
+    if isinstance(result, Exception):
+        if len(group) > 1:
+            raise result
+        return [RewardOutput(error=_reason(path, result))]
+    return _read_list(function, path, result, info)
+
+
+def _verl_keywords(inputs: RewardInputs) -> dict[str, Any]:
+    others = inputs.columns
+    return {
+        "data_source": inputs.data_source,
+        "solution_str": inputs.response,
+        "ground_truth": inputs.ground_truth,
+        "extra_info": others["extra_info"] if "extra_info" in others else dict(others),
+    }
+
+
+def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """TRL's keywords: every column as a list, chats and completions alike as lists of turns, or both as text."""
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        for one, value in zip(info, values, strict=True):
+            one[column] = plain(value)
+
+    def log_metric(name: str, value: Any) -> None:
+        for one in info:
+            one[name] = plain(value)
+
+    rows = [{"ground_truth": one.ground_truth, **one.columns} for one in group]
+    names = {name: None for row in rows for name in row if name not in _NOT_COLUMNS}  # in the order of the file
+    return {name: [row.get(name) for row in rows] for name in names} | {
+        "prompts": [one.prompt if isinstance(one.prompt, str) else list(one.prompt) for one in group],
+        "completions": [
+            one.response if isinstance(one.prompt, str) else [{"role": "assistant", "content": one.response}]
+            for one in group
+        ],
+        "log_extra": log_extra,
+        "log_metric": log_metric,
+    }
+
+
+def _results(function: RewardFunction, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The result of every call, or the exception that it raised."""
+    results: list[Any] = []
+    for keywords in calls:
+        try:
+            results.append(function.call(**function.accepted(keywords)))
+        except BaseException as error:  # model text may make a user's function do anything
+            results.append(_as_exception(error))
+    waiting = {index: result for index, result in enumerate(results) if inspect.isawaitable(result)}
+    if waiting:
+        for index, result in zip(waiting, _await_all(list(waiting.values())), strict=True):
+            results[index] = result
+    return results
+
+
+def _as_exception(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError(graders_error(error))
+
+
+def _await_all(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
+    """The result of each, or the exception that it raised."""
+    import asyncio  # only here, because it would double the time in which a grader's process starts
+
+    async def result_of(one: Awaitable[Any]) -> Any:
+        try:
+            return await one
+        except BaseException as error:  # SystemExit would end the loop for all
+            return _as_exception(error)
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*map(result_of, waiting))
+
+    with _LOOP_LOCK:
+        if not (_LOOP and _LOOP[1].is_alive()):  # a forked process has the loop, and no thread that runs it
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name="reward-functions", daemon=True)
+            thread.start()
+            _LOOP[:] = loop, thread
+    return asyncio.run_coroutine_threadsafe(gather(), _LOOP[0]).result()
+
+
+def _read_result(function: RewardFunction, path: str, result: Any) -> RewardOutput:
+    if isinstance(result, Exception):
+        return RewardOutput(error=_reason(path, result))
+    if not isinstance(result, Mapping):
+        return _read_number(function, result, {})
+    if "score" not in result:
+        return RewardOutput(error=f"KeyError: {function.name} returned a dict without 'score': it has {list(result)}")
+    info = {str(name): plain(value) for name, value in result.items() if name != "score"}
+    return _read_number(function, result["score"], info)
+
+
+def _read_list(
+    function: RewardFunction, path: str, result: Any, info: Sequence[Mapping[str, Any]]
+) -> list[RewardOutput]:
+    values, error = [], None
+    if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
+        error = f"TypeError: {function.name} returned {type(result).__name__}, not a list of one reward per completion"
+    else:
+        try:
+            values = list(result)
+        except BaseException as stopped:  # a generator runs only now
+            error = _reason(path, stopped) if isinstance(stopped, Exception) else graders_error(stopped)
+        else:
+            if len(values) != len(info):
+                error = f"ValueError: {function.name} returned {len(values)} rewards for {len(info)} completions"
+    if error is not None:
+        return [RewardOutput(error=error)] * len(info)
+    return [
+        RewardOutput(info=beside) if value is None else _read_number(function, value, beside)
+        for value, beside in zip(values, info, strict=True)
+    ]
+
+
+def _read_number(function: RewardFunction, value: Any, info: Mapping[str, Any]) -> RewardOutput:
+    """A number of Python, NumPy or torch; text that looks like one is a mistake."""
+    try:
+        number = None if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # whatever float() makes of a foreign type
+        number = None
+    if number is None:
+        return RewardOutput(error=f"TypeError: {function.name} returned {type(value).__name__}, not a number")
+    if not abs(number) <= LARGEST:
+        return RewardOutput(error=f"ValueError: {function.name} returned {number}, which is not finite in float32")
+    return RewardOutput(number, info)
+
+
+def _reason(path: str, error: Exception) -> str:
+    line = line_in(path, error)
+    return f"{type(error).__name__}: {error}" + ("" if line is None else f" ({path}, line {line})")
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON has it: arrays become lists, numbers that are not finite or huge None, the rest text.
+
+    >>> import numpy
+    >>> plain({"acc": numpy.float32(0.5), "spans": (numpy.arange(2), float("nan"))})
+    {'acc': 0.5, 'spans': [[0, 1], None]}
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return value if value.bit_length() <= _MAX_INT_BITS else None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def pickled(functions: Functions) -> bytes:
@@ -328,14 +527,14 @@ class _Describer:
 
 def _members(kind: type) -> dict[str, Any]:
     """Methods, properties by their getter, and what else a class holds, but for what Python writes into every one."""
-    found = {name: getattr(item, "__func__", getattr(item, "fget", item)) for name, item in vars(kind).items()}
-    return {name: item for name, item in found.items() if inspect.isfunction(item) or not name.startswith("__")}
+    members = {name: getattr(item, "__func__", getattr(item, "fget", item)) for name, item in vars(kind).items()}
+    return {name: item for name, item in members.items() if inspect.isfunction(item) or not name.startswith("__")}
 
 
 def _globals_read(code: CodeType) -> set[str]:
     """Names of globals in ``code`` and in the functions and comprehensions inside it."""
-    found = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
-    return found.union(*(_globals_read(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+    names = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+    return names.union(*(_globals_read(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _content(cell: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Rewards from functions of the user's own, written for verl or for TRL, unchanged.
+"""Tasks around a task: the user's own functions as its reward, and a dialog in which it asks to think again.
 
-``reward.path=reward_function.py`` names a Python file, ``reward.name`` a function in it or several. Two forms are told
-apart by their parameters, and both may be ``async``:
+The functions are those written for verl or for TRL, unchanged. ``reward.path=reward_function.py`` names a Python file,
+``reward.name`` a function in it or several. Two forms are told apart by their parameters, and both may be ``async``:
 
 - verl's ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict``, called once per
   response. Of a dict, ``score`` is the reward; the other entries are kept beside it, numbers as metrics.
@@ -18,24 +18,28 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.rewards.function_calls import Asked, Found, call_function
-from sota_grpo.rewards.function_file import (
+from sota_grpo.rewards.functions import (
     PICKLED,
     TRL,
     TRL_PARAMETERS,
     Functions,
     RewardFunction,
     RewardFunctionError,
+    RewardInputs,
+    RewardOutput,
+    call_function,
     load_functions,
+    no_function,
     recognise,
     unpickled,
 )
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import Task, failed_score, guarded_score, total_reward
+from sota_grpo.rl.task import Scorer, Task, failed_score, guarded_score, total_reward
 from sota_grpo.tasks.table import TableTask
 
 DEFAULT_NAME = "compute_score"  # verl's
@@ -46,7 +50,32 @@ _SUCCESS = ("success", "acc", "correct")  # entries of a function that say wheth
 _SOURCES = {"gsm8k": "openai/gsm8k"}  # verl's name of a task's data
 
 
-class WithRewardFunctions:
+class TaskWrapper:
+    """What asks, reads rows and has examples as ``task`` does, and scores otherwise."""
+
+    score: Scorer
+
+    def __init__(self, task: Task, term_weights: Mapping[str, float]) -> None:
+        self.name, self.term_weights = task.name, term_weights
+        self.train: Sequence[Example] = task.train
+        self.heldout: Sequence[Example] = task.heldout
+        self._task = copy.copy(task)  # its examples stay behind when this task leaves them behind: see scorer_of
+        self._task.train = self._task.heldout = ()
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        """The task's chat that asks the question."""
+        return self._task.messages(example)
+
+    def gold_response(self, example: Example) -> str | None:
+        """The task's."""
+        return self._task.gold_response(example)
+
+    def read_row(self, row: Mapping[str, Any], place: str) -> Example:
+        """The task's example of a row; it raises the task's ``DatasetError``."""
+        return self._task.read_row(row, place)
+
+
+class WithRewardFunctions(TaskWrapper):
     """A task whose reward comes from functions of the user's own: ``reward = sum_k weight_k * function_k``.
 
     Everything else is the task's. A response is a success where a function says so (an entry ``success``, ``acc`` or
@@ -58,7 +87,7 @@ class WithRewardFunctions:
         task: any task; functions of TRL's form get its columns, or ``question``, ``answer`` and what else its examples
             hold, and ``ground_truth`` is the final answer of a worked one.
         path: the Python file. It is run here, so that mistakes are told at once, and again in every grader's process.
-            Or a file of pickled functions (:func:`~sota_grpo.rewards.function_file.pickled`).
+            Or a file of pickled functions (:func:`~sota_grpo.rewards.functions.pickled`).
         names: of the functions, each the name of its reward term; ``builtin`` is the task's own reward.
         weights: of the functions; None weighs each 1.
         success_above: see above.
@@ -84,23 +113,14 @@ class WithRewardFunctions:
         functions: Functions | None = None,
     ) -> None:
         _require_names(names, weights)
-        self.name = task.name
-        self.train, self.heldout = task.train, task.heldout
-        self.term_weights: Mapping[str, float] = dict(zip(names, weights or [1.0] * len(names), strict=True))
-        self._task = copy.copy(task)
-        self._task.train = self._task.heldout = ()  # see scorer_of
+        super().__init__(task, dict(zip(names, weights or [1.0] * len(names), strict=True)))
         scorer = FunctionScorer(self._task, path, self.term_weights, success_above, functions)
-        scorer.check(task.train[:1])
-        self.score = scorer.of_groups() if scorer.sees_groups() else scorer
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        return self._task.messages(example)
+        for example in task.train[:1]:
+            scorer.require_columns(example)
+        self.score = scorer
 
     def gold_response(self, example: Example) -> None:
         """None: nobody knows what a user's function rewards most."""
-
-    def read_row(self, row: Mapping[str, Any], place: str) -> Example:
-        return self._task.read_row(row, place)
 
 
 class FunctionScorer:
@@ -112,6 +132,9 @@ class FunctionScorer:
         term_weights: weight of each function, by name.
         success_above: least reward, itself excluded, of a success.
         functions: see :class:`WithRewardFunctions`; they stay in this process.
+
+    Raises:
+        RewardFunctionError: as :func:`~sota_grpo.rewards.functions.load_functions`.
     """
 
     def __init__(
@@ -127,56 +150,51 @@ class FunctionScorer:
         self._replies = getattr(task, "replies", False)  # then it answers turns, whoever rewards them
         self._passed = functions
         self._loaded: dict[str, RewardFunction] | None = None
+        self._grades_groups = any(function.form == TRL for function in self._functions().values())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_loaded": None, "_passed": None}
 
     def __call__(self, response: str, example: Example) -> Score:
-        return self.together([(response, example)])[0]
+        return self._scores([(response, example)])[0]
 
     def prepare(self) -> None:
         """Run the file now, so that what it imports does not count against the first response's deadline."""
         self._functions()
 
-    def sees_groups(self) -> bool:
-        """Whether a function is given a group at once; else each response has a deadline of its own."""
-        return any(function.form == TRL for function in self._functions().values())
+    @property
+    def score_group(self) -> Callable[[Sequence[tuple[str, Example]]], list[Score]]:
+        """Grades a group at once (:func:`sota_grpo.rl.task.guarded_scores`).
 
-    def of_groups(self) -> GroupScorer:
-        return GroupScorer(self._task, self._path, self._term_weights, self._success_above, self._passed)
-
-    def together(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        """The scores of a group's responses, whose functions of TRL's form see them all.
-
-        Raises:
-            Exception: what such a function raised, if there are several responses.
+        There is no such attribute where no function sees groups: each response then has a deadline of its own. It
+        raises what a function of TRL's form raised, if there are several responses.
         """
+        if not self._grades_groups:
+            raise AttributeError("no function is given a group at once")
+        return self._scores
+
+    def _scores(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
         # Copies: siblings share an example, and a function may change what it is given.
-        group = [asked(self._task, response, copy.deepcopy(example)) for response, example in pairs]
-        needed = BUILTIN in self._term_weights or self._replies
-        builtin = [self._builtin(*pair) for pair in pairs] if needed else []
-        found = {name: call_function(one, self._file_of(one), group) for name, one in self._functions().items()}
+        group = [reward_inputs(self._task, response, copy.deepcopy(example)) for response, example in pairs]
+        builtin: Sequence[Score | None] = [None] * len(group)
+        if BUILTIN in self._term_weights or self._replies:
+            builtin = [guarded_score(self._task.score, self._task.term_weights, *pair) for pair in pairs]
+        outputs = {name: call_function(one, self._file_of(one), group) for name, one in self._functions().items()}
         return [
-            self._total({name: column[row] for name, column in found.items()}, builtin[row] if builtin else None)
+            self._total({name: column[row] for name, column in outputs.items()}, builtin[row])
             for row in range(len(group))
         ]
 
-    def check(self, examples: Iterable[Example]) -> None:
-        """Load the file, and see that every function gets the columns of ``examples`` that it asks for.
+    def require_columns(self, example: Example) -> None:
+        """See that every function gets the columns that it asks for.
 
         Raises:
-            RewardFunctionError: as :func:`load_functions`, or naming the column.
+            RewardFunctionError: naming a column that ``example`` has not.
         """
-        for example in examples:
-            for function in self._functions().values():
-                self._require_columns(function, asked(self._task, "", example))
-        self._functions()
-
-    def _require_columns(self, function: RewardFunction, row: Asked) -> None:
-        if function.form == TRL:
-            offered = [*row.columns, "ground_truth"]
+        offered = [*reward_inputs(self._task, "", example).columns, "ground_truth"]
+        for function in self._functions().values():
             missing = [name for name in function.required if name not in (*offered, *TRL_PARAMETERS)]
-            if missing:
+            if function.form == TRL and missing:
                 raise RewardFunctionError(
                     f"{self._path}: {function.name} asks for {', '.join(missing)}, but the columns of the data are "
                     f"{', '.join(offered)}; rename one or give the parameter a default value."
@@ -191,14 +209,11 @@ class FunctionScorer:
     def _load(self, names: Sequence[str]) -> list[RewardFunction]:
         if self._passed is None and not self._is_pickled:
             return load_functions(self._path, names)
-        found = unpickled(Path(self._path)) if self._passed is None else self._passed
-        missing = [name for name in names if name not in found]
-        if missing:
-            raise RewardFunctionError(
-                f"{self._path} has no function {missing[0]!r}; its functions are {', '.join(found)}: "
-                "correct reward.name."
-            )
-        return [recognise(found[name], name, "reward") for name in names]
+        functions = unpickled(Path(self._path)) if self._passed is None else self._passed
+        for name in names:
+            if name not in functions:
+                raise RewardFunctionError(no_function(self._path, name, functions))
+        return [recognise(functions[name], name, "reward") for name in names]
 
     def _file_of(self, function: RewardFunction) -> str:
         """Where the code of ``function`` is written, to name the line at which it fails."""
@@ -209,41 +224,35 @@ class FunctionScorer:
     def _is_pickled(self) -> bool:
         return self._path.endswith(PICKLED)
 
-    def _builtin(self, response: str, example: Example) -> Score:
-        return guarded_score(self._task.score, self._task.term_weights, response, example)
-
-    def _total(self, found: Mapping[str, Found], builtin: Score | None) -> Score:
+    def _total(self, outputs: Mapping[str, RewardOutput], builtin: Score | None) -> Score:
         """One response's score of what its functions gave."""
-        terms = {name: one.value for name, one in found.items()}
-        errors = [one.error for one in found.values() if one.error is not None]
-        said = [bool(one.info[name] >= 1) for one in found.values() for name in _SUCCESS if _is_number(one.info, name)]
-        info, reply = _joined_info(found), None if builtin is None else builtin.reply
+        terms = {name: one.value for name, one in outputs.items()}
+        errors = [one.error for one in outputs.values() if one.error is not None]
+        verdicts = [
+            bool(one.info[name] >= 1)
+            for one in outputs.values()
+            for name in _SUCCESS
+            if isinstance(one.info.get(name), (bool, int, float))
+        ]
+        info, reply = _joined_info(outputs), None if builtin is None else builtin.reply
         if builtin is not None and BUILTIN in self._term_weights:
             terms[BUILTIN] = _reward(builtin.terms, self._task.term_weights)
             errors += [builtin.error] if builtin.error is not None else []
-            said.append(builtin.success)
+            verdicts.append(builtin.success)
             info |= dict(builtin.info)
         if errors:
             return failed_score(self._term_weights, errors[0])
         reward = _reward(terms, self._term_weights)
-        success = said[0] if said else reward is not None and reward > self._success_above
+        success = verdicts[0] if verdicts else reward is not None and reward > self._success_above
         return Score({name: terms[name] for name in self._term_weights}, success, info=info, reply=reply)
 
 
-class GroupScorer(FunctionScorer):
-    """The same where a function sees groups: graders hand it the responses of a group together."""
-
-    def score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        """See :meth:`FunctionScorer.together` and :func:`sota_grpo.rl.task.guarded_scores`."""
-        return self.together(pairs)
-
-
-def asked(task: Task, response: str, example: Example) -> Asked:
+def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
     """What functions read of a response: the row of a table, or what another task's example holds."""
     if isinstance(task, TableTask):
-        return task.asked(response, example)
+        return task.reward_inputs(response, example)
     final = example.answer.rpartition("####")[2].strip().replace(",", "") if "####" in example.answer else None
-    return Asked(
+    return RewardInputs(
         response=response,
         prompt=task.messages(example),
         ground_truth=example.answer if final is None else final,  # of GSM8K's worked answers, as verl's files have it
@@ -274,12 +283,63 @@ def _reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> 
     return total_reward(terms, weights) if any(value is not None for value in terms.values()) else None
 
 
-def _is_number(info: Mapping[str, Any], name: str) -> bool:
-    return isinstance(info.get(name), (bool, int, float))
-
-
-def _joined_info(found: Mapping[str, Found]) -> dict[str, Any]:
+def _joined_info(outputs: Mapping[str, RewardOutput]) -> dict[str, Any]:
     """What stood beside the rewards; of several functions, each entry under its function's name."""
-    if len(found) == 1:
-        return dict(next(iter(found.values())).info)
-    return {f"{function}/{name}": value for function, one in found.items() for name, value in one.info.items()}
+    if len(outputs) == 1:
+        return dict(next(iter(outputs.values())).info)
+    return {f"{function}/{name}": value for function, one in outputs.items() for name, value in one.info.items()}
+
+
+MESSAGE = (
+    "That does not look right. Can you see what went wrong? Think about it again, step by step, and then give the "
+    "final answer in the form that was asked for."
+)
+
+
+class ThinkAgain(TaskWrapper):
+    """``task`` whose responses, unless they are a success, are answered by a user turn.
+
+    A reply of the task's own (what a tool found, what is wrong with the response) takes the place of ``message``. A
+    grader that failed ends the dialog: nothing is known about the response. Everything else is the task's.
+
+    Args:
+        task: any task.
+        message: content of the user turn.
+
+    >>> from sota_grpo.tasks import make_task
+    >>> task = ThinkAgain(make_task("arithmetic", num_train=1, num_heldout=1), message="Think again.")
+    >>> task.score("#### -1", task.train[0]).reply
+    {'role': 'user', 'content': 'Think again.'}
+    >>> print(task.score(task.gold_response(task.train[0]), task.train[0]).reply)
+    None
+    """
+
+    def __init__(self, task: Task, message: str = MESSAGE) -> None:
+        super().__init__(task, task.term_weights)
+        self.score = AskAgain(self._task.score, message)
+
+
+class AskAgain:
+    """The scorer of :class:`ThinkAgain`."""
+
+    def __init__(self, score: Scorer, message: str) -> None:
+        self._score: Any = score
+        self._reply = {"role": "user", "content": message}
+
+    def __call__(self, response: str, example: Example) -> Score:
+        return self._answered(self._score(response, example))
+
+    def prepare(self) -> None:
+        """What the scorer does before its first response."""
+        if hasattr(self._score, "prepare"):
+            self._score.prepare()
+
+    @property
+    def score_group(self) -> Callable[[Sequence[tuple[str, Example]]], list[Score]]:
+        """Grades a group at once; absent where the scorer does not."""
+        grade = self._score.score_group
+        return lambda pairs: [self._answered(score) for score in grade(pairs)]
+
+    def _answered(self, score: Score) -> Score:
+        ends = score.success or score.error is not None or score.reply is not None
+        return score if ends else replace(score, reply=self._reply)
