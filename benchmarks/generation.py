@@ -16,7 +16,7 @@ import time
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from sota_grpo.engines.hf import TransformersEngine
+from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.rl.records import GroupRequest, Sampling
 
 EOS, PAD = 1, 0

@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.learning_trl import PRESET, Curve, agreement, composed, drawn_examples, train_trl
-from sota_grpo.assembly.rollout import task_of
+from sota_grpo.assembly.sampling import task_of
 from sota_grpo.recording.run_files import METRICS_FILE, ROLLOUTS_FILE
 
 T = TypeVar("T")

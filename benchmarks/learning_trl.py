@@ -31,7 +31,7 @@ from transformers import PrinterCallback, TrainerCallback
 from sota_grpo import keys
 from sota_grpo.assembly.build import Parts, build
 from sota_grpo.assembly.learning import trainer_precision
-from sota_grpo.assembly.rollout import end_token_ids, generation_config_of
+from sota_grpo.assembly.sampling import end_token_ids, generation_config_of
 from sota_grpo.config import Config, model_name, register
 from sota_grpo.envs.task_env import PromptStream
 from sota_grpo.policy.load import load_model

@@ -19,7 +19,7 @@ from sota_grpo.policy.sharding import Ranks, join_ranks, local, shard
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.remote_learner import LearnerServant
+from sota_grpo.training.remote_learner import LearnerWorker
 from sota_grpo.workers.packing import RowPack
 from tests.unit.tiny_models import VOCAB, make_model, make_tokenizer
 
@@ -106,13 +106,13 @@ class Reductions(TorchDispatchMode):
 
 
 class Bench:
-    """One rank's servant whose learner can be replaced, so that many laws need two processes only."""
+    """One rank's worker whose learner can be replaced, so that many laws need two processes only."""
 
     def __init__(self, rank: int, size: int, init_method: str, dump_dir: str) -> None:
         self.place = {"rank": rank, "size": size, "init_method": init_method}
         self.dump_dir = dump_dir
         self.ranks: Ranks | None = None
-        self.servant: LearnerServant | None = None
+        self.worker: LearnerWorker | None = None
 
     def build(self, reduce_once: bool, options: dict[str, Any]) -> None:
         """Put another learner in place."""
@@ -123,34 +123,34 @@ class Bench:
             ranks = Ranks(self.ranks.rank, self.ranks.size, reduce_once=reduce_once)
             return build_learner(ranks, self.dump_dir, **options)
 
-        self.servant = LearnerServant(make, make_tokenizer())
+        self.worker = LearnerWorker(make, make_tokenizer())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["servant"], name)
+        return getattr(self.__dict__["worker"], name)
 
     def ping(self) -> float:
-        return 0.0 if self.servant is None else self.servant.ping()
+        return 0.0 if self.worker is None else self.worker.ping()
 
     def num_reductions(self, rows: RowPack) -> Future[int]:
         """How often one update sums gradients over the ranks."""
 
         def count() -> int:
             with Reductions() as reductions:
-                self.servant.learner.update(rows.rows())
+                self.worker.learner.update(rows.rows())
             return reductions.count
 
-        return self.servant._thread.submit(count)
+        return self.worker._thread.submit(count)
 
     def num_elements(self) -> Future[tuple[int, int]]:
         """Elements that this rank keeps: of its parameters, and of its optimizer's moments."""
 
         def count() -> tuple[int, int]:
-            learner = self.servant.learner
+            learner = self.worker.learner
             moments = [entry["exp_avg"] for entry in learner.optimizer.state.values()]
             parameters = learner.policy.parameters()
             return sum(local(p).numel() for p in parameters), sum(local(m).numel() for m in moments)
 
-        return self.servant._thread.submit(count)
+        return self.worker._thread.submit(count)
 
 
 def bench(**options: Any) -> Bench:

@@ -11,10 +11,10 @@ from concurrent.futures import Future
 import torch
 import torch.distributed as dist
 
-from sota_grpo.engines.hf import TransformersEngine
+from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput
-from sota_grpo.workers.rollout import RolloutServant
+from sota_grpo.workers.rollout import RolloutWorker
 from tests.engine_rigs import EOS, PAD, tiny_model
 
 TOKENS_HELD = 5
@@ -33,7 +33,7 @@ class HeldEngine(TransformersEngine):
         return super()._step()
 
 
-class WatchedServant(RolloutServant):
+class WatchedWorker(RolloutWorker):
     """Says what it has, and sends itself a signal after some slices."""
 
     _slices_left, _signal = 0, signal.SIGCONT
@@ -71,10 +71,10 @@ def resources() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def watched_rollout() -> WatchedServant:
+def watched_rollout() -> WatchedWorker:
     """The tiny model, beside a default process group as vLLM and FSDP initialise one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = HeldEngine(tiny_model(), eos_token_ids=[EOS], pad_token_id=PAD, copy_model=False)
-    servant = WatchedServant(lambda: engine)
-    servant._engine = engine
-    return servant
+    worker = WatchedWorker(lambda: engine)
+    worker._engine = engine
+    return worker

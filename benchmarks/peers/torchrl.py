@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.peers.ours import learner_rows, make_config
 from benchmarks.peers.work import CLIP_NORM, CONTEXT, KL_COEF, LEARNING_RATE, PAD, Folder
 from sota_grpo import keys
-from sota_grpo.assembly.rollout import task_of
+from sota_grpo.assembly.sampling import task_of
 from sota_grpo.envs import TaskEnv, complete_rows
 from sota_grpo.rl.collate import pad_rows
 

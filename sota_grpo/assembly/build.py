@@ -37,7 +37,7 @@ from sota_grpo.assembly.learning import (
     use_expandable_segments,
 )
 from sota_grpo.assembly.preflight import why_no_gpu
-from sota_grpo.assembly.rollout import (
+from sota_grpo.assembly.sampling import (
     engine_dtype,
     engine_options,
     make_env,
@@ -65,7 +65,7 @@ from sota_grpo.source.source import RolloutSource
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.training.remote_learner import RemoteLearner
-from sota_grpo.workers.base import ServantSpec, promised
+from sota_grpo.workers.base import WorkerSpec, promised
 from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.reference import ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
@@ -329,7 +329,7 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
     count = len(plan.placement.ref)
     fleet = Fleet(
         "reference",
-        cluster.start_reference(ServantSpec("sota_grpo.workers.reference:reference_servant", options)),
+        cluster.start_reference(WorkerSpec("sota_grpo.workers.reference:reference_worker", options)),
         count,
         capacity=2,  # the next group is there when one is answered
         silence_s=config.ref_model.timeout_s,

@@ -18,7 +18,7 @@ from sota_grpo.assembly.devices import Plan
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, is_server
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.workers.base import ServantSpec, Worker
+from sota_grpo.workers.base import Worker, WorkerSpec
 from sota_grpo.workers.fleet import starter
 from sota_grpo.workers.threads import ThreadLauncher
 
@@ -92,9 +92,9 @@ class Cluster:
         """A server is a process of its own already: a thread of this process talks to it."""
         threads = self.threads if self._plan.device_type == "cpu" else None
 
-        def spec_of(options: EngineOptions) -> ServantSpec:
+        def spec_of(options: EngineOptions) -> WorkerSpec:
             own = {"options": options, "num_threads": threads}
-            return ServantSpec("sota_grpo.workers.rollout:rollout_servant", own)
+            return WorkerSpec("sota_grpo.workers.rollout:rollout_worker", own)
 
         if not is_server(self._plan.engine):
             return self._starter("rollout", spec_of(options), self._engines, first=0)
@@ -105,7 +105,7 @@ class Cluster:
             starts.append(starter(self._threads, "rollout", spec_of(own)))
         return lambda slot: starts[slot](slot)
 
-    def start_reference(self, spec: ServantSpec) -> Callable[[int], Worker]:
+    def start_reference(self, spec: WorkerSpec) -> Callable[[int], Worker]:
         return self._starter("reference", spec, self._references, first=self._engines_in_ray)
 
     def start_ranks(self) -> list[Worker]:
@@ -124,7 +124,7 @@ class Cluster:
                 "num_threads": self.threads,
                 "run_dir": str(self._run_dir),
             }
-            spec = ServantSpec("sota_grpo.assembly.learning:learner_servant", options)
+            spec = WorkerSpec("sota_grpo.assembly.learning:learner_worker", options)
             workers.append(self._ray.start(f"learner-{rank}", spec, bundle=first + rank, **self._placed(gpus)))
         return workers
 
@@ -134,14 +134,14 @@ class Cluster:
             self._rendezvous_file = Path(tempfile.gettempdir()) / f"sota_grpo_{uuid.uuid4().hex}"
             return f"file://{self._rendezvous_file}"
         assert self._ray is not None
-        host = self._ray.start("address", ServantSpec("sota_grpo.assembly.learning:AddressServant"), bundle=bundle)
+        host = self._ray.start("address", WorkerSpec("sota_grpo.assembly.learning:AddressWorker"), bundle=bundle)
         try:
             return f"tcp://{host.call('address').result(self._config.ray.start_timeout_s)}"
         finally:
             host.kill()
 
     def _starter(
-        self, role: str, spec: ServantSpec, devices: Sequence[tuple[int, ...]], *, first: int
+        self, role: str, spec: WorkerSpec, devices: Sequence[tuple[int, ...]], *, first: int
     ) -> Callable[[int], Worker]:
         assert self._ray is not None
         placements = [{"bundle": first + slot, **self._placed(gpus)} for slot, gpus in enumerate(devices)]

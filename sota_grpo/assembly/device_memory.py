@@ -28,7 +28,7 @@ from sota_grpo.assembly.memory import (
     learner_memory,
     vllm_pool_bytes,
 )
-from sota_grpo.assembly.rollout import engine_dtype, engine_rows
+from sota_grpo.assembly.sampling import engine_dtype, engine_rows
 from sota_grpo.config import Config, longest_response, model_name, overrides_of, turn_size, with_options
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError

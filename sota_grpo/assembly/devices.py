@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from sota_grpo.assembly.preflight import needs_a_gpu
-from sota_grpo.assembly.rollout import engine_rows
+from sota_grpo.assembly.sampling import engine_rows
 from sota_grpo.config import Config, longest_response, model_name, turn_size
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError

@@ -40,10 +40,10 @@ from sota_grpo.assembly.device_memory import (
 from sota_grpo.assembly.devices import Plan, describe
 from sota_grpo.assembly.learning import make_settings
 from sota_grpo.assembly.memory import Learning
-from sota_grpo.assembly.rollout import engine_dtype, engine_rows, task_of
+from sota_grpo.assembly.sampling import engine_dtype, engine_rows, task_of
 from sota_grpo.config import Config, longest_response, model_name, num_steps, overrides_of, turn_size, with_options
 from sota_grpo.config.validators import validate
-from sota_grpo.engines.hf import TransformersEngine
+from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.functional.flops import Load, ModelShape, forward_flops, recomputed_flops, shared_load, step_flops

@@ -16,7 +16,7 @@ from sota_grpo.assembly.build import make_evaluator, make_publisher, make_rollou
 from sota_grpo.assembly.compose import compose, load_config, no_run_or_model
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
-from sota_grpo.assembly.rollout import heldout_task, make_env, make_grader, start_engine
+from sota_grpo.assembly.sampling import heldout_task, make_env, make_grader, start_engine
 from sota_grpo.config import Config, ModelConfig, changed_options, model_name, overrides_of
 from sota_grpo.config.validators import READERS, validate
 from sota_grpo.errors import UserError

@@ -29,7 +29,7 @@ from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from sota_grpo.text import first_line
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.remote_learner import LearnerServant
+from sota_grpo.training.remote_learner import LearnerWorker
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.reference import ReferenceService
 
@@ -113,7 +113,7 @@ def make_reference(
 
 
 def reference_options(config: Config, device: str) -> dict[str, Any]:
-    """Of :func:`sota_grpo.workers.reference.reference_servant`, but for the model's name, threads and padding."""
+    """Of :func:`sota_grpo.workers.reference.reference_worker`, but for the model's name, threads and padding."""
     device_type = device.partition(":")[0]
     return {
         "dtype": reference_dtype(config),
@@ -271,7 +271,7 @@ def use_expandable_segments(config: Config | None = None) -> None:
 LONGEST_START_S = 3600.0  # of rank 0, which loads the model; who waits for the ranks ends them much sooner if they idle
 
 
-def learner_servant(
+def learner_worker(
     *,
     config: Config,
     rank: int,
@@ -280,8 +280,8 @@ def learner_servant(
     device_type: str,
     num_threads: int,
     run_dir: str,
-) -> LearnerServant:
-    """Rank ``rank`` of ``size``: the factory of a :class:`~sota_grpo.workers.base.ServantSpec`.
+) -> LearnerWorker:
+    """Rank ``rank`` of ``size``: the factory of a :class:`~sota_grpo.workers.base.WorkerSpec`.
 
     Args:
         config: of the run; every rank has the same.
@@ -313,10 +313,10 @@ def learner_servant(
         shard(policy, ranks)
         return make_learner(config, policy, tokenizer.pad_token_id, device_type, Path(run_dir), ranks)
 
-    return LearnerServant(make, tokenizer)
+    return LearnerWorker(make, tokenizer)
 
 
-class AddressServant:
+class AddressWorker:
     """Says where ranks can meet on the machine that it runs on."""
 
     def address(self) -> str:

@@ -39,8 +39,9 @@ in the environment gives every larger tensor pages of its own, which ends that a
 autocast on a CPU the matrix library holds some 60 MiB more, which are not counted.
 
 **Those who only read a model** hold bytes beside its weights, too: the reference in its pass, an engine. The embedded
-engine's are those of :mod:`sota_grpo.engines.decode_attention` and :mod:`sota_grpo.engines.hf`; vLLM takes the share of
-the device that it is given, and what is left of that after its weights and its largest pass are keys and values.
+engine's are those of :mod:`sota_grpo.engines.decode_attention` and :mod:`sota_grpo.engines.transformers_engine`; vLLM
+takes the share of the device that it is given, and what is left of that after its weights and its largest pass are keys
+and values.
 """
 
 from __future__ import annotations

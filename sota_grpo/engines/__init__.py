@@ -188,10 +188,10 @@ class Kind:
 #: By the name that ``engine=`` takes; each has a preset in ``config/engine/``.
 ENGINES: Mapping[str, Kind] = {
     "vllm": Kind("vllm_engine:VLLMEngine", "vllm", verl="vllm", trl="colocate"),
-    "transformers": Kind("hf:transformers_engine", "transformers", trl="transformers"),
+    "transformers": Kind("transformers_engine:transformers_engine", "transformers", trl="transformers"),
     "scripted": Kind("scripted:scripted_engine", "none"),
-    "vllm_server": Kind("server:server_engine", "vllm", server=True, verl="vllm", trl="server"),
-    "sglang_server": Kind("server:server_engine", "vllm", server=True, expandable_segments=False, verl="sglang"),
+    "vllm_server": Kind("server_engine:server_engine", "vllm", server=True, verl="vllm", trl="server"),
+    "sglang_server": Kind("server_engine:server_engine", "vllm", server=True, expandable_segments=False, verl="sglang"),
 }
 
 

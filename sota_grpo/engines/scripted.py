@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from sota_grpo.engines import Duration, EngineOptions, Script
-from sota_grpo.engines.hf import uniforms
 from sota_grpo.engines.stepping import Flight, SteppingEngine
+from sota_grpo.engines.transformers_engine import uniforms
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, sample_seed
 
 _LONGEST_SLEEP_S = 0.002  # so that a push of weights need not wait for a long group

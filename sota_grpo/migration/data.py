@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.assembly.compose import load_config
-from sota_grpo.assembly.rollout import bare_task
+from sota_grpo.assembly.sampling import bare_task
 from sota_grpo.config import SECRETS, Config, walk
 from sota_grpo.config.validators import READERS
 from sota_grpo.errors import UserError

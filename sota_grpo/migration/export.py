@@ -16,7 +16,7 @@ import torch
 from sota_grpo.assembly.compose import PATH_OPTIONS, load_config
 from sota_grpo.assembly.evaluation import EXPORTED, exported_turns, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
-from sota_grpo.assembly.rollout import make_env, task_of
+from sota_grpo.assembly.sampling import make_env, task_of
 from sota_grpo.config import SECRETS, Config, model_name, turn_size, walk
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_folder

@@ -19,11 +19,11 @@ from typing import Protocol
 
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import FailureLog, Scorer, Task, failed_score, guarded_scores, scorer_of
-from sota_grpo.workers.base import ServantSpec, gathered, promised, resolve
+from sota_grpo.workers.base import WorkerSpec, gathered, promised, resolve
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
 from sota_grpo.workers.slots import TaskLost, TaskOverdue
-from sota_grpo.workers.threads import ServantThread
+from sota_grpo.workers.threads import WorkerThread
 
 Asked = list[tuple[str, Example]]
 
@@ -126,19 +126,19 @@ def _nameless_file() -> int:
         return os.dup(file.fileno())
 
 
-def reward_spec(score: Scorer, term_names: Collection[str], progress_fd: int | None = None) -> ServantSpec:
+def reward_spec(score: Scorer, term_names: Collection[str], progress_fd: int | None = None) -> WorkerSpec:
     """What a reward worker runs.
 
     Args:
         score: picklable, best without a data set behind it: :func:`sota_grpo.rl.task.scorer_of`.
         term_names: the terms that it returns.
-        progress_fd: as in :class:`RewardServant`.
+        progress_fd: as in :class:`RewardWorker`.
     """
     options = {"score": score, "term_names": tuple(term_names), "progress_fd": progress_fd}
-    return ServantSpec("sota_grpo.rewards.grading:RewardServant", options)
+    return WorkerSpec("sota_grpo.rewards.grading:RewardWorker", options)
 
 
-class RewardServant:
+class RewardWorker:
     """Grades lists of responses on a thread of its own, guarded as :func:`sota_grpo.rl.task.guarded_scores` says.
 
     Args:
@@ -146,10 +146,10 @@ class RewardServant:
         term_names: the terms that it returns.
         progress_fd: descriptor of a :class:`ProgressCounter`: how many of a call's responses are graded.
 
-    >>> servant = RewardServant(lambda text, example: Score({"long": float(len(text) > 2)}, False), ["long"])
-    >>> [score.terms for score in servant.run([("yes", Example("?", "yes")), ("no", Example("?", "yes"))]).result()]
+    >>> worker = RewardWorker(lambda text, example: Score({"long": float(len(text) > 2)}, False), ["long"])
+    >>> [score.terms for score in worker.run([("yes", Example("?", "yes")), ("no", Example("?", "yes"))]).result()]
     [{'long': 1.0}, {'long': 0.0}]
-    >>> servant.close()
+    >>> worker.close()
     """
 
     def __init__(self, score: Scorer, term_names: Sequence[str], progress_fd: int | None = None) -> None:
@@ -158,7 +158,7 @@ class RewardServant:
         if prepare is not None:
             prepare()
         self._progress_counter = None if progress_fd is None else ProgressCounter(progress_fd)
-        self._thread = ServantThread("grader")
+        self._thread = WorkerThread("grader")
 
     def run(self, asked: Sequence[tuple[str, Example]], page: int = 0) -> Future[list[Score]]:
         """The scores of ``(response, example)`` pairs, in their order; ``page`` is this call's in the counter."""

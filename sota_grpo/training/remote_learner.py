@@ -24,14 +24,14 @@ from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
 from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
-from sota_grpo.workers.threads import ServantThread
+from sota_grpo.workers.threads import WorkerThread
 from sota_grpo.workers.weight_transfer import Rendezvous, WeightLayout, WeightSender
 
 
-class LearnerServant:
-    """A :class:`sota_grpo.training.learner.Learner` as a servant (see :class:`sota_grpo.workers.base.ServantSpec`).
+class LearnerWorker:
+    """A :class:`sota_grpo.training.learner.Learner` as a worker (see :class:`sota_grpo.workers.base.WorkerSpec`).
 
-    Contract. Consumes: the same calls, in the same order, as the other ranks' servants. Produces: futures; what is
+    Contract. Consumes: the same calls, in the same order, as the other ranks' workers. Produces: futures; what is
     gathered (states, weights) is rank 0's answer and None on the others. Waits for: the other ranks, in every
     collective. When one of them dies this one waits for it until it is killed, or until the deadline of the process
     group.
@@ -47,7 +47,7 @@ class LearnerServant:
 
     def __init__(self, make_learner: Callable[[], Learner], tokenizer: PreTrainedTokenizerBase | None = None):
         self.tokenizer = tokenizer
-        self._thread = ServantThread("learner")
+        self._thread = WorkerThread("learner")
         self.learner: Learner = self._thread.submit(make_learner).result()
         self.learner.policy.register_forward_hook(lambda *_: self._thread.progress())
         leads = self.learner.ranks.leads
@@ -146,7 +146,7 @@ class RemoteLearner:
 
     Args:
         workers: one per rank, in the order of the ranks; each runs a
-            :class:`sota_grpo.training.remote_learner.LearnerServant`.
+            :class:`sota_grpo.training.remote_learner.LearnerWorker`.
         settings: those of the ranks' learners.
         share: makes a large argument travel once, as :meth:`sota_grpo.workers.base.Launcher.share` does.
         silence_s: longest time without progress: one micro-batch, or one optimizer step, or one gathered state.

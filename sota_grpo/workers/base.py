@@ -1,7 +1,7 @@
 """What a worker is, whoever started it (Ray, multiprocessing, a thread): its contract, what is in it, how it starts.
 
-In every worker a :class:`Host` constructs an object, the servant, and calls its methods. Imports no torch: a process
-that grades has none.
+A worker is an object whose methods are called from elsewhere; a :class:`Host` constructs it and calls them, and
+:class:`Worker` is what its owner has in hand. Imports no torch: a process that grades has none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sota_grpo.orphans import descendants
 
 Result = TypeVar("Result")
 Unpack = Callable[[], tuple[Any, ...]]
-IDLE_METHOD = "__idle_s__"  # answered by every host, at once, while its servant is being constructed too
+IDLE_METHOD = "__idle_s__"  # answered by every host, at once, while its worker is being constructed too
 _SILENCES = 12  # a start that never falls silent is given up after so many times the longest silence
 _BUSY = 0.05  # share of one core, below which a process waits (an idle Ray actor takes 0.01)
 _MOVED = 1 << 20  # bytes read and written in a second, above which it loads
@@ -90,21 +90,21 @@ class WorkerLate(RunFailed, TimeoutError):
 
 
 class ConstructionFailed(WorkerDied):
-    """The servant's factory raised; another try would most likely raise again."""
+    """The worker's factory raised; another try would most likely raise again."""
 
 
 @dataclass(frozen=True)
-class ServantSpec:
-    """What a worker runs: ``factory(**options)``, called once in the worker's own process.
+class WorkerSpec:
+    """What a worker is made by: ``factory(**options)``, called once in its own process.
 
-    The object that it returns is the servant. Its public methods are what :meth:`Worker.call` may name. A method that
+    Its public methods are what :meth:`Worker.call` may name. A method that
     takes long returns a :class:`concurrent.futures.Future`; one that returns a value must be quick, because the host
-    answers calls one after the other. ``ping()`` returns the seconds for which the servant has had work and made no
-    progress (0 when idle); ``close()`` frees what it holds. A servant that cannot go on fails its futures with
+    answers calls one after the other. ``ping()`` returns the seconds for which the worker has had work and made no
+    progress (0 when idle); ``close()`` frees what it holds. A worker that cannot go on fails its futures with
     :class:`WorkerDied`.
 
     Args:
-        factory: ``"package.module:function"``, imported in the worker.
+        factory: ``"package.module:function"``, imported there.
         options: keyword arguments, picklable.
     """
 
@@ -113,11 +113,11 @@ class ServantSpec:
 
 
 class Worker(Protocol):
-    """A servant in a place of its own.
+    """A worker as its owner has it in hand, wherever it is.
 
     ``call`` returns at once; its future has the method's result (or, where the method returned a future, that one's),
     the method's exception, or :class:`WorkerDied`. Calls are started in the order given; a long one does not hold up
-    the others. The servant is constructed while earlier calls wait; when its construction fails, every call fails with
+    the others. The worker is constructed while earlier calls wait; when its construction fails, every call fails with
     :class:`WorkerDied` and the cause. ``kill`` ends the process at once (SIGKILL, stopped processes included), is
     idempotent, and fails what is in flight with :class:`WorkerDied`.
     """
@@ -147,11 +147,11 @@ class Launcher(Protocol):
 
 
 class Host:
-    """Constructs a servant, then calls its methods in the order given, on the thread that runs :meth:`serve`.
+    """Constructs a worker, then calls its methods in the order given, on the thread that runs :meth:`serve`.
 
     Contract. Consumes: calls, from any thread. Produces: one future per call: the method's result, its exception, or,
     where the method returned a future, what that one has. Waits for: the next call. Unblocked by: :meth:`call` and
-    :meth:`close`. A servant whose construction raises leaves a host that answers every call with
+    :meth:`close`. A worker whose construction raises leaves a host that answers every call with
     :class:`ConstructionFailed`. The call ``"__idle_s__"`` (for how long this process has done nothing) is the host's
     own and is answered at once, during the construction too.
 
@@ -159,7 +159,7 @@ class Host:
         name: of the worker, for messages.
         unpack_spec: gives what to construct; called on that thread, and what it raises is a failed construction.
 
-    >>> host = Host("counter-0", lambda: ServantSpec("collections:Counter", {"a": 2}))
+    >>> host = Host("counter-0", lambda: WorkerSpec("collections:Counter", {"a": 2}))
     >>> total = host.call("total")  # waits: nothing is constructed yet
     >>> thread = host.serve_on_thread()
     >>> total.result(), host.call("get", "a").result()
@@ -167,7 +167,7 @@ class Host:
     >>> host.close()
     """
 
-    def __init__(self, name: str, unpack_spec: Callable[[], ServantSpec]) -> None:
+    def __init__(self, name: str, unpack_spec: Callable[[], WorkerSpec]) -> None:
         self.name = name
         self._unpack_spec = unpack_spec
         self._inbox: queue.SimpleQueue[tuple[Future[Any], str, Unpack] | None] = queue.SimpleQueue()
@@ -180,7 +180,7 @@ class Host:
     def post(self, method: str, unpack: Unpack) -> Future[Any]:
         """Queue ``method(*unpack())``; what unpacking raises is the call's exception.
 
-        Unpacking imports the modules of the arguments' classes. It happens on the thread that constructed the servant,
+        Unpacking imports the modules of the arguments' classes. It happens on the thread that constructed the worker,
         because two threads that import parts of one package at once may see half of a module.
         """
         future = promised()
@@ -191,15 +191,15 @@ class Host:
         return future
 
     def serve(self) -> None:
-        """Construct the servant and answer calls until :meth:`close`, which closes the servant too."""
-        servant, refusal = _construct(self.name, self._unpack_spec)
+        """Construct the worker and answer calls until :meth:`close`, which closes the worker too."""
+        worker, refusal = _construct(self.name, self._unpack_spec)
         while (item := self._inbox.get()) is not None:
             if refusal is None:
-                _answer(servant, *item)
+                _answer(worker, *item)
             else:
                 item[0].set_exception(refusal)
-        if callable(getattr(servant, "close", None)):
-            servant.close()
+        if callable(getattr(worker, "close", None)):
+            worker.close()
 
     def serve_on_thread(self) -> threading.Thread:
         """Run :meth:`serve` on a daemon thread of its own, which is returned."""
@@ -212,7 +212,7 @@ class Host:
         self._inbox.put(None)
 
 
-def _construct(name: str, unpack_spec: Callable[[], ServantSpec]) -> tuple[Any, ConstructionFailed | None]:
+def _construct(name: str, unpack_spec: Callable[[], WorkerSpec]) -> tuple[Any, ConstructionFailed | None]:
     try:
         spec = unpack_spec()
         module, _, function = spec.factory.partition(":")
@@ -224,11 +224,11 @@ def _construct(name: str, unpack_spec: Callable[[], ServantSpec]) -> tuple[Any, 
         return None, refusal
 
 
-def _answer(servant: Any, future: Future[Any], method: str, unpack: Unpack) -> None:
+def _answer(worker: Any, future: Future[Any], method: str, unpack: Unpack) -> None:
     try:
         if method.startswith("_"):
-            raise AttributeError(f"{type(servant).__name__}.{method} is private and cannot be called from outside")
-        result = getattr(servant, method)(*unpack())
+            raise AttributeError(f"{type(worker).__name__}.{method} is private and cannot be called from outside")
+        result = getattr(worker, method)(*unpack())
     except BaseException as error:  # it belongs to whoever called; the next call is to be answered all the same
         future.set_exception(error)
         return

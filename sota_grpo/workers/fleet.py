@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from sota_grpo.workers.base import IDLE_METHOD, ConstructionFailed, Launcher, ServantSpec, Start, Worker, WorkerDied
+from sota_grpo.workers.base import IDLE_METHOD, ConstructionFailed, Launcher, Start, Worker, WorkerDied, WorkerSpec
 from sota_grpo.workers.slots import (
     Broadcast,
     Broadcasts,
@@ -338,7 +338,7 @@ class Fleet:
         start: starts the worker of a slot; it may take long, and is called on a thread of its own.
         count: slots.
         capacity: tasks that one worker has at a time.
-        method: of the servant, called for a task.
+        method: of the worker, called for a task.
         task_deadline_s: a worker that is at one task for longer is killed and the task fails with TimeoutError.
         progress: ``progress(*args)`` counts the parts of a task that are done; the deadline then is that of a part.
         silence_s: see above.
@@ -349,7 +349,7 @@ class Fleet:
             raises in a slot where none has worked yet is not repeated.
 
     >>> from sota_grpo.workers.threads import ThreadLauncher
-    >>> spec = ServantSpec("sota_grpo.rewards.grading:RewardServant", {"score": len, "term_names": ("length",)})
+    >>> spec = WorkerSpec("sota_grpo.rewards.grading:RewardWorker", {"score": len, "term_names": ("length",)})
     >>> fleet = Fleet("reward", starter(ThreadLauncher(), "reward", spec), 2, capacity=4)
     >>> fleet.wait_ready()
     >>> fleet.submit([]).result(), fleet.broadcast("ping", deadline_s=10.0), fleet.names
@@ -410,7 +410,7 @@ class Fleet:
         """Return when every worker has been constructed.
 
         Raises:
-            WorkerDied: a slot was given up: its servant's construction raised, or too many starts failed.
+            WorkerDied: a slot was given up: its worker's construction raised, or too many starts failed.
         """
         self._supervisor.ready.result()
 
@@ -433,7 +433,7 @@ class Fleet:
         answer. When all that were asked are lost, the next replacement is asked instead, up to a limit.
 
         Args:
-            method: of the servant.
+            method: of the worker.
             deadline_s: for one worker.
             sticky: every worker that starts later gets the newest sticky call of each method before its first task.
 
@@ -453,7 +453,7 @@ class Fleet:
         """As a sticky broadcast, but those that are ready are not asked: they have it already.
 
         Args:
-            method: of the servant.
+            method: of the worker.
             args: or what makes them when the first worker needs them.
         """
         self._post(self._supervisor.keep, method, args)
@@ -532,7 +532,7 @@ class Fleet:
 
 
 def starter(
-    launcher: Launcher, role: str, spec: ServantSpec, placements: Sequence[Mapping[str, Any]] = ()
+    launcher: Launcher, role: str, spec: WorkerSpec, placements: Sequence[Mapping[str, Any]] = ()
 ) -> Callable[[int], Worker]:
     """The ``start`` of a :class:`Fleet`: names are ``role-0``, and ``role-0.1`` for the first replacement in that slot.
 

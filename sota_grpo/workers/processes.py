@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.orphans import end_group_with, ending
-from sota_grpo.workers.base import Host, OpenCalls, ServantSpec, WorkerDied, child_environment, outcome, portable
+from sota_grpo.workers.base import Host, OpenCalls, WorkerDied, WorkerSpec, child_environment, outcome, portable
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
@@ -84,7 +84,7 @@ class ProcessEndedItself(WorkerDied):
 
 
 class ProcessWorker:
-    """A servant in a process of its own (:class:`~.base.Worker`).
+    """A worker in a process of its own (:class:`~.base.Worker`).
 
     Contract. One thread writes the calls, so that a stopped process holds nobody up; one reads the answers. The end of
     the process, however it comes, fails what is open with its exit code or signal; the process is reaped, and whatever
@@ -102,7 +102,7 @@ class ProcessWorker:
     def __init__(
         self,
         name: str,
-        spec: ServantSpec,
+        spec: WorkerSpec,
         environment: Mapping[str, str],
         spawner: ThreadPoolExecutor,
         pass_fds: Sequence[int] = (),
@@ -200,7 +200,7 @@ class ProcessLauncher:
     stdout is for what the command that started it has to say.
 
     >>> launcher = ProcessLauncher()
-    >>> worker = launcher.start("counter-0", ServantSpec("collections:Counter", {"a": 2}), threads=1)
+    >>> worker = launcher.start("counter-0", WorkerSpec("collections:Counter", {"a": 2}), threads=1)
     >>> worker.call("total").result(timeout=60)
     2
     >>> launcher.close()
@@ -213,7 +213,7 @@ class ProcessLauncher:
     def start(
         self,
         name: str,
-        spec: ServantSpec,
+        spec: WorkerSpec,
         *,
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
@@ -255,7 +255,7 @@ def _spawn(name: str, fd: int, environment: Mapping[str, str], pass_fds: Sequenc
 
 
 def serve_child(fd: int, parent_pid: int) -> None:
-    """The life of a worker's process: the servant on the main thread, where it may use signals; calls on another."""
+    """The life of a worker's process: its object on the main thread, where it may use signals; calls on another."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(sys.stdout, TextIOWrapper):  # what is printed is not lost when the process is killed
         sys.stdout.reconfigure(line_buffering=True)

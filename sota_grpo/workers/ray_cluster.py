@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from sota_grpo.orphans import descendants, die_with_parent, guard
-from sota_grpo.workers.base import Host, OpenCalls, ServantSpec, child_environment, outcome
+from sota_grpo.workers.base import Host, OpenCalls, WorkerSpec, child_environment, outcome
 
 logger = logging.getLogger(__name__)
 Place = tuple[int, str]  # pid, and the machine on which it means something
@@ -50,7 +50,7 @@ class _Hole(int):
 
 
 def pack(args: Sequence[Any]) -> tuple[bytes, list[np.ndarray], list[Any]]:
-    """Pickled arguments, their large buffers, and references; the actor unpacks them on the servant's thread."""
+    """Pickled arguments, their large buffers, and references; the actor unpacks them on the worker's thread."""
     references: list[Any] = []
     left = []
     for arg in args:
@@ -110,7 +110,7 @@ def machine_id() -> str:
 
 
 class RayWorker:
-    """A servant in a Ray actor (:class:`~.base.Worker`).
+    """A worker in a Ray actor (:class:`~.base.Worker`).
 
     Contract. Ray starts the calls of an asynchronous actor in any order; so they are numbered here and put in order
     there. Arguments are pickled by :meth:`call`; large ones that several workers need are given as handles of
@@ -265,7 +265,7 @@ class RayLauncher:
     def start(
         self,
         name: str,
-        spec: ServantSpec,
+        spec: WorkerSpec,
         *,
         bundle: int,
         num_gpus: float = 0,

@@ -1,4 +1,4 @@
-"""The frozen reference as a servant: ragged rows in, log-probabilities out."""
+"""The frozen reference as a worker: ragged rows in, log-probabilities out."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sota_grpo import keys
 from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
-from sota_grpo.workers.base import Launcher, ServantSpec, promised, resolve
+from sota_grpo.workers.base import Launcher, WorkerSpec, promised, resolve
 from sota_grpo.workers.fleet import Fleet, starter
-from sota_grpo.workers.threads import ServantThread
+from sota_grpo.workers.threads import WorkerThread
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -63,7 +63,7 @@ class RaggedRows(NamedTuple):
         ]
 
 
-class ReferenceServant:
+class ReferenceWorker:
     """Answers rows with the log-probabilities of a frozen model, on a thread of its own.
 
     Args:
@@ -95,7 +95,7 @@ class ReferenceServant:
         self._autocast = _AUTOCAST[precision]
         self._reference = FrozenReference(model, temperature=temperature, shared_prompt=shared_prompt, fused=fused)
         self._token_budget, self._pad_token_id = token_budget, pad_token_id
-        self._thread = ServantThread("reference")
+        self._thread = WorkerThread("reference")
 
     def run(self, rows: RaggedRows) -> Future[list[np.ndarray]]:
         """Log-probabilities of every row, f32 ``[T_i]``, 0 off its assistant mask."""
@@ -125,7 +125,7 @@ class ReferenceServant:
         return log_probs
 
 
-def reference_servant(
+def reference_worker(
     *,
     model_name: str,
     dtype: DType = "float32",
@@ -134,13 +134,13 @@ def reference_servant(
     device: str = "cpu",
     num_threads: int | None = None,
     **options: Any,
-) -> ReferenceServant:
-    """Load the model and serve it: the factory of a :class:`~sota_grpo.workers.base.ServantSpec`.
+) -> ReferenceWorker:
+    """Load the model and serve it: the factory of a :class:`~sota_grpo.workers.base.WorkerSpec`.
 
     Args:
         model_name: as :func:`sota_grpo.policy.load.load_model` takes it; so are the next four.
         num_threads: CPU threads of this process; None leaves them.
-        options: of :class:`ReferenceServant`.
+        options: of :class:`ReferenceWorker`.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -151,7 +151,7 @@ def reference_servant(
         trust_remote_code=trust_remote_code,
         device=device,
     )
-    return ReferenceServant(model, shared_prompt=attn_implementation is None, **options)
+    return ReferenceWorker(model, shared_prompt=attn_implementation is None, **options)
 
 
 _READ: tuple[Any, ...] = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK)
@@ -159,7 +159,7 @@ _MAX_ATTEMPTS = 3  # rows that three workers died of will cost a fourth one its 
 
 
 class ReferenceService:
-    """Client of a fleet of :class:`sota_grpo.workers.reference.ReferenceServant`.
+    """Client of a fleet of :class:`sota_grpo.workers.reference.ReferenceWorker`.
 
     Contract. Consumes: whole groups (:meth:`submit`), which it completes in the background, or padded rows (a call,
     as any :class:`sota_grpo.policy.reference.ReferencePolicy`), which it splits over the workers and waits for.
@@ -197,13 +197,13 @@ class ReferenceService:
 
         Args:
             launcher: of the workers; closed by whoever made it.
-            options: of :func:`sota_grpo.workers.reference.reference_servant`.
+            options: of :func:`sota_grpo.workers.reference.reference_worker`.
             num_workers: number of models.
             timeout_s: a worker that is at one forward pass for longer is replaced.
             in_reward_coeff: as above.
             placements: see :func:`sota_grpo.workers.fleet.starter`.
         """
-        spec = ServantSpec("sota_grpo.workers.reference:reference_servant", options)
+        spec = WorkerSpec("sota_grpo.workers.reference:reference_worker", options)
         start = starter(launcher, "reference", spec, placements)
         # Two tasks each: the next one is there when a worker has answered the first.
         fleet = Fleet("reference", start, num_workers, capacity=2, silence_s=timeout_s, max_attempts=_MAX_ATTEMPTS)

@@ -1,4 +1,4 @@
-"""Rollout workers: an engine as a servant that one thread owns, and many of them behind the protocol of one engine."""
+"""Rollout workers: an engine as a worker that one thread owns, and many of them behind the protocol of one engine."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class _Job(NamedTuple):
     future: Future[Any]
 
 
-class RolloutServant:
+class RolloutWorker:
     """Drives an engine step by step on a thread of its own, which also builds it: the engine loop.
 
     Contract. Consumes: requests and weights. Produces: futures of groups and of versions. Waits for: the next call,
     and only while nothing is in flight. Between two steps the loop does all calls that have come, in their order: so
     weights land in the middle of running groups, and after one step at most. Requests that came together begin
     together. What a call raises as ``ValueError`` is its caller's; any other exception of the engine breaks the
-    servant: every open future and every later call fails with :class:`WorkerDied` and the cause, and the engine is
+    worker: every open future and every later call fails with :class:`WorkerDied` and the cause, and the engine is
     closed. Callbacks of the futures run on the loop's thread and must be quick.
 
     Args:
@@ -51,11 +51,11 @@ class RolloutServant:
         Exception: whatever ``make_engine()`` raised.
 
     >>> from sota_grpo.engines.scripted import ScriptedEngine
-    >>> servant = RolloutServant(lambda: ScriptedEngine(lambda request, sample, version: [5, 6]))
-    >>> output = servant.run(GroupRequest(3, (1, 2), num_samples=1, seed=0), Sampling(max_tokens=8)).result()
+    >>> worker = RolloutWorker(lambda: ScriptedEngine(lambda request, sample, version: [5, 6]))
+    >>> output = worker.run(GroupRequest(3, (1, 2), num_samples=1, seed=0), Sampling(max_tokens=8)).result()
     >>> output.group_id, output.samples[0].token_ids.tolist()
     (3, [5, 6, 0])
-    >>> servant.close()
+    >>> worker.close()
     """
 
     def __init__(self, make_engine: Callable[[], SteppingEngine]):
@@ -141,7 +141,7 @@ class RolloutServant:
         """Seconds for which the step or call at hand has been running; 0 when there is nothing to do.
 
         Raises:
-            WorkerDied: the servant is broken or closed.
+            WorkerDied: the worker is broken or closed.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -244,8 +244,8 @@ def _death(engine: SteppingEngine, error: BaseException) -> WorkerDied:
     return refusal
 
 
-def rollout_servant(options: EngineOptions, num_threads: int | None = None) -> RolloutServant:
-    """Build a rollout worker's servant, whose engine loads its model by itself.
+def rollout_worker(options: EngineOptions, num_threads: int | None = None) -> RolloutWorker:
+    """Build a rollout worker, whose engine loads its model by itself.
 
     Args:
         options: of the engine.
@@ -260,7 +260,7 @@ def rollout_servant(options: EngineOptions, num_threads: int | None = None) -> R
             torch.set_num_threads(num_threads)
         return make_engine(options)
 
-    return RolloutServant(build)
+    return RolloutWorker(build)
 
 
 class FleetEngine(Streams):
@@ -272,7 +272,7 @@ class FleetEngine(Streams):
     every worker that is alive serves the version. A stream that is dropped is sampled to its end all the same.
 
     Args:
-        fleet: rollout workers (:class:`~sota_grpo.workers.rollout.RolloutServant`).
+        fleet: rollout workers (:class:`~sota_grpo.workers.rollout.RolloutWorker`).
         name: of the engines behind it.
         max_model_len: context in tokens.
         share: makes a large value available to every worker (:meth:`~sota_grpo.workers.base.Launcher.share`).

@@ -1,4 +1,4 @@
-"""Workers that are threads of this process: for tests, simulations, and servants that only wait for a server."""
+"""Workers that are threads of this process: for tests, simulations, and workers that only wait for a server."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from sota_grpo.workers.base import Host, OpenCalls, ServantSpec, outcome
+from sota_grpo.workers.base import Host, OpenCalls, WorkerSpec, outcome
 
 CLOSING_S = 10.0
 
 
-class ServantThread:
+class WorkerThread:
     """Runs what it is given, one after the other, and knows for how long it has made no progress.
 
     Contract. Consumes: functions. Produces: futures of their results or exceptions. Waits for: the next function, and
@@ -25,7 +25,7 @@ class ServantThread:
     Args:
         name: of the thread.
 
-    >>> thread = ServantThread("adder")
+    >>> thread = WorkerThread("adder")
     >>> thread.submit(lambda a, b: a + b, 2, 3).result(), thread.silent_s()
     (5, 0.0)
     >>> thread.close()
@@ -73,15 +73,15 @@ class ServantThread:
 
 
 class ThreadWorker:
-    """A servant in this process, constructed and called on a thread of its own (:class:`~.base.Worker`).
+    """A worker in this process, constructed and called on a thread of its own (:class:`~.base.Worker`).
 
-    A thread cannot be killed: :meth:`kill` fails what is open and asks the host to close the servant after the call
-    that it is at. A servant that hangs keeps its thread, which does not keep the process alive.
+    A thread cannot be killed: :meth:`kill` fails what is open and asks the host to close the worker after the call
+    that it is at. A worker that hangs keeps its thread, which does not keep the process alive.
     """
 
     pid: int | None = None
 
-    def __init__(self, name: str, spec: ServantSpec) -> None:
+    def __init__(self, name: str, spec: WorkerSpec) -> None:
         self.name = name
         self._calls = OpenCalls(name)
         self._host = Host(name, lambda: spec)
@@ -107,7 +107,7 @@ class ThreadLauncher:
     with SIGABRT, after all its work is done.
 
     >>> launcher = ThreadLauncher()
-    >>> worker = launcher.start("counter-0", ServantSpec("collections:Counter", {"a": 2}))
+    >>> worker = launcher.start("counter-0", WorkerSpec("collections:Counter", {"a": 2}))
     >>> worker.call("total").result()
     2
     >>> launcher.close()
@@ -117,7 +117,7 @@ class ThreadLauncher:
         self._workers: weakref.WeakSet[ThreadWorker] = weakref.WeakSet()
         self._threads: list[threading.Thread] = []  # of workers that are gone, too: a thread cannot be killed
 
-    def start(self, name: str, spec: ServantSpec, **placement: Any) -> ThreadWorker:
+    def start(self, name: str, spec: WorkerSpec, **placement: Any) -> ThreadWorker:
         """Start a worker; a thread has no environment and no device of its own, so ``placement`` changes nothing."""
         worker = ThreadWorker(name, spec)
         self._workers.add(worker)

@@ -22,7 +22,7 @@ from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.forward_passes import ForwardPasses
 from sota_grpo.training.learner import Learner, NonFiniteStep
 from sota_grpo.training.remote_learner import LearnerDied, RemoteLearner
-from sota_grpo.workers.base import ServantSpec
+from sota_grpo.workers.base import WorkerSpec
 from sota_grpo.workers.packing import RowPack
 from sota_grpo.workers.processes import ProcessLauncher, ProcessWorker
 from tests.rank_rigs import build_learner, learner_settings, ragged_rows
@@ -56,7 +56,7 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder, launcher = tmp_path_factory.mktemp("ranks"), ProcessLauncher()
     place = {"size": 2, "init_method": f"file://{folder}/rendezvous", "dump_dir": str(folder)}
-    specs = [ServantSpec("tests.rank_rigs:bench", {"rank": rank, **place}) for rank in range(2)]
+    specs = [WorkerSpec("tests.rank_rigs:bench", {"rank": rank, **place}) for rank in range(2)]
     yield Pair([launcher.start(f"learner-{n}", spec, threads=1) for n, spec in enumerate(specs)], launcher, folder)
     launcher.close()
 

@@ -14,7 +14,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora, engine_weights
 from sota_grpo.training.remote_learner import RemoteLearner
-from sota_grpo.workers.base import ServantSpec
+from sota_grpo.workers.base import WorkerSpec
 from sota_grpo.workers.processes import ProcessLauncher
 
 
@@ -25,7 +25,7 @@ def test_ranks_have_the_models_own_weights_bit_for_bit(adapter: list[str], tmp_p
     options |= {"num_threads": 1, "run_dir": str(tmp_path)}
     launcher = ProcessLauncher()
     try:
-        specs = [ServantSpec("sota_grpo.assembly.learning:learner_servant", {"rank": n, **options}) for n in range(2)]
+        specs = [WorkerSpec("sota_grpo.assembly.learning:learner_worker", {"rank": n, **options}) for n in range(2)]
         workers = [launcher.start(f"learner-{n}", spec, threads=1) for n, spec in enumerate(specs)]
         learner = RemoteLearner(workers, make_settings(config, "cpu"), share=launcher.share)
         found = dict(learner.weights().tensors())

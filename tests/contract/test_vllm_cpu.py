@@ -20,7 +20,7 @@ from sota_grpo.engines.vllm_engine import PROVIDER
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupRequest, Sampling
-from sota_grpo.workers.rollout import rollout_servant
+from sota_grpo.workers.rollout import rollout_worker
 from tests.builders import generator
 from tests.engine_rigs import (
     EOS,
@@ -286,18 +286,18 @@ def test_a_rollout_worker_pushes_under_a_running_group(tmp_path: Path):
     model = tiny_model(seed=7)
     model.save_pretrained(tmp_path)
     options = EngineOptions(str(tmp_path), engine="vllm", eos_token_ids=(EOS,), dtype="float32", max_rows=8)
-    servant = rollout_servant(options, num_threads=1)
+    worker = rollout_worker(options, num_threads=1)
     try:
         (long,) = ragged_requests(1, 2)
-        running = servant.run(long, Sampling(max_tokens=150, ignore_eos=True))
+        running = worker.run(long, Sampling(max_tokens=150, ignore_eos=True))
         weights = changed_weights(model)
-        assert servant.update_weights(WeightPack.of(weights.items()), 5).result(60.0) == 5
+        assert worker.update_weights(WeightPack.of(weights.items()), 5).result(60.0) == 5
         assert not running.done()
         model.load_state_dict(weights)
         requests = ragged_requests(3, 2)
-        futures = [servant.run(request, Sampling(max_tokens=20)) for request in requests]
+        futures = [worker.run(request, Sampling(max_tokens=20)) for request in requests]
         outputs = {output.group_id: output for output in (future.result(60.0) for future in futures)}
         assert largest_gap(model, requests, outputs, 1.0) < 1e-5
         assert int(running.result(60.0).samples[0].versions[-1]) == 5
     finally:
-        servant.close()
+        worker.close()

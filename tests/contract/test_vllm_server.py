@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import sota_grpo
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.inference_server import ServerDied
-from sota_grpo.engines.server import ServerEngine, server_engine
+from sota_grpo.engines.server_engine import ServerEngine, server_engine
 from sota_grpo.rl.records import GroupRequest, Sampling
 from tests.engine_rigs import (
     add,

@@ -13,7 +13,7 @@ import torch
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rl.records import Sampling
 from sota_grpo.training.learner import Publisher
-from sota_grpo.workers.base import ServantSpec
+from sota_grpo.workers.base import WorkerSpec
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.rollout import FleetEngine
@@ -64,7 +64,7 @@ class Rig:
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
     launcher = ProcessLauncher()
-    start = starter(launcher, "rollout", ServantSpec("tests.weight_rigs:watched_rollout"), [{"threads": 1}] * 2)
+    start = starter(launcher, "rollout", WorkerSpec("tests.weight_rigs:watched_rollout"), [{"threads": 1}] * 2)
     fleet = Fleet("rollout", start, 2, capacity=4)
     model = tiny_model(seed=3).train()
     model.model.layers[0].to(torch.bfloat16)  # weights of both dtypes travel

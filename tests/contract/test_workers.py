@@ -23,7 +23,7 @@ from sota_grpo.workers.base import IDLE_METHOD, ConstructionFailed, Launcher, Wo
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.threads import ThreadLauncher
-from tests.servants import spec
+from tests.worker_rigs import spec
 
 WAIT_S = 60.0
 LINUX = sys.platform == "linux"
@@ -197,7 +197,7 @@ def test_unpicklable_arguments_and_results_fail_their_call_only(steady: Worker) 
 def test_a_remote_traceback_comes_along(steady: Worker) -> None:
     error = steady.call("fail", "key").exception(WAIT_S)
     assert error is not None
-    assert "servants.py" in "".join(error.__notes__)
+    assert "worker_rigs.py" in "".join(error.__notes__)
 
 
 def test_printing_does_not_disturb(steady: Worker) -> None:
@@ -244,7 +244,7 @@ def test_an_exit_code_is_told(places: dict[str, Place]) -> None:
         worker.call("exit", 5).result(WAIT_S)
 
 
-def test_a_servant_of_a_process_is_on_its_main_thread(places: dict[str, Place]) -> None:
+def test_a_worker_of_a_process_is_on_its_main_thread(places: dict[str, Place]) -> None:
     worker = places["process"].start()
     assert worker.call("thread_is_main").result(WAIT_S)
     worker.kill()
@@ -332,7 +332,7 @@ placements = [{"bundle": 0}, {"bundle": 1}]
 """
 DRIVER = """
 import os, signal, sys, time
-from tests.servants import spec
+from tests.worker_rigs import spec
 workers = [launcher.start(f"echo-{i}", spec(), **placement) for i, placement in enumerate(placements)]
 for worker in workers:
     worker.call("ping").result(60)

@@ -23,7 +23,7 @@ from sota_grpo.assembly.build import Parts
 from sota_grpo.assembly.cluster import Cluster, visible_gpus, visible_names
 from sota_grpo.assembly.devices import Placement, Plan, make_plan, reference_has_own_weights, resolve_device
 from sota_grpo.assembly.learning import make_model, make_overlong, make_reference
-from sota_grpo.assembly.rollout import end_token_ids, generation_config_of, task_of
+from sota_grpo.assembly.sampling import end_token_ids, generation_config_of, task_of
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, resolve_engine_name
 from sota_grpo.errors import UserError
@@ -33,8 +33,8 @@ from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
 from sota_grpo.recording import sinks
 from sota_grpo.source.source import constant_rows
-from sota_grpo.workers.base import ServantSpec
-from sota_grpo.workers.rollout import rollout_servant
+from sota_grpo.workers.base import WorkerSpec
+from sota_grpo.workers.rollout import rollout_worker
 
 
 def config_of(*overrides: str) -> Config:
@@ -353,8 +353,8 @@ def test_workers_on_gpus_share_the_cores(address, monkeypatch, tmp_path) -> None
     plan = Plan("cuda", Placement(train=(0, 1), inference=(2, 3), ref=(4,), colocated=False), "vllm", True)
     cluster = Cluster(config, plan, tmp_path)
     cluster.start_rollout(EngineOptions("tiny", eos_token_ids=[2]))(1)
-    cluster.start_reference(ServantSpec("a:b"))(0)
-    cluster._starter("learner", ServantSpec("a:b"), [(0,)], first=3)(0)
+    cluster.start_reference(WorkerSpec("a:b"))(0)
+    cluster._starter("learner", WorkerSpec("a:b"), [(0,)], first=3)(0)
     placed = [call.kwargs for call in launcher.start.call_args_list]
     assert [(found["threads"], found["env"]["OMP_WAIT_POLICY"]) for found in placed] == (
         [(8, "PASSIVE")] * 3 if address is None else [(10, "PASSIVE")] * 3
@@ -370,7 +370,7 @@ def test_each_server_has_a_log_and_gpus_of_its_own(monkeypatch, tmp_path) -> Non
     )
     for slot in (1, 0):
         start(slot)
-    asked = {slot: inspect.signature(rollout_servant).bind(**spec.options).arguments["options"] for slot, spec in given}
+    asked = {slot: inspect.signature(rollout_worker).bind(**spec.options).arguments["options"] for slot, spec in given}
     assert [Path(asked[slot].log_path).name for slot in (0, 1)] == ["vllm_server-0.log", "vllm_server-1.log"]
     assert [asked[slot].environment["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["1", "3"]
     assert {options.max_rows for options in asked.values()} == {7}

@@ -13,7 +13,7 @@ pytest.importorskip("trl", reason="TRL is a benchmark-only dependency: pip insta
 
 from benchmarks.learning import Comparison, Estimate, area, asked, train_ours
 from benchmarks.learning_trl import agreement, composed, drawn_examples, train_trl
-from sota_grpo.assembly.rollout import task_of
+from sota_grpo.assembly.sampling import task_of
 from tests.builders import generator
 
 pytestmark = pytest.mark.bench

@@ -19,7 +19,7 @@ from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.workers.base import promised, resolve
-from sota_grpo.workers.rollout import RolloutServant
+from sota_grpo.workers.rollout import RolloutWorker
 
 SEED = random.SystemRandom().randrange(1 << 30)
 EOS, CONTEXT, MAX_STEPS = 0, 32, 4
@@ -85,11 +85,11 @@ def scripted(**options) -> ScriptedEngine:
 class Submitting(Streams):
     """An engine behind futures, which resolve on its own thread."""
 
-    name, version, max_model_len, weight_dtype = "servant", 0, CONTEXT, None
+    name, version, max_model_len, weight_dtype = "worker", 0, CONTEXT, None
 
     def __init__(self) -> None:
-        self.servant = RolloutServant(scripted)
-        self.submit = self.servant.run
+        self.worker = RolloutWorker(scripted)
+        self.submit = self.worker.run
 
     def update_weights(self, weights: object, version: int) -> None: ...
 
@@ -98,7 +98,7 @@ class Submitting(Streams):
     def wake(self) -> None: ...
 
     def close(self) -> None:
-        self.servant.close()
+        self.worker.close()
 
 
 KINDS: dict[str, Callable[[], Engine]] = {
@@ -309,7 +309,7 @@ def test_what_the_engine_raises_in_a_later_turn_is_the_callers(by_future: bool) 
 
         def _submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
             if max(request.prompt_ids) < 100:
-                return self.servant.run(request, sampling)
+                return self.worker.run(request, sampling)
             future = promised()
             future.set_exception(OSError("the engine is gone"))
             return future
@@ -419,7 +419,7 @@ def test_a_group_that_nobody_waits_for_asks_for_no_further_turn(how: str) -> Non
 
     said = Sample(torch.tensor([5]), torch.zeros(1), torch.zeros(1, dtype=torch.int64), truncated=False)
     inner = Workers()
-    inner.servant.close()
+    inner.worker.close()
     inner.submit = Workers.submit.__get__(inner)
     done = dialogs(inner, Grader(score)).submit(some_requests(1)[0], SAMPLING)
     asked[0].set_result(GroupOutput(10, (said,) * 3))

@@ -18,8 +18,8 @@ from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.engines import Engine
-from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
 from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
 from sota_grpo.loop import run
@@ -38,7 +38,7 @@ from sota_grpo.tasks.wrappers import MESSAGE, ThinkAgain
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.workers.base import promised
-from sota_grpo.workers.rollout import FleetEngine, RolloutServant
+from sota_grpo.workers.rollout import FleetEngine, RolloutWorker
 from tests.unit.tiny_models import VOCAB, make_model
 
 SEED = random.SystemRandom().randrange(1 << 30)
@@ -252,8 +252,8 @@ def test_a_source_with_workers_gives_the_dialogs_of_lockstep() -> None:
     sampling = Sampling(max_tokens=48)
     options = {"num_groups": 4, "transforms": [("advantage", GroupAdvantage())], "seed": SEED}
     lockstep = RolloutSource(Rollouts(envs[0], here), sampling, lockstep=True, **options)
-    servant = RolloutServant(lambda: scripted_thinker(envs[1]))
-    fleet: Any = SimpleNamespace(submit=servant.run, close=servant.close)
+    worker = RolloutWorker(lambda: scripted_thinker(envs[1]))
+    fleet: Any = SimpleNamespace(submit=worker.run, close=worker.close)
     front = FleetEngine(fleet, name="scripted", max_model_len=2048, share=lambda value: value, deadline_s=9.0)
     there = WithExamples(front, envs[1], max_steps=2)
     workers = RolloutSource(Rollouts(envs[1], there), sampling, wait_deadline_s=20.0, **options)

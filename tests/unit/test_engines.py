@@ -20,9 +20,9 @@ from transformers import DynamicCache
 import sota_grpo.engines as engines
 from sota_grpo.engines import resolve_engine_name, scripted
 from sota_grpo.engines.decode_attention import use_decode_attention
-from sota_grpo.engines.hf import GroupDecoder, TransformersEngine, draw, sampled_probs, uniforms
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import FairLock
+from sota_grpo.engines.transformers_engine import GroupDecoder, TransformersEngine, draw, sampled_probs, uniforms
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from tests.engine_rigs import (

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import sota_grpo.run.app
-from sota_grpo.assembly import rollout
+from sota_grpo.assembly import sampling
 from sota_grpo.config import Config
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import load_tokenizer
@@ -115,17 +115,17 @@ def test_vllm_that_does_not_start_is_one_sentence(tmp_path: Path, monkeypatch: p
     def fail(name: str, **_: object) -> None:
         raise ValueError("no room\n  for the cache")
 
-    monkeypatch.setattr(rollout, "make_engine", fail)
-    monkeypatch.setattr(rollout, "resolve_engine_name", lambda name, device: name)
+    monkeypatch.setattr(sampling, "make_engine", fail)
+    monkeypatch.setattr(sampling, "resolve_engine_name", lambda name, device: name)
     config = Config(device="cpu")
     config.model.name = "tiny"
     tokenizer = load_tokenizer("tiny")
     config.engine.name = "vllm"
     with pytest.raises(RunFailed, match=r"^engine=vllm cannot start \(ValueError: no room for the cache\)\.$"):
-        rollout.start_engine(config, "cpu", tokenizer, None, tmp_path)
+        sampling.start_engine(config, "cpu", tokenizer, None, tmp_path)
     config.engine.name = "transformers"  # ours: what it raises is a bug, and keeps its traceback
     with pytest.raises(ValueError, match="no room"):
-        rollout.start_engine(config, "cpu", tokenizer, None, tmp_path)
+        sampling.start_engine(config, "cpu", tokenizer, None, tmp_path)
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------

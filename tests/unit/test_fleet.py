@@ -26,7 +26,7 @@ from sota_grpo.workers.fleet import Fleet, Supervisor, starter
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.slots import Limits, Timers
 from sota_grpo.workers.threads import ThreadLauncher
-from tests.servants import spec
+from tests.worker_rigs import spec
 
 WAIT_S = 60.0
 

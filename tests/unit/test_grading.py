@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.rewards.grading import GradingPool, LocalGrader, RewardServant, grading_pool
+from sota_grpo.rewards.grading import GradingPool, LocalGrader, RewardWorker, grading_pool
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Scorer, scorer_of
 from sota_grpo.tasks.arithmetic import ArithmeticTask
@@ -211,7 +211,7 @@ def test_a_scorer_travels_without_the_examples() -> None:
     assert len(task.train) == 5000
 
 
-def test_the_servant_says_how_long_its_grader_has_been_at_one_response() -> None:
+def test_the_worker_says_how_long_its_grader_has_been_at_one_response() -> None:
     enter, leave = threading.Event(), threading.Event()
 
     def waits(response: str, example: Example):
@@ -219,14 +219,14 @@ def test_the_servant_says_how_long_its_grader_has_been_at_one_response() -> None
         leave.wait(WAIT_S)
         return tame(response, example)
 
-    servant = RewardServant(waits, tuple(WEIGHTS))
-    assert servant.ping() == 0
-    answer = servant.run([("say 4", Example("?", "4"))])
+    worker = RewardWorker(waits, tuple(WEIGHTS))
+    assert worker.ping() == 0
+    answer = worker.run([("say 4", Example("?", "4"))])
     enter.wait(WAIT_S)
-    first = servant.ping()
+    first = worker.ping()
     time.sleep(0.05)
-    assert servant.ping() >= first + 0.05
+    assert worker.ping() >= first + 0.05
     leave.set()
     assert answer.result(WAIT_S)[0].success
-    assert servant.ping() == 0
-    servant.close()
+    assert worker.ping() == 0
+    worker.close()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.assembly.rollout import bare_task, task_of
+from sota_grpo.assembly.sampling import bare_task, task_of
 from sota_grpo.config import Config
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.rewards.ifeval import INSTRUCTIONS, read_kwargs

@@ -9,7 +9,7 @@ import pytest
 
 from sota_grpo import tasks
 from sota_grpo.assembly.preflight import preflight
-from sota_grpo.assembly.rollout import bare_task, task_of
+from sota_grpo.assembly.sampling import bare_task, task_of
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.errors import UserError
 from sota_grpo.migration.export import Trained, model_card

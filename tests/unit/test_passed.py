@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 from sota_grpo.assembly.passed import PASSED, Passed, take
-from sota_grpo.assembly.rollout import task_of
+from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import Config
 from sota_grpo.errors import UserError
 

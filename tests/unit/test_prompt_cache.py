@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sota_grpo.engines.decode_attention import RepeatedPrompts, SharedPrompts, attend, use_decode_attention
-from sota_grpo.engines.hf import TransformersEngine, draw
+from sota_grpo.engines.transformers_engine import TransformersEngine, draw
 from sota_grpo.rl.records import GroupRequest, Sampling
 from tests.engine_rigs import largest_gap
 from tests.unit.tiny_models import FAMILIES, VOCAB, make_model

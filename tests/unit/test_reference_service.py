@@ -17,10 +17,10 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.transforms import ReferenceKL
-from sota_grpo.workers.base import ServantSpec, WorkerDied
+from sota_grpo.workers.base import WorkerDied, WorkerSpec
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.reference import RaggedRows, ReferenceServant, ReferenceService, reference_servant
+from sota_grpo.workers.reference import RaggedRows, ReferenceService, ReferenceWorker, reference_worker
 from sota_grpo.workers.threads import ThreadLauncher
 from tests.builders import generator, random_rows
 from tests.unit.tiny_models import make_model, make_rows, make_tokenizer
@@ -97,24 +97,24 @@ def test_a_call_equals_the_reference_here_in_any_order_of_the_rows(saved, in_thr
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_servant_computes_in_the_precision_of_the_policy(saved, precision) -> None:
+def test_a_worker_computes_in_the_precision_of_the_policy(saved, precision) -> None:
     """Bit for bit where the padding is the same, so that every estimator of the KL is exactly 0."""
     path, model = saved
-    servant = reference_servant(model_name=path, temperature=0.7, precision=precision, token_budget=BUDGET)
+    worker = reference_worker(model_name=path, temperature=0.7, precision=precision, token_budget=BUDGET)
     rows = make_rows([8, 5, 3])
     with torch.autocast("cpu", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
         expected = CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS].detach()
     cut = [row[:length] for row, length in zip(rows.auto_batch_size_(2).unbind(0), (8, 5, 3))]
-    found = servant.run(RaggedRows.of(cut)).result(60)
-    servant.close()
+    found = worker.run(RaggedRows.of(cut)).result(60)
+    worker.close()
     for values, row, length in zip(found, expected, (8, 5, 3), strict=True):
         assert values.tolist() == row[:length].tolist()
     assert not torch.equal(expected, CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS])
     with pytest.raises(ValueError, match="precision is 'half'"):
-        ReferenceServant(model, temperature=1.0, precision="half", token_budget=1)
+        ReferenceWorker(model, temperature=1.0, precision="half", token_budget=1)
 
 
-class NanServant:
+class NanWorker:
     """A reference whose weights are broken."""
 
     def run(self, rows: RaggedRows) -> list[Any]:
@@ -134,7 +134,7 @@ def test_what_is_wrong_with_rows_or_weights_reaches_whoever_waits(saved, in_thre
     assert futures[1].result(60) is not None
     service.close()
 
-    start = starter(in_threads, "reference", ServantSpec(f"{__name__}:NanServant"))
+    start = starter(in_threads, "reference", WorkerSpec(f"{__name__}:NanWorker"))
     service = ReferenceService(Fleet("reference", start, 1, capacity=1), num_workers=1, in_reward_coeff=0.3)
     with pytest.raises(ValueError, match="not finite"):
         service.submit(good := groups_of_rows(1)[0]).result(60)

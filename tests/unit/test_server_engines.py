@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from sota_grpo.engines import Deadlines, Engine, EngineOptions
-from sota_grpo.engines import server as server_module
+from sota_grpo.engines import server_engine as server_module
 from sota_grpo.engines.inference_server import Dialect, HttpClient, ServerDied, ServerError
-from sota_grpo.engines.server import ServerEngine
+from sota_grpo.engines.server_engine import ServerEngine
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.vllm_server import VLLMDialect
 from sota_grpo.errors import UserError

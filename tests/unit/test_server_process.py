@@ -13,7 +13,7 @@ import torch
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.inference_server import ServerDied, ServerLate, ServerProcess, start_server
-from sota_grpo.engines.server import WeightFolder
+from sota_grpo.engines.server_engine import WeightFolder
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.vllm_server import KEY_VARIABLE, RequireKey, VLLMDialect
 from sota_grpo.errors import RunFailed
@@ -203,7 +203,7 @@ def test_pushed_weights_are_cast_once_and_only_this_user_can_read_them():
 def test_a_folder_that_nobody_closed_goes_with_its_process():
     code = (
         "import torch\n"
-        "from sota_grpo.engines.server import WeightFolder\n"
+        "from sota_grpo.engines.server_engine import WeightFolder\n"
         "folder = WeightFolder({'w': torch.Size([1])}, None)\n"
         "print(folder.write({'w': torch.ones(1)}))\n"
     )

@@ -26,7 +26,7 @@ from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.collate import micro_batches, prompt_groups, row_list
 from sota_grpo.training.forward_passes import ForwardPasses
-from sota_grpo.training.remote_learner import LearnerDied, LearnerServant, RemoteLearner
+from sota_grpo.training.remote_learner import LearnerDied, LearnerWorker, RemoteLearner
 from sota_grpo.workers.base import IDLE_METHOD, WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
 from tests.rank_rigs import build_learner, learner_settings, ragged_rows
@@ -246,14 +246,14 @@ def test_every_rank_is_given_the_calls_of_all_threads_in_one_order() -> None:
 
 def test_a_rank_shows_progress_while_it_gathers_its_state(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of a large model takes longer than a rank may be silent."""
-    servant = LearnerServant(lambda: build_learner(Ranks(), str(tmp_path)))
-    servant.update(RowPack.of(row_list(ragged_rows(5)))).result()
+    worker = LearnerWorker(lambda: build_learner(Ranks(), str(tmp_path)))
+    worker.update(RowPack.of(row_list(ragged_rows(5)))).result()
     ticks = []
-    monkeypatch.setattr(servant._thread, "progress", lambda: ticks.append(None))
-    state = servant.state_dict().result().state()
+    monkeypatch.setattr(worker._thread, "progress", lambda: ticks.append(None))
+    state = worker.state_dict().result().state()
     moments = [name for entry in state["optimizer"]["state"].values() for name in entry]
     assert len(ticks) > len(state["model"]) + len(moments)
-    servant.close()
+    worker.close()
 
 
 def test_a_packed_state_of_several_dtypes_can_be_saved(tmp_path) -> None:

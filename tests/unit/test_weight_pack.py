@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sota_grpo.engines.hf import TransformersEngine
+from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.policy.lora import add_lora, packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from tests.engine_rigs import EOS, PAD, tiny_model

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.weight_pack import WeightPack, views
-from sota_grpo.workers.base import ServantSpec
+from sota_grpo.workers.base import WorkerSpec
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.slots import OnDemand
@@ -138,7 +138,7 @@ class Learner:
 
 
 def start(reachable: bool) -> tuple[Fleet, WeightTransfer, Learner]:
-    spec = ServantSpec("tests.unit.test_weight_transfer:unreachable", {"reachable": reachable})
+    spec = WorkerSpec("tests.unit.test_weight_transfer:unreachable", {"reachable": reachable})
     fleet = Fleet("rollout", starter(ThreadLauncher(), "rollout", spec), 1, capacity=1)
     fleet.wait_ready()
     learner = Learner()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sota_grpo.engines.hf import TransformersEngine
+from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.rl.records import Sampling
 from tests.engine_rigs import EOS, PAD, changed_weights, generate, largest_gap, ragged_requests, tiny_model, token_lists
 

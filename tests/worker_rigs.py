@@ -1,4 +1,4 @@
-"""Servants that need no model, for the tests of workers and fleets."""
+"""Workers that need no model, for the tests of workers and fleets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.workers.base import ServantSpec, WorkerDied
+from sota_grpo.workers.base import WorkerDied, WorkerSpec
 
 
 class Refused(ValueError):
@@ -133,7 +133,7 @@ def broken(tries: str) -> Echo:
 
 
 def dies(tries: str) -> Echo:
-    """The process ends while the servant is constructed."""
+    """The process ends while the worker is constructed."""
     with Path(tries).open("a") as file:
         file.write("x")
     os._exit(7)
@@ -148,5 +148,5 @@ def works_once(tries: str) -> Echo:
     return Echo()
 
 
-def spec(factory: str = "echo", **options: Any) -> ServantSpec:
-    return ServantSpec(f"tests.servants:{factory}", options)
+def spec(factory: str = "echo", **options: Any) -> WorkerSpec:
+    return WorkerSpec(f"tests.worker_rigs:{factory}", options)

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from sota_grpo.engines import Engine, EngineOptions
-from sota_grpo.engines.hf import TransformersEngine
 from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.errors import UserError
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers import rollout
 from sota_grpo.workers.base import WorkerDied
-from sota_grpo.workers.rollout import RolloutServant, rollout_servant
+from sota_grpo.workers.rollout import RolloutWorker, rollout_worker
 from tests.engine_rigs import (
     CONTEXT,
     EOS,
@@ -43,16 +43,16 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[Callable[[], Engine]], RolloutServant]]:
-    servants: list[RolloutServant] = []
+def start() -> Iterator[Callable[[Callable[[], Engine]], RolloutWorker]]:
+    workers: list[RolloutWorker] = []
 
-    def start(make_engine: Callable[[], Engine]) -> RolloutServant:
-        servants.append(RolloutServant(make_engine))
-        return servants[-1]
+    def start(make_engine: Callable[[], Engine]) -> RolloutWorker:
+        workers.append(RolloutWorker(make_engine))
+        return workers[-1]
 
     yield start
-    for servant in servants:
-        servant.close(timeout_s=5.0)
+    for worker in workers:
+        worker.close(timeout_s=5.0)
 
 
 def hf_engine(model: torch.nn.Module) -> TransformersEngine:
@@ -98,15 +98,15 @@ def test_many_runs_at_once_give_what_the_bare_engine_gives(kind: str, start):
     model = tiny_model()
     make = {"transformers": lambda: hf_engine(model), "scripted": lambda: ScriptedEngine(eos_token_id=EOS)}[kind]
     requests, sampling = ragged_requests(8, 3, seed=2), Sampling(max_tokens=40)  # fixed: rounding may flip a token
-    servant = start(make)
-    found = outputs_of([servant.run(request, sampling) for request in requests])
+    worker = start(make)
+    found = outputs_of([worker.run(request, sampling) for request in requests])
     assert token_lists(found) == token_lists(generate(make(), requests, sampling))
 
 
 def test_equal_group_ids_under_two_samplings_reach_their_own_callers(start):
-    servant = start(lambda: ScriptedEngine(duration_s=0.02))
+    worker = start(lambda: ScriptedEngine(duration_s=0.02))
     samplings = [Sampling(max_tokens=length, ignore_eos=True) for length in (3, 9, 9, 3)]
-    futures = [servant.run(REQUEST, sampling) for sampling in samplings]
+    futures = [worker.run(REQUEST, sampling) for sampling in samplings]
     assert [len(future.result(WAIT_S).samples[0].token_ids) for future in futures] == [3, 9, 9, 3]
 
 
@@ -115,10 +115,10 @@ def test_requests_that_wait_are_added_together(start):
     batches: list[int] = []
     begin = engine._start
     engine._start = lambda tickets, *rest: batches.append(len(tickets)) or begin(tickets, *rest)
-    servant = start(lambda: engine)
-    first = servant.run(REQUEST, Sampling(max_tokens=2))
+    worker = start(lambda: engine)
+    first = worker.run(REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
-    others = [servant.run(replace(REQUEST, group_id=i), Sampling(max_tokens=2)) for i in range(1, 6)]
+    others = [worker.run(replace(REQUEST, group_id=i), Sampling(max_tokens=2)) for i in range(1, 6)]
     engine.go.set()
     assert len(outputs_of([first, *others])) == 6
     assert batches == [1, 5]
@@ -127,12 +127,12 @@ def test_requests_that_wait_are_added_together(start):
 def test_weights_land_while_a_group_runs_and_serve_its_next_tokens(start):
     model, target = tiny_model(), tiny_model()
     target.load_state_dict(weights := changed_weights(model))
-    servant = start(lambda: hf_engine(model))
-    long = servant.run(ragged_requests(1, 4)[0], Sampling(max_tokens=150, ignore_eos=True))
-    assert servant.update_weights(WeightPack.of(weights.items()), 7).result(WAIT_S) == 7
+    worker = start(lambda: hf_engine(model))
+    long = worker.run(ragged_requests(1, 4)[0], Sampling(max_tokens=150, ignore_eos=True))
+    assert worker.update_weights(WeightPack.of(weights.items()), 7).result(WAIT_S) == 7
     assert not long.done()
     after = ragged_requests(3, 2)
-    futures = [servant.run(request, Sampling(max_tokens=10)) for request in after]
+    futures = [worker.run(request, Sampling(max_tokens=10)) for request in after]
     assert largest_gap(target, after, outputs_of(futures), 1.0) < 1e-5
     for sample in long.result(WAIT_S).samples:
         assert (sample.versions.diff() >= 0).all()
@@ -143,20 +143,20 @@ def test_an_adapter_is_merged_where_the_engines_weights_lie(start, monkeypatch: 
     engine, merged_on = ScriptedEngine(), []
     engine.device = torch.device("cuda:0")
     monkeypatch.setattr(AdapterPack, "merged", lambda self, base, device: merged_on.append(device) or iter(()))
-    servant = start(lambda: engine)
-    servant.set_base(NO_WEIGHTS)
-    assert servant.update_weights(AdapterPack(NO_WEIGHTS, {}), 3).result(5.0) == 3
+    worker = start(lambda: engine)
+    worker.set_base(NO_WEIGHTS)
+    assert worker.update_weights(AdapterPack(NO_WEIGHTS, {}), 3).result(5.0) == 3
     assert merged_on == [torch.device("cuda:0")]
 
 
 def test_a_push_waits_for_one_step_at_most(start):
     engine = HeldEngine(duration_s=10.0)
     engine.go.set()
-    servant = start(lambda: engine)
-    servant.run(REQUEST, Sampling(max_tokens=2))
+    worker = start(lambda: engine)
+    worker.run(REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
     for version in range(1, 21):
-        future = servant.update_weights(NO_WEIGHTS, version)
+        future = worker.update_weights(NO_WEIGHTS, version)
         before = engine.num_steps
         assert future.result(WAIT_S) == version
         assert engine.num_steps_at_push[-1] - before <= 1
@@ -164,13 +164,13 @@ def test_a_push_waits_for_one_step_at_most(start):
 
 def test_pushes_take_effect_in_their_order_and_a_group_begins_with_the_newest(start):
     engine = HeldEngine(duration_s=0.01)
-    servant = start(lambda: engine)
-    blocked = servant.run(REQUEST, Sampling(max_tokens=2))
+    worker = start(lambda: engine)
+    blocked = worker.run(REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
     runs = []
     for version in (1, 2, 3):
-        servant.update_weights(NO_WEIGHTS, version)
-        runs.append(servant.run(REQUEST, Sampling(max_tokens=2)))
+        worker.update_weights(NO_WEIGHTS, version)
+        runs.append(worker.run(REQUEST, Sampling(max_tokens=2)))
     engine.go.set()
     versions = [int(run.result(WAIT_S).samples[0].versions[0]) for run in (blocked, *runs)]
     assert versions == [0, 3, 3, 3]
@@ -181,62 +181,62 @@ def test_ping_is_0_when_idle_and_one_step_at_work_and_grows_when_a_step_hangs(st
     monkeypatch.setattr(rollout, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
 
     class Ticking(HeldEngine):
-        """A step takes a second of the servant's clock, a group five steps."""
+        """A step takes a second of the worker's clock, a group five steps."""
 
         def advance(self) -> bool:
             if not self.num_in_flight:
                 return False
             now_s[0] += 1.0
-            seen.append(servant.ping())
+            seen.append(worker.ping())
             return super().advance()
 
         def _step(self) -> Iterable[tuple[int, GroupOutput]]:
             return [] if self.num_steps % 5 else super()._step()
 
     engine = Ticking()
-    servant = start(lambda: engine)
-    assert servant.ping() == 0.0
+    worker = start(lambda: engine)
+    assert worker.ping() == 0.0
     engine.go.set()
-    servant.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S)
+    worker.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S)
     assert seen == [1.0] * 5
-    wait_for(lambda: servant.ping() == 0.0)
+    wait_for(lambda: worker.ping() == 0.0)
     engine.go.clear()
     engine.stepping.clear()
-    servant.run(REQUEST, Sampling(max_tokens=2))
+    worker.run(REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
     now_s[0] += 50.0
-    assert servant.ping() == 51.0
+    assert worker.ping() == 51.0
     engine.go.set()
 
 
 def test_a_failing_step_fails_everything_with_its_cause(start):
     engine = HeldEngine()
     engine.failure = MemoryError("no room for 7 GiB")
-    servant = start(lambda: engine)
-    flying = servant.run(REQUEST, Sampling(max_tokens=2))
+    worker = start(lambda: engine)
+    flying = worker.run(REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
-    waiting = [servant.run(REQUEST, Sampling(max_tokens=2)), servant.update_weights(NO_WEIGHTS, 1), servant.sleep()]
+    waiting = [worker.run(REQUEST, Sampling(max_tokens=2)), worker.update_weights(NO_WEIGHTS, 1), worker.sleep()]
     engine.go.set()
     for future in [flying, *waiting]:
         with pytest.raises(WorkerDied, match=r"scripted engine failed.*MemoryError: no room for 7 GiB"):
             future.result(WAIT_S)
-    for later in (servant.run(REQUEST, Sampling(max_tokens=2)), servant.update_weights(NO_WEIGHTS, 1)):
+    for later in (worker.run(REQUEST, Sampling(max_tokens=2)), worker.update_weights(NO_WEIGHTS, 1)):
         with pytest.raises(WorkerDied, match="no room for 7 GiB"):
             later.result(WAIT_S)
     with pytest.raises(WorkerDied, match="no room for 7 GiB") as caught:
-        servant.ping()
+        worker.ping()
     assert caught.value.__cause__ is engine.failure
     assert "in advance" in pickle.loads(pickle.dumps(caught.value)).__notes__[0]
-    servant.close()
+    worker.close()
     assert engine.closed
 
 
-def test_a_failing_push_breaks_the_servant_and_a_refused_one_does_not(start):
+def test_a_failing_push_breaks_the_worker_and_a_refused_one_does_not(start):
     model = tiny_model()
-    servant = start(lambda: hf_engine(model))
+    worker = start(lambda: hf_engine(model))
     with pytest.raises(ValueError, match="weights are missing"):
-        servant.update_weights(NO_WEIGHTS, 1).result(WAIT_S)
-    assert len(servant.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S).samples) == 2
+        worker.update_weights(NO_WEIGHTS, 1).result(WAIT_S)
+    assert len(worker.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S).samples) == 2
 
     @dataclass
     class Torn:
@@ -244,18 +244,18 @@ def test_a_failing_push_breaks_the_servant_and_a_refused_one_does_not(start):
             raise OSError("shared memory is gone")
 
     with pytest.raises(WorkerDied, match="OSError: shared memory is gone"):
-        servant.update_weights(Torn(), 1).result(WAIT_S)
+        worker.update_weights(Torn(), 1).result(WAIT_S)
     with pytest.raises(WorkerDied):
-        servant.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S)
+        worker.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S)
 
 
 def test_a_refused_request_fails_alone(start):
     engine = HeldEngine(max_model_len=CONTEXT)
-    servant = start(lambda: engine)
-    first = servant.run(REQUEST, Sampling(max_tokens=2))
+    worker = start(lambda: engine)
+    first = worker.run(REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)  # so that the next three are added together
     requests = [REQUEST, replace(REQUEST, prompt_ids=(5,) * CONTEXT), REQUEST]
-    good, long, fine = (servant.run(request, Sampling(max_tokens=2)) for request in requests)
+    good, long, fine = (worker.run(request, Sampling(max_tokens=2)) for request in requests)
     engine.go.set()
     with pytest.raises(ValueError, match=f"{CONTEXT} tokens"):
         long.result(WAIT_S)
@@ -273,22 +273,22 @@ def test_it_sleeps_only_when_nothing_is_in_flight(start):
 def test_close_fails_what_is_open_and_ends_the_thread(start):
     engine = HeldEngine(duration_s=60.0)
     engine.go.set()
-    servant = start(lambda: engine)
-    run = servant.run(REQUEST, Sampling(max_tokens=2))
-    servant.close()
-    servant.close()
+    worker = start(lambda: engine)
+    run = worker.run(REQUEST, Sampling(max_tokens=2))
+    worker.close()
+    worker.close()
     with pytest.raises(WorkerDied, match="closed"):
         run.result(0.0)
     assert engine.closed
-    assert not servant._thread.is_alive()
+    assert not worker._thread.is_alive()
 
 
 def test_close_does_not_wait_for_ever_for_an_engine_that_hangs(start):
     engine = HeldEngine()
-    servant = start(lambda: engine)
-    run = servant.run(REQUEST, Sampling(max_tokens=2))
+    worker = start(lambda: engine)
+    run = worker.run(REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
-    servant.close(timeout_s=0.05)
+    worker.close(timeout_s=0.05)
     with pytest.raises(WorkerDied, match=r"hung for 0\.05 s"):
         run.result(0.0)
     engine.go.set()
@@ -303,7 +303,7 @@ def test_the_engine_is_built_on_the_pump_and_its_failure_raised_by_the_construct
         raise UserError("no such model")
 
     with pytest.raises(UserError, match="no such model"):
-        RolloutServant(failing)
+        RolloutWorker(failing)
 
 
 def two_tokens(request: GroupRequest, index: int, version: int) -> list[int]:
@@ -315,15 +315,15 @@ def test_the_factory_takes_plain_values(tmp_path: Path):
     model.save_pretrained(tmp_path)
     shared = EngineOptions(str(tmp_path), eos_token_ids=(EOS,), pad_token_id=PAD, device="cpu")
     options = replace(shared, engine="scripted", script=two_tokens, duration_s=0.05)
-    servant = rollout_servant(pickle.loads(pickle.dumps(options)))
+    worker = rollout_worker(pickle.loads(pickle.dumps(options)))
     began = time.monotonic()
-    output = servant.run(REQUEST, Sampling(max_tokens=8)).result(WAIT_S)
+    output = worker.run(REQUEST, Sampling(max_tokens=8)).result(WAIT_S)
     assert time.monotonic() - began >= 0.05
     assert [sample.token_ids.tolist() for sample in output.samples] == [[10, 20, EOS], [11, 20, EOS]]
-    servant.close()
+    worker.close()
 
-    servant = rollout_servant(replace(shared, engine="transformers", max_rows=6, attn_implementation="sdpa"))
+    worker = rollout_worker(replace(shared, engine="transformers", max_rows=6, attn_implementation="sdpa"))
     requests = ragged_requests(3, 2)
-    found = outputs_of([servant.run(request, Sampling(max_tokens=10)) for request in requests])
+    found = outputs_of([worker.run(request, Sampling(max_tokens=10)) for request in requests])
     assert largest_gap(model, requests, found, 1.0) < 1e-5
-    servant.close()
+    worker.close()
