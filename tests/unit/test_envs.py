@@ -16,8 +16,7 @@ from torchrl.envs.utils import check_env_specs
 from transformers import PreTrainedTokenizerFast
 
 from sota_grpo import keys
-from sota_grpo.envs import ArithmeticEnv, GSM8KEnv, PromptStream, TaskEnv, finish_rows, prompt_rows
-from sota_grpo.envs.named import DatasetEnv
+from sota_grpo.envs import ArithmeticEnv, DatasetEnv, GSM8KEnv, PromptStream, TaskEnv, finish_rows, prompt_rows
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import Example, Sample, Score

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torchrl.envs.utils import check_env_specs
 
 from sota_grpo import keys
-from sota_grpo.envs.named import DatasetEnv, IFEvalEnv
+from sota_grpo.envs import DatasetEnv, IFEvalEnv
 from sota_grpo.tasks.dataset import DatasetError
 from tests.unit.test_envs import answering, char_tokenizer
 from tests.unit.test_ifeval_task import ifeval_row, write

@@ -7,8 +7,7 @@ import torch
 
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import chunked_log_probs
-from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.liger import liger_log_probs, require_liger
+from sota_grpo.policy.causal import CausalPolicy, liger_log_probs, require_liger
 from tests.unit.tiny_models import make_model
 
 pytest.importorskip("liger_kernel", reason="needs the liger extra")

@@ -11,7 +11,7 @@ import torch
 from torchrl.envs.utils import check_env_specs
 
 from sota_grpo import keys
-from sota_grpo.envs.named import DatasetEnv, MATHEnv
+from sota_grpo.envs import DatasetEnv, MATHEnv
 from tests.unit.test_envs import answering, char_tokenizer
 
 
