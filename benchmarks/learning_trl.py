@@ -13,12 +13,13 @@ What is left: TRL adds 1e-4 to a group's standard deviation, ours 1e-6; and the 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import time
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +199,13 @@ def trl_trainer(config: Config, parts: Parts, folder: Path, *, max_steps: int, r
 
 
 class Examiner(TrainerCallback):
-    """Evaluates TRL's policy with our evaluator, at the steps at which a run of ours would; times the steps alone."""
+    """Evaluates TRL's policy with our evaluator, at the steps at which a run of ours would; times the steps alone.
 
-    def __init__(self, config: Config, parts: Parts, model: Any):
+    What it has so far stands in ``curve.json`` in ``folder``.
+    """
+
+    def __init__(self, config: Config, parts: Parts, model: Any, folder: Path):
+        self.folder = folder
         self.every = config.eval.every
         self.rows_per_step = config.train.optim_batch_size
         self.evaluator = parts.evaluator
@@ -225,14 +230,17 @@ class Examiner(TrainerCallback):
         found, samples = self.evaluator.measure(), step * self.rows_per_step
         self.curve.accuracy[samples], self.curve.stderr[samples] = found["eval/accuracy"], found["eval/stderr"]
         self.curve.seconds[samples] = self._spent_s
+        (self.folder / "curve.json").write_text(json.dumps(asdict(self.curve)))  # a whole run may take hours
+        print(f"TRL after {samples} samples: {100 * found['eval/accuracy']:.1f} %, {self._spent_s:.0f} s", flush=True)
 
 
 def train_trl(config: Config, folder: Path, threads: int = 1) -> Curve:
     """A whole run of TRL under ``config``, evaluated every ``eval.every`` steps and at both ends."""
     torch.set_num_threads(threads)
+    folder.mkdir(parents=True, exist_ok=True)
     with closing(build(config, folder)) as parts:
         trainer = trl_trainer(config, parts, folder, max_steps=num_steps(config))
-        examiner = Examiner(config, parts, trainer.model)
+        examiner = Examiner(config, parts, trainer.model, folder)
         trainer.add_callback(examiner)
         trainer.train()
     return examiner.curve

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,7 @@ def warn_of_few_problems(config: Config, task: Task) -> None:
 
 def make_publisher(model: nn.Module, engine: Engine, *, share_device: bool = False) -> Publisher:
     """Merged weights of ``model``, pushed to ``engine``."""
-    return Publisher(lambda: engine_weights(model), [engine], share_device=share_device)
+    return Publisher(partial(engine_weights, model), [engine], share_device=share_device)
 
 
 def _computes_in_float32(config: Config, device_type: str) -> bool:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from sota_grpo.policy.packed import base_model
 from sota_grpo.policy.sharding import gathered
-from sota_grpo.policy.weight_pack import WeightPack, padded, rounded, rounded_dtype
+from sota_grpo.policy.weight_pack import WeightPack, padded
 
 _ALL_LINEAR = "all-linear"
 
@@ -173,6 +173,24 @@ def _refuse_embeddings(model: PreTrainedModel, targets: str | list[str]) -> None
                 f"LoRA on {name!r} is refused: log-probabilities read its weight directly; "
                 f"leave it out of target_modules or use {_ALL_LINEAR!r}"
             )
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A matrix in the dtype of the engine that it is for, where that is known and narrower: as it will be there.
+
+    Vectors stay as they are: engines keep some of them in float32 (biases, decay rates), and they take no room.
+
+    >>> rounded(torch.tensor([[1.001]]), torch.bfloat16), rounded(torch.tensor([1.001]), torch.bfloat16)
+    (tensor([[1.]], dtype=torch.bfloat16), tensor([1.0010]))
+    """
+    return tensor.detach().to(rounded_dtype(tensor, dtype))
+
+
+def rounded_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What :func:`rounded` gives."""
+    if dtype is None or tensor.ndim < 2 or not tensor.is_floating_point():
+        return tensor.dtype
+    return dtype if dtype.itemsize < tensor.dtype.itemsize else tensor.dtype
 
 
 @dataclass(frozen=True)

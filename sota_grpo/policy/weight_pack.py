@@ -101,24 +101,6 @@ def views(places: Mapping[str, Place], whole: torch.Tensor) -> Iterator[tuple[st
         yield name, whole[place.offset : stop].view(dtype).view(place.shape)
 
 
-def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A matrix in the dtype of the engine that it is for, where that is known and narrower: as it will be there.
-
-    Vectors stay as they are: engines keep some of them in float32 (biases, decay rates), and they take no room.
-
-    >>> rounded(torch.tensor([[1.001]]), torch.bfloat16), rounded(torch.tensor([1.001]), torch.bfloat16)
-    (tensor([[1.]], dtype=torch.bfloat16), tensor([1.0010]))
-    """
-    return tensor.detach().to(rounded_dtype(tensor, dtype))
-
-
-def rounded_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What :func:`rounded` gives."""
-    if dtype is None or tensor.ndim < 2 or not tensor.is_floating_point():
-        return tensor.dtype
-    return dtype if dtype.itemsize < tensor.dtype.itemsize else tensor.dtype
-
-
 def padded(num_bytes: int) -> int:
     """Bytes from one tensor's first to the next one's.
 

@@ -86,6 +86,7 @@ class Learner(ForwardPasses):
         # the scorer's names: they are those of checkpoints
         self.trainable = {name: p for name, p in policy.scorer.named_parameters() if p.requires_grad}
         self.parameters = list(self.trainable.values())
+        self.drops_out = bool(dropouts(policy))
         self.changed: list[Changed] = []
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -115,7 +116,7 @@ class Learner(ForwardPasses):
         if self.settings.recompute:
             self._set_proximal(parts)
         clean = None
-        if dropouts(self.policy) and not self.settings.recompute:  # the loss's own forward has dropout, the engine none
+        if self.drops_out and not self.settings.recompute:  # the loss's own forward has dropout, the engine none
             gaps = self.log_prob_gaps(parts[: self.settings.optim_batch_size])
             clean = kl_k3(torch.zeros_like(gaps), gaps).mean().item()
         batches = (batch for epoch in range(self.settings.epochs) for batch in self._mini_batches(parts, epoch))

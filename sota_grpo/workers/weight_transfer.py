@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch import nn
 
 from sota_grpo.policy.device_copy import as_bytes, copy_to_host
+from sota_grpo.policy.lora import rounded, rounded_dtype
 from sota_grpo.policy.sharding import replicated
-from sota_grpo.policy.weight_pack import Place, WeightPack, padded, rounded, rounded_dtype, views
+from sota_grpo.policy.weight_pack import Place, WeightPack, padded, views
 from sota_grpo.text import first_line
 from sota_grpo.workers.base import promised, resolve
 from sota_grpo.workers.fleet import Fleet
