@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
+from sota_grpo.rewards.maths.parse import Node, parse_answer
+from sota_grpo.rewards.maths.values import RealSets, Values
 from tests.unit.test_math_equal import wrong_rows
 
 TABLE = r"""
@@ -214,3 +218,29 @@ x^2 - 1 <!> (x-1)(x+1) < x^2 - 1
 
 def test_relations_are_compared_by_what_they_say() -> None:
     assert wrong_rows(TABLE) == []
+
+
+def random_set(rng: random.Random, depth: int) -> tuple[Node, frozenset[float]]:
+    """A tree of intervals and operations, and which halves from -1 to 9 it contains, one by one."""
+    points = [n / 2 for n in range(-2, 19)]
+    if depth == 0:
+        low, high = sorted(rng.sample(range(9), 2))
+        left, right = rng.choice("(["), rng.choice(")]")
+        inside = [p for p in points if low < p < high or (p == low and left == "[") or (p == high and right == "]")]
+        return parse_answer(f"{left}{low},{high}{right}"), frozenset(inside)
+    (first, of_first), (second, of_second) = random_set(rng, depth - 1), random_set(rng, rng.randrange(depth))
+    kind = rng.choice(("union", "inter", "minus"))
+    together = {"union": of_first | of_second, "inter": of_first & of_second, "minus": of_first - of_second}
+    return Node(kind, (first, second)), together[kind]
+
+
+def test_sets_of_reals_have_the_members_of_their_parts() -> None:
+    seed = random.randrange(10**6)
+    rng = random.Random(seed)
+    for _ in range(300):
+        node, members = random_set(rng, rng.randrange(1, 4))
+        pieces = RealSets(Values()).read(node)
+        found = {
+            n / 2 for n in range(-2, 19) if any(low <= (n / 2, False) and (n / 2, True) <= high for low, high in pieces)
+        }
+        assert found == members, (seed, node)
