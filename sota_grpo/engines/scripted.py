@@ -94,7 +94,7 @@ class ScriptedEngine(SteppingEngine):
     def _group(self, flight: Flight, version: int) -> GroupOutput:
         request, room, sampling, _ = flight
         samples = []
-        for index in range(request.num_samples):
+        for index in range(request.first_sample, request.first_sample + request.num_samples):
             script = self._script(request, 0 if sampling.temperature == 0 else index, version)
             ids = [*itertools.takewhile(lambda token: token != self._eos_token_id, script), self._eos_token_id]
             if sampling.ignore_eos:

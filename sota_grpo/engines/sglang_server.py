@@ -88,7 +88,8 @@ class SGLangDialect(Dialect):
             "ignore_eos": sampling.ignore_eos,
             "skip_special_tokens": False,
         }
-        seeds = [sample_seed(request.seed, index) % (1 << _SEED_BITS) for index in range(request.num_samples)]
+        indexes = range(request.first_sample, request.first_sample + request.num_samples)
+        seeds = [sample_seed(request.seed, index) % (1 << _SEED_BITS) for index in indexes]
         return {
             "rid": _names(order.name, request.num_samples),
             "input_ids": [list(request.prompt_ids)] * request.num_samples,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -160,7 +161,7 @@ class GroupDecoder:
         rooms: most response tokens of each group.
         eos_token_ids: int64 ``[E]``, the tokens that end a response.
         pad_token_id: fills the unused cells of the prefill; no output depends on it.
-        shared: keep each prompt's keys and values once per group; the model's attention is then
+        shared: keep each prompt's keys and values once for its rows; the model's attention is then
             :data:`~sota_grpo.engines.decode_attention.DECODE_ATTENTION`.
     """
 
@@ -178,15 +179,20 @@ class GroupDecoder:
         device = model.device
         counts = torch.tensor([request.num_samples for request in requests])
         group_of_row = torch.repeat_interleave(torch.arange(len(requests)), counts)
-        seeds = [sample_seed(request.seed, i) for request in requests for i in range(request.num_samples)]
+        prompts, prompt_of_group = _runs([request.prompt_ids for request in requests])
+        seeds = [
+            sample_seed(request.seed, request.first_sample + i)
+            for request in requests
+            for i in range(request.num_samples)
+        ]
         num_rows, horizon = len(seeds), max(rooms)
         self._model = model
         self._requests = list(requests)
         self._cache: GroupCache | None = None
         self._make_cache = functools.partial(
             SharedPrompts if shared else RepeatedPrompts,
-            prompts=[request.prompt_ids for request in requests],
-            group_of_row=group_of_row.to(device),
+            prompts=prompts,
+            group_of_row=torch.tensor(prompt_of_group)[group_of_row].to(device),
             pad_token_id=pad_token_id,
         )
         self._sampling = sampling
@@ -302,6 +308,16 @@ class GroupDecoder:
         return GroupOutput(self._requests[group].group_id, samples)
 
 
+def _runs(prompts: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Neighbours that are equal, once each, and which of these each is: samples may be asked for one by one.
+
+    >>> _runs([(7,), (7,), (8, 9), (7,)])
+    ([(7,), (8, 9), (7,)], [0, 0, 1, 2])
+    """
+    runs = [(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
+    return [prompt for prompt, _ in runs], [index for index, (_, count) in enumerate(runs) for _ in range(count)]
+
+
 def _num_rows(batch: Mapping[int, Flight]) -> int:
     return sum(flight.request.num_samples for flight in batch.values())
 
@@ -315,9 +331,9 @@ class TransformersEngine(SteppingEngine):
 
     The model given is deep-copied, so training it changes nothing here until :meth:`update_weights`. Groups that were
     submitted together are decoded together, up to ``max_rows`` samples at a time, and later ones beside them once they
-    are no fewer, first come first served; each prompt is computed once per group, and kept once where the model's
-    attention lets its rows share it. A row is drawn from the random stream ``sample_seed(request.seed, i)``: it does
-    not depend on other rows, up to rounding, and equal groups that are decoded together give equal bits.
+    are no fewer, first come first served. A prompt is computed once for all rows of neighbours that have it, and kept
+    once where the model's attention lets its rows share it. Rows do not depend on each other, up to rounding, and equal
+    groups that are decoded together give equal bits.
 
     Contract. Consumes: requests. Produces: groups, as they finish. Waits for: nothing. Weights may be pushed from
     another thread, or between two steps: the next token of every row comes from them, and carries their version; the

@@ -119,14 +119,14 @@ class VLLMDialect(Dialect):
 def sampling_parameters(
     request: GroupRequest, sampling: Sampling, room: int, stop_token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """What vLLM is told of one group; sample ``i`` is drawn from vLLM's own stream of ``sample_seed(seed) + i``."""
+    """What vLLM is told of one group; sample ``i`` is drawn from vLLM's own stream, of ``sample_seed(seed) + i``."""
     return {
         "n": 1 if sampling.temperature == 0 else request.num_samples,  # it refuses n > 1 for greedy; they are equal
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "max_tokens": room,
-        "seed": sample_seed(request.seed),
+        "seed": sample_seed(request.seed) + request.first_sample,
         "stop_token_ids": [] if sampling.ignore_eos else list(stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "logprobs": 0,  # of the sampled token only

@@ -130,14 +130,12 @@ class Dialog:
 
     Args:
         prompt_ids: of the group.
-        first: what the policy said first.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], first: Sample):
+    def __init__(self, prompt_ids: Sequence[int]):
         self.ids = [*prompt_ids]
         self.num_turns = 0
         self._parts: list[Sample] = []
-        self.speak(first)
 
     def speak(self, said: Sample) -> None:
         """Add a turn of the policy."""
@@ -164,10 +162,11 @@ class Dialog:
 
 
 class GroupDialogs:
-    """Samples a group's first turns together, then every dialog's next turns by themselves, until the last has ended.
+    """Samples the dialogs of a group, each by itself, until the last has ended.
 
-    Turn ``t >= 2`` of sample ``i`` is a request of its own, whose seed is ``sample_seed(request.seed, i, t)``. What
-    follows a future is done by whoever resolves it.
+    Every turn of every sample is a request of its own: the first turn of sample ``i`` has the stream that it would have
+    in a request for the group, turn ``t >= 2`` the seed ``sample_seed(request.seed, i, t)``. What follows a future is
+    done by whoever resolves it.
 
     Args:
         request: the group, with its example.
@@ -183,7 +182,7 @@ class GroupDialogs:
         self.done: Future[GroupOutput] = Future()
         self.done.add_done_callback(self._leave)
         self._request, self._rules, self._ask = request, rules, ask
-        self._dialogs: list[Dialog] = []
+        self._dialogs = [Dialog(request.prompt_ids) for _ in range(request.num_samples)]
         self._lock = threading.RLock()  # futures resolve on several threads; a cancel comes in the middle of anything
         self._num_open = request.num_samples
         self._requested: list[Future[GroupOutput]] = []
@@ -195,7 +194,13 @@ class GroupDialogs:
         Raises:
             ValueError: the engine refuses them.
         """
-        self._speak(replace(self._request, example=None), self._begun)
+        try:
+            for index in range(self._request.num_samples):
+                first = replace(self._request, num_samples=1, first_sample=index, example=None)
+                self._speak(first, partial(self._spoken, index))
+        except BaseException:
+            self.done.cancel()  # and with it those that it did not refuse
+            raise
 
     def _speak(self, request: GroupRequest, handle: Callable[[GroupOutput], None]) -> None:
         future = self._ask(request)
@@ -226,33 +231,23 @@ class GroupDialogs:
         for future in list(self._requested):  # nothing happens to those that are done
             future.cancel()
 
-    def _begun(self, output: GroupOutput) -> None:
-        self._dialogs = [Dialog(self._request.prompt_ids, first) for first in output.samples]
-        self._judge(range(len(self._dialogs)))
-
-    def _judge(self, indexes: Sequence[int]) -> None:
-        """Have those graded that may still go on; the others have ended."""
-        going = [
-            i for i in indexes if not self._dialogs[i].truncated and self._dialogs[i].num_turns < self._rules.max_steps
-        ]
-        self._end(len(indexes) - len(going))
-        if going:
-            assert self._request.example is not None
-            pairs = [(self._rules.turns.text(self._dialogs[i].last), self._request.example) for i in going]
-            self._then(self._rules.grader.scores(pairs), partial(self._answer, going))
-
-    def _answer(self, indexes: Sequence[int], scores: Sequence[Score]) -> None:
-        for index, score in zip(indexes, scores, strict=True):
-            request = self._continuation(index, score)
-            if request is None:
-                self._end(1)
-            else:
-                self._speak(request, partial(self._spoken, index))
-
     def _spoken(self, index: int, output: GroupOutput) -> None:
-        (said,) = output.samples
-        self._dialogs[index].speak(said)
-        self._judge([index])
+        """Have a turn graded whose dialog may still go on."""
+        dialog = self._dialogs[index]
+        dialog.speak(*output.samples)
+        if dialog.truncated or dialog.num_turns == self._rules.max_steps:
+            self._end()
+            return
+        assert self._request.example is not None
+        pair = (self._rules.turns.text(dialog.last), self._request.example)
+        self._then(self._rules.grader.scores([pair]), partial(self._answer, index))
+
+    def _answer(self, index: int, scores: Sequence[Score]) -> None:
+        request = self._continuation(index, *scores)
+        if request is None:
+            self._end()
+        else:
+            self._speak(request, partial(self._spoken, index))
 
     def _continuation(self, index: int, score: Score) -> GroupRequest | None:
         """The request for a dialog's next turn; None where the score, or the end of the context, ends it."""
@@ -267,9 +262,9 @@ class GroupDialogs:
         seed = sample_seed(request.seed, index, dialog.num_turns + 1)
         return GroupRequest(request.group_id, tuple(dialog.ids), num_samples=1, seed=seed)
 
-    def _end(self, count: int) -> None:
+    def _end(self) -> None:
         with self._lock:
-            self._num_open -= count
+            self._num_open -= 1
             last = not self._num_open
         if last:
             samples = tuple(dialog.sample() for dialog in self._dialogs)
@@ -285,8 +280,9 @@ class DialogEngine(Streams):
     context has no room for the reply and one more token (truncated too). ``sampling.max_tokens`` bounds one turn.
 
     Contract. Consumes: requests with their examples. Produces: groups, as soon as all their dialogs have ended; a
-    dialog's next turn begins while others are in the middle of theirs. Waits for: the engine and the grader, which have
-    deadlines of their own. Unblocked by: the last dialog of a group. A failure of either fails the group.
+    dialog's next turn begins while others, siblings too, are in the middle of theirs. Waits for: the engine and the
+    grader, which have deadlines of their own. Unblocked by: the last dialog of a group. A failure of either fails the
+    group.
 
     The random numbers of turn ``t`` of sample ``i`` derive from ``(request.seed, i, t)``, so a dialog depends on no
     other, up to the rounding of the engine's batches.

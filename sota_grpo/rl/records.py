@@ -62,8 +62,9 @@ class Sampling:
 class GroupRequest:
     """One prompt to be sampled ``num_samples`` times.
 
-    Sample ``i`` is drawn from the random stream ``sample_seed(seed, i)``, so that it depends on no other request.
-    ``example`` is what a dialog of several turns is graded against between its turns; engines do not read it.
+    Sample ``i`` is drawn from the random stream ``sample_seed(seed, first_sample + i)``, so that it depends on no other
+    request, and a group may be asked for in parts. ``example`` is what a dialog of several turns is graded against
+    between its turns; engines do not read it.
     """
 
     group_id: int
@@ -71,6 +72,7 @@ class GroupRequest:
     num_samples: int
     seed: int
     example: Example | None = None
+    first_sample: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class GroupOutput:
-    """The finished group: ``samples[i]`` answers sample index ``i`` of the request."""
+    """The finished group: ``samples[i]`` is sample ``first_sample + i`` of the request."""
 
     group_id: int
     samples: tuple[Sample, ...]

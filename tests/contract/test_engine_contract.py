@@ -187,6 +187,16 @@ def drained(engine: Engine, tickets: list[int]) -> dict[int, GroupOutput]:
     return found
 
 
+def test_samples_that_are_asked_for_one_by_one_are_those_of_the_group(engine: Engine):
+    requests = ragged_requests(seed=4)  # fixed, as below
+    expected = token_lists(generate(engine, requests, SAMPLING))
+    parts = [replace(one, num_samples=1, first_sample=index) for one in requests for index in range(one.num_samples)]
+    tickets = add(engine, parts, SAMPLING)
+    samples = drained(engine, tickets)
+    each = [samples[ticket].samples[0].token_ids.tolist() for ticket in tickets]
+    assert each == [tokens for request in requests for tokens in expected[request.group_id]]
+
+
 def test_stepping_gives_what_a_stream_gives(engine: Engine):
     requests = ragged_requests(seed=4)  # fixed: vLLM's rounding may flip one token in a million
     expected = token_lists(generate(engine, requests, SAMPLING))

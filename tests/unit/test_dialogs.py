@@ -279,6 +279,34 @@ def test_a_new_turn_begins_while_other_groups_are_in_theirs() -> None:
     assert [sample.token_ids.tolist() for sample in first.samples] == [[5, EOS, 7, 8] * 3 + [5, EOS]] * 3
 
 
+@pytest.mark.timeout(120)
+def test_no_sample_waits_for_a_sibling() -> None:
+    """The second sample's first turn takes an hour; the others are graded after each of their turns but the last."""
+    engine = scripted(duration_s=lambda request: 3600.0 if request.first_sample == 1 else 0.0)
+    engine._script = lambda request, index, version: [5]
+    grader = Grader(always)
+    dialogs(engine, grader).submit(some_requests(1)[0], SAMPLING)
+    while grader.asked < 2 * (MAX_STEPS - 1) or engine.num_in_flight > 1:
+        engine.advance()
+    assert grader.asked == 2 * (MAX_STEPS - 1)
+
+
+def test_a_refusal_takes_back_what_was_asked_for_before_it() -> None:
+    """As when the engine is closed while a group's samples are submitted."""
+    inner = scripted(duration_s=3600.0)
+    submit, count = inner.submit, itertools.count()
+
+    def refusing(request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
+        if next(count) == 2:
+            raise RuntimeError("closed")
+        return submit(request, sampling)
+
+    inner.submit = refusing
+    with pytest.raises(RuntimeError, match="closed"):
+        dialogs(inner).submit(some_requests(1)[0], SAMPLING)
+    assert inner.num_in_flight == 0
+
+
 def test_a_push_lands_between_the_turns_and_every_token_keeps_its_version() -> None:
     requests, pushed = some_requests(5), []
 
@@ -413,7 +441,7 @@ def test_a_group_that_nobody_waits_for_asks_for_no_further_turn(how: str) -> Non
             return asked[-1]
 
     def score(text: str, example: Example) -> Score:
-        if how == "failed" and len(asked) > 3 and text == "5":
+        if how == "failed" and len(asked) > 4 and text == "5":
             raise KeyError("the grader is gone")
         return always(text, example)
 
@@ -422,13 +450,15 @@ def test_a_group_that_nobody_waits_for_asks_for_no_further_turn(how: str) -> Non
     inner.worker.close()
     inner.submit = Workers.submit.__get__(inner)
     done = dialogs(inner, Grader(score)).submit(some_requests(1)[0], SAMPLING)
-    asked[0].set_result(GroupOutput(10, (said,) * 3))
-    assert len(asked) == 4  # each sample goes on by itself
+    assert len(asked) == 3
+    for future in asked[:2]:
+        future.set_result(GroupOutput(10, (said,)))
+    assert len(asked) == 5  # each sample goes on by itself, before its sibling has begun
     if how == "cancelled":
         assert done.cancel()
-    for future in asked[1:]:
+    for future in asked[2:]:
         future.set_result(GroupOutput(10, (said,)))
-    assert len(asked) == 4
+    assert len(asked) == 5
     assert done.cancelled() == (how == "cancelled")
     if how == "failed":
         with pytest.raises(KeyError, match="the grader is gone"):

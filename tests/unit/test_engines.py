@@ -141,6 +141,42 @@ def test_fewer_samples_are_a_prefix_of_more():
     assert both[0][:2] == both[1]
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "repeated"])
+def test_samples_that_are_asked_for_one_by_one_are_the_groups_bit_for_bit(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Together with an equal prompt of another group as neighbour, and each prompt computed once."""
+    model = tiny_model()
+    engine = hf_engine(model)
+    engine._shares_prompts = engine._shares_prompts and shared
+    requests = ragged_requests(4, 3)
+    requests.append(replace(requests[-1], group_id=1, seed=5))
+    prefilled, decoder = [], type(model.get_decoder())
+    forward = decoder.forward
+
+    def recording(self, input_ids, **options):
+        if input_ids.shape[1] > 1:
+            prefilled.append(len(input_ids))
+        return forward(self, input_ids=input_ids, **options)
+
+    monkeypatch.setattr(decoder, "forward", recording)
+    sampling = Sampling(max_tokens=20)
+    together = generate(engine, requests, sampling)
+    parts = [
+        [replace(request, num_samples=1, first_sample=index) for index in range(request.num_samples)]
+        for request in requests
+    ]
+    futures = [[engine.submit(part, sampling) for part in group] for group in parts]
+    while engine.advance():
+        pass
+    for request, group in zip(requests, futures):
+        for whole, future in zip(together[request.group_id].samples, group, strict=True):
+            (alone,) = future.result(0).samples
+            assert torch.equal(whole.token_ids, alone.token_ids)
+            assert torch.equal(whole.log_probs, alone.log_probs)
+    assert prefilled == [4, 4]
+
+
 def test_ended_rows_leave_the_batch_and_the_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch):
     model = tiny_model()
     engine = hf_engine(model)

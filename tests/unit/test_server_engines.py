@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -113,6 +114,18 @@ def test_what_vllm_is_asked(rigs: Rigs):
     }
     # the stand-in sends the choices in reverse; index 1 ended for length, 0 and 2 at a stop token
     assert [sample.truncated for sample in output.samples] == [False, True, False]
+
+
+def test_a_part_of_a_group_has_the_seeds_that_it_has_in_the_whole(rigs: Rigs):
+    """vLLM gives sample ``i`` of a request the seed ``seed + i``."""
+    part = replace(request(9, num_samples=2, seed=8), first_sample=3)
+    vllm, sglang = FakeVLLM(), FakeSGLang()
+    for fake in (vllm, sglang):
+        list(rigs.engine(fake).generate([part], Sampling(max_tokens=4)))
+    assert vllm.bodies(GENERATE["vllm"])[-1]["sampling_params"]["seed"] == sample_seed(8) + 3
+    (asked,) = sglang.bodies("/generate")
+    seeds = [params["sampling_seed"] for params in asked["sampling_params"]]
+    assert seeds == [sample_seed(8, index) % 2**31 for index in (3, 4)]
 
 
 def test_greedy_siblings_are_one_sample_of_vllm(rigs: Rigs):

@@ -23,7 +23,8 @@ from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.admission import Group, Refill
-from sota_grpo.source.rollouts import RolloutCollector, Rollouts
+from sota_grpo.source.collector import RolloutCollector
+from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.source import RolloutSource, constant_rows
 from sota_grpo.stopping import Interrupted
 from sota_grpo.training.checkpoint import CheckpointStore
