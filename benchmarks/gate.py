@@ -35,8 +35,7 @@ import torch
 from tensordict import TensorDictBase
 
 from sota_grpo import keys
-from sota_grpo.assembly.build import build
-from sota_grpo.assembly.checking import subject_of
+from sota_grpo.assembly.build import build, subject_of
 from sota_grpo.assembly.compose import compose
 from sota_grpo.config import Config
 from sota_grpo.config.validators import validate

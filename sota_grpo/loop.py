@@ -52,11 +52,11 @@ def run(
     before: Callable[[int], None],
     after: Callable[[int], bool],
 ) -> int:
-    """Turn the loop from ``first_step`` to ``num_steps`` and return the number of turns done.
+    """Go round the loop from ``first_step`` to ``num_steps`` and return the number of steps done.
 
     Args:
-        before: called with the step before its turn (evaluation).
-        after: called with the number of turns done (checkpoint); False ends the loop there.
+        before: called with the number of each step, before it (evaluation).
+        after: called with the number of steps done (checkpoint); False ends the loop there.
     """
     for step in range(first_step, num_steps):
         before(step)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the turn at hand is finished, its state saved, then the program ends."""
+"""Ctrl-C and SIGTERM: the training step at hand is finished, its state saved, then the program ends."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Interrupted(Exception):
 class StopRequest:
     """A context in which the first SIGINT or SIGTERM only sets :attr:`asked`; a second one interrupts at once.
 
-    A preempted node sends SIGTERM and, some time later, SIGKILL. When the turn at hand takes longer than ``grace_s``
+    A preempted node sends SIGTERM and, some time later, SIGKILL. When the step at hand takes longer than ``grace_s``
     after SIGTERM, it is interrupted as by a second signal, so that the run still ends in good order; the last
     checkpoint is then the place to go on from. Where even that is not heeded, the process ends itself.
     Outside the main thread, which alone is given signals, it asks for nothing.
 
     Args:
-        grace_s: longest wait for the turn at hand after SIGTERM; None waits for ever.
+        grace_s: longest wait for the step at hand after SIGTERM; None waits for ever.
 
     >>> with StopRequest() as stop:
     ...     stop.asked
@@ -49,10 +49,10 @@ class StopRequest:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        self.turn_is_over()
+        self.step_is_over()
 
-    def turn_is_over(self) -> None:
-        """The grace was for the turn; what is saved after it is not given up."""
+    def step_is_over(self) -> None:
+        """The grace was for the step; what is saved after it is not given up."""
         for timer in self._timers:
             timer.cancel()
 
@@ -60,7 +60,7 @@ class StopRequest:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        logger.warning("%s: stopping after this turn; once more stops at once.", signal.Signals(number).name)
+        logger.warning("%s: stopping after this step; once more stops at once.", signal.Signals(number).name)
         if number == signal.SIGTERM and self._grace_s is not None:
             self._after(self._grace_s, self._interrupt)
 
@@ -71,6 +71,6 @@ class StopRequest:
         self._timers.append(timer)
 
     def _interrupt(self) -> None:
-        logger.warning("The turn at hand takes longer than train.grace_s=%g; it is given up.", self._grace_s)
+        logger.warning("The step at hand takes longer than train.grace_s=%g; it is given up.", self._grace_s)
         self._after(_LAST_S, lambda: os._exit(128 + signal.SIGTERM))
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # reaches a blocking call too

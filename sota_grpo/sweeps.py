@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import os
 import re
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +42,7 @@ from sota_grpo.recording.run_files import (
 )
 
 Found = TypeVar("Found")
-LAST_TURNS = 10  # a single turn's reward is too noisy to compare runs by
+LAST_STEPS = 10  # a single step's reward is too noisy to compare runs by
 SEED = "seed"
 ACCURACY, ACCURACY_ERROR, REWARD = "eval/accuracy", "eval/stderr", "reward"
 
@@ -68,11 +67,11 @@ class RunRow:
         overrides: what its command line asked for, by option.
         state: ``finished``, ``running``, ``stopped`` or ``failed``.
         note: why it failed, or why it is not finished; empty where there is nothing to say.
-        metrics: by name: of what is measured every turn the mean over the last 10 turns that measured it, of
+        turns: training steps done so far, by the name that is stored.
+        asked: training steps that it was started for, where it began to train.
+        seconds: of its steps and evaluations, by the clock; what a run takes to start is not among them.
+        metrics: by name: of what is measured every step the mean over the last 10 steps that measured it, of
             evaluations and counters the last value.
-        turns: done so far.
-        asked: turns that it was started for, where it began to train.
-        seconds: of its turns and evaluations, by the clock; what a run takes to start is not among them.
     """
 
     name: str
@@ -80,10 +79,10 @@ class RunRow:
     overrides: Mapping[str, str]
     state: str
     note: str
-    metrics: Mapping[str, float]
     turns: int
     asked: int | None
     seconds: float
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -111,19 +110,24 @@ class Sweep:
         path: the directory that they are in.
         runs: by number.
         varied: the options in which they differ, in the order of the command line.
+        metric: they are sorted by it.
+        ascending: the smallest first.
     """
 
     path: Path
     runs: list[RunRow]
-    varied: list[str] = field(default_factory=list)
+    varied: list[str]
+    metric: str
+    ascending: bool = False
 
-    def ranked(self, metric: str, *, ascending: bool = False) -> list[RunRow]:
-        """The runs by ``metric``, the largest first; those that did not measure it come last."""
-        sign = 1 if ascending else -1
-        return sorted(self.runs, key=lambda run: (metric not in run.metrics, sign * run.metrics.get(metric, 0.0)))
+    @property
+    def ranked(self) -> list[RunRow]:
+        """The runs by the metric; those that did not measure it come last."""
+        return sorted(self.runs, key=lambda run: self._rank(run.metrics.get(self.metric)))
 
-    def settings(self, metric: str, *, ascending: bool = False) -> list[Setting]:
-        """The settings by the mean of ``metric``; empty where no setting has several seeds."""
+    @property
+    def settings(self) -> list[Setting]:
+        """The settings by the mean of the metric; empty where no setting has several seeds."""
         names = [name for name in self.varied if name != SEED]
         groups: dict[tuple[str | None, ...], list[RunRow]] = {}
         for run in self.runs:
@@ -131,8 +135,10 @@ class Sweep:
         if SEED not in self.varied or all(len(group) == 1 for group in groups.values()):
             return []
         settings = [_setting(names, group) for group in groups.values()]
-        sign = 1 if ascending else -1
-        return sorted(settings, key=lambda one: (metric not in one.means, sign * one.means.get(metric, (0.0, None))[0]))
+        return sorted(settings, key=lambda one: self._rank(one.means.get(self.metric, (None, None))[0]))
+
+    def _rank(self, value: float | None) -> tuple[bool, float]:
+        return value is None, (value or 0.0) * (1 if self.ascending else -1)
 
     def measured(self) -> list[str]:
         """Every metric that a run measured, in the order of the glossary."""
@@ -140,12 +146,18 @@ class Sweep:
         return [name for name in METRICS if name in names] + sorted(names - METRICS.keys())
 
 
-def read_sweep(path: Path) -> Sweep:
+def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False) -> Sweep:
     """The runs below ``path``: a sweep's directory, finished or at work, or any folder of run directories.
+
+    Args:
+        metric: they are sorted by it; None: by accuracy where it was measured, else by reward.
+        ascending: the smallest first.
 
     Raises:
         UserError: there is no run below it, or it is itself one run.
     """
+    if not path.is_dir():
+        raise UserError(f"There is no folder {path}; give the directory of a sweep (multirun/DATE/TIME).")
     if is_run(path):
         raise UserError(f"{path} is one run, not a folder of runs; give {path.parent}.")
     folders = [folder for depth in range(1, _DEPTH + 1) for folder in path.glob("*/" * depth) if is_run(folder)]
@@ -153,11 +165,13 @@ def read_sweep(path: Path) -> Sweep:
         raise UserError(f"There is no run below {path}; give the directory of a sweep (multirun/DATE/TIME).")
     runs = [_read_run(folder, path) for folder in sorted(folders, key=natural)]
     names = dict.fromkeys(name for run in runs for name in run.overrides)
-    return Sweep(path, runs, [name for name in names if len({run.overrides.get(name) for run in runs}) > 1])
+    varied = [name for name in names if len({run.overrides.get(name) for run in runs}) > 1]
+    default = ACCURACY if any(ACCURACY in run.metrics for run in runs) else REWARD
+    return Sweep(path, runs, varied, metric or default, ascending)
 
 
 def objective(run_dir: Path) -> float | None:
-    """What a sweeper optimises: the last held-out accuracy, else the mean reward of the last 10 turns.
+    """What a sweeper optimises: the last held-out accuracy, else the mean reward of the last 10 steps.
 
     None where neither was measured.
     """
@@ -166,7 +180,7 @@ def objective(run_dir: Path) -> float | None:
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
-    """The metrics of a run as in :class:`RunRow`, its turns, its seconds. A line that a kill cut off is left out.
+    """The metrics, training steps and seconds of a run as in :class:`RunRow`. A line that a kill cut off is left out.
 
     Raises:
         UserError: another line is damaged.
@@ -178,7 +192,7 @@ def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
         seconds += sum(numbers.get(name, 0.0) for name in ("time/step_s", "time/eval_s"))
         turns += REWARD in row
         for name, value in numbers.items():
-            recent.setdefault(name, deque(maxlen=LAST_TURNS)).append(value)
+            recent.setdefault(name, deque(maxlen=LAST_STEPS)).append(value)
     metrics = {}
     for name, values in recent.items():
         known = METRICS.get(name)
@@ -254,79 +268,62 @@ def _mean(values: list[float]) -> tuple[float, float | None]:
     return statistics.fmean(values), error
 
 
-def default_metric(sweep: Sweep) -> str:
-    """What runs are sorted by if nothing is said: accuracy where it was measured, else reward."""
-    return ACCURACY if any(ACCURACY in run.metrics for run in sweep.runs) else REWARD
-
-
-def as_text(sweep: Sweep, metric: str | None = None, *, ascending: bool = False, width: int | None = None) -> str:
+def as_text(sweep: Sweep, width: int | None = None) -> str:
     """The tables and what there is to say of single runs, in plain characters.
 
     Args:
-        metric: the runs are sorted by it; None is :func:`default_metric`.
-        ascending: the smallest first.
         width: of the terminal; None wraps nothing.
     """
-    metric = metric or default_metric(sweep)
     console = Console(file=io.StringIO(), width=width or _WIDTH, force_terminal=False, color_system=None)
     with console.capture() as capture:
-        console.print(Text(_headline(sweep, metric)), soft_wrap=True)
-        for header, rows in _tables(sweep, metric, ascending):
-            console.print(_table(header, rows))
+        console.print(Text(_headline(sweep)), soft_wrap=True)
+        for header, *rows in _tables(sweep):
+            table = Table(box=box.ASCII)
+            for name in header:
+                table.add_column(Text(name), overflow="fold")
+            for row in rows:
+                table.add_row(*map(Text, row))  # not as markup: [0,1] is a value
+            console.print(table)
         for note in _notes(sweep):
             console.print(Text(note), soft_wrap=True)
     return capture.get()
 
 
-def as_markdown(sweep: Sweep, metric: str | None = None) -> str:
+def as_markdown(sweep: Sweep) -> str:
     """The same as Markdown."""
-    metric = metric or default_metric(sweep)
-    tables = [_markdown_table(header, rows) for header, rows in _tables(sweep, metric, ascending=False)]
+    tables = []
+    for header, *rows in _tables(sweep):
+        lines = [header, ["---"] * len(header), *rows]
+        tables.append("".join("| " + " | ".join(map(_escaped, line)) + " |\n" for line in lines))
     notes = "".join(f"- {_escaped(note)}\n" for note in _notes(sweep))
-    rule = f"Accuracy and counters are the last measured, everything else the mean of the last {LAST_TURNS} turns.\n"
-    return "\n".join([f"# Sweep\n\n{_escaped(_headline(sweep, metric))}\n", *tables, *([notes] if notes else []), rule])
+    rule = f"Accuracy and counters are the last measured, everything else the mean of the last {LAST_STEPS} steps.\n"
+    return "\n".join([f"# Sweep\n\n{_escaped(_headline(sweep))}\n", *tables, *([notes] if notes else []), rule])
 
 
-def as_csv(sweep: Sweep, metric: str | None = None, *, ascending: bool = False) -> str:
+def as_csv(sweep: Sweep) -> str:
     """One line per run, with every metric that any of them measured; what a run did not measure is empty."""
     names = sweep.measured()
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["run", *sweep.varied, "state", "note", "turns", "seconds", *names])
-    for run in sweep.ranked(metric or default_metric(sweep), ascending=ascending):
+    for run in sweep.ranked:
         asked = [run.overrides.get(name, "") for name in sweep.varied]
         measured = [run.metrics.get(name, "") for name in names]
         writer.writerow([run.name, *asked, run.state, run.note, run.turns, f"{run.seconds:.1f}", *measured])
     return text.getvalue()
 
 
-def as_json(sweep: Sweep, metric: str | None = None, *, ascending: bool = False) -> dict[str, Any]:
+def as_json(sweep: Sweep) -> dict[str, Any]:
     """Everything as plain values for strict JSON."""
-    metric = metric or default_metric(sweep)
-    runs = [
-        {
-            "run": run.name,
-            "path": str(run.path),
-            "overrides": dict(run.overrides),
-            "state": run.state,
-            "note": run.note,
-            "turns": run.turns,
-            "asked": run.asked,
-            "seconds": run.seconds,
-            "metrics": dict(run.metrics),
-        }
-        for run in sweep.ranked(metric, ascending=ascending)
-    ]
+    runs = []
+    for run in sweep.ranked:
+        columns = vars(run) | {"path": str(run.path)}
+        runs.append({"run": columns.pop("name"), **columns})
     settings = [
-        {
-            "overrides": dict(setting.overrides),
-            "runs": setting.runs,
-            "finished": setting.finished,
-            "means": {name: {"mean": mean, "stderr": error} for name, (mean, error) in setting.means.items()},
-        }
-        for setting in sweep.settings(metric, ascending=ascending)
+        vars(one) | {"means": {name: {"mean": mean, "stderr": error} for name, (mean, error) in one.means.items()}}
+        for one in sweep.settings
     ]
-    about = {"directory": str(sweep.path), "sorted_by": metric, "last_turns": LAST_TURNS, "varied": sweep.varied}
+    about = {"directory": str(sweep.path), "sorted_by": sweep.metric, "last_turns": LAST_STEPS, "varied": sweep.varied}
     return about | {"runs": runs, "settings": settings}
 
 
@@ -339,52 +336,47 @@ def write_summary(path: Path) -> Sweep:
     """
     sweep = read_sweep(path)
     write_text(path / f"{SUMMARY}.md", as_markdown(sweep))
-    write_text(path / f"{SUMMARY}.json", json.dumps(as_json(sweep), indent=1, allow_nan=False) + "\n")
+    write_json(path / f"{SUMMARY}.json", as_json(sweep))
     return sweep
 
 
-def _headline(sweep: Sweep, metric: str) -> str:
+def _headline(sweep: Sweep) -> str:
     states = [run.state for run in sweep.runs]
     counts = [f"{states.count(state)} {state}" for state in ("finished", "running", "stopped", "failed")]
     number = f"{len(states)} run" + ("s" if len(states) > 1 else "")
     ended = ", ".join(count for count in counts if not count.startswith("0 "))
-    return f"{sweep.path}: {number}, {ended}; sorted by {metric}."
+    return f"{sweep.path}: {number}, {ended}; sorted by {sweep.metric}."
 
 
 def _notes(sweep: Sweep) -> list[str]:
     return [f"run {run.name} {run.state}: {run.note}" for run in sweep.runs if run.note]
 
 
-def _tables(sweep: Sweep, metric: str, ascending: bool) -> list[tuple[list[str], list[list[str]]]]:
-    """The runs, and the settings where several seeds were run of one."""
-    extra = [] if metric in (ACCURACY, REWARD) else [metric]
-    header = ["run", *sweep.varied, REWARD, "accuracy", *extra, "turns", "state", "time"]
-    rows = [_run_cells(sweep, run, extra) for run in sweep.ranked(metric, ascending=ascending)]
-    tables = [(header, rows)]
-    settings = sweep.settings(metric, ascending=ascending)
-    if settings:
-        names = [name for name in sweep.varied if name != SEED]
-        header = ["seeds", *names, REWARD, "accuracy", *extra]
-        tables.append((header, [_setting_cells(one, names, extra) for one in settings]))
-    return tables
+def _tables(sweep: Sweep) -> list[list[list[str]]]:
+    """The runs, and the settings where several seeds were run of one; the first line of each has the titles."""
+    extra = [] if sweep.metric in (ACCURACY, REWARD) else [sweep.metric]
+
+    def cells(overrides: Mapping[str, str], names: Sequence[str], means: Mapping[str, Any]) -> list[str]:
+        values = [_number(*means.get(name, (None,))) for name in (REWARD, *extra)]
+        values.insert(1, _percent(*means.get(ACCURACY, (None,))))
+        return [*(overrides.get(name, _UNKNOWN) for name in names), *values]
+
+    runs = [["run", *sweep.varied, REWARD, "accuracy", *extra, "steps", "state", "time"]]
+    for run in sweep.ranked:
+        means: dict[str, tuple[float | None, ...]] = {name: (value,) for name, value in run.metrics.items()}
+        if ACCURACY in run.metrics:
+            means[ACCURACY] = run.metrics[ACCURACY], run.metrics.get(ACCURACY_ERROR)
+        measured = cells(run.overrides, sweep.varied, means)
+        runs.append([run.name, *measured, _count(run.turns, run.asked), run.state, duration(run.seconds)])
+    names = [name for name in sweep.varied if name != SEED]
+    settings = [["seeds", *names, REWARD, "accuracy", *extra]]
+    for one in sweep.settings:
+        settings.append([_count(one.finished, one.runs), *cells(one.overrides, names, one.means)])
+    return [table for table in (runs, settings) if len(table) > 1]
 
 
-def _run_cells(sweep: Sweep, run: RunRow, extra: Sequence[str]) -> list[str]:
-    asked = [run.overrides.get(name, _UNKNOWN) for name in sweep.varied]
-    reward = _number(run.metrics.get(REWARD))
-    accuracy = _percent(run.metrics.get(ACCURACY), run.metrics.get(ACCURACY_ERROR))
-    others = [_number(run.metrics.get(name)) for name in extra]
-    turns = f"{run.turns}" if run.asked in (None, run.turns) else f"{run.turns} of {run.asked}"
-    return [run.name, *asked, reward, accuracy, *others, turns, run.state, duration(run.seconds)]
-
-
-def _setting_cells(setting: Setting, names: Sequence[str], extra: Sequence[str]) -> list[str]:
-    count = f"{setting.finished}" + ("" if setting.finished == setting.runs else f" of {setting.runs}")
-    asked = [setting.overrides.get(name, _UNKNOWN) for name in names]
-    reward = _number(*setting.means.get(REWARD, (None, None)))
-    accuracy = _percent(*setting.means.get(ACCURACY, (None, None)))
-    others = [_number(*setting.means.get(name, (None, None))) for name in extra]
-    return [count, *asked, reward, accuracy, *others]
+def _count(done: int, total: int | None) -> str:
+    return f"{done}" if total in (None, done) else f"{done} of {total}"
 
 
 def _number(value: float | None, error: float | None = None) -> str:
@@ -407,20 +399,6 @@ def _percent(value: float | None, error: float | None = None) -> str:
     if value is None:
         return _UNKNOWN
     return f"{100 * value:.1f}" + (" %" if error is None else f" +/- {100 * error:.1f} %")
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=box.ASCII)
-    for name in header:
-        table.add_column(Text(name), overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # not as markup: [0,1] is a value
-    return table
-
-
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(map(_escaped, line)) + " |\n" for line in lines)
 
 
 def _escaped(text: str) -> str:

@@ -65,12 +65,13 @@ def nccl_of_one(options: Options) -> Iterator[Finding]:
         )  # fmt: skip
     backend = "gloo" if "Pretended" in torch.cuda.get_device_name() else "nccl"
     rendezvous = Rendezvous("127.0.0.1", port, uuid.uuid4().hex, (), backend, 30.0, 1 << 20)
-    group = WeightGroup(rendezvous, 0, torch.device("cuda", 0))
+    group = WeightGroup()
+    group.join(rendezvous, 0, torch.device("cuda", 0))
     flat = torch.arange(1 << 16, dtype=torch.uint8, device="cuda" if backend == "nccl" else "cpu")
     before = flat.clone()
     for _ in range(3):
         group.broadcast(flat)
-    group.close()
+    group.leave()
     del store
     yield Finding(f"a weight group of one by {backend}", bool(torch.equal(flat, before)), {})
 

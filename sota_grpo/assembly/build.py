@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import nn
+from transformers import AutoConfig
 
 from sota_grpo.assembly.cluster import Cluster, visible_gpus
 from sota_grpo.assembly.devices import Plan, device_name, make_plan, resolve_device
@@ -53,8 +54,9 @@ from sota_grpo.config.validators import obstacles_to_a_broadcast
 from sota_grpo.engines import Engine, is_server
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
-from sota_grpo.policy.load import load_tokenizer, resolve_model_path, save_hf
+from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.lora import AdapterPack, base_pack, engine_weights, packed_weights
+from sota_grpo.policy.packed import KNOWN_TO_PACK
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool
@@ -64,6 +66,7 @@ from sota_grpo.rl.task import Task
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.source import RolloutSource
 from sota_grpo.training.evaluate import Evaluator
+from sota_grpo.training.gate import Subject
 from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.workers.base import WorkerSpec, promised
@@ -426,3 +429,20 @@ def broadcasts_weights(config: Config, plan: Plan) -> bool:
     own = set(plan.placement.train).isdisjoint(plan.placement.inference)
     near = plan.device_type == "cuda" and config.ray.address is None and not is_server(plan.engine)
     return near and own and not any(obstacles_to_a_broadcast(config))
+
+
+def subject_of(config: Config, parts: Parts) -> Subject:
+    """What the gate checks of a run that is put together."""
+    trusts = config.model.trust_remote_code
+    loaded = from_pretrained(AutoConfig.from_pretrained, model_name(config), trust_remote_code=trusts)
+    return Subject(
+        task=parts.task,
+        rollouts=parts.rollouts,
+        learner=parts.learner,
+        publisher=parts.publisher,
+        sampling=parts.sampling,
+        seed=config.seed,
+        exact=parts.exact,
+        transforms=[transform for _, transform in parts.transforms],
+        packs=config.model.attn_implementation is None and loaded.get_text_config().model_type in KNOWN_TO_PACK,
+    )

@@ -33,6 +33,10 @@ class Cluster:
         config, plan: of the run.
         run_dir: where servers that are started here write their logs.
 
+    Attributes:
+        num_engines: that are to be started.
+        num_ranks: of the learner in processes of their own; 0 where it lives in this one.
+
     Raises:
         UserError: Ray is needed and not installed, or the cluster does not have what the plan asks for.
     """
@@ -47,20 +51,12 @@ class Cluster:
         self._references = [(index,) for index in plan.placement.ref]
         ranks = plan.placement.train if self._on_cluster or len(plan.placement.train) > 1 else ()
         self._ranks = [(index,) for index in ranks]
+        self.num_engines, self.num_ranks = len(self._engines), len(self._ranks)
         self._threads = ThreadLauncher()
         self._rendezvous_file: Path | None = None
-        self._engines_in_ray = 0 if is_server(plan.engine) else len(self._engines)
+        self._engines_in_ray = 0 if is_server(plan.engine) else self.num_engines
         in_ray = [*self._engines[: self._engines_in_ray], *self._references, *self._ranks]  # in the order of bundles
         self._ray = self._start_ray(in_ray) if in_ray else None
-
-    @property
-    def num_engines(self) -> int:
-        return len(self._engines)
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the learner in processes of their own; 0 where it lives in this one."""
-        return len(self._ranks)
 
     @property
     def host(self) -> str:
@@ -81,7 +77,7 @@ class Cluster:
             from sota_grpo.workers.ray_cluster import cores_per_gpu
 
             return cores_per_gpu()
-        busy = len(self._engines) + len(self._references) + max(1, len(self._ranks))
+        busy = self.num_engines + len(self._references) + max(1, self.num_ranks)
         return max(1, len(os.sched_getaffinity(0)) // busy) if hasattr(os, "sched_getaffinity") else 1
 
     def share(self, value: Any) -> Any:
@@ -93,8 +89,7 @@ class Cluster:
         threads = self.threads if self._plan.device_type == "cpu" else None
 
         def spec_of(options: EngineOptions) -> WorkerSpec:
-            own = {"options": options, "num_threads": threads}
-            return WorkerSpec("sota_grpo.workers.rollout:rollout_worker", own)
+            return WorkerSpec("sota_grpo.workers.rollout:rollout_worker", {"options": options, "num_threads": threads})
 
         if not is_server(self._plan.engine):
             return self._starter("rollout", spec_of(options), self._engines, first=0)
@@ -118,7 +113,7 @@ class Cluster:
             options = {
                 "config": self._config,
                 "rank": rank,
-                "size": len(self._ranks),
+                "size": self.num_ranks,
                 "init_method": rendezvous,
                 "device_type": self._plan.device_type,
                 "num_threads": self.threads,

@@ -87,7 +87,7 @@ def sentence_of(error: Exception) -> str:
     text = " ".join(re.split("Config search path:|See https://hydra.cc", str(error))[0].split())
     primary, preset, unknown = (pattern.search(text) for pattern in (_NO_PRIMARY, _NO_PRESET, _UNKNOWN))
     if primary is not None:
-        return f"There is no config {primary[1]}; the presets are {_presets(CONFIG_DIR)}."
+        return f"There is no config {primary[1]}; the presets are {', '.join(preset_names())}."
     if preset is not None and (CONFIG_DIR / preset[1]).is_dir():
         return _no_preset(preset[1], preset[2])
     if unknown is not None:
@@ -102,12 +102,13 @@ def sentence_of(error: Exception) -> str:
     return text
 
 
-def _presets(folder: Path) -> str:
-    return ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+def preset_names(folder: Path = CONFIG_DIR) -> list[str]:
+    """The presets, or those of the group in ``folder``."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def _no_preset(group: str, name: str) -> str:
-    return f"There is no {group}={name}; the presets are {_presets(CONFIG_DIR / group)}."
+    return f"There is no {group}={name}; the presets are {', '.join(preset_names(CONFIG_DIR / group))}."
 
 
 def require_known(composed: Any) -> None:

@@ -120,7 +120,7 @@ def devices_of(config: Config, facts: Facts, machine: Machine) -> list[DeviceMem
     """Every device of the run with what it holds at each moment.
 
     In lockstep on one device its parts take turns: sampling, the reference's pass, training; an engine that shares a
-    GPU with the learner sleeps through the latter two. With workers all are at work at once. Before the first turn come
+    GPU with the learner sleeps through the latter two. With workers all are at work at once. Before the first step come
     the checks, where the learner compares two gradients.
 
     Raises:
@@ -154,7 +154,7 @@ def _gpu(
         moments = {AT_WORK: base | engine} | {moment: base | engine | parts for moment, parts in learner.items()}
     else:
         base = {"context": CUDA_CONTEXT * (1 + (refers and config.ref_model.process))} | reference
-        moments = _in_turns(
+        moments = _one_at_a_time(
             base,
             learner,
             engine if samples else None,
@@ -189,11 +189,11 @@ def _whole_machine(
         base |= {"reference: weights": own} if own else {}
         keeps_pool = ENGINES[plan.engine].memory == "vllm"
         kept = {name: size for name, size in engine.items() if name == "engine: weights" or keeps_pool}
-        moments = _in_turns(base, learner, engine, asleep=kept, passing=passing)
+        moments = _one_at_a_time(base, learner, engine, asleep=kept, passing=passing)
     return DeviceMemory("CPU", roles, moments, machine.memory, problem)
 
 
-def _in_turns(
+def _one_at_a_time(
     base: Parts, learner: Mapping[str, Parts], engine: Parts | None, *, asleep: Parts, passing: int
 ) -> dict[str, Parts]:
     """The moments of a device whose parts take turns.
@@ -312,10 +312,7 @@ def _cut(prompt: int, response: int, rows: int, group: int, budget: int, shared:
 def learner_of(config: Config, facts: Facts, plan: Plan) -> LearnerMemory:
     """Peak of one rank of the learner."""
     how = learning_of(config, plan)
-    batches = step_micro_batches(config, facts, how.ranks)[:2]
-    if how.on_cpu:  # there keys are read where they stand
-        batches = [replace(batch, keys=0) for batch in batches]
-    return learner_memory(facts.model, how, batches)
+    return learner_memory(facts.model, how, step_micro_batches(config, facts, how.ranks))
 
 
 def gate_of(config: Config, facts: Facts, plan: Plan) -> LearnerMemory:
@@ -329,9 +326,7 @@ def gate_of(config: Config, facts: Facts, plan: Plan) -> LearnerMemory:
     rows, shared = max(1, NUM_COMPARED // how.ranks), config.model.attn_implementation is None
     group = min(rows, NUM_SAMPLES) if shared else 1
     budgets = compared_budgets(config.train.micro_batch_tokens, prompt + response)
-    cuts = [_cut(prompt, response, rows, group, budget, shared)[:2] for budget in budgets]
-    if how.on_cpu:
-        cuts = [[replace(batch, keys=0) for batch in batches] for batches in cuts]
+    cuts = [_cut(prompt, response, rows, group, budget, shared) for budget in budgets]
     return gate_memory(facts.model, how, *cuts)
 
 
@@ -423,7 +418,7 @@ class Disk:
 
 
 def disk_of(config: Config, model: Architecture) -> Disk:
-    """What the run of ``config`` writes, but for its logs and its stored turns.
+    """What the run of ``config`` writes, but for its logs and its stored steps.
 
     >>> config = Config()
     >>> model = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
@@ -433,8 +428,8 @@ def disk_of(config: Config, model: Architecture) -> Disk:
     part, train = config.train_model, config.train
     own = dtype_bytes(part.torch_dtype)
     trained = 4 * model.adapter_parameters(part.lora.r) if part.lora.enabled else own * model.parameters
-    turns = train.total_dialog_turns // turn_size(config)
-    saves = -(-turns // train.checkpoint_frequency) if train.checkpoint_frequency else 1
+    steps = train.total_dialog_turns // turn_size(config)
+    saves = -(-steps // train.checkpoint_frequency) if train.checkpoint_frequency else 1
     return Disk(3 * trained, min(train.keep_checkpoints + 1, saves), own * model.parameters * train.export_hf)
 
 
@@ -471,21 +466,8 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
         yield least | {"train_model.lora.enabled": True}
 
 
-@dataclass(frozen=True)
-class HostMemory:
-    """Bytes by moment on the machine of the learner, beside the programs themselves and their data."""
-
-    moments: Mapping[str, int]
-
-    @property
-    def sentence(self) -> str:
-        """The worst moment, for people."""
-        name, size = max(self.moments.items(), key=lambda item: item[1])
-        return f"at least {size / GIB:.3g} GiB on the machine of the learner, for {name}"
-
-
-def host_memory_of(config: Config, facts: Facts, plan: Plan) -> HostMemory | None:
-    """What a run on GPUs holds beside them; None on a CPU, where all is counted in one.
+def host_memory_of(config: Config, facts: Facts, plan: Plan) -> dict[str, int] | None:
+    """Bytes by moment on the machine of the learner, beside the programs and their data; None on a CPU.
 
     Of several ranks only rank 0 loads the model, and its machine is counted as if the others were there too.
     """
@@ -495,9 +477,8 @@ def host_memory_of(config: Config, facts: Facts, plan: Plan) -> HostMemory | Non
     trained = how.trainable(model) * how.trained_bytes
     engine = model.parameters * dtype_bytes(engine_dtype(config.inference_model.torch_dtype, "cuda"))
     asleep = engine if plan.placement.colocated and not plan.workers else 0
-    moments = {
+    return {
         "loading the model": model.parameters * how.weight_bytes,
         "the checks": asleep + (trained if config.check.mode != "off" else 0),
         "a checkpoint on its way to the disk": asleep + 3 * trained * (COPIES_OF_RANKS if how.ranks > 1 else 1),
     }
-    return HostMemory(moments)

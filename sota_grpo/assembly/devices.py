@@ -166,13 +166,12 @@ def resolve_device(config: Config) -> str:
             asked to train on the CPU. Where there is one that torch does not see, it says why.
     """
     model = resolve_model_path(model_name(config))  # a mistyped folder is not a model from the hub
-    if config.device == "cuda" and config.ray.address is not None:
-        return "cuda"  # of the cluster; this machine may have none
-    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
-        if not torch.cuda.is_available():
-            raise UserError(needs_a_gpu(config))
+    if config.device == "cpu":
+        return "cpu"
+    of_cluster = config.device == "cuda" and config.ray.address is not None  # this machine may have none
+    if of_cluster or torch.cuda.is_available():
         return "cuda"
-    if config.device == "auto" and not Path(model).is_dir():
+    if config.device == "cuda" or not Path(model).is_dir():
         raise UserError(needs_a_gpu(config))
     return "cpu"
 
@@ -226,8 +225,12 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
             f"inference_model.tensor_parallel_size={engines.default} needs GPUs; use inference_model.num_devices="
             f"{engines.default} engines on the CPU."
         )
-    if config.ray.address is not None and device_type == "cuda":
-        _require_disjoint(placement, available)
+    taken = [*placement.train, *placement.inference, *placement.ref]
+    if config.ray.address is not None and device_type == "cuda" and len(set(taken)) < len(taken):
+        raise UserError(  # Ray gives each GPU to one process
+            f"On a cluster every role needs GPUs of its own: {len(taken)} in all, and this one has {available}; add "
+            "nodes, set policy.kl_coef=0 for a run without reference, or leave ray.address out."
+        )
     if workers and device_type == "cuda" and placement.colocated:
         notes.append("One GPU: collection and training take turns on it, in lockstep.")
         workers = False
@@ -248,11 +251,11 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
 
 def _idle_notes(config: Config, placement: Placement, engine: str, workers: bool) -> list[str]:
     """What leaves GPUs idle: few rows to sample at once, one micro-batch a step, layers that cannot be compiled."""
-    notes, turn, ranks = [], turn_size(config), len(placement.train)
+    notes, ranks = [], len(placement.train)
     if config.train_model.compile is None and not builds_kernels():
         notes.append("Layers are not compiled, which is slow: that needs Triton and a C compiler (gcc).")
     engines = max(1, len(placement.inference) // config.inference_model.tensor_parallel_size) if workers else 1
-    asked = turn * (1 + config.train.max_policy_age) // engines
+    asked = turn_size(config) * (1 + config.train.max_policy_age) // engines
     rows = min(asked, engine_rows(config, engine, "cuda", engines))
     if rows < FEW_ROWS:
         each = "The engine samples" if engines == 1 else f"Each of {engines} engines samples"
@@ -266,16 +269,6 @@ def _idle_notes(config: Config, placement: Placement, engine: str, workers: bool
             "raise train.optim_batch_size, or lower train_model.num_devices."
         )
     return notes
-
-
-def _require_disjoint(placement: Placement, available: int) -> None:
-    """On a cluster Ray gives each GPU to one process."""
-    taken = [*placement.train, *placement.inference, *placement.ref]
-    if len(set(taken)) < len(taken):
-        raise UserError(
-            f"On a cluster every role needs GPUs of its own: {len(taken)} in all, and this one has {available}; add "
-            "nodes, set policy.kl_coef=0 for a run without reference, or leave ray.address out."
-        )
 
 
 def device_name(device_type: str, indices: tuple[int, ...]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from sota_grpo.assembly.device_memory import (
     GIB,
@@ -26,7 +27,6 @@ from sota_grpo.assembly.device_memory import (
     DeviceMemory,
     Disk,
     Facts,
-    HostMemory,
     Machine,
     context_of,
     devices_of,
@@ -71,7 +71,7 @@ _SECONDS = 2.0  # of the learner's passes, once warm
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a turn of the loop at full length, and what they were computed from."""
+    """Seconds of a training step at full length, and what they were computed from."""
 
     learn_s: float
     sample_s: float
@@ -80,7 +80,7 @@ class Times:
     sampled_tokens_per_s: float
 
     @property
-    def turn_s(self) -> float:
+    def step_s(self) -> float:
         return self.learn_s + self.sample_s + self.reference_s
 
 
@@ -105,9 +105,9 @@ class Estimate:
         places: where the facts come from: ``model``, ``prompt``, ``machine``, one phrase each.
         num_problems: of the training split; None where the data is not here.
         micro_batches: of an optimizer step, on one rank.
-        turns, optimizer_steps: of the whole run.
+        steps, optimizer_steps: of the whole run.
         disk: what is written to the run's directory.
-        host: memory beside the GPUs; None on a CPU.
+        host: memory beside the GPUs, by moment; None on a CPU.
         change: the smallest one that makes it fit; None where it fits, or where nothing helps.
         other_change: the smallest one that still trains all weights, where ``change`` does not.
         times: None where nothing was measured.
@@ -121,10 +121,10 @@ class Estimate:
     plan: Plan
     devices: list[DeviceMemory]
     micro_batches: int
-    turns: int
+    steps: int
     optimizer_steps: int
     disk: Disk
-    host: HostMemory | None
+    host: dict[str, int] | None
     change: Change | None = None
     other_change: Change | None = None
     times: Times | None = None
@@ -169,13 +169,13 @@ class Estimate:
             "largest_sample": {"prompt_tokens": prompt, "response_tokens": response},
             "problems": self.num_problems,
             "responses_per_turn": turn_size(self.config),
-            "turns": self.turns,
+            "turns": self.steps,
             "optimizer_steps": self.optimizer_steps,
             "micro_batches_per_step": self.micro_batches,
-            "host_memory": dict(self.host.moments) if self.host else None,
+            "host_memory": self.host,
             "disk": asdict(self.disk) | {"total": self.disk.total},
             "devices": [asdict(device) | {"peak": device.peak} for device in self.devices],
-            "seconds": asdict(self.times) | {"turn_s": self.times.turn_s} if self.times else None,
+            "seconds": asdict(self.times) | {"turn_s": self.times.step_s} if self.times else None,
         }
 
     @property
@@ -220,7 +220,7 @@ def estimate(
         plan=plan,
         devices=devices,
         micro_batches=len(step_micro_batches(config, facts, len(plan.placement.train))),
-        turns=num_steps(config),
+        steps=num_steps(config),
         optimizer_steps=make_settings(config, plan.device_type).total_steps,
         disk=disk_of(config, model),
         host=host_memory_of(config, facts, plan),
@@ -291,7 +291,7 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
     except UserError:
         if Path(resolve_model_path(model_name(config))).is_dir():
             raise
-        texts = ("".join(turn["content"] for turn in task.messages(e)) for e in [*task.train, *task.heldout])
+        texts = ("".join(message["content"] for message in task.messages(e)) for e in [*task.train, *task.heldout])
         guess = max(len(text.encode()) for text in texts) // _BYTES_PER_TOKEN + 32
         return guess, "from the length of its text, the tokenizer is not here", count
     repeats = config.env.repeats
@@ -312,31 +312,21 @@ def smallest_change(config: Config, facts: Facts, machine: Machine, *, with_lora
     levers = [lever for lever in _levers(config, facts, machine, with_lora) if lever[1]]
     sets = [chosen for count in range(1, _MOST_CHANGES + 1) for chosen in combinations(levers, count)]
     for chosen in sorted(sets, key=lambda chosen: sum(price for price, _ in chosen)):
-        steps = product(*(range(len(settings)) for _, settings in chosen))
-        for step in sorted(steps, key=sum):  # those that move least in all first
-            options: dict[str, Any] = {}
-            for (_, settings), index in zip(chosen, step):
-                options |= settings[index]
-            worst = _worst_where_all_fit(with_options(config, options), facts, machine)
-            if worst is not None:
-                return Change(options, worst)
+        moves = product(*(enumerate(settings) for _, settings in chosen))
+        for move in sorted(moves, key=lambda move: sum(index for index, _ in move)):  # that move least in all first
+            options = {name: value for _, setting in move for name, value in setting.items()}
+            changed = with_options(config, options)
+            with suppress(UserError):  # it breaks a rule, or its devices cannot be shared out
+                devices = devices_of(changed, facts, machine)
+                if all(device.fits for device in devices):
+                    validate(changed)
+                    return Change(options, worst_of(devices))
     return None
 
 
 def worst_of(devices: Sequence[DeviceMemory]) -> DeviceMemory:
     """The device that lacks most, one whose engine cannot start before all others."""
     return max(devices, key=lambda device: (device.problem is not None, device.peak / device.capacity))
-
-
-def _worst_where_all_fit(config: Config, facts: Facts, machine: Machine) -> DeviceMemory | None:
-    try:
-        devices = devices_of(config, facts, machine)
-        if not all(device.fits for device in devices):
-            return None
-        validate(config)
-    except UserError:
-        return None
-    return worst_of(devices)
 
 
 def _levers(
@@ -373,62 +363,40 @@ def _times(config: Config, facts: Facts, plan: Plan) -> Times:
     how = learning_of(config, plan)
     inference = config.inference_model
     engines = max(1, len(plan.placement.inference) // inference.tensor_parallel_size) if plan.workers else 1
-    rows = min(turn_size(config), engine_rows(config, plan.engine, plan.device_type, engines))
-    dtype = engine_dtype(inference.torch_dtype, plan.device_type)
-    rates = measure_rates(
-        facts.model, how, device=plan.device_type, engine_bytes=4 if dtype == "float32" else 2, rows=rows
-    )
+    rows = min(turn_size(config), engine_rows(config, plan.engine, plan.device_type, engines), _MOST_ROWS)
+    dtype = torch.float32 if engine_dtype(inference.torch_dtype, plan.device_type) == "float32" else torch.bfloat16
+    flops_per_s, token_s = _measure(facts.model, how, plan.device_type, dtype, rows)
     prompt, response = largest_sample(config, facts)
     shape = shape_of(facts.model, how.rank)
-    load = turn_load(prompt, response, config.env.repeats, turn_size(config))
+    load = load_of(prompt, response, config.env.repeats, turn_size(config))
     settings = make_settings(config, plan.device_type)
     learn = settings.epochs * (step_flops(shape, load) + recomputed_flops(shape, load, checkpointing=how.checkpointing))
     learn += forward_flops(shape, load) if settings.recompute else 0
-    passes = turn_size(config) / (rates.rows * engines)
-    sample_s = passes * response * rates.token_s
+    sample_s = turn_size(config) / (rows * engines) * response * token_s
     return Times(
-        learn_s=learn / rates.flops_per_s / how.ranks,
+        learn_s=learn / flops_per_s / how.ranks,
         sample_s=sample_s,
-        reference_s=forward_flops(shape, load) / rates.flops_per_s if config.policy.kl_coef else 0.0,
-        flops_per_s=rates.flops_per_s,
+        reference_s=forward_flops(shape, load) / flops_per_s if config.policy.kl_coef else 0.0,
+        flops_per_s=flops_per_s,
         sampled_tokens_per_s=turn_size(config) * response / sample_s,
     )
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What was measured.
+def _measure(model: Architecture, how: Learning, device: str, dtype: torch.dtype, rows: int) -> tuple[float, float]:
+    """Time the learner and the embedded engine with a small model of the same widths.
 
-    Args:
-        flops_per_s: of the learner's forward and backward passes, what they compute twice counted twice.
-        token_s: seconds in which the embedded engine samples one token for each of ``rows`` rows of the whole model.
-    """
-
-    flops_per_s: float
-    token_s: float
-    rows: int
-
-
-def measure_rates(model: Architecture, how: Learning, *, device: str, engine_bytes: int, rows: int) -> Rates:
-    """Time the learner and the embedded engine on ``device`` with a small model of the same widths.
-
-    Args:
-        model: of the run.
-        how: the run trains.
-        device: ``cpu`` or ``cuda``.
-        engine_bytes: per weight of the engine.
-        rows: that it samples at once.
+    Returns:
+        Operations per second of the learner's passes, what they compute twice counted twice, and seconds in which the
+        engine samples one token for each of ``rows`` rows of the whole model in ``dtype``.
     """
     small = reduced(model)
     net = _random_model(small, device, torch.float32 if how.weight_bytes == 4 else torch.bfloat16)
-    rows = min(rows, _MOST_ROWS)
-    dtype = torch.float32 if engine_bytes == 4 else torch.bfloat16
     token_s = _token_seconds(net, small, rows, dtype) * decode_weights(model) / decode_weights(small)
     shape = shape_of(small, how.rank)
     groups = min(_MOST_GROUPS, 1 + int(_WORK / step_flops(shape, shared_load(_PROMPT, [_RESPONSE] * _GROUP))))
-    load = turn_load(_PROMPT, _RESPONSE, _GROUP, groups * _GROUP)
+    load = load_of(_PROMPT, _RESPONSE, _GROUP, groups * _GROUP)
     work = step_flops(shape, load) + recomputed_flops(shape, load, checkpointing=False)
-    return Rates(work / _learn_seconds(net, small, how, device, groups), token_s, rows)
+    return work / _learn_seconds(net, small, how, device, groups), token_s
 
 
 def shape_of(model: Architecture, rank: int) -> ModelShape:
@@ -466,10 +434,10 @@ def decode_weights(model: Architecture) -> int:
     return model.layers * model.layer_matrices + model.head_weights
 
 
-def turn_load(prompt: int, response: int, group: int, rows: int) -> Load:
+def load_of(prompt: int, response: int, group: int, rows: int) -> Load:
     """Of ``rows`` rows in groups, each prompt computed once.
 
-    >>> turn_load(3, 2, 2, 4)
+    >>> load_of(3, 2, 2, 4)
     Load(positions=14, pairs=48, predicted=8)
     """
     one = shared_load(prompt, [response] * group)
@@ -511,16 +479,15 @@ def _learn_seconds(net: Any, model: Architecture, how: Learning, device: str, gr
     tokens = torch.arange(rows * (_PROMPT + _RESPONSE), device=device).view(rows, -1) % model.vocab
     tokens[:, :_PROMPT] = tokens[::_GROUP, :_PROMPT].repeat_interleave(_GROUP, 0)
     completion_mask = (torch.arange(_PROMPT + _RESPONSE, device=device) >= _PROMPT).expand(rows, -1)
-    half = how.product_bytes < how.weight_bytes
-    device_type = torch.device(device).type
 
     def once() -> None:
-        with torch.autocast(device_type, torch.bfloat16, enabled=half):
+        with torch.autocast(device, torch.bfloat16, enabled=how.product_bytes < how.weight_bytes):
             log_probs, _ = policy.log_probs(tokens, torch.ones_like(completion_mask), completion_mask)
         log_probs.sum().backward()
         policy.zero_grad(set_to_none=True)
 
-    return _fastest(once, device_type)
+    timer = Timer("once()", globals={"once": once}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=_SECONDS).times)
 
 
 def _token_seconds(net: Any, model: Architecture, rows: int, dtype: torch.dtype) -> float:
@@ -541,16 +508,3 @@ def _token_seconds(net: Any, model: Architecture, rows: int, dtype: torch.dtype)
     short, long = seconds(1), seconds(1 + _TOKENS)
     engine.close()
     return max(long - short, 1e-6) / _TOKENS
-
-
-def _fastest(once: Callable[[], None], device_type: str) -> float:
-    wait: Callable[[], None] = torch.cuda.synchronize if device_type == "cuda" else lambda: None
-    once()
-    seconds: list[float] = []
-    while not seconds or (sum(seconds) < _SECONDS and len(seconds) < 20):
-        wait()
-        began = time.perf_counter()
-        once()
-        wait()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)

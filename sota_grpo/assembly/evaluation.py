@@ -1,10 +1,11 @@
-"""Evaluation outside training: of a model, or of what a run has trained, on any task with any engine."""
+"""Outside training: evaluation of a model, or of what a run has trained, on any task; the gate alone."""
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from sota_grpo.assembly.build import make_evaluator, make_publisher, make_rollouts
+from sota_grpo.assembly.build import build, make_evaluator, make_publisher, make_rollouts, subject_of
 from sota_grpo.assembly.compose import compose, load_config, no_run_or_model
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import heldout_task, make_env, make_grader, start_engine
 from sota_grpo.config import Config, ModelConfig, changed_options, model_name, overrides_of
+from sota_grpo.config.hub_token import use_config_token
 from sota_grpo.config.validators import READERS, validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
-from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, read_record
+from sota_grpo.recording.progress import starting
+from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, RUN_FILE, read_record
 from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.evaluate import (
@@ -35,6 +38,7 @@ from sota_grpo.training.evaluate import (
     num_right,
     pass_accuracy,
 )
+from sota_grpo.training.gate import Check, run_gate, write_gate
 
 EXPORTED = "hf"
 _PRESET_OF = {
@@ -57,13 +61,13 @@ class Target:
         name: as the user gave it.
         config: the task, the sampling, and the model that the engine is started with.
         checkpoint: whose weights the engine is given; None: the model's own.
-        turns: of the run, after which it had these weights; None where that is not known.
+        steps: training steps of the run, after which it had these weights; None where that is not known.
     """
 
     name: str
     config: Config
     checkpoint: Path | None = None
-    turns: int | None = None
+    steps: int | None = None
 
 
 def find_target(
@@ -85,7 +89,7 @@ def find_target(
         config_name: preset for a model; None: that of the task, else the model's own (``tiny``, ``smollm2``).
         task: what to evaluate on; None: the run's task, or the preset's. With another one than the run's, the options
             of the run's task are left behind.
-        step: take the checkpoint that the run saved after so many turns.
+        step: take the checkpoint that the run saved after so many training steps.
 
     Raises:
         UserError: no such run, checkpoint or preset, or a config that contradicts itself.
@@ -127,23 +131,23 @@ def _run_target(name: str, run_dir: Path, overrides: Sequence[str], task: str | 
         stale = {name: default for name, (_, default) in changed_options(config).items() if name in _OF_ONE_TASK}
         overrides = [f"env.dataset={task}", *overrides_of(stale), *overrides]
     config = load_config(run_dir, overrides)
-    exported = exported_turns(run_dir, config)
+    exported = exported_steps(run_dir, config)
     if step is None and exported is not None:
         config.model.name, config.model.size = str(run_dir / EXPORTED), ModelConfig().size
-        return Target(name, config, turns=exported)
-    turns, checkpoint = find_checkpoint(run_dir, step)
-    return Target(name, config, checkpoint, turns)
+        return Target(name, config, steps=exported)
+    steps, checkpoint = find_checkpoint(run_dir, step)
+    return Target(name, config, checkpoint, steps)
 
 
-def exported_turns(run_dir: Path, config: Config) -> int | None:
-    """Turns after which a run exported its model; None where there is none, or an older one than the run has come."""
+def exported_steps(run_dir: Path, config: Config) -> int | None:
+    """Training steps after which a run exported its model; None where there is none, or one that is older."""
     record = read_record(run_dir) or {}
     is_whole = record.get("finished") and config.train.export_hf and (run_dir / EXPORTED / "config.json").is_file()
     return int(record["num_steps"]) if is_whole else None
 
 
 def find_checkpoint(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
-    """The newest checkpoint of a run, or the one after ``step`` turns, as (turns, path).
+    """The newest checkpoint of a run, or the one after ``step`` training steps, as (steps, path).
 
     Raises:
         UserError: there is none; the sentence names those that there are.
@@ -151,10 +155,10 @@ def find_checkpoint(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
     paths = CheckpointStore(run_dir / CHECKPOINTS).paths()
     if not paths:
         raise UserError(f"{run_dir} has saved no checkpoint and no model; train on, or give another run.")
-    chosen = [(turns, path) for turns, path in paths if step in (None, turns)]
+    chosen = [(steps, path) for steps, path in paths if step in (None, steps)]
     if not chosen:
-        there = ", ".join(str(turns) for turns, _ in reversed(paths))
-        raise UserError(f"{run_dir} has no checkpoint after {step} turns; there are those after {there}.")
+        there = ", ".join(str(steps) for steps, _ in reversed(paths))
+        raise UserError(f"{run_dir} has no checkpoint after {step} steps; there are those after {there}.")
     return chosen[0]
 
 
@@ -196,8 +200,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
         )
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_")))  # logs of servers
-        grader = make_grader(config, task)
-        opened.callback(grader.close)
+        grader = opened.enter_context(closing(make_grader(config, task)))
         env = make_env(config, task, tokenizer, grader)
         base = None if target.checkpoint is None else make_model(config, torch.device("cpu"))
         engine = start_engine(config, device, tokenizer, base, scratch)  # it copies the model before that is adapted
@@ -206,7 +209,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
             assert target.checkpoint is not None
             model = add_adapter(config, base)
             load_trained(target.checkpoint, model)
-            make_publisher(model, engine).publish(target.turns or 0)
+            make_publisher(model, engine).publish(target.steps or 0)
         if isinstance(grader, GradingPool):
             grader.wait_ready()
         yield make_evaluator(config, task, make_rollouts(config, env, engine))
@@ -241,7 +244,8 @@ def evaluate(
             count, temperature=temperature, on_graded=lambda *graded: on_graded(False, *graded)
         )
         failed += num_failed(problems)
-        passes = {str(k): _share(pass_accuracy(problems, k)) for k in powers_of_two(count)}
+        powers_of_two = (1 << power for power in range(count.bit_length()))
+        passes = {str(k): _share(pass_accuracy(problems, k)) for k in sorted({*powers_of_two, count})}
         result |= {"k": count, "temperature": temperature, "sampled": _shares(problems), "pass_at_k": passes}
     return result | {"grader_errors": failed}
 
@@ -253,17 +257,7 @@ def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[C
         before: ``counts`` of :func:`evaluate`.
         after: the same of another model.
     """
-    shared = [name for name in after if name in before]
-    return {name: _share(Accuracy.of_gain(before[name], after[name])) for name in shared}
-
-
-def powers_of_two(largest: int) -> list[int]:
-    """1, 2, 4, ... and ``largest`` itself: the k for which pass@k is given.
-
-    >>> powers_of_two(1), powers_of_two(6)
-    ([1], [1, 2, 4, 6])
-    """
-    return sorted({*(1 << power for power in range(largest.bit_length())), largest})
+    return {name: _share(Accuracy.of_gain(before[name], after[name])) for name in after if name in before}
 
 
 def _shares(problems: Sequence[Sequence[Response]]) -> dict[str, Any]:
@@ -276,3 +270,39 @@ def _shares(problems: Sequence[Sequence[Response]]) -> dict[str, Any]:
 
 def _share(measured: Any) -> dict[str, float]:
     return {"accuracy": measured.mean, "stderr": measured.stderr}
+
+
+def check(
+    config: Config, *, run_dir: Path | None = None, on_check: Callable[[Check], object] = lambda check: None
+) -> list[Check]:
+    """Make every check of the gate on ``config``, whatever its ``check.mode`` says.
+
+    Args:
+        run_dir: where engines write, and ``gate.json`` goes; None: a folder that is gone afterwards.
+        on_check: told of each outcome as it comes.
+
+    Raises:
+        UserError: the config breaks a rule, or its parts cannot be put together.
+    """
+    use_config_token(config)
+    validate(config)
+    config.logging.wandb = "disabled"  # nothing is logged
+
+    with ExitStack() as opened:
+        folder = run_dir or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_check_")))
+        if run_dir is not None and (run_dir / RUN_FILE).exists():
+            raise UserError(f"--run-dir {run_dir} holds a run, whose gate.json would be replaced; give another folder.")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}).") from error
+        parts = opened.enter_context(closing(build(config, folder)))
+        starting("Checking before training")
+        gate = logging.getLogger("sota_grpo.training.gate")
+        opened.callback(gate.setLevel, gate.level)
+        gate.setLevel(logging.CRITICAL)  # its own lines repeat what on_check is told
+        parts.publisher.publish(parts.learner.version)
+        checks = run_gate(subject_of(config, parts), "warn", on_check=on_check)
+        if run_dir is not None:
+            write_gate(run_dir, "warn", checks)
+        return checks

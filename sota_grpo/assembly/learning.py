@@ -176,7 +176,7 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
     """How the learner steps, in plain values."""
     algorithm: Any = config.algorithm
     train, optimizer = config.train, config.optimizer
-    steps_per_turn = train.epochs * (turn_size(config) // train.optim_batch_size)
+    per_collection = train.epochs * (turn_size(config) // train.optim_batch_size)
     return LearnerSettings(
         lr=optimizer.lr,
         weight_decay=optimizer.weight_decay,
@@ -186,7 +186,7 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
         clip_grad_norm=optimizer.clip_grad_norm,
         schedule=optimizer.schedule,
         warmup_steps=optimizer.warmup_steps,
-        total_steps=steps_per_turn * (train.total_dialog_turns // turn_size(config)),
+        total_steps=per_collection * (train.total_dialog_turns // turn_size(config)),
         optim_batch_size=train.optim_batch_size,
         epochs=train.epochs,
         micro_batch_tokens=train.micro_batch_tokens,

@@ -114,7 +114,8 @@ class MicroBatch:
         tokens: packed, each prompt once.
         predicted: those that the policy wrote, which have logits.
         slots: rows times the longest row.
-        keys: tokens whose keys and values the attention saves; 0: ``tokens``. On CUDA each response has its prompt's.
+        keys: tokens whose keys and values the attention saves on CUDA, where each response has its prompt's; on a CPU,
+            and for 0, ``tokens``.
     """
 
     tokens: int
@@ -155,7 +156,7 @@ def layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
         both = width + model.kv_width
         per_token += (4 + (0 if how.rank else c)) * both + 4 * (model.heads + model.kv_heads)
     per_key = 2 * c * (width if how.repeats_keys else model.kv_width)
-    return rows.tokens * per_token + (rows.keys or rows.tokens) * per_key
+    return rows.tokens * per_token + (rows.tokens if how.on_cpu else rows.keys or rows.tokens) * per_key
 
 
 def _input_bytes(model: Architecture, how: Learning) -> int:

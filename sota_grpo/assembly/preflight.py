@@ -56,8 +56,7 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
     if wants_gpu and config.ray.address is None and has_no_gpu():
         raise UserError(needs_a_gpu(config))
     for path in (config.env.dataset_path, config.env.eval_path):
-        is_file = "source" in parameters(config.env.dataset) or Path(path or "").suffix in dataset.SUFFIXES
-        if path not in (None, PASSED) and is_file:
+        if path not in (None, PASSED) and ("source" in parameters(config.env.dataset) or dataset.is_file(path)):
             dataset.require_file(Path(path).expanduser())
     if config.reward.path not in (None, PASSED):
         functions.require_file(Path(config.reward.path).expanduser())
@@ -66,7 +65,7 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
 def announce(config: Config) -> None:
     """The first words of a run that may start, before what takes longest to import is imported."""
     logger.info(
-        "Starting to train %s on %s (mode=%s, engine=%s, device=%s): %d turns of %d responses.",
+        "Starting to train %s on %s (mode=%s, engine=%s, device=%s): %d steps of %d responses.",
         *(model_name(config), config.env.dataset, config.mode, config.engine.name, config.device),
         *(num_steps(config), turn_size(config)),
     )

@@ -1,7 +1,7 @@
-"""A stored turn computed again, offline and on the CPU: its advantages, its losses and its gradients.
+"""A stored training step computed again, offline and on the CPU: its advantages, its losses and its gradients.
 
 No engine is started, nothing is sampled or graded: responses and rewards are those that were stored, the weights and
-the optimizer those of the checkpoint before the turn, and the turn is done by the learner that did it.
+the optimizer those of the checkpoint before the step, and the step is done by the learner that did it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sota_grpo.training.runs import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
 
-#: What is compared, in the order shown: metrics of a turn that follow from its rows, weights and options alone.
+#: What is compared, in the order shown: metrics of a step that follow from its rows, weights and options alone.
 FIGURES = (
     *("reward", "advantage", "loss/objective", "loss/kl", "loss/entropy", "grad_norm", "kl", "entropy"),
     *("clip_fraction", "correction_fraction", "ess", "kl_approx", "mismatch_kl", "lr"),
@@ -49,27 +49,22 @@ TOLERANCE = 1e-6  # relative, of what agrees in float32
 _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
 _JUDGED = (*_LOSSES, "grad_norm")
 _SAME_ADVANTAGE = 1e-6
-_OF_THE_COLLECTION = (
-    "algorithm.overlong_buffer",
-    "algorithm.dynamic_sampling",
-    "algorithm.dynamic_sampling_max_draws",
+_OF_THE_COLLECTION = tuple(
+    f"algorithm.{name}" for name in ("overlong_buffer", "dynamic_sampling", "dynamic_sampling_max_draws")
 )
-_ALGORITHM = tuple(name for name, _, _ in walk() if name.startswith("algorithm.") and name != "algorithm.name")
-_COMPARED = (
-    *(name for name in _ALGORITHM if name not in _OF_THE_COLLECTION),
-    *("policy.kl_coef", "train.kl_coef_in_loss"),
-)
+_ALGORITHM = {name for name, _, _ in walk() if name.startswith("algorithm.")} - {"algorithm.name"}
+_COMPARED = (_ALGORITHM - {*_OF_THE_COLLECTION}) | {"policy.kl_coef", "train.kl_coef_in_loss"}
 _MEMORY = "train.micro_batch_tokens"
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A stored turn, and what it started from.
+class Step:
+    """A stored training step, and what it started from.
 
     Attributes:
         config: of the run.
-        stored: the turn.
-        checkpoint: with the learner's state before the turn; None: the turn started from the initial weights.
+        stored: the step.
+        checkpoint: with the learner's state before the step; None: the step started from the initial weights.
     """
 
     config: Config
@@ -79,13 +74,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Replay:
-    """A turn computed once.
+    """A step computed once.
 
     Attributes:
         figures: those of :data:`FIGURES` that there are; None where nothing could be measured.
         advantages: ``[N]``, in the order of the stored rows.
         clipped: by group and sample, for each use of the row which of its trained tokens the clip took the gradient of.
-        optimizer_steps: taken in the turn.
+        optimizer_steps: taken in the training step.
     """
 
     figures: dict[str, float | None]
@@ -94,12 +89,12 @@ class Replay:
     optimizer_steps: int
 
 
-def replayed(run_dir: Path, step: int | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Replay a stored turn as the run did it and, with ``overrides``, under other options; plain values throughout.
+def replayed(run_dir: Path, number: int | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Replay a stored step as the run did it and, with ``overrides``, under other options; plain values throughout.
 
     Args:
         run_dir: of the run; nothing is written there.
-        step: the turn; None: the last that can be replayed.
+        number: of the step; None: the last that can be replayed.
         overrides: such as ``["algorithm=dapo"]``.
 
     Returns:
@@ -109,87 +104,87 @@ def replayed(run_dir: Path, step: int | None, overrides: Sequence[str] = ()) -> 
         where only one side has it. ``notes``: sentences. With overrides ``advantages`` and ``clip``: what changed.
 
     Raises:
-        UserError: the turn cannot be replayed, or not under these options.
+        UserError: the step cannot be replayed, or not under these options.
     """
-    turn = open_turn(run_dir, step)
-    configs = replay_configs(turn, run_dir, overrides)
-    logger.info("Computing turn %d as the run did.", turn.stored.step)
-    own = replay(turn, configs.own)
+    step = open_step(run_dir, number)
+    own_config, other_config, left = replay_configs(step, run_dir, overrides)
+    logger.info("Computing step %d as the run did.", step.stored.step)
+    own = replay(step, own_config)
     other = None
-    if configs.other is not None:
+    if other_config is not None:
         logger.info("Computing it under %s.", " ".join(overrides))
-        other = replay(turn, configs.other)
-    rows = turn.stored.rows
-    name, distance = worst_distance(turn.stored.metrics, own.figures)
+        other = replay(step, other_config)
+    rows = step.stored.rows
+    name, distance = worst_distance(step.stored.metrics, own.figures)
     result = {
         "run": str(run_dir),
-        "step": turn.stored.step,
-        "checkpoint": None if turn.checkpoint is None else turn.checkpoint.name,
+        "step": step.stored.step,
+        "checkpoint": None if step.checkpoint is None else step.checkpoint.name,
         "samples": len(rows),
         "groups": len({int(row.get(keys.GROUP_ID)) for row in rows}),
         "optimizer_steps": own.optimizer_steps,
         "overrides": list(overrides),
-        "figures": _figures(turn, own, other),
+        "figures": _figures(step, own, other),
         "agrees": distance <= TOLERANCE,
         "worst": {"name": name, "relative_difference": distance if math.isfinite(distance) else None},
-        "notes": replay_notes(turn, configs.left),
+        "notes": replay_notes(step, left),
     }
     if other is not None:
-        result |= {"advantages": _advantages(turn, own, other), "clip": _clip(own, other)}
+        result |= {"advantages": _advantages(step, own, other), "clip": _clip(own, other)}
     return result
 
 
-def open_turn(run_dir: Path, step: int | None = None) -> Turn:
-    """Turn ``step`` of a run, or the last that can be replayed.
+def open_step(run_dir: Path, number: int | None = None) -> Step:
+    """Step ``number`` of a run, or the last that can be replayed.
 
     Raises:
-        UserError: no run, no such turn, or its checkpoint is not there; the message names the turns that can be had.
+        UserError: no run, no such step, or its checkpoint is not there; the message names the steps that can be had.
     """
     config = load_config(run_dir)
     checkpoints = dict(CheckpointStore(run_dir / CHECKPOINTS).paths())
     stored = {step_of(path): path for path in stored_steps(run_dir)}
-    replayable = [number for number in stored if number == 0 or number in checkpoints]
+    replayable = [one for one in stored if one == 0 or one in checkpoints]
     if not stored:
-        raise UserError(f"There is no stored turn in {run_dir / STEPS_FOLDER}; logging.store_steps=true writes some.")
-    chosen = max(replayable, default=None) if step is None else step
+        raise UserError(f"There is no stored step in {run_dir / STEPS_FOLDER}; logging.store_steps=true writes some.")
+    chosen = max(replayable, default=None) if number is None else number
     if chosen in replayable:
-        return Turn(config, read_step(stored[chosen]), checkpoints.get(chosen))
-    others = f"turns that can be replayed: {', '.join(map(str, replayable)) or 'none'}"
-    if step is None:
-        raise UserError(f"The checkpoints of {run_dir} do not belong to its stored turns; {others}.")
-    if step in stored:
-        raise UserError(f"Turn {step} of {run_dir} is stored, and the checkpoint with its weights is gone; {others}.")
-    raise UserError(f"Turn {step} of {run_dir} is not stored; {others}.")
+        return Step(config, read_step(stored[chosen]), checkpoints.get(chosen))
+    others = f"steps that can be replayed: {', '.join(map(str, replayable)) or 'none'}"
+    if number is None:
+        raise UserError(f"The checkpoints of {run_dir} do not belong to its stored steps; {others}.")
+    if number in stored:
+        raise UserError(f"Step {number} of {run_dir} is stored, and the checkpoint with its weights is gone; {others}.")
+    raise UserError(f"Step {number} of {run_dir} is not stored; {others}.")
 
 
-def replay(turn: Turn, config: Config | None = None) -> Replay:
-    """Compute the turn once more, in float32 on the CPU, as the run did or under the algorithm of ``config``.
+def replay(step: Step, config: Config | None = None) -> Replay:
+    """Compute the step once more, in float32 on the CPU, as the run did or under the algorithm of ``config``.
 
     Args:
         config: of the run but for its algorithm and its KL term; None: as the run did.
 
     Raises:
-        UserError: the model is not there, or the turn is not finite under ``config``.
+        UserError: the model is not there, or the step is not finite under ``config``.
         CheckpointError: the checkpoint is damaged.
     """
-    config = _in_float32_on_the_cpu(config or turn.config)
+    config = _in_float32_on_the_cpu(config or step.config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
-    rows = _scored_rows(turn, config)
-    with TemporaryDirectory() as dump, _as_it_was_computed(turn):
+    rows = _scored_rows(step, config)
+    with TemporaryDirectory() as dump, _as_it_was_computed(step):
         model = add_adapter(config, make_model(config, torch.device("cpu")))
         policy = make_policy(config, model, "cpu")
         learner = make_learner(config, policy, tokenizer.pad_token_id, "cpu", Path(dump), objective=ClipWatch)
-        if turn.checkpoint is not None:  # read each time: an optimizer changes the moments that it is given
-            learner.load_state_dict(CheckpointStore.load(turn.checkpoint)["learner"])
+        if step.checkpoint is not None:  # read each time: an optimizer changes the moments that it is given
+            learner.load_state_dict(CheckpointStore.load(step.checkpoint)["learner"])
         before = learner.optimizer_steps
-        if turn.stored.origin.num_ranks:  # the stream that adapters' dropout reads: of several ranks that of the first
-            torch.manual_seed(sample_seed(turn.config.seed, learner.version, 0))
+        if step.stored.origin.num_ranks:  # the stream that adapters' dropout reads: of several ranks that of the first
+            torch.manual_seed(sample_seed(step.config.seed, learner.version, 0))
         else:
-            torch.set_rng_state(turn.stored.origin.rng)
+            torch.set_rng_state(step.stored.origin.rng)
         try:
             update = learner.update(rows)
         except NonFiniteStep as error:
-            raise UserError(f"Turn {turn.stored.step} is not finite when it is computed like this.") from error
+            raise UserError(f"Step {step.stored.step} is not finite when it is computed like this.") from error
     advantages = torch.stack([row.get(keys.ADVANTAGE).reshape(()) for row in row_list(rows)])
     rewards = torch.stack([row.get(keys.REWARD).reshape(()) for row in row_list(rows)])
     values = {"reward": rewards.mean().item(), "advantage": advantages.abs().mean().item(), **update}
@@ -229,14 +224,14 @@ def _in_float32_on_the_cpu(config: Config) -> Config:
     return with_options(config, options)
 
 
-def _scored_rows(turn: Turn, config: Config) -> TensorDictBase:
+def _scored_rows(step: Step, config: Config) -> TensorDictBase:
     """The rows as stored, their advantages computed anew; their rewards too where another KL is taken off them.
 
     Penalties on length, and what a user's functions gave, are in the stored rewards.
     """
-    rows: TensorDictBase = lazy_stack([row.exclude(keys.ADVANTAGE).copy() for row in turn.stored.rows])
+    rows: TensorDictBase = lazy_stack([row.exclude(keys.ADVANTAGE).copy() for row in step.stored.rows])
     coefficient = kl_in_reward(config)
-    if coefficient != kl_in_reward(turn.config):
+    if coefficient != kl_in_reward(step.config):
         graded = rows.get(keys.GRADED_REWARD, None)
         reward = rows.get(keys.REWARD) if graded is None else graded
         rows = lazy_stack([row.exclude(keys.GRADED_REWARD, keys.KL_TERM) for row in row_list(rows)])
@@ -249,9 +244,9 @@ def _scored_rows(turn: Turn, config: Config) -> TensorDictBase:
 
 
 @contextmanager
-def _as_it_was_computed(turn: Turn) -> Iterator[None]:
+def _as_it_was_computed(step: Step) -> Iterator[None]:
     """The number of threads of the run, on which the last bits depend; the random streams are given back afterwards."""
-    origin, now = turn.stored.origin, torch.get_num_threads()
+    origin, now = step.stored.origin, torch.get_num_threads()
     if origin.device == "cpu" and origin.num_ranks == 0:
         torch.set_num_threads(min(origin.num_threads, os.cpu_count() or 1))
     try:
@@ -261,26 +256,17 @@ def _as_it_was_computed(turn: Turn) -> Iterator[None]:
         torch.set_num_threads(now)
 
 
-@dataclass(frozen=True)
-class ReplayConfigs:
-    """What a turn is replayed under.
+def replay_configs(
+    step: Step, run_dir: Path, overrides: Sequence[str]
+) -> tuple[Config, Config | None, tuple[str, ...]]:
+    """What a step is replayed under.
 
-    Attributes:
-        own: the run's options.
-        other: those to compare them with; None: nothing to compare.
-        left: options of the preset asked for that act while responses are collected; ``other`` has the run's.
-    """
-
-    own: Config
-    other: Config | None = None
-    left: tuple[str, ...] = ()
-
-
-def replay_configs(turn: Turn, run_dir: Path, overrides: Sequence[str]) -> ReplayConfigs:
-    """The options of the turn's run, and those under ``overrides``.
+    Returns:
+        The run's options; those to compare them with, None where there is nothing to compare; the options among the
+        overrides' that act while responses are collected, of which the second has the run's.
 
     Raises:
-        UserError: an override that does not exist, contradicts another, cannot matter to a turn whose responses are
+        UserError: an override that does not exist, contradicts another, cannot matter to a step whose responses are
             given, or needs what was not stored.
     """
     asked = load_config(run_dir, overrides)
@@ -288,13 +274,13 @@ def replay_configs(turn: Turn, run_dir: Path, overrides: Sequence[str]) -> Repla
     for name, override in given.items():
         if name not in ("algorithm", _MEMORY, *_COMPARED):
             raise UserError(
-                f"{override} cannot change a turn whose responses, rewards and weights are given; a replay takes "
+                f"{override} cannot change a step whose responses, rewards and weights are given; a replay takes "
                 f"algorithm=PRESET, options of the algorithm, policy.kl_coef and train.kl_coef_in_loss, and {_MEMORY} "
                 "for its memory."
             )
-    own = with_options(turn.config, {_MEMORY: asked.train.micro_batch_tokens})
+    own = with_options(step.config, {_MEMORY: asked.train.micro_batch_tokens})
     if all(name == _MEMORY for name in given):
-        return ReplayConfigs(own)
+        return own, None, ()
     left = tuple(name for name in _OF_THE_COLLECTION if _value(asked, name) != _value(own, name))
     asked = with_options(asked, {name: _value(own, name) for name in left})
     if all(_value(asked, name) == _value(own, name) for name in _COMPARED):
@@ -303,14 +289,14 @@ def replay_configs(turn: Turn, run_dir: Path, overrides: Sequence[str]) -> Repla
         missing = _missing(name, asked)
         if missing is not None:
             raise UserError(f"{override} has no effect without {missing}.")
-    _require_reference(turn, asked, given)
+    _require_reference(step, asked, given)
     validate(asked)
-    return ReplayConfigs(own, asked, left)
+    return own, asked, left
 
 
-def replay_notes(turn: Turn, left: Sequence[str]) -> list[str]:
+def replay_notes(step: Step, left: Sequence[str]) -> list[str]:
     """What keeps a replay from giving the run's very numbers, and what of a preset it cannot show; a sentence each."""
-    origin, part = turn.stored.origin, turn.config.train_model
+    origin, part = step.stored.origin, step.config.train_model
     weights = part.torch_dtype if part.torch_dtype in ("bfloat16", "float16") else "float32"
     notes = []
     if origin.device != "cpu" or origin.precision != "fp32" or weights != "float32":
@@ -337,16 +323,16 @@ def _missing(name: str, config: Config) -> str | None:
     return "policy.kl_coef above 0" if name == "train.kl_coef_in_loss" and config.policy.kl_coef == 0 else None
 
 
-def _require_reference(turn: Turn, asked: Config, given: dict[str, str]) -> None:
-    """Refuse what the reference's log-probs are needed for, where the turn has none."""
-    if turn.stored.rows[0].get(keys.REF_LOG_PROBS, None) is not None:
+def _require_reference(step: Step, asked: Config, given: dict[str, str]) -> None:
+    """Refuse what the reference's log-probs are needed for, where the step has none."""
+    if step.stored.rows[0].get(keys.REF_LOG_PROBS, None) is not None:
         return
     asks = [override for name, override in given.items() if name == "algorithm.kl_estimator"]
     if asked.policy.kl_coef > 0:
         asks = [given.get("policy.kl_coef", f"policy.kl_coef={asked.policy.kl_coef:g}")]
     if asks:
         raise UserError(
-            f"{asks[0]} needs the reference's log-probs, and turn {turn.stored.step} has none: the run had "
+            f"{asks[0]} needs the reference's log-probs, and step {step.stored.step} has none: the run had "
             "policy.kl_coef=0."
         )
 
@@ -379,16 +365,16 @@ def worst_distance(stored: Mapping[str, float | None], figures: Mapping[str, flo
     return worst
 
 
-def _figures(turn: Turn, own: Replay, other: Replay | None) -> dict[str, dict[str, float | None]]:
+def _figures(step: Step, own: Replay, other: Replay | None) -> dict[str, dict[str, float | None]]:
     table: dict[str, dict[str, float | None]] = {}
     for name in FIGURES:
-        stored, again = turn.stored.metrics.get(name), own.figures.get(name)
-        changed = other.figures.get(name) if other is not None else None
-        if stored is None and again is None and changed is None:
-            continue
-        table[name] = {"stored": stored, "replayed": again, "difference": _minus(again, stored)}
+        stored, again = step.stored.metrics.get(name), own.figures.get(name)
+        row = {"stored": stored, "replayed": again, "difference": _minus(again, stored)}
         if other is not None:
-            table[name] |= {"other": changed, "other_difference": _minus(changed, again)}
+            changed = other.figures.get(name)
+            row |= {"other": changed, "other_difference": _minus(changed, again)}
+        if any(value is not None for value in row.values()):
+            table[name] = row
     return table
 
 
@@ -396,15 +382,14 @@ def _minus(one: float | None, two: float | None) -> float | None:
     return None if one is None or two is None else one - two
 
 
-def _advantages(turn: Turn, own: Replay, other: Replay) -> dict[str, Any]:
+def _advantages(step: Step, own: Replay, other: Replay) -> dict[str, Any]:
     """How many samples have another advantage, and which changed most."""
     gaps = (other.advantages - own.advantages).abs()
     most = int(gaps.argmax())
-    row = turn.stored.rows[most]
     changed = int((gaps > _SAME_ADVANTAGE).sum())
     largest = {
-        "group_id": int(row.get(keys.GROUP_ID)),
-        "sample_id": int(row.get(keys.SAMPLE_ID)),
+        "group_id": int(step.stored.rows[most].get(keys.GROUP_ID)),
+        "sample_id": int(step.stored.rows[most].get(keys.SAMPLE_ID)),
         "replayed": own.advantages[most].item(),
         "other": other.advantages[most].item(),
     }
@@ -412,23 +397,19 @@ def _advantages(turn: Turn, own: Replay, other: Replay) -> dict[str, Any]:
 
 
 def _clip(own: Replay, other: Replay) -> dict[str, int | None]:
-    """Uses of tokens in the turn's steps, and of how many the clip took the gradient.
+    """Uses of tokens in the optimizer steps, and of how many the clip took the gradient.
 
     ``newly`` and ``no_longer`` are None where the two do not train on the same tokens.
     """
-    one, two = own.clipped, other.clipped
-    same = one.keys() == two.keys() and all(
-        [each.shape for each in one[name]] == [each.shape for each in two[name]] for name in one
-    )
-    changes: dict[str, int | None] = {"newly": None, "no_longer": None}
-    if same:
-        before, after = _joined(one), _joined(two)
-        changes = {"newly": int((after & ~before).sum()), "no_longer": int((before & ~after).sum())}
-    counts = {"tokens": len(_joined(one)), "replayed": int(_joined(one).sum()), "other": int(_joined(two).sum())}
-    return counts | changes
+    (uses, before), (other_uses, after) = _joined(own.clipped), _joined(other.clipped)
+    counts: dict[str, int | None] = {"tokens": len(before), "replayed": int(before.sum()), "other": int(after.sum())}
+    if uses != other_uses:
+        return counts | {"newly": None, "no_longer": None}
+    return counts | {"newly": int((after & ~before).sum()), "no_longer": int((before & ~after).sum())}
 
 
-def _joined(clipped: dict[tuple[int, int], list[torch.Tensor]]) -> torch.Tensor:
-    """All tokens in one order, by row and use."""
-    parts = [each for name in sorted(clipped) for each in clipped[name]]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool)
+def _joined(clipped: dict[tuple[int, int], list[Tensor]]) -> tuple[list[tuple[tuple[int, int], int]], Tensor]:
+    """All tokens in one order, by row and use, and before them whose they are."""
+    uses = [(name, flags) for name in sorted(clipped) for flags in clipped[name]]
+    none = torch.zeros(0, dtype=torch.bool)
+    return [(name, len(flags)) for name, flags in uses], torch.cat([none, *(flags for _, flags in uses)])

@@ -28,18 +28,6 @@ logger = logging.getLogger(__name__)
 GPU_ROWS = 256  # with fewer, a GPU reads its weights for few tokens
 
 
-def task_of(config: Config, functions: Functions | None = None) -> Task:
-    """The task that the config names.
-
-    Args:
-        functions: reward functions that were passed as objects; in this process they stand for ``reward.path``.
-
-    Raises:
-        UserError: its data or its reward functions cannot be used.
-    """
-    return _make_task(config, functions)
-
-
 def heldout_task(config: Config) -> Task:
     """The task for an evaluation: of held-out problems in a file alone where no training data are named.
 
@@ -52,7 +40,7 @@ def heldout_task(config: Config) -> Task:
     is_file = path is not None and Path(path).suffix in SUFFIXES
     if not is_file or config.env.dataset_path is not None or "path" not in parameters(config.env.dataset):
         return task_of(config)
-    task = bare_task(config)
+    task = task_of(config, bare=True)
     rows = load_rows(config.env.dataset, path=path)
     examples = [task.read_row(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
     if not all(example.query.strip() for example in examples):
@@ -61,20 +49,20 @@ def heldout_task(config: Config) -> Task:
     return task
 
 
-def bare_task(config: Config) -> Task:
-    """The same without its data, which scoring does not need.
+def task_of(config: Config, functions: Functions | None = None, *, bare: bool = False) -> Task:
+    """The task that the config names, with its own reward or what ``reward.path`` puts in its place.
+
+    Args:
+        functions: reward functions that were passed as objects; in this process they stand for ``reward.path``.
+        bare: without its data, which scoring does not need.
 
     Raises:
-        UserError: its options or its reward functions cannot be used.
+        UserError: its options, its data or its reward functions cannot be used.
 
-    >>> bare_task(Config()).score("#### 4", bare_task(Config()).read_row({"answer": "4"}, "demo, row 1")).success
+    >>> task = task_of(Config(), bare=True)
+    >>> task.score("#### 4", task.read_row({"answer": "4"}, "demo, row 1")).success
     True
     """
-    return _make_task(config, bare=True)
-
-
-def _make_task(config: Config, functions: Functions | None = None, *, bare: bool = False) -> Task:
-    """With its data or without; its own reward, or what ``reward.path`` puts in its place."""
     env, reward = config.env, config.reward
     names = reward_names(config)
     values = {option: value for option, _, value in walk(config)}
@@ -174,7 +162,7 @@ def generation_config_of(config: Config) -> GenerationConfig:
 def engine_rows(config: Config, engine: str, device_type: str, num_engines: int = 1) -> int:
     """Samples that each of ``num_engines`` engines computes at once; never less than a group.
 
-    Engines that give out memory for keys and values as rows grow take many rows on a GPU, whatever a turn of training
+    Engines that give out memory for keys and values as rows grow take many rows on a GPU, whatever a training step
     needs: an evaluation asks for thousands.
 
     >>> config = Config()

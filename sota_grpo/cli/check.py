@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     out = sys.stdout
     with redirect_stdout(sys.stderr), Heartbeat():  # libraries and reward functions may print
         announce(config)
-        from sota_grpo.assembly.checking import check
+        from sota_grpo.assembly.evaluation import check
 
         checks = check(
             config,

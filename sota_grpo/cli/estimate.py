@@ -1,7 +1,7 @@
 """``sota-grpo estimate``: whether a run fits and how long it takes, before anything is loaded.
 
 Says where learner, engine and reference would stand, what each device holds at each moment with the largest sample
-that the data and the options allow, how many turns and optimizer steps there are, and, where the device is here, how
+that the data and the options allow, how many training and optimizer steps there are, and, where the device is here, how
 long they take by a short probe. Needs no weights, and for common models no hub::
 
     sota-grpo estimate --config-name grpo_gsm8k
@@ -19,7 +19,7 @@ import logging
 import os
 import socket
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -41,24 +41,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser = add_parser(commands, "estimate", "memory, steps and time of a run, before it starts", __doc__, run)
     add_config(parser)
     add = parser.add_argument
-    add(
-        "--memory-gb",
-        metavar="X",
-        type=above_zero("a number of GiB"),
-        help="GiB of each GPU (of the machine on a CPU); default: what is here",
-    )
-    add(
-        "--prompt-tokens",
-        metavar="N",
-        type=whole("a number of tokens"),
-        help="tokens of the longest prompt; default: measured on the data",
-    )
-    add(
-        "--probe",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="time a few passes on this device; default: yes, where it is here",
-    )
+    size, count, switch = above_zero("a number of GiB"), whole("a number of tokens"), argparse.BooleanOptionalAction
+    add("--memory-gb", metavar="X", type=size, help="GiB of each GPU (of the machine on a CPU); default: what is here")
+    add("--prompt-tokens", metavar="N", type=count, help="of the longest prompt; default: measured on the data")
+    add("--probe", action=switch, default=True, help="time a few passes on this device; default: where it is here")
     add("--show-config", action="store_true", help="print the resolved config first, as YAML")
     add("--json", action="store_true", help="everything as one JSON object")
 
@@ -115,19 +101,18 @@ def _facts(found: Estimate) -> Table:
     table = figures("", "")
     table.columns[1].justify = "left"
     table.show_header = False
-    config, model = found.config, found.facts.model
+    config, model, size = found.config, found.facts.model, turn_size(found.config)
     prompt, response = found.largest_sample
-    turn = turn_size(config)
     micro_batches = f"{found.micro_batches:,} micro-batch" + ("" if found.micro_batches == 1 else "es")
     rows = {
         "model": f"{model_name(config)}, {model.parameters:,} parameters ({found.places['model']})",
         "devices": f"{found.placement} ({found.places['machine']})",
         "engine": found.plan.engine,
         "largest sample": f"{prompt:,} prompt tokens ({found.places['prompt']}) + {response:,} of the response",
-        "one epoch": _epoch(found, turn),
-        "the run": f"{found.turns:,} turns of {turn:,} responses, {found.optimizer_steps:,} optimizer steps of "
+        "one epoch": _epoch(found, size),
+        "the run": f"{found.steps:,} steps of {size:,} responses, {found.optimizer_steps:,} optimizer steps of "
         f"{config.train.optim_batch_size:,} in {micro_batches} at full length",
-        **({"host memory": found.host.sentence} if found.host else {}),
+        **({"host memory": _host_memory(found.host)} if found.host else {}),
         "disk": found.disk.sentence,
         "time": _time(found),
     }
@@ -136,11 +121,16 @@ def _facts(found: Estimate) -> Table:
     return table
 
 
-def _epoch(found: Estimate, turn: int) -> str:
+def _host_memory(moments: dict[str, int]) -> str:
+    moment = max(moments, key=moments.__getitem__)
+    return f"at least {moments[moment] / 2**30:.3g} GiB on the machine of the learner, for {moment}"
+
+
+def _epoch(found: Estimate, size: int) -> str:
     if found.num_problems is None:
         return "the data is not here"
     samples = found.num_problems * found.config.env.repeats
-    passes = found.turns * turn / samples
+    passes = found.steps * size / samples
     return f"{found.num_problems:,} problems, {samples:,} responses; the run goes {passes:.3g} times through the data"
 
 
@@ -150,9 +140,9 @@ def _time(found: Estimate) -> str:
     times = found.times
     if times is None:
         return "not measured" if found.machine.is_here else "not measured: the devices are not here"
-    total = duration(found.turns * times.turn_s)
+    total = duration(found.steps * times.step_s)
     return (
-        f"at most {total} at full length: {times.turn_s:.3g} s a turn (sampling {times.sample_s:.3g}, learning "
+        f"at most {total} at full length: {times.step_s:.3g} s a step (sampling {times.sample_s:.3g}, learning "
         f"{times.learn_s:.3g}, reference {times.reference_s:.3g}), by a probe of {times.flops_per_s / 1e9:.3g} GFLOP/s "
         f"and {times.sampled_tokens_per_s:.3g} tokens/s of the embedded engine"
     )
@@ -193,10 +183,6 @@ def _verdict(found: Estimate) -> str:
 def _hub_is_near() -> bool:
     """Whether the hub's name is known here; behind a proxy that is for the proxy to say."""
     endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    if getproxies():
-        return True
-    try:
-        socket.getaddrinfo(endpoint.hostname, endpoint.port or 443)
-    except OSError:
-        return False
-    return True
+    with suppress(OSError):
+        return bool(getproxies() or socket.getaddrinfo(endpoint.hostname, endpoint.port or 443))
+    return False

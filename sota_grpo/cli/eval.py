@@ -22,7 +22,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from sota_grpo.cli import above_zero, add_parser, whole
 from sota_grpo.cli.score import STANDARD, graded_row, row_writer
 from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.tasks import TASKS
 
 if TYPE_CHECKING:
     from sota_grpo.assembly.evaluation import Target
@@ -46,7 +47,12 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("target", metavar="MODEL_OR_RUN", help="a run directory, the folder of a model, its hub name, or tiny")
     add("overrides", metavar="OPTION=VALUE", nargs="*", help="options of the run or of the preset")
-    add("--task", help="what to evaluate on (env.dataset); default: the run's own, or gsm8k")
+    add(
+        "--task",
+        choices=TASKS,
+        metavar="TASK",
+        help="what to evaluate on (env.dataset); default: the run's own, or gsm8k",
+    )
     add("--config-name", "-cn", metavar="NAME", help="preset for a model; default: that of the task")
     number = whole("a whole number", least=0)
     add("--k", metavar="K", type=number, help="samples per problem; 0: greedy only; default: eval.avg_at_k")
@@ -54,7 +60,7 @@ def add_command(commands: Any) -> None:
     add("--engine", metavar="NAME", help="transformers, vllm, vllm_server, sglang_server or scripted; default: auto")
     add("--temperature", metavar="T", type=above_zero("a temperature"), default=1.0, help="of the samples; default: 1")
     add("--seed", metavar="N", type=number, help="of the samples; default: that of the run")
-    add("--step", metavar="N", type=number, help="of a run: the checkpoint after so many turns")
+    add("--step", metavar="N", type=number, help="of a run: the checkpoint after so many steps")
     add("--out", metavar="FILE", help="write the result as JSON; - is stdout")
     add("--responses", metavar="FILE", help="write every response with its score, .jsonl, as sota-grpo score does")
     add("--against", metavar="FILE", help="what --out wrote of another model on the same problems: show the gain")
@@ -81,9 +87,9 @@ def run(options: argparse.Namespace) -> int:
     )
     began = time.perf_counter()
     with ExitStack() as opened:
-        rows = None
+        write_row = None
         if options.responses is not None:
-            rows = opened.enter_context(row_writer(options.responses, option="--responses"))
+            write_row = opened.enter_context(row_writer(options.responses, option="--responses"))
         opened.enter_context(redirect_stdout(sys.stderr))  # libraries and reward functions may print
         with Heartbeat():
             starting(f"Loading {target.name} and starting the engine")
@@ -91,13 +97,13 @@ def run(options: argparse.Namespace) -> int:
         heading = _heading(target, evaluator)
         if before is not None:
             _require_same_problems(options.against, before, heading)
-        bar = opened.enter_context(_progress(evaluator))
+        show_progress = opened.enter_context(_progress(evaluator))
 
         def graded(greedy: bool, problem: int, responses: Sequence[Response]) -> None:
-            bar.graded(greedy, responses)
-            if rows is not None:
+            show_progress(greedy, responses)
+            if write_row is not None:
                 for row in _rows(evaluator, greedy, problem, responses):
-                    rows.write(row)
+                    write_row(row)
 
         measured = evaluate(evaluator, temperature=options.temperature, on_graded=graded)
     result = heading | measured | {"seconds": round(time.perf_counter() - began, 3)}
@@ -147,7 +153,7 @@ def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
     text = json.dumps(problems, sort_keys=True, default=str)
     return {
         "model": target.name,
-        "turns": target.turns,
+        "turns": target.steps,
         "task": target.config.env.dataset,
         "engine": evaluator.rollouts.engine.name,
         "max_tokens": evaluator.max_tokens,
@@ -199,45 +205,32 @@ def _rows(evaluator: Evaluator, greedy: bool, problem: int, responses: Sequence[
         yield graded_row(evaluator.rollouts.env.task, row, response.score)
 
 
-class _Bar:
-    """How far an evaluation is: a bar on a terminal, else a line every few seconds; on stderr."""
-
-    def __init__(self, total: int, bar: Any = None) -> None:
-        self._total, self._bar = total, bar
-        self._task = None if bar is None else bar.add_task("", total=total)
-        self._done = self._right = self._responses = 0
-        self._greedy = True
-        self._told_at = time.monotonic()
-
-    def graded(self, greedy: bool, responses: Sequence[Response]) -> None:
-        """One problem more; the share of right responses starts again with the samples."""
-        if greedy != self._greedy:
-            self._greedy, self._right, self._responses = greedy, 0, 0
-        self._done += 1
-        self._responses += len(responses)
-        self._right += sum(response.score.success for response in responses)
-        text = f"{'greedy' if greedy else 'samples'} {self._right / self._responses:.1%} right"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._done, description=text)
-        elif time.monotonic() - self._told_at >= _PLAIN_LINE_S:
-            self._told_at = time.monotonic()
-            print(f"{self._done}/{self._total}  {text}", file=sys.stderr, flush=True)
-
-
 @contextmanager
-def _progress(evaluator: Evaluator) -> Iterator[_Bar]:
+def _progress(evaluator: Evaluator) -> Iterator[Callable[[bool, Sequence[Response]], None]]:
+    """What shows on stderr how far an evaluation is: a bar on a terminal, else a line every few seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from sota_grpo.recording.progress import is_terminal
 
     total = len(evaluator.examples) * (2 if evaluator.avg_at_k else 1)
-    if not is_terminal(sys.stderr):
-        yield _Bar(total)
-        return
+    plain, printed_at, done = not is_terminal(sys.stderr), time.monotonic(), 0
+    right: dict[bool, list[bool]] = {True: [], False: []}  # greedy responses, and samples
+
+    def graded(greedy: bool, responses: Sequence[Response]) -> None:
+        nonlocal printed_at, done
+        done += 1
+        right[greedy] += [response.score.success for response in responses]
+        text = f"{'greedy' if greedy else 'samples'} {sum(right[greedy]) / len(right[greedy]):.1%} right"
+        bar.update(task, completed=done, description=text)
+        if plain and time.monotonic() - printed_at >= _PLAIN_LINE_S:
+            printed_at = time.monotonic()
+            print(f"{done}/{total}  {text}", file=sys.stderr, flush=True)
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield _Bar(total, bar)
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=plain) as bar:
+        task = bar.add_task("", total=total)
+        yield graded
 
 
 def show(result: dict[str, Any], stream: Any) -> None:
@@ -246,7 +239,7 @@ def show(result: dict[str, Any], stream: Any) -> None:
 
     from sota_grpo.recording.progress import figures
 
-    after = "" if result["turns"] is None else f" after {result['turns']} turns"
+    after = "" if result["turns"] is None else f" after {result['turns']} steps"
     title = f"{result['model']}{after} on {result['num_problems']:,} problems of {result['task']} ({result['engine']})"
     table = figures("", "accuracy", "truncated", "tokens")
     table.add_row("greedy", *_cells(result["greedy"]))

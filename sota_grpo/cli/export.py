@@ -24,22 +24,18 @@ _KINDS = ("hf", "verl", "trl")
 
 def add_command(commands: Any) -> None:
     """Add ``export`` and its options to the parser of ``sota-grpo``."""
-    parser = add_parser(
-        commands,
-        "export",
-        "write a run's model with a card, or the run as verl's command or TRL's script",
-        __doc__,
-        run,
-    )
+    summary = "write a run's model with a card, or the run as verl's command or TRL's script"
+    parser = add_parser(commands, "export", summary, __doc__, run)
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="a run directory")
     add("--to", required=True, choices=_KINDS, help="what to write")
     add("--out", metavar="DIR", help="where; new or empty; default: RUN/export/ and the name of the kind")
+    count = whole("a number of steps", least=0)
     add(
         "--step",
         metavar="N",
-        type=whole("a number of turns", least=0),
-        help="hf: the checkpoint after so many turns; default: the end, or the newest",
+        type=count,
+        help="hf: checkpoint after so many steps; default: the end, or the newest",
     )
     add("--adapter", action="store_true", help="hf: the LoRA adapter alone")
 
@@ -63,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
 
     out = run_dir / "export" / options.to if options.out is None else Path(options.out).expanduser()
     if options.to == "hf":
-        turns = write_hf(run_dir, out, step=options.step, adapter=options.adapter)
-        print(f"{out}: the {'adapter' if options.adapter else 'model'} after {turns} turns, and its card README.md.")
+        steps = write_hf(run_dir, out, step=options.step, adapter=options.adapter)
+        print(f"{out}: the {'adapter' if options.adapter else 'model'} after {steps} steps, and its card README.md.")
     elif options.to == "verl":
         write_verl(run_dir, out)
         print(f"{out}: run_verl.sh, train.parquet, heldout.parquet, reward.py; its head says what differs there.")

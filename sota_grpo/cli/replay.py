@@ -1,7 +1,7 @@
-"""``sota-grpo replay``: compute a stored turn of a run again, offline on the CPU, and perhaps under another algorithm.
+"""``sota-grpo replay``: compute a stored step of a run again, offline on the CPU, and perhaps under another algorithm.
 
 Advantages, loss terms and gradient norms follow from the stored responses and rewards and from the checkpoint before
-the turn; no engine is started and nothing is written. A run keeps turn 0 and the turns after its checkpoints::
+the step; no engine is started and nothing is written. A run keeps step 0 and the steps after its checkpoints::
 
     sota-grpo replay outputs/2026-01-31/10-00-00 --step 20
     sota-grpo replay outputs/2026-01-31/10-00-00 --step 20 algorithm=dapo
@@ -18,25 +18,27 @@ from typing import Any
 
 from sota_grpo.cli import add_parser, whole
 
+_WIDTH = 28  # of the title that names the overrides
+
 
 def add_command(commands: Any) -> None:
     """Add ``replay`` and its options to the parser of ``sota-grpo``."""
     parser = add_parser(
-        commands, "replay", "compute a stored turn again, perhaps under another algorithm", __doc__, run
+        commands, "replay", "compute a stored step again, perhaps under another algorithm", __doc__, run
     )
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="directory of the run")
     add("overrides", metavar="OPTION=VALUE", nargs="*", help="another algorithm: algorithm=PRESET, algorithm.OPTION=..")
-    turn = whole("the number of a turn", least=0)
-    add("--step", metavar="N", type=turn, help="as in metrics.jsonl; default: the last that can be replayed")
+    step = whole("the number of a step", least=0)
+    add("--step", metavar="N", type=step, help="as in metrics.jsonl; default: the last that can be replayed")
     add("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay the turn and print what came of it; 0 once it is computed, whether or not it agrees.
+    """Replay the step and print what came of it; 0 once it is computed, whether or not it agrees.
 
     Raises:
-        UserError: the turn cannot be replayed, or not under these options.
+        UserError: the step cannot be replayed, or not under these options.
     """
     from sota_grpo.assembly.compose import load_config
     from sota_grpo.run.entry import quiet_console
@@ -56,7 +58,7 @@ def as_text(found: Mapping[str, Any]) -> str:
     start = found["checkpoint"] or "the initial weights"
     steps = found["optimizer_steps"]
     lines = [
-        f"Turn {found['step']} of {found['run']}: {found['samples']} samples in {found['groups']} groups, {steps} "
+        f"Step {found['step']} of {found['run']}: {found['samples']} samples in {found['groups']} groups, {steps} "
         f"optimizer step{'s' if steps != 1 else ''} from {start}",
         "",
         *_table(found),
@@ -69,14 +71,14 @@ def as_text(found: Mapping[str, Any]) -> str:
 
 
 def _table(found: Mapping[str, Any]) -> list[str]:
-    columns = ["stored", "replayed", "difference"]
-    titles = list(columns)
+    titles = {name: name for name in ("stored", "replayed", "difference")}
     if "clip" in found:
-        columns += ["other", "other_difference"]
-        titles += [_short(" ".join(found["overrides"])), "difference"]
-    cells = [[name, *(_number(row[column]) for column in columns)] for name, row in found["figures"].items()]
-    rows = [["", *titles], *cells]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+        command = " ".join(found["overrides"])
+        other = command if len(command) <= _WIDTH else command[: _WIDTH - 2] + ".."
+        titles |= {"other": other, "other_difference": "difference"}
+    rows = [["", *titles.values()]]
+    rows += [[name, *(_number(row[column]) for column in titles)] for name, row in found["figures"].items()]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
         for row in rows
@@ -92,20 +94,14 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.9g}"
 
 
-def _short(text: str, width: int = 28) -> str:
-    return text if len(text) <= width else text[: width - 2] + ".."
-
-
 def _verdict(found: Mapping[str, Any]) -> str:
     name, distance = found["worst"]["name"], found["worst"]["relative_difference"]
     if distance is None:
         return f"The replay does not agree with the run: only one of them has {name}."
     if distance == 0:
         return "The replay gives the losses and the gradient norm of the run exactly."
-    how = f"the largest relative difference is {distance:.1e} ({name})"
-    if found["agrees"]:
-        return f"The replay agrees with the run: {how}."
-    return f"The replay does not agree with the run: {how}."
+    outcome = "agrees" if found["agrees"] else "does not agree"
+    return f"The replay {outcome} with the run: the largest relative difference is {distance:.1e} ({name})."
 
 
 def _advantages(changed: Mapping[str, Any]) -> str:

@@ -13,8 +13,8 @@ import argparse
 import json
 import os
 import sys
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -36,53 +36,8 @@ from sota_grpo.text import json_line
 STANDARD = "-"  # stdin or stdout
 _BATCH = 64  # rows that a grader is given at once
 _AHEAD = 4  # batches per grader that are read before the first is written
+RowWriter = Callable[[dict[str, Any]], None]
 _ENCODING, _ERRORS = "utf-8-sig", "surrogateescape"  # of the input: what is not UTF-8 stands escaped in the output
-
-
-class RowWriter:
-    """Writes rows, one JSON object per line, and counts them.
-
-    Args:
-        file: where they go.
-        given: option and name of the output, for messages.
-        place: where written rows are to be found when the work ends early.
-
-    Raises:
-        RunFailed: by ``write`` and ``flush``: the disk is full, or else in the way.
-        BrokenPipeError: by them: the reader of stdout has had enough.
-
-    >>> rows = RowWriter(sys.stdout, "-", "stdout")
-    >>> rows.write({"reward": 1.0})
-    {"reward": 1.0}
-    >>> rows.count
-    1
-    """
-
-    def __init__(self, file: TextIO, given: str, place: str) -> None:
-        self.count = 0
-        self._file, self._given, self._place = file, given, place
-
-    def write(self, row: dict[str, Any]) -> None:
-        with self._told():
-            self._file.write(json_line(row, default=str) + "\n")
-        self.count += 1
-
-    def flush(self) -> None:
-        with self._told():
-            self._file.flush()
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            nowhere = os.open(os.devnull, os.O_WRONLY)  # where what is buffered goes: Python would try again at exit
-            os.dup2(nowhere, self._file.fileno())
-            os.close(nowhere)
-            left = f"{self._place} holds the rows before"
-            raise RunFailed(f"{self._given} cannot be written on ({error.strerror}); {left}.") from error
 
 
 @contextmanager
@@ -107,7 +62,7 @@ def row_reader(name: str) -> Iterator[TextIO]:
 
 @contextmanager
 def row_writer(name: str, read: str | None = None, option: str = "--output") -> Iterator[RowWriter]:
-    """The output, under its name only once it is complete; an interrupted one keeps what it has beside it.
+    """What writes a row to the output, which has its name only once it is complete; until then it stands beside it.
 
     Args:
         name: of the file, or ``-``.
@@ -116,14 +71,19 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
 
     Raises:
         UserError: at once, if nothing can be written there.
-        RunFailed: something is in the way later.
+        RunFailed: by the writer, too: the disk is full, or something else is in the way later.
+        BrokenPipeError: the reader of stdout has had enough.
         KeyboardInterrupt: with the number of rows that are written as its text.
+
+    >>> with row_writer("-") as write:
+    ...     write({"reward": 1.0})
+    {"reward": 1.0}
     """
     if name == STANDARD:
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")
-        with _rows(sys.stdout, option, "stdout") as rows:
-            yield rows
+        with _writing(sys.stdout, option, "stdout") as write:
+            yield write
         return
     partial = Path(f"{name}.partial")
     given = f"{option} {name}"
@@ -135,8 +95,8 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
         file = partial.open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{given} cannot be written ({error.strerror}).") from error
-    with file, _rows(file, given, str(partial)) as rows:
-        yield rows
+    with file, _writing(file, given, str(partial)) as write:
+        yield write
     try:
         partial.replace(name)
     except OSError as error:
@@ -144,22 +104,39 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
 
 
 @contextmanager
-def _rows(file: TextIO, given: str, place: str) -> Iterator[RowWriter]:
-    rows = RowWriter(file, given, place)
+def _writing(file: TextIO, output: str, holder: str) -> Iterator[RowWriter]:
+    """Args: where rows go; option and name of it, for messages; what holds the rows when the work ends early."""
+    count = 0
+
+    def attempt(action: Callable[..., object], *arguments: str) -> None:
+        try:
+            action(*arguments)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # where what is buffered goes: Python would try again at exit
+            os.dup2(nowhere, file.fileno())
+            os.close(nowhere)
+            reason = f"{output} cannot be written on ({error.strerror}); {holder} holds the rows before."
+            raise RunFailed(reason) from error
+
+    def write(row: dict[str, Any]) -> None:
+        nonlocal count
+        attempt(file.write, json_line(row, default=str) + "\n")
+        count += 1
+
     try:
-        yield rows
+        yield write
     except KeyboardInterrupt:
-        rows.flush()
-        told = [f"rows written to {place}: {rows.count}"] if rows.count else []
-        raise KeyboardInterrupt(*told) from None
-    rows.flush()
+        attempt(file.flush)
+        raise KeyboardInterrupt(*([f"rows written to {holder}: {count}"] if count else [])) from None
+    attempt(file.flush)
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the input: its number from 1, its row, and what to grade or why it cannot be."""
+    """A line of the input: its row, and what to grade or why it cannot be."""
 
-    number: int
     row: dict[str, Any]
     asked: tuple[str, Example] | None = None
     error: str | None = None
@@ -178,20 +155,10 @@ def add_command(commands: Any) -> None:
     add("--answer-format", choices=ANSWER_FORMATS, help="where the answer stands; default: the task's own")
     add("--reward-path", metavar="FILE", help="Python file with reward functions, instead of the task's own reward")
     add("--reward-name", metavar="NAME", action="append", help="function in --reward-path; may be given several times")
-    add(
-        "--workers",
-        metavar="N",
-        type=whole("a number of processes"),
-        default=os.cpu_count() or 1,
-        help="grader processes; default: one a core",
-    )
-    add(
-        "--timeout-s",
-        metavar="S",
-        type=above_zero("a time"),
-        default=60.0,
-        help="longest time for one response; default: 60",
-    )
+    count, cores = whole("a number of processes"), os.cpu_count() or 1
+    add("--workers", metavar="N", type=count, default=cores, help="grader processes; default: one a core")
+    time = above_zero("a time")
+    add("--timeout-s", metavar="S", type=time, default=60.0, help="longest time for one response; default: 60")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -213,9 +180,15 @@ def run(options: argparse.Namespace) -> int:
     if options.text is not None:
         _score_text(task, options)
         return 0
-    with row_reader(options.input) as file, row_writer(options.output, options.input) as out:
-        counts = _score_lines(task, file, out, options)
-    print(counts.sentence(), file=sys.stderr)
+    with row_reader(options.input) as file, row_writer(options.output, options.input) as write:
+        counts = _score_lines(task, file, write, options)
+    sentence = f"{counts['scored']} responses scored"
+    if counts["scored"]:
+        mean, share = (counts[name] / counts["scored"] for name in ("reward", "right"))
+        sentence += f", mean reward {mean:.4g}, {share:.2%} right"
+    print(
+        f"{sentence}; {counts['failed']} graders failed; {counts['broken']} lines could not be read.", file=sys.stderr
+    )
     return 0
 
 
@@ -242,50 +215,33 @@ def _score_text(task: Task, options: argparse.Namespace) -> None:
     line = _line(task, 1, json.dumps(row))
     if line.asked is None:
         raise UserError(f"{line.error}; give --answer, or the columns that the task needs with --row.")
-    with row_writer(options.output) as out, _graders(task, options) as pool:
+    with row_writer(options.output) as write, _graders(task, options) as pool:
         graded = graded_row(task, line.row, pool.scores([line.asked]).result()[0])
-        out.write({name: value for name, value in graded.items() if name not in row})
+        write({name: value for name, value in graded.items() if name not in row})
 
 
-@dataclass
-class _Counts:
-    scored: int = 0
-    right: int = 0
-    failed: int = 0
-    broken: int = 0
-    reward: float = 0.0
-
-    def sentence(self) -> str:
-        sentence = f"{self.scored} responses scored"
-        if self.scored:
-            sentence += f", mean reward {self.reward / self.scored:.4g}, {self.right / self.scored:.2%} right"
-        return f"{sentence}; {self.failed} graders failed; {self.broken} lines could not be read."
-
-
-def _score_lines(task: Task, file: Iterable[str], out: RowWriter, options: argparse.Namespace) -> _Counts:
-    counts = _Counts()
+def _score_lines(task: Task, file: Iterable[str], write: RowWriter, options: argparse.Namespace) -> Counter[str]:
+    """How many were scored, right, failed and broken, and the sum of their rewards."""
+    counts: Any = Counter()  # the rewards are no integers
     lines = (_line(task, number, text) for number, text in enumerate(file, start=1) if text.strip())
     with _graders(task, options) as pool:
         for line, score in _scored(pool, lines, _AHEAD * options.workers):
             if score is None:
-                counts.broken += 1
+                counts["broken"] += 1
                 print(f"sota-grpo: {line.error}", file=sys.stderr)
                 graded = {**line.row, "reward": None, "terms": {}, "success": False, "error": line.error}
             else:
                 graded = graded_row(task, line.row, score)
-                counts.scored += 1
-                counts.right += score.success
-                counts.failed += score.error is not None
-                counts.reward += graded["reward"]
-            out.write(graded)
+                failed = int(score.error is not None)
+                counts.update(scored=1, right=score.success, failed=failed, reward=graded["reward"])
+            write(graded)
     return counts
 
 
 def _scored(pool: Any, lines: Iterator[Line], ahead: int) -> Iterator[tuple[Line, Score | None]]:
     """Each line with its score, in order; None where there was nothing to grade."""
     waiting: deque[tuple[list[Line], Future[list[Score]]]] = deque()
-    batch = list(islice(lines, _BATCH))
-    while batch or waiting:
+    while (batch := list(islice(lines, _BATCH))) or waiting:
         if batch:
             waiting.append((batch, pool.scores([line.asked for line in batch if line.asked is not None])))
         if not batch or len(waiting) > ahead:
@@ -293,7 +249,6 @@ def _scored(pool: Any, lines: Iterator[Line], ahead: int) -> Iterator[tuple[Line
             left = iter(scores.result())
             for line in answered:
                 yield line, (None if line.asked is None else next(left))
-        batch = list(islice(lines, _BATCH))
 
 
 def _line(task: Task, number: int, text: str) -> Line:
@@ -301,13 +256,13 @@ def _line(task: Task, number: int, text: str) -> Line:
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return Line(number, {"line": number}, error=f"{place}: not valid JSON ({error})")
+        return Line({"line": number}, error=f"{place}: not valid JSON ({error})")
     if not isinstance(row, dict):
-        return Line(number, {"line": number}, error=f"{place}: holds {type(row).__name__}, not an object")
+        return Line({"line": number}, error=f"{place}: holds {type(row).__name__}, not an object")
     try:
-        return Line(number, row, asked=(text_of(row, "response", place), task.read_row(row, place)))
+        return Line(row, asked=(text_of(row, "response", place), task.read_row(row, place)))
     except DatasetError as error:
-        return Line(number, row, error=str(error).rstrip("."))
+        return Line(row, error=str(error).rstrip("."))
 
 
 def graded_row(task: Task, row: dict[str, Any], score: Score) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """``sota-grpo sweep``: the runs of a sweep side by side, during it and after it.
 
-One row per run: the options in which the runs differ, the mean reward of the last 10 turns, the last held-out accuracy
-with its standard error, how far the run is, how it ended, and the time of its turns. Runs that differ in their seed
+One row per run: the options in which the runs differ, the mean reward of the last 10 steps, the last held-out accuracy
+with its standard error, how far the run is, how it ended, and the time of its steps. Runs that differ in their seed
 only are averaged in a second table. Any folder of run directories will do::
 
     sota-grpo sweep multirun/2026-01-31/10-00-00
@@ -41,33 +41,21 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: there is no run, or none of them measured what they are to be sorted by.
     """
-    from sota_grpo.sweeps import as_csv, as_json, as_text, default_metric, read_sweep
+    from sota_grpo.sweeps import FOLDER, as_csv, as_json, as_text, read_sweep
 
-    sweep = read_sweep(Path(options.directory) if options.directory else _newest())
-    metric = options.sort or default_metric(sweep)
-    _require_measured(options.sort, sweep.measured())
-    if options.csv:
-        sys.stdout.write(as_csv(sweep, metric, ascending=options.ascending))
-    elif options.json:
-        print(json.dumps(as_json(sweep, metric, ascending=options.ascending), indent=1, allow_nan=False))
-    else:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        sys.stdout.write(as_text(sweep, metric, ascending=options.ascending, width=width))
-    return 0
-
-
-def _newest() -> Path:
-    from sota_grpo.sweeps import FOLDER
-
-    folders = sorted(Path(FOLDER).glob("*/*/"))
+    folders = [options.directory] if options.directory else sorted(Path(FOLDER).glob("*/*/"))
     if not folders:
         raise UserError(f"There is no sweep below {FOLDER}/; give the directory of one.")
-    return folders[-1]
-
-
-def _require_measured(metric: str | None, names: list[str]) -> None:
-    if metric is None or metric in names:
-        return
-    near = get_close_matches(metric, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else f"; they measured {', '.join(names) or 'nothing yet'}."
-    raise UserError(f"--sort {metric}: no run measured it{hint}")
+    sweep = read_sweep(Path(folders[-1]), options.sort, ascending=options.ascending)
+    names = sweep.measured()
+    if options.sort and options.sort not in names:
+        near = get_close_matches(options.sort, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; they measured {', '.join(names) or 'nothing yet'}."
+        raise UserError(f"--sort {options.sort}: no run measured it{hint}")
+    if options.csv:
+        sys.stdout.write(as_csv(sweep))
+    elif options.json:
+        print(json.dumps(as_json(sweep), indent=1, allow_nan=False))
+    else:
+        sys.stdout.write(as_text(sweep, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    return 0

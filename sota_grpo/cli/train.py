@@ -53,16 +53,13 @@ def complete(arguments: Sequence[str], commands: Collection[str]) -> int:
         return 0
     *before, word = rest.split(" ")
     if word.startswith("-") or before[-1:] in (["--config-name"], ["-cn"]):
-        print("\n".join(name for name in (_OPTIONS if word.startswith("-") else _presets()) if name.startswith(word)))
+        from sota_grpo.assembly.compose import preset_names
+
+        names = _OPTIONS if word.startswith("-") else preset_names()
+        print("\n".join(name for name in names if name.startswith(word)))
         return 0
     os.environ[_LINE] = " ".join([program, *(one for one in before if one != ASYNC), word])
     return _hydra(arguments)
-
-
-def _presets() -> list[str]:
-    from sota_grpo.assembly.compose import CONFIG_DIR
-
-    return sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
 
 
 def _hydra(arguments: Sequence[str]) -> int:

@@ -37,7 +37,7 @@ class EvalConfig:
     """Accuracy on the held-out split."""
 
     mode: str = opt("on", "evaluate at the start and at the end", ("on", "off"))
-    every: int = opt(0, "turns of the loop between evaluations; 0: only at the start and at the end")
+    every: int = opt(0, "training steps between evaluations; 0: only at the start and at the end")
     num_samples: int = opt(256, "held-out problems")
     avg_at_k: int = opt(4, "responses per problem at temperature 1 beside the greedy one; 0: greedy only")
 
@@ -69,8 +69,8 @@ class LoggingConfig:
     tags: list[str] = part(list, "W&B tags")
     tensorboard: bool = opt(False, "write the metrics to tensorboard/ in the run directory too")
     report: bool = opt(True, "write report.html at every checkpoint and at the end")
-    store_steps: bool = opt(True, "keep turn 0 and the turns after checkpoints whole in steps/, for report and replay")
-    num_examine: int = opt(0, "completions per turn written out in debug_logs/, with the breakdown of their reward")
+    store_steps: bool = opt(True, "keep step 0 and the steps after checkpoints whole in steps/, for report and replay")
+    num_examine: int = opt(0, "completions per step written out in debug_logs/, with the breakdown of their reward")
     level: str = opt("info", "least level written to training.log", ("debug", "info", "warning"))
 
 
@@ -167,11 +167,7 @@ class AlgorithmConfig:
 class EngineConfig:
     """The inference engine."""
 
-    name: str = opt(
-        "auto",
-        "engine; auto is vllm where it is installed",
-        ("auto", *ENGINES),
-    )
+    name: str = opt("auto", "engine; auto is vllm where it is installed", ("auto", *ENGINES))
     url: str | None = opt(None, "servers only: one that runs already, http://HOST:PORT; null starts one on loopback")
     api_key: str | None = opt(None, "servers only: key of the server behind engine.url")
 
@@ -289,7 +285,7 @@ class TrainConfig:
     """How much is collected, how it is cut into optimizer steps, what is saved."""
 
     total_dialog_turns: int = opt(100_000, "responses in all")
-    dialog_turns_per_batch: int = opt(256, "responses per collection, one turn of the loop")
+    dialog_turns_per_batch: int = opt(256, "responses per collection, one training step")
     optim_batch_size: int = opt(256, "responses per optimizer step")
     epochs: int = opt(1, "times a collection is used; above 1 the proximal log-probs are recomputed first")
     micro_batch_tokens: int = opt(16384, "tokens per forward pass, prompts once; changes memory and speed, no result")
@@ -299,8 +295,8 @@ class TrainConfig:
     weight_update_frequency: int | None = opt(
         None, "mode=async: optimizer steps between two publishes; null: those of dialog_turns_per_batch"
     )
-    grace_s: float = opt(25.0, "after SIGTERM: longest wait for the turn at hand before the run ends without its work")
-    checkpoint_frequency: int = opt(25, "turns of the loop between checkpoints; 0: only the last")
+    grace_s: float = opt(25.0, "after SIGTERM: longest wait for the step at hand before the run ends without its work")
+    checkpoint_frequency: int = opt(25, "training steps between checkpoints; 0: only the last")
     keep_checkpoints: int = opt(3, "checkpoints kept")
     export_hf: bool = opt(True, "write the trained model to hf/ at the end")
     resume: str | None = opt(None, "auto: the newest unfinished run of this config; or the path of a run directory")
@@ -342,7 +338,7 @@ def register() -> None:
 
 
 def turn_size(config: Config) -> int:
-    """Responses trained on between two publishes, one turn of the loop.
+    """Responses trained on between two publishes, in one training step.
 
     >>> config = Config(mode="async")
     >>> config.train.optim_batch_size, config.train.weight_update_frequency = 64, 2
@@ -356,7 +352,7 @@ def turn_size(config: Config) -> int:
 
 
 def num_steps(config: Config) -> int:
-    """Turns of the loop: whole collections that fit into ``train.total_dialog_turns``."""
+    """Training steps: whole collections that fit into ``train.total_dialog_turns``."""
     return config.train.total_dialog_turns // turn_size(config)
 
 

@@ -5,13 +5,15 @@ A rule yields a sentence for what breaks it, with the values involved and the sm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from inspect import isgeneratorfunction
 
 from sota_grpo.config import Config, ModelConfig, changed_options, longest_response, reward_names, turn_size, walk
 from sota_grpo.engines import is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES, readers
 from sota_grpo.tasks import TASKS, parameters, task_class
+from sota_grpo.tasks.wrappers import naming_faults
 
 
 def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
@@ -49,6 +51,21 @@ def every_coefficient_is_not_negative(config: Config) -> Iterator[str]:
             yield f"{name}={value} must not be negative."
 
 
+_SHARES = ("inference_model.gpu_memory_utilization", "inference_model.top_p")
+_DECAYS = ("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2")
+
+
+def every_share_lies_between_0_and_1(config: Config) -> Iterator[str]:
+    """At 1 a moving average never moves, and a dropout drops everything."""
+    values = {name: value for name, _, value in walk(config)}
+    for name in _SHARES:
+        if not 0 <= values[name] <= 1:
+            yield f"{name}={values[name]} must lie between 0 and 1."
+    for name in _DECAYS:
+        if not 0 <= values[name] < 1:
+            yield f"{name}={values[name]} must be at least 0 and below 1."
+
+
 def a_collection_is_made_of_whole_groups(config: Config) -> Iterator[str]:
     repeats = config.env.repeats
     for name, value in (
@@ -69,12 +86,12 @@ def a_collection_is_made_of_whole_optimizer_steps(config: Config) -> Iterator[st
         )
 
 
-def the_run_has_at_least_one_turn(config: Config) -> Iterator[str]:
-    total, turns = config.train.total_dialog_turns, turn_size(config)
-    if total < turns:
+def the_run_has_at_least_one_step(config: Config) -> Iterator[str]:
+    total, size = config.train.total_dialog_turns, turn_size(config)
+    if total < size:
         yield (
-            f"train.total_dialog_turns={total} is less than one turn of the loop, {turns} responses; "
-            f"use train.total_dialog_turns={turns} or a smaller collection."
+            f"train.total_dialog_turns={total} is less than one training step, {size} responses; "
+            f"use train.total_dialog_turns={size} or a smaller collection."
         )
 
 
@@ -127,26 +144,6 @@ def the_kl_in_the_loss_has_a_gradient(config: Config) -> Iterator[str]:
 def difficulty_is_one_to_four(config: Config) -> Iterator[str]:
     if not 1 <= config.env.difficulty <= 4:
         yield f"env.difficulty={config.env.difficulty} must be 1, 2, 3 or 4."
-
-
-def probabilities_are_shares(config: Config) -> Iterator[str]:
-    for name, value in (
-        ("inference_model.gpu_memory_utilization", config.inference_model.gpu_memory_utilization),
-        ("inference_model.top_p", config.inference_model.top_p),
-    ):
-        if not 0 <= value <= 1:
-            yield f"{name}={value} must lie between 0 and 1."
-
-
-def decays_and_dropout_leave_something(config: Config) -> Iterator[str]:
-    """At 1 a moving average never moves, and a dropout drops everything."""
-    for name, value in (
-        ("train_model.lora.dropout", config.train_model.lora.dropout),
-        ("optimizer.beta1", config.optimizer.beta1),
-        ("optimizer.beta2", config.optimizer.beta2),
-    ):
-        if not 0 <= value < 1:
-            yield f"{name}={value} must be at least 0 and below 1."
 
 
 def the_dual_clip_bounds_a_clipped_ratio(config: Config) -> Iterator[str]:
@@ -267,18 +264,17 @@ def several_turns_have_something_to_say(config: Config) -> Iterator[str]:
 def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
     reward = config.reward
     if reward.path is None:
-        given = {"name": reward.name, "weights": reward.weights, "success_above": reward.success_above or None}
-        for name, value in given.items():
+        options = {"name": reward.name, "weights": reward.weights, "success_above": reward.success_above or None}
+        for name, value in options.items():
             if value is not None:
                 yield f"reward.{name}={value} belongs to reward functions; give reward.path=FILE or leave it out."
         return
     names = reward_names(config)
     if names == ["builtin"]:
         yield f"reward.name=builtin asks nothing of reward.path={reward.path}; leave both out."
-    if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+    if not all(isinstance(name, str) for name in names):
         yield f"reward.name={reward.name} is not the name of a function, or a list of different ones."
-    if reward.weights is not None and len(reward.weights) != len(names):
-        yield f"reward.weights has {len(reward.weights)} entries for {len(names)} functions ({', '.join(names)})."
+    yield from naming_faults(names, reward.weights)
 
 
 def devices_are_counted_or_named(config: Config) -> Iterator[str]:
@@ -397,44 +393,8 @@ def obstacles_to_a_broadcast(config: Config) -> Iterator[str]:
         )
 
 
-Rule = Callable[[Config], Iterator[str]]
-
-RULES: tuple[Rule, ...] = (
-    every_choice_is_one_of_its_values,
-    every_amount_is_positive,
-    every_coefficient_is_not_negative,
-    probabilities_are_shares,
-    decays_and_dropout_leave_something,
-    a_collection_is_made_of_whole_groups,
-    a_collection_is_made_of_whole_optimizer_steps,
-    the_run_has_at_least_one_turn,
-    sampling_is_the_policys_own_distribution,
-    a_group_baseline_has_siblings,
-    dynamic_sampling_has_group_signal,
-    overlong_buffer_fits_the_response,
-    the_kl_in_the_loss_has_a_gradient,
-    difficulty_is_one_to_four,
-    the_dual_clip_bounds_a_clipped_ratio,
-    a_level_of_the_ratio_needs_a_ratio,
-    several_steps_of_a_collection_need_a_ratio,
-    the_loss_scaler_has_float32_gradients,
-    options_that_the_task_does_not_read_keep_their_default,
-    reward_functions_replace_the_tasks_own_terms,
-    a_size_chooses_a_model_that_has_no_name,
-    a_table_has_a_place,
-    several_turns_have_something_to_say,
-    every_reward_function_has_a_weight,
-    devices_are_counted_or_named,
-    lockstep_has_no_age,
-    lockstep_publishes_after_every_collection,
-    a_publish_is_made_of_whole_groups,
-    an_old_policy_needs_a_ratio,
-    a_copy_of_the_model_fills_its_devices,
-    a_url_belongs_to_a_server,
-    a_url_is_one_engine,
-    a_server_started_here_has_gpus_of_its_own,
-    a_broadcast_of_weights_has_whole_engines,
-)
+_GENERATORS = [rule for rule in [*globals().values()] if isgeneratorfunction(rule) and rule.__module__ == __name__]
+RULES = tuple(rule for rule in _GENERATORS if rule is not obstacles_to_a_broadcast)  # those above, in their order
 
 
 class ConfigError(UserError, ValueError):

@@ -77,7 +77,7 @@ class GroupCache(Cache):
 
     Args:
         model: runs over the prompts.
-        prompts: token ids of each prompt, at least one; a group here is the rows of one.
+        prompts: token ids of each prompt, at least one; here a group is the rows that share one.
         group_of_row: int64 ``[rows]``, ascending.
         pad_token_id: fills unused cells of the prefill.
     """

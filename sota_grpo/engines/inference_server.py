@@ -110,8 +110,20 @@ class HttpClient:
 
     def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
         sent = f"{method} {self.url}{path}"
+        options: dict[str, Any] = {
+            "body": body,
+            "headers": self._headers,
+            "timeout": urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
+            "retries": False,
+            "redirect": False,  # the key goes nowhere else
+        }
         try:
-            response = self._request(method, path, body, timeout_s)
+            try:
+                response = self._pool.urlopen(method, self._prefix + path, **options)
+            except urllib3.exceptions.ProtocolError:
+                # A server closes idle connections, also in the moment in which one is used again. All our requests may
+                # be repeated: seeds make generation repeatable, and pausing or pushing twice ends in the same state.
+                response = self._pool.urlopen(method, self._prefix + path, **options)
         except urllib3.exceptions.ReadTimeoutError:
             raise ServerSilent(f"The server is silent: {sent} was not answered within {timeout_s:g} s.") from None
         except urllib3.exceptions.HTTPError as error:
@@ -126,24 +138,8 @@ class HttpClient:
         except ValueError as error:
             raise ServerError(f"{sent} was answered with broken JSON: {error}.") from error
 
-    def _request(
-        self, method: str, path: str, body: bytes | None, timeout_s: float
-    ) -> urllib3.response.BaseHTTPResponse:
-        options: dict[str, Any] = {
-            "body": body,
-            "headers": self._headers,
-            "timeout": urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
-            "retries": False,
-            "redirect": False,  # the key goes nowhere else
-        }
-        try:
-            return self._pool.urlopen(method, self._prefix + path, **options)
-        except urllib3.exceptions.ProtocolError:
-            # A server closes idle connections, also in the moment in which one is used again. All our requests may
-            # be repeated: seeds make generation repeatable, and pausing or pushing twice ends in the same state.
-            return self._pool.urlopen(method, self._prefix + path, **options)
 
-
+@dataclass(frozen=True)
 class Versions:
     """Policy versions as the labels of weights that the server keeps: ``TOKEN:VERSION``, the token new for each engine.
 
@@ -158,8 +154,7 @@ class Versions:
     RuntimeError: The server's weights have the label cd:4, which this engine never gave (its own begin with ab:); ...
     """
 
-    def __init__(self, token: str):
-        self.token = token
+    token: str
 
     def label(self, version: int) -> str:
         """What the server is to call weights of ``version``."""
@@ -323,18 +318,6 @@ class Dialect(ABC):
                 client.post(*self.resume, timeout_s=deadlines.control)
             raise
         client.post(*self.resume, timeout_s=deadlines.control)
-
-    def probe(self, client: HttpClient, timeout_s: float) -> None:
-        """Raise :class:`ServerError` where nobody works behind the server any more."""
-        client.get(self.probe_path, timeout_s=timeout_s)
-
-    def sleep(self, client: HttpClient, timeout_s: float) -> None:
-        """Have it free GPU memory."""
-        client.post(*self.free_memory, timeout_s=timeout_s)
-
-    def wake(self, client: HttpClient, timeout_s: float) -> None:
-        """Undo :meth:`sleep`."""
-        client.post(*self.restore_memory, timeout_s=timeout_s)
 
 
 def finite_sample(

@@ -273,7 +273,7 @@ class ServerEngine(SteppingEngine):
         if time.monotonic() - self._last_answer_at < _PROBE_EVERY_S:
             return
         try:
-            self._dialect.probe(self._client, self._deadlines.control)
+            self._client.get(self._dialect.probe_path, timeout_s=self._deadlines.control)
         except ServerError as error:
             self._fail(error, "while it sampled")
         self._last_answer_at = time.monotonic()
@@ -340,10 +340,10 @@ class ServerEngine(SteppingEngine):
             self._may_send.set()
 
     def _free_memory(self) -> None:
-        self._dialect.sleep(self._client, self._deadlines.control)
+        self._client.post(*self._dialect.free_memory, timeout_s=self._deadlines.control)
 
     def _restore_memory(self) -> None:
-        self._dialect.wake(self._client, self._deadlines.control)
+        self._client.post(*self._dialect.restore_memory, timeout_s=self._deadlines.control)
 
     def close(self) -> None:
         """End a server that was started here, drop the groups in flight of any other; idempotent."""
@@ -381,12 +381,29 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     sota_grpo.errors.UserError: engine.url=localhost is not the address of a server; write http://HOST:PORT.
     """
     options, dialect = options.resolved(), _DIALECTS[options.engine]()
-    if options.url is None:
-        return _start(dialect, options)
-    client = HttpClient(options.url, api_key=options.api_key, max_connections=options.max_rows + _CONTROL_CONNECTIONS)
-    _require_answer(client, options.deadlines.control)
+    url, key = options.url, options.api_key
+    own: dict[str, Any] = {}
+    if url is None:
+        _require_package(dialect)
+    else:
+        _require_answer(HttpClient(url, api_key=key), options.deadlines.control)
     shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)
-    return ServerEngine(client, dialect, shapes=shapes, tied=tied, **_limits(options))
+    if url is None:
+        folder = WeightFolder(shapes, getattr(torch, options.dtype))
+        on_cpu = not torch.cuda.is_available()
+        process, url, key = _start(dialect, options, folder, on_cpu=on_cpu)
+        own = {"process": process, "weight_folder": folder, "can_sleep": not on_cpu}
+    return ServerEngine(
+        HttpClient(url, api_key=key, max_connections=options.max_rows + _CONTROL_CONNECTIONS),
+        dialect,
+        shapes=shapes,
+        tied=tied,
+        eos_token_ids=options.eos_token_ids,
+        max_model_len=options.max_model_len,
+        max_rows=options.max_rows,
+        deadlines=options.deadlines,
+        **own,
+    )
 
 
 def _require_answer(client: HttpClient, timeout_s: float) -> None:
@@ -395,22 +412,26 @@ def _require_answer(client: HttpClient, timeout_s: float) -> None:
     except ServerSilent as error:
         raise UserError(f"No server answers at engine.url={client.url}; start it first, or mend the url.") from error
     except ServerError:
-        return  # it is there, and says what it lacks when it is asked for more
+        pass  # it is there, and says what it lacks when it is asked for more
+    finally:
+        client.close()
 
 
-def _start(dialect: Dialect, options: EngineOptions) -> ServerEngine:
+def _require_package(dialect: Dialect) -> None:
     if find_spec(dialect.package) is None:
         raise UserError(
             f"engine={dialect.name} needs the package {dialect.package}, which is not installed; install it "
             "(README.md, Install), or give engine.url of a server that runs elsewhere on this machine."
         )
-    on_cpu = not torch.cuda.is_available()
-    shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)
-    folder = WeightFolder(shapes, getattr(torch, options.dtype))
+
+
+def _start(
+    dialect: Dialect, options: EngineOptions, folder: WeightFolder, *, on_cpu: bool
+) -> tuple[ServerProcess, str, str]:
     # A killed server leaves sockets and meeting points behind. On a GPU the temporary folder keeps compiled code too.
     leavings = "TMPDIR" if on_cpu else "VLLM_RPC_BASE_PATH"
     try:
-        process, url, key = start_server(
+        return start_server(
             lambda port, key: dialect.command(options, port, key, folder.path, on_cpu=on_cpu),
             lambda key: {
                 leavings: str(folder.path),
@@ -424,15 +445,3 @@ def _start(dialect: Dialect, options: EngineOptions) -> ServerEngine:
     except BaseException:
         folder.close()
         raise
-    client = HttpClient(url, api_key=key, max_connections=options.max_rows + _CONTROL_CONNECTIONS)
-    parts: dict[str, Any] = {"process": process, "weight_folder": folder, "can_sleep": not on_cpu}
-    return ServerEngine(client, dialect, shapes=shapes, tied=tied, **parts, **_limits(options))
-
-
-def _limits(options: EngineOptions) -> dict[str, Any]:
-    return {
-        "eos_token_ids": options.eos_token_ids,
-        "max_model_len": options.max_model_len,
-        "max_rows": options.max_rows,
-        "deadlines": options.deadlines,
-    }

@@ -127,49 +127,39 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._held = False
-        self._waiting: deque[threading.Lock] = deque()
+        self._changed = threading.Condition(threading.Lock())  # not reentrant: see try_acquire
+        self._queue: deque[object] = deque()  # the first one holds the lock
 
     def __enter__(self) -> None:
-        with self._mutex:
-            if not self._held:
-                self._held = True
-                return
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiting.append(turn)
-        try:
-            turn.acquire()
-        except BaseException:  # Ctrl-C while waiting: leave the queue, or pass on the turn that has just come
-            with self._mutex:
-                still_waiting = turn in self._waiting
-                if still_waiting:
-                    self._waiting.remove(turn)
-            if not still_waiting:
-                self.release()
-            raise
+        ticket = object()
+        with self._changed:
+            self._queue.append(ticket)
+            try:
+                self._changed.wait_for(lambda: self._queue[0] is ticket)
+            except BaseException:  # Ctrl-C while waiting: leave the queue
+                self._queue.remove(ticket)
+                self._changed.notify_all()
+                raise
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
     def release(self) -> None:
         """Hand the lock to the next in the queue."""
-        with self._mutex:
-            if self._waiting:
-                self._waiting.popleft().release()  # stays held, now by that thread
-            else:
-                self._held = False
+        with self._changed:
+            self._queue.popleft()
+            self._changed.notify_all()
 
     def try_acquire(self) -> bool:
-        """Take the lock if that needs no waiting at all."""
-        if not self._mutex.acquire(blocking=False):
+        """Take the lock if that needs no waiting at all; within a call of this very lock, it does."""
+        if not self._changed.acquire(blocking=False):
             return False
         try:
-            taken, self._held = not self._held, True
-            return taken
+            if free := not self._queue:
+                self._queue.append(object())
+            return free
         finally:
-            self._mutex.release()
+            self._changed.release()
 
 
 class Flight(NamedTuple):

@@ -309,7 +309,9 @@ class GroupDecoder:
 
 
 def _runs(prompts: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Neighbours that are equal, once each, and which of these each is: samples may be asked for one by one.
+    """Equal neighbours joined: the prompts that are left, and the index of each input's among them.
+
+    Samples of one group may be requests of their own.
 
     >>> _runs([(7,), (7,), (8, 9), (7,)])
     ([(7,), (8, 9), (7,)], [0, 0, 1, 2])
@@ -344,7 +346,7 @@ class TransformersEngine(SteppingEngine):
         eos_token_ids: the tokens that end a response.
         pad_token_id: fills unused cells; no output depends on it.
         max_model_len: context in tokens; None takes what the model allows.
-        max_rows: most samples in the batch (one group is never split).
+        max_rows: most samples in the batch (one request is never split).
         device: where to sample; None stays where the model is.
         dtype: of the engine's copy; None keeps the model's.
         copy_model: False takes the given model itself, for a caller that has no other use of it.

@@ -1,10 +1,4 @@
-"""The vLLM engine, in this process, on CPU or CUDA. vLLM is imported when the engine is built, never before.
-
-vLLM's own C++ norms for its CPU engine, which computes them in plain torch otherwise (vLLM 0.32).
-
-For a small model plain torch's are a fifth of the time of decoding. The kernels are registered as vLLM provides for,
-as implementations of its operations (``vllm.ir``) beside the native ones, which still serve what kernels do not take.
-"""
+"""The vLLM engine, in this process, on CPU or CUDA. vLLM is imported when the engine is built, never before."""
 
 from __future__ import annotations
 
@@ -26,12 +20,15 @@ from sota_grpo.engines.vllm_server import sampling_parameters
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample
 
 PROVIDER = "sota_grpo_cpu"
+_CPU_BLOCK_TOKENS = 32  # vLLM's default on CPU is 128: prompts below that would share nothing
 
 
 def cpu_norms() -> dict[str, list[str]]:
-    """Register the kernels, once in a process, and give the engine's argument ``ir_op_priority`` that prefers them.
+    """Register vLLM's own C++ norms for its CPU engine; the argument ``ir_op_priority`` that prefers them.
 
-    Empty where this build of vLLM lacks them.
+    Otherwise it computes them in plain torch (vLLM 0.32), a fifth of the time of decoding for a small model. They are
+    registered once in a process and as vLLM provides for, as implementations of its operations (``vllm.ir``) beside the
+    native ones, which still serve what kernels do not take. Empty where this build of vLLM lacks them.
     """
     from vllm import ir
     from vllm.platforms import current_platform
@@ -71,9 +68,6 @@ def _fused_add_rms_norm(
     return x, x_residual
 
 
-_CPU_BLOCK_TOKENS = 32  # vLLM's default on CPU is 128: prompts below that would share nothing
-
-
 class VLLMEngine(SteppingEngine):
     """Samples with vLLM 0.32 inside this process: one request per group (``n`` samples), prompts shared by its cache.
 
@@ -102,18 +96,8 @@ class VLLMEngine(SteppingEngine):
         if not self._on_cpu and options.tensor_parallel_size == 1:
             self.device = torch.device("cuda:0")  # vLLM takes the first that this process sees
         options = options.resolved()
-        arguments = {
-            "max_model_len": options.max_model_len,
-            "dtype": options.dtype,
-            "max_num_seqs": options.max_rows,
-            "gpu_memory_utilization": options.gpu_memory_utilization,
-            "enforce_eager": options.is_eager(on_cpu=self._on_cpu),
-            "tensor_parallel_size": options.tensor_parallel_size,
-            "seed": options.seed,
-            "trust_remote_code": options.trust_remote_code,
-        }
         with _process_state_restored():
-            self._llm: Any = _start(options.model_path, arguments, on_cpu=self._on_cpu)
+            self._llm: Any = _start(options, on_cpu=self._on_cpu)
         self._engine: Any = self._llm.llm_engine
         self.max_model_len = int(self._engine.model_config.max_model_len)
         self._engine.set_weight_version("0")
@@ -216,8 +200,8 @@ class VLLMEngine(SteppingEngine):
         self._resolve_ended()
 
 
-def engine_arguments(options: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
-    """Everything that vLLM's ``LLM`` is given beside the model's path.
+def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
+    """Everything that vLLM's ``LLM`` is given beside the model's path, from options that are resolved.
 
     A copy on several GPUs runs in processes that vLLM starts itself (``mp``), on this process's devices. Left alone,
     vLLM takes Ray inside one of our actors and then refuses the actor's placement group: it wants a bundle per GPU.
@@ -228,9 +212,16 @@ def engine_arguments(options: Mapping[str, Any], *, on_cpu: bool) -> dict[str, A
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "use_tqdm_on_load": False,
-        **options,
+        "max_model_len": options.max_model_len,
+        "dtype": options.dtype,
+        "max_num_seqs": options.max_rows,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enforce_eager": options.is_eager(on_cpu=on_cpu),
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "seed": options.seed,
+        "trust_remote_code": options.trust_remote_code,
     }
-    if options["tensor_parallel_size"] > 1:
+    if options.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
     if on_cpu:
         # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut in pieces, which CPU generators
@@ -239,7 +230,7 @@ def engine_arguments(options: Mapping[str, Any], *, on_cpu: bool) -> dict[str, A
     return arguments | {"enable_sleep_mode": True}
 
 
-def _start(model_path: str, options: Mapping[str, Any], *, on_cpu: bool) -> Any:
+def _start(options: EngineOptions, *, on_cpu: bool) -> Any:
     """Import vLLM and load the model."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -253,24 +244,20 @@ def _start(model_path: str, options: Mapping[str, Any], *, on_cpu: bool) -> Any:
         arguments = engine_arguments(options, on_cpu=on_cpu)
         if on_cpu:
             arguments["ir_op_priority"] = cpu_norms()
-        return LLM(model_path, **arguments)
+        return LLM(options.model_path, **arguments)
 
 
 @contextlib.contextmanager
 def _process_state_restored() -> Iterator[None]:
     """vLLM reseeds every random generator and, on CPU, replaces ``torch.set_num_threads``: undo both."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    set_num_threads = torch.set_num_threads
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    states, set_num_threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
     try:
-        yield
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
         torch.set_num_threads = set_num_threads
-        if cuda_states:
-            torch.cuda.set_rng_state_all(cuda_states)
 
 
 def _weight_dtype(model: torch.nn.Module) -> torch.dtype | None:

@@ -110,9 +110,6 @@ class GSM8KEnv(DatasetEnv):
         dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
         keywords: of :class:`DatasetEnv` and :class:`sota_grpo.tasks.gsm8k.GSM8KTask`.
 
-    Raises:
-        ValueError, DatasetError: see :class:`DatasetEnv`.
-
     Example::
 
         env = GSM8KEnv(tokenizer=tokenizer, num_envs=16, repeats=8)
@@ -130,11 +127,8 @@ class MATHEnv(DatasetEnv):
     (:func:`sota_grpo.rewards.maths.math_equal`).
 
     Args:
-        dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
+        dataset: as in :class:`GSM8KEnv`.
         keywords: of :class:`DatasetEnv` and :class:`sota_grpo.tasks.math.MathTask`.
-
-    Raises:
-        ValueError, DatasetError: see :class:`DatasetEnv`.
     """
 
     def __init__(self, *, dataset: str = "DigitalLearningGmbH/MATH-lighteval", **keywords: Any):
@@ -148,12 +142,9 @@ class IFEvalEnv(DatasetEnv):
     unless one is given, and ``<answer>`` tags are graded where they are and not asked for.
 
     Args:
-        dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
+        dataset: as in :class:`GSM8KEnv`.
         eval_dataset: what is held out of training; see :meth:`sota_grpo.tasks.ifeval.IFEvalTask.load`.
         keywords: of :class:`DatasetEnv` and :class:`sota_grpo.tasks.ifeval.IFEvalTask`.
-
-    Raises:
-        ValueError, DatasetError: see :class:`DatasetEnv`.
     """
 
     def __init__(self, *, dataset: str = "allenai/RLVR-IFeval", eval_dataset: str | None = None, **keywords: Any):
@@ -167,9 +158,6 @@ class ArithmeticEnv(DatasetEnv):
         seed: of the problems and of their order; None draws one.
         difficulty: most steps of a problem, 1 to 4.
         keywords: of :class:`DatasetEnv` and of the task.
-
-    Raises:
-        ValueError: see the task and :class:`TaskEnv`.
     """
 
     def __init__(self, *, seed: int | None = None, difficulty: int = 4, **keywords: Any):

@@ -135,6 +135,8 @@ class Dialog:
     def __init__(self, prompt_ids: Sequence[int]):
         self.ids = [*prompt_ids]
         self.num_turns = 0
+        self.last = torch.zeros(0, dtype=torch.int64)  # what the policy said last
+        self.truncated = False
         self._parts: list[Sample] = []
 
     def speak(self, said: Sample) -> None:

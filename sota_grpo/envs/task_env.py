@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,10 +31,9 @@ from torchrl.envs import EnvBase
 from sota_grpo import keys
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import Grader, LocalGrader
-from sota_grpo.rl.records import Example, Sample, Score, sample_seed
+from sota_grpo.rl.records import Example, Sample, sample_seed
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import graded_texts, write_scores
-from sota_grpo.workers.base import promised, resolve
 
 
 class PromptStream:
@@ -66,19 +65,12 @@ class PromptStream:
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
         self.next_group_id = 0
         self._first_group_id = 0  # of the draws under this seed
-        self._orders: dict[int, list[int]] = {}
-        self._start_epoch(0)
 
     def draw(self, num_groups: int) -> list[tuple[int, Example]]:
         """The next ``num_groups`` prompts, each with a group id that no other draw has."""
-        drawn = []
-        for _ in range(num_groups):
-            if self._position == len(self._order):
-                self._start_epoch(self._epoch + 1)
-            drawn.append((self.next_group_id, self.examples[self._order[self._position]]))
-            self._position += 1
-            self.next_group_id += 1
-        return drawn
+        group_ids = range(self.next_group_id, self.next_group_id + num_groups)
+        self.next_group_id += num_groups
+        return [(group_id, self.example_of(group_id)) for group_id in group_ids]
 
     def example_of(self, group_id: int) -> Example:
         """The example that was drawn as ``group_id``; changes nothing.
@@ -91,25 +83,20 @@ class PromptStream:
                 f"group {group_id} is not of this stream: under its seed it has drawn the groups "
                 f"{self._first_group_id} to {self.next_group_id - 1}."
             )
-        epoch, position = divmod(group_id - self._first_group_id, len(self.examples))
-        return self.examples[self._order_of(epoch)[position]]
+        epoch, position = self._place_of(group_id)
+        order = _permutation(len(self.examples), self.seed, epoch) if self.shuffle else range(len(self.examples))
+        return self.examples[order[position]]
 
     def reseed(self, seed: int) -> None:
         """Start over with another seed; group ids go on, so that they stay unique."""
         self.seed = seed
         self._first_group_id = self.next_group_id
-        self._orders.clear()
-        self._start_epoch(0)
 
     def state_dict(self) -> dict[str, int]:
         """Where the stream stands, as plain integers."""
-        return {
-            "seed": self.seed,
-            "num_examples": len(self.examples),
-            "epoch": self._epoch,
-            "position": self._position,
-            "next_group_id": self.next_group_id,
-        }
+        epoch, position = self._place_of(self.next_group_id)
+        place = {"epoch": epoch, "position": position, "next_group_id": self.next_group_id}
+        return {"seed": self.seed, "num_examples": len(self.examples)} | place
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Go on where ``state_dict`` was taken.
@@ -124,27 +111,19 @@ class PromptStream:
                     f"the saved stream of prompts has {name}={state_dict[name]} and this one {name}={own}; resume "
                     "with the dataset and the seed of the saved run."
                 )
-        self._start_epoch(state_dict["epoch"])
-        self._position = state_dict["position"]
         self.next_group_id = state_dict["next_group_id"]
-        self._first_group_id = self.next_group_id - self._epoch * len(self.examples) - self._position
+        drawn = state_dict["epoch"] * len(self.examples) + state_dict["position"]
+        self._first_group_id = self.next_group_id - drawn
 
-    def _start_epoch(self, epoch: int) -> None:
-        self._epoch, self._position = epoch, 0
-        self._order = self._order_of(epoch)
+    def _place_of(self, group_id: int) -> tuple[int, int]:
+        """Epoch and position in it."""
+        return divmod(group_id - self._first_group_id, len(self.examples))
 
-    def _order_of(self, epoch: int) -> list[int]:
-        """The permutation of ``epoch``; the last two are kept, for groups in flight reach into the epoch before."""
-        if epoch not in self._orders:
-            while len(self._orders) > 1:
-                self._orders.pop(next(iter(self._orders)))
-            count = len(self.examples)
-            order = list(range(count))
-            if self.shuffle:
-                generator = torch.Generator().manual_seed(sample_seed(self.seed, epoch))
-                order = torch.randperm(count, generator=generator).tolist()
-            self._orders[epoch] = order
-        return self._orders[epoch]
+
+@lru_cache(maxsize=8)  # groups in flight reach into the epoch before
+def _permutation(count: int, seed: int, epoch: int) -> list[int]:
+    generator = torch.Generator().manual_seed(sample_seed(seed, epoch))
+    return torch.randperm(count, generator=generator).tolist()
 
 
 def prompt_rows(group_id: int, example: Example, prompt_ids: Sequence[int], repeats: int) -> list[TensorDictBase]:
@@ -166,12 +145,7 @@ def prompt_rows(group_id: int, example: Example, prompt_ids: Sequence[int], repe
     group = torch.tensor(group_id)
     return [
         TensorDict(
-            {
-                **shared,
-                keys.GROUP_ID: group,
-                keys.SAMPLE_ID: torch.tensor(index),
-                "tokens": {"prompt": prompt},
-            },
+            {**shared, keys.GROUP_ID: group, keys.SAMPLE_ID: torch.tensor(index), "tokens": {"prompt": prompt}},
             batch_size=[],
         )
         for index in range(repeats)
@@ -226,7 +200,7 @@ def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: An
             "text": {"response": NonTensorData(text)},
             "next": {
                 "token_version": version,
-                "policy_version": _oldest(sample),
+                "policy_version": version[said].min(),  # of the oldest token
                 "done": done,
                 "terminated": terminated,
                 "truncated": truncated,
@@ -250,12 +224,6 @@ def _sampled(num_prompt_tokens: int, samples: Sequence[Sample]) -> tuple[torch.T
     log_probs = _behind(off.float(), [sample.log_probs.float() for sample in samples])
     versions = _behind(off.long(), [sample.versions.long() for sample in samples])
     return produced, torch.where(produced, log_probs, 0.0), torch.where(produced, versions, -1)
-
-
-def _oldest(sample: Sample) -> torch.Tensor:
-    """The version of the oldest token that the policy produced."""
-    versions = sample.versions.long()
-    return versions.min() if sample.assistant_mask is None else versions[sample.assistant_mask].min()
 
 
 def last_turn(sample: Sample) -> torch.Tensor:
@@ -443,29 +411,6 @@ class TaskEnv(EnvBase):
         """The text that the grader reads: special tokens left out."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def begin_grading(self, rows: Sequence[TensorDictBase]) -> Future[list[TensorDictBase]]:
-        """The finished rows of one group, once their scores are written in them.
-
-        Their reward, its terms, ``success`` and ``reward_error`` are written in place, perhaps from another thread:
-        leave the rows alone until then. Rows that have scores already pass unchanged.
-        """
-        listed, done = list(rows), promised()
-        if listed[0].get(keys.SUCCESS, None) is not None:
-            done.set_result(listed)
-            return done
-
-        def written(scores: list[Score]) -> list[TensorDictBase]:
-            write_scores(lazy_stack(listed), scores, self.task.term_weights)
-            return listed
-
-        future = self.grader.scores(graded_texts(listed))
-        future.add_done_callback(lambda scores: resolve(done, lambda: written(scores.result())))
-        return done
-
-    def grade(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-        """As :meth:`begin_grading`, waiting for the scores."""
-        return self.begin_grading(rows).result()
-
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         chosen = None if tensordict is None else tensordict.get("_reset", None)
         if chosen is not None and not chosen.all():
@@ -484,8 +429,9 @@ class TaskEnv(EnvBase):
         rows = [self._finish(row) for row in tensordict.unbind(0)]
         if self.compute_reward:
             groups = [rows[start : start + self.repeats] for start in range(0, len(rows), self.repeats)]
-            for graded in [self.begin_grading(group) for group in groups]:
-                graded.result()
+            futures = [self.grader.scores(graded_texts(group)) for group in groups]
+            for group, scores in zip(groups, futures, strict=True):
+                write_scores(lazy_stack(group), scores.result(), self.task.term_weights)
         return self._stack([row.get("next") for row in rows])
 
     def _stack(self, rows: list[TensorDictBase]) -> LazyStackedTensorDict:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "none"]
 Scale = Literal["group_std", "batch_std", "none"]
-
-_BASELINES = ("group_mean", "leave_one_out", "batch_mean", "none")
-_SCALES = ("group_std", "batch_std", "none")
 
 
 def group_advantages(
@@ -63,17 +60,17 @@ def group_advantages(
     [0.7071, -0.7071, 0.0, 0.0]
     """
     _check_rows(rewards, group_ids)
-    _check_choice("baseline", baseline, _BASELINES)
-    _check_choice("scale", scale, _SCALES)
+    for name, value, choices in (("baseline", baseline, get_args(Baseline)), ("scale", scale, get_args(Scale))):
+        if value not in choices:
+            raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     if rewards.numel() == 0:
         return rewards.to(dtype)
     values = rewards.double()
     index, counts = _group_index(group_ids)
     centred = values - _baseline(values, index, counts, baseline)
-    advantages = centred / _scale(values, index, counts, scale, eps)
     alike = _told_apart_by_nothing(values, index, counts, baseline, scale)
-    return torch.where(alike, 0.0, advantages).to(dtype)
+    return torch.where(alike, 0.0, centred / _scale(values, index, counts, scale, eps)).to(dtype)
 
 
 def constant_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -165,8 +162,3 @@ def _check_rows(rewards: Tensor, group_ids: Tensor) -> None:
     if not bool(finite.all()):
         row = int((~finite).nonzero()[0])
         raise ValueError(f"the reward of row {row} is {rewards[row].item()}; a reward must be a finite number.")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")

@@ -25,20 +25,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of a dense decoder that its operations depend on.
+    """The numbers of a dense decoder that its operations depend on."""
 
-    Args:
-        trainable_weights: entries of the decoder's matrices that are trained, its adapters' included; no embedding.
-        frozen_weights: entries of those that are not.
-        attention_width: query heads times their size, summed over the layers.
-        head_weights: vocabulary times hidden size.
-        head_trainable: whether the head is trained.
-    """
-
-    trainable_weights: int
-    frozen_weights: int
-    attention_width: int
-    head_weights: int
+    trainable_weights: int  # entries of the decoder's matrices that are trained, adapters included; no embedding
+    frozen_weights: int  # entries of those that are not
+    attention_width: int  # query heads times their size, summed over the layers
+    head_weights: int  # vocabulary times hidden size
     head_trainable: bool = True
 
 

@@ -74,7 +74,7 @@ class LogitTiles:
         narrow_bytes = 0 if self.dtype == self.wide else self.dtype.itemsize
         size = max(1, num_bytes // (num_buffers * self.wide.itemsize + narrow_bytes))
         num_rows = max(1, min(len(hidden), math.isqrt(size)))
-        num_columns = min(len(weight), size // num_rows, _kernel_columns() if self.kernels else size)
+        num_columns = min(len(weight), size // num_rows, _kernels().MAX_COLUMNS if self.kernels else size)
         num_rows = max(1, min(len(hidden), size // num_columns))
         self.rows = _pieces(len(hidden), num_rows)
         self.columns = _pieces(len(weight), num_columns, ALIGNED if hidden.is_cuda else 1)
@@ -140,12 +140,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
-
-
-def _kernel_columns() -> int:
-    from sota_grpo.functional.tile_kernels import MAX_COLUMNS  # brings Triton
-
-    return MAX_COLUMNS
 
 
 def _takes_kernels(hidden: Tensor, bias: Tensor | None, softcap: float | None) -> bool:
@@ -226,25 +220,15 @@ def chunked_log_probs(
     >>> round(log_probs.item(), 4), round(entropy.item(), 4)  # three equal logits: -log 3 and log 3
     (-1.0986, 1.0986)
     """
-    _check_shapes(hidden, weight, targets, bias)
-    _check_options(temperature, softcap, logits_bytes, entropy_grad and not with_entropy)
+    _check(hidden, weight, targets, bias, temperature=temperature, softcap=softcap, logits_bytes=logits_bytes)
+    if entropy_grad and not with_entropy:
+        raise ValueError("entropy_grad=True needs with_entropy=True: there is no entropy to differentiate.")
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     keeps_slopes = torch.is_grad_enabled() and hidden.requires_grad and frozen and not entropy_grad and softcap is None
     options = _Options(temperature, softcap, logits_bytes, with_entropy, entropy_grad, keeps_slopes)
-    log_probs, entropy = _TiledLogProbs.apply(hidden, weight, bias, targets, options)
-    return log_probs, entropy
-
-
-def _check_options(
-    temperature: float, softcap: float | None, logits_bytes: int | None, entropy_is_missing: bool
-) -> None:
-    for name, value in (("temperature", temperature), ("softcap", softcap), ("logits_bytes", logits_bytes)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} is {value}; it must be above 0.")
-    if entropy_is_missing:
-        raise ValueError("entropy_grad=True needs with_entropy=True: there is no entropy to differentiate.")
+    return _TiledLogProbs.apply(hidden, weight, bias, targets, options)
 
 
 class _Options(NamedTuple):
@@ -340,11 +324,10 @@ def _score(
     own, mass, moment = hidden.new_zeros(3, len(hidden), 1, dtype=tiles.wide)
     so_far = _Scan(torch.full_like(mass, torch.finfo(mass.dtype).min), own, mass, moment)
     others = None if slopes is None else torch.zeros_like(hidden, dtype=tiles.wide)
-    scan, wanted = _scan_by_kernel if tiles.kernels else _scan, _Wanted(with_entropy, others is not None)
     for columns in tiles.columns:
         weight = tiles.weight[columns].to(hidden.dtype)
         raw, last = tiles.raw(hidden, weight, columns), so_far.top
-        so_far, p = scan(tiles, raw, targets, columns, so_far, wanted)
+        so_far, p = _scan(tiles, raw, targets, columns, so_far, with_entropy, slopes is not None)
         if others is not None:
             add_product(others.mul_((last - so_far.top).exp2()), p, weight)
     top, own, mass, moment = so_far
@@ -364,17 +347,15 @@ class _Scan(NamedTuple):
     moment: Tensor
 
 
-class _Wanted(NamedTuple):
-    """What a scan computes beside the log-probs: the moment of the entropy, the weights of the slopes."""
-
-    entropy: bool
-    weights: bool
-
-
 def _scan(
-    tiles: LogitTiles, raw: Tensor, targets: Tensor, columns: slice, so_far: _Scan, wanted: _Wanted
+    tiles: LogitTiles, raw: Tensor, targets: Tensor, columns: slice, so_far: _Scan, entropy: bool, weights: bool
 ) -> tuple[_Scan, Tensor]:
-    """With one tile more; and ``2^(z - top)`` ``[r, c]``, 0 at the target, for matrix products if wanted."""
+    """With one tile more; and with ``weights`` ``2^(z - top)`` ``[r, c]``, 0 at the target, for matrix products."""
+    if tiles.kernels:
+        new, p = _Scan(so_far.top.clone(), *so_far[1:]), tiles.narrow(raw)
+        index, kept = targets - columns.start, p if weights else None
+        _kernels().scan(raw, index, *new, factor=tiles.factor, with_entropy=entropy, weights=kept)
+        return new, p
     last, own, mass, moment = so_far
     index, inside = tiles.find(targets, columns)
     top = torch.maximum(last, raw.amax(1, keepdim=True) * tiles.factor)
@@ -382,23 +363,12 @@ def _scan(
     z = tiles.minus(raw, top)
     own = torch.where(inside, z.gather(1, index), own + drop)
     p = torch.exp2(z, out=tiles.buffer(-1, z))
-    if wanted.entropy:
+    if entropy:
         moment = (moment + drop * mass) * scale + z.mul_(p).sum(1, keepdim=True)
     mass = mass * scale + p.sum(1, keepdim=True)
-    if wanted.weights:
+    if weights:
         p = tiles.narrowed(p.scatter_(1, index, p.gather(1, index).masked_fill_(inside, 0)))
     return _Scan(top, own, mass, moment), p
-
-
-def _scan_by_kernel(
-    tiles: LogitTiles, raw: Tensor, targets: Tensor, columns: slice, so_far: _Scan, wanted: _Wanted
-) -> tuple[_Scan, Tensor]:
-    """:func:`_scan` without bias and softcap."""
-    new, p = _Scan(so_far.top.clone(), *so_far[1:]), tiles.narrow(raw)
-    weights = p if wanted.weights else None
-    index = targets - columns.start
-    _kernels().scan(raw, index, *new, factor=tiles.factor, with_entropy=wanted.entropy, weights=weights)
-    return new, p
 
 
 def _kernels() -> ModuleType:
@@ -418,13 +388,12 @@ def _pull_back(tiles: LogitTiles, rows: _Rows, wanted: tuple[bool, ...]) -> tupl
     grad_hidden = torch.zeros_like(hidden, dtype=tiles.wide) if wanted[0] else None
     grad_weight = torch.empty_like(weight) if wanted[1] else None
     grad_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
-    gradient = _grad_logits_by_kernel if tiles.kernels else _grad_logits
     for columns in tiles.columns:
         tile_weight = weight[columns].to(hidden.dtype)
         to_weight = hidden.new_zeros(tile_weight.t().shape, dtype=tiles.wide)
         to_bias = to_weight.new_zeros(len(tile_weight))
         for piece in tiles.rows:
-            grad_logits = gradient(tiles, rows.take(piece), tile_weight, columns)
+            grad_logits = _grad_logits(tiles, rows.take(piece), tile_weight, columns)
             if grad_bias is not None:
                 to_bias += grad_logits.sum(0)
             grad_logits = tiles.narrowed(grad_logits)
@@ -440,34 +409,32 @@ def _pull_back(tiles: LogitTiles, rows: _Rows, wanted: tuple[bool, ...]) -> tupl
 
 
 def _grad_logits(tiles: LogitTiles, rows: _Rows, weight: Tensor, columns: slice) -> Tensor:
-    """``(1[v = target] - p_v) g - p_v (log p_v + entropy) h`` for one tile, carried on through a softcap."""
+    """``(1[v = target] - p_v) g - p_v (log p_v + entropy) h`` for one tile, carried on through a softcap.
+
+    With ``p = 2^z / mass`` and ``log p = ln 2 (z - log2 mass)`` that is ``(by_p + by_zp z) 2^z``, plus g at the target.
+    """
     raw = tiles.raw(rows.hidden, weight, columns)
-    z, g = tiles.minus(raw, rows.top), tiles.slope * rows.g
-    if rows.h is None:
-        grad = z.exp2_().mul_(-g / rows.mass)
-    else:  # p = 2^z / mass, log p = ln 2 (z - log2 mass)
-        h, p = tiles.slope * rows.h, torch.exp2(z, out=tiles.buffer(-1, z))
-        start = g + h * (rows.entropy - LN2 * rows.mass.log2())
-        grad = torch.addcmul(-start / rows.mass, z, -LN2 * h / rows.mass, out=z).mul_(p)
+    g, start, by_zp = tiles.slope * rows.g, tiles.slope * rows.g, None
+    if rows.h is not None:
+        h = tiles.slope * rows.h
+        start, by_zp = g + h * (rows.entropy - LN2 * rows.mass.log2()), -LN2 * h / rows.mass
+    by_p = -start / rows.mass
+    if tiles.kernels:
+        grad, column = tiles.narrow(raw), rows.targets - columns.start
+        _kernels().pull(raw, column, rows.top, by_p, by_zp, g, grad, factor=tiles.factor)
+        return grad
+    z = tiles.minus(raw, rows.top)
+    if by_zp is None:
+        grad = z.exp2_().mul_(by_p)
+    else:
+        p = torch.exp2(z, out=tiles.buffer(-1, z))
+        grad = torch.addcmul(by_p, z, by_zp, out=z).mul_(p)
     index, inside = tiles.find(rows.targets, columns)
     grad.scatter_add_(1, index, torch.where(inside, g, 0.0))
     return grad if tiles.softcap is None else grad.mul_(raw.addcmul_(raw, raw, value=-1))
 
 
-def _grad_logits_by_kernel(tiles: LogitTiles, rows: _Rows, weight: Tensor, columns: slice) -> Tensor:
-    """:func:`_grad_logits` in the dtype of the matrix products, without bias and softcap."""
-    raw = tiles.raw(rows.hidden, weight, columns)
-    g, by_zp, start = tiles.slope * rows.g, None, tiles.slope * rows.g
-    if rows.h is not None:
-        h = tiles.slope * rows.h
-        start = g + h * (rows.entropy - LN2 * rows.mass.log2())
-        by_zp = -LN2 * h / rows.mass
-    grad, index = tiles.narrow(raw), rows.targets - columns.start
-    _kernels().pull(raw, index, rows.top, -start / rows.mass, by_zp, g, grad, factor=tiles.factor)
-    return grad
-
-
-def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, **positive: float | None) -> None:
     fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
     fits = fits and targets.shape == hidden.shape[:1] and (bias is None or bias.shape == weight.shape[:1])
     if not fits:
@@ -476,3 +443,6 @@ def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor 
             f"hidden, weight, targets must be [M, H], [V, H], [M] and bias [V], but they are {shapes} and "
             f"{None if bias is None else list(bias.shape)}."
         )
+    for name, value in positive.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0.")

@@ -146,20 +146,14 @@ class Surrogate:
     The parameters of its functions say what they read: ``log_prob``, ``log_ratio``, ``advantage``, ``clip_low``,
     ``clip_high``, ``dual_clip``, any of them.
 
-    Attributes:
-        loss: to ``[N, T]``.
-        clipped: to bool ``[N, T]``, where the clip acts; None: nowhere.
-        verl: verl's ``loss_mode`` of the same loss, by ``algorithm.ratio``; empty: it has none.
-        trl: TRL's ``loss_type`` of the same loss, by ``algorithm.aggregation``; empty: it has none.
-
     >>> SURROGATES["cispo"].reads("clip_high"), SURROGATES["reinforce"].reads("log_ratio")
     (True, False)
     """
 
-    loss: Callable[..., Tensor]
-    clipped: Callable[..., Tensor] | None = None
-    verl: Mapping[str, str] = field(default_factory=dict)
-    trl: Mapping[str, str] = field(default_factory=dict)
+    loss: Callable[..., Tensor]  # to [N, T]
+    clipped: Callable[..., Tensor] | None = None  # to bool [N, T], where the clip acts; None: nowhere
+    verl: Mapping[str, str] = field(default_factory=dict)  # its loss_mode of the same loss, by algorithm.ratio
+    trl: Mapping[str, str] = field(default_factory=dict)  # its loss_type of the same loss, by algorithm.aggregation
 
     def reads(self, term: str) -> bool:
         """Whether the loss is a function of ``term``; of ``log_ratio`` where it has an importance ratio."""

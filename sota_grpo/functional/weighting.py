@@ -18,14 +18,12 @@ of that aggregation is a divisor that no sampled response can change.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 Aggregation = Literal["token", "sequence", "constant"]
-
-_AGGREGATIONS = ("token", "sequence", "constant")
 
 
 def row_weights(lengths: Tensor, aggregation: Aggregation, *, max_response_tokens: int | None = None) -> Tensor:
@@ -120,7 +118,7 @@ def _divisor(lengths: Tensor, aggregation: Aggregation, max_response_tokens: int
     if aggregation == "sequence":
         return (lengths > 0).sum() * lengths
     if aggregation != "constant":
-        raise ValueError(f"aggregation is {aggregation!r}; choose one of {', '.join(_AGGREGATIONS)}.")
+        raise ValueError(f"aggregation is {aggregation!r}; choose one of {', '.join(get_args(Aggregation))}.")
     if max_response_tokens is None or max_response_tokens < 1:
         raise ValueError(
             f"max_response_tokens is {max_response_tokens}; aggregation 'constant' divides by it, "

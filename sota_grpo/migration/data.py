@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.assembly.compose import load_config
-from sota_grpo.assembly.sampling import bare_task
+from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import SECRETS, Config, walk
 from sota_grpo.config.validators import READERS
 from sota_grpo.errors import UserError
@@ -34,19 +34,12 @@ FILES = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What a translation needs beside the config.
+    """What a translation needs beside the config."""
 
-    Args:
-        model: path or hub name of the policy.
-        name: of the run.
-        longest_prompt: tokens.
-        num_train: problems that are trained on.
-    """
-
-    model: str
-    name: str
-    longest_prompt: int
-    num_train: int
+    model: str  # path or hub name of the policy
+    name: str  # of the run
+    longest_prompt: int  # tokens
+    num_train: int  # problems that are trained on
 
 
 class Account:
@@ -132,11 +125,8 @@ class Account:
 
 
 def _items(texts: Iterable[str]) -> list[str]:
-    return [
-        line
-        for text in texts
-        for line in textwrap.wrap(text, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
-    ]
+    indents: dict[str, Any] = {"initial_indent": "- ", "subsequent_indent": "  "}
+    return [line for text in texts for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False, **indents)]
 
 
 def example_columns(example: Example) -> dict[str, str]:
@@ -184,7 +174,8 @@ def write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> None:
     """All rows in one file.
 
     Raises:
-        UserError: there are no rows, or the file cannot be written.
+        UserError: there are no rows.
+        OSError: the file cannot be written.
     """
     import pyarrow
     import pyarrow.parquet
@@ -192,22 +183,7 @@ def write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> None:
     listed = list(rows)
     if not listed:
         raise UserError(f"There is nothing to write to {path.name}: the task has no such problems.")
-    try:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed), path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror or error}).") from error
-
-
-def write_jsonl(path: Path, rows: Iterator[dict[str, Any]]) -> None:
-    """One JSON object per line.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    try:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror or error}).") from error
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed), path)
 
 
 def verl_reward(config_file: str | Path) -> Callable[..., dict[str, float]]:
@@ -230,11 +206,7 @@ def verl_reward(config_file: str | Path) -> Callable[..., dict[str, float]]:
 
 
 def trl_reward(config_file: str | Path) -> Callable[..., list[float]]:
-    """A reward function for TRL's trainers, which are given the columns of the exported data.
-
-    Args:
-        config_file: see :func:`verl_reward`.
-    """
+    """The same for TRL's trainers, which are given the columns of the exported data."""
     task = _task(Path(config_file))
 
     def reward(
@@ -269,4 +241,4 @@ def _task(config_file: Path) -> Task:
     config = load_config(config_file.parent)
     if config.reward.path is not None:
         config.reward.path = str(config_file.parent / config.reward.path)
-    return bare_task(config)
+    return task_of(config, bare=True)

@@ -3,10 +3,11 @@ comes with its card."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from typing import Any
 import torch
 
 from sota_grpo.assembly.compose import PATH_OPTIONS, load_config
-from sota_grpo.assembly.evaluation import EXPORTED, exported_turns, find_checkpoint, load_trained
+from sota_grpo.assembly.evaluation import EXPORTED, exported_steps, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import make_env, task_of
 from sota_grpo.config import SECRETS, Config, model_name, turn_size, walk
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_folder
-from sota_grpo.migration.data import Account, Facts, trl_rows, verl_rows, write_jsonl, write_parquet
+from sota_grpo.migration.data import Account, Facts, trl_rows, verl_rows, write_parquet
 from sota_grpo.migration.trl import NEXT as TRL_NEXT
 from sota_grpo.migration.trl import VERSION as TRL_VERSION
 from sota_grpo.migration.trl import trl_script
@@ -44,7 +45,7 @@ compute_score = verl_reward(Path(__file__).with_name("config.yaml"))
 
 
 def write_hf(run_dir: Path, out: Path, *, step: int | None = None, adapter: bool = False) -> int:
-    """The trained model, merged or as a PEFT adapter, with its card. Returns the turns after which it is taken.
+    """The trained model, merged or as a PEFT adapter, with its card. Returns the steps after which it is taken.
 
     The model that a finished run exported is copied; else it is made from a checkpoint.
 
@@ -54,8 +55,8 @@ def write_hf(run_dir: Path, out: Path, *, step: int | None = None, adapter: bool
     config = load_config(run_dir)
     if adapter and not config.train_model.lora.enabled:
         raise UserError(f"{run_dir} trained all weights, so there is no adapter; leave --adapter out.")
-    exported = exported_turns(run_dir, config) if step is None and not adapter else None
-    turns, checkpoint = (exported, None) if exported is not None else find_checkpoint(run_dir, step)
+    exported = exported_steps(run_dir, config) if step is None and not adapter else None
+    steps, checkpoint = (exported, None) if exported is not None else find_checkpoint(run_dir, step)
     with _new_folder(out, run_dir) as folder:
         if checkpoint is None:
             shutil.copytree(run_dir / EXPORTED, folder, dirs_exist_ok=True)
@@ -69,9 +70,9 @@ def write_hf(run_dir: Path, out: Path, *, step: int | None = None, adapter: bool
             else:
                 folder.rmdir()  # save_hf makes it
                 save_hf(model, tokenizer, folder)
-        trained = Trained(run_dir.resolve().name, turns, adapter, read_evaluations(run_dir))
-        (folder / "README.md").write_text(model_card(config, trained), encoding="utf-8")
-    return turns
+        card = model_card(config, steps, read_evaluations(run_dir), is_adapter=adapter)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    return steps
 
 
 def write_verl(run_dir: Path, out: Path) -> Account:
@@ -113,7 +114,8 @@ def write_trl(run_dir: Path, out: Path) -> None:
         f"(pip install 'trl>={TRL_VERSION},<{TRL_NEXT}'); the reward is sota_grpo's own grader.",
     ]
     with _new_folder(out, run_dir) as folder:
-        write_jsonl(folder / "train.jsonl", trl_rows(task, task.train))
+        lines = "".join(json.dumps(row) + "\n" for row in trl_rows(task, task.train))
+        (folder / "train.jsonl").write_text(lines, encoding="utf-8")
         _write_config(config, folder)
         (folder / "train.py").write_text(trl_script(config, facts, heading), encoding="utf-8")
 
@@ -184,7 +186,7 @@ _TEXT = """---
 
 # {title}
 
-{base} after {turns} turns of {algorithm} on {task} ({responses:,} responses), trained with sota_grpo {version}.
+{base} after {steps} steps of {algorithm} on {task} ({responses:,} responses), trained with sota_grpo {version}.
 
 ## Results
 
@@ -227,28 +229,13 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 model = AutoPeftModelForCausalLM.from_pretrained("FOLDER", dtype="auto", device_map="auto")"""
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What is exported.
-
-    Args:
-        name: of the run.
-        turns: after which the model was taken.
-        is_adapter: the adapter alone, not merged.
-        evaluations: rows of ``metrics.jsonl`` that hold ``eval/accuracy``.
-    """
-
-    name: str
-    turns: int
-    is_adapter: bool
-    evaluations: Sequence[Mapping[str, Any]]
-
-
-def model_card(config: Config, trained: Trained) -> str:
+def model_card(
+    config: Config, steps: int, evaluations: Sequence[Mapping[str, Any]], *, is_adapter: bool = False
+) -> str:
     """``README.md`` as the hub reads it: YAML between dashes, then text.
 
-    Paths are shown without their folders, and keys and addresses not at all. Of the evaluations those up to the turn of
-    the model are shown.
+    Paths are shown without their folders, and keys and addresses not at all. Of the ``evaluations`` (rows of
+    ``metrics.jsonl``) those up to the ``steps`` after which the model was taken are shown.
     """
     from omegaconf import OmegaConf
 
@@ -256,19 +243,19 @@ def model_card(config: Config, trained: Trained) -> str:
     base = public.model.name or model_name(public)
     shown = [(name, value) for name, _, value in walk(public) if name.startswith(_SHOWN) or name in _AMOUNTS]
     return _TEXT.format(
-        front="\n".join(_front(config, trained)),
+        front="\n".join(_front(config, is_adapter)),
         title=f"{base.rpartition('/')[2]} trained by {config.algorithm.name} on {config.env.dataset}",
         base=base,
-        turns=trained.turns,
+        steps=steps,
         algorithm=config.algorithm.name,
         task=public.env.dataset + ("" if public.env.dataset_path is None else f" ({public.env.dataset_path})"),
         dataset=config.env.dataset,
         max_tokens=config.inference_model.max_tokens,
-        responses=trained.turns * turn_size(config),
+        responses=steps * turn_size(config),
         version=_versions()["sota_grpo"],
-        results="\n".join(_results(config, trained)),
-        loading=_ADAPTER if trained.is_adapter else _MERGED,
-        serving="needs the merged model (`sota-grpo export --to hf`)" if trained.is_adapter else "serves it",
+        results="\n".join(_results(config, [row for row in evaluations if row["step"] <= steps])),
+        loading=_ADAPTER if is_adapter else _MERGED,
+        serving="needs the merged model (`sota-grpo export --to hf`)" if is_adapter else "serves it",
         options="\n".join(f"| `{name}` | {value} |" for name, value in shown),
         config=OmegaConf.to_yaml(OmegaConf.create(asdict(public))),
         versions=", ".join(f"{name} {release}" for name, release in _versions().items()),
@@ -296,30 +283,28 @@ def published(config: Config) -> Config:
     return copy
 
 
-def _front(config: Config, trained: Trained) -> list[str]:
+def _front(config: Config, is_adapter: bool) -> list[str]:
     name, data = model_name(config), getattr(task_class(config.env.dataset), "hub_name", None)
     lines = [
-        f"library_name: {'peft' if trained.is_adapter else 'transformers'}",
+        f"library_name: {'peft' if is_adapter else 'transformers'}",
         "pipeline_tag: text-generation",
         "tags: [grpo, reinforcement-learning, sota-grpo, torchrl]",
     ]
     base = HUB_NAME if name == SMOLLM2 else name
     if base != TINY and not Path(base).expanduser().is_dir():
-        kind = "adapter" if trained.is_adapter else "finetune"
-        lines += [f"base_model: {base}", f"base_model_relation: {kind}"]
+        lines += [f"base_model: {base}", f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"]
     if data is not None and config.env.dataset_path is None:
         lines.append(f"datasets: [{data}]")
     return lines
 
 
-def _results(config: Config, trained: Trained) -> list[str]:
-    known = [row for row in trained.evaluations if row["step"] <= trained.turns]
-    if not known:
+def _results(config: Config, evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not evaluations:
         return ["The run made no evaluation."]
     count = config.eval.avg_at_k
-    columns = ["turns", "problems", "greedy", *([f"avg@{count}"] if count else [])]
+    columns = ["steps", "problems", "greedy", *([f"avg@{count}"] if count else [])]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for row in known:
+    for row in evaluations:
         shares = [_share(row, "eval/accuracy", "eval/stderr")]
         shares += [_share(row, "eval/avg_at_k", "eval/avg_at_k_stderr")] if count else []
         lines.append(f"| {row['step']} | {row.get('eval/num_samples') or '-'} | {' | '.join(shares)} |")

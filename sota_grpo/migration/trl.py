@@ -76,11 +76,11 @@ def trl_arguments(config: Config) -> tuple[dict[str, Any], Account]:
     ('grpo', 8, 390)
     """
     account = Account(config)
-    found: dict[str, Any] = {}
-    for section in (_amounts, _objective, _advantage, _reference, _optimizer, _learner, _sampling, _engine, _records):
-        found |= section(config, account)
+    arguments: dict[str, Any] = {}
+    for section in (_amounts, _objective, _advantage, _reference, _optimizer, _learner, _engine, _records):
+        arguments |= section(config, account)
     account.carry("model.name", "model.size")
-    return found, account
+    return arguments, account
 
 
 def trl_script(config: Config, facts: Facts, heading: Sequence[str]) -> str:
@@ -128,13 +128,13 @@ def _python(value: Any) -> str:
     return str(value)
 
 
-def steps_per_turn(config: Config) -> int:
+def steps_per_publish(config: Config) -> int:
     """Optimizer steps between two publishes."""
     return config.train.epochs * (turn_size(config) // config.train.optim_batch_size)
 
 
 def _amounts(config: Config, account: Account) -> dict[str, Any]:
-    """A turn is one generation batch; a micro-batch is a group where groups fill an optimizer step."""
+    """A step is one generation batch; a micro-batch is a group where groups fill an optimizer step."""
     account.carry("train.dialog_turns_per_batch", "mode")
     if config.mode == "async":
         account.carry("train.weight_update_frequency")
@@ -146,21 +146,21 @@ def _amounts(config: Config, account: Account) -> dict[str, Any]:
     per_rank = size // ranks
     micro = math.gcd(per_rank, repeats)
     account.remark("train.micro_batch_tokens", f"TRL pads, and counts responses: {micro} at a time.")
-    turns = account["train.total_dialog_turns"] // turn_size(config)
+    steps = account["train.total_dialog_turns"] // turn_size(config)
     return {
         "num_generations": repeats,
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": per_rank // micro,
         "steps_per_generation": turn_size(config) // (micro * ranks),
         "num_iterations": account["train.epochs"],
-        "max_steps": turns * steps_per_turn(config),
+        "max_steps": steps * steps_per_publish(config),
         "shuffle_dataset": account["env.shuffle"],
         "seed": account["seed"],
     }
 
 
 def _objective(config: Config, account: Account) -> dict[str, Any]:
-    part, several = config.algorithm, steps_per_turn(config) > 1
+    part, several = config.algorithm, steps_per_publish(config) > 1
     loss = account.loss_of("trl", "algorithm.aggregation", f"TRL's {part.objective} weighs every token alike.")
     aggregation, is_cispo = part.aggregation, loss == "cispo"
     if aggregation == "token" and several:
@@ -274,31 +274,28 @@ def _learner(config: Config, account: Account) -> dict[str, Any]:
     }
 
 
-def _sampling(config: Config, account: Account) -> dict[str, Any]:
+def _engine(config: Config, account: Account) -> dict[str, Any]:
     if account["inference_model.ignore_eos"]:
         account.remark(
             "inference_model.ignore_eos", "add generation_kwargs, which differ between vLLM and transformers."
         )
-    return {
+    sampling = {
         "max_completion_length": account["inference_model.max_tokens"],
         "temperature": account["inference_model.temperature"],
         "top_p": account["inference_model.top_p"],
         "top_k": account["inference_model.top_k"],
     }
-
-
-def _engine(config: Config, account: Account) -> dict[str, Any]:
     name, url = account["engine.name"], account["engine.url"]
     known = "colocate" if name == "auto" else ENGINES[name].trl
     if known is None:
         account.remark("engine.name", "TRL samples with transformers or vLLM; this is transformers.")
     if known in (None, "transformers"):
-        return {"use_vllm": False}
+        return sampling | {"use_vllm": False}
     uses: Any = Code(f'{HAS_CUDA} and find_spec("vllm") is not None') if name == "auto" else True
     if known == "server":
         server = {"use_vllm": uses, "vllm_mode": "server"}
-        return server if url is None else server | {"vllm_server_base_url": url}
-    return {
+        return sampling | server | ({} if url is None else {"vllm_server_base_url": url})
+    return sampling | {
         "use_vllm": uses,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": account["inference_model.gpu_memory_utilization"],
@@ -310,13 +307,13 @@ def _engine(config: Config, account: Account) -> dict[str, Any]:
 def _records(config: Config, account: Account) -> dict[str, Any]:
     if account["eval.mode"] == "on":
         account.remark("eval.mode", "TRL evaluates rewards, not accuracy: measure the saved model with sota-grpo eval.")
-    per_turn, every = steps_per_turn(config), account["train.checkpoint_frequency"]
+    per_publish, every = steps_per_publish(config), account["train.checkpoint_frequency"]
     is_tracked = account["logging.wandb"] != "disabled"
     account.carry("logging.project", "train.export_hf", "train.resume")
     return {
-        "logging_steps": per_turn,
+        "logging_steps": per_publish,
         "save_strategy": "steps" if every else "no",
-        "save_steps": max(1, every * per_turn),
+        "save_steps": max(1, every * per_publish),
         "save_total_limit": account["train.keep_checkpoints"],
         "report_to": "wandb" if is_tracked else "none",
         "run_name": account["logging.run_name"],
@@ -325,6 +322,5 @@ def _records(config: Config, account: Account) -> dict[str, Any]:
 
 def _lora(config: Config) -> str:
     lora = config.train_model.lora
-    kind = 'target_modules="all-linear", task_type="CAUSAL_LM"'
-    written = f"LoraConfig(r={lora.r}, lora_alpha={lora.alpha}, lora_dropout={lora.dropout}, {kind})"
-    return written if lora.enabled else "None"
+    sizes = f"r={lora.r}, lora_alpha={lora.alpha}, lora_dropout={lora.dropout}"
+    return f'LoraConfig({sizes}, target_modules="all-linear", task_type="CAUSAL_LM")' if lora.enabled else "None"

@@ -46,12 +46,11 @@ def verl_options(config: Config, facts: Facts) -> tuple[dict[str, Any], Account]
     (8, 32)
     """
     account = Account(config)
-    found = _data(config, account, facts)
+    options = _data(config, account, facts)
     for section in (_advantage, _policy_loss, _correction, _reference, _optimizer):
-        found |= section(config, account)
-    found |= _model(account, facts) | _actor(config, account, facts) | _rollout(config, account)
-    found |= _trainer(config, account, facts) | _mode(config, account)
-    return found, account
+        options |= section(config, account)
+    options |= _model(account, facts) | _actor(config, account, facts) | _rollout(config, account)
+    return options | _trainer(config, account, facts), account
 
 
 def verl_script(options: Mapping[str, Any], account: Account, heading: Sequence[str]) -> str:
@@ -186,7 +185,7 @@ def _reference(config: Config, account: Account) -> dict[str, Any]:
 def _optimizer(config: Config, account: Account) -> dict[str, Any]:
     """AdamW; verl's schedule counts iterations, ours optimizer steps."""
     prefix = f"{ACTOR}.optim"
-    steps_per_turn = config.train.epochs * turn_size(config) // config.train.optim_batch_size
+    steps_per_publish = config.train.epochs * turn_size(config) // config.train.optim_batch_size
     schedule, warmup = account["optimizer.schedule"], account["optimizer.warmup_steps"]
     if schedule == "linear":
         account.remark("optimizer.schedule", "verl's FSDP learner knows constant and cosine; this is constant.")
@@ -198,7 +197,7 @@ def _optimizer(config: Config, account: Account) -> dict[str, Any]:
         f"{prefix}.betas": [account["optimizer.beta1"], account["optimizer.beta2"]],
         f"{prefix}.clip_grad": account["optimizer.clip_grad_norm"] or NEVER_BINDS,
         f"{prefix}.lr_scheduler_type": "cosine" if schedule == "cosine" else "constant",
-        f"{prefix}.lr_warmup_steps": math.ceil(warmup / max(1, steps_per_turn)) if warmup else -1,
+        f"{prefix}.lr_warmup_steps": math.ceil(warmup / max(1, steps_per_publish)) if warmup else -1,
     }
     eps = account["optimizer.eps"]
     if eps != 1e-8:  # torch's own default
@@ -309,36 +308,32 @@ def _rollout(config: Config, account: Account) -> dict[str, Any]:
 
 
 def _trainer(config: Config, account: Account, facts: Facts) -> dict[str, Any]:
-    turns = account["train.total_dialog_turns"] // turn_size(config)
+    steps = account["train.total_dialog_turns"] // turn_size(config)
     prompts = turn_size(config) // config.env.repeats
     is_on, every = account["eval.mode"] == "on", account["eval.every"]
     if is_on and account["eval.avg_at_k"]:
         account.remark("eval.avg_at_k", "verl's validation is greedy here (rollout.val_kwargs chooses).")
     if account["device"] == "cpu":
         account.remark("device", "verl needs accelerators.")
-    return {
-        "trainer.total_training_steps": turns,
-        "trainer.total_epochs": math.ceil(turns / max(1, facts.num_train // prompts)),
+    options: dict[str, Any] = {
+        "trainer.total_training_steps": steps,
+        "trainer.total_epochs": math.ceil(steps / max(1, facts.num_train // prompts)),
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": account.num_devices("train_model"),
-        "trainer.save_freq": account["train.checkpoint_frequency"] or turns,
+        "trainer.save_freq": account["train.checkpoint_frequency"] or steps,
         "trainer.max_actor_ckpt_to_keep": account["train.keep_checkpoints"],
         "trainer.resume_mode": "disable" if account["train.resume"] is None else "auto",
         "trainer.val_before_train": is_on,
-        "trainer.test_freq": (every or turns) if is_on else -1,
+        "trainer.test_freq": (every or steps) if is_on else -1,
         "trainer.logger": ["console", *(["wandb"] if account["logging.wandb"] != "disabled" else [])],
         "trainer.project_name": account["logging.project"],
         "trainer.experiment_name": account["logging.run_name"] or facts.name,
         "trainer.default_local_dir": f"{HERE}/checkpoints",
     }
-
-
-def _mode(config: Config, account: Account) -> dict[str, Any]:
-    """Lockstep, or collection and training at the same time on devices of their own."""
     if account["mode"] == "sync":
-        return {"trainer.v1.trainer_mode": "sync"}
+        return options | {"trainer.v1.trainer_mode": "sync"}
     account.remark("train.max_policy_age", "verl drops what became older, or waits for it; ours never samples it.")
-    return {
+    return options | {
         "trainer.v1.trainer_mode": "separate_async",
         "trainer.v1.separate_async.parameter_sync_step": turn_size(config) // config.train.optim_batch_size,
         "trainer.v1.sampler.max_off_policy_threshold": max(1, account["train.max_policy_age"]),

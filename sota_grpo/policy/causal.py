@@ -98,11 +98,6 @@ class CausalPolicy(TensorDictModuleBase):
         """Whether equal prompts are computed once and nothing is padded."""
         return self.scorer.shared_prompt
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of the decoder."""
-        return base_model(self.model).config.get_text_config().hidden_size
-
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return a shallow copy of the right-padded rows ``[N, T]`` with the out-keys set.
 
@@ -170,18 +165,14 @@ class Scorer(nn.Module):
         liger: bool,
     ):
         super().__init__()
-        self.model = model
-        self.temperature = temperature
-        self.with_entropy = with_entropy
-        self.entropy_grad = entropy_grad
-        self.logits_bytes = logits_bytes
-        self.softcap: float | None = _softcap(base_model(model))
-        _require_linear_head(base_model(model), self.softcap)
+        self.model, self.temperature, self.logits_bytes, self.liger = model, temperature, logits_bytes, liger
+        self.with_entropy, self.entropy_grad = with_entropy, entropy_grad
+        base = base_model(model)
+        self.softcap: float | None = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
+        _require_linear_head(base, self.softcap)
         if liger:
-            has_bias = base_model(model).get_output_embeddings().bias is not None
-            require_liger(softcap=self.softcap, has_bias=has_bias)
-        self.liger = liger
-        self.shared_prompt = shared_prompt and _takes_packed_rows(base_model(model))
+            require_liger(softcap=self.softcap, has_bias=base.get_output_embeddings().bias is not None)
+        self.shared_prompt = shared_prompt and _takes_packed_rows(base)
 
     def forward(self, layout: Layout | None, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`CausalPolicy.log_probs`: of a layout, or of padded ``rows``; all on the model's device."""
@@ -228,10 +219,6 @@ def _takes_packed_rows(model: PreTrainedModel) -> bool:
     else:
         logger.info("%s computes packed rows, each prompt once.", type(model).__name__)
     return reason is None
-
-
-def _softcap(model: PreTrainedModel) -> float | None:
-    return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
 
 @torch.no_grad()
@@ -305,16 +292,7 @@ def liger_log_probs(
     installed); on all others chunks of 512 rows and all V columns in plain torch, rounded to the dtype of ``hidden``.
     It differentiates by hidden and weight, both always.
 
-    Args:
-        hidden: ``[M, H]``, the states that predict the targets.
-        weight: ``[V, H]``, the output embedding; another dtype is converted to that of ``hidden``.
-        targets: int64 ``[M]``, ids in ``[0, V)``.
-        temperature: the logits are divided by it.
-        with_entropy: also return the entropy of every row.
-        entropy_grad: let the gradient through the entropy.
-
-    Returns:
-        log-probs ``[M]`` and entropy ``[M]`` (None unless asked for), in nats, as float32.
+    Arguments and results are those of the function named; the results are float32.
     """
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as FusedHead
 

@@ -67,27 +67,16 @@ class Spans:
 
 @dataclass
 class Layout:
-    """The packed sequence of ``L`` tokens that right-padded rows ``[N, T]`` become, ``M`` of them predicted.
+    """The packed sequence of ``L`` tokens that right-padded rows ``[N, T]`` become, ``M`` of them predicted."""
 
-    Attributes:
-        tokens: int64 ``[L]``, the sequence.
-        positions: int64 ``[1, L]``, position of each token in its row.
-        predicting: int64 ``[M]``, where each assistant token's predecessor stands in the sequence, row by row.
-        targets: int64 ``[M]``, these assistant tokens.
-        slots: int64 ``[M]``, their flat positions in ``[N, T]``.
-        place: int64 ``[N, T]`` on the CPU, the packed position of each real token; siblings share their prompt's.
-        blocks: prompts and their responses, in the order of the packed sequence.
-        windows: the sliding window that each layer asked for, as the layers answered.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    predicting: Tensor
-    targets: Tensor
-    slots: Tensor
-    place: Tensor
-    blocks: tuple[Block, ...]
-    windows: list[int | None] = field(default_factory=list)
+    tokens: Tensor  # int64 [L], the sequence
+    positions: Tensor  # int64 [1, L], position of each token in its row
+    predicting: Tensor  # int64 [M], where each assistant token's predecessor stands in the sequence, row by row
+    targets: Tensor  # int64 [M], these assistant tokens
+    slots: Tensor  # int64 [M], their flat positions in [N, T]
+    place: Tensor  # int64 [N, T] on the CPU, packed position of each real token; siblings share their prompt's
+    blocks: tuple[Block, ...]  # prompts and their responses, in the order of the packed sequence
+    windows: list[int | None] = field(default_factory=list)  # the sliding window that each layer asked for
 
     def tensors(self) -> list[Tensor]:
         """What a GPU computes with; see :meth:`on`."""
@@ -177,18 +166,15 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
 
 
 def _placed(tokens: Tensor, total: list[int], prompt: list[int]) -> tuple[Tensor, Tensor, Tensor, list[Block]]:
-    """Where each packed token is taken from in ``[N, T]`` (flat), its position in its row, ``place``, and the blocks.
-
-    Args:
-        tokens: ``[N, T]``.
-        total: tokens of each row.
-        prompt: those of its prompt.
-    """
+    """Where each packed token is taken from in ``[N, T]`` (flat), its position in its row, ``place``, the blocks."""
     width = tokens.shape[1]
     source, positions, blocks = [], [], []
     place = torch.zeros(tokens.shape, dtype=torch.int64)
     end = 0
-    for rows in _siblings(tokens, prompt):
+    by_prompt: dict[bytes, list[int]] = {}
+    for row, length in enumerate(prompt):
+        by_prompt.setdefault(tokens[row, :length].numpy().tobytes(), []).append(row)
+    for rows in by_prompt.values():
         shared = prompt[rows[0]]
         source.append(torch.arange(shared) + rows[0] * width)
         positions.append(torch.arange(shared))
@@ -217,11 +203,3 @@ def is_right_padded(attention_mask: Tensor) -> bool:
     False
     """
     return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
-
-
-def _siblings(tokens: Tensor, prompt: Sequence[int]) -> list[list[int]]:
-    """The rows of each distinct prompt, in the order of their first."""
-    found: dict[bytes, list[int]] = {}
-    for row, length in enumerate(prompt):
-        found.setdefault(tokens[row, :length].numpy().tobytes(), []).append(row)
-    return list(found.values())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -33,11 +33,6 @@ from sota_grpo.policy.smollm2 import SMOLLM2, smollm2_folder
 from sota_grpo.text import first_line
 
 DType = Literal["float32", "bfloat16", "float16"]
-_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 TINY = "tiny"
 
 
@@ -72,27 +67,22 @@ folder of a saved model, a hub id such as Qwen/Qwen2.5-3B, or model.name=tiny
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return str(folder)
-    looks_like_a_path = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_like_a_path:
-        raise ModelNotFoundError(
-            f"model.name={name} is not a folder with a config.json; give the folder of a saved model, "
-            "a hub id such as Qwen/Qwen2.5-3B, or model.name=tiny"
-        )
+    if folder.exists() or model_sizes.is_a_path(name):
+        raise ModelNotFoundError(model_sizes.NO_MODEL_FOLDER.format(name=name))
     return name
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False, token: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of ``name``; without a padding token it pads with its end-of-sequence token.
 
     Args:
         name: as in :func:`resolve_model_path`.
         trust_remote_code: run Python code that the model's repository brings along.
-        token: access token of the hub, for gated models.
 
     Raises:
         ModelNotFoundError: missing folder, or a hub that does not answer.
     """
-    tokenizer = from_pretrained(AutoTokenizer.from_pretrained, name, trust_remote_code=trust_remote_code, token=token)
+    tokenizer = from_pretrained(AutoTokenizer.from_pretrained, name, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         # Padding is told by masks, never by ids, so sharing the id with EOS is harmless.
         tokenizer.pad_token = tokenizer.eos_token
@@ -133,11 +123,11 @@ def load_model(
         ModelNotFoundError: missing folder, damaged folder, or a hub that does not answer.
         ValueError: an unknown ``dtype``, or a model that cannot checkpoint activations.
     """
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype is {dtype!r}, but the parameters can be one of {', '.join(_DTYPES)}")
+    if dtype not in get_args(DType):
+        raise ValueError(f"dtype is {dtype!r}, but the parameters can be one of {', '.join(get_args(DType))}")
     config = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust_remote_code)
     silence_dropout(config)
-    options: dict[str, Any] = {"config": config, "dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with MODEL_LOCK:

@@ -5,7 +5,7 @@ engine needs of them: plain merged weights under the model's own names, computed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,43 +20,29 @@ from sota_grpo.policy.packed import base_model
 from sota_grpo.policy.sharding import gathered
 from sota_grpo.policy.weight_pack import WeightPack, padded
 
-_ALL_LINEAR = "all-linear"
 
+def add_lora(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
+    """Freeze ``model`` and add a trainable LoRA adapter of rank ``r`` and scale ``alpha / r`` to every linear layer.
 
-def add_lora(
-    model: PreTrainedModel,
-    *,
-    r: int,
-    alpha: int,
-    dropout: float = 0.0,
-    target_modules: str | Sequence[str] = _ALL_LINEAR,
-) -> PeftModel:
-    """Freeze ``model`` and add a trainable LoRA adapter of rank ``r`` and scale ``alpha / r``.
-
-    The new model computes exactly what ``model`` did until the first step, because ``B`` starts at zero. Its dropout
-    acts in training mode only.
+    The LM head and the embedding get none: the log-probabilities read their weight directly, and tied weights would
+    part. The new model computes exactly what ``model`` did until the first step, because ``B`` starts at zero. Its
+    dropout acts in training mode only.
 
     Args:
         model: a causal language model; its layers are wrapped in place.
         r: rank, at least 1.
         alpha: numerator of the scale.
         dropout: probability of dropping an input of ``A``, in [0, 1).
-        target_modules: ``"all-linear"`` (every linear layer but the LM head) or names such as ``["q_proj", "v_proj"]``.
 
     Raises:
-        ValueError: rank or dropout out of range, no such module, or a module that is the LM head or an embedding
-            (the log-probabilities read their weight directly, and tied weights would part).
+        ValueError: rank or dropout out of range.
     """
     if r < 1:
         raise ValueError(f"the LoRA rank is {r}, but it must be at least 1")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"the LoRA dropout is {dropout}, but it must lie in [0, 1)")
-    if isinstance(target_modules, str) and target_modules != _ALL_LINEAR:
-        raise ValueError(f"target_modules is {target_modules!r}; give {_ALL_LINEAR!r} or a list of module names")
-    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    _refuse_embeddings(model, targets)
     config = LoraConfig(
-        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, bias="none", task_type="CAUSAL_LM"
+        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", bias="none", task_type="CAUSAL_LM"
     )
     return get_peft_model(model, config)
 
@@ -94,9 +80,9 @@ def engine_weights(
     >>> from transformers import Qwen2Config, Qwen2ForCausalLM
     >>> config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
     ...     num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
-    >>> model = add_lora(Qwen2ForCausalLM(config), r=2, alpha=4, target_modules=["q_proj"])
-    >>> [name for name, _ in engine_weights(model, base=False)]
-    ['model.layers.0.self_attn.q_proj.weight']
+    >>> model = add_lora(Qwen2ForCausalLM(config), r=2, alpha=4)
+    >>> [name for name, _ in engine_weights(model, base=False)][0]
+    'model.layers.0.self_attn.q_proj.weight'
     >>> [name for name, _ in engine_weights(model) if "layers" not in name]
     ['model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight']
     """
@@ -130,11 +116,9 @@ def packed_weights(
             progress()
             yield item
 
-    return WeightPack.of(ticking(), room=_room(base_model(model).state_dict(keep_vars=True).values(), dtype))
-
-
-def _room(state: Iterable[torch.Tensor], dtype: torch.dtype | None) -> int:
-    return sum(padded(value.numel() * rounded_dtype(value, dtype).itemsize) for value in state)
+    state = base_model(model).state_dict(keep_vars=True).values()
+    room = sum(padded(value.numel() * rounded_dtype(value, dtype).itemsize) for value in state)
+    return WeightPack.of(ticking(), room=room)
 
 
 def _merged_parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -160,19 +144,6 @@ def _merged(layer: LoraLinear, weight: torch.Tensor) -> torch.Tensor:
     for adapter in layer.active_adapters:
         merged = merged + layer.get_delta_weight(adapter).to(merged.dtype)
     return merged.to(weight.dtype)
-
-
-def _refuse_embeddings(model: PreTrainedModel, targets: str | list[str]) -> None:
-    if isinstance(targets, str):
-        return
-    outside = (model.get_input_embeddings(), model.get_output_embeddings())
-    for name, module in model.named_modules():
-        is_target = any(name == target or name.endswith(f".{target}") for target in targets)
-        if is_target and any(module is other for other in outside):
-            raise ValueError(
-                f"LoRA on {name!r} is refused: log-probabilities read its weight directly; "
-                f"leave it out of target_modules or use {_ALL_LINEAR!r}"
-            )
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

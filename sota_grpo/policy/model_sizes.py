@@ -19,43 +19,33 @@ _MODELS = {
     "4B": "Qwen/Qwen3-4B",  # Qwen2.5 has no model of this size
 }
 SIZES = tuple(_MODELS)
+NO_MODEL_FOLDER = (
+    "model.name={name} is not a folder with a config.json; give the folder of a saved model, a hub id such as "
+    "Qwen/Qwen2.5-3B, or model.name=tiny"
+)
 
 
 @dataclass(frozen=True)
 class Architecture:
     """A dense decoder with gated MLPs and RMS norms: what its memory and its operations are counted from.
 
-    Args:
-        hidden: width of the residual stream.
-        layers: decoder layers.
-        heads: query heads of a layer.
-        kv_heads: key and value heads of a layer.
-        head_dim: width of a head.
-        intermediate: width of the MLP.
-        vocab: rows of the embedding.
-        tied: the head is the embedding.
-        context: most positions.
-        qkv_bias: queries, keys and values have a bias (Qwen2).
-        qk_norm: queries and keys are normed per head (Qwen3).
-        other: parameters that these numbers do not account for, spread over the layers.
-
     >>> qwen = architecture_of("Qwen/Qwen2.5-0.5B-Instruct")
     >>> qwen.parameters, qwen.head_weights
     (494032768, 136134656)
     """
 
-    hidden: int
+    hidden: int  # width of the residual stream
     layers: int
-    heads: int
-    kv_heads: int
+    heads: int  # query heads of a layer
+    kv_heads: int  # key and value heads of a layer
     head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool
-    context: int
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    other: int = 0
+    intermediate: int  # width of the MLP
+    vocab: int  # rows of the embedding
+    tied: bool  # the head is the embedding
+    context: int  # most positions
+    qkv_bias: bool = False  # queries, keys and values have a bias (Qwen2)
+    qk_norm: bool = False  # queries and keys are normed per head (Qwen3)
+    other: int = 0  # parameters that these numbers do not account for, spread over the layers
 
     @property
     def query_width(self) -> int:
@@ -187,12 +177,8 @@ def missing_folder(name: str) -> str | None:
     'model.name=./no/such/folder is not a folder with a config.json; '
     >>> missing_folder("Qwen/Qwen2.5-3B")
     """
-    if not _is_a_path(name) or (Path(name).expanduser() / "config.json").is_file():
-        return None
-    return (
-        f"model.name={name} is not a folder with a config.json; give the folder of a saved model, "
-        "a hub id such as Qwen/Qwen2.5-3B, or model.name=tiny"
-    )
+    there = not is_a_path(name) or (Path(name).expanduser() / "config.json").is_file()
+    return None if there else NO_MODEL_FOLDER.format(name=name)
 
 
 def is_on_the_hub(name: str) -> bool:
@@ -201,9 +187,9 @@ def is_on_the_hub(name: str) -> bool:
     >>> [is_on_the_hub(name) for name in ("Qwen/Qwen2.5-3B", "tiny", "./my/model")]
     [True, False, False]
     """
-    return "/" in name and not _is_a_path(name)
+    return "/" in name and not is_a_path(name)
 
 
-def _is_a_path(name: str) -> bool:
-    """Names without a slash are left to those who load models: the packaged ones have such names."""
+def is_a_path(name: str) -> bool:
+    """Whether ``name`` is one of a folder; the packaged models have names without a slash."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and Path(name).exists())

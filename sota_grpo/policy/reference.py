@@ -7,6 +7,7 @@ the device of the rows) out, and ``close()``, which is idempotent.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -14,11 +15,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from sota_grpo import keys
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import adapter_disabled
-
-_IN_KEYS = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK)
 
 
 class ReferencePolicy(Protocol):
@@ -38,9 +36,9 @@ class ReferencePolicy(Protocol):
 class _Computed:
     """Log-probabilities of a policy of this process, until it is closed."""
 
-    def __init__(self, policy: CausalPolicy) -> None:
+    def __init__(self, policy: CausalPolicy, context: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self._policy: CausalPolicy | None = policy
-        self.shared_prompt = policy.shared_prompt
+        self._context, self.shared_prompt = context, policy.shared_prompt
 
     @torch.no_grad()
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
@@ -51,38 +49,28 @@ class _Computed:
         """
         if self._policy is None:
             raise RuntimeError("the reference policy was closed and cannot answer any more")
-        tokens, attention_mask, assistant_mask = (rows.get(key) for key in _IN_KEYS)
-        with self._as_reference(self._policy):
+        tokens, attention_mask, assistant_mask = (rows.get(key) for key in self._policy.in_keys)
+        with self._context():
             log_probs, _ = self._policy.log_probs(tokens, attention_mask, assistant_mask)
         return log_probs.to(tokens.device)
-
-    def _as_reference(self, policy: CausalPolicy) -> AbstractContextManager:
-        return nullcontext()
 
     def close(self) -> None:
         self._policy = None
 
 
 class FrozenReference(_Computed):
-    """A reference with weights of its own, on a device of its own.
+    """A reference with weights of its own, on the device of its model.
 
     Args:
-        model: taken over: frozen, put in evaluation mode and moved. Give a copy of a model that still trains.
-        device: where it computes; None leaves it where it is.
+        model: taken over: frozen and put in evaluation mode. Give a copy of a model that still trains.
         temperature: the policy's sampling temperature.
         shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        device: torch.device | str | None = None,
-        temperature: float = 1.0,
-        shared_prompt: bool = True,
-        fused: bool = False,
+        self, model: nn.Module, *, temperature: float = 1.0, shared_prompt: bool = True, fused: bool = False
     ) -> None:
-        frozen = model.requires_grad_(False).eval().to(device)  # to(None) leaves it where it is
+        frozen = model.requires_grad_(False).eval()
         options = {"with_entropy": False, "shared_prompt": shared_prompt, "fused": fused}
         super().__init__(CausalPolicy(frozen, temperature=temperature, **options))
 
@@ -100,7 +88,4 @@ class AdapterOffReference(_Computed):
     def __init__(self, policy: CausalPolicy) -> None:
         with adapter_disabled(policy.model):
             pass  # refuses a model without an adapter now rather than in the first step
-        super().__init__(policy)
-
-    def _as_reference(self, policy: CausalPolicy) -> AbstractContextManager:
-        return adapter_disabled(policy.model)
+        super().__init__(policy, lambda: adapter_disabled(policy.model))

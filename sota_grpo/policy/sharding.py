@@ -83,18 +83,17 @@ def optimizer_state(
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load what :func:`optimizer_state` gave, on any number of ranks; the moments are copied."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def own(value: Any, parameter: torch.Tensor) -> Any:
+        """Moments have the shape of their parameter; the count of steps is a scalar that every rank keeps."""
+        is_moment = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        return divided(value, parameter) if is_moment else value
+
     entries = {
-        index: {name: _divided_value(value, parameters[index]) for name, value in entry.items()}
+        index: {name: own(value, parameters[index]) for name, value in entry.items()}
         for index, entry in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": entries})
-
-
-def _divided_value(value: Any, parameter: torch.Tensor) -> Any:
-    """Moments have the shape of their parameter; the count of steps is a scalar that every rank keeps."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return divided(value, parameter) if value.shape == parameter.shape else value
 
 
 logger = logging.getLogger(__name__)
@@ -104,20 +103,14 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train one policy together, as one of them sees them.
+    """The processes that train one policy together, as one of them sees them."""
 
-    Args:
-        rank: this process.
-        size: how many there are.
-        device: where this rank computes.
-        reduce_once: the gradient of an optimizer step is summed over the ranks once, after its last micro-batch, which
-            needs room for the gradient of the whole model on every rank (4 bytes per float32 parameter). False sums
-            after every micro-batch: more traffic, and each rank holds its own part only.
-    """
-
-    rank: int = 0
-    size: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rank: int = 0  # this process
+    size: int = 1  # how many there are
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where this rank computes
+    #: The gradient of an optimizer step is summed over the ranks once, after its last micro-batch, which needs room for
+    #: the gradient of the whole model on every rank (4 bytes per float32 parameter). False sums after every
+    #: micro-batch: more traffic, and each rank holds its own part only.
     reduce_once: bool = True
 
     @property

@@ -172,6 +172,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
     spans = layout.spans
     # index_select: the gradient of [..] would sort the indices in every layer
     keys, values = (each[0].transpose(0, 1).index_select(0, spans.key_index) for each in (key, value))
+    # torch 2.11's takes key heads that several query heads share without being told
+    takes_gqa = "enable_gqa" in signature(varlen_attn).parameters
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if takes_gqa else {}
     out: Any = varlen_attn(
         query[0].transpose(0, 1).contiguous(),
         keys,
@@ -182,14 +185,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
         spans.longest_key,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        **_grouped_heads(varlen_attn, query.shape[1] != key.shape[1]),
+        **grouped,
     )
     return out.unsqueeze(0)
-
-
-def _grouped_heads(varlen_attn: Callable[..., Any], grouped: bool) -> dict[str, Any]:
-    """What tells the kernel that several query heads share a key head: torch 2.11's takes them without being told."""
-    return {"enable_gqa": grouped} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def _plain(

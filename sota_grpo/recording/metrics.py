@@ -19,19 +19,12 @@ Reduction = Literal["mean", "max", "sum", "last"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One quantity of a run.
+    """One quantity of a run."""
 
-    Args:
-        name: key in ``metrics.jsonl``.
-        reduction: how the values of one turn's optimizer steps combine into the turn's value.
-        sentence: what it is.
-        unit: its unit, ``""`` for a pure number; a share is a number in [0, 1].
-    """
-
-    name: str
-    reduction: Reduction
+    name: str  # key in metrics.jsonl
+    reduction: Reduction  # how the values of one step's optimizer steps combine into the step's value
     sentence: str
-    unit: str = ""
+    unit: str = ""  # empty for a pure number; a share is a number in [0, 1]
 
 
 _TERM = "reward/<term>"
@@ -45,14 +38,10 @@ _PATTERNS = {
 }
 
 _DECLARED = (
-    Metric("step", "last", "Turn of the loop, counted from 0."),
+    Metric("step", "last", "Training step, counted from 0."),
     Metric("version", "last", "Publishes so far: the version of the policy that the engines serve."),
     Metric("optimizer_steps", "last", "Optimizer steps since the run began."),
-    Metric(
-        "skipped_steps",
-        "sum",
-        "Optimizer steps of the turn that the fp16 gradient scaler skipped; they are not in optimizer_steps.",
-    ),
+    Metric("skipped_steps", "sum", "Optimizer steps that the fp16 gradient scaler skipped; not in optimizer_steps."),
     Metric("packed", "last", "1 where the learner computes packed rows, each prompt once; 0 where it pads them."),
     Metric("loss_scale", "last", "Factor of the fp16 gradient scaler in the last optimizer step."),
     Metric("dialog_turns", "last", "Responses trained on since the run began.", "responses"),
@@ -105,7 +94,7 @@ _DECLARED = (
     Metric(_TASK_ERROR, "last", "Standard error of that accuracy over problems.", "share"),
     Metric("eval/grader_errors", "sum", "Evaluated responses whose grader failed or timed out.", "responses"),
     Metric("eval/num_samples", "last", "Held-out problems measured.", "problems"),
-    Metric("time/step_s", "sum", "Wall-clock time of the whole turn.", "s"),
+    Metric("time/step_s", "sum", "Wall-clock time of the whole step.", "s"),
     Metric("time/generate_s", "sum", "Time in which responses were being sampled.", "s"),
     Metric("time/score_s", "sum", "Time in which rewards were waited for.", "s"),
     Metric("time/ref_s", "sum", "Time in which reference log-probs were being computed.", "s"),
@@ -113,9 +102,9 @@ _DECLARED = (
     Metric("time/learn_s", "sum", "Time of forward, backward and optimizer steps.", "s"),
     Metric("time/publish_s", "sum", "Time until every engine served the new weights.", "s"),
     Metric("time/checkpoint_s", "sum", "Time to write a checkpoint.", "s"),
-    Metric("time/store_s", "sum", "Time to look at a turn that is kept whole, and to write it.", "s"),
+    Metric("time/store_s", "sum", "Time to look at a step that is kept whole, and to write it.", "s"),
     Metric("time/eval_s", "sum", "Time of a held-out evaluation.", "s"),
-    Metric("tokens_per_s", "mean", "Response tokens of the batch over the time of the turn.", "tokens/s"),
+    Metric("tokens_per_s", "mean", "Response tokens of the batch over the time of the step.", "tokens/s"),
 )
 
 METRICS: dict[str, Metric] = {item.name: item for item in _DECLARED}
@@ -182,7 +171,7 @@ def is_number(value: object) -> bool:
 
 
 def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Combine the metrics of one turn's optimizer steps, each by its declared reduction.
+    """Combine the metrics of one step's optimizer steps, each by its declared reduction.
 
     A name is reduced over the updates that measured it; it stays None where none of those that carry it did.
 

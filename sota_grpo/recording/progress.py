@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EVERY_S = 6.0  # with the second between two looks, and what an import blocks all threads for, a line within 10 s
 _LOOK_S = 1.0
 _DRAW_EVERY_S = 0.25  # in a notebook; each is a message to the browser
-_WINDOW = 20  # turns of the moving average: long enough to smooth evaluations, short enough to follow the lengths
+_WINDOW = 20  # steps of the moving average: long enough to smooth evaluations, short enough to follow the lengths
 _TEXT_WIDTH = 100
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def starting(stage: str) -> None:
 
 def started() -> None:
     """Note that nothing is being started any more."""
-    logger.info("The first turn is done.", extra={"stage": None, "file_only": True})
+    logger.info("The first step is done.", extra={"stage": None, "file_only": True})
 
 
 class Heartbeat(logging.Handler):
@@ -45,7 +45,6 @@ class Heartbeat(logging.Handler):
 
     Args:
         every_s: longest silence, to within a second.
-        clock: seconds, monotonic.
     """
 
     def __init__(self, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,14 +91,10 @@ class Progress:
     without any control character: the first, the last, and one every ``every_s`` seconds.
 
     Args:
-        total_steps: turns of the whole run.
-        first_step: turns done before this process (resume).
+        total_steps: steps of the whole run.
+        first_step: steps done before this process (resume).
         stream: None is standard output.
         every_s: least seconds between two plain lines.
-        clock: seconds, monotonic.
-
-    Attributes:
-        total: turns of the whole run.
 
     >>> progress = Progress(60, stream=io.StringIO())
     >>> progress.update(12, {"reward": 0.61, "success": 0.57})[:43]
@@ -130,7 +125,7 @@ class Progress:
         self._notebook = NotebookLine() if in_notebook(self._stream) else None
 
     def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
-        """Show and return the line after ``done`` turns of the run; what was not measured is left out."""
+        """Show and return the line after ``done`` steps of the run; what was not measured is left out."""
         now = self._clock()
         self._marks.append((done, now))
         line = self._line(done, metrics)
@@ -185,10 +180,6 @@ class NotebookLine:
 
     IPython's display is used as it is, without widgets: those need a package beside the notebook, and are empty in a
     saved one.
-
-    Args:
-        display: IPython's; None: imported.
-        clock: seconds, monotonic.
     """
 
     def __init__(self, display: Callable[..., Any] | None = None, clock: Callable[[], float] = time.monotonic) -> None:

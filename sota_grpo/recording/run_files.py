@@ -19,7 +19,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.files import write_json
 from sota_grpo.text import sentence
 
-RUN_FILE = "run.json"  # written when training begins: signature, turns asked for, whether they are done
+RUN_FILE = "run.json"  # written when training begins: signature, steps asked for, whether they are done
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -109,7 +109,7 @@ def state_of(run_dir: Path) -> tuple[str, str]:
     if failure is not None:
         return "failed", failure
     began = record is not None or next(whole_lines(run_dir / METRICS_FILE), None) is not None
-    return "stopped", "" if began else "before its first turn"
+    return "stopped", "" if began else "before its first step"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

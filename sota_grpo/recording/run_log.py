@@ -15,10 +15,9 @@ import numbers
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any
 
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
@@ -74,7 +73,8 @@ class RunLog:
     def __init__(self, run_dir: str | os.PathLike[str], *, sinks: Sequence[CopySink] = ()):
         self._paths = {name: Path(run_dir) / name for name in (METRICS_FILE, ROLLOUTS_FILE)}
         self._sinks = tuple(sinks)
-        self._files = {name: _open_for_appending(path) for name, path in self._paths.items()}
+        for path in self._paths.values():
+            _cut_torn_line(path)
 
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; evaluations write their own line of a step.
@@ -96,7 +96,7 @@ class RunLog:
         """Append the best and the worst response of each group to ``rollouts.jsonl``.
 
         Args:
-            step: turn of the loop.
+            step: training step.
             rows: all responses of the batch, each with exactly the fields ``ROLLOUT_FIELDS``.
 
         Raises:
@@ -117,20 +117,13 @@ class RunLog:
         Raises:
             UserError: a line that is not the last one is not JSON with a step, which no kill does.
         """
-        dropped = 0
-        for name, path in self._paths.items():
-            self._files[name].close()
-            dropped += _drop_from(path, first_step)
-            self._files[name] = _open_for_appending(path)
+        dropped = sum(_drop_from(path, first_step) for path in self._paths.values())
         for sink in self._sinks:
             sink.rewind(first_step)
         return dropped
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the files and the sinks; ``exit_code`` tells the sinks whether the run succeeded. Idempotent."""
-        for file in self._files.values():
-            with suppress(OSError):  # what a full disk refused was told when it was written
-                file.close()
+        """Close the sinks; ``exit_code`` tells them whether the run succeeded. Idempotent."""
         for sink in self._sinks:
             sink.close(exit_code)
 
@@ -143,8 +136,8 @@ class RunLog:
     def _append(self, name: str, rows: Iterable[Row]) -> None:
         try:
             lines = [json_line(row, allow_nan=False, default=_plain) + "\n" for row in rows]
-            self._files[name].write("".join(lines).encode())
-            self._files[name].flush()
+            with self._paths[name].open("ab") as file:
+                file.write("".join(lines).encode())
         except OSError as error:
             raise RunFailed(
                 f"{self._paths[name]} cannot be written ({error.strerror}); free space there, then train.resume=auto "
@@ -203,16 +196,14 @@ def _plain(value: Any) -> float | int:
     raise TypeError(f"A {type(value).__name__} has no place in a JSON line: pass plain values.")
 
 
-def _open_for_appending(path: Path) -> BinaryIO:
-    """Without a line that a kill has torn."""
+def _cut_torn_line(path: Path) -> None:
+    """Make a file of whole lines out of what a kill has left, or an empty one."""
     end = max((offset + len(line) for _, offset, line in whole_lines(_writable(path))), default=0)
     if end < path.stat().st_size:
         os.truncate(path, end)
-    return path.open("ab")
 
 
 def _drop_from(path: Path, first_step: int) -> int:
-    """Rewrite ``path`` without the lines of step ``first_step`` and later, where there are any."""
     with path.open("rb") as lines:
         is_kept = [_step_of(line, path, number) < first_step for number, line in enumerate(lines, 1)]
     if not all(is_kept):
@@ -269,24 +260,23 @@ def _writable(path: Path) -> Path:
 class ExamineLog:
     """Appends completions to ``<run_dir>/debug_logs/grpo_debug_<UTC time of the first write>.txt``.
 
-    Every start of a run writes a file of its own; the turns that a resumed run does again stand in both. A turn is
+    Every start of a run writes a file of its own; the steps that a resumed run does again stand in both. A step is
     flushed whole. Model text cannot drive the terminal that shows it, nor pass for a line of the log: every character
     without a picture is escaped, every line of it begins with a bar, and none is wrapped.
 
     Args:
         run_dir: of the run; nothing is created in it before the first write.
-        num_examine: completions per turn; 0 writes nothing at all.
+        num_examine: completions per step; 0 writes nothing at all.
         term_weights: of the task; a term that is not in it (a penalty) weighs 1.
-        clock: the time of day.
 
     >>> import tempfile
     >>> row = {"group_id": 7, "sample_id": 0, "query": "9 * 2?", "answer": "#### 18", "response": "#### 18",
     ...        "reward": 1.0, "reward_terms": {"correct": 1.0}, "reward_info": {}, "advantage": 0.5, "success": True,
     ...        "response_tokens": 5, "truncated": False, "policy_version": 3}
-    >>> with ExamineLog(tempfile.mkdtemp(), 2, {"correct": 1.0}) as log:
-    ...     log.write(3, [row])
-    >>> [line for line in log.path.read_text().splitlines() if "correct" in line or "turn" in line]
-    ['turn 3, group 7, sample 0: best of 1', 'correct                 1.0000 x   1.0000 =   1.0000']
+    >>> log = ExamineLog(tempfile.mkdtemp(), 2, {"correct": 1.0})
+    >>> log.write(3, [row])
+    >>> [line for line in log.path.read_text().splitlines() if "correct" in line or "step" in line]
+    ['step 3, group 7, sample 0: best of 1', 'correct                 1.0000 x   1.0000 =   1.0000']
     """
 
     def __init__(
@@ -300,10 +290,9 @@ class ExamineLog:
         self.folder, self.num_examine = Path(run_dir) / DEBUG_FOLDER, num_examine
         self.path: Path | None = None  # until the first write
         self._term_weights, self._clock = dict(term_weights), clock
-        self._file: TextIO | None = None
 
     def write(self, step: int, rows: Sequence[Row]) -> None:
-        """Append ``num_examine`` of the rows (:func:`sota_grpo.recording.step_log.rollout_rows`) of turn ``step``.
+        """Append ``num_examine`` of the rows (:func:`sota_grpo.recording.step_log.rollout_rows`) of step ``step``.
 
         Raises:
             RunFailed: the file cannot be written.
@@ -312,40 +301,23 @@ class ExamineLog:
             return
         picked = pick(rows, self.num_examine, step)
         text = "".join(described(step, row, why, self._term_weights) for why, row in picked)
+        self.path = self.path or self.folder / f"grpo_debug_{self._clock():%Y%m%d_%H%M%S}.txt"
         try:
-            file = self._opened()
-            file.write(text)
-            file.flush()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
         except OSError as error:
             raise RunFailed(
-                f"{self.path or self.folder} cannot be written ({error.strerror}); free space there, or set "
+                f"{error.filename or self.path} cannot be written ({error.strerror}); free space there, or set "
                 "logging.num_examine=0; train.resume=auto then continues from the last checkpoint."
             ) from error
-
-    def close(self) -> None:
-        """Close the file; idempotent."""
-        if self._file is not None:
-            self._file.close()
-
-    def __enter__(self) -> ExamineLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _opened(self) -> TextIO:
-        if self._file is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.path = self.folder / f"grpo_debug_{self._clock():%Y%m%d_%H%M%S}.txt"
-            self._file = self.path.open("a", encoding="utf-8")
-        return self._file
 
 
 def pick(rows: Sequence[Row], count: int, step: int) -> list[tuple[str, Row]]:
     """``count`` rows and why each was picked: the best, the worst, then others at random, as far as there are any.
 
     Chance decides among equals too, so that it is not always the first group that is shown. It depends on ``step``
-    alone: a turn that is done again shows the same.
+    alone: a step that is done again shows the same.
 
     >>> rows = [{"sample_id": i, "reward": reward} for i, reward in enumerate([0.5, 1.0, 0.0, 0.5])]
     >>> [(why, row["sample_id"]) for why, row in pick(rows, 2, step=0)]
@@ -364,26 +336,22 @@ def pick(rows: Sequence[Row], count: int, step: int) -> list[tuple[str, Row]]:
 def described(step: int, row: Row, why: str, term_weights: Mapping[str, float]) -> str:
     """One completion with all that is known of it, for people."""
     cut = ", cut for length" if row["truncated"] else ""
-    grader = [f"grader: {_line(name)} = {_line(value)}" for name, value in row["reward_info"].items()]
     success = "yes" if row["success"] else "no"
     facts = [f"advantage {row['advantage']:.4f}", f"success {success}", f"policy version {row['policy_version']}"]
+    facts += [one_line(f"grader: {name} = {value}", limit=None) for name, value in row["reward_info"].items()]
     paragraphs = [
-        f"{_RULE}\nturn {step}, group {row['group_id']}, sample {row['sample_id']}: {why}\n{_RULE}",
+        f"{_RULE}\nstep {step}, group {row['group_id']}, sample {row['sample_id']}: {why}\n{_RULE}",
         f"question\n{_quoted(row['query'])}",
         f"gold answer\n{_quoted(row['answer'])}",
         f"completion, {row['response_tokens']} tokens{cut}\n{_quoted(row['response'])}",
         "reward\n" + "\n".join(_reward_lines(row, term_weights)),
-        "\n".join(facts + grader),
+        "\n".join(facts),
     ]
     return "\n\n".join(paragraphs) + "\n\n\n"
 
 
 def _quoted(text: str) -> str:
     return "\n".join(f"  | {line}" for line in readable(text).split("\n"))
-
-
-def _line(value: object) -> str:
-    return one_line(str(value), limit=None)
 
 
 def _reward_lines(row: Row, term_weights: Mapping[str, float]) -> list[str]:
@@ -393,10 +361,10 @@ def _reward_lines(row: Row, term_weights: Mapping[str, float]) -> list[str]:
     for name, value in terms.items():
         weight = term_weights.get(name, 1.0)
         if value is None:
-            lines.append(f"{_line(name):<20}  does not apply")
+            lines.append(f"{one_line(name, limit=None):<20}  does not apply")
             continue
         total += weight * value
-        lines.append(f"{_line(name):<20}  {value:8.4f} x {weight:8.4f} = {weight * value:8.4f}")
+        lines.append(f"{one_line(name, limit=None):<20}  {value:8.4f} x {weight:8.4f} = {weight * value:8.4f}")
     if abs(row["reward"] - total) > _ROUNDING * max(1.0, abs(total)):
         lines.append(f"{'(other)':<20}  {'':>22}{row['reward'] - total:8.4f}")
     return [*lines, f"{'total':<20}  {'':>22}{row['reward']:8.4f}"]

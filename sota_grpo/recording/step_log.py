@@ -1,5 +1,5 @@
-"""What a turn of the loop writes: a row of metrics, the best and worst response of each group, a progress line, perhaps
-the whole turn."""
+"""What a training step writes: a row of metrics, the best and worst response of each group, a progress line, perhaps
+the whole step."""
 
 from __future__ import annotations
 
@@ -25,40 +25,34 @@ from sota_grpo.rl.collate import row_list
 
 logger = logging.getLogger(__name__)
 
-SHARE, FREE_S = 0.03, 30.0  # of the run's time that keeping whole turns may take; seconds that are not counted
-_PATIENCE = 3  # turns in a row; one alone happens to good runs, and a run may be shorter
+SHARE, FREE_S = 0.03, 30.0  # of the run's time that keeping whole steps may take; seconds that are not counted
+_PATIENCE = 3  # steps in a row; one alone happens to good runs, and a run may be shorter
 
 
 class SignalWatch:
-    """Watches the rewards of a run; each warning is given once.
+    """Watches the rewards of a run of ``total`` steps; each warning is given once.
 
     >>> watch = SignalWatch(total=2)
-    >>> watch.turn(0, {"advantage": 0.0, "reward": 1.0})
-    >>> watch.turn(1, {"advantage": 0.0, "reward": 1.0})  # logs the warning
+    >>> watch.look(0, {"advantage": 0.0, "reward": 1.0})
+    >>> watch.look(1, {"advantage": 0.0, "reward": 1.0})  # logs the warning
     >>> watch.flat
     2
-
-    Args:
-        total: turns of the run.
-
-    Attributes:
-        flat: turns in a row, up to the last, without a group whose rewards differ.
     """
 
     def __init__(self, total: int) -> None:
         self._patience = min(_PATIENCE, total)
-        self.flat = 0
+        self.flat = 0  # steps in a row, up to the last, without a group whose rewards differ
         self._told_flat = self._told_failed = False
 
-    def turn(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Look at the metrics of a turn: ``advantage`` (mean of its size), ``reward``, ``reward_errors``, responses."""
+    def look(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Look at the metrics of a step: ``advantage`` (mean of its size), ``reward``, ``reward_errors``, responses."""
         responses = (metrics.get("dialog_turns") or 0) / (step + 1)
         failed = metrics.get("reward_errors") or 0
         self.flat = self.flat + 1 if metrics.get("advantage") == 0 else 0
         if failed and failed >= responses and not self._told_failed:
             self._told_failed = True
             logger.warning(
-                "The grader failed at all %d responses of turn %d, and their reward is 0: `sota-grpo check` with the "
+                "The grader failed at all %d responses of step %d, and their reward is 0: `sota-grpo check` with the "
                 "same options shows its error.",
                 *(failed, step + 1),
             )
@@ -67,7 +61,7 @@ class SignalWatch:
             logger.warning(
                 "In %d %s in a row every group's rewards were equal (mean %.2f), so nothing was learned from them: "
                 "read the responses (sota-grpo report RUN), then change the reward, the problems or the temperature.",
-                *(self.flat, "turn" if self.flat == 1 else "turns", metrics.get("reward") or 0.0),
+                *(self.flat, "step" if self.flat == 1 else "steps", metrics.get("reward") or 0.0),
             )
 
 
@@ -174,7 +168,7 @@ class StepLog:
     tokenizer: Any
     publish_seconds: Callable[[], float]
     examine: ExamineLog
-    stored: StoredTurns
+    stored: StoredSteps
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -190,7 +184,7 @@ class StepLog:
         self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
 
     def write(self, step: int, batch: TensorDictBase, update: Mapping[str, Any], source: Mapping[str, float]) -> None:
-        """A row of ``metrics.jsonl``, picks for ``rollouts.jsonl``, a progress line, perhaps the turn in ``steps/``."""
+        """A row of ``metrics.jsonl``, picks for ``rollouts.jsonl``, a progress line, perhaps the step in ``steps/``."""
         seconds = time.perf_counter() - self._began
         metrics: dict[str, Any] = {"kl": None, "time/ref_s": 0.0}  # as it stands without a reference
         metrics |= batch_metrics(batch, version=step) | dict(source) | dict(update)
@@ -210,15 +204,15 @@ class StepLog:
         if stored_s:
             self.add_seconds("time/store_s", stored_s)
         self.progress.update(step + 1, metrics)
-        self.watch.turn(step, metrics)
+        self.watch.look(step, metrics)
 
 
-class StoredTurns:
-    """The learner as the loop sees it; every turn that follows saved weights is kept whole in ``steps/``.
+class StoredSteps:
+    """The learner as the loop sees it; every step that follows saved weights is kept whole in ``steps/``.
 
-    Before such a turn the learner is asked for the log-probs and entropies of its tokens, which cost one forward pass.
-    The first turn of a start is one of them: it follows the initial weights, or those of a checkpoint. Where all this
-    has come to more than ``SHARE`` of the time since the start (and to more than ``FREE_S``), turns are left out until
+    Before such a step the learner is asked for the log-probs and entropies of its tokens, which cost one forward pass.
+    The first step of a start is one of them: it follows the initial weights, or those of a checkpoint. Where all this
+    has come to more than ``SHARE`` of the time since the start (and to more than ``FREE_S``), steps are left out until
     it is less.
 
     Args:
@@ -242,20 +236,31 @@ class StoredTurns:
         return self.learner.version
 
     def update(self, rows: TensorDictBase) -> dict[str, float | None]:
-        """The learner's own, after a look at the rows of a turn that will be stored."""
-        self._before = self._look(row_list(rows)) if self.due else None
+        """The learner's own, after a look at the rows of a step that will be stored."""
+        self._before = None
+        if self.due:
+            began = time.perf_counter()
+            measured = self.learner.measured(row_list(rows))
+            origin = Origin(
+                device=self.device,
+                precision=self.learner.settings.precision,
+                num_ranks=len(getattr(self.learner, "workers", ())),
+                num_threads=torch.get_num_threads(),
+                rng=torch.get_rng_state(),
+            )
+            self._before = measured, origin, time.perf_counter() - began
         self.due = False
         return self.learner.update(rows)
 
     def after_checkpoint(self) -> None:
-        """The next turn follows saved weights."""
+        """The next step follows saved weights."""
         allowed_s = max(FREE_S, SHARE * (time.monotonic() - self._began))
         self.due = self.enabled and self._spent_s <= allowed_s
 
     def write(
         self, step: int, metrics: Mapping[str, float | None], batch: TensorDictBase, fields: list[dict[str, Any]]
     ) -> float:
-        """Store the turn whose update came last, if it is to be stored; the seconds that this took, look included.
+        """Store the step whose update came last, if it is to be stored; the seconds that this took, look included.
 
         Args:
             fields: :func:`rollout_rows` of the batch.
@@ -273,7 +278,7 @@ class StoredTurns:
             metrics=metrics,
             rows=rows,
             fields=fields,
-            pieces=[text_pieces(each, self.tokenizer.decode, self._alone) for each in ids],
+            pieces=[text_pieces(each, self._decode) for each in ids],
             measured=list(measured.split(lengths, dim=-1)),
             origin=origin,
         )
@@ -282,14 +287,5 @@ class StoredTurns:
         self._spent_s += seconds
         return seconds
 
-    def _look(self, rows: list[TensorDictBase]) -> tuple[torch.Tensor, Origin, float]:
-        began = time.perf_counter()
-        measured = self.learner.measured(rows)
-        origin = Origin(
-            device=self.device,
-            precision=self.learner.settings.precision,
-            num_ranks=len(getattr(self.learner, "workers", ())),
-            num_threads=torch.get_num_threads(),
-            rng=torch.get_rng_state(),
-        )
-        return measured, origin, time.perf_counter() - began
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._alone(ids[0]) if len(ids) == 1 else self.tokenizer.decode(ids)

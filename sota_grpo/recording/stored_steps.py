@@ -1,8 +1,8 @@
-"""``steps/``: whole turns of a run, to be looked at in a report and computed again by ``sota-grpo replay``.
+"""``steps/``: whole steps of a run, to be looked at in a report and computed again by ``sota-grpo replay``.
 
-``steps/step_000020.pt`` is turn 20 (``step`` in ``metrics.jsonl``): every row that the learner was given, what its
-weights said of every token before the turn, and the metrics that came of it. Turn 0 is kept and every turn that follows
-a checkpoint (``checkpoint_000020.pt`` holds the weights before turn 20). A resumed run drops the turns that it does
+``steps/step_000020.pt`` is step 20 (``step`` in ``metrics.jsonl``): every row that the learner was given, what its
+weights said of every token before the step, and the metrics that came of it. Step 0 is kept and every step that follows
+a checkpoint (``checkpoint_000020.pt`` holds the weights before step 20). A resumed run drops the steps that it does
 again. Reading needs neither the model nor its tokenizer.
 """
 
@@ -28,7 +28,7 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
 
 STEPS_FOLDER = "steps"
-MOST_BYTES = 2 << 30  # of all stored turns; the oldest go first, but for turn 0
+MOST_BYTES = 2 << 30  # of all stored steps; the oldest go first, but for step 0
 
 _NAME = re.compile(r"step_(\d{6,})\.pt")
 # what the learner writes, and what stands in the full tokens
@@ -41,43 +41,26 @@ _MOST_HELD = 64  # tokens that are decoded together before their text is given u
 
 @dataclass(frozen=True)
 class Origin:
-    """What a turn was computed by.
+    """What a step was computed by."""
 
-    Args:
-        device: ``cpu`` or ``cuda``.
-        precision: autocast of the learner: ``fp32``, ``bf16`` or ``fp16``.
-        num_ranks: processes of the learner; 0: it lived in the process of the loop.
-        num_threads: CPU threads of that process.
-        rng: its torch generator's state before the update, uint8.
-    """
-
-    device: str
-    precision: str
-    num_ranks: int
-    num_threads: int
-    rng: Tensor
+    device: str  # cpu or cuda
+    precision: str  # autocast of the learner: fp32, bf16 or fp16
+    num_ranks: int  # processes of the learner; 0: it lived in the process of the loop
+    num_threads: int  # CPU threads of that process
+    rng: Tensor  # its torch generator's state before the update, uint8
 
 
 @dataclass(frozen=True)
 class StoredStep:
-    """One turn of the loop.
+    """One training step; ``fields``, ``pieces`` and ``measured`` have an entry per row."""
 
-    Args:
-        step: counted from 0.
-        metrics: its row of ``metrics.jsonl``.
-        rows: what the learner was given, one TensorDict per response.
-        fields: per row :data:`sota_grpo.recording.run_log.ROLLOUT_FIELDS`.
-        pieces: per row the text of each token after the prompt; see :func:`text_pieces`.
-        measured: per row ``[2, T_i]``, the learner's log-probs and entropies before the turn, in nats, without dropout,
-            0 off the assistant mask; None where they were not looked at.
-        origin: what computed it.
-    """
-
-    step: int
-    metrics: Mapping[str, float | None]
-    rows: list[TensorDictBase]
-    fields: list[dict[str, Any]]
-    pieces: list[list[str]]
+    step: int  # counted from 0
+    metrics: Mapping[str, float | None]  # its row of metrics.jsonl
+    rows: list[TensorDictBase]  # what the learner was given, one per response
+    fields: list[dict[str, Any]]  # sota_grpo.recording.run_log.ROLLOUT_FIELDS
+    pieces: list[list[str]]  # the text of each token after the prompt; see text_pieces
+    #: ``[2, T_i]``, the learner's log-probs and entropies before the step, in nats, without dropout, 0 off the
+    #: assistant mask; None where they were not looked at.
     measured: list[Tensor] | None
     origin: Origin
 
@@ -106,7 +89,7 @@ class StoredStep:
 
 
 def stored_steps(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """The stored turns of a run, the earliest first; none where the folder is missing.
+    """The stored steps of a run, the earliest first; none where the folder is missing.
 
     >>> import tempfile
     >>> stored_steps(tempfile.mkdtemp())
@@ -118,19 +101,19 @@ def stored_steps(run_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The turn that a file of ``steps/`` holds.
+    """The step that a file of ``steps/`` holds.
 
     >>> step_of(Path("steps/step_000020.pt"))
     20
     """
     match = _NAME.fullmatch(path.name)
     if match is None:
-        raise ValueError(f"{path} is not named as a stored turn is: step_000020.pt")
+        raise ValueError(f"{path} is not named as a stored step is: step_000020.pt")
     return int(match[1])
 
 
 def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes: int = MOST_BYTES) -> Path:
-    """Write a turn under its name once complete, then drop the oldest others above ``most_bytes``, turn 0 last.
+    """Write a step under its name once complete, then drop the oldest others above ``most_bytes``, step 0 last.
 
     Raises:
         RunFailed: the file system refused.
@@ -160,20 +143,20 @@ def read_step(path: str | os.PathLike[str]) -> StoredStep:
     """Read one file of :func:`stored_steps`; no code in it is run.
 
     Raises:
-        UserError: it cannot be read, or is not a stored turn.
+        UserError: it cannot be read, or is not a stored step.
     """
     try:
         archive = Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"The stored turn {path} cannot be read: {error.strerror}.") from error
+        raise UserError(f"The stored step {path} cannot be read: {error.strerror}.") from error
     try:
         return _stored(torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True))
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged, or no stored turn of this program ({type(error).__name__}).") from error
+        raise UserError(f"{path} is damaged, or no stored step of this program ({type(error).__name__}).") from error
 
 
 def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
-    """Delete the turns from ``first_step`` on, which a resumed run does again, and what a kill left half-written."""
+    """Delete the steps from ``first_step`` on, which a resumed run does again, and what a kill left half-written."""
     for path in stored_steps(run_dir):
         if step_of(path) >= first_step:
             path.unlink()
@@ -189,13 +172,13 @@ def _content(stored: StoredStep) -> dict[str, Any]:
         return texts.setdefault(text, len(texts))
 
     fields = [{**each, **{name: index(each[name]) for name in _FIELD_TEXTS}} for each in stored.fields]
-    of_rows = [[_text_of(row, key) for row in stored.rows] for key in _ROW_TEXTS]
+    wrapped = [[row.get(key, None) for row in stored.rows] for key in _ROW_TEXTS]
     return {
         "step": stored.step,
         "metrics": {name: None if value is None else float(value) for name, value in stored.metrics.items()},
         "columns": _columns(stored.rows),
         "prompt_tokens": torch.tensor([row.get(keys.PROMPT_TOKENS).shape[-1] for row in stored.rows]),
-        "row_texts": [[None if text is None else index(text) for text in column] for column in of_rows],
+        "row_texts": [[None if one is None else index(getattr(one, "data", one)) for one in each] for each in wrapped],
         "fields": json.dumps(fields),
         "pieces": json.dumps(["".join(pieces) for pieces in stored.pieces]),
         "piece_lengths": [torch.tensor([len(piece) for piece in pieces]) for pieces in stored.pieces],
@@ -262,28 +245,16 @@ def _rows(
     return rows
 
 
-def _text_of(row: TensorDictBase, key: str | tuple[str, ...]) -> str | None:
-    value = row.get(key, None)
-    return value if value is None or isinstance(value, str) else value.data
-
-
 def _cut(text: str, lengths: Tensor) -> list[str]:
     ends = lengths.cumsum(0).tolist()
     return [text[start:end] for start, end in zip([0, *ends], ends)]
 
 
-def text_pieces(
-    ids: Sequence[int], decode: Callable[[Sequence[int]], str], alone: Callable[[int], str] | None = None
-) -> list[str]:
+def text_pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
     """What each token adds to ``decode(ids)``; joined, the pieces are exactly that text.
 
     A token that ends in the middle of a character adds nothing, and the one that completes it all of it. Where a
     decoder drops the space before a word that it is given alone, the space belongs to the word.
-
-    Args:
-        ids: of one response.
-        decode: the tokenizer's, of several tokens.
-        alone: the same of one token, perhaps remembered; None: ``decode``.
 
     >>> text_pieces([0xE2, 0x82, 0xAC, 0x35], lambda ids: bytes(ids).decode(errors="replace"))
     ['', '', '€', '5']
@@ -295,8 +266,7 @@ def text_pieces(
         held.append(token)
         end = None
         if len(held) <= _MOST_HELD:
-            text = alone(token) if alone is not None and len(held) == 1 else decode(held)
-            end = _end(whole, at, text)
+            end = _end(whole, at, decode(held))
         pieces.append("" if end is None else whole[at:end])
         if end is not None:
             at, held = end, []

@@ -161,7 +161,7 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
         except UserError as error:  # of a damaged line: the curves are worth a page without them
             groups = Groups([], 0, [], [])
             left_out.append(f"The groups of {run.path}: {error}")
-        about = safe_json({"total": groups.total, "stored": groups.stored_turns, "ages": groups.ages})
+        about = safe_json({"total": groups.total, "stored": groups.stored, "ages": groups.ages})
         encoded.append(f'{body[:-1]},"record":{about},"groups":[{",".join(groups.encoded)}]}}')
     rest = safe_json({"seeds": seeds_of_one_config(runs), "left_out": left_out})
     return f'{head[:-1]},{rest[1:-1]},"runs":[{",".join(encoded)}]}}'
@@ -197,9 +197,11 @@ def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
     free = {".".join(names) for names in FREE_OPTIONS} | {"seed"}
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
-        given = flat(run.config).items()
-        kept = {name: shown(value) for name, value in given if name not in free and not _was_passed(run, name, value)}
-        signed = frozenset(item for item in kept.items() if item[0].partition(".")[0] not in FREE_SECTIONS)
+        signed = frozenset(
+            (name, shown(value))
+            for name, value in flat(run.config).items()
+            if name not in free and name.partition(".")[0] not in FREE_SECTIONS and not _was_passed(run, name, value)
+        )
         key = (signed, safe_json(run.passed)) if signed else index
         groups.setdefault(key, []).append(index)
     return list(groups.values())
@@ -229,7 +231,7 @@ def _about(run: RunData, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "path": str(run.path),
-        "turns": run.turns,
+        "done": run.steps,
         "asked": run.asked,
         "state": run.state,
         "note": run.note,
@@ -267,9 +269,6 @@ class TrainingReport:
 
     Args:
         run_dir: of the run; before its first line of metrics nothing is written.
-        enabled: False writes nothing.
-        write: makes the page.
-        clock: seconds, monotonic.
 
     >>> import tempfile
     >>> run_dir = Path(tempfile.mkdtemp())

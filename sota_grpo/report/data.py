@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from sota_grpo.recording.run_files import (
 from sota_grpo.text import json_line
 
 Row = Mapping[str, Any]
-NUMBERS = 250_000  # of all curves of a page: 2 MB; beyond it turns are left out
+NUMBERS = 250_000  # of all curves of a page: 2 MB; beyond it steps are left out
 #: Where a metric is shown: a title, and the names or, with a slash at their end, the families of names below it.
 FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("What it learned", ("eval/accuracy", "reward", "success", "eval/avg_at_k")),
@@ -57,33 +58,21 @@ _DEPTH = 4  # folders between the one named and a run: DATE/TIME/JOB and one to 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run directory says, apart from its rollouts.
+    """What a run directory says, apart from its rollouts."""
 
-    Attributes:
-        path: as the user named it, or found below what they named.
-        rows: metrics by turn, ascending; what was measured before a turn and in it is one row.
-        config: nested, as resolved; empty where there is none.
-        asked: turns that it was started for, or None.
-        state: ``finished``, ``running``, ``failed`` or ``stopped``.
-        note: why it failed; empty where it did not.
-        gate: of ``gate.json``, or None.
-        written: when the metrics were last written, seconds since the epoch.
-        passed: digests of what was passed in Python, of which the config has only the places.
-    """
-
-    path: Path
-    rows: list[dict[str, Any]]
-    config: dict[str, Any]
-    asked: int | None
-    state: str
-    note: str
-    gate: dict[str, Any] | None
-    written: float
-    passed: Any = None
+    path: Path  # as the user named it, or found below what they named
+    rows: list[dict[str, Any]]  # metrics by step, ascending; what was measured before a step and in it is one row
+    config: dict[str, Any]  # nested, as resolved; empty where there is none
+    asked: int | None  # steps that it was started for
+    state: str  # finished, running, failed or stopped
+    note: str  # why it failed; empty where it did not
+    gate: dict[str, Any] | None  # of gate.json
+    written: float  # when the metrics were last written, seconds since the epoch
+    passed: Any = None  # digests of what was passed in Python, of which the config has only the places
 
     @property
-    def turns(self) -> int:
-        """Turns done, in which something was trained."""
+    def steps(self) -> int:
+        """Steps done, in which something was trained."""
         return max((row["step"] + 1 for row in self.rows if "dialog_turns" in row or "reward" in row), default=0)
 
 
@@ -95,7 +84,14 @@ def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """
     runs: dict[Path, Path] = {}
     for path in map(Path, paths):
-        for run in _runs_at(path):
+        if not path.exists():
+            raise UserError(f"There is no run in {path}: it does not exist.")
+        if not path.is_dir():
+            raise UserError(f"{path} is a file; give the run directory, {path.parent}.")
+        below = list(_below(path, _DEPTH))
+        if not below:
+            raise UserError(f"There is no run in {path}: neither there nor in its folders is a {METRICS_FILE}.")
+        for run in below:
             runs.setdefault(run.resolve(), run)
     return list(runs.values())
 
@@ -117,17 +113,6 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
     return runs, sentences
 
 
-def _runs_at(path: Path) -> list[Path]:
-    if not path.exists():
-        raise UserError(f"There is no run in {path}: it does not exist.")
-    if not path.is_dir():
-        raise UserError(f"{path} is a file; give the run directory, {path.parent}.")
-    runs = list(_below(path, _DEPTH))
-    if not runs:
-        raise UserError(f"There is no run in {path}: neither there nor in its folders is a {METRICS_FILE}.")
-    return runs
-
-
 def _below(path: Path, depth: int) -> Iterator[Path]:
     if has_begun(path):
         yield path
@@ -143,7 +128,7 @@ def read_run(path: Path) -> RunData:
     """Read the run in ``path``; a last line that is still being written is left alone.
 
     Raises:
-        UserError: it has no finished turn, a file cannot be read, or it is not what a run writes.
+        UserError: it has no finished step, a file cannot be read, or it is not what a run writes.
     """
     rows: dict[int, dict[str, Any]] = {}
     for row in read_rows(path / METRICS_FILE):
@@ -151,7 +136,7 @@ def read_run(path: Path) -> RunData:
     state, note = state_of(path)
     if not rows:
         how = f"it {'is' if state == 'running' else 'has'} {state}" + (f" ({note})" if note else "")
-        raise UserError(f"The run in {path} has not finished a turn: {how}.")
+        raise UserError(f"The run in {path} has not finished a step: {how}.")
     record = read_record(path) or {}
     asked = record.get("num_steps")
     return RunData(
@@ -220,10 +205,10 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
     """The run's columns, ready for JSON.
 
     ``steps``, ``responses`` and ``seconds`` are the three x-axes, aligned; ``columns`` and ``errors`` hold by metric
-    either ``{"v": values}``, aligned with them, or ``{"i": positions, "v": values}`` where most turns lack it.
+    either ``{"v": values}``, aligned with them, or ``{"i": positions, "v": values}`` where most steps lack it.
 
     Args:
-        stride: every how many turns one is kept; evaluations and the last turn always are.
+        stride: every how many steps one is kept; evaluations and the last step always are.
     """
     seconds, kept = 0.0, []
     last = len(run.rows) - 1
@@ -232,12 +217,14 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
         if index % stride == 0 or index == last or "eval/accuracy" in row:
             kept.append((row, seconds))
     rows = [row for row, _ in kept]
+    responses = [number(row.get("dialog_turns")) or 0 for row in rows]
     columns = {name: _column([row.get(name) for row in rows]) for name in names(rows)}
-    of_tasks = {name: _column([row.get(_error_of(name)) for row in rows]) for name in columns if name.startswith(_TASK)}
-    errors = of_tasks | {name: _column([error(row) for row in rows]) for name, (_, error) in BANDS.items()}
+    tasks = {name: name.replace(_TASK, _TASK_ERROR) for name in columns if name.startswith(_TASK)}
+    errors = {name: _column([row.get(error) for row in rows]) for name, error in tasks.items()}
+    errors |= {name: _column([error(row) for row in rows]) for name, (_, error) in BANDS.items()}
     return {
         "steps": [row["step"] for row in rows],
-        "responses": _known([row.get("dialog_turns") for row in rows]),
+        "responses": list(accumulate(responses, max)),  # an evaluation does not count them
         "seconds": [number(spent) for _, spent in kept],
         "columns": {name: column for name, column in columns.items() if column},
         "errors": {name: column for name, column in errors.items() if column},
@@ -257,18 +244,18 @@ def names(rows: Iterable[Row]) -> list[str]:
 
 
 def stride_for(runs: Sequence[RunData]) -> int:
-    """Every how many turns one is kept, so that all curves together stay below ``NUMBERS``."""
+    """Every how many steps one is kept, so that all curves together stay below ``NUMBERS``."""
     total = sum(len(run.rows) * len(names(run.rows)) for run in runs)
     return max(1, math.ceil(total / NUMBERS))
 
 
-def glossary(found: Iterable[str]) -> dict[str, dict[str, str]]:
+def glossary(metrics: Iterable[str]) -> dict[str, dict[str, str]]:
     """What is said of each metric: its family, sentence, unit, how its band is computed; in the order of the page.
 
     >>> list(glossary(["time/step_s", "reward", "kl", "eval/accuracy"]))
     ['eval/accuracy', 'reward', 'kl', 'time/step_s']
     """
-    return {name: {"family": family(name), **_described(name)} for name in sorted(found, key=_place)}
+    return {name: {"family": family(name), **_described(name)} for name in sorted(metrics, key=_place)}
 
 
 def family(name: str) -> str:
@@ -292,7 +279,7 @@ def _place(name: str) -> tuple[int, int]:
 
 
 def phases(run: RunData) -> dict[str, Any]:
-    """Seconds by phase, summed over the run, and of the turns and evaluations as a whole.
+    """Seconds by phase, summed over the run, and of the steps and evaluations as a whole.
 
     >>> from pathlib import Path
     >>> row = {"step": 0, "time/learn_s": 2.0, "time/generate_s": 5.0, "time/step_s": 8.0, "time/eval_s": 1.0}
@@ -322,12 +309,8 @@ def _described(name: str) -> dict[str, str]:
     if name in BANDS:
         described["band"] = BANDS[name][0]
     elif name.startswith(_TASK):
-        described["band"] = f"{_error_of(name)}, over problems"
+        described["band"] = f"{name.replace(_TASK, _TASK_ERROR)}, over problems"
     return described
-
-
-def _error_of(name: str) -> str:
-    return _TASK_ERROR + name.removeprefix(_TASK)
 
 
 def _column(values: Sequence[Any]) -> dict[str, Any]:
@@ -340,30 +323,16 @@ def _column(values: Sequence[Any]) -> dict[str, Any]:
     return {"i": present, "v": [plain[index] for index in present]}
 
 
-def _known(values: Sequence[Any]) -> list[float | int]:
-    """With what was known before in the place of what is missing."""
-    filled: list[float | int] = []
-    for value in values:
-        plain = number(value)
-        filled.append(plain if plain is not None else filled[-1] if filled else 0)
-    return filled
-
-
 def _number(row: Row, name: str) -> float:
     return number(row.get(name), digits=15) or 0.0
 
 
-def _responses(row: Row) -> float:
-    """Responses of the turn: ``dialog_turns`` counts those of all turns up to it, which are of one size."""
-    return _number(row, "dialog_turns") / (row["step"] + 1)
-
-
 def _of_mean(std: Any, row: Row) -> float | None:
-    """Standard error of a mean over the turn's responses."""
-    spread, count = number(std, digits=15), _responses(row)
+    """Standard error of a mean over the step's responses: ``dialog_turns`` counts all so far, equally many a step."""
+    spread, count = number(std, digits=15), _number(row, "dialog_turns") / (row["step"] + 1)
     return None if spread is None or count <= 0 else spread / math.sqrt(count)
 
 
 def _of_share(share: Any, row: Row) -> float | None:
-    mean, count = number(share, digits=15), _responses(row)
-    return None if mean is None or count <= 0 or not 0 <= mean <= 1 else math.sqrt(mean * (1 - mean) / count)
+    mean = number(share, digits=15)
+    return None if mean is None or not 0 <= mean <= 1 else _of_mean(math.sqrt(mean * (1 - mean)), row)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,11 +21,12 @@ _DIGITS = 3
 _OVERFLOW = 700.0  # exp of more is no float
 _HEAD = re.compile(rb'\{"step": (\d+), "group_id": (-?\d+), ')
 _TAIL = re.compile(rb'"policy_version": (-?\d+)\}\n\Z')
-_AT_ONCE = 4  # groups of a turn that are taken before the next turn has its own
+_AT_ONCE = 4  # groups of a step that are taken before the next step has its own
 _MISFITS = 50  # groups in a row that are too large for what is left of the budget, before the rest is not tried
 _STEP_BYTES = 400_000  # of the groups of one stored step
 
 Values = Sequence[float]
+Place = tuple[int, int]  # step and group
 
 
 def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | None:
@@ -44,8 +45,12 @@ def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | No
     if not pieces or said is None:
         return None
     behaviour, policy, reference = (row.get(name) for name in ("log_probs", "policy_log_probs", "ref_log_probs"))
-    figures = {"ratio": _ratios(policy, behaviour), "entropy": row.get("entropy")}
-    figures["kl"] = _divergences(policy or behaviour, reference, estimator)
+    figures = {"ratio": None, "entropy": row.get("entropy"), "kl": None}
+    if policy is not None and behaviour is not None:
+        figures["ratio"] = [math.exp(min(new - old, _OVERFLOW)) for new, old in zip(policy, behaviour)]
+    newest = policy or behaviour
+    if newest is not None and reference is not None:
+        figures["kl"] = _divergences(newest, reference, estimator)
     columns: dict[str, Any] = {"pieces": _ends(pieces)}
     if not all(said):
         columns["said"] = _ends([int(one) for one in said])
@@ -60,15 +65,7 @@ def _ends(column: Sequence[Any]) -> list[Any]:
     return list(column) if len(column) <= _FIRST + _LAST else [*column[:_FIRST], *column[-_LAST:]]
 
 
-def _ratios(policy: Values | None, behaviour: Values | None) -> Values | None:
-    if policy is None or behaviour is None:
-        return None
-    return [math.exp(min(new - old, _OVERFLOW)) for new, old in zip(policy, behaviour)]
-
-
-def _divergences(policy: Values | None, reference: Values | None, estimator: str) -> Values | None:
-    if policy is None or reference is None:
-        return None
+def _divergences(policy: Values, reference: Values, estimator: str) -> Values:
     import torch
 
     from sota_grpo.functional.divergences import KL_ESTIMATORS, kl_k3
@@ -79,36 +76,24 @@ def _divergences(policy: Values | None, reference: Values | None, estimator: str
 
 @dataclass
 class Index:
-    """Where each group stands in ``rollouts.jsonl``, found without parsing it.
+    """Where each group stands in ``rollouts.jsonl``, found without parsing it."""
 
-    Attributes:
-        lines: by (turn, group), the number, offset and size of each of its lines.
-        ages: responses by the age of their policy, in versions.
-    """
-
-    lines: dict[tuple[int, int], list[tuple[int, int, int]]] = field(default_factory=dict)
-    ages: Counter[int] = field(default_factory=Counter)
+    lines: dict[Place, list[tuple[int, int, int]]] = field(default_factory=dict)  # number, offset and size of each
+    ages: Counter[int] = field(default_factory=Counter)  # responses by the age of their policy, in versions
 
 
 @dataclass(frozen=True)
 class Groups:
-    """What a page holds of a run's groups.
+    """What a page holds of a run's groups."""
 
-    Attributes:
-        encoded: each group as JSON, safe in HTML.
-        total: groups in the record; those that are not in ``encoded`` are left out.
-        stored_turns: turns of which whole groups with tokens are among them.
-        ages: responses by the age of their policy, as in :class:`Index`.
-    """
-
-    encoded: list[str]
-    total: int
-    stored_turns: list[int]
-    ages: list[tuple[int, int]]
+    encoded: list[str]  # each as JSON, safe in HTML
+    total: int  # groups in the record; those that are not in ``encoded`` are left out
+    stored: list[int]  # steps of which whole groups with tokens are among them
+    ages: list[tuple[int, int]]  # as in Index
 
 
 def choose_groups(run: RunData, budget: int) -> Groups:
-    """At most ``budget`` bytes of groups: of the newest turn, the first, then evenly spread ones; few of each at first.
+    """At most ``budget`` bytes of groups: of the newest step, the first, then evenly spread ones; few of each at first.
 
     Raises:
         UserError: a line of the record is broken.
@@ -117,15 +102,15 @@ def choose_groups(run: RunData, budget: int) -> Groups:
     index = scan(path)
     estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3"))
     weight = sum(size for lines in index.lines.values() for *_, size in lines)
-    stored = _stored(run.path, estimator, max(budget // 2, budget - weight))
-    chosen = {(step, group): text for step, group, text in stored}
-    left = budget - sum(map(_size, chosen.values()))
-    rest = [place for place in _in_order(index.lines) if place not in chosen]
-    chosen |= _read(path, {place: index.lines[place] for place in rest}, left)
+    most = max(budget // 2, budget - weight)
+    stored, left = _stored(run.path, estimator, most)
+    rest = [place for place in _in_order(index.lines) if place not in stored]
+    extremes, _ = _fitting(_extremes(path, {place: index.lines[place] for place in rest}), budget - most + left)
+    chosen = stored | extremes
     return Groups(
         encoded=[chosen[place] for place in sorted(chosen)],
         total=len(index.lines.keys() | chosen.keys()),
-        stored_turns=sorted({step for step, *_ in stored}),
+        stored=sorted({step for step, _ in stored}),
         ages=sorted(index.ages.items()),
     )
 
@@ -148,10 +133,6 @@ def scan(path: Path) -> Index:
         index.lines.setdefault((step, group), []).append((line_number, offset, len(line)))
         index.ages[step - version] += 1
     return index
-
-
-def _size(text: str) -> int:
-    return len(text.encode())
 
 
 def _integer(value: Any, default: int) -> int:
@@ -180,7 +161,7 @@ def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: st
     """One group for the page, from rows with the fields of ``rollouts.jsonl`` and perhaps of a stored step.
 
     Args:
-        rows: samples of one group of one turn.
+        rows: samples of one group of one step.
         whole: these are all its samples, not just its best and worst.
         estimator: of the KL to the reference, per token.
     """
@@ -198,7 +179,7 @@ def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: st
 
 
 def _sample(row: Mapping[str, Any], estimator: str) -> dict[str, Any]:
-    terms, notes = (found if isinstance(found, dict) else {} for found in map(row.get, ("reward_terms", "reward_info")))
+    terms, notes = (one if isinstance(one, dict) else {} for one in map(row.get, ("reward_terms", "reward_info")))
     columns = token_columns(row, estimator)
     return {
         "id": row.get("sample_id"),
@@ -214,81 +195,81 @@ def _sample(row: Mapping[str, Any], estimator: str) -> dict[str, Any]:
     }
 
 
-def _in_order(places: Mapping[tuple[int, int], Any]) -> Iterator[tuple[int, int]]:
-    """A few groups of each turn, the turns spread; then the next few of each."""
-    turns: dict[int, list[int]] = {}
+def _in_order(places: Iterable[Place]) -> Iterator[Place]:
+    """A few groups of each step, the steps spread; then the next few of each."""
+    groups: dict[int, list[int]] = {}
     for step, group in places:
-        turns.setdefault(step, []).append(group)
-    steps = sorted(turns)
-    order = [steps[at] for at in spread(len(steps))]
-    for start in range(0, max(map(len, turns.values()), default=0), _AT_ONCE):
-        for step in order:
-            yield from ((step, group) for group in turns[step][start : start + _AT_ONCE])
+        groups.setdefault(step, []).append(group)
+    steps = sorted(groups)
+    for start in range(0, max(map(len, groups.values()), default=0), _AT_ONCE):
+        for step in (steps[at] for at in spread(len(steps))):
+            yield from ((step, group) for group in groups[step][start : start + _AT_ONCE])
 
 
-def _read(
-    path: Path, places: Mapping[tuple[int, int], list[tuple[int, int, int]]], budget: int
-) -> dict[tuple[int, int], str]:
-    """The first of these groups that fit."""
-    found: dict[tuple[int, int], str] = {}
+def _fitting(texts: Iterable[tuple[Place, str]], budget: int) -> tuple[dict[Place, str], int]:
+    """The first of the texts that fit into so many bytes together, and how many bytes are left."""
+    fitting: dict[Place, str] = {}
     misfits = 0
-    if not places:
-        return found
+    for place, text in texts:
+        size = len(text.encode())
+        if size <= budget:
+            fitting[place] = text
+            misfits, budget = 0, budget - size
+        else:
+            misfits += 1
+            if misfits > _MISFITS:
+                break
+    return fitting, budget
+
+
+def _extremes(path: Path, lines: Mapping[Place, list[tuple[int, int, int]]]) -> Iterator[tuple[Place, str]]:
+    """The groups of ``rollouts.jsonl`` as JSON."""
+    if not lines:  # nor a file, perhaps
+        return
     with path.open("rb") as file:
-        for place, lines in places.items():
+        for place, own in lines.items():
             rows = []
-            for line_number, offset, size in lines:
+            for line_number, offset, size in own:
                 file.seek(offset)
                 rows.append(json_line(file.read(size), path, line_number))
-            text = safe_json(plain_group(rows, whole=False))
-            if _size(text) > budget:
-                misfits += 1
-                if misfits > _MISFITS:
-                    break
-                continue
-            misfits, budget = 0, budget - _size(text)
-            found[place] = text
-    return found
+            yield place, safe_json(plain_group(rows, whole=False))
 
 
-def _stored(run_dir: Path, estimator: str, budget: int) -> list[tuple[int, int, str]]:
-    """Groups of the stored steps as (turn, group, JSON)."""
+def _stored(run_dir: Path, estimator: str, budget: int) -> tuple[dict[Place, str], int]:
+    """The groups of the stored steps that fit, as JSON, and how many bytes are left."""
+    stored: dict[Place, str] = {}
     if not (run_dir / "steps").is_dir():  # else nothing of torch is needed
-        return []
+        return stored, budget
     from sota_grpo.recording.stored_steps import stored_steps
 
     paths = stored_steps(run_dir)
-    found: list[tuple[int, int, str]] = []
     for at in spread(len(paths)):
         try:
             status = paths[at].stat()
             groups = _groups_of(paths[at], estimator, status.st_mtime_ns, status.st_size)
         except (FileNotFoundError, UserError):  # pruned by the run meanwhile, or damaged: the page does without it
             continue
-        for place in groups:
-            size = _size(place[2])
-            if size <= budget:
-                found.append(place)
-                budget -= size
+        fitting, budget = _fitting(groups, budget)
+        stored |= fitting
         if budget < _STEP_BYTES // 10:
             break
-    return found
+    return stored, budget
 
 
 @lru_cache(maxsize=32)  # a run that is training asks again at every checkpoint
-def _groups_of(path: Path, estimator: str, _written: int, _bytes: int) -> list[tuple[int, int, str]]:
+def _groups_of(path: Path, estimator: str, _written: int, _bytes: int) -> list[tuple[Place, str]]:
     from sota_grpo.recording.stored_steps import read_step
 
     stored = read_step(path)
-    siblings: dict[int, list[Mapping[str, Any]]] = {}
+    groups: dict[int, list[Mapping[str, Any]]] = {}
     for row in stored.samples:
-        siblings.setdefault(int(row["group_id"]), []).append({**row, "step": stored.step})
-    found: list[tuple[int, int, str]] = []
+        groups.setdefault(int(row["group_id"]), []).append({**row, "step": stored.step})
+    encoded: list[tuple[Place, str]] = []
     left = _STEP_BYTES
-    for group, rows in siblings.items():
+    for group, rows in groups.items():
         text = safe_json(plain_group(rows, whole=True, estimator=estimator))
-        left -= _size(text)
-        if left < 0 and found:
+        left -= len(text.encode())
+        if left < 0 and encoded:
             break
-        found.append((stored.step, group, text))
-    return found
+        encoded.append(((stored.step, group), text))
+    return encoded

@@ -44,8 +44,6 @@ _FORMS = (
     "verl's compute_score(data_source, solution_str, ground_truth, extra_info=None) nor "
     "TRL's function(prompts, completions, **columns)"
 )
-
-
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")  # as in TRL
 _MAX_INT_BITS = 1023  # Python refuses to write integers of thousands of digits
 _LOOP: list[Any] = []  # the event loop of all coroutines and its thread, once there are any
@@ -117,7 +115,7 @@ def no_function(path: str, name: str, names: Iterable[str]) -> str:
     return f"{path} has no function {name!r}; its functions are {', '.join(names) or 'none'}: correct reward.name."
 
 
-def line_in(path: str, error: BaseException) -> int | None:
+def _line_in(path: str, error: BaseException) -> int | None:
     """The last line of the file ``path`` that ``error`` came through."""
     if isinstance(error, SyntaxError) and error.filename == path:
         return error.lineno
@@ -127,11 +125,7 @@ def line_in(path: str, error: BaseException) -> int | None:
 
 
 def require_file(path: Path) -> None:
-    """Check that ``path`` is a file.
-
-    Raises:
-        RewardFunctionError: it is not.
-    """
+    """Check that ``path`` is a file; ``RewardFunctionError`` says that it is not."""
     if not path.is_file():
         raise RewardFunctionError(f"there is no reward file {path}; correct reward.path (now in {Path.cwd()}).")
 
@@ -149,7 +143,7 @@ def _run_file(path: Path) -> ModuleType:
         exec(loader.source_to_code(path.read_bytes(), str(path)), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        line = line_in(str(path), error)
+        line = _line_in(str(path), error)
         place = f"{path}" if line is None else f"{path}, line {line}"
         raise RewardFunctionError(
             f"{place}: the reward file cannot be imported ({type(error).__name__}: {error}); mend it there."
@@ -177,31 +171,20 @@ def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction
         parameters = ()  # type: ignore[assignment]
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     keywords = {p.name for p in named if p.kind is not p.POSITIONAL_ONLY}
-    trl = TRL if keywords & {"completions", "prompts"} else ""
-    function = RewardFunction(
-        name=name,
-        form=VERL if "solution_str" in keywords else trl,
-        call=call,
-        required=tuple(p.name for p in named if p.default is p.empty),
-        optional=tuple(p.name for p in named if p.default is not p.empty),
-        takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),
-    )
-    _require_form(function, f"{place}: {name}({', '.join(map(str, parameters))})")
-    return function
-
-
-def _require_form(function: RewardFunction, place: str) -> None:
-    """Columns that a function of TRL's form asks for are checked where the rows are known."""
-    missing: Sequence[str]
-    if function.form == VERL:
-        missing = [name for name in function.required if name not in VERL_PARAMETERS]
-    else:
-        missing = [name for name in function.required if name in _TRL_NOT_HERE]
-    if function.form == "" and not missing:
-        raise RewardFunctionError(f"{place} is neither {_FORMS}; name its parameters like one of these.")
+    required = tuple(p.name for p in named if p.default is p.empty)
+    optional = tuple(p.name for p in named if p.default is not p.empty)
+    written = f"{place}: {name}({', '.join(map(str, parameters))})"
+    if "solution_str" in keywords:
+        form, reason = VERL, "nothing here has"
+        missing = [name for name in required if name not in VERL_PARAMETERS]
+    else:  # the columns that a function of TRL's form asks for are checked where the rows are known
+        form, reason = TRL, "a grader, which reads text only, does not have"
+        missing = [name for name in required if name in _TRL_NOT_HERE]
     if missing:
-        reason = "nothing here has" if function.form == VERL else "a grader, which reads text only, does not have"
-        raise RewardFunctionError(f"{place} asks for {', '.join(missing)}, which {reason}; give it a default value.")
+        raise RewardFunctionError(f"{written} asks for {', '.join(missing)}, which {reason}; give it a default value.")
+    if form == TRL and not keywords & {"completions", "prompts"}:
+        raise RewardFunctionError(f"{written} is neither {_FORMS}; name its parameters like one of these.")
+    return RewardFunction(name, form, call, required, optional, any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
 @dataclass(frozen=True)
@@ -272,8 +255,7 @@ def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]])
             one[column] = plain(value)
 
     def log_metric(name: str, value: Any) -> None:
-        for one in info:
-            one[name] = plain(value)
+        log_extra(name, [value] * len(info))
 
     rows = [{"ground_truth": one.ground_truth, **one.columns} for one in group]
     names = {name: None for row in rows for name in row if name not in _NOT_COLUMNS}  # in the order of the file
@@ -343,19 +325,18 @@ def _read_result(function: RewardFunction, path: str, result: Any) -> RewardOutp
 def _read_list(
     function: RewardFunction, path: str, result: Any, info: Sequence[Mapping[str, Any]]
 ) -> list[RewardOutput]:
-    values, error = [], None
-    if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
-        error = f"TypeError: {function.name} returned {type(result).__name__}, not a list of one reward per completion"
-    else:
-        try:
-            values = list(result)
-        except BaseException as stopped:  # a generator runs only now
-            error = _reason(path, stopped) if isinstance(stopped, Exception) else graders_error(stopped)
-        else:
-            if len(values) != len(info):
-                error = f"ValueError: {function.name} returned {len(values)} rewards for {len(info)} completions"
-    if error is not None:
+    def failed(error: str) -> list[RewardOutput]:
         return [RewardOutput(error=error)] * len(info)
+
+    if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
+        kind = type(result).__name__
+        return failed(f"TypeError: {function.name} returned {kind}, not a list of one reward per completion")
+    try:
+        values = list(result)
+    except BaseException as stopped:  # a generator runs only now
+        return failed(_reason(path, stopped) if isinstance(stopped, Exception) else graders_error(stopped))
+    if len(values) != len(info):
+        return failed(f"ValueError: {function.name} returned {len(values)} rewards for {len(info)} completions")
     return [
         RewardOutput(info=beside) if value is None else _read_number(function, value, beside)
         for value, beside in zip(values, info, strict=True)
@@ -376,7 +357,7 @@ def _read_number(function: RewardFunction, value: Any, info: Mapping[str, Any]) 
 
 
 def _reason(path: str, error: Exception) -> str:
-    line = line_in(path, error)
+    line = _line_in(path, error)
     return f"{type(error).__name__}: {error}" + ("" if line is None else f" ({path}, line {line})")
 
 
@@ -481,48 +462,38 @@ class _Describer:
             return value
         if isinstance(value, (bytes, complex)) or value is Ellipsis:
             return repr(value)
-        if isinstance(value, tuple):
-            return ["tuple", *map(self.of, value)]
-        if isinstance(value, frozenset):
+        if not isinstance(value, (tuple, frozenset, CodeType)):  # the others may hold themselves
+            if id(value) in self._seen:
+                return "seen"
+            self._seen[id(value)] = value
+        if isinstance(value, (set, frozenset)):
             return ["set", *sorted(json.dumps(self.of(item)) for item in value)]
-        if isinstance(value, CodeType):
-            return [value.co_code.hex(), self.of(value.co_consts), self.of(value.co_names)]
-        return self._once(value)
-
-    def _once(self, value: Any) -> Any:
-        """What may hold itself is described where it comes up first."""
-        if id(value) in self._seen:
-            return "seen"
-        self._seen[id(value)] = value
         if isinstance(value, Mapping):
             return ["map", *([self.of(key), self.of(item)] for key, item in value.items())]
-        if isinstance(value, list):
-            return ["list", *map(self.of, value)]
-        if isinstance(value, set):
-            return self.of(frozenset(value))
-        if isinstance(value, functools.partial):
-            return ["partial", self.of(value.func), self.of(value.args), self.of(value.keywords)]
-        if inspect.ismethod(value):
-            return ["method", self.of(value.__func__), self.of(value.__self__)]
-        return self._named(value)
+        parts = self._parts(value)
+        return parts if isinstance(parts, str) else [self.of(part) for part in parts]
 
-    def _named(self, value: Any) -> Any:
-        """A function, a class, or an instance of one: what it is if it belongs to the home module, else its name."""
+    def _parts(self, value: Any) -> str | list[Any]:
+        """What an object is made of; the name of one that does not belong to the home module."""
+        if isinstance(value, (tuple, list)):
+            return ["tuple" if isinstance(value, tuple) else "list", *value]
+        if isinstance(value, CodeType):
+            return [value.co_code.hex(), value.co_consts, value.co_names]
+        if isinstance(value, functools.partial):
+            return ["partial", value.func, value.args, value.keywords]
+        if inspect.ismethod(value):
+            return ["method", value.__func__, value.__self__]
         named = value if hasattr(value, "__qualname__") else type(value)
         name = f"{named.__module__}.{named.__qualname__}"
         if named.__module__ != self._home or not (inspect.isfunction(named) or inspect.isclass(named)):
             return name
         if inspect.isfunction(named):
-            return ["function", *self._function(named)]
+            code, around = named.__code__, named.__globals__
+            reads = {name: around[name] for name in sorted(_globals_read(code)) if name in around}
+            closed = [_content(cell) for cell in named.__closure__ or ()]
+            return ["function", code, named.__defaults__, named.__kwdefaults__, closed, reads]
         state = dict(vars(value)) if named is not value and hasattr(value, "__dict__") else {}
-        return [name, self.of(_members(named)), self.of(named.__bases__), self.of(state)]
-
-    def _function(self, function: Any) -> list[Any]:
-        """Code, defaults, and the values of the closure and of the globals that the code reads."""
-        code, around = function.__code__, function.__globals__
-        reads = {name: around[name] for name in sorted(_globals_read(code)) if name in around}
-        closed = [_content(cell) for cell in function.__closure__ or ()]
-        return [self.of(part) for part in (code, function.__defaults__, function.__kwdefaults__, closed, reads)]
+        return [name, _members(named), named.__bases__, state]
 
 
 def _members(kind: type) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import os
 import struct
 import tempfile
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -126,24 +126,12 @@ def _nameless_file() -> int:
         return os.dup(file.fileno())
 
 
-def reward_spec(score: Scorer, term_names: Collection[str], progress_fd: int | None = None) -> WorkerSpec:
-    """What a reward worker runs.
-
-    Args:
-        score: picklable, best without a data set behind it: :func:`sota_grpo.rl.task.scorer_of`.
-        term_names: the terms that it returns.
-        progress_fd: as in :class:`RewardWorker`.
-    """
-    options = {"score": score, "term_names": tuple(term_names), "progress_fd": progress_fd}
-    return WorkerSpec("sota_grpo.rewards.grading:RewardWorker", options)
-
-
 class RewardWorker:
     """Grades lists of responses on a thread of its own, guarded as :func:`sota_grpo.rl.task.guarded_scores` says.
 
     Args:
-        score: the task's grader; its ``prepare()``, if it has one, is called here, when nobody waits for a response.
-        term_names: the terms that it returns.
+        score, term_names: as in :class:`GradingPool`; the grader's ``prepare()``, if it has one, is called here, when
+            nobody waits for a response.
         progress_fd: descriptor of a :class:`ProgressCounter`: how many of a call's responses are graded.
 
     >>> worker = RewardWorker(lambda text, example: Score({"long": float(len(text) > 2)}, False), ["long"])
@@ -154,10 +142,9 @@ class RewardWorker:
 
     def __init__(self, score: Scorer, term_names: Sequence[str], progress_fd: int | None = None) -> None:
         self._score, self._term_names = score, tuple(term_names)
-        prepare = getattr(score, "prepare", None)
-        if prepare is not None:
-            prepare()
-        self._progress_counter = None if progress_fd is None else ProgressCounter(progress_fd)
+        if hasattr(score, "prepare"):
+            score.prepare()
+        self._progress_counter = ProgressCounter(progress_fd)
         self._thread = WorkerThread("grader")
 
     def run(self, asked: Sequence[tuple[str, Example]], page: int = 0) -> Future[list[Score]]:
@@ -176,15 +163,11 @@ class RewardWorker:
 
         def tick() -> None:
             self._thread.progress()
-            self._note(page, next(answers))
+            self._progress_counter.note(page, next(answers))
 
         scores = guarded_scores(self._score, self._term_names, asked, tick=tick)
-        self._note(page, len(asked))  # a grader of whole groups has answered once
+        self._progress_counter.note(page, len(asked))  # a grader of whole groups has answered once
         return scores
-
-    def _note(self, page: int, graded: int) -> None:
-        if self._progress_counter is not None:
-            self._progress_counter.note(page, graded)
 
 
 class GradingPool:
@@ -192,13 +175,13 @@ class GradingPool:
 
     Contract. Consumes: groups of texts. Produces: their scores, equal to those of :class:`LocalGrader`. Waits for: a
     worker, at one response no longer than ``timeout_s`` (at most an eighth more); then it is killed. Workers note which
-    response they are at (:class:`ProgressCounter`), so the one that a worker hangs or crashes
-    at is known, counts as a failure (all terms 0) at once, and only its siblings are graded by another worker. Where a
-    worker was ended by SIGKILL or SIGTERM, somebody else may have done it (a person, the kernel out of memory): the
-    response is graded once more, alone, and counts as a failure when that worker dies, too. A grader of whole groups
-    (``score_group``) has ``timeout_s`` for the call; it does not show at which response it is, so after a hang or a
-    crash its responses are graded one by one. Only what is no response's fault fails a future: no worker starts, the
-    pool is closed, or the task returns other terms than it names.
+    response they are at (:class:`ProgressCounter`), so the one that a worker hangs or crashes at is known, counts as a
+    failure (all terms 0) at once, and only its siblings are graded by another worker. Where a worker was ended by
+    SIGKILL or SIGTERM, somebody else may have done it (a person, the kernel out of memory): the response is graded
+    once more, alone, and counts as a failure when that worker dies, too. A grader of whole groups (``score_group``)
+    has ``timeout_s`` for the call; it does not show at which response it is, so after a hang or a crash its
+    responses are graded one by one. Only what is no response's fault fails a future: no worker starts, the pool is
+    closed, or the task returns other terms than it names.
 
     Args:
         score: the task's grader, picklable (:func:`sota_grpo.rl.task.scorer_of`).
@@ -216,7 +199,8 @@ class GradingPool:
         self._failures, self._launcher = FailureLog(), ProcessLauncher()
         self._progress_counter = progress_counter = ProgressCounter()
         placement = {"pass_fds": (progress_counter.fd,), "threads": 1}
-        spec = reward_spec(score, self._term_names, progress_counter.fd)
+        options = {"score": score, "term_names": self._term_names, "progress_fd": progress_counter.fd}
+        spec = WorkerSpec("sota_grpo.rewards.grading:RewardWorker", options)
         self.fleet = Fleet(
             "reward",
             starter(self._launcher, "reward", spec, [placement] * num_workers),
@@ -229,11 +213,7 @@ class GradingPool:
         )
 
     def wait_ready(self) -> None:
-        """Return when every worker can grade.
-
-        Raises:
-            WorkerDied: one cannot start; the message has the cause.
-        """
+        """Return when every worker can grade; ``WorkerDied`` says why one cannot start."""
         self.fleet.wait_ready()
 
     def scores(self, asked: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
@@ -288,11 +268,6 @@ class GradingPool:
         return f"WorkerDied: {error.__cause__ or error}"
 
 
-@contextmanager
-def grading_pool(task: Task, *, num_workers: int, timeout_s: float) -> Iterator[GradingPool]:
+def grading_pool(task: Task, *, num_workers: int, timeout_s: float) -> closing[GradingPool]:
     """Reward workers of ``task`` for the length of a ``with`` block."""
-    pool = GradingPool(scorer_of(task), task.term_weights, num_workers=num_workers, timeout_s=timeout_s)
-    try:
-        yield pool
-    finally:
-        pool.close()
+    return closing(GradingPool(scorer_of(task), task.term_weights, num_workers=num_workers, timeout_s=timeout_s))

@@ -21,7 +21,7 @@ or padded afterwards, the sums over the micro-batches are the same (docs/design.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
@@ -67,13 +67,9 @@ def set_loss_weights(
 ) -> Rows:
     """Write ``loss_weight`` to the rows of one whole optimizer step, before any split; 0 off the assistant mask.
 
-    ``token`` 1/(all trainable tokens), ``sequence`` 1/(rows * |o_i|), ``constant`` 1/(rows * max_response_tokens); see
-    :func:`sota_grpo.functional.weighting.row_weights`.
-
     Args:
         rows: the rows of the step, ragged; a dense batch is written to as a whole.
-        aggregation: how tokens are averaged.
-        max_response_tokens: needed by ``constant`` only.
+        aggregation, max_response_tokens: see :func:`sota_grpo.functional.weighting.row_weights`.
         drop_truncated: responses that the engine stopped for length weigh 0 and count as rows without a trainable
             token: neither under ``token`` nor under ``sequence``, but under ``constant``, whose divisor no response
             changes (Yu et al. 2025, arXiv:2503.14476, section 3.4, overlong filtering). If all are truncated, all
@@ -141,16 +137,16 @@ def pad_rows(rows: Sequence[TensorDictBase] | TensorDictBase, *, pad_token_id: i
     listed = row_list(rows)
     if not listed:
         raise ValueError("pad_rows got no rows; a batch needs at least one.")
-    padded: dict[str, Any] = {}
+    padded = TensorDict(batch_size=[len(listed)])
     for key, padding in ((keys.FULL_TOKENS, pad_token_id), *_PER_TOKEN):
         values = _collect(listed, key)
         if values:
-            _nest(padded, key, pad_sequence(values, batch_first=True, padding_value=padding))
+            padded.set(key, pad_sequence(values, batch_first=True, padding_value=padding))
     for key in _PER_ROW:
         values = _collect(listed, key)
         if values:
-            _nest(padded, key, torch.stack(values))
-    return TensorDict(padded, batch_size=[len(listed)])
+            padded.set(key, torch.stack(values))
+    return padded
 
 
 def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
@@ -257,10 +253,3 @@ def _collect(rows: Iterable[TensorDictBase], key: Key) -> list[Tensor]:
             "write it to all rows of a batch or to none."
         )
     return values
-
-
-def _nest(target: dict[str, Any], key: Key, value: Tensor) -> None:
-    path = (key,) if isinstance(key, str) else key
-    for name in path[:-1]:
-        target = target.setdefault(name, {})
-    target[path[-1]] = value

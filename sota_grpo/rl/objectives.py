@@ -7,7 +7,7 @@ those of the whole optimizer step. Only entries named ``loss_*`` carry a gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,108 +59,6 @@ class LossTokens:
     proximal: Tensor | None = None
     ref: Tensor | None = None
     entropy: Tensor | None = None
-
-
-def read_tokens(
-    batch: TensorDictBase,
-    actor: nn.Module,
-    names: Any,
-    *,
-    masking_strategy: str,
-    with_entropy: bool,
-    kl_mask_threshold: float | None,
-    derive_weight: Callable[[Tensor], Tensor],
-) -> LossTokens:
-    """Run the actor on the batch and read what the loss needs, selecting 0 wherever the mask is False.
-
-    A module that writes log-probs itself is given the right-padded batch. A TorchRL wrapper is given ragged rows, which
-    it pads on the left, and we with it, or, with ``pad_output=True``, the padded batch. Log-probs in half precision are
-    widened to float32.
-
-    Args:
-        batch: dense ``[N, T]``, or a lazy stack of ragged rows.
-        actor: as ``actor_network`` of :class:`sota_grpo.rl.objectives.GRPOLoss`.
-        names: the loss's ``tensor_keys``.
-        masking_strategy: ``sft``, ``rlhf`` or ``generic``.
-        with_entropy: compute a wrapper's entropy, which costs a ``[N, T, V]`` softmax; a module's own is read anyway.
-        kl_mask_threshold: tokens with a larger ``(log_prob - behaviour)^2 / 2`` leave the mask.
-        derive_weight: from the mask to the loss weights, where the batch has none; tokens of weight 0 leave the mask.
-
-    Raises:
-        KeyError: where the batch or the actor's output lacks a required key.
-        ValueError: on ``generic`` with a module that writes log-probs of the assistant tokens only.
-    """
-    if hasattr(actor, "get_dist") or hasattr(actor, f"_get_{masking_strategy}_dist"):
-        read = _read_wrapper(batch, actor, names, masking_strategy, with_entropy)
-    else:
-        read = _read_module(batch, actor, names, masking_strategy)
-    read = {name: _widen(value, read["log_prob"].shape) for name, value in read.items() if value is not None}
-    mask = read.pop("mask")
-    if kl_mask_threshold is not None:
-        drift = 0.5 * (read["log_prob"].detach() - read["behaviour"]).square()
-        mask = mask & (drift <= kl_mask_threshold)
-    weight = read.pop("weight", None)
-    if weight is None:
-        weight = derive_weight(mask)
-    mask = mask & (weight != 0)
-    selected = {name: torch.where(mask, value, 0.0) for name, value in read.items()}
-    return LossTokens(mask=mask, weight=torch.where(mask, weight, 0.0), **selected)
-
-
-def _read_module(batch: TensorDictBase, actor: nn.Module, names: Any, masking_strategy: str) -> dict[str, Any]:
-    if masking_strategy == "generic":
-        raise ValueError(
-            "masking_strategy='generic' trains on prompt tokens too, but this actor_network gives log-probs of the "
-            "assistant tokens only; use 'sft' or 'rlhf'."
-        )
-    mask = _required(batch, names.mask, "right").bool()
-    # read first: a module that works in place overwrites the log-probs of the behaviour policy
-    stored = _stored(batch, names, "right")
-    ragged = isinstance(batch, LazyStackedTensorDict)
-    out = actor(pad_rows(batch, pad_token_id=0) if ragged else batch.copy())
-    log_prob = _required(out, keys.LOG_PROBS, "right")
-    return {**stored, "log_prob": log_prob, "mask": mask, "entropy": out.get("entropy", None)}
-
-
-def _read_wrapper(
-    batch: TensorDictBase, actor: Any, names: Any, masking_strategy: str, with_entropy: bool
-) -> dict[str, Any]:
-    ragged = isinstance(batch, LazyStackedTensorDict)
-    if getattr(actor, "pad_output", False):
-        # TorchRL stacks the assistant masks of such a wrapper's token input without padding them first
-        tokens_in = getattr(actor, "input_mode", None) == "tokens"
-        visible = pad_rows(batch, pad_token_id=0) if ragged and tokens_in else batch.copy()
-        side = "left" if ragged and not tokens_in else "right"
-    else:
-        batch = batch if ragged else unpad_rows(batch)
-        visible, side = batch.copy(), "left"
-    stored = _stored(batch, names, side)
-    if keys.ASSISTANT_MASK in visible.keys(include_nested=True):
-        # the wrapper would mask by the *padded* prompt's width, which is right only if all prompts are equally long
-        visible = visible.exclude(keys.PROMPT_TOKENS)
-    own = getattr(actor, f"_get_{masking_strategy}_dist", None)
-    dist = actor.get_dist(visible, logits_key="logits") if own is None else own(visible)
-    action = visible.get(names.action, as_padded_tensor=True, padding_side=side, padding_value=-100)
-    # TorchRL writes NaN where the engine gave no log-prob for a token; such a token cannot be trained on
-    return {
-        **stored,
-        "log_prob": dist.log_prob(action),
-        "mask": dist.mask.bool() & stored["behaviour"].isfinite(),
-        "entropy": dist.entropy() if with_entropy else None,
-    }
-
-
-def _stored(batch: TensorDictBase, names: Any, side: str) -> dict[str, Any]:
-    """The entries that came with the batch, by field of :class:`LossTokens`."""
-    advantage = _required(batch, names.advantage, side)
-    stored = {
-        "advantage": advantage.unsqueeze(-1) if advantage.dim() == 1 else advantage,
-        "behaviour": _required(batch, names.sample_log_prob, side),
-        "proximal": _per_token(batch, names.proximal_log_prob, side),
-        "ref": _per_token(batch, names.ref_log_probs, side),
-        "weight": _per_token(batch, names.loss_weight, side),
-    }
-    return {name: None if value is None else value.detach() for name, value in stored.items()}
 
 
 def _per_token(batch: TensorDictBase, key: NestedKey, side: str) -> Tensor | None:
@@ -433,20 +331,81 @@ class GRPOLoss(LossModule):
         )
 
     def _read(self, batch: TensorDictBase) -> LossTokens:
-        return read_tokens(
-            batch,
-            self.actor_network,
-            self.tensor_keys,
-            masking_strategy=self.masking_strategy,
-            with_entropy=self.entropy_bonus,
-            kl_mask_threshold=self.kl_mask_threshold,
-            derive_weight=self._derive_weight,
-        )
+        """Run the actor on the batch and read what the loss needs, selecting 0 wherever the mask is False.
 
-    def _derive_weight(self, mask: Tensor) -> Tensor:
-        if self.aggregation == "none":
-            return mask.float()
-        return loss_weights(mask, self.aggregation, max_response_tokens=self.max_response_tokens)
+        A module that writes log-probs itself is given the right-padded batch. A TorchRL wrapper is given ragged rows,
+        which it pads on the left, and we with it, or, with ``pad_output=True``, the padded batch. Where the batch has
+        no loss weights they are derived from the mask; tokens of weight 0 leave it.
+        """
+        wrapper_methods = ("get_dist", f"_get_{self.masking_strategy}_dist")
+        is_wrapper = any(hasattr(self.actor_network, name) for name in wrapper_methods)
+        read = self._read_wrapper(batch) if is_wrapper else self._read_module(batch)
+        read = {name: _widen(value, read["log_prob"].shape) for name, value in read.items() if value is not None}
+        mask = read.pop("mask")
+        if self.kl_mask_threshold is not None:
+            drift = 0.5 * (read["log_prob"].detach() - read["behaviour"]).square()
+            mask = mask & (drift <= self.kl_mask_threshold)
+        weight = read.pop("weight", None)
+        if weight is None and self.aggregation == "none":
+            weight = mask.float()
+        elif weight is None:
+            weight = loss_weights(mask, self.aggregation, max_response_tokens=self.max_response_tokens)
+        mask = mask & (weight != 0)
+        selected = {name: torch.where(mask, value, 0.0) for name, value in read.items()}
+        return LossTokens(mask=mask, weight=torch.where(mask, weight, 0.0), **selected)
+
+    def _read_module(self, batch: TensorDictBase) -> dict[str, Any]:
+        if self.masking_strategy == "generic":
+            raise ValueError(
+                "masking_strategy='generic' trains on prompt tokens too, but this actor_network gives log-probs of the "
+                "assistant tokens only; use 'sft' or 'rlhf'."
+            )
+        mask = _required(batch, self.tensor_keys.mask, "right").bool()
+        # read first: a module that works in place overwrites the log-probs of the behaviour policy
+        stored = self._stored(batch, "right")
+        ragged = isinstance(batch, LazyStackedTensorDict)
+        out = self.actor_network(pad_rows(batch, pad_token_id=0) if ragged else batch.copy())
+        log_prob = _required(out, keys.LOG_PROBS, "right")
+        return {**stored, "log_prob": log_prob, "mask": mask, "entropy": out.get("entropy", None)}
+
+    def _read_wrapper(self, batch: TensorDictBase) -> dict[str, Any]:
+        actor: Any = self.actor_network
+        ragged = isinstance(batch, LazyStackedTensorDict)
+        if getattr(actor, "pad_output", False):
+            # TorchRL stacks the assistant masks of such a wrapper's token input without padding them first
+            tokens_in = getattr(actor, "input_mode", None) == "tokens"
+            visible = pad_rows(batch, pad_token_id=0) if ragged and tokens_in else batch.copy()
+            side = "left" if ragged and not tokens_in else "right"
+        else:
+            batch = batch if ragged else unpad_rows(batch)
+            visible, side = batch.copy(), "left"
+        stored = self._stored(batch, side)
+        if keys.ASSISTANT_MASK in visible.keys(include_nested=True):
+            # the wrapper would mask by the *padded* prompt's width, which is right only if all are equally long
+            visible = visible.exclude(keys.PROMPT_TOKENS)
+        own = getattr(actor, f"_get_{self.masking_strategy}_dist", None)
+        dist = actor.get_dist(visible, logits_key="logits") if own is None else own(visible)
+        action = visible.get(self.tensor_keys.action, as_padded_tensor=True, padding_side=side, padding_value=-100)
+        # TorchRL writes NaN where the engine gave no log-prob for a token; such a token cannot be trained on
+        return {
+            **stored,
+            "log_prob": dist.log_prob(action),
+            "mask": dist.mask.bool() & stored["behaviour"].isfinite(),
+            "entropy": dist.entropy() if self.entropy_bonus else None,  # costs a [N, T, V] softmax
+        }
+
+    def _stored(self, batch: TensorDictBase, side: str) -> dict[str, Any]:
+        """The entries that came with the batch, by field of :class:`LossTokens`."""
+        names = self.tensor_keys
+        advantage = _required(batch, names.advantage, side)
+        stored = {
+            "advantage": advantage.unsqueeze(-1) if advantage.dim() == 1 else advantage,
+            "behaviour": _required(batch, names.sample_log_prob, side),
+            "proximal": _per_token(batch, names.proximal_log_prob, side),
+            "ref": _per_token(batch, names.ref_log_probs, side),
+            "weight": _per_token(batch, names.loss_weight, side),
+        }
+        return {name: None if value is None else value.detach() for name, value in stored.items()}
 
     def _entropy(self, tokens: LossTokens) -> Tensor:
         if tokens.entropy is None or (tokens.log_prob.requires_grad and not tokens.entropy.requires_grad):

@@ -49,9 +49,6 @@ class RowTransform(Transform):
         return output_spec  # rewards keep their spec; the rest exists after a step only, never after a reset
 
 
-_WRITTEN = (keys.REWARD, keys.SUCCESS, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.REWARD_INFO)
-
-
 class ScoreResponse(RowTransform):
     """Grade every response: text in, ``reward = sum_k weight_k * term_k`` out, its terms and the success beside it.
 
@@ -79,11 +76,9 @@ class ScoreResponse(RowTransform):
     written_key = keys.SUCCESS
 
     def __init__(self, score: Scorer, term_weights: Mapping[str, float]) -> None:
-        names = list(term_weights)
-        super().__init__(
-            in_keys=[keys.RESPONSE_TEXT, keys.QUERY, keys.ANSWER],
-            out_keys=[*_WRITTEN, *((*keys.REWARD_TERMS, name) for name in names)],
-        )
+        written = [keys.REWARD, keys.SUCCESS, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.REWARD_INFO]
+        terms = [(*keys.REWARD_TERMS, name) for name in term_weights]
+        super().__init__(in_keys=[keys.RESPONSE_TEXT, keys.QUERY, keys.ANSWER], out_keys=[*written, *terms])
         self.score, self.term_weights = score, dict(term_weights)
         self._failures = FailureLog()
 
@@ -137,13 +132,10 @@ def write_scores(rows: TensorDictBase, scores: Sequence[Score], term_weights: Ma
     rows.set(keys.SUCCESS, torch.tensor([[score.success] for score in scores]))
     rows.set(keys.REWARD_ERROR, torch.tensor([[score.error is not None] for score in scores]))
     rows.set(keys.REWARD_TIMEOUT, torch.tensor([[(score.error or "").startswith("TimeoutError")] for score in scores]))
-    infos = [json.dumps(_info(score), default=str) for score in scores]
+    errors = [{} if score.error is None else {"error": score.error} for score in scores]
+    infos = [json.dumps({**score.info, **error}, default=str) for score, error in zip(scores, errors)]
     wrapped = {info: NonTensorData(info) for info in set(infos)}  # most are alike, and the wrapping takes its time
     rows.set(keys.REWARD_INFO, NonTensorStack(*(wrapped[info] for info in infos)))
-
-
-def _info(score: Score) -> dict[str, Any]:
-    return {**score.info, "error": score.error} if score.error is not None else dict(score.info)
 
 
 def _write_term(rows: TensorDictBase, key: tuple[str, ...], values: Sequence[float | None]) -> None:
@@ -158,7 +150,6 @@ def _write_term(rows: TensorDictBase, key: tuple[str, ...], values: Sequence[flo
 
 
 def _text(value: Any) -> str:
-    """A string entry of one row, however TensorDict wraps it."""
     return value if isinstance(value, str) else value.data
 
 
@@ -173,7 +164,7 @@ class ReferenceKL(RowTransform):
         reference: right-padded rows in (:func:`sota_grpo.rl.collate.pad_rows`), log-probs ``[N, T]`` out; no gradient.
         in_reward_coeff: None leaves the reward alone.
         pad_token_id: padding of the tokens.
-        token_budget: packed tokens of one forward pass; padded ones where ``reference.shared_prompt`` is False.
+        token_budget, shared_prompt: see :func:`sota_grpo.rl.collate.micro_batches`.
 
     Raises:
         ValueError: if the reference gives a log-prob that is not finite for a trainable token.
@@ -212,14 +203,9 @@ class ReferenceKL(RowTransform):
         self.pad_token_id, self.token_budget, self.shared_prompt = pad_token_id, token_budget, shared_prompt
 
     def _write(self, rows: TensorDictBase) -> None:
-        found = reference_log_probs(
-            self.reference,
-            row_list(rows),
-            pad_token_id=self.pad_token_id,
-            token_budget=self.token_budget,
-            shared_prompt=self.shared_prompt,
-        )
-        write_reference(rows, found, in_reward_coeff=self.in_reward_coeff)
+        sizes = {"pad_token_id": self.pad_token_id, "token_budget": self.token_budget}
+        log_probs = reference_log_probs(self.reference, row_list(rows), shared_prompt=self.shared_prompt, **sizes)
+        write_reference(rows, log_probs, in_reward_coeff=self.in_reward_coeff)
 
 
 @torch.no_grad()
@@ -231,23 +217,18 @@ def reference_log_probs(
     token_budget: int,
     shared_prompt: bool = True,
 ) -> list[Tensor]:
-    """The reference's log-probs of every row, f32 ``[T_i]``, 0 off the assistant mask, on the device of the row.
+    """The reference's log-probs of every ragged row, f32 ``[T_i]``, 0 off the assistant mask, on the row's device.
 
-    Args:
-        reference: right-padded rows in, ``[N, T]`` out.
-        rows: ragged rows.
-        pad_token_id: padding of the tokens.
-        token_budget: packed tokens of one forward pass.
-        shared_prompt: whether the reference computes packed rows; see :func:`sota_grpo.rl.collate.micro_batches`.
+    The arguments are those of :class:`ReferenceKL`.
     """
-    found = dict[int, Tensor]()
+    own_log_probs: dict[int, Tensor] = {}
     for part in micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt):
         log_probs = reference(pad_rows(part, pad_token_id=pad_token_id))
         for row, values in zip(part, log_probs, strict=True):
             mask = row.get(keys.ASSISTANT_MASK)
             own = values[: mask.shape[0]].detach().to(mask.device, torch.float32)
-            found[id(row)] = torch.where(mask, own, 0.0)
-    return [found[id(row)] for row in rows]
+            own_log_probs[id(row)] = torch.where(mask, own, 0.0)
+    return [own_log_probs[id(row)] for row in rows]
 
 
 def write_reference(rows: TensorDictBase, log_probs: Sequence[Tensor], *, in_reward_coeff: float | None) -> None:
@@ -366,17 +347,11 @@ class GroupAdvantage(RowTransform):
         values = group_advantages(reward, group_ids, baseline=self.baseline, scale=self.scale, eps=self.eps)
         graded = rows.get(keys.GRADED_REWARD, None)
         if graded is not None:
-            values = self._unscaled_where_graded_alike(values, reward, graded.reshape(-1), group_ids)
+            # Divided by their own std, differences of the KL alone would become full-size advantages, however small:
+            # at the first step, where the policy is the reference, out of rounding.
+            unscaled = group_advantages(reward, group_ids, baseline=self.baseline, scale="none")
+            values = torch.where(constant_groups(graded.reshape(-1), group_ids), unscaled, values)
         rows.set(self.out_keys[0], values.reshape(-1, 1, 1))
-
-    def _unscaled_where_graded_alike(self, values: Tensor, reward: Tensor, graded: Tensor, group_ids: Tensor) -> Tensor:
-        """A group whose rewards differ by their KL alone keeps those differences as they are.
-
-        Divided by their own std they would become full-size advantages, however small: at the first step, where the
-        policy is the reference, out of rounding alone.
-        """
-        unscaled = group_advantages(reward, group_ids, baseline=self.baseline, scale="none")
-        return torch.where(constant_groups(graded, group_ids), unscaled, values)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.forward(tensordict)

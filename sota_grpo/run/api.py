@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_ENDS = 10  # most turns whose mean stands for the beginning and the end of a run
+_ENDS = 10  # most steps whose mean stands for the beginning and the end of a run
 
 
 class Result:
@@ -68,7 +68,7 @@ class Result:
 
     @property
     def metrics(self) -> DataFrame:
-        """A row for each turn, under its number ``step``; the columns are explained in docs/logging.md.
+        """A row for each training step, under its number ``step``; the columns are explained in docs/logging.md.
 
         NaN where a quantity could not be measured.
         """
@@ -76,7 +76,7 @@ class Result:
 
     @property
     def evaluations(self) -> DataFrame:
-        """A row for each evaluation on held-out problems; ``step`` is the number of turns done before."""
+        """A row for each evaluation on held-out problems; ``step`` is the number of training steps done before."""
         return _frame(read_evaluations(self.run_dir))
 
     @property
@@ -92,7 +92,7 @@ class Result:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has done all its turns."""
+        """Whether the run has done all its training steps."""
         return bool((read_record(self.run_dir) or {}).get("finished"))
 
     @cached_property
@@ -133,11 +133,11 @@ class Result:
     def __repr__(self) -> str:
         metrics, evaluations = self.metrics, self.evaluations
         ending = "" if self.finished else ", unfinished"
-        lines = [f"Result({str(self.run_dir)!r})", f"turns      {len(metrics)}{ending}"]
+        lines = [f"Result({str(self.run_dir)!r})", f"steps      {len(metrics)}{ending}"]
         if "reward" in metrics:
             count = max(1, min(_ENDS, len(metrics) // 2))
             first, last = metrics["reward"].head(count).mean(), metrics["reward"].tail(count).mean()
-            ends = "turn" if count == 1 else f"{count} turns"
+            ends = "step" if count == 1 else f"{count} steps"
             lines.append(f"reward     {first:.3g} -> {last:.3g} (first and last {ends})")
         if len(evaluations):
             steps, accuracy = evaluations.index, 100 * evaluations[EVALUATED]
@@ -180,7 +180,7 @@ def train(
     """Train, in this process and in the workers that it starts, and return what came of it.
 
     The same run as ``grpo.py --config-name CONFIG_NAME OVERRIDES``: same checks, same files, same resume. The process
-    is left as it was found: loggers, number of threads, random states, signal handlers. Ctrl-C lets the turn at hand
+    is left as it was found: loggers, number of threads, random states, signal handlers. Ctrl-C lets the step at hand
     finish, saves it, closes the workers and raises; once more stops at once.
 
     Args:
@@ -223,9 +223,9 @@ def train(
             from sota_grpo.run.app import CONTINUES
             from sota_grpo.run.app import train as train_config
         with _left_as_found():
-            turns = train_config(config, place, passed)
+            steps = train_config(config, place, passed)
     assert passed.run_dir is not None
-    if turns < num_steps(config):
+    if steps < num_steps(config):
         raise KeyboardInterrupt(f"{CONTINUES}; what there is so far: sota_grpo.Result({str(passed.run_dir)!r})")
     return Result(passed.run_dir)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from sota_grpo.assembly.build import Parts, build
-from sota_grpo.assembly.checking import subject_of
+from sota_grpo.assembly.build import Parts, build, subject_of
 from sota_grpo.assembly.compose import anchor_paths
 from sota_grpo.assembly.device_memory import require_disk
 from sota_grpo.assembly.devices import resolve_device
@@ -27,7 +26,7 @@ from sota_grpo.recording.progress import Progress, closing_table, started, start
 from sota_grpo.recording.run_files import note_failure, read_evaluations
 from sota_grpo.recording.run_log import ExamineLog, RunLog, setup_logging
 from sota_grpo.recording.sinks import make_sinks
-from sota_grpo.recording.step_log import StepLog, StoredTurns
+from sota_grpo.recording.step_log import StepLog, StoredSteps
 from sota_grpo.recording.stored_steps import drop_steps
 from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.functions import Functions
@@ -61,9 +60,9 @@ class Run:
         self.checkpoints = CheckpointStore(self.run_dir / CHECKPOINTS, keep=config.train.keep_checkpoints)
         self.saves = BackgroundSaves(self.checkpoints)
         self.stop = StopRequest(grace_s=config.train.grace_s)
-        self.turns = 0  # done so far
+        self.steps = 0  # done so far
         self.parts: Parts = build(config, self.run_dir, lambda: self.stop.asked, functions)
-        self.stored = StoredTurns(
+        self.stored = StoredSteps(
             self.parts.learner,
             self.run_dir,
             self.parts.tokenizer,
@@ -73,7 +72,7 @@ class Run:
         self.report = TrainingReport(self.run_dir, enabled=config.logging.report)
 
     def train(self) -> int:
-        """Gate, loop, last evaluation, export, closing table. Returns the number of turns done."""
+        """Gate, loop, last evaluation, export, closing table. Returns the number of training steps done."""
         first = self.first = self._restore()
         parts, total = self.parts, num_steps(self.config)
         starting("Handing the weights to the engine")
@@ -84,7 +83,6 @@ class Run:
         # the last one ends first: what is being saved is waited for when no signal's grace ends the process any more
         with (
             RunLog(self.run_dir, sinks=make_sinks(self.config, self.run_dir)) as self.run_log,
-            examine,
             progress,
             self.saves,
             self.stop,
@@ -109,9 +107,9 @@ class Run:
                     before=self._before,
                     after=self._after,
                 )
-            except Interrupted:  # between two turns: nothing of the next one has been trained on
-                self._after(self.turns)
-                return self.turns
+            except Interrupted:  # between two steps: nothing of the next one has been trained on
+                self._after(self.steps)
+                return self.steps
             if done >= total:
                 self._finish(done)
         return done
@@ -127,13 +125,13 @@ class Run:
         self.parts.learner.load_state_dict(state["learner"])
         self.parts.source.load_state_dict(state["source"])
         set_rng_state(state["rng"])
-        logger.info("Continuing %s after %d turns.", self.run_dir, step)
+        logger.info("Continuing %s after %d steps.", self.run_dir, step)
         before, now = state["num_threads"], torch.get_num_threads()
         if before != now:
             logger.warning("The run had %d CPU threads and has %d now: equal up to rounding only.", before, now)
         return step
 
-    def _save(self, turns: int) -> None:
+    def _save(self, steps: int) -> None:
         """On a GPU, or where the learner is other processes, training goes on while its copied state is written.
 
         A learner on this machine's CPU has no core to spare for that, and its copy would need memory beside it.
@@ -150,21 +148,21 @@ class Run:
             "num_threads": torch.get_num_threads(),
             "config": asdict(self.config),
         }
-        self.saves.save(turns, state)
+        self.saves.save(steps, state)
         if on_cpu:
             self.saves.wait()
         self.stored.after_checkpoint()
         self.log.add_seconds("time/checkpoint_s", time.perf_counter() - began)
 
     def _before(self, step: int) -> None:
-        """Evaluate at the start and every ``eval.every`` turns."""
+        """Evaluate at the start and every ``eval.every`` steps."""
         self.saves.check()
         every = self.config.eval.every
         if self.config.eval.mode == "on" and (step == 0 or (every and step % every == 0)):
             self._evaluate(step)
         if step == self.first:
-            starting(f"The first turn: {turn_size(self.config)} responses")
-        self.turns = step
+            starting(f"The first step: {turn_size(self.config)} responses")
+        self.steps = step
         self.log.begin()
 
     def _evaluate(self, step: int) -> None:
@@ -173,27 +171,27 @@ class Run:
         metrics = self.parts.evaluator.measure()
         self.run_log.write_step(step, metrics)
         self.log.add_seconds("time/eval_s", metrics["time/eval_s"])
-        logger.info("Held-out accuracy after %d turns: %.1f %%", step, 100 * metrics["eval/accuracy"])
+        logger.info("Held-out accuracy after %d steps: %.1f %%", step, 100 * metrics["eval/accuracy"])
 
-    def _after(self, turns: int) -> bool:
-        if turns == self.first + 1:
+    def _after(self, steps: int) -> bool:
+        if steps == self.first + 1:
             started()
         frequency = self.config.train.checkpoint_frequency
         if self.stop.asked:
-            self.stop.turn_is_over()
-        if (frequency and turns % frequency == 0) or turns == num_steps(self.config) or self.stop.asked:
-            self._save(turns)
+            self.stop.step_is_over()
+        if (frequency and steps % frequency == 0) or steps == num_steps(self.config) or self.stop.asked:
+            self._save(steps)
             self._report(last=self.stop.asked)
         if self.stop.asked:
-            logger.warning("Stopped after %d turns; train.resume=auto continues.", turns)
+            logger.warning("Stopped after %d steps; train.resume=auto continues.", steps)
         return not self.stop.asked
 
     def _report(self, *, last: bool) -> None:
         self.log.add_seconds("time/report_s", self.report.finish() if last else self.report.checkpoint())
 
-    def _finish(self, turns: int) -> None:
+    def _finish(self, steps: int) -> None:
         if self.config.eval.mode == "on":
-            self._evaluate(turns)
+            self._evaluate(steps)
         if self.config.train.export_hf:
             folder = self.run_dir / "hf"
             try:
@@ -209,7 +207,7 @@ class Run:
         evaluations = {row["step"]: row for row in read_evaluations(self.run_dir)}
         text = closing_table(
             evaluations.get(0, {}),
-            evaluations.get(turns, {}),
+            evaluations.get(steps, {}),
             {name[len("time/") : -len("_s")]: s for name, s in self.log.phase_seconds.items() if name != "time/step_s"},
             avg_at_k=self.config.eval.avg_at_k,
             wall_s=time.perf_counter() - self.began,
@@ -237,7 +235,7 @@ class Run:
 
 
 def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
-    """Validate, assemble, train, close. Returns the number of turns done.
+    """Validate, assemble, train, close. Returns the number of training steps done.
 
     ``run_dir`` is where everything is written; under ``train.resume`` perhaps an older one is continued instead.
     ``passed`` is what a Python caller has passed as objects; its ``run_dir`` says afterwards which directory it was.

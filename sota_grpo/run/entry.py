@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sota_grpo.assembly.compose import CONFIG_DIR, require_known, sentence_of
+from sota_grpo.assembly.compose import CONFIG_DIR, preset_names, require_known, sentence_of
 from sota_grpo.assembly.preflight import announce, preflight
 from sota_grpo.config import Config, num_steps, register
 from sota_grpo.config.hub_token import protect_token
@@ -69,13 +69,12 @@ def help_heading(command: str) -> str:
     """
     folders = [folder for folder in sorted(CONFIG_DIR.iterdir()) if folder.is_dir() and folder.name != "hydra"]
     named = {"PRESET": CONFIG_DIR} | {folder.name: folder for folder in folders}
-    names = {name: ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))) for name, folder in named.items()}
     return "\n".join(
         [
             f"{command} [--config-name PRESET] [GROUP=NAME ...] [OPTION=VALUE ...] [--multirun]",
             "",
             "Presets and groups:",
-            *(f"  {name}: {choices}" for name, choices in names.items()),
+            *(f"  {name}: {', '.join(preset_names(folder))}" for name, folder in named.items()),
             "",
             "Every option with the value that this command gives it (--hydra-help: Hydra's own):",
         ]
@@ -245,7 +244,7 @@ class Jobs:
             self._say(f"the summary of the sweep cannot be written ({error}).")
             return
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        sys.stdout.write(f"\n{as_text(sweep, width=width)}")
+        sys.stdout.write(f"\n{as_text(sweep, width)}")
         report = ""
         if self._with_report:  # if the last run has one
             from sota_grpo.report import write_report

@@ -1,24 +1,16 @@
-"""Which groups are admitted and which are due, so that no token is too old; without threads or clocks.
-
-Finished groups wait for the learner in a TorchRL replay buffer that loses and repeats none of them.
-"""
+"""Which groups are admitted and which are due, so that no token is too old; without threads or clocks."""
 
 from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torchrl.data import ListStorage, ReplayBuffer
-from torchrl.data.replay_buffers.samplers import Sampler
-from torchrl.data.replay_buffers.storages import Storage
-from torchrl.data.replay_buffers.writers import Writer
+from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.envs.task_env import PromptStream
@@ -28,8 +20,10 @@ from sota_grpo.rl.records import Example
 from sota_grpo.workers.packing import pack_rows, unpack_rows
 
 Rows = list[TensorDictBase]
-ROWS, ADMISSION_VERSION = "rows", "admission_version"  # entries of an item of the buffer
-_FILE = "groups.pt"
+#: What a checkpoint keeps of a :class:`Refill`: its name there, and here.
+_COUNTS = {"turn": "step", "_draws": "num_draws"} | {
+    name: name for name in ("num_held", "num_replaced", "_replaced", "_began")
+}
 
 
 @dataclass(eq=False)
@@ -39,31 +33,31 @@ class Group:
     Args:
         group_id, example: what was drawn.
         version: the version that the engines served when it was admitted.
-        turn, index: it was the ``index``-th draw of turn ``turn``.
+        step, index: it was the ``index``-th draw of training step ``step``.
     """
 
     group_id: int
     example: Example
     version: int
-    turn: int
+    step: int
     index: int
 
 
 class Refill:
-    """The flat groups of a turn (all rewards equal), and whether a fresh prompt may take the place of one.
+    """The zero-variance groups of a training step (all rewards equal), and whether fresh prompts may take their places.
 
-    In lockstep, round 1 of a turn has as many groups as the batch, round ``r + 1`` as many as round ``r`` had flat
-    ones, and there are at most ``max_draws`` rounds; then the flat groups drawn last complete the batch. Here outcomes
-    arrive in any order and a fresh prompt is drawn as soon as it is certain that the rounds would have drawn it. With
-    ``B_r`` the number of draws of the first ``r`` rounds::
+    In lockstep, round 1 of a step has as many groups as the batch, round ``r + 1`` as many as round ``r`` had
+    zero-variance ones, and there are at most ``max_draws`` rounds; then those of them that were drawn last complete the
+    batch. Here outcomes arrive in any order and a fresh prompt is drawn as soon as it is certain that the rounds would
+    have drawn it. With ``B_r`` the number of draws of the first ``r`` rounds::
 
-        B_1 = draws that began the turn,   B_{r+1} = B_1 + (flat groups among the first B_r draws of the turn)
+        B_1 = draws that began the step,   B_{r+1} = B_1 + (zero-variance groups among the first B_r draws of the step)
 
-    ``B_r`` grows with every flat group that becomes known and falls with none, so a draw below ``B_{max_draws}`` is
-    one that the rounds make too; when all outcomes are known the two are equal. A flat group of an earlier turn adds
-    one to ``B_1``, and no turn replaces more than ``(max_draws - 1) * num_groups`` groups.
+    ``B_r`` grows with every such group that becomes known and falls with none, so a draw below ``B_{max_draws}`` is one
+    that the rounds make too; when all outcomes are known the two are equal. One of an earlier step adds one to ``B_1``,
+    and no step replaces more than ``(max_draws - 1) * num_groups`` groups.
 
-    Of the turn's flat groups the ``num_held`` drawn last still hold a slot: nothing replaced them yet.
+    Of the step's zero-variance groups the ``num_held`` drawn last still hold a slot: nothing replaced them yet.
 
     Args:
         num_groups: groups per batch.
@@ -71,7 +65,7 @@ class Refill:
         max_draws: rounds.
 
     >>> refill = Refill(num_groups=2, slots=2, max_draws=2)
-    >>> refill.start_turn()
+    >>> refill.start_step()
     >>> [refill.begin_draw(), refill.begin_draw()]
     [(1, 0), (1, 1)]
     >>> refill.add(Group(1, None, 0, 1, 1), []), refill.may_draw(), refill.replace()
@@ -84,52 +78,52 @@ class Refill:
 
     def __init__(self, *, num_groups: int, slots: int, max_draws: int):
         self.num_groups, self.slots, self.max_draws = num_groups, slots, max_draws
-        self.turn = 0
+        self.step = 0
         self.num_held = 0
         self.num_replaced = 0  # since the last batch, for the metrics
-        self._pool: list[tuple[Group, list[TensorDictBase]]] = []  # the turn's flat groups in the order drawn
+        self._pool: list[tuple[Group, Rows]] = []  # the step's zero-variance groups in the order drawn
         self._clear_turn()
 
     def _clear_turn(self) -> None:
-        self._draws = self._replaced = 0
-        self._began = self.num_held  # what an earlier turn left over counts to round 1
-        self._flat: list[int] = []  # indexes of this turn's draws that came out flat, ascending
+        self.num_draws = self._replaced = 0  # of this step
+        self._began = self.num_held  # what an earlier step left over counts to round 1
+        self._flat: list[int] = []  # indexes of this step's draws that came out flat, ascending
 
-    def start_turn(self) -> None:
-        """Slots were freed: a new count of draws begins; flat groups that were replaced are gone for good."""
+    def start_step(self) -> None:
+        """Slots were freed: a new count of draws begins; zero-variance groups that were replaced are gone for good."""
         self._pool = self._pool[len(self._pool) - self.num_held :]
-        self.turn += 1
+        self.step += 1
         self._clear_turn()
 
     def begin_draw(self) -> tuple[int, int]:
-        """Count a draw for a free slot; its ``(turn, index)``."""
+        """Count a draw for a free slot; its ``(step, index)``."""
         self._began += 1
         return self._count_draw()
 
-    def add(self, group: Group, rows: list[TensorDictBase]) -> None:
-        """``group`` came out flat; it holds its slot until it is replaced."""
+    def add(self, group: Group, rows: Rows) -> None:
+        """``group`` has no variance; it holds its slot until it is replaced."""
         bisect.insort(self._pool, (group, rows), key=lambda entry: entry[0].group_id)
         self.num_held += 1
-        if group.turn == self.turn:
+        if group.step == self.step:
             bisect.insort(self._flat, group.index)
         else:
             self._began += 1
 
     def may_draw(self) -> bool:
-        """Whether a fresh prompt may replace a flat group now."""
+        """Whether a fresh prompt may replace a zero-variance group now."""
         spent = self._replaced >= (self.max_draws - 1) * self.num_groups
-        return self.num_held > 0 and not spent and self._draws < self._limit()
+        return self.num_held > 0 and not spent and self.num_draws < self._limit()
 
     def replace(self) -> tuple[int, int]:
-        """Count the draw of a fresh prompt in place of a flat group; its ``(turn, index)``."""
+        """Count the draw of a fresh prompt in place of a zero-variance group; its ``(step, index)``."""
         self.num_held -= 1
         self.num_replaced += 1
         self._replaced += 1
         del self._pool[: max(0, len(self._pool) - self.slots)]  # more than these never complete a batch
         return self._count_draw()
 
-    def settle(self) -> list[tuple[Group, list[TensorDictBase]]]:
-        """The flat groups that stay, because the batch needs them now: those drawn last."""
+    def settle(self) -> list[tuple[Group, Rows]]:
+        """The zero-variance groups that stay, because the batch needs them now: those drawn last."""
         kept = self._pool[len(self._pool) - self.num_held :]
         self._pool, self.num_held = [], 0
         return kept
@@ -138,14 +132,9 @@ class Refill:
         """Flat groups that hold a slot, by admission version."""
         return Counter(group.version for group, _ in self._pool[len(self._pool) - self.num_held :])
 
-    @property
-    def num_draws(self) -> int:
-        """Draws of this turn."""
-        return self._draws
-
     def _count_draw(self) -> tuple[int, int]:
-        self._draws += 1
-        return self.turn, self._draws - 1
+        self.num_draws += 1
+        return self.step, self.num_draws - 1
 
     def _limit(self) -> int:
         """``B_{max_draws}`` by what is known."""
@@ -158,19 +147,18 @@ class Refill:
         return limit
 
     def state_dict(self) -> dict[str, Any]:
-        """The turn's counts and its flat groups, as tensors and plain values."""
-        counts = ("turn", "num_held", "num_replaced", "_draws", "_replaced", "_began")
+        """The step's counts and its zero-variance groups, as tensors and plain values."""
         return {
-            "counts": {name: getattr(self, name) for name in counts},
+            "counts": {stored: getattr(self, name) for stored, name in _COUNTS.items()},
             "flat": list(self._flat),
-            "pool": [[g.group_id, g.version, g.turn, g.index, len(rows)] for g, rows in self._pool],
+            "pool": [[g.group_id, g.version, g.step, g.index, len(rows)] for g, rows in self._pool],
             "rows": pack_rows([row for _, rows in self._pool for row in rows]),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], example_of: Callable[[int], Example]) -> None:
         """Go on where ``state`` was taken; ``example_of`` looks up a group's example."""
-        for name, value in state["counts"].items():
-            setattr(self, name, value)
+        for stored, name in _COUNTS.items():
+            setattr(self, name, state["counts"][stored])
         self._flat = list(state["flat"])
         rows = iter(unpack_rows(state["rows"]))
         self._pool = [
@@ -179,205 +167,81 @@ class Refill:
         ]
 
 
-class _Stateless:
-    """What a replay buffer asks of its parts when it is saved; all is rebuilt, see :meth:`GroupBuffer.state_dict`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-    def dumps(self, path: Any) -> None: ...
-
-    def loads(self, path: Any) -> None: ...
-
-
-class FreePlaceWriter(_Stateless, Writer):
-    """Writes an item to a place that holds none; what was not taken is never overwritten.
-
-    It also knows the order in which items are due: by (admission version, order of arrival). An item is
-    ``{"rows": lazily stacked rows [G], "admission_version": int}``.
-
-    Raises:
-        RuntimeError: every place holds an item that was not taken.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._empty()
-
-    def register_storage(self, storage: Storage) -> None:
-        super().register_storage(storage)
-        self._empty()
-        for place in range(len(storage)):
-            self._enter(place, storage.get(place))
-
-    def add(self, data: Any) -> int:
-        if not self._free and len(self._storage) == self._storage.max_size:
-            raise RuntimeError(
-                f"All {self._storage.max_size} places of the buffer hold a group that was not taken; take some, or "
-                "give it more places."
-            )
-        place = heapq.heappop(self._free) if self._free else len(self._storage)
-        self._storage.set(place, data)
-        self._enter(place, data)
-        return place
-
-    def extend(self, data: Sequence) -> torch.Tensor:
-        return torch.tensor([self.add(item) for item in data])
-
-    def take(self, count: int) -> list[int]:
-        """The places of the ``count`` items that are due first, ordered by group id; they are free from now on.
-
-        Raises:
-            RuntimeError: there are fewer.
-        """
-        if count > len(self._due):
-            raise RuntimeError(f"{count} finished groups were asked for and the buffer holds {len(self._due)}.")
-        taken = [heapq.heappop(self._due) for _ in range(count)]
-        for version, _, _, place in taken:
-            self.versions[version] -= 1
-            heapq.heappush(self._free, place)
-        return [place for _, _, _, place in sorted(taken, key=lambda item: item[2])]
-
-    def due(self) -> list[tuple[int, int, int]]:
-        """``(admission version, group id, place)`` of what is held, in the order of :meth:`take`."""
-        return [(version, group_id, place) for version, _, group_id, place in sorted(self._due)]
-
-    def __len__(self) -> int:
-        return len(self._due)
-
-    def _enter(self, place: int, item: TensorDictBase) -> None:
-        version, group_id = int(item.get(ADMISSION_VERSION)), int(item.get(ROWS)[0].get(keys.GROUP_ID))
-        heapq.heappush(self._due, (version, self._arrivals, group_id, place))
-        self._arrivals += 1
-        self.versions[version] += 1
-
-    def _empty(self, empty_write_count: bool = True) -> None:
-        self._free: list[int] = []  # places written before and taken since
-        self._due: list[tuple[int, int, int, int]] = []
-        self._arrivals = 0
-        self.versions: Counter[int] = Counter()  # items held, by admission version
-
-
-class OldestFirstSampler(_Stateless, Sampler):
-    """Takes the items that are due first, each once: rule 3 of :func:`sota_grpo.functional.max_groups_admitted`.
-
-    Args:
-        writer: of the same buffer; it knows what is due.
-    """
-
-    def __init__(self, writer: FreePlaceWriter) -> None:
-        self._writer = writer
-
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
-        return torch.tensor(self._writer.take(batch_size)), {}
-
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        return len(self._writer) >= batch_size
-
-    def _empty(self) -> None:
-        """The writer forgets what was due."""
-
-
-class GroupBuffer(ReplayBuffer):
+class GroupBuffer:
     """Complete groups, taken once each, oldest admission version first; then first in, first out.
 
-    A :class:`torchrl.data.ReplayBuffer` of which one item is one group. ``sample(k)`` gives the rows of ``k`` groups,
-    lazily stacked and ordered by group id. A ``transform`` sees rows too: those of one group when it is written
-    (``inv``), those of the batch when it is sampled (``forward``).
+    That is rule 3 of :func:`sota_grpo.functional.max_groups_admitted`.
 
     Args:
-        max_groups: places. A full buffer refuses to write.
-        transform: of TorchRL.
+        max_groups: most groups held.
 
+    Attributes:
+        versions: number of groups held, by admission version.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
     >>> def rows(group_id):
     ...     return [TensorDict({"group_id": torch.tensor(group_id), "x": torch.zeros(i + 1)}) for i in range(2)]
     >>> buffer = GroupBuffer(3)
     >>> for group_id, version in ((7, 1), (5, 0), (4, 0)):
-    ...     buffer.add_group(rows(group_id), version=version)
+    ...     buffer.add(rows(group_id), version=version)
     >>> buffer.take(2)["group_id"].tolist(), len(buffer)
     ([4, 4, 5, 5], 1)
     """
 
-    def __init__(self, max_groups: int, *, transform: Any = None):
-        writer = FreePlaceWriter()
-        super().__init__(
-            storage=ListStorage(max_groups),
-            writer=writer,
-            sampler=OldestFirstSampler(writer),
-            collate_fn=_rows_of,
-            transform=transform,
-        )
+    def __init__(self, max_groups: int):
+        self.max_groups = max_groups
+        self.versions: Counter[int] = Counter()
+        self._arrivals = itertools.count()
+        self._groups: list[tuple[int, int, int, Rows]] = []  # heap of (version, arrival, group id, rows)
 
     def __len__(self) -> int:
-        return len(self._writer)
+        return len(self._groups)
 
-    @property
-    def versions(self) -> Counter[int]:
-        """Number of groups held, by admission version."""
-        return self._writer.versions
-
-    def add(self, data: TensorDictBase) -> int:
-        """Keep one item, see :class:`FreePlaceWriter`; its place."""
-        rows = self._transform.inv(data.get(ROWS)) if len(self._transform) else data.get(ROWS)
-        return self._add(TensorDict({ROWS: rows, ADMISSION_VERSION: data.get(ADMISSION_VERSION)}, batch_size=[]))
-
-    def extend(self, data: Sequence[TensorDictBase], *, update_priority: bool | None = None) -> torch.Tensor:
-        """Keep several items; their places. There are no priorities to update."""
-        return torch.tensor([self.add(item) for item in data])
-
-    def add_group(self, rows: Sequence[TensorDictBase], *, version: int) -> None:
+    def add(self, rows: Rows, *, version: int) -> None:
         """Keep one complete group that was admitted under ``version``.
 
         Raises:
             RuntimeError: the buffer is full.
         """
-        self.add(TensorDict({ROWS: lazy_stack(list(rows)), ADMISSION_VERSION: torch.tensor(version)}))
+        if len(self) == self.max_groups:
+            raise RuntimeError(
+                f"All {self.max_groups} places of the buffer hold a group that was not taken; take some, or give it "
+                "more places."
+            )
+        heapq.heappush(self._groups, (version, next(self._arrivals), int(rows[0].get(keys.GROUP_ID)), rows))
+        self.versions[version] += 1
 
     def take(self, num_groups: int) -> TensorDictBase:
-        """``sample`` that also lets go of what it returns, so that trained rows do not stay in memory.
+        """The rows of the ``num_groups`` groups that are due first, lazily stacked and ordered by group id.
 
         Raises:
             RuntimeError: fewer groups are held.
         """
-        rows, info = self.sample(num_groups, return_info=True)
-        for place in info["index"].tolist():
-            self._storage.set(place, None)
-        return rows
+        if num_groups > len(self):
+            raise RuntimeError(f"{num_groups} finished groups were asked for and the buffer holds {len(self)}.")
+        groups = [heapq.heappop(self._groups) for _ in range(num_groups)]
+        self.versions.subtract(version for version, *_ in groups)
+        return lazy_stack([row for *_, rows in sorted(groups, key=lambda group: group[2]) for row in rows])
 
     def state_dict(self) -> dict[str, Any]:
         """The groups held, in the order in which they are due, as tensors and plain values."""
-        due = self._writer.due()
-        groups = [self._storage.get(place).get(ROWS).unbind(0) for _, _, place in due]
+        groups = sorted(self._groups)
         return {
-            "groups": [[version, len(rows)] for (version, _, _), rows in zip(due, groups)],
-            "rows": pack_rows([row for rows in groups for row in rows]),
+            "groups": [[version, len(rows)] for version, _, _, rows in groups],
+            "rows": pack_rows([row for *_, rows in groups for row in rows]),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hold what ``state_dict`` says and nothing else.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hold what ``state`` says and nothing else.
 
         Raises:
             RuntimeError: it holds more groups than this buffer has places.
         """
-        self.empty()
-        rows = iter(unpack_rows(state_dict["rows"]))
-        for version, count in state_dict["groups"]:
-            self.add_group([next(rows) for _ in range(count)], version=version)
-
-    def dumps(self, path: Any) -> None:
-        """Write :meth:`state_dict` into the directory ``path``."""
-        Path(path).mkdir(parents=True, exist_ok=True)
-        torch.save(self.state_dict(), Path(path) / _FILE)
-
-    def loads(self, path: Any) -> None:
-        """Read what :meth:`dumps` wrote."""
-        self.load_state_dict(torch.load(Path(path) / _FILE, weights_only=True))
-
-
-def _rows_of(groups: Sequence[TensorDictBase]) -> TensorDictBase:
-    return lazy_stack([row for group in groups for row in group.get(ROWS).unbind(0)])
+        self._groups, self.versions = [], Counter()
+        rows = iter(unpack_rows(state["rows"]))
+        for version, count in state["groups"]:
+            self.add([next(rows) for _ in range(count)], version=version)
 
 
 def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: Mapping[int, int]) -> bool:
@@ -402,9 +266,9 @@ def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: 
 
 
 class Slots:
-    """The groups between the draw of their prompt and the end of their turn; not thread-safe.
+    """The groups between the draw of their prompt and the end of their step; not thread-safe.
 
-    A slot is held by a group in flight (``in_flight``), finished (in ``buffer``), flat and not replaced (in
+    A slot is held by a group in flight (``in_flight``), finished (in ``buffer``), without variance and not replaced (in
     ``refill``), or given out by :meth:`take` and not yet freed by :meth:`release`.
 
     Args:
@@ -437,7 +301,7 @@ class Slots:
         self._given_out = 0
 
     def fill(self) -> list[Group]:
-        """New groups for all free slots, and in place of flat groups as far as the turn allows."""
+        """New groups for all free slots, and in place of zero-variance groups as far as the step allows."""
         held = len(self.in_flight) + len(self.buffer) + self.refill.num_held + self._given_out
         return [self._admit(*self.refill.begin_draw()) for _ in range(self.count - held)] + self._replace()
 
@@ -450,7 +314,7 @@ class Slots:
     def finish(self, group: Group, rows: Rows) -> None:
         """``group`` is finished and waits in the buffer."""
         self._land(group)
-        self.buffer.add_group(rows, version=group.version)
+        self.buffer.add(rows, version=group.version)
 
     def batch_is_ready(self) -> bool:
         """Whether the groups that the next batch must have are finished."""
@@ -458,7 +322,7 @@ class Slots:
         return oldest_are_finished(self.num_groups, admitted, self.buffer.versions)
 
     def settle(self) -> list[tuple[Group, Rows]]:
-        """The flat groups that stay, if the next batch waits for nothing else; they are in flight again."""
+        """The zero-variance groups that stay, if the next batch waits for nothing else; they are in flight again."""
         held = self.refill.held_versions()
         done = self.buffer.versions + held
         if not held or not oldest_are_finished(self.num_groups, self._in_flight_versions + done, done):
@@ -487,7 +351,7 @@ class Slots:
     def release(self) -> list[Group]:
         """The slots of the batch given out are free and the engines serve its weights; the groups that get them."""
         self._given_out = 0
-        self.refill.start_turn()
+        self.refill.start_step()
         return self.fill()
 
     def _replace(self) -> list[Group]:
@@ -496,9 +360,9 @@ class Slots:
             fresh.append(self._admit(*self.refill.replace()))
         return fresh
 
-    def _admit(self, turn: int, index: int) -> Group:
+    def _admit(self, step: int, index: int) -> Group:
         ((group_id, example),) = self._stream.draw(1)
-        return self._launch(Group(group_id, example, self._version(), turn, index))
+        return self._launch(Group(group_id, example, self._version(), step, index))
 
     def _launch(self, group: Group) -> Group:
         self.in_flight[group.group_id] = group
@@ -515,7 +379,7 @@ class Slots:
             "num_groups": self.num_groups,
             "max_policy_age": self.max_policy_age,
             "stream": self._stream.state_dict(),
-            "in_flight": [[g.group_id, g.version, g.turn, g.index] for g in self.in_flight.values()],
+            "in_flight": [[g.group_id, g.version, g.step, g.index] for g in self.in_flight.values()],
             "finished": self.buffer.state_dict(),
             "refill": self.refill.state_dict(),
             "released": self._given_out == 0,
@@ -546,4 +410,4 @@ class Slots:
         self.buffer.load_state_dict(state["finished"])
         self.refill.load_state_dict(state["refill"], self._stream.example_of)
         if not state["released"]:
-            self.refill.start_turn()
+            self.refill.start_step()

@@ -139,17 +139,13 @@ class Rollouts:
     ) -> None:
         """The rows are made here and not at the beginning: a group in flight is a few numbers."""
         move(SAMPLE, GRADE)
-
-        def grade() -> None:
+        try:
             samples = sampled.result().samples
             (row,) = prompt_rows(prompt.group_id, prompt.example, self.env.prompt_ids(prompt.example), repeats=1)
             rows = finish_rows(row, samples, self.env.tokenizer)
             scores = self.env.grader.scores([(row[keys.RESPONSE_TEXT], prompt.example) for row in rows])
             group = partial(Graded, prompt, samples, rows)
             scores.add_done_callback(lambda _: post(partial(self._graded, group, scores, graded, move)))
-
-        try:
-            grade()
         except BaseException as error:  # it belongs to whoever reads the future
             move(GRADE, None)
             if graded.set_running_or_notify_cancel():

@@ -45,17 +45,6 @@ def require_age(rows: Sequence[TensorDictBase], version: int, max_policy_age: in
         )
 
 
-def apply_transforms(
-    transforms: Sequence[tuple[str, Transform]], rows: TensorDictBase, seconds: dict[str, float]
-) -> TensorDictBase:
-    """``rows`` after each ``(phase, transform)`` in order, whose time is added to ``seconds[phase]``."""
-    for phase, transform in transforms:
-        began = time.perf_counter()
-        rows = transform(rows)
-        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
-    return rows
-
-
 def constant_rows(rows: Sequence[TensorDictBase]) -> list[bool]:
     """For each row, whether all graded rewards of its group are equal."""
     key = keys.GRADED_REWARD if keys.GRADED_REWARD in rows[0].keys(include_nested=True) else keys.REWARD
@@ -64,118 +53,12 @@ def constant_rows(rows: Sequence[TensorDictBase]) -> list[bool]:
     return constant_groups(rewards, groups).tolist()
 
 
-class Pipeline:
-    """Moves groups through sampled -> graded -> referenced -> finished as their futures resolve.
-
-    Contract. Consumes: groups given to :meth:`submit`. Produces: calls of ``keeps`` and ``finished`` on the thread that
-    takes turns: the dispatcher, or whoever calls :attr:`inbox`. Waits for: the inbox. Unblocked by: a future that
-    resolves (its callback only puts something into the inbox), or :meth:`close`. When a partner dies, the failure of
-    its future is kept in :attr:`failure` and told to ``failed``; the other groups go on.
-
-    Args:
-        rollouts: of the engine, which the same thread drives.
-        sampling: how a response is drawn.
-        seed: of the requests.
-        reference: adds what the KL term needs; None where there is none.
-        keeps: told of every graded group; False takes it out here.
-        finished: told of every group that came through.
-        failed: told that :attr:`failure` was set.
-    """
-
-    def __init__(
-        self,
-        rollouts: Rollouts,
-        sampling: Sampling,
-        seed: int,
-        reference: Callable[[Rows], Future[Rows]] | None,
-        *,
-        keeps: Callable[[Group, Rows], bool],
-        finished: Callable[[Group, Rows], None],
-        failed: Callable[[], None],
-    ):
-        self._rollouts, self._sampling, self._seed, self._reference = rollouts, sampling, seed, reference
-        self._keeps, self._finished, self._failed = keeps, finished, failed
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self.inbox = Inbox(rollouts.engine)
-        self.clock = StageClock()
-        self.failure: BaseException | None = None
-        self.progress_at = time.monotonic()  # when something last resolved
-
-    def submit(self, group: Group) -> None:
-        """Ask for the samples of ``group``."""
-        seed = sample_seed(self._seed, group.group_id)
-        prompt = Prompt(group.group_id, group.example, self._rollouts.env.repeats, seed)
-        begin = partial(self._rollouts.begin, prompt, self._sampling, self._post, self.clock)
-        self._ask(begin, partial(self._graded, group))
-
-    def resume(self, group: Group, rows: Rows) -> None:
-        """Take a graded group that ``keeps`` had refused to the stages that are left."""
-        self._post(partial(self._to_reference, group, rows))
-
-    def start(self) -> None:
-        """Take turns on a thread of its own from now on."""
-        self._thread = threading.Thread(target=self._dispatch, name="dispatcher", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the dispatcher; futures that are left resolve into nothing. Idempotent."""
-        self._closed = True
-        self._post(lambda: None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=10.0)
-
-    def _dispatch(self) -> None:
-        while not self._closed:
-            try:
-                self.inbox.turn()
-            except BaseException as failure:  # of the engine's step
-                self._fail(failure)
-                return
-
-    def _post(self, action: Callable[[], object]) -> None:
-        self.inbox.post(partial(self._handle, action))
-
-    def _handle(self, action: Callable[[], object]) -> None:
-        self.progress_at = time.monotonic()
-        try:
-            action()
-        except BaseException as failure:  # handed to the main thread, which cannot see this one
-            self._fail(failure)
-
-    def _fail(self, failure: BaseException) -> None:
-        if self.failure is None:
-            self.failure = failure
-        self._failed()
-
-    def _ask(self, ask: Callable[[], Future[Any]], then: Callable[[Any], object]) -> None:
-        try:
-            future = ask()
-        except Exception as failure:  # the same to the caller as a future that fails
-            self._fail(failure)
-            return
-        future.add_done_callback(lambda done: self._post(lambda: then(done.result())))
-
-    def _graded(self, group: Group, graded: Graded) -> None:
-        if self._keeps(group, graded.rows):
-            self._to_reference(group, graded.rows)
-
-    def _to_reference(self, group: Group, rows: Rows) -> None:
-        if self._reference is None:
-            self._finished(group, rows)
-            return
-        self.clock.move(None, REFERENCE)
-        self._ask(partial(self._reference, rows), partial(self._referenced, group))
-
-    def _referenced(self, group: Group, rows: Rows) -> None:
-        self.clock.move(REFERENCE, None)
-        self._finished(group, rows)
-
-
 class RolloutSource:
     """Batches of complete groups, none older than ``max_policy_age``.
 
     Contract. Consumes: prompts of ``env.stream``, and groups as engine, grader and ``reference`` finish them.
+    Each is sampled, graded, taken to the reference and finished as its futures resolve, by the thread that drives the
+    engine: the dispatcher, or whoever waits. A callback of a future only puts something into that thread's inbox.
     Produces: ``num_groups`` groups per :meth:`next_batch`, in the order drawn. Waits for: the ``num_groups`` groups
     with the oldest admission version, unfinished ones included. Unblocked by: the last of them; ``should_stop`` (it
     raises :class:`Interrupted` and nothing has changed); a failed future (its exception is raised); nothing resolved
@@ -188,8 +71,8 @@ class RolloutSource:
     slot at once. The bound is asserted on every row.
 
     **In lockstep** nothing happens beside the learner: groups are asked for when a batch is, all together; those that
-    replace flat ones (rewards all equal) once all others are graded, together again. The engine is driven by whoever
-    waits. With ``max_policy_age=0`` all slots are taken at every turn, so the batches are the same without lockstep,
+    replace zero-variance ones (rewards all equal) once all others are graded, together again. Whoever waits drives the
+    engine. With ``max_policy_age=0`` all slots are taken at every step, so the batches are the same without lockstep,
     dynamic sampling included (see :class:`~sota_grpo.source.admission.Refill`).
 
     **After a resume** the bound holds by the same proof. Finished groups come back with their rows, groups in flight
@@ -209,7 +92,7 @@ class RolloutSource:
         transforms: ``(phase, transform)``, applied in order to the whole batch.
         seed: sample ``i`` of group ``g`` is drawn from the stream derived from ``(seed, g, i)``.
         refill: replace groups whose rewards are all equal by fresh ones (dynamic sampling, DAPO, arXiv:2503.14476).
-        max_draws: most rounds of draws per turn under ``refill``; then the batch is completed with flat groups.
+        max_draws: most rounds of draws per step under ``refill``; then zero-variance groups complete the batch.
         should_stop: asked while waiting.
         wait_deadline_s: longest wait in which nothing resolves.
         metrics_extra: further metrics, asked for with every batch.
@@ -243,6 +126,7 @@ class RolloutSource:
         self.lockstep, self.sleep_engine, self.refill = lockstep, sleep_engine, refill
         self.should_stop, self.wait_deadline_s, self.metrics_extra = should_stop, wait_deadline_s, metrics_extra
         self.threaded = threaded and not lockstep
+        self._rollouts, self._sampling, self._seed, self._reference = rollouts, sampling, seed, reference
         self._slots = Slots(
             self.env.stream,
             num_groups=num_groups,
@@ -254,9 +138,11 @@ class RolloutSource:
         self._unasked: list[Group] = []
         self._metrics: dict[str, float] = {}
         self._changed = threading.Condition()  # its lock guards the slots
-        self._pipeline = Pipeline(
-            rollouts, sampling, seed, reference, keeps=self._keep, finished=self._finish, failed=self._tell
-        )
+        self._inbox, self._clock = Inbox(rollouts.engine), StageClock()
+        self._dispatcher = threading.Thread(target=self._dispatch, name="dispatcher", daemon=True)
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._progress_at = time.monotonic()  # when something last resolved
 
     def next_batch(self, version: int) -> TensorDictBase:
         """The next batch for the learner that stands at ``version``; the first call admits the first groups.
@@ -276,14 +162,17 @@ class RolloutSource:
         with self._changed:
             rows = self._slots.take()
             refilled, self._slots.refill.num_replaced = self._slots.refill.num_replaced, 0
-            busy = self._pipeline.clock.lap()
+            busy = self._clock.lap()
             left = {"groups/in_flight": len(self._slots.in_flight), "groups/ready": len(self._slots.buffer)}
         require_age(row_list(rows), version, self.max_policy_age)
         seconds = {"generate": busy[SAMPLE], "score": max(0.0, waited - busy[SAMPLE])}
         if not self.lockstep:  # the phases overlap with learning, and with each other
             seconds |= {"score": busy[GRADE], "wait": waited}
         seconds |= {"ref": busy[REFERENCE]} if busy[REFERENCE] else {}
-        rows = apply_transforms(self.transforms, rows, seconds)
+        for phase, transform in self.transforms:
+            began = time.perf_counter()
+            rows = transform(rows)
+            seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
         flat = sum(constant_rows(row_list(rows))) // self.env.repeats
         self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()} | left
         self._metrics |= {"groups/zero_signal": flat, "groups/refilled": refilled, **self.metrics_extra()}
@@ -307,11 +196,14 @@ class RolloutSource:
 
     def handle_events(self) -> int:
         """Do what has come (``threaded=False``), without a step of the engine; the number of events handled."""
-        return self._pipeline.inbox.drain()
+        return self._inbox.drain()
 
     def close(self) -> None:
         """End the dispatcher; what is in flight is forgotten. Idempotent."""
-        self._pipeline.close()
+        self._closed = True
+        self._post(lambda: None)
+        if self._dispatcher.is_alive() and self._dispatcher is not threading.current_thread():
+            self._dispatcher.join(timeout=10.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the prompts, groups in flight by id, finished groups with their rows; at any moment."""
@@ -342,7 +234,7 @@ class RolloutSource:
         pending = list(self._slots.in_flight.values())
         fresh = self._slots.fill()
         if self.threaded:
-            self._pipeline.start()
+            self._dispatcher.start()
         self._submit([*pending, *fresh])
 
     def _submit(self, groups: Sequence[Group]) -> None:
@@ -350,15 +242,15 @@ class RolloutSource:
             self._unasked += groups
             return
         for group in groups:
-            self._pipeline.submit(group)
+            self._sample(group)
 
     def _ask_in_lockstep(self) -> None:
         """Ask for what was left to do, once nothing else is sampled or graded."""
-        counts = self._pipeline.clock.counts
+        counts = self._clock.counts
         if self._unasked and not counts[SAMPLE] + counts[GRADE]:
             groups, self._unasked = self._unasked, []
             for group in groups:
-                self._pipeline.submit(group)
+                self._sample(group)
 
     def _wait(self) -> None:
         """Return when the batch is ready."""
@@ -374,45 +266,62 @@ class RolloutSource:
                         self._changed.wait(_POLL_S)
                     else:
                         self._ask_in_lockstep()
-                        self._pipeline.inbox.turn(_POLL_S)
+                        self._inbox.turn(_POLL_S)
             finally:
                 self._waiting = False
 
     def _is_ready(self) -> bool:
-        """Whether the batch is ready; flat groups that it waits for go on to their last stages."""
-        if self._pipeline.failure is not None:
-            raise self._pipeline.failure
+        """Whether the batch is ready; zero-variance groups that it waits for go on to their last stages."""
+        if self._failure is not None:
+            raise self._failure
         if self._slots.batch_is_ready():
             return True
         kept = self._slots.settle()
         if kept:
             logger.warning(
-                "The turn's %d draws are spent: %d groups whose rewards are all equal stay and carry no gradient.",
+                "The step's %d draws are spent: %d groups whose rewards are all equal stay and carry no gradient.",
                 *(self._slots.refill.num_draws, len(kept)),
             )
         for group, rows in kept:
-            self._pipeline.resume(group, rows)
+            self._post(partial(self._to_reference, group, rows))
         return False
 
     def _require_progress(self, began: float) -> None:
-        silent = time.monotonic() - max(began, self._pipeline.progress_at)
+        silent = time.monotonic() - max(began, self._progress_at)
         if silent <= self.wait_deadline_s:
             return
-        counts = self._pipeline.clock.counts
+        counts = self._clock.counts
         raise WorkerLate(
             f"Nothing resolved for {silent:.1f} s while a batch of {self.num_groups} groups was waited for: "
             f"{counts[SAMPLE]} groups are being sampled, {counts[GRADE]} graded, {counts[REFERENCE]} are at the "
             f"reference, {len(self._slots.buffer)} are finished; training.log says what the workers said."
         )
 
-    def _keep(self, group: Group, rows: Rows) -> bool:
-        if not self.refill or not all(constant_rows(rows)):
-            return True
+    def _sample(self, group: Group) -> None:
+        seed = sample_seed(self._seed, group.group_id)
+        prompt = Prompt(group.group_id, group.example, self.env.repeats, seed)
+        begin = partial(self._rollouts.begin, prompt, self._sampling, self._post, self._clock)
+        self._ask(begin, partial(self._graded, group))
+
+    def _graded(self, group: Group, graded: Graded) -> None:
+        if not self.refill or not all(constant_rows(graded.rows)):
+            self._to_reference(group, graded.rows)
+            return
         with self._changed:
-            fresh = self._slots.flat(group, rows)
+            fresh = self._slots.flat(group, graded.rows)
             self._notify_if_due()
         self._submit(fresh)
-        return False
+
+    def _to_reference(self, group: Group, rows: Rows) -> None:
+        if self._reference is None:
+            self._finish(group, rows)
+            return
+        self._clock.move(None, REFERENCE)
+        self._ask(partial(self._reference, rows), partial(self._referenced, group))
+
+    def _referenced(self, group: Group, rows: Rows) -> None:
+        self._clock.move(REFERENCE, None)
+        self._finish(group, rows)
 
     def _finish(self, group: Group, rows: Rows) -> None:
         with self._changed:
@@ -423,6 +332,34 @@ class RolloutSource:
         if self._waiting and self._is_ready():
             self._changed.notify_all()
 
-    def _tell(self) -> None:
+    def _dispatch(self) -> None:
+        while not self._closed:
+            try:
+                self._inbox.turn()
+            except BaseException as failure:  # of the engine's step
+                self._fail(failure)
+                return
+
+    def _post(self, action: Callable[[], object]) -> None:
+        self._inbox.post(partial(self._handle, action))
+
+    def _handle(self, action: Callable[[], object]) -> None:
+        self._progress_at = time.monotonic()
+        try:
+            action()
+        except BaseException as failure:  # handed to the main thread, which cannot see this one
+            self._fail(failure)
+
+    def _fail(self, failure: BaseException) -> None:
+        """The other groups go on."""
+        self._failure = self._failure or failure
         with self._changed:
             self._changed.notify_all()
+
+    def _ask(self, ask: Callable[[], Future[Any]], then: Callable[[Any], object]) -> None:
+        try:
+            future = ask()
+        except Exception as failure:  # the same to the caller as a future that fails
+            self._fail(failure)
+            return
+        future.add_done_callback(lambda done: self._post(lambda: then(done.result())))

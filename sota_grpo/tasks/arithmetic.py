@@ -176,9 +176,7 @@ class ArithmeticTask(ProceduralTask):
     ``reward = 1`` where the one number after the last ``####`` equals the gold one, else 0.
 
     Args:
-        seed: of the draw of the problems; the split is the same for every seed.
-        num_train: length of ``train``.
-        num_heldout: length of ``heldout``.
+        seed, num_train, num_heldout: see :class:`~sota_grpo.tasks.procedural.ProceduralTask`.
         max_steps: most steps of a problem, 1 to 4.
 
     Raises:

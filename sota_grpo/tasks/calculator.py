@@ -43,10 +43,7 @@ class CalculatorTask(ProceduralTask):
     calls the tool, else 0.
 
     Args:
-        seed: of the draw of the problems; the two splits share no problem, whatever their seeds.
-        num_train: length of ``train``.
-        num_heldout: length of ``heldout``.
-        system_prompt: replaces the default one; an empty text leaves the system turn out.
+        seed, num_train, num_heldout, system_prompt: see :class:`~sota_grpo.tasks.procedural.ProceduralTask`.
 
     Raises:
         ValueError: a split without examples.

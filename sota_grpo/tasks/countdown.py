@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,12 +26,7 @@ SYSTEM_PROMPT = (
 )
 _AGAIN = "Think again and give another expression between <answer> and </answer>."
 
-_OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.floordiv,
-}
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
 class CountdownTask(ProceduralTask):
@@ -42,11 +37,8 @@ class CountdownTask(ProceduralTask):
     as well. A response that is not correct is answered by a user turn that says what is wrong with it.
 
     Args:
-        seed: of the draw of the problems.
-        num_train: length of ``train``.
-        num_heldout: length of ``heldout``.
+        seed, num_train, num_heldout, system_prompt: see :class:`~sota_grpo.tasks.procedural.ProceduralTask`.
         num_numbers: how many numbers a problem may have, at least 2 each; one of these is drawn.
-        system_prompt: replaces the default one; an empty text leaves the system turn out.
         format_weight: weight of ``format``.
 
     Raises:
@@ -152,8 +144,7 @@ def _expression(rng: random.Random, numbers: Sequence[int]) -> tuple[int, str]:
     while len(parts) > 1:
         pair = sorted((parts.pop(rng.randrange(len(parts))) for _ in range(2)), reverse=True)
         (larger, larger_text), (smaller, smaller_text) = pair
-        signs = "+*" + "-" * (larger > smaller) + "/" * (larger % smaller == 0)
-        sign = rng.choice(signs)
+        sign = rng.choice("+*" + "-" * (larger > smaller) + "/" * (larger % smaller == 0))
         text = f"{larger_text} {sign} {smaller_text}"
         parts.append((_OPERATIONS[sign](larger, smaller), f"({text})" if parts else text))
     return parts[0]

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,10 +62,12 @@ def load_named(name: str) -> list[dict[str, Any]]:
 def is_file(name: str) -> bool:
     """Whether a name is that of a local file and not one on the hub.
 
-    >>> is_file("data/train.jsonl"), is_file("openai/gsm8k")
-    (True, False)
+    >>> is_file("data/train.jsonl"), is_file("/no/such/train"), is_file("openai/gsm8k")
+    (True, True, False)
     """
-    return Path(name).suffix in SUFFIXES or Path(name).is_file()
+    path = Path(name)
+    is_path = name.startswith(("/", "./", "../", "~")) and not path.is_dir()  # a folder is what the hub's library reads
+    return is_path or path.suffix in SUFFIXES or path.is_file()
 
 
 def text_of(row: Row, column: str, place: str) -> str:
@@ -80,30 +83,32 @@ def text_of(row: Row, column: str, place: str) -> str:
         columns = ", ".join(map(repr, row)) or "none"
         raise DatasetError(f"{place}: column {column!r} is missing; the columns found are {columns}.")
     if not isinstance(row[column], str):
-        raise DatasetError(f"{place}: column {column!r} holds {type(row[column]).__name__}, not text.")
+        hint = " (env.dataset=table reads chats)" if isinstance(row[column], list) else ""
+        raise DatasetError(f"{place}: column {column!r} holds {type(row[column]).__name__}, not text{hint}.")
     return row[column]
 
 
-def number_or_text(row: Row, column: str, place: str) -> str:
-    """The text in a column of one row, where a number will do.
+def first_text(row: Row, columns: Sequence[str], place: str) -> str:
+    """The text in the first of ``columns`` that one row has, where a number will do.
 
     Raises:
-        DatasetError: as :func:`text_of`.
+        DatasetError: naming the place, and the column that holds something else, or the columns found.
 
-    >>> number_or_text({"answer": 2}, "answer", "demo, row 1")
+    >>> first_text({"answer": None, "ground_truth": 2}, ("answer", "ground_truth"), "demo, row 1")
     '2'
     """
-    value = row.get(column)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return str(value) if is_number else text_of(row, column, place)
+    for column in columns:
+        value = row.get(column)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return str(value)
+        if value is not None:
+            return text_of(row, column, place)
+    found = ", ".join(map(repr, row)) or "none"
+    raise DatasetError(f"{place}: there is no column {' or '.join(map(repr, columns))}; the columns found are {found}.")
 
 
 def require_file(path: Path) -> None:
-    """Check that ``path`` is a file of a kind that can be read.
-
-    Raises:
-        DatasetError: it is not.
-    """
+    """Check that ``path`` is a file of a kind that can be read; ``DatasetError`` says why it is not."""
     if path.suffix not in _READERS:
         raise DatasetError(f"{path} ends in {path.suffix!r}; give one of {', '.join(_READERS)}.")
     if not path.is_file():
@@ -169,7 +174,7 @@ def _read_hub(source: str, config: str | None, split: str) -> list[dict[str, Any
     except Exception as error:  # the hub's client raises dozens of types: network, authentication, name, format
         raise DatasetError(
             f"the dataset {source} (config {config}, split {split}) could not be loaded from the hub "
-            f"({sentence(error)}); give a local file with env.dataset_path=FILE."
+            f"({sentence(error)}); give a local file with env.dataset_path=FILE or env.eval_path=FILE."
         ) from error
 
 
@@ -279,26 +284,13 @@ def answering(answer_format: str, answer: str) -> str:
 
 
 def require_format(answer_format: str) -> None:
-    """Check that there is such an answer format.
-
-    Raises:
-        ValueError: naming those that there are.
-    """
+    """Check that there is such an answer format; ``ValueError`` names those that there are."""
     if answer_format not in ANSWER_FORMATS:
         raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
 
 
 def require_not_negative(**values: float) -> None:
-    """Check weights and amounts.
-
-    Raises:
-        ValueError: naming the first that is negative.
-
-    >>> require_not_negative(format_weight=-0.1)
-    Traceback (most recent call last):
-        ...
-    ValueError: format_weight=-0.1 must not be negative.
-    """
+    """Check weights and amounts; ``ValueError`` names the first that is negative."""
     for name, value in values.items():
         if value < 0:
             raise ValueError(f"{name}={value} must not be negative.")
@@ -307,18 +299,47 @@ def require_not_negative(**values: float) -> None:
 class QuestionTask:
     """Loads the two sides, and asks a question after a system prompt.
 
-    A task sets ``hub_name``, ``hub_config`` and ``system_prompt``, and reads its rows.
+    A task sets ``hub_name`` and ``hub_config``, says what is asked for where any format of the answer will do and which
+    columns may hold the question, and reads its rows.
+
+    Raises:
+        ValueError: an unknown answer format, or a negative weight.
     """
 
     hub_name: str
     hub_config: str
-    system_prompt: str
-    train: Sequence[Example]
-    heldout: Sequence[Example]
+    any_format = "hash"
+    question_columns: Sequence[str] = ("question",)
+
+    def __init__(
+        self,
+        train: Sequence[Example],
+        heldout: Sequence[Example],
+        answer_format: str,
+        system_prompt: str | None,
+        term_weights: Mapping[str, float],
+        *,
+        what: str = "answer",
+    ):
+        require_format(answer_format)
+        require_not_negative(**{f"{name}_weight": weight for name, weight in term_weights.items()})
+        self.train, self.heldout = train, heldout
+        self.answer_format, self.term_weights = answer_format, term_weights
+        self._asked_format = self.any_format if answer_format == "any" else answer_format
+        self.system_prompt = asking(self._asked_format, what) if system_prompt is None else system_prompt
+
+    def read_row(self, row: Row, place: str) -> Example:
+        """An example of a row, whose question may be missing."""
+        raise NotImplementedError
 
     def read_problem(self, row: Row, place: str) -> Example:
-        """An example of a row, which must have a question; ``DatasetError`` names a row that cannot be used."""
-        raise NotImplementedError
+        """As :meth:`read_row`, of a row that must have a question.
+
+        Raises:
+            DatasetError: as :meth:`read_row`, or there is no question.
+        """
+        question = first_text(row, self.question_columns, place)
+        return replace(self.read_row(row, place), query=question)
 
     @classmethod
     def load(

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from sota_grpo.rewards.extract import CALCULATION, extract_answer, numbers_equal, parse_number
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import (
-    DatasetError,
-    QuestionTask,
-    Row,
-    answering,
-    asking,
-    number_or_text,
-    require_format,
-    require_not_negative,
-    text_of,
-)
+from sota_grpo.tasks.dataset import DatasetError, QuestionTask, Row, answering, first_text
 
 HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
-
-_ANY = "hash"  # what is asked for where any format will do
 
 
 class GSM8KTask(QuestionTask):
@@ -31,8 +19,7 @@ class GSM8KTask(QuestionTask):
     answer has both, so a gold response earns the most that can be earned and an empty one earns 0.
 
     Args:
-        train: examples to train on.
-        heldout: examples to evaluate on.
+        train, heldout: examples to train on, and to evaluate on.
         answer_format: see :func:`sota_grpo.rewards.extract_answer`.
         system_prompt: replaces the default one; an empty text leaves the system turn out.
         format_weight: weight of ``format``; at 0 it is still reported.
@@ -59,13 +46,8 @@ class GSM8KTask(QuestionTask):
         system_prompt: str | None = None,
         format_weight: float = 0.0,
     ):
-        require_format(answer_format)
-        require_not_negative(format_weight=format_weight)
-        self.train, self.heldout = train, heldout
-        self.answer_format = answer_format
-        self._asked_format = _ANY if answer_format == "any" else answer_format
-        self.system_prompt = asking(self._asked_format, "number") if system_prompt is None else system_prompt
-        self.term_weights: Mapping[str, float] = {"correct": 1.0, "format": format_weight}
+        weights = {"correct": 1.0, "format": format_weight}
+        super().__init__(train, heldout, answer_format, system_prompt, weights, what="number")
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the number in the response with the gold one; see the class for the terms."""
@@ -86,22 +68,13 @@ class GSM8KTask(QuestionTask):
         Raises:
             DatasetError: the answer is missing or holds no number.
         """
-        answer = number_or_text(row, "answer", place)
+        answer = first_text(row, ["answer"], place)
         if parse_number(_gold(answer)) is None:
             raise DatasetError(
                 f"{place}: the gold answer has no number after '####' (it ends in {answer[-40:]!r}); "
                 "mend or remove the row."
             )
         return Example(query=str(row.get("question", "")), answer=answer)
-
-    def read_problem(self, row: Row, place: str) -> Example:
-        """As :meth:`read_row`, of a row that must have a question.
-
-        >>> GSM8KTask().read_problem({"question": "1+1?", "answer": "#### 2"}, "demo, row 1").query
-        '1+1?'
-        """
-        text_of(row, "question", place)
-        return self.read_row(row, place)
 
 
 def _gold(answer: str) -> str:

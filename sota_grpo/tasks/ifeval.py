@@ -6,14 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sota_grpo.rewards.ifeval import (
-    INSTRUCTIONS,
-    answer_text,
-    find_punkt,
-    follow_lists,
-    read_instructions,
-    read_prompt,
-)
+from sota_grpo.rewards.ifeval import INSTRUCTIONS, answer_text, find_punkt, follow_lists, read_instructions, read_prompt
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import chat
 from sota_grpo.tasks.dataset import DatasetError, Row, is_file, load_named, normalised, split_examples, unique_examples
@@ -37,8 +30,7 @@ class IFEvalTask:
     the benchmark, are in the score's ``info``.
 
     Args:
-        train: examples to train on, as :meth:`read_row` makes them.
-        heldout: examples to evaluate on.
+        train, heldout: examples to train on, and to evaluate on, as :meth:`read_row` makes them.
         system_prompt: put before the prompt; None or an empty text is no system turn, as in the benchmark.
         instructions_weight: weight of the share.
         all_weight: weight of all.

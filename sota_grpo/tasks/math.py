@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rewards.maths import math_equal
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import (
-    DatasetError,
-    QuestionTask,
-    Row,
-    answering,
-    asking,
-    require_format,
-    require_not_negative,
-    text_of,
-)
+from sota_grpo.tasks.dataset import DatasetError, QuestionTask, Row, answering, first_text
 
 HUB_NAME, HUB_CONFIG = "DigitalLearningGmbH/MATH-lighteval", "default"
-QUESTION_COLUMNS = ("question", "problem", "prompt")
 GOLD_COLUMNS = ("ground_truth", "answer", "solution")
 
-_ANY = "boxed"  # what is asked for where any format will do
 _MAX_INFO_CHARS = 200
 
 
@@ -35,8 +24,7 @@ class MathTask(QuestionTask):
     ``answer_format`` looks for it, else ``wrong``; ``format`` is 1 where an answer stands there.
 
     Args:
-        train: examples to train on.
-        heldout: examples to evaluate on.
+        train, heldout: examples to train on, and to evaluate on.
         answer_format: see :func:`sota_grpo.rewards.extract_answer`; thinking is read over.
         system_prompt: replaces the default one; an empty text leaves the system turn out.
         format_weight: weight of ``format``; at 0 it is still reported.
@@ -54,6 +42,8 @@ class MathTask(QuestionTask):
 
     name = "math"
     hub_name, hub_config = HUB_NAME, HUB_CONFIG
+    any_format = "boxed"
+    question_columns = ("question", "problem", "prompt")
 
     def __init__(
         self,
@@ -67,17 +57,12 @@ class MathTask(QuestionTask):
         wrong: float = -1.0,
         no_answer: float = -0.5,
     ):
-        require_format(answer_format)
-        require_not_negative(format_weight=format_weight)
+        weights = {"answer": 1.0, "format": format_weight}
+        super().__init__(train, heldout, answer_format, system_prompt, weights)
         if not all(map(math.isfinite, (correct, wrong, no_answer))) or correct <= max(wrong, no_answer):
             raise ValueError(
                 f"reward.correct={correct} must be greater than reward.wrong={wrong} and reward.no_answer={no_answer}."
             )
-        self.train, self.heldout = train, heldout
-        self.answer_format = answer_format
-        self._asked_format = _ANY if answer_format == "any" else answer_format
-        self.system_prompt = asking(self._asked_format) if system_prompt is None else system_prompt
-        self.term_weights: Mapping[str, float] = {"answer": 1.0, "format": format_weight}
         self.correct, self.wrong, self.no_answer = correct, wrong, no_answer
 
     def score(self, response: str, example: Example) -> Score:
@@ -102,26 +87,15 @@ class MathTask(QuestionTask):
         Raises:
             DatasetError: there is no gold answer, or none that an answer can be compared with.
         """
-        question = next((row[column] for column in QUESTION_COLUMNS if column in row), "")
+        question = next((row[column] for column in self.question_columns if column in row), "")
         return Example(query=str(question), answer=_gold(row, place))
-
-    def read_problem(self, row: Row, place: str) -> Example:
-        """As :meth:`read_row`, of a row that must have a question.
-
-        >>> MathTask().read_problem({"problem": "1+1?", "solution": "It is $\\\\boxed{2}$."}, "demo, row 1").answer
-        '2'
-        """
-        column = next((column for column in QUESTION_COLUMNS if column in row), QUESTION_COLUMNS[0])
-        return Example(query=text_of(row, column, place), answer=_gold(row, place))
 
 
 def _gold(row: Row, place: str) -> str:
     """The bare gold answer of a row."""
-    column = next((column for column in GOLD_COLUMNS if row.get(column) is not None), GOLD_COLUMNS[0])
-    value = row.get(column)
-    text = str(value) if isinstance(value, (int, float)) else text_of(row, column, place)
+    text = first_text(row, GOLD_COLUMNS, place)
     gold = extract_answer(text, "boxed")
-    if gold is None and column == "solution":
+    if gold is None and all(row.get(column) is None for column in GOLD_COLUMNS[:-1]):
         raise DatasetError(f"{place}: the solution has no \\boxed{{answer}} (it ends in {text[-40:]!r}).")
     gold = gold or extract_answer(text, "hash") or text.strip()
     if not math_equal(gold, gold):

@@ -7,15 +7,14 @@ is searched with regular expressions that are linear in its length, and never ev
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sota_grpo.rewards.extract import CALCULATION, extract_answer, numbers_equal
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, QuestionTask, Row, require_format, require_not_negative
+from sota_grpo.tasks.dataset import DatasetError, QuestionTask, Row, first_text, require_not_negative
 from sota_grpo.tasks.gsm8k import HUB_CONFIG, HUB_NAME
 
-QUESTION_COLUMNS = ("question", "prompt")
 GOLD_COLUMNS = ("answer", "ground_truth", "completion")
 SYSTEM_PROMPT = (
     "Think about the problem step by step between <think> and </think>, then give the final answer alone between "
@@ -113,15 +112,6 @@ def count_words(text: str) -> int:
     return sum(1 for _ in _WORD.finditer(text))
 
 
-def answer_term(answer: str | None, gold: str) -> float:
-    """1 for the right answer, else 0; None is no answer.
-
-    >>> answer_term("$18.00", "18"), answer_term(None, "18")
-    (1.0, 0.0)
-    """
-    return float(answer is not None and answers_equal(answer, gold))
-
-
 def answers_equal(answer: str, gold: str) -> bool:
     """Whether two answers are the same number, or the same text but for letter case, spacing and a last period.
 
@@ -152,14 +142,13 @@ def _names(text: str) -> list[str]:
 class ReasoningTask(QuestionTask):
     """Problems whose answer is a number or a short text, rewarded by form, thinking and answer together.
 
-    ``reward = 1.0 * answer + format_weight * format + thinking_weight * thinking``: :func:`answer_term` in {0, 1},
+    ``reward = 1.0 * answer + format_weight * format + thinking_weight * thinking``: :func:`answers_equal` in {0, 1},
     :func:`format_term` in [0, 1], :func:`thinking_term` in [-1, 0]. The answer is looked for in the last complete
     answer tags after the thinking, whatever the rest of the form is like; success is a right answer. With
     ``format_weight + thinking_weight < 1`` every right answer earns more than every wrong one.
 
     Args:
-        train: examples to train on.
-        heldout: examples to evaluate on.
+        train, heldout: examples to train on, and to evaluate on.
         system_prompt: replaces the default one, which asks for the tags; an empty text leaves the system turn out.
         format_weight: weight of ``format``.
         thinking_weight: weight of ``thinking``.
@@ -179,6 +168,7 @@ class ReasoningTask(QuestionTask):
 
     name = "reasoning"
     hub_name, hub_config = HUB_NAME, HUB_CONFIG
+    question_columns = ("question", "prompt")
 
     def __init__(
         self,
@@ -191,32 +181,25 @@ class ReasoningTask(QuestionTask):
         min_think_words: int = 20,
         answer_format: str = "tags",
     ):
-        require_format(answer_format)
-        require_not_negative(
-            format_weight=format_weight, thinking_weight=thinking_weight, min_think_words=min_think_words
-        )
-        self.train, self.heldout = train, heldout
-        self.system_prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
-        self.min_think_words, self.answer_format = min_think_words, answer_format
-        self.term_weights: Mapping[str, float] = {
-            "answer": 1.0,
-            "format": format_weight,
-            "thinking": thinking_weight,
-        }
+        weights = {"answer": 1.0, "format": format_weight, "thinking": thinking_weight}
+        prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
+        super().__init__(train, heldout, answer_format, prompt, weights)
+        require_not_negative(min_think_words=min_think_words)
+        self.min_think_words = min_think_words
 
     def score(self, response: str, example: Example) -> Score:
         """The three terms; beside them the words of thinking and the beginning of the answer that was found."""
         parts, answer = read_parts(response), extract_answer(response, self.answer_format)
-        right = answer_term(answer, split_gold(example.answer)[1])
+        right = answer is not None and answers_equal(answer, split_gold(example.answer)[1])
         terms = {
-            "answer": right,
+            "answer": float(right),
             "format": format_term(parts),
             "thinking": thinking_term(parts.thinking, self.min_think_words),
         }
         info: dict[str, object] = {"think_words": count_words(parts.thinking or "")}
         if answer is not None:
             info["answer_found"] = answer[:_MAX_INFO_CHARS]
-        return Score(terms, success=right == 1.0, info=info)
+        return Score(terms, success=right, info=info)
 
     def gold_response(self, example: Example) -> str:
         """The worked answer where there is one, else the question restated, as thinking long enough; then the answer.
@@ -228,16 +211,24 @@ class ReasoningTask(QuestionTask):
         again = f"\nI read the question once more: {example.query}\nMy answer stays {gold}."
         missing = max(0, self.min_think_words - count_words(thinking))
         thinking += again * -(-missing // count_words(again))
-        return f"<think>\n{TAG.sub(_bracketed, thinking)}\n</think>\n<answer>{gold}</answer>"
+        return f"<think>\n{TAG.sub(lambda tag: f'[{tag[0][1:-1]}]', thinking)}\n</think>\n<answer>{gold}</answer>"
 
     def read_row(self, row: Row, place: str) -> Example:
-        """Of one of the columns ``GOLD_COLUMNS`` and, where there is text in one, of ``QUESTION_COLUMNS``.
+        """Of one of the columns ``GOLD_COLUMNS`` and, where there is text in one, of ``question_columns``.
 
         Raises:
             DatasetError: there is no answer, it is empty, or it holds a tag.
         """
-        questions = [row[name] for name in QUESTION_COLUMNS if isinstance(row.get(name), str)]
-        return _example(questions[0] if questions else "", row, place)
+        answer = first_text(row, GOLD_COLUMNS, place)
+        gold = split_gold(answer)[1]
+        if not gold:
+            reason = f"is empty (it ends in {answer[-40:]!r})"
+            raise DatasetError(f"{place}: the right answer {reason}; mend or remove the row.")
+        if _ANY_TAG.search(gold):
+            reason = f"{gold[:40]!r} holds one of the tags that end an answer"
+            raise DatasetError(f"{place}: the right answer {reason}; mend or remove the row.")
+        questions = [row[name] for name in self.question_columns if isinstance(row.get(name), str)]
+        return Example(query=questions[0] if questions else "", answer=answer)
 
     def read_problem(self, row: Row, place: str) -> Example:
         """As :meth:`read_row`, of a row that must have a question.
@@ -245,10 +236,10 @@ class ReasoningTask(QuestionTask):
         >>> ReasoningTask().read_problem({"prompt": "1+1?", "ground_truth": 2}, "demo, row 1")
         Example(query='1+1?', answer='2', extra={})
         """
-        question = _text(row, QUESTION_COLUMNS, place)
-        if not question.strip():
+        example = super().read_problem(row, place)
+        if not example.query.strip():
             raise DatasetError(f"{place}: the question is empty; mend or remove the row.")
-        return _example(question, row, place)
+        return example
 
 
 def split_gold(answer: str) -> tuple[str, str]:
@@ -266,35 +257,3 @@ def split_gold(answer: str) -> tuple[str, str]:
     if mark and "\n" not in last.strip():
         return steps.strip(), last.strip()
     return "", answer.strip()
-
-
-def _example(question: str, row: Row, place: str) -> Example:
-    answer = _text(row, GOLD_COLUMNS, place)
-    gold = split_gold(answer)[1]
-    if not gold:
-        raise DatasetError(f"{place}: the right answer is empty (it ends in {answer[-40:]!r}); mend or remove the row.")
-    if _ANY_TAG.search(gold):
-        raise DatasetError(
-            f"{place}: the right answer {gold[:40]!r} holds one of the tags that end an answer; mend or remove the row."
-        )
-    return Example(query=question, answer=answer)
-
-
-def _text(row: Row, columns: Sequence[str], place: str) -> str:
-    """The text, or the number as text, in the first of ``columns`` that the row has."""
-    for column in columns:
-        value = row.get(column)
-        if isinstance(value, str):
-            return value
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return str(value)
-        if value is not None:
-            raise DatasetError(
-                f"{place}: column {column!r} holds {type(value).__name__}, not text (env.dataset=table reads chats)."
-            )
-    found = ", ".join(map(repr, row)) or "none"
-    raise DatasetError(f"{place}: there is no column {' or '.join(map(repr, columns))}; the columns found are {found}.")
-
-
-def _bracketed(tag: re.Match[str]) -> str:
-    return f"[{tag[0][1:-1]}]"

@@ -13,7 +13,6 @@ from typing import Any
 
 from sota_grpo.rewards import extract_answer, numbers_equal
 from sota_grpo.rewards.extract import without_thinking
-from sota_grpo.rewards.functions import RewardInputs
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import (
     DatasetError,
@@ -42,8 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def plain_columns(row: Row, place: str) -> dict[str, Any]:
-    """The columns with their types kept, as far as JSON has them: dates become ISO text, decimals numbers,
-    arrays lists.
+    """The columns, types kept as far as JSON has them: dates become ISO text, decimals numbers, arrays lists.
 
     Raises:
         DatasetError: a column of something else (bytes, images), which cannot travel to a grader's process.
@@ -146,20 +144,6 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
     return any(normalised(truth) in texts or numbers_equal(answer or "", truth) for truth in truths)
 
 
-def gold_response(source: str, ground_truth: Any, answer_format: str | None) -> str | None:
-    """A response with the right answer where the grading looks for it; None if what it would be is not right.
-
-    >>> gold_response("openai/gsm8k", "18", None), gold_response("mine", {"cases": []}, None)
-    ('#### 18', None)
-    """
-    texts = _texts(ground_truth)
-    if not texts:
-        return None
-    place = answer_format_of(source, answer_format)
-    response = answering("tags" if place == "any" else place, texts[0])
-    return response if is_right(response, source, ground_truth, answer_format) else None
-
-
 def _texts(ground_truth: Any) -> list[str]:
     """The right answers as text; none of what only a reward function understands."""
     truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
@@ -179,8 +163,7 @@ class TableTask:
     the same number as the ground truth, or the same text, letter case and spacing aside; of a list, as one of it.
 
     Args:
-        train: examples to train on, as :meth:`read_row` makes them.
-        heldout: examples to evaluate on.
+        train, heldout: examples to train on, and to evaluate on, as :meth:`read_row` makes them.
         prompt_column: column of the prompts.
         answer_column: column of the ground truths; not read where verl's columns are there. Data without a column
             ``ground_truth``, the default, may have ``answer`` instead.
@@ -268,12 +251,15 @@ class TableTask:
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the answer with the ground truth; see the class."""
-        right = is_right(response, _source(example), example.extra["ground_truth"], self.answer_format)
+        right = is_right(response, source_of(example), example.extra["ground_truth"], self.answer_format)
         return Score({"correct": float(right)}, success=right)
 
     def gold_response(self, example: Example) -> str | None:
         """The ground truth where the grading looks for it; None if no such response is right."""
-        return gold_response(_source(example), example.extra["ground_truth"], self.answer_format)
+        source, ground_truth = source_of(example), example.extra["ground_truth"]
+        texts, place = _texts(ground_truth), answer_format_of(source, self.answer_format)
+        response = answering("tags" if place == "any" else place, texts[0]) if texts else ""
+        return response if is_right(response, source, ground_truth, self.answer_format) else None
 
     def read_row(self, row: Row, place: str) -> Example:
         """An example of a row; here the column ``answer`` will do, too, and the prompt may be missing.
@@ -285,12 +271,6 @@ class TableTask:
                 text nor a chat, a column that JSON cannot hold.
         """
         return self._example(row, place, [self.answer_column, "answer"])
-
-    def reward_inputs(self, response: str, example: Example) -> RewardInputs:
-        """What a reward function reads: the row as it stands in the data."""
-        extra = example.extra
-        source = _source(example) or self.name
-        return RewardInputs(response, extra["prompt"], extra["ground_truth"], extra["columns"], source)
 
     def _read(self, path: str) -> list[Example]:
         rows = load_named(path)
@@ -312,10 +292,8 @@ class TableTask:
     def _example(self, row: Row, place: str, answer_columns: Sequence[str]) -> Example:
         columns = plain_columns(row, place)
         prompt = columns.pop(self.prompt_column, None)
-        if prompt is None:
-            prompt = ""
-        elif not isinstance(prompt, str):
-            prompt = chat_of(prompt, f"{place}: column {self.prompt_column!r}")
+        if not isinstance(prompt, str):
+            prompt = "" if prompt is None else chat_of(prompt, f"{place}: column {self.prompt_column!r}")
         ground_truth = next((columns[name] for name in answer_columns if columns.get(name) is not None), None)
         model = columns.get("reward_model")
         if "data_source" in columns and isinstance(model, Mapping) and "ground_truth" in model:  # verl's
@@ -340,11 +318,12 @@ class TableTask:
                 f"{place}: the ground truth is {type(ground_truth).__name__} {example.answer[:60]}, "
                 "which only a function of yours can grade; give reward.path."
             )
-        if _source(example) in GSM8K_SOURCES:
+        if source_of(example) in GSM8K_SOURCES:
             GSM8KTask().read_row({"answer": example.answer}, place)
 
 
-def _source(example: Example) -> str:
+def source_of(example: Example) -> str:
+    """The ``data_source`` of a row, empty where it has none."""
     source = example.extra["columns"].get("data_source")
     return source if isinstance(source, str) else ""
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from sota_grpo.rewards.functions import (
 )
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Scorer, Task, failed_score, guarded_score, total_reward
-from sota_grpo.tasks.table import TableTask
+from sota_grpo.tasks.table import TableTask, source_of
 
 DEFAULT_NAME = "compute_score"  # verl's
 BUILTIN = "builtin"  # the task's own reward
@@ -112,7 +113,8 @@ class WithRewardFunctions(TaskWrapper):
         success_above: float = 0.0,
         functions: Functions | None = None,
     ) -> None:
-        _require_names(names, weights)
+        for fault in naming_faults(names, weights):
+            raise RewardFunctionError(fault)
         super().__init__(task, dict(zip(names, weights or [1.0] * len(names), strict=True)))
         scorer = FunctionScorer(self._task, path, self.term_weights, success_above, functions)
         for example in task.train[:1]:
@@ -124,17 +126,9 @@ class WithRewardFunctions(TaskWrapper):
 
 
 class FunctionScorer:
-    """The scorer of :class:`WithRewardFunctions`; it pickles the path of the file and loads it where it runs.
+    """The scorer of :class:`WithRewardFunctions`, with its arguments; ``task`` has no examples.
 
-    Args:
-        task: without examples.
-        path: of the file.
-        term_weights: weight of each function, by name.
-        success_above: least reward, itself excluded, of a success.
-        functions: see :class:`WithRewardFunctions`; they stay in this process.
-
-    Raises:
-        RewardFunctionError: as :func:`~sota_grpo.rewards.functions.load_functions`.
+    It pickles the path of the file and loads it where it runs; functions that were passed stay in this process.
     """
 
     def __init__(
@@ -147,43 +141,33 @@ class FunctionScorer:
     ) -> None:
         self._task, self._term_weights, self._success_above = task, dict(term_weights), success_above
         self._path = str(Path(path).expanduser().resolve())  # a grader's process may have another working directory
+        self._is_pickled = self._path.endswith(PICKLED)
         self._replies = getattr(task, "replies", False)  # then it answers turns, whoever rewards them
         self._passed = functions
-        self._loaded: dict[str, RewardFunction] | None = None
-        self._grades_groups = any(function.form == TRL for function in self._functions().values())
+        forms = {function.form for function in self._functions.values()}
+        if TRL in forms:  # without it no function sees groups, and each response has a deadline of its own
+            self.score_group = self._scores
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_loaded": None, "_passed": None}
+        return {name: value for name, value in vars(self).items() if name != "_functions"} | {"_passed": None}
 
     def __call__(self, response: str, example: Example) -> Score:
         return self._scores([(response, example)])[0]
 
     def prepare(self) -> None:
         """Run the file now, so that what it imports does not count against the first response's deadline."""
-        self._functions()
-
-    @property
-    def score_group(self) -> Callable[[Sequence[tuple[str, Example]]], list[Score]]:
-        """Grades a group at once (:func:`sota_grpo.rl.task.guarded_scores`).
-
-        There is no such attribute where no function sees groups: each response then has a deadline of its own. It
-        raises what a function of TRL's form raised, if there are several responses.
-        """
-        if not self._grades_groups:
-            raise AttributeError("no function is given a group at once")
-        return self._scores
+        _ = self._functions
 
     def _scores(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
+        """The scores of a group; raises what a function of TRL's form raised, if there are several responses."""
         # Copies: siblings share an example, and a function may change what it is given.
         group = [reward_inputs(self._task, response, copy.deepcopy(example)) for response, example in pairs]
         builtin: Sequence[Score | None] = [None] * len(group)
         if BUILTIN in self._term_weights or self._replies:
             builtin = [guarded_score(self._task.score, self._task.term_weights, *pair) for pair in pairs]
-        outputs = {name: call_function(one, self._file_of(one), group) for name, one in self._functions().items()}
-        return [
-            self._total({name: column[row] for name, column in outputs.items()}, builtin[row])
-            for row in range(len(group))
-        ]
+        outputs = {name: call_function(one, self._file_of(one), group) for name, one in self._functions.items()}
+        rows = zip(*outputs.values(), builtin, strict=True)
+        return [self._total(dict(zip(outputs, row, strict=True)), score) for *row, score in rows]
 
     def require_columns(self, example: Example) -> None:
         """See that every function gets the columns that it asks for.
@@ -192,7 +176,7 @@ class FunctionScorer:
             RewardFunctionError: naming a column that ``example`` has not.
         """
         offered = [*reward_inputs(self._task, "", example).columns, "ground_truth"]
-        for function in self._functions().values():
+        for function in self._functions.values():
             missing = [name for name in function.required if name not in (*offered, *TRL_PARAMETERS)]
             if function.form == TRL and missing:
                 raise RewardFunctionError(
@@ -200,29 +184,21 @@ class FunctionScorer:
                     f"{', '.join(offered)}; rename one or give the parameter a default value."
                 )
 
+    @cached_property
     def _functions(self) -> dict[str, RewardFunction]:
-        if self._loaded is None:
-            names = [name for name in self._term_weights if name != BUILTIN]
-            self._loaded = {function.name: function for function in self._load(names)}
-        return self._loaded
-
-    def _load(self, names: Sequence[str]) -> list[RewardFunction]:
+        names = [name for name in self._term_weights if name != BUILTIN]
         if self._passed is None and not self._is_pickled:
-            return load_functions(self._path, names)
+            return dict(zip(names, load_functions(self._path, names), strict=True))
         functions = unpickled(Path(self._path)) if self._passed is None else self._passed
         for name in names:
             if name not in functions:
                 raise RewardFunctionError(no_function(self._path, name, functions))
-        return [recognise(functions[name], name, "reward") for name in names]
+        return {name: recognise(functions[name], name, "reward") for name in names}
 
     def _file_of(self, function: RewardFunction) -> str:
         """Where the code of ``function`` is written, to name the line at which it fails."""
         code = getattr(function.call, "__code__", None)
         return code.co_filename if self._is_pickled and code is not None else self._path
-
-    @property
-    def _is_pickled(self) -> bool:
-        return self._path.endswith(PICKLED)
 
     def _total(self, outputs: Mapping[str, RewardOutput], builtin: Score | None) -> Score:
         """One response's score of what its functions gave."""
@@ -250,7 +226,8 @@ class FunctionScorer:
 def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
     """What functions read of a response: the row of a table, or what another task's example holds."""
     if isinstance(task, TableTask):
-        return task.reward_inputs(response, example)
+        extra, source = example.extra, source_of(example) or task.name
+        return RewardInputs(response, extra["prompt"], extra["ground_truth"], extra["columns"], source)
     final = example.answer.rpartition("####")[2].strip().replace(",", "") if "####" in example.answer else None
     return RewardInputs(
         response=response,
@@ -261,21 +238,20 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
     )
 
 
-def _require_names(names: Sequence[str], weights: Sequence[float] | None) -> None:
-    if not names or len(set(names)) < len(names):
-        raise RewardFunctionError(f"reward.name names {list(names)}; give one function or several different ones.")
-    odd = [name for name in names if not name.isascii()]
-    if odd:
-        raise RewardFunctionError(f"{odd[0]} names a metric, which is ASCII; give the function another name.")
-    taken = [name for name in names if name in _TAKEN]
-    if taken:
-        raise RewardFunctionError(f"{taken[0]} is a reward term already; give the function another name.")
+def naming_faults(names: Sequence[str], weights: Sequence[float] | None) -> Iterator[str]:
+    """What is wrong with the names of reward functions and their weights, in sentences."""
+    if not names or not all(names) or len(set(names)) < len(names):
+        yield f"reward.name names {list(names)}; give one function or several different ones."
+    for name in names:
+        if not name.isascii():
+            yield f"{name} names a metric, which is ASCII; give the function another name."
+        if name in _TAKEN:
+            yield f"{name} is a reward term already; give the function another name."
     if weights is not None and len(weights) != len(names):
-        raise RewardFunctionError(
-            f"reward.weights has {len(weights)} entries for {len(names)} functions ({', '.join(names)}); give as many."
-        )
-    if weights is not None and not all(math.isfinite(weight) for weight in weights):
-        raise RewardFunctionError(f"reward.weights={list(weights)} holds a number that is not finite.")
+        functions = f"{len(names)} functions ({', '.join(names)})"
+        yield f"reward.weights has {len(weights)} entries for {functions}; give as many."
+    if weights is not None and not all(map(math.isfinite, weights)):
+        yield f"reward.weights={list(weights)} holds a number that is not finite."
 
 
 def _reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
@@ -325,6 +301,8 @@ class AskAgain:
     def __init__(self, score: Scorer, message: str) -> None:
         self._score: Any = score
         self._reply = {"role": "user", "content": message}
+        if hasattr(score, "score_group"):
+            self.score_group = self._score_group
 
     def __call__(self, response: str, example: Example) -> Score:
         return self._answered(self._score(response, example))
@@ -334,11 +312,8 @@ class AskAgain:
         if hasattr(self._score, "prepare"):
             self._score.prepare()
 
-    @property
-    def score_group(self) -> Callable[[Sequence[tuple[str, Example]]], list[Score]]:
-        """Grades a group at once; absent where the scorer does not."""
-        grade = self._score.score_group
-        return lambda pairs: [self._answered(score) for score in grade(pairs)]
+    def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
+        return [self._answered(score) for score in self._score.score_group(pairs)]
 
     def _answered(self, score: Score) -> Score:
         ends = score.success or score.error is not None or score.reply is not None

@@ -14,13 +14,15 @@ import os
 import random
 import re
 import shutil
-import threading
 from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from sota_grpo.errors import RunFailed
 from sota_grpo.files import atomic_file
@@ -158,7 +160,7 @@ class CheckpointStore:
         return message + "; free space there or choose another output directory"
 
 
-class BackgroundSaves:
+class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
     """Saves to a store from a thread, so that training goes on meanwhile; a context that ends when all is written.
 
     Contract. Consumes: states that nobody changes any more (:func:`host_copy`). Produces: checkpoints, one at a time,
@@ -180,8 +182,8 @@ class BackgroundSaves:
 
     def __init__(self, store: CheckpointStore) -> None:
         self.store = store
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # whose threads are no daemons
+        self._saving: Future[Path] | None = None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Begin to write; waits for the checkpoint before.
@@ -190,19 +192,11 @@ class BackgroundSaves:
             CheckpointError: that one could not be written.
         """
         self.wait()
-
-        def write() -> None:
-            try:
-                self.store.save(step, state)
-            except Exception as failure:  # raised in the thread that trains
-                self._failure = failure
-
-        self._thread = threading.Thread(target=write, name="checkpoint")  # no daemon: see the contract
-        self._thread.start()
+        self._saving = self._writer.submit(self.store.save, step, state)
 
     def check(self) -> None:
         """Raise what kept a checkpoint from being written; does not wait."""
-        if self._thread is None or not self._thread.is_alive():
+        if self._saving is not None and self._saving.done():
             self.wait()
 
     def wait(self) -> None:
@@ -211,15 +205,10 @@ class BackgroundSaves:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def __enter__(self) -> BackgroundSaves:
-        return self
+        if self._saving is not None:
+            failure, self._saving = self._saving.exception(), None
+            if failure is not None:
+                raise failure
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -240,15 +229,13 @@ def host_copy(value: Any) -> Any:
     >>> copied
     {'model': [tensor([1., 1.])], 'step': 3}
     """
-    if isinstance(value, torch.Tensor):
-        copied = torch.empty(value.shape, dtype=value.dtype)
-        copy_to_host(as_bytes(copied), as_bytes(value.detach()))
-        return copied
-    if isinstance(value, dict):
-        return type(value)((key, host_copy(item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value)(host_copy(item) for item in value)
-    return value
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        copy_to_host(as_bytes(copy), as_bytes(tensor.detach()))
+        return copy
+
+    return tree_map_only(torch.Tensor, copied, value)
 
 
 def rng_state() -> dict[str, Any]:

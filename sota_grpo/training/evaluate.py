@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from sota_grpo import keys
 from sota_grpo.rl.records import Example, Sample, Sampling, Score, sample_seed
@@ -136,6 +136,7 @@ def num_failed(problems: Sequence[Sequence[Response]]) -> int:
     return sum(response.score.error is not None for responses in problems for response in responses)
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Measures the engine's policy on held-out problems.
 
@@ -151,20 +152,12 @@ class Evaluator:
         seed: seed of the run.
     """
 
-    def __init__(
-        self,
-        rollouts: Rollouts,
-        examples: Sequence[Example],
-        *,
-        max_tokens: int,
-        avg_at_k: int,
-        seed: int,
-    ):
-        self.rollouts = rollouts
-        self.examples = tuple(examples)
-        self.max_tokens = max_tokens
-        self.avg_at_k = avg_at_k
-        self.seed = seed
+    rollouts: Rollouts
+    examples: Sequence[Example]
+    _: KW_ONLY
+    max_tokens: int
+    avg_at_k: int
+    seed: int
 
     def measure(self) -> dict[str, float]:
         """``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its error, ``time/eval_s``; of greedy

@@ -19,7 +19,6 @@ from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.functional.weighting import Aggregation
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.device_copy import copy_to
-from sota_grpo.policy.lora import adapter_disabled
 from sota_grpo.policy.packed import base_model
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.rl.collate import micro_batches, pad_rows, prompt_groups
@@ -196,15 +195,6 @@ class ForwardPasses:
             if real
             for row, own in zip(micro, found.cpu())
         }
-
-    def base_log_probs(self, rows: Sequence[TensorDictBase]) -> list[torch.Tensor]:
-        """Log-probs ``[T_i]`` of each row under the model without its adapter, in the order given.
-
-        Raises:
-            ValueError: the model has no adapter.
-        """
-        with adapter_disabled(self.policy.model):
-            return [values for _, values in self.scored(rows)]
 
     def log_prob_gaps(self, rows: Sequence[TensorDictBase]) -> torch.Tensor:
         """Trainer's minus engine's log-prob of every sampled token, flat, in nats."""

@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -53,13 +53,13 @@ from sota_grpo.files import write_json
 from sota_grpo.functional.agreement import mean_ratio, temperature_slope
 from sota_grpo.recording.run_files import GATE_FILE
 from sota_grpo.rl.collate import row_list
-from sota_grpo.rl.records import Example, GradientGap, Sampling, Score, sample_seed
+from sota_grpo.rl.records import Example, Sampling, Score, sample_seed
 from sota_grpo.rl.task import Task, total_reward
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.dataset import normalised
 from sota_grpo.training.checkpoint import rng_state, set_rng_state
-from sota_grpo.training.forward_passes import LearnerSettings
-from sota_grpo.training.learner import Publisher
+from sota_grpo.training.learner import Learner, Publisher
+from sota_grpo.training.remote_learner import RemoteLearner
 
 NUM_PROMPTS, NUM_SAMPLES = 4, 2  # that the checks are made on
 NUM_GRADED = 64  # examples whose gold and empty answers are graded
@@ -97,25 +97,6 @@ class Check:
     seconds: float = 0.0
 
 
-class Answers(Protocol):
-    """What the gate asks of a learner, in this process or another: see :class:`sota_grpo.training.learner.Learner`."""
-
-    settings: LearnerSettings
-    version: int
-
-    def measured_with_rounding(self, rows: Sequence[TensorDictBase]) -> tuple[torch.Tensor, torch.Tensor | None]: ...
-
-    def log_prob_gaps(self, rows: Sequence[TensorDictBase]) -> torch.Tensor: ...
-
-    def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]: ...
-
-    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> GradientGap: ...
-
-    def perturb(self) -> None: ...
-
-    def restore(self) -> None: ...
-
-
 @dataclass
 class Subject:
     """What is checked: the parts of the run as they will train.
@@ -127,7 +108,7 @@ class Subject:
 
     task: Task
     rollouts: Rollouts
-    learner: Answers
+    learner: Learner | RemoteLearner
     publisher: Publisher
     sampling: Sampling
     seed: int
@@ -452,8 +433,7 @@ def run_gate(
         began = time.perf_counter()  # the first that needs samples waits for them
         if check not in WITHOUT_SAMPLES and not subject.rows:
             subject.rows = graded_rows(subject)
-        result = check(subject)
-        result = Check(result.name, result.passed, result.sentence, time.perf_counter() - began)
+        result = replace(check(subject), seconds=time.perf_counter() - began)
         done.append(result)
         on_check(result)
         logger.info("check %s: %s, %s (%.2f s)", "passed" if result.passed else "FAILED", result.name, result.sentence,
@@ -495,7 +475,7 @@ def graded_rows(subject: Subject) -> list[TensorDictBase]:
     return row_list(batch)
 
 
-def _typical_gap(learner: Answers, rows: Sequence[TensorDictBase]) -> float:
+def _typical_gap(learner: Learner | RemoteLearner, rows: Sequence[TensorDictBase]) -> float:
     return float(learner.log_prob_gaps(rows).abs().clamp(max=1.0).mean())
 
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,10 @@ class Learner(ForwardPasses):
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.precision == "fp16")
 
     def update(self, rows: TensorDictBase) -> dict[str, float | None]:
-        """One turn: ``epochs`` passes over ``rows`` (``[N]`` ragged), one optimizer step per ``optim_batch_size`` rows.
+        """A training step: ``epochs`` passes over the ``[N]`` ragged rows, an optimizer step per ``optim_batch_size``.
 
         Returns:
-            Metrics of the turn: means over its optimizer steps; ``mismatch_kl`` is that of the weights before it and
+            Metrics of the step: means over its optimizer steps; ``mismatch_kl`` is that of the weights before it and
             without dropout. None where there was nothing to measure: no trained token, or no step taken.
 
         Raises:
@@ -221,22 +222,19 @@ class Learner(ForwardPasses):
         """
         trained = self.settings.precision
         precision = "fp32" if self.single and self.device.type == "cpu" else trained
-        with contextlib.nullcontext() if precision == trained else self.computing(precision):
-            norm, gap = self._two_gradients(self._unclipped(rows), token_budgets)
-        self.optimizer.zero_grad(set_to_none=True)
-        return GradientGap(norm, gap, self.single and precision == "fp32")
-
-    def _two_gradients(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> tuple[float, float]:
         first, second = token_budgets
-        one = {name: value.cpu() for name, value in self._gradients(rows, first)}
-        self.optimizer.zero_grad(set_to_none=True)
         norms, gaps = [], []
-        for name, other in self._gradients(rows, second):
-            own = one.pop(name).to(other.device)
-            norms.append(own.norm())
-            gaps.append(own.sub_(other).norm())
+        with contextlib.nullcontext() if precision == trained else self.computing(precision):
+            rows = self._unclipped(rows)
+            one = {name: value.cpu() for name, value in self._gradients(rows, first)}
+            self.optimizer.zero_grad(set_to_none=True)
+            for name, other in self._gradients(rows, second):
+                own = one.pop(name).to(other.device)
+                norms.append(own.norm())
+                gaps.append(own.sub_(other).norm())
+        self.optimizer.zero_grad(set_to_none=True)
         norm = self._norm(norms)
-        return norm, self._norm(gaps) / max(norm, 1e-30)
+        return GradientGap(norm, self._norm(gaps) / max(norm, 1e-30), self.single and precision == "fp32")
 
     def _gradients(self, rows: Sequence[TensorDictBase], token_budget: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Of a dry run, each where it lies: in ``.grad``, which the caller empties."""
@@ -362,6 +360,7 @@ def _add(totals: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) ->
         totals[name] = totals.get(name, 0) + value.detach()
 
 
+@dataclass(eq=False)
 class Publisher:
     """Pushes the learner's weights to every engine.
 
@@ -375,11 +374,10 @@ class Publisher:
         share_device: the engines stand on the learner's GPU, so each makes room for the other.
     """
 
-    def __init__(self, weights: Callable[[], Any], engines: Sequence[Engine], *, share_device: bool = False):
-        self.weights = weights
-        self.engines = tuple(engines)
-        self.share_device = share_device
-        self.seconds = 0.0
+    weights: Callable[[], Any]
+    engines: Sequence[Engine]
+    share_device: bool = False
+    seconds: float = field(default=0.0, init=False)
 
     def publish(self, version: int) -> None:
         """Return when every engine samples its next token from the weights called ``version``."""

@@ -6,26 +6,29 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import update_wrapper
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from tensordict import TensorDictBase
 from transformers import PreTrainedTokenizerBase
 
-from sota_grpo import keys
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.collate import row_list
-from sota_grpo.rl.records import GradientGap, sample_seed
+from sota_grpo.rl.records import sample_seed
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
 from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.threads import WorkerThread
-from sota_grpo.workers.weight_transfer import Rendezvous, WeightLayout, WeightSender
+from sota_grpo.workers.weight_transfer import WeightSender
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class LearnerWorker:
@@ -54,7 +57,7 @@ class LearnerWorker:
         self._sender = WeightSender(self.learner.policy.model, leads=leads, progress=self._thread.progress)
 
     def update(self, rows: RowPack) -> Future[dict[str, float | None]]:
-        """:meth:`Learner.update`. The random stream, which adapters' dropout reads, is this turn's and this rank's."""
+        """:meth:`Learner.update`. The random stream, which adapters' dropout reads, is this step's and this rank's."""
 
         def update() -> dict[str, float | None]:
             learner = self.learner
@@ -86,16 +89,6 @@ class LearnerWorker:
 
         return self._thread.submit(weights)
 
-    def weight_layout(self, dtype: torch.dtype | None) -> Future[WeightLayout]:
-        """:meth:`WeightSender.weight_layout`."""
-        return self._thread.submit(self._sender.weight_layout, dtype)
-
-    def send_weights(
-        self, rendezvous: Rendezvous | None, version: int, dtype: torch.dtype | None
-    ) -> Future[str | None]:
-        """:meth:`WeightSender.send_weights`."""
-        return self._thread.submit(self._sender.send_weights, rendezvous, version, dtype)
-
     def kept_weights(self) -> tuple[WeightPack, int]:
         """:meth:`WeightSender.kept_weights`, at once, whatever the learner is at."""
         return self._sender.kept_weights()
@@ -108,16 +101,13 @@ class LearnerWorker:
         return self._thread.submit(lambda: save_hf(self.learner.policy.model, tokenizer, folder) and None)
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
-        """Any other method of the learner; rows come packed."""
+        """Any other method of the learner, or of its :class:`WeightSender`; rows come packed."""
+        owner = self._sender if hasattr(WeightSender, method) else self.learner
 
         def answer() -> Any:
-            return getattr(self.learner, method)(*(arg.rows() if isinstance(arg, RowPack) else arg for arg in args))
+            return getattr(owner, method)(*(arg.rows() if isinstance(arg, RowPack) else arg for arg in args))
 
         return self._thread.submit(answer)
-
-    def base_log_probs(self, rows: RowPack) -> Future[torch.Tensor]:
-        """:meth:`Learner.base_log_probs`, joined over the rows."""
-        return self._thread.submit(lambda: torch.cat(self.learner.base_log_probs(rows.rows())))
 
     def ping(self) -> float:
         """Seconds since the last forward pass or gathered weight of a call that is running; 0 when idle."""
@@ -134,6 +124,17 @@ _LONGEST_PING_PAUSE_S = 10.0
 
 class LearnerDied(RunFailed):
     """A rank of the learner is gone or hangs, so none can go on; the message names it and the cause."""
+
+
+def _asked(method: Callable[Concatenate[Any, P], Result]) -> Callable[Concatenate[RemoteLearner, P], Result]:
+    """The same method of :class:`RemoteLearner`: every rank is asked, rank 0 answers; rows travel packed."""
+
+    def ask(remote: RemoteLearner, *args: P.args, **by_name: P.kwargs) -> Result:
+        assert not by_name  # a worker's calls have none
+        packed = (remote._packed(arg) if isinstance(arg, (TensorDictBase, list)) else arg for arg in args)
+        return remote._call("ask", method.__name__, *packed)
+
+    return update_wrapper(ask, method)
 
 
 class RemoteLearner:
@@ -228,13 +229,15 @@ class RemoteLearner:
         """What engines load, as :func:`sota_grpo.policy.lora.packed_weights` gives it."""
         return self._call("weights", base, dtype)
 
-    def weight_layout(self, dtype: torch.dtype | None) -> WeightLayout:
-        """:meth:`sota_grpo.workers.weight_transfer.WeightSender.weight_layout` of rank 0."""
-        return self._call("weight_layout", dtype)
-
-    def send_weights(self, rendezvous: Rendezvous | None, version: int, dtype: torch.dtype | None) -> str | None:
-        """:meth:`sota_grpo.workers.weight_transfer.WeightSender.send_weights`, by rank 0."""
-        return self._call("send_weights", rendezvous, version, dtype)
+    weight_layout = _asked(WeightSender.weight_layout)
+    send_weights = _asked(WeightSender.send_weights)
+    log_prob_gaps = _asked(Learner.log_prob_gaps)
+    measured = _asked(Learner.measured)
+    measured_with_rounding = _asked(Learner.measured_with_rounding)
+    diagnose = _asked(Learner.diagnose)
+    gradient_gap = _asked(Learner.gradient_gap)
+    perturb = _asked(Learner.perturb)
+    restore = _asked(Learner.restore)
 
     def kept_weights(self) -> tuple[WeightPack, int]:
         """Rank 0's copy of what it sent last; another thread may ask while the ranks compute."""
@@ -243,39 +246,6 @@ class RemoteLearner:
     def export_hf(self, folder: Path) -> None:
         """:func:`sota_grpo.policy.load.save_hf`, written on the machine of rank 0; raises what it raises."""
         self._call("export_hf", str(folder))
-
-    def log_prob_gaps(self, rows: Sequence[TensorDictBase]) -> torch.Tensor:
-        """:meth:`Learner.log_prob_gaps`."""
-        return self._call("ask", "log_prob_gaps", self._packed(rows))
-
-    def measured(self, rows: Sequence[TensorDictBase]) -> torch.Tensor:
-        """:meth:`Learner.measured`."""
-        return self._call("ask", "measured", self._packed(rows))
-
-    def measured_with_rounding(self, rows: Sequence[TensorDictBase]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """:meth:`Learner.measured_with_rounding`."""
-        return self._call("ask", "measured_with_rounding", self._packed(rows))
-
-    def base_log_probs(self, rows: Sequence[TensorDictBase] | TensorDictBase) -> list[torch.Tensor]:
-        """:meth:`Learner.base_log_probs`: each row's log-probs ``[T_i]`` without the adapter."""
-        flat = self._call("base_log_probs", self._packed(rows))
-        return list(flat.split([row.get(keys.FULL_TOKENS).shape[-1] for row in row_list(rows)]))
-
-    def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
-        """:meth:`Learner.diagnose`."""
-        return self._call("ask", "diagnose", self._packed(rows))
-
-    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> GradientGap:
-        """:meth:`Learner.gradient_gap`."""
-        return self._call("ask", "gradient_gap", self._packed(rows), token_budgets)
-
-    def perturb(self) -> None:
-        """:meth:`Learner.perturb`."""
-        self._call("ask", "perturb")
-
-    def restore(self) -> None:
-        """:meth:`Learner.restore`."""
-        self._call("ask", "restore")
 
     def close(self) -> None:
         """End every rank at once; idempotent."""

@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,7 +59,7 @@ _TRIES = 5
 
 
 def signature(config: Mapping[str, Any]) -> str:
-    """Digest of everything in ``config`` that changes what a turn computes.
+    """Digest of everything in ``config`` that changes what a step computes.
 
     The engine counts by the name that ``auto`` stands for here, a file of data or of reward functions by what it holds.
     The length of the run counts only where the learning rate depends on it.
@@ -103,13 +104,13 @@ class RunRefused(UserError):
     """The directory is another run's, or another process is at work in it: nothing was written there."""
 
 
-class RunDir:
+class RunDir(AbstractContextManager["RunDir"]):
     """A run directory that belongs to this process until :meth:`close`, or until the process dies however it dies.
 
     Attributes:
         path: the directory.
         resumed: a run was started here before; it goes on.
-        finished: that run has done all the turns asked for.
+        finished: that run has done all the steps asked for.
     """
 
     def __init__(self, path: Path, digest: str, num_steps: int, lock: IO[bytes], passed: Any = None):
@@ -134,9 +135,6 @@ class RunDir:
         """Let other processes have the directory; idempotent."""
         self._lock.close()
 
-    def __enter__(self) -> RunDir:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -155,7 +153,7 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
     last; else it starts in ``run_dir``. Anything else is the path of the run to continue.
 
     Args:
-        num_steps: turns asked for; a finished run of fewer can be continued by its path.
+        num_steps: training steps asked for; a finished run of fewer can be continued by its path.
 
     Raises:
         RunRefused: the directory already holds a run, another process works in it, the run named is not there, or its
@@ -222,7 +220,7 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
         )
     if record["num_steps"] > num_steps:
         return (
-            f"The run in {path} was started for {record['num_steps']} turns and this command asks for {num_steps}; "
+            f"The run in {path} was started for {record['num_steps']} steps and this command asks for {num_steps}; "
             "train.total_dialog_turns can grow, not shrink."
         )
     return None

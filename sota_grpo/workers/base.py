@@ -6,6 +6,7 @@ A worker is an object whose methods are called from elsewhere; a :class:`Host` c
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import queue
@@ -66,14 +67,10 @@ def gathered(futures: Sequence[Future[Result]]) -> Future[list[Result]]:
     >>> both.result()
     ['a', 'b']
     """
-    both, lock, left = promised(), threading.Lock(), len(futures)
+    both, left = promised(), itertools.count(len(futures) - 1, -1)  # a count is taken by one thread at a time
 
     def one_is_done(_: Future[Result]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
+        if next(left) == 0:
             resolve(both, lambda: [future.result() for future in futures])
 
     for future in futures:
@@ -304,13 +301,13 @@ class OpenCalls:
     Args:
         name: of the worker, for messages.
 
-    >>> calls = OpenCalls("rollout-0")
-    >>> number, future = calls.open()
+    >>> calls, sent = OpenCalls("rollout-0"), []
+    >>> future = calls.open(sent.append)
     >>> calls.fail("was killed")
-    >>> calls.resolve(number, True, "too late")
+    >>> calls.resolve(sent[0], True, "too late")
     >>> print(future.exception())
     rollout-0 was killed
-    >>> print(calls.open()[1].exception())
+    >>> print(calls.open(sent.append).exception())
     rollout-0 was killed
     """
 
@@ -321,8 +318,8 @@ class OpenCalls:
         self._futures: dict[int, Future[Any]] = {}
         self.dead: WorkerDied | None = None  # why no call is answered any more
 
-    def open(self) -> tuple[int, Future[Any]]:
-        """A number and its future, which has failed already when the worker is dead."""
+    def open(self, send: Callable[[int], object]) -> Future[Any]:
+        """The future of a call that ``send(number)`` begins; failed at once when the worker is dead or that raises."""
         future = promised()
         with self._lock:
             number, self._count = self._count, self._count + 1
@@ -331,7 +328,12 @@ class OpenCalls:
                 self._futures[number] = future
         if dead is not None:
             future.set_exception(dead)
-        return number, future
+            return future
+        try:
+            send(number)
+        except Exception as error:  # arguments that cannot be pickled are this call's failure
+            self.resolve(number, False, error)
+        return future
 
     def resolve(self, number: int, succeeded: bool, value: Any) -> None:
         """Answer a call; nothing happens when it has been answered before."""
@@ -344,12 +346,12 @@ class OpenCalls:
         else:
             future.set_exception(value)
 
-    def fail(self, what: str, kind: type[WorkerDied] = WorkerDied) -> None:
+    def fail(self, what: str | WorkerDied, kind: type[WorkerDied] = WorkerDied) -> None:
         """The worker is dead: open calls and later ones fail with ``{name} {what}``; only the first cause counts."""
         with self._lock:
             if self.dead is not None:
                 return
-            self.dead = kind(f"{self._name} {what}")
+            self.dead = kind(f"{self._name} {what}") if isinstance(what, str) else what
             left, self._futures = self._futures, {}
         for future in left.values():
             future.set_exception(self.dead)

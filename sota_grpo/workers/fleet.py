@@ -63,7 +63,7 @@ class Supervisor:
         self._queue: list[Task] = []
         self._offered: dict[int, Slot] = {}  # ready, with room for a task; who waits longest comes first
         max_deaths = limits.max_attempts * count
-        self._broadcasts = Broadcasts(role, self.slots, self.timers, self._ask, self._lose, max_deaths)
+        self._broadcasts = Broadcasts(role, self.slots, self._ask, self._later, self._lose, max_deaths)
 
     def begin(self, slot: Slot, pause_s: float = 0.0) -> None:
         """Put a new worker in a slot, whoever was there before."""
@@ -71,7 +71,7 @@ class Supervisor:
         slot.life += 1
         slot.state, slot.is_pinged, slot.is_timed = "starting", False, False
         slot.start = Start(self._limits.start_silence_s, self.timers.now_s() + pause_s)
-        self._look_at_start(slot, slot.life)
+        self._look_at_start(slot)
         self._launch(slot, slot.life, old, pause_s)
 
     def started(self, slot: Slot, life: int, worker: Worker) -> None:
@@ -97,48 +97,43 @@ class Supervisor:
         self.restarts += 1
         self.begin(slot, min(_FIRST_PAUSE_S * 2 ** (slot.failed_starts - 1), _LONGEST_PAUSE_S))
 
-    def _look_at_start(self, slot: Slot, life: int) -> None:
+    def _look_at_start(self, slot: Slot) -> None:
         """Ask a worker whether it works at its start, eight times in the longest silence."""
-        if slot.life != life or slot.state != "starting" or self.dead is not None:
+        if slot.state != "starting" or self.dead is not None:
             return
         now_s, start = self.timers.now_s(), slot.start
         if why := start.verdict(now_s, [other.start for other in self.slots if other.state == "starting"]):
-            self.start_failed(slot, life, TimeoutError(why))
+            self.start_failed(slot, slot.life, TimeoutError(why))
             return
         if slot.worker is not None and not start.is_asked:
             start.is_asked = True
             self._ask(slot, IDLE_METHOD, (), self._seen_at_start)
-        self.timers.at(now_s + start.limit_s / 8, self._look_at_start, slot, life)
+        self._later(start.limit_s / 8, self._look_at_start, slot)
 
-    def _seen_at_start(self, slot: Slot, life: int, future: Future[Any]) -> None:
-        if slot.life == life and future.exception() is None:  # of its death, what it is asked to prepare will tell
+    def _seen_at_start(self, slot: Slot, future: Future[Any]) -> None:
+        if future.exception() is None:  # of its death, what it is asked to prepare will tell
             slot.start.answered(future.result(), self.timers.now_s())
 
     def _prepare(self, slot: Slot, method: str, args: Sticky) -> None:
         slot.answers_owed += 1
         if isinstance(args, OnDemand):
-            args.made().add_done_callback(partial(self._post, self._made, slot, slot.life, method, args))
+            args.made().add_done_callback(partial(self._post, self._if_same, slot, slot.life, self._made, method, args))
         else:
             self._ask(slot, method, args, self._prepared)
 
-    def _made(self, slot: Slot, life: int, method: str, args: OnDemand, made: Future[Any]) -> None:
-        if slot.life != life:
-            return
+    def _made(self, slot: Slot, method: str, args: OnDemand, made: Future[Any]) -> None:
         if self._broadcasts.sticky.get(method) is not args:  # newer ones are on their way to this worker
             self._one_less(slot)
         elif error := made.exception():
-            self.start_failed(slot, life, error)
+            self.start_failed(slot, slot.life, error)
         else:
             self._ask(slot, method, made.result(), self._prepared)
 
-    def _prepared(self, slot: Slot, life: int, future: Future[Any]) -> None:
-        if slot.life != life:
-            return
-        error = future.exception()
-        if error is not None:
-            self.start_failed(slot, life, error)
-            return
-        self._one_less(slot)
+    def _prepared(self, slot: Slot, future: Future[Any]) -> None:
+        if error := future.exception():
+            self.start_failed(slot, slot.life, error)
+        else:
+            self._one_less(slot)
 
     def _one_less(self, slot: Slot) -> None:
         slot.answers_owed -= 1
@@ -150,7 +145,7 @@ class Supervisor:
         logger.info("%s is ready.", slot.who)
         slot.heard_s = self.timers.now_s()
         self._offer(slot)
-        self._tick(slot, slot.life)
+        self._tick(slot)
         if not self.ready.done() and all(other.has_run for other in self.slots):
             self.ready.set_result(None)
         self._broadcasts.welcome(slot)
@@ -195,9 +190,7 @@ class Supervisor:
             self._ask(slot, self._method, task.args, self._done, task)
             self._time(slot)
 
-    def _done(self, slot: Slot, life: int, task: Task, future: Future[Any]) -> None:
-        if slot.life != life or task.number not in slot.tasks:
-            return
+    def _done(self, slot: Slot, task: Task, future: Future[Any]) -> None:
         error = future.exception()
         if isinstance(error, WorkerDied):
             self._lose(slot, error)
@@ -215,11 +208,9 @@ class Supervisor:
         if (timeout := self._limits.timeout) is not None and slot.tasks and not slot.is_timed:
             slot.is_timed = True
             due_s = timeout.look_at_s(next(iter(slot.tasks.values())), self.timers.now_s())
-            self.timers.at(due_s, self._look_for_overdue, slot, slot.life, timeout)
+            self._later(due_s - self.timers.now_s(), self._look_for_overdue, slot, timeout)
 
-    def _look_for_overdue(self, slot: Slot, life: int, timeout: TimeoutPolicy) -> None:
-        if slot.life != life:
-            return
+    def _look_for_overdue(self, slot: Slot, timeout: TimeoutPolicy) -> None:
         slot.is_timed, now_s = False, self.timers.now_s()
         overdue = [task for task in slot.tasks.values() if timeout.is_over(task, now_s)]
         if not overdue:
@@ -254,20 +245,17 @@ class Supervisor:
             lost.__cause__ = why if isinstance(why, WorkerDied) else None
             task.future.set_exception(lost)
 
-    def _tick(self, slot: Slot, life: int) -> None:
+    def _tick(self, slot: Slot) -> None:
         """Ping, four times in the longest silence."""
-        if slot.life != life:
-            return
         silence_s = self._limits.silence_s
         if not slot.is_pinged:
             slot.is_pinged = True
             self._ask(slot, "ping", (), self._ponged)
-            self.timers.at(slot.heard_s + silence_s, self._look_for_silence, slot, life, slot.heard_s)
-        self.timers.at(self.timers.now_s() + silence_s / 4, self._tick, slot, life)
+            due_s = slot.heard_s + silence_s
+            self._later(due_s - self.timers.now_s(), self._look_for_silence, slot, slot.heard_s)
+        self._later(silence_s / 4, self._tick, slot)
 
-    def _ponged(self, slot: Slot, life: int, future: Future[Any]) -> None:
-        if slot.life != life:
-            return
+    def _ponged(self, slot: Slot, future: Future[Any]) -> None:
         error = future.exception()
         if error is not None:
             self._lose(slot, error if isinstance(error, WorkerDied) else f"its ping failed: {error!r}")
@@ -276,8 +264,8 @@ class Supervisor:
         else:
             slot.is_pinged, slot.heard_s = False, self.timers.now_s()
 
-    def _look_for_silence(self, slot: Slot, life: int, heard_s: float) -> None:
-        if slot.life == life and slot.heard_s == heard_s:
+    def _look_for_silence(self, slot: Slot, heard_s: float) -> None:
+        if slot.heard_s == heard_s:
             self._lose(slot, f"it has not answered a ping for {self._limits.silence_s:g} s")
 
     def open(self, broadcast: Broadcast, sticky: bool) -> None:
@@ -318,10 +306,18 @@ class Supervisor:
             task.future.set_exception(cause)
 
     def _ask(self, slot: Slot, method: str, args: tuple[Any, ...], then: Callable[..., None], *about: Any) -> None:
-        """Call the slot's worker and have ``then(slot, life, *about, future)`` called here when it has answered."""
+        """Call the slot's worker and have ``then(slot, *about, future)`` called here when that one has answered."""
         assert slot.worker is not None
         future = slot.worker.call(method, *args)
-        future.add_done_callback(partial(self._post, then, slot, slot.life, *about))
+        future.add_done_callback(partial(self._post, self._if_same, slot, slot.life, then, *about))
+
+    def _later(self, wait_s: float, then: Callable[..., None], slot: Slot, *about: Any) -> None:
+        """Have ``then(slot, *about)`` called in ``wait_s`` seconds, if the slot has the same worker still."""
+        self.timers.at(self.timers.now_s() + wait_s, self._if_same, slot, slot.life, then, *about)
+
+    def _if_same(self, slot: Slot, life: int, then: Callable[..., None], *about: Any) -> None:
+        if slot.life == life:
+            then(slot, *about)
 
 
 class Fleet:
@@ -378,7 +374,7 @@ class Fleet:
         limits = Limits(capacity, timeout, silence_s, start_silence_s, max_attempts, max_start_failures)
         self._role, self._start = role, start
         self._numbers = itertools.count()
-        self._inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock, self._is_open, self._closing = threading.Lock(), True, threading.Event()
         self._launches: set[threading.Thread] = set()
         self._supervisor = Supervisor(role, method, limits, count, self._launch, self._post)
@@ -468,7 +464,7 @@ class Fleet:
     def _post(self, function: Callable[..., None], *args: Any) -> bool:
         with self._lock:
             if self._is_open:
-                self._inbox.put((function, args))
+                self._inbox.put(partial(function, *args))
             return self._is_open
 
     def _supervise(self) -> None:
@@ -485,11 +481,9 @@ class Fleet:
 
     def _turn(self) -> None:
         with suppress(queue.Empty):
-            function, args = self._inbox.get(timeout=self._supervisor.timers.wait_s())
-            function(*args)
+            self._inbox.get(timeout=self._supervisor.timers.wait_s())()
         for _ in range(self._inbox.qsize()):  # answers that are here already come before deadlines
-            function, args = self._inbox.get()
-            function(*args)
+            self._inbox.get()()
         while (due := self._supervisor.timers.take_due()) is not None:
             function, args = due
             function(*args)
@@ -504,8 +498,7 @@ class Fleet:
         with self._lock:
             self._is_open = False
         while not self._inbox.empty():
-            function, args = self._inbox.get()
-            function(*args)
+            self._inbox.get()()
 
     def _launch(self, slot: Slot, life: int, old: Worker | None, pause_s: float) -> None:
         name = f"start of {self._role} {slot.index}"

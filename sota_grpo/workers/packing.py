@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor
+from torch.utils._pytree import tree_map_only
 
 from sota_grpo import keys
 from sota_grpo.policy.weight_pack import WeightPack
@@ -47,16 +48,21 @@ class RowPack:
     shapes: Mapping[Key, Sequence[torch.Size]]
 
     @classmethod
-    def of(cls, rows: Sequence[TensorDictBase]) -> RowPack:
+    def of(cls, rows: Sequence[TensorDictBase], names: Sequence[Any] | None = None) -> RowPack:
         """Pack rows that have the same entries.
+
+        Args:
+            rows: at least one.
+            names: of the entries that travel; None: all tensors of the first row that are of use to a learner.
 
         Raises:
             ValueError: there is no row, or an entry of the first row is missing in another.
         """
         if not rows:
             raise ValueError("RowPack.of got no rows; a batch needs at least one.")
-        entries = rows[0].items(include_nested=True, leaves_only=True)
-        names = [name for name, value in entries if isinstance(value, torch.Tensor) and not _stays(name)]
+        if names is None:
+            entries = rows[0].items(include_nested=True, leaves_only=True)
+            names = [name for name, value in entries if isinstance(value, torch.Tensor) and not _stays(name)]
         columns, shapes = [], {}
         for name in names:
             values = [row.get(name, None) for row in rows]
@@ -72,16 +78,9 @@ class RowPack:
         columns = dict(self.columns.tensors())
         split = {}
         for name, shapes in self.shapes.items():
-            parts = columns[str(name)].split([shape.numel() for shape in shapes])
-            split[name] = [part.view(shape) for part, shape in zip(parts, shapes)]
-        count = len(next(iter(self.shapes.values())))
-        rows: list[TensorDictBase] = []
-        for index in range(count):
-            row = TensorDict({})
-            for name, parts in split.items():
-                row.set(name, parts[index])
-            rows.append(row)
-        return rows
+            flat = columns[str(name)].split([shape.numel() for shape in shapes])
+            split[name] = [part.view(shape) for part, shape in zip(flat, shapes)]
+        return [TensorDict(dict(zip(split, parts))) for parts in zip(*split.values(), strict=True)]
 
 
 def pack_rows(rows: Sequence[TensorDictBase]) -> dict[str, Any]:
@@ -170,27 +169,17 @@ class StatePack:
         """Pack ``state``; its tensors are copied to the CPU."""
         tensors: list[tuple[str, torch.Tensor]] = []
 
-        def emptied(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
+        def emptied(value: torch.Tensor) -> _Tensor:
             tensors.append((str(len(tensors)), value))
             return _Tensor(tensors[-1][0])
 
-        rest = _mapped(state, emptied)
+        rest = tree_map_only(torch.Tensor, emptied, state)
         return cls(WeightPack.of(tensors), rest)
 
     def state(self) -> Any:
         """What was packed, each tensor in memory of its own: ``torch.save`` refuses one memory under two dtypes."""
         tensors = {name: tensor.clone() for name, tensor in self.tensors.tensors()}
-        return _mapped(self.rest, lambda value: tensors[value.name] if isinstance(value, _Tensor) else value)
-
-
-def _mapped(value: Any, change: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _mapped(item, change) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, change) for item in value)
-    return change(value)
+        return tree_map_only(_Tensor, lambda value: tensors[value.name], self.rest)
 
 
 def packed(group: GroupOutput) -> tuple[Any, ...]:
@@ -204,8 +193,7 @@ def packed(group: GroupOutput) -> tuple[Any, ...]:
     samples = group.samples
     if not samples:
         return GroupOutput, (group.group_id, ())
-    columns = [[each.token_ids for each in samples], [each.log_probs for each in samples]]
-    columns.append([each.versions for each in samples])
+    columns = ([getattr(each, name) for each in samples] for name in ("token_ids", "log_probs", "versions"))
     joined = [torch.cat(column).detach().cpu().numpy() for column in columns]
     masks = [None if each.assistant_mask is None else each.assistant_mask.numpy() for each in samples]
     lengths = [len(each.token_ids) for each in samples]

@@ -127,13 +127,7 @@ class ProcessWorker:
         return self._process.pid
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        number, future = self._calls.open()
-        if not future.done():
-            try:
-                self._outbox.put(Message.of((number, method), args))
-            except Exception as error:  # arguments that cannot be pickled are this call's failure
-                self._calls.resolve(number, False, error)
-        return future
+        return self._calls.open(lambda number: self._outbox.put(Message.of((number, method), args)))
 
     def kill(self) -> None:
         self._signal_group()

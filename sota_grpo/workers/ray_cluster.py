@@ -129,23 +129,18 @@ class RayWorker:
         actor.place.remote().future().add_done_callback(self._placed)
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        number, future = self._calls.open()
-        if future.done():
-            return future
-        try:
+        def send(number: int) -> None:
             packed = pack(args)
-        except Exception as error:  # arguments that cannot be pickled are this call's failure
-            self._calls.resolve(number, False, error)
-            return future
-        try:
-            with self._lock:
-                answer = self._actor.call.remote(self._sent, method, *packed)
-                self._sent += 1
-        except Exception as error:  # Ray itself is gone or refuses
-            self._calls.fail(f"cannot be reached: {_one_line(error)}")
-        else:
-            answer.future().add_done_callback(partial(self._answered, number))
-        return future
+            try:
+                with self._lock:
+                    answer = self._actor.call.remote(self._sent, method, *packed)
+                    self._sent += 1
+            except Exception as error:  # Ray itself is gone or refuses
+                self._calls.fail(f"cannot be reached: {_one_line(error)}")
+            else:
+                answer.future().add_done_callback(partial(self._answered, number))
+
+        return self._calls.open(send)
 
     def kill(self) -> None:
         """End the actor's process and free its place.

@@ -1,14 +1,14 @@
-"""The frozen reference as a worker: ragged rows in, log-probabilities out."""
+"""The frozen reference as a worker: packed rows in, log-probabilities out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torch import nn
 
 from sota_grpo import keys
@@ -17,50 +17,10 @@ from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
 from sota_grpo.workers.base import Launcher, WorkerSpec, promised, resolve
 from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.packing import RowPack
 from sota_grpo.workers.threads import WorkerThread
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class RaggedRows(NamedTuple):
-    """Rows as plain arrays, one after the other: what travels to a reference worker.
-
-    ``lengths`` int64 ``[N]``; ``tokens`` int32, ``attention`` and ``assistant`` bool, each ``[sum of lengths]``.
-
-    >>> row = TensorDict({"tokens": {"full": torch.tensor([7, 8, 9])}, "masks": {
-    ...     "all_attention_mask": torch.ones(3).bool(), "all_assistant_mask": torch.tensor([False, True, True])}})
-    >>> ragged = RaggedRows.of([row, row])
-    >>> ragged.tokens.tolist(), ragged.lengths.tolist(), ragged.unpack()[1]["masks", "all_assistant_mask"].tolist()
-    ([7, 8, 9, 7, 8, 9], [3, 3], [False, True, True])
-    """
-
-    lengths: np.ndarray
-    tokens: np.ndarray
-    attention: np.ndarray
-    assistant: np.ndarray
-
-    @classmethod
-    def of(cls, rows: Sequence[TensorDictBase]) -> RaggedRows:
-        """Pack rows, at least one."""
-
-        def joined(key: Any) -> torch.Tensor:
-            return torch.cat([row.get(key) for row in rows]).cpu()
-
-        return cls(
-            lengths=np.array([row.get(keys.FULL_TOKENS).shape[0] for row in rows], dtype=np.int64),
-            tokens=joined(keys.FULL_TOKENS).int().numpy(),
-            attention=joined(keys.ATTENTION_MASK).bool().numpy(),
-            assistant=joined(keys.ASSISTANT_MASK).bool().numpy(),
-        )
-
-    def unpack(self) -> list[TensorDictBase]:
-        """The rows, with the keys that a reference reads."""
-        lengths = self.lengths.tolist()
-        flat = (torch.tensor(self.tokens).long(), torch.tensor(self.attention), torch.tensor(self.assistant))
-        return [
-            TensorDict({keys.FULL_TOKENS: tokens, keys.ATTENTION_MASK: attention, keys.ASSISTANT_MASK: assistant})
-            for tokens, attention, assistant in zip(*(values.split(lengths) for values in flat), strict=True)
-        ]
 
 
 class ReferenceWorker:
@@ -97,7 +57,7 @@ class ReferenceWorker:
         self._token_budget, self._pad_token_id = token_budget, pad_token_id
         self._thread = WorkerThread("reference")
 
-    def run(self, rows: RaggedRows) -> Future[list[np.ndarray]]:
+    def run(self, rows: RowPack) -> Future[list[np.ndarray]]:
         """Log-probabilities of every row, f32 ``[T_i]``, 0 off its assistant mask."""
         return self._thread.submit(self._answer, rows)
 
@@ -108,10 +68,10 @@ class ReferenceWorker:
     def close(self) -> None:
         self._thread.close()
 
-    def _answer(self, rows: RaggedRows) -> list[np.ndarray]:
+    def _answer(self, rows: RowPack) -> list[np.ndarray]:
         log_probs = reference_log_probs(
             self._forward,
-            rows.unpack(),
+            rows.rows(),
             pad_token_id=self._pad_token_id,
             token_budget=self._token_budget,
             shared_prompt=self._reference.shared_prompt,
@@ -183,39 +143,18 @@ class ReferenceService:
         self.fleet, self._num_workers, self._in_reward_coeff = fleet, num_workers, in_reward_coeff
 
     @classmethod
-    def start(
-        cls,
-        launcher: Launcher,
-        options: Mapping[str, Any],
-        *,
-        num_workers: int = 1,
-        timeout_s: float,
-        in_reward_coeff: float | None = None,
-        placements: Sequence[Mapping[str, Any]] = (),
-    ) -> ReferenceService:
-        """Start workers and return their service; the models load in the background.
+    def start(cls, launcher: Launcher, options: Mapping[str, Any], *, timeout_s: float) -> ReferenceService:
+        """Start one worker and return its service; the model loads in the background.
 
         Args:
-            launcher: of the workers; closed by whoever made it.
+            launcher: of the worker; closed by whoever made it.
             options: of :func:`sota_grpo.workers.reference.reference_worker`.
-            num_workers: number of models.
             timeout_s: a worker that is at one forward pass for longer is replaced.
-            in_reward_coeff: as above.
-            placements: see :func:`sota_grpo.workers.fleet.starter`.
         """
-        spec = WorkerSpec("sota_grpo.workers.reference:reference_worker", options)
-        start = starter(launcher, "reference", spec, placements)
+        start = starter(launcher, "reference", WorkerSpec("sota_grpo.workers.reference:reference_worker", options))
         # Two tasks each: the next one is there when a worker has answered the first.
-        fleet = Fleet("reference", start, num_workers, capacity=2, silence_s=timeout_s, max_attempts=_MAX_ATTEMPTS)
-        return cls(fleet, num_workers=num_workers, in_reward_coeff=in_reward_coeff)
-
-    def wait_ready(self) -> None:
-        """Return when every worker has its model.
-
-        Raises:
-            WorkerDied: one cannot start; the message has the cause.
-        """
-        self.fleet.wait_ready()
+        fleet = Fleet("reference", start, 1, capacity=2, silence_s=timeout_s, max_attempts=_MAX_ATTEMPTS)
+        return cls(fleet, num_workers=1)
 
     def submit(self, rows: Sequence[TensorDictBase]) -> Future[list[TensorDictBase]]:
         """The same rows, once what :class:`sota_grpo.rl.transforms.ReferenceKL` writes is written in them, in place.
@@ -227,7 +166,7 @@ class ReferenceService:
         if listed[0].get(keys.REF_LOG_PROBS, None) is not None:
             done.set_result(listed)
             return done
-        answer = self.fleet.submit(RaggedRows.of(listed))
+        answer = self.fleet.submit(RowPack.of(listed, _READ))
         answer.add_done_callback(lambda answer: resolve(done, lambda: self._write(listed, answer.result())))
         return done
 
@@ -237,7 +176,7 @@ class ReferenceService:
         ends = (real * torch.arange(1, real.shape[1] + 1, device=real.device)).amax(-1).clamp(min=1)
         cut = [row.select(*_READ).auto_batch_size_()[:end] for row, end in zip(rows.unbind(0), ends.tolist())]
         count = min(self._num_workers, len(cut))  # every n-th row, so that rows sorted by length give equal parts
-        answers = [self.fleet.submit(RaggedRows.of(cut[first::count])) for first in range(count)]
+        answers = [self.fleet.submit(RowPack.of(cut[first::count])) for first in range(count)]
         log_probs = torch.zeros(tokens.shape)
         for first, answer in enumerate(answers):
             for index, values in zip(range(first, len(cut), count), answer.result(), strict=True):

@@ -20,7 +20,7 @@ from sota_grpo.engines.stepping import SteppingEngine, Streams, response_rooms
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
-from sota_grpo.workers.base import WorkerDied, promised
+from sota_grpo.workers.base import OpenCalls, WorkerDied, promised
 from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.weight_transfer import Rendezvous, WeightLayout, WeightReceiver, WeightTransfer
 
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 class _Job(NamedTuple):
-    """What the engine loop has to do: ``future`` gets what ``action`` returns, or what a returned future gets."""
+    """What the engine loop has to do: the call gets what ``action`` returns, or what a returned future gets."""
 
     action: Callable[[SteppingEngine], Any]
-    future: Future[Any]
+    number: int  # of the call
 
 
 class RolloutWorker:
@@ -60,11 +60,9 @@ class RolloutWorker:
 
     def __init__(self, make_engine: Callable[[], SteppingEngine]):
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._open: set[Future[Any]] = set()
+        self._calls = OpenCalls("This rollout worker")
         self._base: WeightPack | None = None
         self._receiver = WeightReceiver()
-        self._refusal: WorkerDied | None = None
         self._since: float | None = None  # when the step or call at hand began; None while there is nothing to do
         started: Future[None] = promised()
         self._thread = threading.Thread(target=self._live, args=(make_engine, started), name="engine-loop", daemon=True)
@@ -123,28 +121,14 @@ class RolloutWorker:
         """The version of the next token, once what came before is done; and why the last broadcast failed, if so."""
         return self._submit(lambda engine: (engine.version, self._receiver.failure))
 
-    def sleep(self) -> Future[None]:
-        """Free device memory until :meth:`wake`; ``ValueError`` while groups are in flight."""
-
-        def sleep(engine: SteppingEngine) -> None:
-            if engine.num_in_flight:
-                raise ValueError(f"The engine has {engine.num_in_flight} groups in flight; wait for them, then sleep.")
-            engine.sleep()
-
-        return self._submit(sleep)
-
-    def wake(self) -> Future[None]:
-        """Undo :meth:`sleep`."""
-        return self._submit(lambda engine: engine.wake())
-
     def ping(self) -> float:
         """Seconds for which the step or call at hand has been running; 0 when there is nothing to do.
 
         Raises:
             WorkerDied: the worker is broken or closed.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        if self._calls.dead is not None:
+            raise self._calls.dead
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -154,36 +138,13 @@ class RolloutWorker:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                self._refuse(WorkerDied(f"This rollout worker is closed; its engine hung for {timeout_s:g} s."))
+                self._calls.fail(f"is closed; its engine hung for {timeout_s:g} s.")
 
     def _progress(self) -> None:
         self._since = time.monotonic()
 
     def _submit(self, action: Callable[[SteppingEngine], Any]) -> Future[Any]:
-        future = promised()
-        with self._lock:
-            if self._refusal is None:
-                self._open.add(future)
-                self._inbox.put(_Job(action, future))
-                return future
-        future.set_exception(self._refusal)
-        return future
-
-    def _settle(self, future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
-        with self._lock:
-            is_open = future in self._open
-            self._open.discard(future)
-        if is_open and error is None:
-            future.set_result(result)
-        elif is_open:  # else close() has refused it while the engine hung
-            future.set_exception(error)
-
-    def _refuse(self, refusal: WorkerDied) -> None:
-        with self._lock:
-            self._refusal = self._refusal or refusal
-            left, self._open = self._open, set()
-        for future in left:
-            future.set_exception(self._refusal)
+        return self._calls.open(lambda number: self._inbox.put(_Job(action, number)))
 
     def _live(self, make_engine: Callable[[], SteppingEngine], started: Future[None]) -> None:
         try:
@@ -194,9 +155,9 @@ class RolloutWorker:
         started.set_result(None)
         try:
             self._loop(engine)
-            self._refuse(WorkerDied("This rollout worker is closed."))
+            self._calls.fail("is closed.")
         except BaseException as error:  # nothing above would see it; the callers do, through their futures
-            self._refuse(_death(engine, error))
+            self._calls.fail(_death(engine, error))
         try:
             engine.close()
         except Exception:  # an engine that has failed may fail again, and its caller knows the first cause
@@ -212,12 +173,12 @@ class RolloutWorker:
                 try:
                     result = job.action(engine)
                 except ValueError as error:
-                    self._settle(job.future, error=error)
+                    self._calls.resolve(job.number, False, error)
                 else:
                     if isinstance(result, Future):
-                        result.add_done_callback(partial(self._pass_on, job.future))
+                        result.add_done_callback(partial(self._pass_on, job.number))
                     else:
-                        self._settle(job.future, result)
+                        self._calls.resolve(job.number, True, result)
             self._since = time.monotonic()
             busy = engine.advance()
 
@@ -229,12 +190,12 @@ class RolloutWorker:
         while not self._inbox.empty():
             yield self._inbox.get()
 
-    def _pass_on(self, future: Future[GroupOutput], done: Future[GroupOutput]) -> None:
+    def _pass_on(self, number: int, done: Future[GroupOutput]) -> None:
         error = done.exception()
         if error is None:
-            self._settle(future, done.result())
-        elif isinstance(error, ValueError):  # of any other the loop ends, and refuses every future
-            self._settle(future, error=error)
+            self._calls.resolve(number, True, done.result())
+        elif isinstance(error, ValueError):  # of any other the loop ends, and fails every call
+            self._calls.resolve(number, False, error)
 
 
 def _death(engine: SteppingEngine, error: BaseException) -> WorkerDied:

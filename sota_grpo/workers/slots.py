@@ -185,7 +185,7 @@ class Broadcast:
     args: tuple[Any, ...]
     deadline_s: float  # for each worker, from when it is asked
     previous: Sticky | None = None  # sticky arguments that these replaced
-    waiting: dict[int, int] = field(default_factory=dict)  # slot -> life
+    waiting: set[int] = field(default_factory=set)  # slots
     answers: dict[int, Any] = field(default_factory=dict)  # slot -> answer
     refusals: list[BaseException] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
@@ -204,8 +204,8 @@ class Broadcasts:
     Args:
         role: of the workers, for messages.
         slots: of the fleet.
-        timers: of the fleet.
-        ask: ``ask(slot, method, args, then, *about)``: ``then(slot, life, *about, future)`` is called with the answer.
+        ask: ``ask(slot, method, args, then, *about)``: ``then(slot, *about, future)`` is called with the answer.
+        later: ``later(wait_s, then, slot, *about)``: ``then(slot, *about)`` is called unless the worker is another.
         lose: ``lose(slot, why)`` replaces a worker, and calls :meth:`lost` here.
         max_deaths: of workers that were asked, until a broadcast that nobody answered fails.
 
@@ -217,13 +217,13 @@ class Broadcasts:
         self,
         role: str,
         slots: Sequence[Slot],
-        timers: Timers,
         ask: Callable[..., None],
+        later: Callable[..., None],
         lose: Callable[[Slot, str], None],
         max_deaths: int,
     ) -> None:
         self.sticky: dict[str, Sticky] = {}
-        self._role, self._slots, self._timers, self._ask, self._lose = role, slots, timers, ask, lose
+        self._role, self._slots, self._ask, self._later, self._lose = role, slots, ask, later, lose
         self._max_deaths = max_deaths
         self._open: list[Broadcast] = []
 
@@ -246,7 +246,8 @@ class Broadcasts:
     def lost(self, slot: Slot, why: str) -> None:
         """A worker is dead, whatever it was asked."""
         for broadcast in list(self._open):
-            if broadcast.waiting.pop(slot.index, None) is not None:
+            if slot.index in broadcast.waiting:
+                broadcast.waiting.remove(slot.index)
                 broadcast.deaths += 1
                 self._conclude(broadcast, why)
 
@@ -258,26 +259,24 @@ class Broadcasts:
             broadcast.future.set_exception(cause)
 
     def _ask_one(self, broadcast: Broadcast, slot: Slot) -> None:
-        broadcast.waiting[slot.index] = slot.life
-        self._timers.at(self._timers.now_s() + broadcast.deadline_s, self._look_for_late, broadcast, slot, slot.life)
+        broadcast.waiting.add(slot.index)
+        self._later(broadcast.deadline_s, self._look_for_late, slot, broadcast)
         self._ask(slot, broadcast.method, broadcast.args, self._answered, broadcast)
 
-    def _answered(self, slot: Slot, life: int, broadcast: Broadcast, future: Future[Any]) -> None:
-        if broadcast.waiting.get(slot.index) != life:
-            return
+    def _answered(self, slot: Slot, broadcast: Broadcast, future: Future[Any]) -> None:
         error = future.exception()
         if isinstance(error, WorkerDied):
             self._lose(slot, str(error))
             return
-        del broadcast.waiting[slot.index]
+        broadcast.waiting.remove(slot.index)
         if error is None:
             broadcast.answers[slot.index] = future.result()
         else:
             broadcast.refusals.append(error)
         self._conclude(broadcast, "")
 
-    def _look_for_late(self, broadcast: Broadcast, slot: Slot, life: int) -> None:
-        if broadcast.waiting.get(slot.index) == life:
+    def _look_for_late(self, slot: Slot, broadcast: Broadcast) -> None:
+        if slot.index in broadcast.waiting:
             broadcast.late.append(slot.who)
             self._lose(slot, f"it has not answered {broadcast.method} within {broadcast.deadline_s:g} s")
 

@@ -88,11 +88,11 @@ class ThreadWorker:
         self.thread = self._host.serve_on_thread()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        number, future = self._calls.open()
-        if not future.done():
+        def send(number: int) -> None:
             done = self._host.call(method, *args)
             done.add_done_callback(lambda done: self._calls.resolve(number, *outcome(self.name, done)))
-        return future
+
+        return self._calls.open(send)
 
     def kill(self) -> None:
         if self._calls.dead is None:

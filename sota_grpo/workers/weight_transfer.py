@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -98,22 +98,26 @@ class Rendezvous:
 
 
 class WeightGroup:
-    """One member's end of a group; made when all others make theirs.
+    """The group that this process is in, kept from one transfer to the next."""
 
-    Args:
-        rendezvous: where.
-        rank: of this member.
-        device: where its slices lie.
-
-    Raises:
-        TransferFailed: they did not, within ``rendezvous.stall_s``.
-    """
-
-    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device):
-        self.name = rendezvous.group
-        self._limit = timedelta(seconds=rendezvous.stall_s)
-        self._backend = rendezvous.backend
+    def __init__(self) -> None:
         self._group: Any = None
+        self._rendezvous: Rendezvous | None = None
+
+    def join(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> None:
+        """Return when all members are in the group, at once where this one is in it already.
+
+        Args:
+            rendezvous: where.
+            rank: of this member.
+            device: where its slices lie.
+
+        Raises:
+            TransferFailed: they did not come within ``rendezvous.stall_s``.
+        """
+        if self._rendezvous is not None and self._rendezvous.group == rendezvous.group:
+            return
+        self.leave()
         made = promised()
         make: Callable[[], Any] = lambda: _joined(rendezvous, rank, device)  # noqa: E731
         # NCCL may wait for a member that has just died, for ever: that thread is left behind
@@ -124,6 +128,7 @@ class WeightGroup:
             raise TransferFailed(f"not all members came within {rendezvous.stall_s:g} s") from error
         except RuntimeError as error:
             raise TransferFailed(f"the members did not find each other: {what_torch_says(error)}") from error
+        self._rendezvous = rendezvous
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """Fill ``flat`` with member 0's, on every member.
@@ -131,20 +136,21 @@ class WeightGroup:
         Raises:
             TransferFailed: another member is gone or was late; the group cannot be used again.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank, options.timeout, options.asyncOp = 0, self._limit, True
+        assert self._rendezvous is not None
+        limit, options = timedelta(seconds=self._rendezvous.stall_s), dist.BroadcastOptions()
+        options.rootRank, options.timeout, options.asyncOp = 0, limit, True
         try:
             work = self._group.broadcast([flat], options)
-            if self._backend == "nccl":
-                work.wait(self._limit)  # the host waits too; without a limit only the stream would
+            if self._rendezvous.backend == "nccl":
+                work.wait(limit)  # the host waits too; without a limit only the stream would
             else:
                 work.wait()  # its own timeout ends it
         except RuntimeError as error:
             raise TransferFailed(what_torch_says(error)) from error
 
-    def close(self) -> None:
-        """Leave; members that wait for this one notice it (NCCL's at their deadline). Idempotent."""
-        group, self._group = self._group, None
+    def leave(self) -> None:
+        """Members that wait for this one notice it (NCCL's at their deadline). Idempotent."""
+        group, self._group, self._rendezvous = self._group, None, None
         if group is not None:
             with suppress(RuntimeError):  # it may be broken already
                 group.abort()
@@ -173,24 +179,6 @@ def _joined(rendezvous: Rendezvous, rank: int, device: torch.device) -> Any:
     return group
 
 
-class GroupHandle:
-    """The group that this process is in, kept from one transfer to the next."""
-
-    def __init__(self) -> None:
-        self._group: WeightGroup | None = None
-
-    def take(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> WeightGroup:
-        if self._group is None or self._group.name != rendezvous.group:
-            self.leave()
-            self._group = WeightGroup(rendezvous, rank, device)
-        return self._group
-
-    def leave(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
-
-
 def what_torch_says(error: BaseException) -> str:
     """What an exception of torch says, without its stack and its own address in torch's source.
 
@@ -199,16 +187,6 @@ def what_torch_says(error: BaseException) -> str:
     """
     text = first_line(error)
     return (text.partition("] ")[2] if text.startswith("[/") else text).partition(". ")[0]
-
-
-class SendsWeights(Protocol):
-    """A learner whose weights can be sent: :class:`WeightSender`, or the facade of one in another process."""
-
-    def weight_layout(self, dtype: torch.dtype | None) -> WeightLayout: ...
-
-    def send_weights(self, rendezvous: Rendezvous | None, version: int, dtype: torch.dtype | None) -> str | None: ...
-
-    def kept_weights(self) -> tuple[WeightPack, int]: ...
 
 
 class WeightSender:
@@ -225,7 +203,7 @@ class WeightSender:
 
     def __init__(self, model: nn.Module, *, leads: bool = True, progress: Callable[[], None] = lambda: None):
         self._model, self._leads, self._progress = model, leads, progress
-        self._group_handle = GroupHandle()
+        self._group = WeightGroup()
         self._kept: tuple[WeightPack, int] | None = None
 
     def weight_layout(self, dtype: torch.dtype | None) -> WeightLayout:
@@ -258,10 +236,11 @@ class WeightSender:
             if rendezvous is None or failure is not None:
                 continue
             try:
-                self._group_handle.take(rendezvous, 0, device).broadcast(part)
+                self._group.join(rendezvous, 0, device)
+                self._group.broadcast(part)
             except TransferFailed as error:
                 failure = str(error)
-                self._group_handle.leave()
+                self._group.leave()
         self._kept = WeightPack(kept.numpy(), layout.places), version
         return failure
 
@@ -332,7 +311,7 @@ class WeightReceiver:
     def __init__(self) -> None:
         self.member = uuid.uuid4().hex
         self.failure: str | None = None
-        self._group_handle = GroupHandle()
+        self._group = WeightGroup()
 
     def receive(
         self, rendezvous: Rendezvous, layout: WeightLayout, progress: Callable[[], None]
@@ -349,15 +328,15 @@ class WeightReceiver:
             device = torch.device("cpu")
             if rendezvous.backend == "nccl":
                 device = torch.device("cuda", torch.cuda.current_device())
-            group = self._group_handle.take(rendezvous, 1 + rendezvous.members.index(self.member), device)
+            self._group.join(rendezvous, 1 + rendezvous.members.index(self.member), device)
             whole = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
             for part in whole.split(rendezvous.slice_bytes):
-                group.broadcast(part)
+                self._group.broadcast(part)
                 progress()
             return views(layout.places, whole)
         except (TransferFailed, torch.OutOfMemoryError) as error:
             self.failure = what_torch_says(error)
-            self._group_handle.leave()
+            self._group.leave()
             return None
 
 
@@ -372,7 +351,7 @@ class WeightTransfer:
 
     Args:
         fleet: of rollout workers.
-        sender: the learner.
+        sender: the learner: a :class:`WeightSender`, or the facade of one in another process.
         share: see :meth:`~sota_grpo.workers.base.Launcher.share`.
         backend: ``nccl`` where learner and workers each have a GPU, else ``gloo``.
         deadline_s: longest wait for one worker.
@@ -384,7 +363,7 @@ class WeightTransfer:
     def __init__(
         self,
         fleet: Fleet,
-        sender: SendsWeights,
+        sender: Any,
         *,
         share: Callable[[Any], Any],
         backend: Literal["gloo", "nccl"],

@@ -78,8 +78,8 @@ def test_the_runs_and_what_differs_in_them(opened: Callable, three: Path) -> Non
     page = opened(three)
     table = page.locator("#runs-table tbody tr").all_inner_texts()
     assert [row.split("\t")[1] for row in table] == ["0", "1", "2"]
-    assert "finished, 24 turns" in table[0]
-    assert "stopped, 12 of 24 turns" in table[2]
+    assert "finished, 24 steps" in table[0]
+    assert "stopped, 12 of 24 steps" in table[2]
     assert "25.0 % ± 2.7 → " in table[0]
     differs = page.locator("#differences-table tbody tr").all_inner_texts()
     assert [row.split("\t")[0] for row in differs] == ["seed", "optimizer.lr"]
@@ -110,7 +110,7 @@ def test_smoothing_is_the_mean_of_the_turns_around(opened: Callable, three: Path
     assert page.inner_text("#smooth-says") == "none"
     for _ in range(2):
         page.keyboard.press("ArrowRight")
-    assert page.inner_text("#smooth-says") == "mean of 5 turns"
+    assert page.inner_text("#smooth-says") == "mean of 5 steps"
     drawn, raw = lines(page, "reward")[0], rewards()
     assert drawn["y"][10] == pytest.approx(sum(raw[8:13]) / 5)
     assert drawn["y"][0] == pytest.approx(sum(raw[:3]) / 3)
@@ -166,9 +166,9 @@ def test_a_curve_leads_to_the_groups_of_its_turn(opened: Callable, three: Path) 
     page.focus("[data-metric='reward']")
     for key in ("Home", "ArrowRight", "ArrowRight", "ArrowRight"):
         page.keyboard.press(key)
-    assert "turn 3" in page.inner_text("[data-metric='reward'] .says")
+    assert "step 3" in page.inner_text("[data-metric='reward'] .says")
     page.keyboard.press("Enter")
-    assert page.inner_text("#group h3").startswith("Turn 3, group 9")
+    assert page.inner_text("#group h3").startswith("Step 3, group 9")
     assert page.evaluate("document.activeElement.id") == "group-list"
     place = page.evaluate("""() => {
         const plot = document.querySelector("[data-metric='reward'] .plot");
@@ -180,15 +180,15 @@ def test_a_curve_leads_to_the_groups_of_its_turn(opened: Callable, three: Path) 
     }""")
     page.mouse.move(*place)
     page.mouse.click(*place)
-    assert page.inner_text("#group h3").startswith("Turn 15, group 45")
+    assert page.inner_text("#group h3").startswith("Step 15, group 45")
     assert "Run B" in page.inner_text("#group")
 
 
 def test_groups_are_filtered_and_read_with_the_keyboard(opened: Callable, three: Path) -> None:
     page = opened(three)
     options = page.locator("#group-list [role=option]")
-    assert "All samples with their tokens: turns 0, 20." in page.inner_text("#groups-say")
-    assert page.inner_text("#group h3").startswith("Turn 20, group 61")  # the newest with signal and tokens
+    assert "All samples with their tokens: steps 0, 20." in page.inner_text("#groups-say")
+    assert page.inner_text("#group h3").startswith("Step 20, group 61")  # the newest with signal and tokens
     page.select_option("#group-kind", "zero")
     assert page.inner_text("#groups-say").startswith("24 of the 72 groups")
     assert all("zero-signal" in text for text in options.all_inner_texts())
@@ -196,8 +196,8 @@ def test_groups_are_filtered_and_read_with_the_keyboard(opened: Callable, three:
     assert page.inner_text("#groups-say").startswith("24 of the 72 groups")
     assert "truncated" in page.inner_text("#group .samples")
     page.select_option("#group-kind", "all")
-    page.fill("#turn-from", "5")
-    page.fill("#turn-to", "6")
+    page.fill("#step-from", "5")
+    page.fill("#step-to", "6")
     says(page, "6 of")
     page.fill("#find-text", "TURN 6, group 1")
     says(page, "1 of")
@@ -205,9 +205,9 @@ def test_groups_are_filtered_and_read_with_the_keyboard(opened: Callable, three:
     says(page, "6 of")
     page.focus("#group-list")
     page.keyboard.press("Home")
-    assert page.inner_text("#group h3").startswith("Turn 5, group 15")
+    assert page.inner_text("#group h3").startswith("Step 5, group 15")
     page.keyboard.press("ArrowDown")
-    assert page.inner_text("#group h3").startswith("Turn 5, group 16")
+    assert page.inner_text("#group h3").startswith("Step 5, group 16")
     cards = page.locator(".sample").all_inner_texts()
     assert len(cards) == 2
     assert "reward 1" in cards[0]
@@ -215,8 +215,8 @@ def test_groups_are_filtered_and_read_with_the_keyboard(opened: Callable, three:
     assert "correct\n1" in cards[0]
     assert "1 version old" in cards[0]
     page.select_option("#group-run", "2")
-    page.fill("#turn-to", "")
-    page.fill("#turn-from", "")
+    page.fill("#step-to", "")
+    page.fill("#step-from", "")
     says(page, "36 of the 36")
     assert "No stored steps" in page.inner_text("#groups-say")
 
@@ -299,9 +299,9 @@ def test_hostile_text_is_shown_and_does_nothing(opened: Callable, tmp_path: Path
     page.keyboard.press("Home")
     seen = []
     for turn in range(5):
-        page.fill("#turn-from", str(turn))
-        page.fill("#turn-to", str(turn))
-        page.wait_for_selector(f"#group h3:has-text('Turn {turn},')")
+        page.fill("#step-from", str(turn))
+        page.fill("#step-to", str(turn))
+        page.wait_for_selector(f"#group h3:has-text('Step {turn},')")
         seen.append(page.locator(".sample .text").first.text_content())
     assert seen[0] == HOSTILE[0]
     assert seen[1] == HOSTILE[1]
@@ -329,11 +329,11 @@ def test_of_a_thousand_turns_only_the_charts_near_the_window_are_drawn(opened: C
     charts = settled(page)
     assert charts["drawn"] == charts["near"]
     assert 0 < len(charts["near"]) < len(charts["all"]) / 2
-    assert page.inner_text("#smooth-says") == "mean of 21 turns"
+    assert page.inner_text("#smooth-says") == "mean of 21 steps"
     assert "further groups of this run are left out" in page.inner_text("#groups-say")
     page.evaluate(COUNT)
     page.keyboard.press("End")
-    assert page.inner_text("#smooth-says") == "mean of 201 turns"
+    assert page.inner_text("#smooth-says") == "mean of 201 steps"
     assert settled(page) == charts
     assert page.evaluate("window.drawings") == charts["near"]
     assert len(lines(page, "kl")[0]["x"]) == 1000
@@ -361,4 +361,4 @@ def test_runs_that_cannot_be_shown_are_named_with_the_reason(opened: Callable, t
     page.click("#left-out summary")
     told = page.locator("#left-out li").all_inner_texts()
     assert len(told) == 4
-    assert told[0].endswith("has not finished a turn: it has failed (Mend <b>1</b>.).")
+    assert told[0].endswith("has not finished a step: it has failed (Mend <b>1</b>.).")

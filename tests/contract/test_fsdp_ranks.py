@@ -192,9 +192,6 @@ def test_a_resumed_pair_continues_bit_for_bit_under_dropout(pair: Pair) -> None:
 def test_the_gate_is_answered_alike(lora: bool, pair: Pair) -> None:
     options = {"lora": lora, "recompute": lora}
     two, one, rows = pair.learner(**options), pair.one(**options), ragged_rows(7)
-    if lora:  # first, so that the adapter is off when the ranks gather their layers for the first time
-        for found, expected in zip(two.base_log_probs(rows), one.base_log_probs(row_list(rows)), strict=True):
-            torch.testing.assert_close(found, expected, **CLOSE)
     listed = row_list(rows)
     torch.testing.assert_close(two.log_prob_gaps(listed), one.log_prob_gaps(listed), **CLOSE)
     (found, rounding), (expected, _) = (learner.measured_with_rounding(listed) for learner in (two, one))

@@ -276,10 +276,11 @@ def test_a_copy_on_several_gpus_does_not_take_ray_inside_an_actor(monkeypatch: p
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.util.get_current_placement_group", lambda: "that of an actor of ours")
     assert ParallelConfig(tensor_parallel_size=2).distributed_executor_backend == "ray"  # vLLM's own choice
-    arguments = engine_arguments({"tensor_parallel_size": 2}, on_cpu=False)
+    arguments = engine_arguments(EngineOptions("model", eos_token_ids=[1], tensor_parallel_size=2), on_cpu=False)
     ours = {name: arguments[name] for name in arguments.keys() & ParallelConfig.__dataclass_fields__.keys()}
     assert ParallelConfig(**ours).distributed_executor_backend == "mp"
-    assert "distributed_executor_backend" not in engine_arguments({"tensor_parallel_size": 1}, on_cpu=False)
+    alone = engine_arguments(EngineOptions("model", eos_token_ids=[1]), on_cpu=False)
+    assert "distributed_executor_backend" not in alone
 
 
 def test_a_rollout_worker_pushes_under_a_running_group(tmp_path: Path):

@@ -125,7 +125,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, grpo) -
     done = grpo(tmp_path / "run", *options, *LONGER)
     assert done.returncode == 0, done.stderr
     assert newest.name in done.stderr
-    assert "after 3 turns" in done.stderr
+    assert "after 3 steps" in done.stderr
     assert without_clock(metrics(tmp_path / "run")[:4]) == without_clock(whole)
     assert len(metrics(tmp_path / "run")) == 5
 

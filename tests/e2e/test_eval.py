@@ -182,7 +182,7 @@ def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["eval", str(run_dir), "--step", "7"])
-    assert "has no checkpoint after 7 turns; there are those after 2." in capsys.readouterr().err
+    assert "has no checkpoint after 7 steps; there are those after 2." in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def promised() -> dict[str, list[str]]:
 
 
 def test_the_docs_show_the_glossary() -> None:
-    table = ["| metric | what it is | unit | of a turn's optimizer steps |", "|---|---|---|---|"]
+    table = ["| metric | what it is | unit | of a step's optimizer steps |", "|---|---|---|---|"]
     table += [f"| `{item.name}` | {item.sentence} | {item.unit} | {item.reduction} |" for item in METRICS.values()]
     assert DOCS.split("<!-- glossary -->")[1].strip().splitlines() == table, "\n".join(["This belongs there:", *table])
 

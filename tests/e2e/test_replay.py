@@ -50,7 +50,7 @@ def test_a_resumed_run_stores_again_what_it_does_again(tmp_path: Path, grpo) -> 
     longer = (f"train.resume={run_dir}", "train.total_dialog_turns=80", "train.keep_checkpoints=9")
     second = grpo(tmp_path / "again", *OPTIONS, *longer)
     assert second.returncode == 0, second.stderr
-    assert "after 2 turns" in second.stderr
+    assert "after 2 steps" in second.stderr
     after = [content(read_step(path)) for path in stored_steps(run_dir)]
     assert len(after) == 5
     assert after[:4] == before
@@ -65,7 +65,7 @@ def test_a_resumed_run_stores_again_what_it_does_again(tmp_path: Path, grpo) -> 
     assert all(word in told.stdout for word in ("algorithm=dapo", "Advantages: ", "Clip: "))
     refused = replay(str(run_dir), "--step", "7")
     assert refused.returncode == 2
-    assert refused.stderr.strip().splitlines()[-1].endswith("turns that can be replayed: 0, 1, 2, 3, 4.")
+    assert refused.stderr.strip().splitlines()[-1].endswith("steps that can be replayed: 0, 1, 2, 3, 4.")
 
 
 @pytest.mark.slow

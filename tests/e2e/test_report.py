@@ -19,7 +19,7 @@ def test_a_run_leaves_a_report_of_what_it_did(tmp_path: Path) -> None:
     assert train(composed("grpo_cpu", *SMALL, *OPTIONS), run_dir) == 4
     page = (run_dir / "report.html").read_text(encoding="utf-8")
     shown = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["runs"][0]
-    assert (shown["state"], shown["turns"]) == ("finished", 4)
+    assert (shown["state"], shown["done"]) == ("finished", 4)
     assert [check["passed"] for check in shown["gate"]["checks"]] == [True] * 8
     rewards = [row["reward"] for row in metrics(run_dir) if "reward" in row]
     assert [value for value in shown["columns"]["reward"]["v"] if value is not None] == pytest.approx(rewards, rel=1e-4)

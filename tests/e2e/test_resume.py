@@ -105,7 +105,7 @@ def test_resume_finds_the_newest_unfinished_run_by_itself(tmp_path: Path, grpo) 
     second = tmp_path / "outputs" / "2026-01-02" / "10-00-00"
     done = grpo(second, *options, "train.resume=auto", "train.micro_batch_tokens=512")  # an option that is free
     assert done.returncode == 0, done.stderr
-    assert re.search(rf"Continuing {first} after [1-6] turns", done.stderr)
+    assert re.search(rf"Continuing {first} after [1-6] steps", done.stderr)
     assert [row["step"] for row in metrics(first)] == list(range(6))
     assert not second.exists()
     again = grpo(second, *options, "train.resume=auto")  # nothing unfinished is left: a fresh run

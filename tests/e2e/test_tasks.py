@@ -69,8 +69,8 @@ def test_reasoning_with_a_readable_log(tmp_path: Path) -> None:
     assert all({"reward/answer", "reward/format", "reward/thinking"} <= row.keys() for row in steps)
     assert all(row["reward/thinking"] <= 0 for row in steps)
     (log,) = (tmp_path / "run" / "debug_logs").glob("grpo_debug_*.txt")
-    turns = [line for line in log.read_text().splitlines() if line.startswith("turn ")]
-    assert [line.split(",")[0] for line in turns] == ["turn 0", "turn 0", "turn 1", "turn 1"]
+    heads = [line for line in log.read_text().splitlines() if line.startswith("step ")]
+    assert [line.split(",")[0] for line in heads] == ["step 0", "step 0", "step 1", "step 1"]
 
 
 def test_ifeval(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_evaluation_rows_and_their_errors(tmp_path: Path) -> None:
     assert [stage.partition(" ")[0] for stage in stages] == [
         *("Reading", "Loading", "Starting", "Putting", "Waiting", "Handing", "Checking", "Evaluating", "The", "The"),
     ]  # once each: nothing is being started after the first turn
-    assert stages[-1] == "The first turn is done."
+    assert stages[-1] == "The first step is done."
 
 
 def test_two_runs_of_one_seed_are_one_run(tmp_path: Path) -> None:

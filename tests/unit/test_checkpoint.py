@@ -11,6 +11,7 @@ import resource
 import signal
 import threading
 import time
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
@@ -245,7 +246,7 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_run_with_the_same_sente
     def train() -> None:
         with saves:
             saves.save(1, _state(1))
-            saves._thread.join()
+            wait([saves._saving])
             if told == "beside another":
                 raise RuntimeError("another")
             if told != "end":

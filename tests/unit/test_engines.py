@@ -322,7 +322,7 @@ def test_the_lock_goes_to_those_who_waited_in_their_order():
         for number in range(4):
             threads.append(threading.Thread(target=enter, args=(number,)))
             threads[-1].start()
-            while len(lock._waiting) <= number:
+            while len(lock._queue) <= number + 1:
                 time.sleep(0.001)
     with lock:  # asked for at once after the release, yet behind the four
         assert order == [0, 1, 2, 3]

@@ -16,12 +16,11 @@ from torchrl.envs.utils import check_env_specs
 from transformers import PreTrainedTokenizerFast
 
 from sota_grpo import keys
-from sota_grpo.envs import ArithmeticEnv, DatasetEnv, GSM8KEnv, PromptStream, TaskEnv, finish_rows, prompt_rows
+from sota_grpo.envs import ArithmeticEnv, DatasetEnv, GSM8KEnv, PromptStream, TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.records import Example, Sample, Score
+from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.arithmetic import ArithmeticTask
-from tests.l3_parts import score_of
 
 SEED = random.SystemRandom().randrange(1 << 30)
 TEMPLATE = (
@@ -58,22 +57,6 @@ def answering(env: TaskEnv, respond: Callable[[int, TensorDictBase], str], end: 
         return tensordict
 
     return policy
-
-
-def test_grading_rows_writes_the_reward_of_each_text() -> None:
-    env = make_env()
-    example = env.task.train[0]
-    (prompt,) = prompt_rows(0, example, env.prompt_ids(example), repeats=1)
-    texts = ["I do not know", env.task.gold_response(example)]
-    samples = [
-        Sample(torch.tensor(ids), -torch.rand(len(ids)), torch.zeros(len(ids), dtype=torch.int64), False)
-        for ids in (env.tokenizer(text)["input_ids"] for text in texts)
-    ]
-    graded = env.grade(finish_rows(prompt, samples, env.tokenizer))
-    assert [row.get(keys.REWARD).tolist() for row in graded] == [[0.0], [1.0]]
-    assert [row.get((*keys.REWARD_TERMS, "correct")).tolist() for row in graded] == [[0.0], [1.0]]
-    assert [row.get(keys.SUCCESS).tolist() for row in graded] == [[False], [True]]
-    assert [score_of(env, sample.token_ids, example).success for sample in samples] == [False, True]
 
 
 @pytest.mark.parametrize(("num_envs", "repeats"), [(1, 1), (4, 4), (6, 3), (6, 1)])
@@ -171,19 +154,6 @@ def test_a_step_asks_the_grader_for_each_group() -> None:
     assert [[text for text, _ in group] for group in asked] == [["", "x", "xx"], ["xxx", "xxxx", "xxxxx"]]
     assert [{example.query for _, example in group} for group in asked] == [{rows[0]["query"]}, {rows[3]["query"]}]
     assert rows["next", "reward"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_rows_with_scores_pass_unchanged() -> None:
-    env = make_env()
-    example = env.task.train[0]
-    (prompt,) = prompt_rows(0, example, env.prompt_ids(example), repeats=1)
-    ids = torch.tensor(env.tokenizer(env.task.gold_response(example))["input_ids"])
-    (row,) = finish_rows(prompt, [Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids)), False)], env.tokenizer)
-    assert env.grade([row])[0].get(keys.REWARD).tolist() == [1.0]
-    env.grader = LocalGrader(lambda text, example: Score({"correct": 7.0}, False), ["correct"])
-    (again,) = env.grade([row])
-    assert again is row
-    assert again.get(keys.REWARD).tolist() == [1.0]
 
 
 def test_rows_that_do_not_reset_together_are_refused() -> None:

@@ -43,7 +43,7 @@ WEIGHTS = {"answer": 1.0, "format": 0.2, "thinking": 0.2}
 def test_everything_asked_for_stands_in_the_text() -> None:
     text = described(12, row(), "best of 8", WEIGHTS)
     for line in (
-        "turn 12, group 4, sample 1: best of 8",
+        "step 12, group 4, sample 1: best of 8",
         "question\n  | 9 times 2?",
         "gold answer\n  | 9*2=18\n  | #### 18",
         "completion, 12 tokens\n  | <think>Twice.</think>\n  | <answer>18</answer>",
@@ -90,7 +90,7 @@ def test_text_of_a_model_cannot_pass_for_the_log_or_drive_a_terminal(seed: int) 
         "\r\n",
         "=" * 100,
     ]
-    bits += ["\ntotal     9.0000", "turn 1, group 1", "\x1b]0;title\x07", "é", "漢字", "😀", "\t", "\n"]
+    bits += ["\ntotal     9.0000", "step 1, group 1", "\x1b]0;title\x07", "é", "漢字", "😀", "\t", "\n"]
     for _ in range(300):
         hostile = "".join(rng.choices(bits, k=rng.randrange(40)))
         place = rng.choice(["query", "answer", "response", "info", "name"])
@@ -99,7 +99,7 @@ def test_text_of_a_model_cannot_pass_for_the_log_or_drive_a_terminal(seed: int) 
         assert all(sign.isprintable() or sign in "\n\t" for sign in text)
         text.encode("utf-8")
         free = [line for line in text.split("\n") if not line.startswith("  | ")]
-        assert sum(line.startswith("turn ") for line in free) == 1
+        assert sum(line.startswith("step ") for line in free) == 1
         assert sum(line.startswith("total ") for line in free) == 1
         assert sum(line == "=" * 100 for line in free) == 2
 
@@ -117,7 +117,7 @@ def test_the_best_the_worst_then_others_each_once(seed: int) -> None:
         if len(found) > 1:
             assert found[1]["reward"] == min(one["reward"] for one in rows if one is not found[0])
         assert [why.split()[0] for why, _ in picked] == (["best", "worst"] + ["drawn"] * 12)[: len(found)]
-        assert pick(rows, count, step) == picked  # a turn that is done again shows the same
+        assert pick(rows, count, step) == picked  # a step that is done again shows the same
 
 
 def test_of_equals_every_one_is_shown_at_some_step() -> None:
@@ -125,29 +125,25 @@ def test_of_equals_every_one_is_shown_at_some_step() -> None:
     assert {pick(rows, 1, step)[0][1]["sample_id"] for step in range(100)} == {0, 1, 2, 3}
 
 
-def test_a_turn_is_on_disk_when_write_returns_and_a_restart_writes_a_file_of_its_own(tmp_path: Path) -> None:
+def test_a_step_is_on_disk_when_write_returns_and_a_restart_writes_a_file_of_its_own(tmp_path: Path) -> None:
     log = ExamineLog(tmp_path, 2, WEIGHTS, clock=lambda: NOON)
     log.write(0, [row(), row(sample_id=2), row(sample_id=3)])
     first = tmp_path / "debug_logs" / "grpo_debug_20310203_120005.txt"
     assert log.path == first
-    assert re.findall(r"^turn (\d+)", first.read_text(), re.MULTILINE) == ["0", "0"]
+    assert re.findall(r"^step (\d+)", first.read_text(), re.MULTILINE) == ["0", "0"]
     log.write(1, [row()])
-    assert re.findall(r"^turn (\d+)", first.read_text(), re.MULTILINE) == ["0", "0", "1"]
-    with ExamineLog(tmp_path, 1, WEIGHTS, clock=lambda: NOON.replace(hour=13)) as again:  # the first was killed
-        again.write(1, [row()])
-    with ExamineLog(tmp_path, 1, WEIGHTS, clock=lambda: NOON.replace(hour=13)) as within_the_second:
-        within_the_second.write(2, [row()])
+    assert re.findall(r"^step (\d+)", first.read_text(), re.MULTILINE) == ["0", "0", "1"]
+    again = ExamineLog(tmp_path, 1, WEIGHTS, clock=lambda: NOON.replace(hour=13))  # the first was killed
+    again.write(1, [row()])
+    within_the_second = ExamineLog(tmp_path, 1, WEIGHTS, clock=lambda: NOON.replace(hour=13))
+    within_the_second.write(2, [row()])
     assert len(list(first.parent.iterdir())) == 2
-    assert re.findall(r"^turn (\d+)", again.path.read_text(), re.MULTILINE) == ["1", "2"]
-    log.close()
-    log.close()
+    assert re.findall(r"^step (\d+)", again.path.read_text(), re.MULTILINE) == ["1", "2"]
 
 
 def test_none_asked_for_leaves_no_trace(tmp_path: Path) -> None:
-    with ExamineLog(tmp_path, 0, WEIGHTS) as log:
-        log.write(0, [row()])
-    with ExamineLog(tmp_path, 3, WEIGHTS):
-        pass
+    ExamineLog(tmp_path, 0, WEIGHTS).write(0, [row()])
+    ExamineLog(tmp_path, 3, WEIGHTS)
     assert not list(tmp_path.iterdir())
 
 

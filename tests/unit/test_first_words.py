@@ -109,6 +109,7 @@ def test_a_missing_package_of_smollm2_is_told_first(command: str, tmp_path: Path
         ("check --config-name=grpo_cpu model.name=./none", "model.name=./none is not a folder with a config.json"),
         ("estimate optimizer.lr=-1", "optimizer.lr=-1.0 must be above 0."),
         ("eval ./none", "There is neither a run (config.yaml) nor a model (config.json) in ./none."),
+        ("sweep ./none", "There is no folder none; give the directory of a sweep"),
         ("eval tiny env.repeat=3", "There is no option env.repeat; did you mean env.repeats?"),
         ("replay ./none 1", "There is no run in none (config.yaml is missing)"),
         ("export ./none --to hf", "There is no run in none (config.yaml is missing)"),

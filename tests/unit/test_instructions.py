@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.assembly.sampling import bare_task, task_of
+from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import Config
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.rewards.ifeval import INSTRUCTIONS, read_kwargs
@@ -263,7 +263,7 @@ def test_the_prompts_of_a_file_are_held_out_and_never_drawn(tmp_path: Path) -> N
     assert not set(map(str.casefold, (e.query for e in task.train))) & {e.query.casefold() for e in examples[::2]}
     assert pickle.loads(pickle.dumps(scorer_of(task)))("", examples[0]).terms == {"instructions": 0.0, "all": 0.0}
     path.write_text('{"prompt": "Hi"}')
-    assert bare_task(config).term_weights == {"instructions": 1.0, "all": 0.5}  # reads no data
+    assert task_of(config, bare=True).term_weights == {"instructions": 1.0, "all": 0.5}  # reads no data
     with pytest.raises(DatasetError, match="row 1"):
         task_of(config)
 

@@ -64,7 +64,7 @@ def test_heavy_packages_are_imported_inside_functions(path: Path) -> None:
     ],
 )
 def test_core_imports_no_heavy_packages(first: str, ours: str) -> None:
-    """TorchRL's collectors import vLLM and SciPy where they are installed: five seconds that no run has use for."""
+    """TorchRL's collectors import vLLM where it is installed: five seconds that no run has use for."""
     code = (
         f"import sys, {first}; before = set(sys.modules); import {ours};"
         f"print([name for name in {HEAVY!r} if name in sys.modules and name not in before])"

@@ -79,12 +79,11 @@ def test_a_model_without_an_adapter_has_none_to_switch_off():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
-def test_engine_weights_load_into_a_plain_model_and_give_the_same_log_probs(tied, targets):
+def test_engine_weights_load_into_a_plain_model_and_give_the_same_log_probs(tied):
     plain = make_model(tie_word_embeddings=tied).double()
     names = list(plain.state_dict())
     fresh = make_model(tie_word_embeddings=tied).double()
-    adapted, rows = trained(plain, target_modules=targets), make_rows([8, 5])
+    adapted, rows = trained(plain), make_rows([8, 5])
     parameters = {name: value.detach().clone() for name, value in adapted.named_parameters()}
     weights = dict(engine_weights(adapted))
     assert list(weights) == names
@@ -110,9 +109,10 @@ def test_without_the_base_only_what_trains_is_sent():
     plain = make_model()
     assert dict(engine_weights(plain, base=False)).keys() == dict(engine_weights(plain)).keys()
     assert "lm_head.weight" in dict(engine_weights(plain))
-    adapted = trained(plain, target_modules=["q_proj"])
+    adapted = trained(plain)
     sent = dict(engine_weights(adapted, base=False))
-    assert list(sent) == [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
+    assert sent
+    assert all(name.startswith("model.layers.") and name.endswith("_proj.weight") for name in sent)
     every = dict(engine_weights(adapted))
     assert all(torch.equal(value, every[name]) for name, value in sent.items())
 
@@ -150,17 +150,7 @@ def test_gradients_are_the_same_under_checkpointing():
     assert all(torch.allclose(one, two, rtol=1e-5, atol=1e-6) for one, two in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"r": 0}, "rank is 0"),
-        ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"target_modules": "every-linear"}, "target_modules is 'every-linear'"),
-        ({"target_modules": ["lm_head"]}, "LoRA on 'lm_head' is refused"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "LoRA on 'model.embed_tokens' is refused"),
-        ({"target_modules": ["no_such"]}, "no_such"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [({"r": 0}, "rank is 0"), ({"dropout": 1.0}, "dropout is 1.0")])
 def test_what_cannot_work_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         add_lora(make_model(), **{"r": 2, "alpha": 4, **options})

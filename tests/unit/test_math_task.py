@@ -124,12 +124,12 @@ def test_gold_answers_are_read_bare_delimited_boxed_or_from_a_solution(row: dict
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"question": "?"}, r"rows.jsonl, row 3: column 'ground_truth' is missing; the columns found are 'question'"),
+        ({"question": "?"}, r"rows.jsonl, row 3: there is no column 'ground_truth' or .* columns found are 'question'"),
         ({"question": "?", "ground_truth": ["1"]}, r"row 3: column 'ground_truth' holds list, not text"),
         ({"question": "?", "ground_truth": " "}, r"row 3: the gold answer '' \(0 characters\) cannot be compared"),
         ({"question": "?", "ground_truth": "x" * 1001}, r"row 3: the gold answer .* \(1001 characters\) cannot"),
         ({"problem": "?", "solution": "It is 5."}, r"row 3: the solution has no \\boxed{answer} \(it ends in"),
-        ({"ground_truth": "1"}, r"row 3: column 'question' is missing"),
+        ({"ground_truth": "1"}, r"row 3: there is no column 'question' or 'problem' or 'prompt'"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from sota_grpo import tasks
 from sota_grpo.assembly.preflight import preflight
-from sota_grpo.assembly.sampling import bare_task, task_of
+from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.errors import UserError
-from sota_grpo.migration.export import Trained, model_card
+from sota_grpo.migration.export import model_card
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import chat
 from tests.config.test_config import composed
@@ -58,7 +58,7 @@ def test_it_is_built_with_the_options_that_it_takes() -> None:
     validate(config)
     task = task_of(config)
     assert (task.correct, task.system_prompt, task.seed, len(task.train)) == (2.0, "Hi", 7, 2)
-    assert bare_task(config).correct == 2.0
+    assert task_of(config, bare=True).correct == 2.0
 
 
 def test_options_that_it_does_not_take_are_refused() -> None:
@@ -77,8 +77,7 @@ def test_options_that_it_does_not_take_are_refused() -> None:
 def test_its_data_are_told_by_its_class() -> None:
     config = config_of()
     assert task_of(config).place == "somebody/parity"
-    trained = Trained(name="run", turns=1, is_adapter=False, evaluations=[])
-    assert "datasets: [somebody/parity]" in model_card(config, trained)
+    assert "datasets: [somebody/parity]" in model_card(config, 1, [])
     with pytest.raises(UserError, match=r"nowhere\.txt"):  # a task that has a `source` reads files only
         preflight(config_of("env.dataset_path=nowhere.txt"))
 

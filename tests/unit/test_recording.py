@@ -16,6 +16,7 @@ import pytest
 
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.recording.metrics import METRICS, declared, reduce_updates, term_metric
+from sota_grpo.recording.run_files import METRICS_FILE
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog, best_and_worst, setup_logging
 
 HOSTILE = "π ≈ 3,14 \n\r\t\x1b[31m\x85\u2028\u2029\x9b2J 日本 🎲 \ud800 \x00 \\u2028"
@@ -340,6 +341,7 @@ def test_recording_imports_without_torch_or_wandb():
 
 def test_a_full_disk_is_a_sentence_and_closing_says_nothing_more(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
-        log._files["metrics.jsonl"] = open("/dev/full", "ab")  # noqa: SIM115
+        (tmp_path / METRICS_FILE).unlink()
+        (tmp_path / METRICS_FILE).symlink_to("/dev/full")
         with pytest.raises(RunFailed, match=r"metrics.jsonl cannot be written .No space left"):
             log.write_step(0, {"reward": 0.5})

@@ -58,7 +58,8 @@ def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tm
     config = {"seed": 1, "engine": {"api_key": "secret"}}
     monkeypatch.setattr(sys, "argv", ["grpo.py", "engine.api_key=secret"])  # W&B keeps the command line
     for first, mode in ((0, "offline"), (1, "online")):  # the second is a resumed run, online in vain
-        sink = WandbSink(mode, project="p", run_dir=tmp_path, tags=["t"], config=config, samples_every=1)
+        sink = WandbSink(mode, project="p", run_dir=tmp_path, tags=["t"], config=config)
+        sink.samples_every = 1
         assert sink.mode == "offline"
         with RunLog(tmp_path, sinks=[sink]) as log:
             log.rewind(first)
@@ -154,7 +155,8 @@ class FailingWandb(SimpleNamespace):
 def test_a_wandb_failure_warns_once_and_never_ends_training(broken, tmp_path, no_key, monkeypatch, caplog):
     wandb = FailingWandb(broken)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    sink = WandbSink("offline", project="p", run_dir=tmp_path, samples_every=1)
+    sink = WandbSink("offline", project="p", run_dir=tmp_path)
+    sink.samples_every = 1
     with RunLog(tmp_path, sinks=[sink]) as log:
         for step in range(3):
             log.write_step(step, {"reward": 1.0})
@@ -192,7 +194,8 @@ def test_a_run_without_a_name_is_called_by_its_last_two_folders(tmp_path, no_key
 def test_samples_go_out_every_nth_step(tmp_path, no_key, monkeypatch):
     wandb = FailingWandb("nothing")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    sink = WandbSink("offline", project="p", run_dir=tmp_path, samples_every=4)
+    sink = WandbSink("offline", project="p", run_dir=tmp_path)
+    sink.samples_every = 4
     for step in range(9):
         sink.log_samples(step, [rollout(1, 0, 1.0)])
     assert wandb.calls.count("Table") == 3  # steps 0, 4 and 8
@@ -204,7 +207,8 @@ def test_samples_go_out_every_nth_step(tmp_path, no_key, monkeypatch):
 def test_tensorboard_shows_the_curves_the_samples_and_the_config(tmp_path):
     pytest.importorskip("tensorboard")
     config = {"seed": 1, "env": {"repeats": 8, "path": None}, "engine": {"name": "auto", "api_key": "secret"}}
-    sink = TensorBoardSink(tmp_path, config=config, samples_every=2)
+    sink = TensorBoardSink(tmp_path, config=config)
+    sink.samples_every = 2
     with RunLog(tmp_path, sinks=[sink]) as log:
         for step in range(3):
             log.write_step(step, {"reward": 0.25 + step, "kl": None, "eval/accuracy": 0.5})

@@ -19,8 +19,9 @@ from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.transforms import ReferenceKL
 from sota_grpo.workers.base import WorkerDied, WorkerSpec
 from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.packing import RowPack
 from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.reference import RaggedRows, ReferenceService, ReferenceWorker, reference_worker
+from sota_grpo.workers.reference import ReferenceService, ReferenceWorker, reference_worker
 from sota_grpo.workers.threads import ThreadLauncher
 from tests.builders import generator, random_rows
 from tests.unit.tiny_models import make_model, make_rows, make_tokenizer
@@ -34,9 +35,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.nn.Modul
     return str(save_hf(model, make_tokenizer(), tmp_path_factory.mktemp("model") / "llama")), model
 
 
-def service_of(launcher: Any, path: str, num_workers: int, **settings: Any) -> ReferenceService:
+def service_of(
+    launcher: Any, path: str, num_workers: int, *, timeout_s: float = 60.0, placements: Any = (), **settings: Any
+) -> ReferenceService:
     options = {"model_name": path, "temperature": 0.7, "token_budget": BUDGET, "num_threads": torch.get_num_threads()}
-    return ReferenceService.start(launcher, options, num_workers=num_workers, **{"timeout_s": 60.0} | settings)
+    spec = WorkerSpec("sota_grpo.workers.reference:reference_worker", options)
+    start = starter(launcher, "reference", spec, placements)
+    fleet = Fleet("reference", start, num_workers, capacity=2, silence_s=timeout_s, max_attempts=3)
+    return ReferenceService(fleet, num_workers=num_workers, **settings)
 
 
 def groups_of_rows(count: int) -> list[list[TensorDictBase]]:
@@ -105,7 +111,7 @@ def test_a_worker_computes_in_the_precision_of_the_policy(saved, precision) -> N
     with torch.autocast("cpu", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
         expected = CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS].detach()
     cut = [row[:length] for row, length in zip(rows.auto_batch_size_(2).unbind(0), (8, 5, 3))]
-    found = worker.run(RaggedRows.of(cut)).result(60)
+    found = worker.run(RowPack.of(cut)).result(60)
     worker.close()
     for values, row, length in zip(found, expected, (8, 5, 3), strict=True):
         assert values.tolist() == row[:length].tolist()
@@ -117,8 +123,9 @@ def test_a_worker_computes_in_the_precision_of_the_policy(saved, precision) -> N
 class NanWorker:
     """A reference whose weights are broken."""
 
-    def run(self, rows: RaggedRows) -> list[Any]:
-        return [torch.full((length,), torch.nan).numpy() for length in rows.lengths.tolist()]
+    def run(self, rows: RowPack) -> list[Any]:
+        tokens = [row[keys.FULL_TOKENS] for row in rows.rows()]
+        return [torch.full((length,), torch.nan).numpy() for length in map(len, tokens)]
 
     def ping(self) -> float:
         return 0.0
@@ -146,7 +153,7 @@ def test_a_reference_process_that_stops_is_replaced_and_its_rows_answered(saved)
     path, model = saved
     launcher = ProcessLauncher()
     service = service_of(launcher, path, 1, timeout_s=3.0, placements=[{"threads": 1}])
-    service.wait_ready()
+    service.fleet.wait_ready()
     groups = groups_of_rows(12)
     expected = written_here(model, groups)
     (stopped,) = service.fleet.pids
@@ -165,5 +172,5 @@ def test_a_reference_process_that_stops_is_replaced_and_its_rows_answered(saved)
 def test_a_model_that_does_not_load_is_named_at_once(tmp_path, in_threads) -> None:
     service = service_of(in_threads, str(tmp_path), 2)
     with pytest.raises(WorkerDied, match=r"not a folder with a config.json"):
-        service.wait_ready()
+        service.fleet.wait_ready()
     service.close()

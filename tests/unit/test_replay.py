@@ -14,11 +14,11 @@ from sota_grpo import cli, keys
 from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.replay import (
     Replay,
-    Turn,
+    Step,
     _advantages,
     _clip,
     _scored_rows,
-    open_turn,
+    open_step,
     replay,
     replayed,
     worst_distance,
@@ -65,7 +65,7 @@ def metrics(run_dir: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Path:
-    """A run of three turns with two optimizer steps each, without a reference."""
+    """A run of three steps with two optimizer steps each, without a reference."""
     return run(tmp_path_factory.mktemp("plain"), "train.optim_batch_size=8", "train.keep_checkpoints=1")
 
 
@@ -83,8 +83,8 @@ def test_a_replay_gives_the_losses_and_the_gradient_norm_of_the_run(name: str, t
             assert values["stored"] == rows[step][figure]
             assert values["replayed"] == pytest.approx(values["stored"], rel=1e-6, abs=1e-12), figure
         assert found["agrees"]
-    turn = open_turn(run_dir, 2)
-    assert replay(turn).figures == replay(turn).figures  # the first leaves nothing behind
+    step = open_step(run_dir, 2)
+    assert replay(step).figures == replay(step).figures  # the first leaves nothing behind
 
 
 @pytest.mark.parametrize("preset", ["dr_grpo", "reinforce_pp", "gspo", "cispo"])
@@ -117,15 +117,15 @@ def test_what_stands_in_the_turn_is_what_the_run_saw(plain: Path) -> None:
             if assistant
         ]
         assert len(said) == round(row["response_tokens/mean"] * 16)
-        assert max(abs(gap) for gap, _ in said) < 1e-4  # in lockstep the behaviour policy is the policy before the turn
+        assert max(abs(gap) for gap, _ in said) < 1e-4  # in lockstep the behaviour policy is the policy before the step
         assert min(entropy for _, entropy in said) >= 0
         for sample, row_td in zip(stored.samples, stored.rows, strict=True):
             assert "".join(sample["pieces"]) == tokenizer.decode(row_td.get(keys.RESPONSE_TOKENS))
             assert len(sample["pieces"]) == sample["response_tokens"]
 
 
-def test_the_entropy_of_a_turn_is_the_mean_over_its_tokens(tmp_path: Path) -> None:
-    """With one optimizer step the metric is that of the weights before the turn."""
+def test_the_entropy_of_a_step_is_the_mean_over_its_tokens(tmp_path: Path) -> None:
+    """With one optimizer step the metric is that of the weights before the step."""
     run_dir = run(tmp_path / "run", "train.total_dialog_turns=16")
     (path,) = stored_steps(run_dir)
     stored = read_step(path)
@@ -144,10 +144,10 @@ def test_a_run_in_half_precision_is_replayed_in_float32_and_told_apart(tmp_path:
     assert "does not agree" in as_text(found)
 
 
-def test_a_turn_without_its_weights_names_those_that_can_be_replayed(plain: Path) -> None:
-    with pytest.raises(UserError, match=r"Turn 1 of .* is stored, and the checkpoint .* is gone; .* replayed: 0\.$"):
+def test_a_step_without_its_weights_names_those_that_can_be_replayed(plain: Path) -> None:
+    with pytest.raises(UserError, match=r"Step 1 of .* is stored, and the checkpoint .* is gone; .* replayed: 0\.$"):
         replayed(plain, 1)
-    with pytest.raises(UserError, match=r"Turn 7 of .* is not stored; .* replayed: 0\.$"):
+    with pytest.raises(UserError, match=r"Step 7 of .* is not stored; .* replayed: 0\.$"):
         replayed(plain, 7)
     with pytest.raises(UserError, match="There is no run in"):
         replayed(plain / "nowhere", 0)
@@ -156,14 +156,14 @@ def test_a_turn_without_its_weights_names_those_that_can_be_replayed(plain: Path
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["policy.kl_coef=0.1"], r"policy\.kl_coef=0\.1 needs the reference's log-probs, and turn 0 has none"),
+        (["policy.kl_coef=0.1"], r"policy\.kl_coef=0\.1 needs the reference's log-probs, and step 0 has none"),
         (["algorithm.kl_estimator=k2"], "needs the reference's log-probs"),
         (["algorithm=grpo"], "The run had algorithm=grpo itself"),
         (["algorithm.clip_low=0.2", "algorithm.clip_high=0.2"], "nothing to compare"),
-        (["inference_model.temperature=0.5"], "cannot change a turn whose responses"),
-        (["algorithm.dynamic_sampling=true"], "cannot change a turn whose responses"),
-        (["optimizer.lr=1e-5"], "cannot change a turn"),
-        (["engine=scripted"], "cannot change a turn"),
+        (["inference_model.temperature=0.5"], "cannot change a step whose responses"),
+        (["algorithm.dynamic_sampling=true"], "cannot change a step whose responses"),
+        (["optimizer.lr=1e-5"], "cannot change a step"),
+        (["engine=scripted"], "cannot change a step"),
         (["algorithm.correction_cap=3"], r"has no effect without algorithm\.correction\."),
         (["algorithm=cispo", "algorithm.clip_low=0.1"], r"has no effect without algorithm\.objective=clipped\."),
         (["train.kl_coef_in_loss=false"], r"has no effect without policy\.kl_coef"),
@@ -187,7 +187,7 @@ def test_a_smaller_micro_batch_is_no_comparison(plain: Path) -> None:
 
 
 def test_a_wider_clip_takes_fewer_gradients(plain: Path) -> None:
-    """Two steps per turn: in the second the ratio is no longer 1, and a narrow clip finds it."""
+    """Two optimizer steps per step: in the second the ratio is no longer 1, and a narrow clip finds it."""
     narrow = replayed(plain, 0, ["algorithm.clip_low=1e-7", "algorithm.clip_high=1e-7"])
     assert (narrow["advantages"]["changed"], narrow["advantages"]["largest"]) == (0, None)
     clip = narrow["clip"]
@@ -231,7 +231,7 @@ def test_what_is_no_override_is_refused(odd: str, capsys) -> None:
     assert odd in capsys.readouterr().err
 
 
-def kl_turn(*, graded: float | None) -> Turn:
+def kl_step(*, graded: float | None) -> Step:
     """Two siblings; log-probs of the behaviour policy above the reference's by 0.5 and by 1 + 1."""
     rows = []
     for sample, (reward, gaps) in enumerate([(1.0, [0.5]), (0.0, [1.0, 1.0])]):
@@ -260,7 +260,7 @@ def kl_turn(*, graded: float | None) -> Turn:
     config.algorithm.scale = "none"
     config.policy.kl_coef, config.train.kl_coef_in_loss = graded or 0.3, graded is None
     origin = Origin("cpu", "fp32", 0, 1, torch.zeros(1, dtype=torch.uint8))
-    return Turn(config, StoredStep(0, {}, rows, [], [], None, origin))
+    return Step(config, StoredStep(0, {}, rows, [], [], None, origin))
 
 
 def asked(kl_coef: float, *, in_loss: bool) -> Config:
@@ -282,14 +282,14 @@ def asked(kl_coef: float, *, in_loss: bool) -> Config:
     ],
 )
 def test_the_kl_moves_between_reward_and_loss(graded: float | None, config: Config, rewards: list[float]) -> None:
-    turn = kl_turn(graded=graded)
-    stored = [float(row.get(keys.REWARD)) for row in turn.stored.rows]
-    found = _scored_rows(turn, config)
+    step = kl_step(graded=graded)
+    stored = [float(row.get(keys.REWARD)) for row in step.stored.rows]
+    found = _scored_rows(step, config)
     assert found.get(keys.REWARD).flatten().tolist() == pytest.approx(rewards)
     half = (rewards[0] - rewards[1]) / 2
     assert found.get(keys.ADVANTAGE).flatten().tolist() == pytest.approx([half, -half])
-    assert [float(row.get(keys.REWARD)) for row in turn.stored.rows] == stored  # the stored rows stay as they are
-    assert [float(row.get(keys.ADVANTAGE)) for row in turn.stored.rows] == [9.0, 9.0]
+    assert [float(row.get(keys.REWARD)) for row in step.stored.rows] == stored  # the stored rows stay as they are
+    assert [float(row.get(keys.ADVANTAGE)) for row in step.stored.rows] == [9.0, 9.0]
 
 
 def outcome(advantages: list[float], clipped: dict) -> Replay:
@@ -298,10 +298,10 @@ def outcome(advantages: list[float], clipped: dict) -> Replay:
 
 
 def test_changes_by_hand() -> None:
-    turn = kl_turn(graded=None)
+    step = kl_step(graded=None)
     own = outcome([1.0, -1.0], {(0, 0): [[0, 1], [1, 1]], (0, 1): [[0, 0, 0]]})
     other = outcome([1.0, 0.5], {(0, 0): [[0, 0], [1, 0]], (0, 1): [[0, 1, 0]]})
-    changed = _advantages(turn, own, other)
+    changed = _advantages(step, own, other)
     assert (changed["changed"], changed["samples"]) == (1, 2)
     assert changed["largest"] == {"group_id": 0, "sample_id": 1, "replayed": -1.0, "other": 0.5}
     assert _clip(own, other) == {"tokens": 7, "replayed": 3, "other": 2, "newly": 1, "no_longer": 2}

@@ -89,7 +89,7 @@ def test_stored_turns_show_all_samples_with_their_tokens(tmp_path: Path) -> None
     run_dir = write_run(tmp_path, turns=6, groups=2, siblings=4, stored=[0, 4])
     groups, found = chosen(run_dir, 1_000_000)
     whole = [group for group in groups if group["whole"]]
-    assert found.stored_turns == [0, 4]
+    assert found.stored == [0, 4]
     assert [(group["step"], len(group["samples"])) for group in whole] == [(0, 4), (0, 4), (4, 4), (4, 4)]
     assert len(groups) == found.total == 12
     sample = whole[0]["samples"][0]
@@ -134,7 +134,7 @@ def test_a_very_long_response_keeps_its_ends() -> None:
 def test_a_damaged_stored_turn_is_left_out_and_the_rest_is_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", stored=(0, 4, 8))
     stored = sorted((run / "steps").glob("step_*.pt"))
-    before = choose_groups(read_run(run), 1 << 24).stored_turns
+    before = choose_groups(read_run(run), 1 << 24).stored
     assert len(before) == len(stored) > 1
     stored[0].write_bytes(b"torn")
-    assert choose_groups(read_run(run), 1 << 24).stored_turns == before[1:]
+    assert choose_groups(read_run(run), 1 << 24).stored == before[1:]

@@ -89,7 +89,7 @@ def test_a_page_of_a_run_that_is_being_written(tmp_path: Path, reading: str) -> 
     with path.open("a") as file:
         file.write('{"step": 3, "group_id": 9, "rew')
     _, data = page_of(run_dir, out=tmp_path / "report.html")
-    assert data["runs"][0]["turns"] == 3
+    assert data["runs"][0]["done"] == 3
     assert max(group["step"] for group in data["runs"][0]["groups"]) == 2
 
 

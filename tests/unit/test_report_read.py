@@ -24,7 +24,7 @@ def test_an_evaluation_and_the_turn_after_it_are_one_row(tmp_path: Path) -> None
     run = read_run(put(tmp_path, *lines, '{"step": 2, "eval/accuracy": 0.875}\n'))
     assert run.rows[0] == {"step": 0, "eval/accuracy": 0.5, "reward": 0.25}
     assert [row["step"] for row in run.rows] == [0, 1, 2]
-    assert run.turns == 2
+    assert run.steps == 2
 
 
 @pytest.mark.parametrize("torn", ['{"step": 2, "rew', '{"step": 2, "reward": 1.0}'], ids=["half", "without its end"])
@@ -47,7 +47,7 @@ def test_runs_below_a_folder_are_found_once_and_in_natural_order(tmp_path: Path)
     runs, left_out = read_runs(find_runs([tmp_path, tmp_path / "sweep" / "2"]))
     assert [run.path.name for run in runs] == ["2", "10"]
     assert left_out == [
-        f"The run in {tmp_path / 'sweep' / '3'} has not finished a turn: it has stopped (before its first turn)."
+        f"The run in {tmp_path / 'sweep' / '3'} has not finished a step: it has stopped (before its first step)."
     ]
 
 
@@ -59,7 +59,7 @@ def test_a_run_that_failed_before_its_first_turn_is_named(tmp_path: Path) -> Non
     runs, left_out = read_runs(find_runs([tmp_path]))
     assert [run.path.name for run in runs] == ["0"]
     assert left_out == [
-        f"The run in {tmp_path / '1'} has not finished a turn: it has failed (There is no model there.)."
+        f"The run in {tmp_path / '1'} has not finished a step: it has failed (There is no model there.)."
     ]
 
 
@@ -68,8 +68,8 @@ def test_a_run_that_failed_before_its_first_turn_is_named(tmp_path: Path) -> Non
     [
         ("missing", "There is no run in .*missing: it does not exist"),
         ("folder", "There is no run in .*folder: neither there nor in its folders is a metrics.jsonl"),
-        ("empty", r"The run in .*empty has not finished a turn: it has stopped"),
-        ("torn", "has not finished a turn"),
+        ("empty", r"The run in .*empty has not finished a step: it has stopped"),
+        ("torn", "has not finished a step"),
         ("file", "is a file; give the run directory"),
         ("unreadable", r"metrics.jsonl cannot be read|neither there nor in its folders"),
     ],
@@ -92,7 +92,7 @@ def test_numbers_that_json_lacks_are_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("finished", "state"), [(True, "finished"), (False, "stopped")])
 def test_the_state_of_a_run(tmp_path: Path, finished: bool, state: str) -> None:
     run = read_run(write_run(tmp_path, turns=3, finished=finished, num_steps=5))
-    assert (run.state, run.turns, run.asked) == (state, 3, 5)
+    assert (run.state, run.steps, run.asked) == (state, 3, 5)
 
 
 def test_a_config_that_is_no_config_is_named(tmp_path: Path) -> None:

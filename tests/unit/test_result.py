@@ -49,7 +49,7 @@ def test_before_the_first_turn_every_table_is_empty(run_dir: Path) -> None:
     write(run_dir / "metrics.jsonl", [])
     result = Result(run_dir)
     assert [len(table) for table in (result.metrics, result.evaluations, result.rollouts)] == [0, 0, 0]
-    assert repr(result) == f"Result({str(run_dir)!r})\n  turns      0, unfinished"
+    assert repr(result) == f"Result({str(run_dir)!r})\n  steps      0, unfinished"
 
 
 def test_rollouts_keep_what_is_nested(run_dir: Path) -> None:
@@ -61,15 +61,15 @@ def test_the_summary_says_how_far_and_how_well(run_dir: Path) -> None:
     (run_dir / "run.json").write_text(json.dumps({"finished": True}))
     assert repr(Result(run_dir)).splitlines() == [
         f"Result({str(run_dir)!r})",
-        "  turns      2",
-        "  reward     0.1 -> 0.3 (first and last turn)",
+        "  steps      2",
+        "  reward     0.1 -> 0.3 (first and last step)",
         "  held out   25.0 % -> 75.0 % right of 8 problems, greedy",
     ]
 
 
 def test_the_summary_of_a_long_run_compares_ten_turns(run_dir: Path) -> None:
     write(run_dir / "metrics.jsonl", [{"step": n, "reward": float(n)} for n in range(100)])
-    assert "reward     4.5 -> 94.5 (first and last 10 turns)" in repr(Result(run_dir))
+    assert "reward     4.5 -> 94.5 (first and last 10 steps)" in repr(Result(run_dir))
 
 
 def test_config_and_finished_are_read(run_dir: Path) -> None:

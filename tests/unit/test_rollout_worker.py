@@ -215,7 +215,7 @@ def test_a_failing_step_fails_everything_with_its_cause(start):
     worker = start(lambda: engine)
     flying = worker.run(REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
-    waiting = [worker.run(REQUEST, Sampling(max_tokens=2)), worker.update_weights(NO_WEIGHTS, 1), worker.sleep()]
+    waiting = [worker.run(REQUEST, Sampling(max_tokens=2)), worker.update_weights(NO_WEIGHTS, 1)]
     engine.go.set()
     for future in [flying, *waiting]:
         with pytest.raises(WorkerDied, match=r"scripted engine failed.*MemoryError: no room for 7 GiB"):
@@ -260,14 +260,6 @@ def test_a_refused_request_fails_alone(start):
     with pytest.raises(ValueError, match=f"{CONTEXT} tokens"):
         long.result(WAIT_S)
     assert all(len(future.result(WAIT_S).samples) == 2 for future in (first, good, fine))
-
-
-def test_it_sleeps_only_when_nothing_is_in_flight(start):
-    busy, idle = (start(lambda: ScriptedEngine(duration_s=60.0)) for _ in range(2))
-    busy.run(REQUEST, Sampling(max_tokens=2))
-    with pytest.raises(ValueError, match="1 groups in flight"):
-        busy.sleep().result(WAIT_S)
-    assert idle.sleep().result(WAIT_S) is idle.wake().result(WAIT_S) is None
 
 
 def test_close_fails_what_is_open_and_ends_the_thread(start):

@@ -282,7 +282,7 @@ def test_a_finished_run_is_finished_until_more_turns_are_asked_for(tmp_path: Pat
 
 def test_a_run_does_not_become_shorter(tmp_path: Path) -> None:
     run_dir = started(run_at(tmp_path, "2026-01-01", "10-00-00"), saved_at=1)
-    with pytest.raises(UserError, match="started for 4 turns and this command asks for 3"):
+    with pytest.raises(UserError, match="started for 4 steps and this command asks for 3"):
         opened(tmp_path / "fresh", str(run_dir), num_steps=STEPS - 1)
     fresh = run_at(tmp_path, "2026-01-02", "10-00-00")
     with opened(fresh, "auto", num_steps=STEPS - 1) as place:

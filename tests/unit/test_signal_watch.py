@@ -14,14 +14,14 @@ def warnings(caplog: pytest.LogCaptureFixture, total: int, advantages: list[floa
     with caplog.at_level(logging.WARNING):
         for step, advantage in enumerate(advantages):
             turn = {"advantage": advantage, "reward": 0.25, "reward_errors": failed, "dialog_turns": 8.0 * (step + 1)}
-            watch.turn(step, turn)
+            watch.look(step, turn)
     return [record.getMessage() for record in caplog.records]
 
 
 def test_three_turns_in_a_row_without_a_signal_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     told = warnings(caplog, 20, [0.5, 0.0, 0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.0])
     assert len(told) == 1
-    assert told[0].startswith("In 3 turns in a row every group's rewards were equal (mean 0.25)")
+    assert told[0].startswith("In 3 steps in a row every group's rewards were equal (mean 0.25)")
 
 
 def test_two_are_not_but_where_the_run_has_no_more(caplog: pytest.LogCaptureFixture) -> None:
@@ -35,4 +35,4 @@ def test_a_grader_that_fails_at_every_response_is_told(
 ) -> None:
     told = warnings(caplog, 20, [0.5, 0.5], failed)
     assert len(told) == count
-    assert all(sentence.startswith("The grader failed at all 8 responses of turn 1") for sentence in told)
+    assert all(sentence.startswith("The grader failed at all 8 responses of step 1") for sentence in told)

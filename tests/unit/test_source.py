@@ -415,7 +415,7 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
     rig.source.is_ready()
     taken = [group for batch, _ in trained for group in ids(batch)]
     slots = rig.source._slots
-    left = [*slots.in_flight, *(group for _, group, _ in slots.buffer._writer.due())]
+    left = [*slots.in_flight, *(group for _, _, group, _ in sorted(slots.buffer._groups))]
     held = slots.refill.num_held
     assert len(set(taken + left)) == len(taken + left)
     assert kept > 0
@@ -572,9 +572,9 @@ def test_a_flat_group_of_an_earlier_turn_is_replaced_as_one_of_the_first_round()
     """K = 2, age 1, two rounds. Turn 1 draws four groups, turn 2 two more; then group 3 of turn 1 comes out flat: one
     draw. Its replacement is flat too, of round 1 still: one more. That one is of round 2, the last."""
     refill = Refill(num_groups=2, slots=4, max_draws=2)
-    refill.start_turn()
+    refill.start_step()
     older = [Group(number, None, 0, *refill.begin_draw()) for number in range(4)]
-    refill.start_turn()
+    refill.start_step()
     assert [refill.begin_draw(), refill.begin_draw()] == [(2, 0), (2, 1)]
     refill.add(older[3], [])
     assert refill.may_draw()

@@ -15,7 +15,7 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording import step_log
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS
-from sota_grpo.recording.step_log import StoredTurns, rollout_rows
+from sota_grpo.recording.step_log import StoredSteps, rollout_rows
 from sota_grpo.recording.stored_steps import (
     STEPS_FOLDER,
     Origin,
@@ -163,7 +163,7 @@ def test_a_damaged_turn_is_a_sentence(content: bytes | None, tmp_path: Path) -> 
 
 def test_another_programs_archive_is_a_sentence(tmp_path: Path) -> None:
     torch.save({"model": torch.zeros(3)}, tmp_path / "step_000001.pt")
-    with pytest.raises(UserError, match="no stored turn"):
+    with pytest.raises(UserError, match="no stored step"):
         read_step(tmp_path / "step_000001.pt")
 
 
@@ -191,7 +191,7 @@ class Watched:
         return {"grad_norm": 1.0}
 
 
-def turn(stored: StoredTurns, step: int) -> float:
+def turn(stored: StoredSteps, step: int) -> float:
     batch = lazy_stack([make_row(2, 3)])
     update = stored.update(batch)
     return stored.write(step, update, batch, rollout_rows(batch, Letters()))
@@ -199,7 +199,7 @@ def turn(stored: StoredTurns, step: int) -> float:
 
 def test_the_first_turn_and_those_after_a_checkpoint_are_stored(tmp_path: Path) -> None:
     learner = Watched()
-    stored = StoredTurns(learner, tmp_path, Letters(), device="cpu", enabled=True)
+    stored = StoredSteps(learner, tmp_path, Letters(), device="cpu", enabled=True)
     seconds = [turn(stored, 5), turn(stored, 6)]
     stored.after_checkpoint()
     seconds += [turn(stored, 7), turn(stored, 8)]
@@ -220,7 +220,7 @@ def test_storing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkey
             now_s[0] += 40.0
             return super().measured(rows)
 
-    stored = StoredTurns(Slow(), tmp_path, Letters(), device="cpu", enabled=True)
+    stored = StoredSteps(Slow(), tmp_path, Letters(), device="cpu", enabled=True)
     for step in range(30):
         began_s = now_s[0]
         turn(stored, step)
@@ -232,7 +232,7 @@ def test_storing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkey
 
 def test_nothing_is_stored_when_it_is_switched_off(tmp_path: Path) -> None:
     learner = Watched()
-    stored = StoredTurns(learner, tmp_path, Letters(), device="cpu", enabled=False)
+    stored = StoredSteps(learner, tmp_path, Letters(), device="cpu", enabled=False)
     turn(stored, 0)
     stored.after_checkpoint()
     turn(stored, 1)

@@ -1,4 +1,4 @@
-"""SIGTERM lets the turn at hand finish, but not longer than the grace time."""
+"""SIGTERM lets the step at hand finish, but not longer than the grace time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ try:
         signal.raise_signal(signal.SIGTERM)
         assert stop.asked
         time.sleep(float(sys.argv[2]))
-        print("turn finished", flush=True)
+        print("step finished", flush=True)
 except KeyboardInterrupt:
     print("given up", flush=True)
 time.sleep(float(sys.argv[3]))
@@ -23,18 +23,18 @@ print("end", flush=True)
 """
 
 
-def run(grace_s: float, turn_s: float, after_s: float = 0.0) -> tuple[list[str], int]:
-    arguments = [str(number) for number in (grace_s, turn_s, after_s)]
+def run(grace_s: float, step_s: float, after_s: float = 0.0) -> tuple[list[str], int]:
+    arguments = [str(number) for number in (grace_s, step_s, after_s)]
     done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=120)
     return done.stdout.splitlines(), done.returncode
 
 
-def test_a_turn_within_the_grace_time_is_finished_and_the_clock_stops_with_it() -> None:
-    assert run(grace_s=2.0, turn_s=0.1, after_s=2.5) == (["turn finished", "end"], 0)
+def test_a_step_within_the_grace_time_is_finished_and_the_clock_stops_with_it() -> None:
+    assert run(grace_s=2.0, step_s=0.1, after_s=2.5) == (["step finished", "end"], 0)
 
 
-def test_a_turn_beyond_the_grace_time_is_given_up() -> None:
-    assert run(grace_s=0.2, turn_s=3600.0) == (["given up", "end"], 0)
+def test_a_step_beyond_the_grace_time_is_given_up() -> None:
+    assert run(grace_s=0.2, step_s=3600.0) == (["given up", "end"], 0)
 
 
 def test_the_process_ends_itself_when_even_that_is_not_heeded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_every_way_to_end_has_its_state_and_reason(tmp_path: Path) -> None:
         ("finished", ""),
         ("stopped", ""),
         ("failed", "The disk is full."),
-        ("stopped", "before its first turn"),
+        ("stopped", "before its first step"),
         ("failed", "ValueError: odd shape"),
         ("running", ""),
     ]
@@ -123,9 +123,8 @@ def test_only_what_differs_is_a_column_and_runs_are_in_the_order_of_their_number
 def test_runs_are_sorted_by_a_metric_and_those_without_it_come_last(tmp_path: Path) -> None:
     for name, accuracy in (("0", 0.25), ("1", None), ("2", 0.75), ("3", 0.5)):
         make_run(tmp_path / name, accuracy=accuracy)
-    sweep = read_sweep(tmp_path)
-    assert [run.name for run in sweep.ranked("eval/accuracy")] == ["2", "3", "0", "1"]
-    assert [run.name for run in sweep.ranked("eval/accuracy", ascending=True)] == ["0", "3", "2", "1"]
+    assert [run.name for run in read_sweep(tmp_path, "eval/accuracy").ranked] == ["2", "3", "0", "1"]
+    assert [run.name for run in read_sweep(tmp_path, ascending=True).ranked] == ["0", "3", "2", "1"]
 
 
 def test_seeds_of_a_setting_are_averaged_over_the_runs_that_are_finished(tmp_path: Path) -> None:
@@ -133,7 +132,7 @@ def test_seeds_of_a_setting_are_averaged_over_the_runs_that_are_finished(tmp_pat
     for number, (lr, seed) in enumerate([("1", "0"), ("1", "1"), ("2", "0"), ("2", "1"), ("2", "2")]):
         overrides = [f"optimizer.lr={lr}", f"seed={seed}"]
         make_run(tmp_path / str(number), overrides, accuracy=next(accuracies), finished=number != 4)
-    two, one = read_sweep(tmp_path).settings("eval/accuracy")
+    two, one = read_sweep(tmp_path).settings
     assert (one.overrides, one.runs, one.finished) == ({"optimizer.lr": "1"}, 2, 2)
     assert one.means["eval/accuracy"] == pytest.approx((0.5, 0.1))
     assert (two.overrides, two.runs, two.finished) == ({"optimizer.lr": "2"}, 3, 2)
@@ -143,7 +142,7 @@ def test_seeds_of_a_setting_are_averaged_over_the_runs_that_are_finished(tmp_pat
 def test_without_several_seeds_of_a_setting_nothing_is_averaged(tmp_path: Path) -> None:
     make_run(tmp_path / "0", ["optimizer.lr=1", "seed=0"])
     make_run(tmp_path / "1", ["optimizer.lr=2", "seed=1"])
-    assert read_sweep(tmp_path).settings("reward") == []
+    assert read_sweep(tmp_path, "reward").settings == []
 
 
 def test_the_table_says_it_all_and_takes_no_value_for_markup(tmp_path: Path) -> None:
@@ -153,7 +152,7 @@ def test_the_table_says_it_all_and_takes_no_value_for_markup(tmp_path: Path) -> 
     lines = as_text(read_sweep(tmp_path)).splitlines()
     assert lines[0] == f"{tmp_path}: 2 runs, 1 finished, 1 failed; sorted by eval/accuracy."
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
-    header = ["run", "train_model.devices", "reward", "accuracy", "turns", "state", "time"]
+    header = ["run", "train_model.devices", "reward", "accuracy", "steps", "state", "time"]
     assert [row for row in cells if not set("".join(row)) <= set("-+")] == [
         header,
         ["0", "[0,1]", "0.25", "50.0 +/- 3.0 %", "12", "finished", "0:29"],

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sota_grpo.rewards import ANSWER_FORMATS
-from sota_grpo.tasks.table import MATH_SOURCES, TableTask, gold_response, is_right
+from sota_grpo.tasks.table import MATH_SOURCES, TableTask, is_right
 
 SEED = random.SystemRandom().randrange(1 << 30)
 WHERE = {
@@ -64,7 +64,8 @@ def test_math_is_graded_by_equivalence(source: str) -> None:
     assert is_right("So \\boxed{\\frac{2}{4}}.", source, "\\frac12", None)
     assert not is_right("So \\boxed{\\frac{3}{4}}.", source, "\\frac12", None)
     assert not is_right("So 1/2.", source, "\\frac12", None)
-    assert gold_response(source, "\\frac{1}{2}", None) == "The answer is \\boxed{\\frac{1}{2}}."
+    example = TableTask().read_row({"data_source": source, "ground_truth": "\\frac{1}{2}"}, "demo")
+    assert TableTask().gold_response(example) == "The answer is \\boxed{\\frac{1}{2}}."
 
 
 @pytest.mark.parametrize("answer_format", [None, *ANSWER_FORMATS])

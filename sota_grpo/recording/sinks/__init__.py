@@ -18,8 +18,6 @@ from sota_grpo.config import SECRETS, Config, LoggingConfig
 from sota_grpo.config.validators import ConfigError
 from sota_grpo.text import sentence
 
-SAMPLES_EVERY = 10  # steps between two tables of samples: each is a file of its own
-
 SECRET_NAMES = tuple(name.rpartition(".")[2] for name in SECRETS)
 logger = logging.getLogger(__name__)
 
@@ -31,28 +29,19 @@ class CopySink:
     ``_write_samples``, ``_finish`` and, where it can take back what it was sent, ``_rewind``; the last four may raise
     what they like.
 
-    Args:
-        samples_every: steps between two tables of samples.
-
-    Attributes:
-        label: name of the place, for messages.
-        option: of ``logging``; its package and its extra are called so too, and its default is off.
-        may_be_missing: values of the option with which a run goes on where the package is not installed.
-        active: whether anything is still sent.
-
     >>> class Full(CopySink):
     ...     def _write(self, step, values): raise OSError("disk full")
     >>> sink = Full(); sink.log(0, {"reward": 1.0}); sink.active
     False
     """
 
-    label = "The copy"
-    option = ""
-    may_be_missing: tuple[Any, ...] = ()
+    label = "The copy"  # name of the place, for messages
+    option = ""  # of ``logging``; its package and its extra are called so too, and its default is off
+    may_be_missing: tuple[Any, ...] = ()  # values of the option with which a run goes on without the package
+    samples_every = 10  # steps between two tables of samples, each of which is a file of its own
 
-    def __init__(self, samples_every: int = SAMPLES_EVERY):
-        self.active = True
-        self._samples_every = samples_every
+    def __init__(self) -> None:
+        self.active = True  # whether anything is still sent
 
     @classmethod
     def from_config(cls, config: Config, run_dir: Path) -> Self:
@@ -70,7 +59,7 @@ class CopySink:
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send the rows of ``rollouts.jsonl`` of every ``samples_every``-th step."""
-        if rows and step % self._samples_every == 0:
+        if rows and step % self.samples_every == 0:
             self._attempt(lambda: self._write_samples(step, rows))
 
     def close(self, exit_code: int = 0) -> None:
@@ -106,13 +95,8 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> without_secrets({"engine": {"url": "http://h:1", "api_key": "abc"}, "seed": 1})
     {'engine': {'url': 'http://h:1', 'api_key': '***'}, 'seed': 1}
     """
-    return {name: _starred(name, value) for name, value in config.items()}
-
-
-def _starred(name: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return without_secrets(value)
-    return "***" if value is not None and name in SECRET_NAMES else value
+    copy = {name: without_secrets(value) if isinstance(value, Mapping) else value for name, value in config.items()}
+    return copy | {name: "***" for name in SECRET_NAMES if copy.get(name) is not None}
 
 
 for _file in iter_modules(__path__):

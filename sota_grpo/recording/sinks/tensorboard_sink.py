@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.config import Config, flat
-from sota_grpo.recording.sinks import SAMPLES_EVERY, CopySink, without_secrets
+from sota_grpo.recording.sinks import CopySink, without_secrets
 from sota_grpo.text import readable
 
 FOLDER = "tensorboard"
@@ -28,21 +28,13 @@ class TensorBoardSink(CopySink):
     files have of those steps. Values are stored as 32-bit floats, which is what TensorBoard shows.
 
     Args:
-        run_dir: the run directory.
         config: plain nested values; its leaves become hyperparameters, without keys and tokens.
-        samples_every: steps between two texts of samples.
     """
 
     label, option = "TensorBoard", "tensorboard"
 
-    def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        *,
-        config: Mapping[str, Any] | None = None,
-        samples_every: int = SAMPLES_EVERY,
-    ):
-        super().__init__(samples_every)
+    def __init__(self, run_dir: str | os.PathLike[str], *, config: Mapping[str, Any] | None = None):
+        super().__init__()
         self._dir = Path(run_dir) / FOLDER
         self._config = without_secrets(config or {})
         self._first_step: int | None = None
@@ -91,10 +83,8 @@ class TensorBoardSink(CopySink):
         """What the HParams tab reads: the experiment, the start of this session, its end."""
         from torch.utils.tensorboard.summary import hparams
 
-        given = {name: value for name, value in flat(self._config).items() if value is not None}
-        plain = {
-            name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in given.items()
-        }
+        values = {name: value for name, value in flat(self._config).items() if value is not None}
+        plain = {name: one if isinstance(one, (bool, int, float, str)) else str(one) for name, one in values.items()}
         return hparams(plain, dict.fromkeys(JUDGED_BY, 0.0))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sota_grpo.config import Config
-from sota_grpo.recording.sinks import SAMPLES_EVERY, SECRET_NAMES, CopySink, without_secrets
+from sota_grpo.recording.sinks import SECRET_NAMES, CopySink, without_secrets
 from sota_grpo.text import readable, sentence
 
 RUN_ID_FILE = "wandb_run_id.txt"
@@ -50,12 +50,9 @@ class WandbSink(CopySink):
 
     Args:
         mode: ``online`` or ``offline``. The attribute ``mode`` afterwards is the mode it began in.
-        project: W&B project.
         run_dir: the run directory; it keeps the run's id and W&B's files.
         name: name of the run; None takes the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
-        tags: W&B tags.
         config: plain nested values, shown beside the run without keys and tokens.
-        samples_every: steps between tables of samples, each of which W&B stores as a file.
     """
 
     label, option, may_be_missing = "W&B", "wandb", ("offline",)
@@ -69,9 +66,8 @@ class WandbSink(CopySink):
         name: str | None = None,
         tags: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
-        samples_every: int = SAMPLES_EVERY,
     ):
-        super().__init__(samples_every)
+        super().__init__()
         self._dir, self.mode = Path(run_dir), mode
         if mode == "online" and not has_api_key():
             self._go_offline("no API key was found (WANDB_API_KEY or netrc)")
@@ -82,14 +78,8 @@ class WandbSink(CopySink):
     @classmethod
     def from_config(cls, config: Config, run_dir: Path) -> WandbSink:
         part = config.logging
-        return cls(
-            part.wandb,
-            project=part.project,
-            name=part.run_name,
-            tags=part.tags,
-            config=asdict(config),
-            run_dir=run_dir,
-        )
+        named: dict[str, Any] = {"project": part.project, "name": part.run_name, "tags": part.tags}
+        return cls(part.wandb, run_dir=run_dir, config=asdict(config), **named)
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})

@@ -5,8 +5,8 @@ const RUNS = DATA.runs.map((run, index) => ({ ...run, index, label: labelOf(inde
 const SEEDED = DATA.seeds.filter((members) => members.length > 1);
 const state = {
   shown: new Set(RUNS.map((run) => run.index)),
-  half: 0, // turns on either side that smoothing takes in
-  axis: "turns",
+  half: 0, // steps on either side that smoothing takes in
+  axis: "steps",
   bands: true,
   means: false,
   log: false,

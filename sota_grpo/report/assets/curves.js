@@ -89,7 +89,7 @@ function tell(chart, at) {
     const known = step === null || step === undefined ? line.points.at(-1) : nearest(line.points, step);
     if (!known) continue;
     const error = known.e === null ? "" : ` ± ${fmt(known.e, 2)}`;
-    said.push(el("span", {}, el("b", {}, line.label), ` ${fmt(known.y)}${error}`, el("span", { class: "quiet" }, ` turn ${fmt(known.step)}`)));
+    said.push(el("span", {}, el("b", {}, line.label), ` ${fmt(known.y)}${error}`, el("span", { class: "quiet" }, ` step ${fmt(known.step)}`)));
   }
   fill(chart.says, said.length ? said : "No run that is shown has this metric.");
 }
@@ -196,13 +196,13 @@ function findMetrics() {
 }
 
 function startCurves() {
-  const turns = Math.max(...RUNS.map((run) => run.turns));
-  const fitting = WIDTHS.filter((width) => width === 1 || width <= turns / 20).length - 1;
+  const steps = Math.max(...RUNS.map((run) => run.done));
+  const fitting = WIDTHS.filter((width) => width === 1 || width <= steps / 20).length - 1;
   byId("smooth").value = fitting;
   const smooth = () => {
     const width = WIDTHS[byId("smooth").value];
     state.half = (width - 1) / 2;
-    byId("smooth-says").value = width === 1 ? "none" : `mean of ${width} turns`;
+    byId("smooth-says").value = width === 1 ? "none" : `mean of ${width} steps`;
     byId("smooth").setAttribute("aria-valuetext", byId("smooth-says").value);
   };
   smooth();

@@ -17,8 +17,8 @@ const KINDS = {
 
 function findGroups() {
   const run = RUNS[browse.run];
-  const from = Number(byId("turn-from").value || 0);
-  const to = byId("turn-to").value === "" ? Infinity : Number(byId("turn-to").value);
+  const from = Number(byId("step-from").value || 0);
+  const to = byId("step-to").value === "" ? Infinity : Number(byId("step-to").value);
   const kind = KINDS[byId("group-kind").value];
   const wanted = byId("find-text").value.toLowerCase();
   const holds = (group) => [plainText(group.prompt), ...group.samples.map(wordsIn)].some((text) => text.toLowerCase().includes(wanted));
@@ -29,12 +29,12 @@ function findGroups() {
     byId("groups-say"),
     `${fmt(browse.found.length)} of the ${plural(run.groups.length, "group")} in this page match.`,
     left > 0 ? ` ${plural(left, "further group")} of this run ${left === 1 ? "is" : "are"} left out to keep the page small; rollouts.jsonl has the best and worst sample of each.` : "",
-    run.record.stored.length ? ` All samples with their tokens: turns ${shortList(run.record.stored)}.` : " No stored steps: the best and worst sample of each group, without tokens.",
+    run.record.stored.length ? ` All samples with their tokens: steps ${shortList(run.record.stored)}.` : " No stored steps: the best and worst sample of each group, without tokens.",
   );
 }
 
-function shortList(turns) {
-  return turns.length <= 8 ? turns.join(", ") : `${turns.slice(0, 3).join(", ")}, … ${turns.slice(-3).join(", ")} (${turns.length})`;
+function shortList(steps) {
+  return steps.length <= 8 ? steps.join(", ") : `${steps.slice(0, 3).join(", ")}, … ${steps.slice(-3).join(", ")} (${steps.length})`;
 }
 
 function flagsOf(group) {
@@ -58,7 +58,7 @@ function showList() {
     el(
       "div",
       { role: "option", id: `option-${start + at}`, "aria-selected": group === browse.group ? "true" : "false", click: () => showGroup(start + at) },
-      el("span", { class: "turn" }, `turn ${fmt(group.step)}`),
+      el("span", { class: "step" }, `step ${fmt(group.step)}`),
       el("span", { class: "quiet" }, `group ${group.id}`),
       el("span", { class: "rewards" }, `reward ${rewardsOf(group)}`),
       flagsOf(group),
@@ -93,7 +93,7 @@ function showDetail() {
   const samples = [...group.samples].sort((a, b) => b.reward - a.reward || a.id - b.id);
   return fill(
     byId("group"),
-    el("h3", {}, `Turn ${fmt(group.step)}, group ${group.id} `, flagsOf(group)),
+    el("h3", {}, `Step ${fmt(group.step)}, group ${group.id} `, flagsOf(group)),
     el("p", { class: "quiet" }, `Run ${RUNS[browse.run].label}, ${whole}, reward ${rewardsOf(group)}.`),
     el("h4", {}, "Prompt"),
     passage(group.prompt, { class: "text prompt" }),
@@ -143,11 +143,11 @@ function sampleCard(group, sample) {
   );
 }
 
-// From a point of a curve to the groups of its turn, or of the nearest turn in the page.
+// From a point of a curve to the groups of its step, or of the nearest step in the page.
 function lookBehind(run, step) {
   browse.run = run;
   byId("group-run").value = run;
-  for (const id of ["turn-from", "turn-to", "find-text"]) byId(id).value = "";
+  for (const id of ["step-from", "step-to", "find-text"]) byId(id).value = "";
   byId("group-kind").value = "all";
   findGroups();
   let best = -1;
@@ -193,7 +193,7 @@ function turnPage(by) {
 function startGroups() {
   byId("group-run").append(...RUNS.map((run) => el("option", { value: run.index }, `${run.label} · `, readable(run.name).map((part) => part.textContent ?? part).join(""))));
   byId("group-run").addEventListener("change", (event) => ((browse.run = Number(event.target.value)), refilter()));
-  for (const id of ["turn-from", "turn-to", "find-text"]) byId(id).addEventListener("input", debounced(refilter));
+  for (const id of ["step-from", "step-to", "find-text"]) byId(id).addEventListener("input", debounced(refilter));
   byId("group-kind").addEventListener("change", refilter);
   byId("group-tools").addEventListener("submit", (event) => event.preventDefault());
   byId("group-list").addEventListener("keydown", listKey);

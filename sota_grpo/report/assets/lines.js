@@ -5,7 +5,7 @@ const STROKES = ["", "7 4", "2 3", "7 3 2 3", "11 4", "11 3 2 3"];
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "x-thin-open"];
 const SHAPES = ["M-3.5 0a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0", "M-3-3h6v6h-6z", "M0-4.5l4.5 4.5l-4.5 4.5l-4.5-4.5z", "M0-4l4 7h-8z", "M-3.5-3.5l7 7m0-7l-7 7"];
 const COLOURS = 8;
-const WIDTHS = [1, 3, 5, 11, 21, 51, 101, 201]; // turns that smoothing takes the mean of
+const WIDTHS = [1, 3, 5, 11, 21, 51, 101, 201]; // steps that smoothing takes the mean of
 
 const runColour = (index) => `--run-${index % COLOURS}`;
 
@@ -37,11 +37,11 @@ function pointsOf(run, name) {
   const errors = new Map();
   eachValue(run.errors[name], (at, value) => errors.set(at, value));
   const points = [];
-  const back = name.startsWith("eval/") ? 1 : 0; // an evaluation comes before the turn of its step
+  const back = name.startsWith("eval/") ? 1 : 0; // an evaluation comes before its step
   eachValue(run.columns[name], (at, y) =>
     points.push({
       step: run.steps[at],
-      turns: run.steps[at],
+      steps: run.steps[at],
       responses: run.responses[at - back] ?? 0,
       minutes: (run.seconds[at - back] ?? 0) / 60,
       y,
@@ -51,7 +51,7 @@ function pointsOf(run, name) {
   return points;
 }
 
-// The mean over the points within `half` turns on either side; its error takes the turns as independent.
+// The mean over the points within `half` steps on either side; its error takes the steps as independent.
 function smoothed(points, half) {
   if (!half) return points;
   let low = 0, high = 0, sum = 0, squares = 0, known = 0;
@@ -68,7 +68,7 @@ function smoothed(points, half) {
   });
 }
 
-// Mean and standard error over runs, at the turns that all of them have.
+// Mean and standard error over runs, at the steps that all of them have.
 function meanOver(lines) {
   const at = new Map();
   for (const line of lines) for (const point of line) at.set(point.step, [...(at.get(point.step) ?? []), point]);
@@ -78,7 +78,7 @@ function meanOver(lines) {
     if (points.length < lines.length) continue;
     const y = mean(points, "y");
     const variance = points.reduce((sum, point) => sum + (point.y - y) ** 2, 0) / (points.length - 1);
-    const x = Object.fromEntries(["turns", "responses", "minutes"].map((key) => [key, mean(points, key)]));
+    const x = Object.fromEntries(["steps", "responses", "minutes"].map((key) => [key, mean(points, key)]));
     found.push({ step, ...x, y, e: Math.sqrt(variance / points.length) });
   }
   return found.sort((a, b) => a.step - b.step);

@@ -1,8 +1,8 @@
 // The runs: which are shown, how far they are, and in which options they differ.
 
 function stateOf(run) {
-  const turns = run.asked === null || run.turns === run.asked ? plural(run.turns, "turn") : `${fmt(run.turns)} of ${plural(run.asked, "turn")}`;
-  return el("td", {}, `${run.state}, ${turns}`, run.note ? el("span", { class: "help quiet" }, readable(run.note)) : null);
+  const steps = run.asked === null || run.done === run.asked ? plural(run.done, "step") : `${fmt(run.done)} of ${plural(run.asked, "step")}`;
+  return el("td", {}, `${run.state}, ${steps}`, run.note ? el("span", { class: "help quiet" }, readable(run.note)) : null);
 }
 
 function accuracyOf(run) {
@@ -62,10 +62,10 @@ function startRuns() {
   byId("about").textContent = `${one ? RUNS[0].path : plural(RUNS.length, "run")} · written ${DATA.made}`;
   document.title = `Training report · ${one ? RUNS[0].name : plural(RUNS.length, "run")}`;
   const all = one ? "" : el("input", { type: "checkbox", id: "all-runs", "aria-label": "show all runs", checked: true, change: toggleAll });
-  const head = [all, "Run", "State", "Reward (first → last turns)", "Held-out accuracy", "Time in turns", "Last written"];
+  const head = [all, "Run", "State", "Reward (first → last steps)", "Held-out accuracy", "Time in steps", "Last written"];
   byId("runs-table").append(table(head, RUNS.map(runRow)));
   const notes = [];
-  if (DATA.stride > 1) notes.push(`Every ${DATA.stride}th turn is in the curves, all evaluations are.`);
+  if (DATA.stride > 1) notes.push(`Every ${DATA.stride}th step is in the curves, all evaluations are.`);
   for (const members of SEEDED) notes.push(`${members.map((index) => RUNS[index].label).join(", ")} are seeds of one config.`);
   byId("runs-notes").textContent = notes.join(" ");
   if (DATA.left_out.length) {

@@ -18,7 +18,7 @@ function startTime() {
   const cell = (run, spent) => (spent === undefined || !run.phases.total ? el("td", {}, "–") : bar(spent / run.phases.total, `${duration(spent)} · ${percent(spent / run.phases.total)}`));
   const rows = [...names].map((name) => row(name, (run) => run.phases.parts[name]));
   rows.push(row("other", (run) => run.phases.other));
-  rows.push([rowHead("turns and evaluations"), ...RUNS.map((run) => el("td", { class: "sum" }, duration(run.phases.total)))]);
+  rows.push([rowHead("steps and evaluations"), ...RUNS.map((run) => el("td", { class: "sum" }, duration(run.phases.total)))]);
   const note = RUNS.some((run) => run.concurrent) ? "In a concurrent run the phases overlap, so they may add up to more than the whole." : "";
   byId("time-table").append(wide("Time by phase", table(["Phase", ...runHeads()], rows, { class: "bars" })), el("p", { class: "quiet" }, `Checkpoints, the start and the checks before training are not in these sums. ${note}`));
 }

@@ -22,64 +22,50 @@ from typing import Any
 
 from sota_grpo.rewards.extract import extract_answer, without_thinking
 from sota_grpo.rewards.ifeval import checks
-from sota_grpo.rewards.ifeval.checks import LANGUAGES, RELATIONS, find_punkt
-
-__all__ = [
-    "FUNC_NAMES",
-    "INSTRUCTIONS",
-    "answer_text",
-    "find_punkt",
-    "follow_lists",
-    "read_instructions",
-    "read_kwargs",
-    "read_prompt",
-]
+from sota_grpo.rewards.ifeval.checks import LANGUAGES, RELATIONS
+from sota_grpo.rewards.ifeval.checks import find_punkt as find_punkt
 
 Kwargs = Mapping[str, Any]
 Reader = Callable[[Any], Any]  # the value of a kwarg, or a ValueError that says what it must be
 
 
-def _count(value: Any) -> int:
+def _require(holds: bool, must_be: str) -> None:
+    if not holds:
+        raise ValueError(must_be)
+
+
+def _count(value: Any, least: int = 0) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # a column of numbers with gaps comes back as floats
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError("a whole number from 0")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_whole and value >= least, f"a whole number from {least}")
     return value
 
 
-def _position(value: Any) -> int:
-    if _count(value) == 0:
-        raise ValueError("a whole number from 1")
-    return _count(value)
-
-
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("a text")
+    _require(isinstance(value, str) and bool(value.strip()), "a text")
     return value.strip()
 
 
 def _texts(value: Any) -> list[str]:
-    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(item, str) and item for item in value):
-        raise ValueError("a list of texts")
+    are_texts = isinstance(value, (list, tuple)) and all(isinstance(item, str) and item for item in value)
+    _require(are_texts and bool(value), "a list of texts")
     return list(value)
 
 
 def _letter(value: Any) -> str:
-    if len(_text(value)) != 1:
-        raise ValueError("one character")
+    _require(len(_text(value)) == 1, "one character")
     return _text(value)
 
 
 def _relation(value: Any) -> str:
-    if not isinstance(value, str) or value not in RELATIONS:
-        raise ValueError(f"one of {', '.join(RELATIONS)}")
+    _require(isinstance(value, str) and value in RELATIONS, f"one of {', '.join(RELATIONS)}")
     return value
 
 
 def _language(value: Any) -> str:
-    if not isinstance(value, str) or value not in LANGUAGES:
-        raise ValueError("the code of a language that langdetect knows, such as en, de or zh-cn")
+    is_known = isinstance(value, str) and value in LANGUAGES
+    _require(is_known, "the code of a language that langdetect knows, such as en, de or zh-cn")
     return value
 
 
@@ -90,7 +76,7 @@ _READERS: Mapping[str, Reader] = {
     **dict.fromkeys(("keyword", "divider", "first_word", "postscript_marker", "section_spliter"), _text),
     **dict.fromkeys(("prompt_to_repeat", "end_phrase"), _text),
     **dict.fromkeys(("relation", "let_relation", "capital_relation"), _relation),
-    **{"letter": _letter, "language": _language, "nth_paragraph": _position},
+    **{"letter": _letter, "language": _language, "nth_paragraph": partial(_count, least=1)},
 }
 
 
@@ -100,23 +86,26 @@ class Instruction:
 
     Args:
         follows: ``(text, **kwargs) -> bool``.
+        func_name: of the constraint of RLVR-IFeval that is this instruction.
         kwargs: reader of each kwarg that must be there.
         optional: reader of each kwarg that may be there; the benchmark has none, training data do.
         splits_sentences: ``follows`` takes ``nltk_data`` beside its kwargs.
     """
 
     follows: Callable[..., bool]
+    func_name: str
     kwargs: Mapping[str, Reader]
     optional: Mapping[str, Reader]
     splits_sentences: bool
 
 
-def _instruction(follows: Callable[..., bool]) -> Instruction:
+def _instruction(follows: Callable[..., bool], func_name: str) -> Instruction:
     """What the parameters of a check say."""
     _, *parameters = signature(follows).parameters.values()
     named = [one for one in parameters if one.name != "nltk_data"]
     return Instruction(
         follows,
+        func_name,
         kwargs={one.name: _READERS[one.name] for one in named if one.default is one.empty},
         optional={one.name: _READERS[one.name] for one in named if one.default is not one.empty},
         splits_sentences=len(named) < len(parameters),
@@ -124,31 +113,33 @@ def _instruction(follows: Callable[..., bool]) -> Instruction:
 
 
 INSTRUCTIONS: Mapping[str, Instruction] = {
-    "keywords:existence": _instruction(checks.has_keywords),
-    "keywords:frequency": _instruction(checks.keyword_count),
-    "keywords:forbidden_words": _instruction(checks.lacks_words),
-    "keywords:letter_frequency": _instruction(checks.letter_count),
-    "language:response_language": _instruction(checks.is_language),
-    "length_constraints:number_sentences": _instruction(checks.sentence_count),
-    "length_constraints:number_paragraphs": _instruction(checks.paragraph_count),
-    "length_constraints:number_words": _instruction(checks.word_count),
-    "length_constraints:nth_paragraph_first_word": _instruction(checks.nth_paragraph_begins),
-    "detectable_content:number_placeholders": _instruction(checks.placeholder_count),
-    "detectable_content:postscript": _instruction(checks.has_postscript),
-    "detectable_format:number_bullet_lists": _instruction(checks.bullet_count),
-    "detectable_format:constrained_response": _instruction(checks.is_choice),
-    "detectable_format:number_highlighted_sections": _instruction(checks.highlight_count),
-    "detectable_format:multiple_sections": _instruction(checks.section_count),
-    "detectable_format:json_format": _instruction(checks.is_json),
-    "detectable_format:title": _instruction(checks.has_title),
-    "combination:two_responses": _instruction(checks.has_two_responses),
-    "combination:repeat_prompt": _instruction(checks.repeats_prompt),
-    "startend:end_checker": _instruction(checks.ends_with),
-    "change_case:capital_word_frequency": _instruction(checks.capital_word_count),
-    "change_case:english_capital": _instruction(checks.is_english_in_capitals),
-    "change_case:english_lowercase": _instruction(checks.is_english_in_lower_case),
-    "punctuation:no_comma": _instruction(checks.lacks_commas),
-    "startend:quotation": _instruction(checks.is_quoted),
+    "keywords:existence": _instruction(checks.has_keywords, "verify_keywords"),
+    "keywords:frequency": _instruction(checks.keyword_count, "verify_keyword_frequency"),
+    "keywords:forbidden_words": _instruction(checks.lacks_words, "validate_forbidden_words"),
+    "keywords:letter_frequency": _instruction(checks.letter_count, "verify_letter_frequency"),
+    "language:response_language": _instruction(checks.is_language, "validate_response_language"),
+    "length_constraints:number_sentences": _instruction(checks.sentence_count, "verify_sentence_constraint"),
+    "length_constraints:number_paragraphs": _instruction(checks.paragraph_count, "verify_paragraph_count"),
+    "length_constraints:number_words": _instruction(checks.word_count, "validate_word_constraint"),
+    "length_constraints:nth_paragraph_first_word": _instruction(checks.nth_paragraph_begins, "validate_paragraphs"),
+    "detectable_content:number_placeholders": _instruction(checks.placeholder_count, "validate_placeholders"),
+    "detectable_content:postscript": _instruction(checks.has_postscript, "verify_postscript"),
+    "detectable_format:number_bullet_lists": _instruction(checks.bullet_count, "verify_bullet_points"),
+    "detectable_format:constrained_response": _instruction(checks.is_choice, "validate_choice"),
+    "detectable_format:number_highlighted_sections": _instruction(
+        checks.highlight_count, "validate_highlighted_sections"
+    ),
+    "detectable_format:multiple_sections": _instruction(checks.section_count, "validate_sections"),
+    "detectable_format:json_format": _instruction(checks.is_json, "validate_json_format"),
+    "detectable_format:title": _instruction(checks.has_title, "validate_title"),
+    "combination:two_responses": _instruction(checks.has_two_responses, "validate_two_responses"),
+    "combination:repeat_prompt": _instruction(checks.repeats_prompt, "validate_repeat_prompt"),
+    "startend:end_checker": _instruction(checks.ends_with, "validate_end"),
+    "change_case:capital_word_frequency": _instruction(checks.capital_word_count, "validate_frequency_capital_words"),
+    "change_case:english_capital": _instruction(checks.is_english_in_capitals, "validate_uppercase"),
+    "change_case:english_lowercase": _instruction(checks.is_english_in_lower_case, "validate_lowercase"),
+    "punctuation:no_comma": _instruction(checks.lacks_commas, "validate_no_commas"),
+    "startend:quotation": _instruction(checks.is_quoted, "validate_quotation"),
 }
 
 
@@ -177,7 +168,7 @@ def read_kwargs(instruction_id: str, kwargs: Mapping[str, Any]) -> dict[str, Any
             takes = f"takes {', '.join(readers)}" if readers else "takes no kwargs"
             raise ValueError(f"{instruction_id} has {name}={value!r} but {takes}")
     read = {}
-    for name in (name for name in readers if name in present):
+    for name in filter(present.__contains__, readers):
         try:
             read[name] = readers[name](present[name])
         except ValueError as must_be:
@@ -241,44 +232,19 @@ def _other_readings(text: str) -> list[str]:
     return list(dict.fromkeys([*cut, *(reading.replace("*", "") for reading in cut)]))[1:]
 
 
-# A constraint of RLVR-IFeval, the instruction that it is, and which argument of the one is which kwarg of the other.
-_CONSTRAINTS = """
-verify_keywords keywords:existence keyword_list=keywords
-verify_keyword_frequency keywords:frequency word=keyword N=frequency
-validate_forbidden_words keywords:forbidden_words forbidden_words=forbidden_words
-verify_letter_frequency keywords:letter_frequency letter=letter N=let_frequency
-validate_response_language language:response_language language=language
-verify_paragraph_count length_constraints:number_paragraphs N=num_paragraphs
-validate_word_constraint length_constraints:number_words quantifier=relation N=num_words
-verify_sentence_constraint length_constraints:number_sentences quantifier=relation N=num_sentences
-validate_paragraphs length_constraints:nth_paragraph_first_word N=num_paragraphs i=nth_paragraph first_word=first_word
-verify_postscript detectable_content:postscript postscript_marker=postscript_marker
-validate_placeholders detectable_content:number_placeholders N=num_placeholders
-verify_bullet_points detectable_format:number_bullet_lists N=num_bullets
-validate_title detectable_format:title
-validate_choice detectable_format:constrained_response options=options
-validate_highlighted_sections detectable_format:number_highlighted_sections N=num_highlights
-validate_sections detectable_format:multiple_sections section_splitter=section_spliter N=num_sections
-validate_json_format detectable_format:json_format
-validate_repeat_prompt combination:repeat_prompt original_prompt=prompt_to_repeat
-validate_two_responses combination:two_responses
-validate_uppercase change_case:english_capital
-validate_lowercase change_case:english_lowercase
-validate_frequency_capital_words change_case:capital_word_frequency quantifier=capital_relation N=capital_frequency
-validate_end startend:end_checker end_phrase=end_phrase
-validate_quotation startend:quotation
-validate_no_commas punctuation:no_comma
-"""
+_FUNCTIONS = {instruction.func_name: name for name, instruction in INSTRUCTIONS.items()}
+FUNC_NAMES = tuple(_FUNCTIONS)
+_ARGUMENTS = {  # of a constraint, where they are called otherwise than the kwargs; those that are counts are all N
+    **{name: "N" for name, reader in _READERS.items() if reader is _count},
+    **{name: "quantifier" for name, reader in _READERS.items() if reader is _relation},
+    **{"keywords": "keyword_list", "keyword": "word", "nth_paragraph": "i", "prompt_to_repeat": "original_prompt"},
+    "section_spliter": "section_splitter",
+}
 _FIXED: Mapping[str, Kwargs] = {  # what the constraint's own text says
     "verify_keyword_frequency": {"relation": "exactly"},
     "verify_letter_frequency": {"let_relation": "exactly"},
     "verify_paragraph_count": {"divider": "* * *"},
 }
-_NAMES = {
-    func_name: (instruction_id, dict(pair.split("=") for pair in pairs))
-    for func_name, instruction_id, *pairs in map(str.split, _CONSTRAINTS.strip().split("\n"))
-}
-FUNC_NAMES = tuple(_NAMES)
 _REPEAT = "First, repeat the request"  # begins the sentence that does not belong to the request
 
 
@@ -286,16 +252,12 @@ def _escaped(words: str | Sequence[str]) -> list[str]:
     return [re.escape(word) for word in ([words] if isinstance(words, str) else words)]
 
 
-def _options(options: str | Sequence[str]) -> Sequence[str]:
-    return [option.strip() for option in options.split(",")] if isinstance(options, str) else options
-
-
 _MEANING: Mapping[str, Callable[[Any], Any]] = {  # to the benchmark keywords are regular expressions
     "keyword_list": _escaped,
     "word": lambda word: rf"(?<!\w){re.escape(word)}(?!\w)",
     "forbidden_words": _escaped,
     "section_splitter": re.escape,
-    "options": _options,
+    "options": lambda options: list(map(str.strip, options.split(","))) if isinstance(options, str) else options,
     "original_prompt": lambda prompt: prompt.partition(_REPEAT)[0],
 }
 
@@ -309,14 +271,15 @@ def instruction_of(constraint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     >>> instruction_of({"func_name": "validate_word_constraint", "N": 17, "quantifier": "at least", "word": None})
     ('length_constraints:number_words', {'relation': 'at least', 'num_words': 17})
     >>> instruction_of({"func_name": "verify_keyword_frequency", "word": "cat", "N": 2})[1]
-    {'keyword': '(?<!\\\\w)cat(?!\\\\w)', 'frequency': 2, 'relation': 'exactly'}
+    {'keyword': '(?<!\\\\w)cat(?!\\\\w)', 'relation': 'exactly', 'frequency': 2}
     """
     func_name = constraint.get("func_name")
     if func_name not in FUNC_NAMES:
         raise ValueError(f"func_name {func_name!r} is none of the {len(FUNC_NAMES)} constraints of RLVR-IFeval")
-    instruction_id, names = _NAMES[func_name]
-    kwargs = {kwarg: _meaning(argument, constraint.get(argument)) for argument, kwarg in names.items()}
-    return instruction_id, {**kwargs, **_FIXED.get(func_name, {})}
+    instruction = INSTRUCTIONS[_FUNCTIONS[func_name]]
+    names = {kwarg: _ARGUMENTS.get(kwarg, kwarg) for kwarg in (*instruction.kwargs, *instruction.optional)}
+    kwargs = {kwarg: _meaning(argument, constraint.get(argument)) for kwarg, argument in names.items()}
+    return _FUNCTIONS[func_name], {**kwargs, **_FIXED.get(func_name, {})}
 
 
 def _meaning(argument: str, value: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -93,38 +94,23 @@ def num_capital_tokens(sentence: str) -> int:
     return count(sentence)
 
 
-def words(text: str) -> list[str]:
-    """Runs of letters, digits and underscores, the words that the benchmark counts.
-
-    >>> words("It's a_b, 3.5!")
-    ['It', 's', 'a_b', '3', '5']
-    """
-    return _word_finder().tokenize(text)
-
-
 @lru_cache(maxsize=8)
 def _splitter(nltk_data: str | None) -> Any:
     from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
 
     folder, parameters = find_punkt(nltk_data), PunktParameters()
+    # the context is a Counter, which keeps no word that it does not have: NLTK's own table grows with every text
     if folder is None:
         parameters.abbrev_types = set(_ABBREVIATIONS.split())
         parameters.sent_starters = set(_COMMON_WORDS.split())
-        parameters.ortho_context = _Flags.fromkeys(parameters.sent_starters, _LOWER_CASE_INSIDE)
+        parameters.ortho_context = Counter(dict.fromkeys(parameters.sent_starters, _LOWER_CASE_INSIDE))
     else:  # the four tables, read here: NLTK's own reader changes with its versions, and accepts its own folders only
         parameters.abbrev_types = set(_lines(folder / "abbrev_types.txt"))
         parameters.sent_starters = set(_lines(folder / "sent_starters.txt"))
         parameters.collocations = {tuple(line.split("\t")) for line in _lines(folder / "collocations.tab")}
         flags = (line.split("\t") for line in _lines(folder / "ortho_context.tab"))
-        parameters.ortho_context = _Flags({word: int(number) for word, number in flags})
+        parameters.ortho_context = Counter({word: int(number) for word, number in flags})
     return PunktSentenceTokenizer(parameters)
-
-
-class _Flags(dict[str, int]):
-    """How words were seen; 0 for one that never was, and it is not kept: NLTK's own table grows with every text."""
-
-    def __missing__(self, word: str) -> int:
-        return 0
 
 
 def _lines(path: Path) -> list[str]:
@@ -133,14 +119,9 @@ def _lines(path: Path) -> list[str]:
 
 @lru_cache(maxsize=16384)  # a response and its loose readings share sentences
 def _count_capital_tokens(sentence: str) -> int:
-    return sum(token.isupper() for token in _tokenizer().tokenize(sentence))
-
-
-@lru_cache(maxsize=1)
-def _tokenizer() -> Any:
     from nltk.tokenize import NLTKWordTokenizer
 
-    return NLTKWordTokenizer()
+    return sum(token.isupper() for token in NLTKWordTokenizer().tokenize(sentence))
 
 
 @lru_cache(maxsize=1)
@@ -160,27 +141,18 @@ RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
     # the benchmark has the two above; training data ask for these, too
     "at most": lambda count, threshold: count <= threshold,
     "exactly": lambda count, threshold: count == threshold,
-    "around": lambda count, threshold: abs(count - threshold) <= _tolerance(threshold),
+    "around": lambda count, threshold: abs(count - threshold) <= _tolerance(threshold),  # a tenth, at least 1
 }
 
 
-def compare(count: int, relation: str, threshold: int) -> bool:
-    """Whether ``count`` stands in ``relation`` to ``threshold``; ``around`` is a tenth to either side, at least 1.
-
-    >>> compare(3, "at least", 3), compare(3, "less than", 3), compare(33, "around", 30), compare(34, "around", 30)
-    (True, False, True, False)
-    """
-    return RELATIONS[relation](count, threshold)
-
-
 def compare_number_of(items: Iterable[object], relation: str, threshold: int) -> bool:
-    """The same for the number of ``items``, of which no more are asked for than decide it.
+    """Whether there are so many ``items``, no more of which are read than decide it.
 
     >>> compare_number_of(iter("abc"), "exactly", 3), compare_number_of(iter(int, 1), "at most", 5)
     (True, False)
     """
     enough = threshold + _tolerance(threshold) + 1  # of so many or more, every relation says the same
-    return compare(sum(1 for _ in islice(items, enough)), relation, threshold)
+    return RELATIONS[relation](sum(1 for _ in islice(items, enough)), threshold)
 
 
 @lru_cache(maxsize=4096)
@@ -270,7 +242,7 @@ def lacks_words(text: str, forbidden_words: Sequence[str]) -> bool:
 
 def letter_count(text: str, letter: str, let_relation: str, let_frequency: int) -> bool:
     """The character comes so many times, letter case aside."""
-    return compare(text.lower().count(letter.lower()), let_relation, let_frequency)
+    return RELATIONS[let_relation](text.lower().count(letter.lower()), let_frequency)
 
 
 def sentence_count(text: str, relation: str, num_sentences: int, nltk_data: str | None = None) -> bool:
@@ -280,7 +252,7 @@ def sentence_count(text: str, relation: str, num_sentences: int, nltk_data: str 
 
 def word_count(text: str, relation: str, num_words: int) -> bool:
     """The text has so many runs of letters, digits and underscores."""
-    return compare(len(words(text)), relation, num_words)
+    return RELATIONS[relation](len(_word_finder().tokenize(text)), num_words)
 
 
 def paragraph_count(text: str, num_paragraphs: int, divider: str = DIVIDER) -> bool:
@@ -296,10 +268,10 @@ def nth_paragraph_begins(text: str, num_paragraphs: int, nth_paragraph: int, fir
     num_full = sum(1 for paragraph in paragraphs if paragraph.strip())
     if num_full != num_paragraphs or nth_paragraph > num_full:
         return False
-    found = paragraphs[nth_paragraph - 1].split(maxsplit=1)  # empty ones count here, as they do officially
-    if not found:
+    words = paragraphs[nth_paragraph - 1].split(maxsplit=1)  # empty ones count here, as they do officially
+    if not words:
         return False
-    word = _FIRST_WORD.match(found[0].lstrip("'").lstrip('"'))
+    word = _FIRST_WORD.match(words[0].lstrip("'").lstrip('"'))
     return word is not None and "".join(letter.lower() for letter in word[0]) == first_word.lower()
 
 
@@ -334,9 +306,8 @@ def is_choice(text: str, options: Sequence[str] = CHOICES) -> bool:
 
 def highlight_count(text: str, num_highlights: int) -> bool:
     """At least so many ``*highlights*`` that are not empty; a ``**double**`` one counts, too."""
-    single = sum(1 for inside in _HIGHLIGHT.findall(text) if inside.strip())
-    double = sum(1 for inside in _DOUBLE_HIGHLIGHT.findall(text) if inside.strip())
-    return single + double >= num_highlights
+    highlights = _HIGHLIGHT.findall(text) + _DOUBLE_HIGHLIGHT.findall(text)
+    return sum(1 for inside in highlights if inside.strip()) >= num_highlights
 
 
 def section_count(text: str, section_spliter: str, num_sections: int) -> bool:

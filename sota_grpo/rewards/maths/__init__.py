@@ -17,20 +17,12 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from itertools import accumulate
 
-from sota_grpo.rewards.maths.parse import Node, Unreadable, parse_answer, variables, walk
-from sota_grpo.rewards.maths.values import (
-    FLIPPED,
-    Measure,
-    NoNumber,
-    NoValue,
-    RealSets,
-    TooCostly,
-    Values,
-    split_unit,
-)
+from sota_grpo.rewards.maths.parse import INFINITY, Node, Unreadable, parse_answer, variables, walk, without_sign
+from sota_grpo.rewards.maths.values import FLIPPED, Measure, NoNumber, NoValue, RealSets, TooCostly, Values, split_unit
 
 MAX_ANSWER_CHARS = 1000  # of an answer that is compared; the longest gold answer of MATH has 159
 
@@ -59,16 +51,10 @@ _REWRITES = tuple(
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s?\.?", ""),
         (r"(?<=\d)\s?(?:\{\s?,\s?\}|,\\[!,;: ]|\\[!,])\s?(?=\d{3}(?!\d))", ""),  # thousands: 1{,}000 and 1,\!000
         (r"\\!", ""),
-        (
-            r"&(?= ?(?:[=<>]|\\(?:[lg]eq?|approx)(?![A-Za-z])))",
-            "",
-        ),  # lines are aligned at signs, no cell begins with one
+        (r"&(?= ?(?:[=<>]|\\(?:[lg]eq?|approx)(?![A-Za-z])))", ""),  # aligned lines: no cell begins with a sign
         (r"\.\.\.|\\(?:dots|cdots|dotsc)(?![A-Za-z])", r"\\ldots "),
         (r"(?<!\\)\\[,;: >]|~|\\q?quad(?![A-Za-z])", " "),
-        (
-            r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|large|Large|small|bf|rm)(?![A-Za-z])",
-            " ",
-        ),
+        (r"\\(?:(?:display|text|script)style|(?:no)?limits|mathstrut|[lL]arge|small|bf|rm)(?![A-Za-z])", " "),
         (r"\\(?:text)?color\s?\{[^{}]*\}", ""),
         (r"(?:\^\s?\{?\s?\\(?:circ|degree)|\\degree)(?![A-Za-z])\s?\}?", r"\\degree "),
         (r"(?<=\\degree ) ?(?:\\text ?\{ ?[CF] ?\}|[CF](?![A-Za-z]))", ""),
@@ -86,9 +72,8 @@ _SPACES = re.compile(r" {2,}")
 _SET_BUILDER = re.compile(r"\\\{ ?[a-zA-Z](?: ?\\in ?\\(?:mathbb ?\{?|Bbb ?\{?|)R\}?)? ?(?:\\mid|\||:) ?(.*)\\\}")
 _PHRASES = {
     **dict.fromkeys(("allrealnumbers", "allreals", "realnumbers", "allrealx"), "\\R"),
-    **dict.fromkeys(
-        ("nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "none"), "\\emptyset"
-    ),
+    **dict.fromkeys(("nosolution", "nosolutions", "emptyset", "none"), "\\emptyset"),
+    **dict.fromkeys(("norealsolution", "norealsolutions"), "\\emptyset"),
 }
 _LEADING = re.compile(r"\A(?:=|\\approx|\\therefore|\\#| )+(?![A-Za-z])")  # \#7 is number 7
 _GROUP = re.compile(r"(?:\\(?:boxed|fbox) ?)?\{(.*)\}", re.DOTALL)
@@ -127,12 +112,12 @@ def tidy(text: str) -> str:
 
 def _is_balanced(text: str) -> bool:
     """Whether no brace is closed that was not opened."""
-    depth = 0
-    for brace in _BRACE.findall(text):
-        depth += (brace == "{") - (brace == "}")
-        if depth < 0:
-            return False
-    return True
+    return min(_depths(_BRACE.findall(text), "{", "}"), default=0) >= 0
+
+
+def _depths(tokens: Iterable[str], opening: str, closing: str) -> Iterator[int]:
+    """How many brackets are open after each token."""
+    return accumulate((token in opening) - (token in closing) for token in tokens)
 
 
 _WRAPPER = re.compile(r"\\(?:text|mathbf|boldsymbol|mathcal|underline)\s?|[{}\s]|\\ ")
@@ -182,10 +167,7 @@ def _is_harmless(text: str) -> bool:
         return False
     if not set(_NAMED.findall(text)) <= _NAMES or tokens.count("^") > _MAX_POWERS or _SLOW.search(text):
         return False
-    depth = deepest = 0
-    for token in tokens:
-        depth += (token in ("{", "(", "[")) - (token in ("}", ")", "]"))
-        deepest = max(deepest, depth)
+    deepest = max(_depths(tokens, "{([", "})]"), default=0)
     return deepest <= _MAX_DEPTH and not any(len(token) > _MAX_DIGITS for token in tokens if token.isdigit())
 
 
@@ -234,8 +216,7 @@ class Comparison:
         self._values.spend(1)
         if gold == answer:
             return True
-        as_sets = self._sets.equal(gold, answer)
-        if as_sets is not None:
+        if (as_sets := self._sets.equal(gold, answer)) is not None:
             return as_sets
         if "rel" in (gold.kind, answer.kind):
             return self._same_relation(gold, answer)
@@ -247,7 +228,7 @@ class Comparison:
             return self._same_ratio(gold.parts, answer.parts)
         if gold.kind == "base" or answer.kind == "base":
             return gold.parts == (answer,)  # the problem has said in which base: 101_2 may be answered by 101
-        if _is_infinite(gold) or _is_infinite(answer):
+        if INFINITY in (without_sign(gold), without_sign(answer)):
             return False
         return self._same_number(gold, answer)
 
@@ -259,7 +240,7 @@ class Comparison:
 
     def _rounded(self, exact: Node, decimal: Node) -> bool:
         """Whether a decimal with enough places is the rounded value of a number that has no finite decimal."""
-        literal = decimal.parts[0] if decimal.kind == "neg" else decimal
+        literal = without_sign(decimal)
         if literal.kind != "num" or literal.data[1] < LEAST_DECIMALS or variables(exact) or exact.kind == "num":
             return False
         try:
@@ -278,12 +259,11 @@ class Comparison:
             return False
         if all(map(self._same, gold, answer)):
             return True
-        firsts = gold[0], answer[0]
-        pairs = [(Node("mul", (g, firsts[1])), Node("mul", (a, firsts[0]))) for g, a in zip(gold[1:], answer[1:])]
         zero = Node("num", (), (Fraction(0), 0))
-        return not any(self._values.equal(part, zero) for part in (*gold, *answer)) and all(
-            self._values.equal(left, right) for left, right in pairs
-        )
+        if any(self._values.equal(part, zero) for part in (*gold, *answer)):
+            return False
+        pairs = [(Node("mul", (g, answer[0])), Node("mul", (a, gold[0]))) for g, a in zip(gold[1:], answer[1:])]
+        return all(self._values.equal(left, right) for left, right in pairs)
 
     def _same_collection(self, gold: Node, answer: Node) -> bool:
         if gold.kind == "matrix" or answer.kind == "matrix":
@@ -308,7 +288,7 @@ class Comparison:
         return self._in_any_order(gold, answer)
 
     def _same_matrix(self, gold: Node, answer: Node) -> bool:
-        if any(side.kind != "matrix" and _has_matrix(side) for side in (gold, answer)):
+        if any(side.kind != "matrix" and _contains(side, "matrix") for side in (gold, answer)):
             raise NoNumber("matrices are not added or multiplied here")
         first, second = _rows(gold), _rows(answer)
         return len(first) == len(second) > 0 and all(map(self._in_order, first, second))
@@ -321,8 +301,7 @@ class Comparison:
         if max(len(gold.parts), len(answer.parts)) > MAX_MEMBERS:
             return False
         if gold.kind == "set" and answer.kind == "set":
-            covered = (self._covers(answer.parts, gold.parts), self._covers(gold.parts, answer.parts))
-            return all(covered)
+            return all([self._covers(answer.parts, gold.parts), self._covers(gold.parts, answer.parts)])
         if len(gold.parts) != len(answer.parts):
             return False
         left = list(answer.parts)
@@ -337,12 +316,12 @@ class Comparison:
         return all(any(self._same(other, member) for member in members) for other in others)
 
     def _same_relation(self, gold: Node, answer: Node) -> bool:
-        sides = _sides(gold), _sides(answer)
-        (gold_name, gold_value), (answer_name, answer_value) = sides
+        (gold_name, gold_value), (answer_name, answer_value) = _sides(gold), _sides(answer)
         if gold_value is not None and answer_value is not None:
             if gold_name is None or answer_name is None or gold_name == answer_name:
                 return self._same(gold_value, answer_value)
-            if _are_function_names(gold_name, answer_name) and variables(gold_value):
+            of_y = {gold_name.kind, answer_name.kind} == {"var", "mul"} and "y" in (gold_name.data, answer_name.data)
+            if of_y and variables(gold_value):  # y and f(x) name the same thing
                 return self._same(gold_value, answer_value)
         if gold.kind != answer.kind:
             return self._same_identity(gold, answer)
@@ -425,17 +404,6 @@ def _is_solved(value: Node | None) -> bool:
     return value is not None and not variables(value)
 
 
-def _are_function_names(first: Node, second: Node) -> bool:
-    """Whether one is ``y`` and the other ``f(x)``, which name the same thing."""
-    kinds = {first.kind, second.kind}
-    return kinds == {"var", "mul"} and "y" in (first.data, second.data)
-
-
-def _is_infinite(node: Node) -> bool:
-    inside = node.parts[0] if node.kind == "neg" else node
-    return inside.kind == "const" and inside.data == "inf"
-
-
 def _names_differ(node: Node) -> bool:
     """Whether the members of a list are given different names; ``x_1`` and ``x_2`` are one: roots have no order."""
     names = [_sides(part)[0] for part in node.parts]
@@ -451,8 +419,8 @@ def _by_name(node: Node) -> Sequence[Node]:
     return [part for _, part in sorted(zip(letters, node.parts))]
 
 
-def _has_matrix(node: Node) -> bool:
-    return any(part.kind == "matrix" for part in walk(node))
+def _contains(node: Node, kind: str) -> bool:
+    return any(part.kind == kind for part in walk(node))
 
 
 def _rows(node: Node) -> list[tuple[Node, ...]]:
@@ -464,25 +432,22 @@ def _rows(node: Node) -> list[tuple[Node, ...]]:
 
 def _expanded(node: Node) -> Node:
     """The tree with each plus-minus written out: a member with one becomes two members."""
-    if not any(part.kind == "pm" for part in walk(node)):
+    if not _contains(node, "pm"):
         return node
     if node.kind in ("list", "set"):
-        members = [member for part in node.parts for member in _both_signs(part)]
-        return Node(node.kind, tuple(members), node.data)
+        return node._replace(parts=tuple(member for part in node.parts for member in _both_signs(part)))
     return Node("list", _both_signs(node), ",")
 
 
 def _both_signs(node: Node) -> tuple[Node, ...]:
-    if not any(part.kind == "pm" for part in walk(node)):
-        return (node,)
-    return _signed(node, 1), _signed(node, -1)
+    return (_signed(node, 1), _signed(node, -1)) if _contains(node, "pm") else (node,)
 
 
 def _signed(node: Node, sign: int) -> Node:
     parts = tuple(_signed(part, sign) for part in node.parts)
     if node.kind == "pm":
         return parts[0] if sign * node.data > 0 else Node("neg", parts)
-    return Node(node.kind, parts, node.data)
+    return node._replace(parts=parts)
 
 
 _WORDS = re.compile(r"[A-Za-z(][A-Za-z ().,'-]*")
@@ -521,16 +486,16 @@ def math_equal(gold: str, answer: str) -> bool:
         return False
     if _SPACE.sub("", texts[0]) == _SPACE.sub("", texts[1]) or _same_words(*texts):
         return True
-    gold_measure, answer_measure = _measures(*texts)
-    units = gold_measure.units, answer_measure.units
+    measures = _measures(*texts)
+    units = measures[0].units, measures[1].units
     if not (units[0] <= units[1] or units[1] <= units[0]):  # 5 km for 5 km/h is let pass
         return False
     try:
-        return _same_trees(gold_measure, answer_measure)
+        return _same_trees(*measures)
     except TooCostly:
         return False
     except (Unreadable, NoNumber, NoValue):
-        return verified(gold_measure.text, answer_measure.text)
+        return verified(measures[0].text, measures[1].text)
 
 
 def _same_words(gold: str, answer: str) -> bool:

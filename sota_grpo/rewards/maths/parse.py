@@ -1,8 +1,7 @@
 """A small grammar of the answers to mathematics problems: LaTeX or plain text in, a tree of nodes out.
 
 Recursive descent over a bounded number of tokens, nested at most ``MAX_DEPTH`` deep, without backtracking: time is
-linear and nothing is evaluated. What the grammar does not know raises
-:class:`Unreadable`.
+linear and nothing is evaluated. What the grammar does not know raises :class:`Unreadable`.
 """
 
 from __future__ import annotations
@@ -46,10 +45,8 @@ FUNCTIONS = {
     **{f"\\arc{name}": f"a{name}" for name in CIRCULAR},
     "\\lg": "log",
 }
-CONSTANTS = {
-    **{"\\pi": Node("const", (), "pi"), "e": Node("const", (), "e"), "i": Node("const", (), "i")},
-    **{"\\imath": Node("const", (), "i"), "\\infty": Node("const", (), "inf")},
-}
+INFINITY, _I = Node("const", (), "inf"), Node("const", (), "i")
+CONSTANTS = {"\\pi": Node("const", (), "pi"), "e": Node("const", (), "e"), "i": _I, "\\imath": _I, "\\infty": INFINITY}
 _GREEK = ("alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "mu", "phi", "rho", "sigma", "omega")
 _PLAIN_NAMES = {
     **{name[1:]: name for name in (*FUNCTIONS, "\\pi", "\\sqrt", "\\infty", *(f"\\{letter}" for letter in _GREEK))},
@@ -151,12 +148,8 @@ def _text(body: str) -> Iterator[Token]:
         yield Token("text", "".join(words.split()))
 
 
-def number(token: Token) -> Node:
-    """A number token as a node: its exact value, and how many decimals it is written with.
-
-    >>> number(Token("num", "1,250.50")).data, number(Token("repeating", "0.1\\\\overline{6}")).data
-    ((Fraction(2501, 2), 2), (Fraction(1, 6), 0))
-    """
+def _number(token: Token) -> Node:
+    """A number token as a node: its exact value, and how many decimals it is written with."""
     if token.kind == "repeating":
         match = _INSIDE.match(token.text)
         assert match is not None
@@ -195,7 +188,7 @@ _RELATIONS = {
 _TIMES, _OVER = ("*", "\\cdot", "\\times", "\\ast"), ("/", "\\div")
 _SETS = {"\\cup": "union", "\\cap": "inter", "\\setminus": "minus", "\\backslash": "minus"}
 _POSTFIX = {"!": "fact", "\\%": "pct", "%": "pct", "\\degree": "deg"}
-_NOTHING = Node("list", (), ",")
+_NOTHING, _NO_TOKEN = Node("list", (), ","), Token("", "")
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 _SEPARATORS = (",", ";", "and", "or")
 _OPERATORS = {  # what cannot begin an atom
@@ -215,10 +208,12 @@ def parse_answer(text: str, *, thousands: bool = True) -> Node:
 
     >>> parse_answer("\\\\frac12").kind, parse_answer("(1, 2]").data, parse_answer("1, 2").kind
     ('div', '(]', 'list')
+    >>> parse_answer("1,250.50").data, parse_answer("0.1\\\\overline{6}").data
+    ((Fraction(2501, 2), 2), (Fraction(1, 6), 0))
     """
     parser = _Parser(tokens_of(text, thousands=thousands))
     tree = parser.items()
-    if not parser.at_end() or tree == _NOTHING:
+    if parser.kind() or tree == _NOTHING:
         raise Unreadable(f"{parser.peek()!r} is not expected")
     level = [tree]
     for _ in range(2 * MAX_DEPTH):
@@ -232,59 +227,47 @@ class _Parser:
     """One method per level of the grammar; each consumes its tokens and returns their node."""
 
     def __init__(self, tokens: list[Token]) -> None:
-        self._tokens, self._at = tokens, 0
+        self._tokens, self._at = [*tokens, _NO_TOKEN], 0
         self.depth, self.open_bars = 0, 0  # atoms, and absolute values, in which it stands
 
-    def at_end(self) -> bool:
-        return self._at >= len(self._tokens)
+    def kind(self) -> str:
+        """That of the next token; of none at the end."""
+        return self._tokens[self._at].kind
 
     def peek(self) -> str:
         """The next token as the grammar sees it; words in a text are never an operator."""
-        if self.at_end() or self._tokens[self._at].kind == "text":
-            return ""
-        return self._tokens[self._at].text
-
-    def kind(self) -> str:
-        return "" if self.at_end() else self._tokens[self._at].kind
+        return "" if self.kind() == "text" else self._tokens[self._at].text
 
     def take(self) -> Token:
-        if self.at_end():
+        if not self.kind():
             raise Unreadable("it ends too early")
         self._at += 1
         return self._tokens[self._at - 1]
 
     def accept(self, *texts: str) -> str:
-        return self.take().text if self.peek() in texts and not self.at_end() else ""
+        return self.take().text if self.peek() in texts else ""
 
     def expect(self, text: str) -> None:
         if not self.accept(text):
             raise Unreadable(f"{text!r} is missing")
 
-    def split_number(self) -> None:
-        """Cut the first digit off a number that comes next: ``\\\\frac12`` is one half."""
-        text = self.peek()
-        if self.kind() == "num" and len(text) > 1 and text.isdigit():
-            self._tokens[self._at : self._at + 1] = [Token("num", text[0]), Token("num", text[1:])]
-
     def items(self) -> Node:
         """Items between separators, up to a closing bracket or the end; a single item stands for itself."""
         members: list[Node] = []
         separators: set[str] = set()
-        while not self.at_end() and self.peek() not in _ENDS and self.kind() != "end":
+        while self.kind() not in ("", "end") and self.peek() not in _ENDS:
             members.append(self._relation())
-            separator = self.accept(*_SEPARATORS)
-            if not separator:
+            if self.peek() not in _SEPARATORS:
                 break
-            while separator:
+            while separator := self.accept(*_SEPARATORS):
                 separators.add(separator)
-                separator = self.accept(*_SEPARATORS)
         if len(members) == 1:
             return members[0]
-        return Node("list", tuple(members), "or" if "or" in separators else "and" if "and" in separators else ",")
+        return Node("list", tuple(members), next((word for word in ("or", "and") if word in separators), ","))
 
     def _relation(self) -> Node:
         parts, signs = [self._ratio()], []
-        while (sign := self.accept(*_RELATIONS)) != "":
+        while sign := self.accept(*_RELATIONS):
             signs.append(_RELATIONS[sign])
             parts.append(self._ratio())
         return Node("rel", tuple(parts), tuple(signs)) if signs else parts[0]
@@ -297,7 +280,7 @@ class _Parser:
 
     def _sets(self) -> Node:
         left = self.sum()
-        while (sign := self.accept(*_SETS)) != "":
+        while sign := self.accept(*_SETS):
             left = Node(_SETS[sign], (left, self.sum()))
         return left
 
@@ -330,7 +313,7 @@ class _Parser:
 
     def _signed(self) -> Node:
         negative = False
-        while (sign := self.accept("+", "-")) != "":
+        while sign := self.accept("+", "-"):
             negative ^= sign == "-"
         return Node("neg", (self.power(),)) if negative else self.power()
 
@@ -370,10 +353,10 @@ class _Parser:
         """The text of a subscript: what stands in the braces, or one token."""
         if not self.accept("{"):
             return self.take().text
-        parts: list[str] = []
+        text = ""
         while not self.accept("}"):
-            parts.append(self.take().text)
-        return "".join(parts)
+            text += self.take().text
+        return text
 
     def atom(self) -> Node:
         """A number, a name, a bracket or a command with its arguments."""
@@ -387,7 +370,7 @@ class _Parser:
 
     def _word(self, token: Token) -> Node | None:
         if token.kind in ("num", "repeating"):
-            return number(token)
+            return _number(token)
         if token.kind == "text":
             return Node("text", (), token.text)
         if token.kind == "begin":
@@ -432,8 +415,10 @@ class _Parser:
         return node
 
     def _argument(self) -> Node:
-        """The argument of a command: a group, or the next digit, letter or command."""
-        self.split_number()
+        """The argument of a command: a group, or the next digit, letter or command; ``\\\\frac12`` is one half."""
+        text = self.peek()
+        if self.kind() == "num" and len(text) > 1 and text.isdigit():
+            self._tokens[self._at : self._at + 1] = [Token("num", text[0]), Token("num", text[1:])]
         return self.atom()
 
     def _command(self, token: Token) -> Node:
@@ -444,7 +429,11 @@ class _Parser:
             upper = self._argument()
             return Node("div" if name == "\\frac" else "binom", (upper, self._argument()))
         if name == "\\sqrt":
-            return self._root()
+            degree = _TWO
+            if self.accept("["):
+                degree = self.sum()
+                self.expect("]")
+            return Node("root", (self._argument(), degree))
         if name in ("\\mathbb", "\\Bbb", "\\R"):
             letter = Node("var", (), "R") if name == "\\R" else self._argument()
             return Node("reals") if letter.data in ("R", "r") else Node("var", (), f"{name} {letter.data}")
@@ -455,13 +444,6 @@ class _Parser:
         if token.kind != "cmd" or name in _OPERATORS or name in _NOT_NAMES or not name[1:].isalpha():
             raise Unreadable(f"{name!r} is not expected")
         return Node("var", (), name)
-
-    def _root(self) -> Node:
-        degree = _TWO
-        if self.accept("["):
-            degree = self.sum()
-            self.expect("]")
-        return Node("root", (self._argument(), degree))
 
     def _function(self, name: str) -> Node:
         """A function with its power and base, and as argument what stands in brackets or the factors that follow."""
@@ -486,25 +468,21 @@ class _Parser:
     def _matrix(self, environment: str) -> Node:
         if environment not in _MATRICES and environment not in _LINES:
             raise Unreadable(f"{environment} is not known")
-        rows: list[Node] = []
-        cells: list[Node] = []
+        rows: list[list[Node]] = [[]]
         while self.kind() != "end":
-            cell = self.items()
-            if cell.kind != "list" or cell.parts:
-                cells.append(cell)
-            if self.accept("\\\\") and cells:
-                rows.append(Node("row", tuple(cells)))
-                cells = []
+            if (cell := self.items()) != _NOTHING:
+                rows[-1].append(cell)
+            if self.accept("\\\\") and rows[-1]:
+                rows.append([])
             elif not self.accept("&") and self.kind() != "end":
                 raise Unreadable("a matrix is not closed")
         self.take()
-        rows += [Node("row", tuple(cells))] if cells else []
-        cells = [cell for row in rows for cell in row.parts]
+        cells = tuple(cell for row in rows for cell in row)
         if len(cells) == 1 and environment in (*_LINES, "array"):
             return cells[0]
         if environment in _LINES:
-            return Node("list", tuple(cells), "and")
-        return Node("matrix", tuple(rows))
+            return Node("list", cells, "and")
+        return Node("matrix", tuple(Node("row", tuple(row)) for row in rows if row))
 
 
 def _product_of(factors: list[Node]) -> Node:
@@ -535,7 +513,12 @@ def variables(node: Node) -> frozenset[str]:
 
 def mentions_i(node: Node) -> bool:
     """Whether the imaginary unit stands in a tree."""
-    return any(part.kind == "const" and part.data == "i" for part in walk(node))
+    return _I in walk(node)
+
+
+def without_sign(node: Node) -> Node:
+    """The tree, or what a minus sign stands before."""
+    return node.parts[0] if node.kind == "neg" else node
 
 
 def walk(node: Node) -> Iterator[Node]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import mpmath
 
-from sota_grpo.rewards.maths.parse import CIRCULAR, Node, mentions_i, variables
+from sota_grpo.rewards.maths.parse import CIRCULAR, INFINITY, Node, mentions_i, variables, without_sign
 
 DIGITS = 50
 MAX_BITS = 1 << 15  # of the numerator and denominator of an exact value, and of the exponent of any other
@@ -37,26 +37,52 @@ class TooCostly(ArithmeticError):
     """A value is too large, or the budget is spent."""
 
 
-class Arithmetic:
-    """Operations on values: a ``Fraction`` is exact, anything else is a number of mpmath with ``DIGITS`` digits.
+class NoNumber(ValueError):
+    """The tree is no expression whose value is a number: a set, a relation, a matrix."""
 
-    Args:
-        budget: units of about a microsecond that all operations together may spend.
+
+BUDGET = 200_000  # units of about a microsecond that all operations of a comparison may spend
+
+Point = Mapping[str, Fraction]
+_AGREEMENTS, _LEAST_AGREEMENTS = 5, 2
+_INSIDE: Mapping[str, Callable[[Values, list[Any]], Any]] = {  # operations on the values of the parts, by kind
+    "add": lambda calculate, values: calculate.add(values),
+    "mul": lambda calculate, values: calculate.multiply(values),
+    "neg": lambda calculate, values: -values[0],
+    "div": lambda calculate, values: calculate.divide(*values),
+    "ratio": lambda calculate, values: calculate.divide(*values),
+    "pow": lambda calculate, values: calculate.power(*values),
+    "root": lambda calculate, values: calculate.power(values[0], calculate.divide(Fraction(1), values[1])),
+    "fact": lambda calculate, values: calculate.factorial(values[0]),
+    "binom": lambda calculate, values: calculate.binomial(*values),
+    "abs": lambda calculate, values: calculate.checked(abs(values[0])),
+    "floor": lambda calculate, values: calculate.floor(values[0]),
+    "ceil": lambda calculate, values: -calculate.floor(-values[0]),
+    "pct": lambda calculate, values: calculate.divide(values[0], Fraction(100)),
+}
+
+
+class Values:
+    """Evaluates trees, all from one budget: a ``Fraction`` is exact, else a value is a number of mpmath.
 
     Attributes:
         real: a value that is not real is no value.
 
-    >>> Arithmetic(1000).power(Fraction(4, 9), Fraction(1, 2))
-    Fraction(2, 3)
-    >>> Arithmetic(1000).power(Fraction(10), Fraction(10**10))
+    >>> from sota_grpo.rewards.maths.parse import parse_answer
+    >>> Values().value(parse_answer("\\\\frac{2^{10}}{6!}")), Values().value(parse_answer("\\\\sqrt{4/9}"))
+    (Fraction(64, 45), Fraction(2, 3))
+    >>> Values().equal(parse_answer("(x+1)^2"), parse_answer("x^2+2x+1"))
+    True
+    >>> Values().value(parse_answer("10^{10^{10}}"))
     Traceback (most recent call last):
         ...
     sota_grpo.rewards.maths.values.TooCostly: a power is too large
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self) -> None:
         self.real = True
-        self._left = budget
+        self._left = BUDGET
+        self._angles = 0  # circular functions around the node at hand
         self._context = mpmath.MPContext()  # of its own, so that no other thread changes its precision
         self._context.dps = DIGITS
         self._tolerance = self._context.mpf(10) ** (10 - DIGITS)
@@ -68,16 +94,11 @@ class Arithmetic:
         if self._left < 0:
             raise TooCostly("the budget is spent")
 
-    def constant(self, name: str) -> Any:
-        """pi, e or i."""
-        return self.checked(self._context.mpc(0, 1)) if name == "i" else +getattr(self._context, name)
-
     def inexact(self, value: Any) -> Any:
         """The value as a number of mpmath."""
         return self._context.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
     def is_real(self, value: Any) -> bool:
-        """Whether a value is real."""
         return not isinstance(value, self._context.mpc)
 
     def close(self, left: Any, right: Any) -> bool:
@@ -193,10 +214,6 @@ class Arithmetic:
         whole = math.floor(value) if isinstance(value, Fraction) else int(self._context.floor(value))
         return self.checked(Fraction(whole))
 
-    def radians(self, degrees: Any) -> Any:
-        """An angle in radians."""
-        return self.checked(self.inexact(degrees) * self._context.pi / 180)
-
     def logarithm(self, value: Any, base: Any = None) -> Any:
         """The logarithm to ``base``, natural without one."""
         if not value or (self.real and value < 0):
@@ -222,46 +239,6 @@ class Arithmetic:
         except (ZeroDivisionError, ValueError) as error:
             raise NoValue(str(error)) from error
 
-
-BUDGET = 200_000  # units of about a microsecond
-
-Point = Mapping[str, Fraction]
-_AGREEMENTS, _LEAST_AGREEMENTS = 5, 2
-_INSIDE = {  # operations on the values of the parts, by kind
-    "add": lambda calculate, values: calculate.add(values),
-    "mul": lambda calculate, values: calculate.multiply(values),
-    "neg": lambda calculate, values: -values[0],
-    "div": lambda calculate, values: calculate.divide(*values),
-    "ratio": lambda calculate, values: calculate.divide(*values),
-    "pow": lambda calculate, values: calculate.power(*values),
-    "root": lambda calculate, values: calculate.power(values[0], calculate.divide(Fraction(1), values[1])),
-    "fact": lambda calculate, values: calculate.factorial(values[0]),
-    "binom": lambda calculate, values: calculate.binomial(*values),
-    "abs": lambda calculate, values: calculate.checked(abs(values[0])),
-    "floor": lambda calculate, values: calculate.floor(values[0]),
-    "ceil": lambda calculate, values: -calculate.floor(-values[0]),
-    "pct": lambda calculate, values: calculate.divide(values[0], Fraction(100)),
-}
-
-
-class NoNumber(ValueError):
-    """The tree is no expression whose value is a number: a set, a relation, a matrix."""
-
-
-class Values(Arithmetic):
-    """Evaluates trees, all from one budget.
-
-    >>> from sota_grpo.rewards.maths.parse import parse_answer
-    >>> Values().value(parse_answer("\\\\frac{2^{10}}{6!}"))
-    Fraction(64, 45)
-    >>> Values().equal(parse_answer("(x+1)^2"), parse_answer("x^2+2x+1"))
-    True
-    """
-
-    def __init__(self, budget: int = BUDGET) -> None:
-        super().__init__(budget)
-        self._angles = 0  # circular functions around the node at hand
-
     def value(self, node: Node, point: Point | None = None) -> Any:
         """The value, a ``Fraction`` where it is known exactly, at the given values of the variables.
 
@@ -276,23 +253,20 @@ class Values(Arithmetic):
             return node.data[0]
         if kind in ("var", "text") and point is not None:
             return point[f"{kind} {node.data}"]
-        if kind == "const" and node.data != "inf":
-            return self.constant(node.data)
+        if kind == "const" and node != INFINITY:
+            return self.checked(self._context.mpc(0, 1)) if node.data == "i" else +getattr(self._context, node.data)
         if kind == "fn":
-            return self._function(node, point)
+            angle = node.data in CIRCULAR
+            self._angles += angle
+            arguments = [self.value(part, point) for part in node.parts]
+            self._angles -= angle
+            return self.function(node.data, arguments)
         if kind == "deg":
             degrees = self.value(node.parts[0], point)
-            return self.radians(degrees) if self._angles else degrees
+            return self.checked(self.inexact(degrees) * self._context.pi / 180) if self._angles else degrees
         if kind not in _INSIDE or (kind == "ratio" and len(node.parts) > 2):
             raise NoNumber(f"{kind} has no number as its value")
         return _INSIDE[kind](self, [self.value(part, point) for part in node.parts])
-
-    def _function(self, node: Node, point: Point | None) -> Any:
-        angle = node.data in CIRCULAR
-        self._angles += angle
-        arguments = [self.value(part, point) for part in node.parts]
-        self._angles -= angle
-        return self.function(node.data, arguments)
 
     def equal(self, left: Node, right: Node) -> bool:
         """Whether two expressions are equal wherever both are defined.
@@ -327,7 +301,7 @@ class Values(Arithmetic):
         for real in (False,) if mentions_i(left) or mentions_i(right) else (True, False):
             self.real = real
             agreements = 0
-            for point in points(names):
+            for point in _points(names):
                 try:
                     agree = same(self.value(left, point), self.value(right, point))
                 except NoValue:
@@ -342,12 +316,8 @@ class Values(Arithmetic):
         return False
 
 
-def points(names: list[str]) -> Iterator[dict[str, Fraction]]:
-    """Pseudo-random values of the variables, the same for the same names: positive, negative, whole and small ones.
-
-    >>> next(points(["var x"])) == next(points(["var x"])), next(points([]))
-    (True, {})
-    """
+def _points(names: list[str]) -> Iterator[dict[str, Fraction]]:
+    """Pseudo-random values of the variables, the same for the same names: positive, negative, whole and small ones."""
     if not names:
         yield {}
         return
@@ -463,8 +433,7 @@ class RealSets:
 
     def _end(self, node: Node, sign: int = 1) -> Any:
         """The number, with ``sign``, that a tree says; of numbers that are close the one that was read first."""
-        inside = node.parts[0] if node.kind == "neg" else node
-        if inside.kind == "const" and inside.data == "inf":
+        if without_sign(node) == INFINITY:
             return sign * (-math.inf if node.kind == "neg" else math.inf)
         if variables(node):
             raise NoNumber("an end depends on a variable")
@@ -556,7 +525,7 @@ def split_unit(text: str) -> Measure:
             break
         words += _WORD.findall(tail[1])
         text = rest
-    units = frozenset(unit for unit in map(base_unit, words) if unit)
+    units = frozenset(unit for unit in map(_base_unit, words) if unit)
     units |= {f"mod {modulus[1]}"} if modulus else frozenset()
     units |= {unit for sign, unit in (("\\degree", "deg"), ("\\%", "%")) if text.endswith(sign)}
     return Measure(text, units, math.prod(_FACTORS.get(word.lower(), 1) for word in words))
@@ -568,17 +537,12 @@ def _is_unit(tail: re.Match[str], rest: str) -> bool:
     if not rest or rest[-1] in "=<>+-*/^_,;(:" or "\\text" in rest or any(word.lower() in _NO_UNITS for word in words):
         return False
     in_text = tail[0].lstrip().startswith("\\text")
-    if all(base_unit(word) or word.lower() in _OTHER_UNITS or word.lower() in _FACTORS for word in words):
+    if all(_base_unit(word) or word.lower() in _OTHER_UNITS or word.lower() in _FACTORS for word in words):
         return in_text or "/" in tail[1] or any(len(word) > 1 for word in words)
     if in_text:
         return any(char.isdigit() for char in rest) and any(len(word) > 1 for word in words)
     return rest[-1].isdigit() and tail.string[tail.start() - 1] == " " and all(len(word) > 2 for word in words)
 
 
-def base_unit(word: str) -> str | None:
-    """The symbol of a unit by any of its names.
-
-    >>> base_unit("Metres"), base_unit("apples")
-    ('m', None)
-    """
+def _base_unit(word: str) -> str | None:
     return _BASE_UNITS.get(word) or _BASE_UNITS.get(word.lower())
