@@ -12,6 +12,9 @@ made as they are (those that need samples), and again with one mistake at a time
 
 The first three stand on the trainer's side, where a seed costs a few forward passes and no new engine: which of the two
 is wrong changes the sign of a gap and little else. Every case ends at the first check that refuses it, as a run does.
+``--layers 4 8`` asks the same of random weights, in the shape of the preset's model with so many decoder layers: a
+bound that comes from the rounding of the policy at hand must hold for any.
+
 The table has how many seeds were refused, and how near the figures came to their bounds, which are 1: a right run must
 stay below and has the greatest of all seeds; a mistake must have one figure above and has the smallest of these.
 """
@@ -19,6 +22,7 @@ stay below and has the greatest of all seeds; a mistake must have one figure abo
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import sys
@@ -33,14 +37,16 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sota_grpo import keys
 from sota_grpo.assembly.build import build, subject_of
 from sota_grpo.assembly.compose import compose
-from sota_grpo.config import Config
+from sota_grpo.config import Config, model_name
 from sota_grpo.config.validators import validate
 from sota_grpo.functional.agreement import mean_ratio, temperature_slope
 from sota_grpo.functional.divergences import kl_k3
+from sota_grpo.policy.load import load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.packed import base_model
 from sota_grpo.policy.weight_pack import perturb, restore
 from sota_grpo.training import gate
@@ -68,23 +74,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first", type=int, default=0, help="seed to begin with, where the ones before it are done")
+    parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="random models of so many layers instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every figure of every seed")
     parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
     options = parser.parse_args(argv)
     out, found = sys.stdout, []
     logging.getLogger("sota_grpo.training.gate").setLevel(logging.CRITICAL)  # its warnings are what is counted here
-    for dtype in options.dtypes:
+    for layers, dtype in itertools.product(options.layers or [None], options.dtypes):
         config = compose(options.config_name, [*options.overrides, *DTYPES[dtype]])
         validate(config)
         config.logging.wandb = "disabled"
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
+            if layers is not None:
+                config.model.name = random_model(model_name(config), layers, Path(folder))
             for one in measure(config, range(options.first, options.seeds), options.cases):
-                found.append({"dtype": dtype, **one})
+                found.append({"dtype": dtype if layers is None else f"{dtype}, {layers} layers", **one})
                 print(line(found[-1]), file=out, flush=True)
                 if options.json:
                     options.json.write_text(json.dumps(found, indent=1))
     print(table(found))
     return int(any((one["case"] == "healthy") == (one["refused"] is not None) for one in found))
+
+
+def random_model(name: str, layers: int, folder: Path) -> str:
+    """Random weights in the shape of model ``name`` with ``layers`` decoder layers, its tokenizer, in ``folder``."""
+    shape = AutoConfig.from_pretrained(resolve_model_path(name))
+    shape.num_hidden_layers = layers
+    torch.manual_seed(layers)
+    save_hf(AutoModelForCausalLM.from_config(shape, dtype=torch.float32), load_tokenizer(name), folder)
+    return str(folder)
 
 
 def measure(config: Config, seeds: Sequence[int], cases: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -225,7 +243,8 @@ def line(one: dict[str, Any]) -> str:
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """One line per dtype and case."""
-    lines = [f"{'dtype':<6}{'case':<13}{'refused':<10}{'nearest to its bound':<22}seconds of the checks"]
+    wide = 2 + max(len(one["dtype"]) for one in found)
+    lines = [f"{'dtype':<{wide}}{'case':<13}{'refused':<10}{'nearest to its bound':<22}seconds of the checks"]
     for dtype in dict.fromkeys(one["dtype"] for one in found):
         for case in dict.fromkeys(one["case"] for one in found):
             of = [one for one in found if (one["dtype"], one["case"]) == (dtype, case)]
@@ -235,7 +254,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             name, share = pick(greatest, key=lambda item: item[1]) if greatest else ("", float("nan"))
             near = f"{share:.2f} ({name})" if greatest else "-"
             seconds = sum(sum(s for name, s in one["seconds"].items() if name != "case") for one in of) / len(of)
-            lines.append(f"{dtype:<6}{case:<13}{refused:<10}{near:<22}{seconds:.1f}")
+            lines.append(f"{dtype:<{wide}}{case:<13}{refused:<10}{near:<22}{seconds:.1f}")
     return "\n".join(lines)
 
 

@@ -49,7 +49,7 @@ from sota_grpo.assembly.sampling import (
     start_engine,
     task_of,
 )
-from sota_grpo.config import Config, model_name, turn_size
+from sota_grpo.config import Config, model_name, responses_per_step
 from sota_grpo.config.validators import obstacles_to_a_broadcast
 from sota_grpo.engines import Engine, is_server
 from sota_grpo.envs import TaskEnv
@@ -195,7 +195,7 @@ def _make_source(config: Config, rollouts: Rollouts, options: Mapping[str, Any])
     return RolloutSource(
         rollouts,
         make_sampling(config),
-        num_groups=turn_size(config) // config.env.repeats,
+        num_groups=responses_per_step(config) // config.env.repeats,
         max_policy_age=config.train.max_policy_age,
         seed=config.seed,
         refill=config.algorithm.dynamic_sampling,
@@ -318,7 +318,7 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
         "rollout",
         cluster.start_rollout(options),
         count,
-        capacity=rows if config.env.max_steps > 1 else max(1, rows // repeats),  # later turns come alone
+        capacity=rows if config.env.max_steps > 1 else max(1, rows // repeats),  # the samples of a dialog come alone
         silence_s=config.inference_model.timeout_s,
         start_silence_s=config.ray.start_timeout_s,
     )

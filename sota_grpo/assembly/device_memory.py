@@ -29,7 +29,7 @@ from sota_grpo.assembly.memory import (
     vllm_pool_bytes,
 )
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows
-from sota_grpo.config import Config, longest_response, model_name, overrides_of, turn_size, with_options
+from sota_grpo.config import Config, longest_response, model_name, overrides_of, responses_per_step, with_options
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.balance import PromptGroup, fill
@@ -428,7 +428,7 @@ def disk_of(config: Config, model: Architecture) -> Disk:
     part, train = config.train_model, config.train
     own = dtype_bytes(part.torch_dtype)
     trained = 4 * model.adapter_parameters(part.lora.r) if part.lora.enabled else own * model.parameters
-    steps = train.total_dialog_turns // turn_size(config)
+    steps = train.total_dialog_turns // responses_per_step(config)
     saves = -(-steps // train.checkpoint_frequency) if train.checkpoint_frequency else 1
     return Disk(3 * trained, min(train.keep_checkpoints + 1, saves), own * model.parameters * train.export_hf)
 

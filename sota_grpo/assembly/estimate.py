@@ -41,7 +41,15 @@ from sota_grpo.assembly.devices import Plan, describe
 from sota_grpo.assembly.learning import make_settings
 from sota_grpo.assembly.memory import Learning
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows, task_of
-from sota_grpo.config import Config, longest_response, model_name, num_steps, overrides_of, turn_size, with_options
+from sota_grpo.config import (
+    Config,
+    longest_response,
+    model_name,
+    num_steps,
+    overrides_of,
+    responses_per_step,
+    with_options,
+)
 from sota_grpo.config.validators import validate
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv
@@ -168,7 +176,7 @@ class Estimate:
             "engine": self.plan.engine,
             "largest_sample": {"prompt_tokens": prompt, "response_tokens": response},
             "problems": self.num_problems,
-            "responses_per_turn": turn_size(self.config),
+            "responses_per_turn": responses_per_step(self.config),
             "turns": self.steps,
             "optimizer_steps": self.optimizer_steps,
             "micro_batches_per_step": self.micro_batches,
@@ -363,22 +371,22 @@ def _times(config: Config, facts: Facts, plan: Plan) -> Times:
     how = learning_of(config, plan)
     inference = config.inference_model
     engines = max(1, len(plan.placement.inference) // inference.tensor_parallel_size) if plan.workers else 1
-    rows = min(turn_size(config), engine_rows(config, plan.engine, plan.device_type, engines), _MOST_ROWS)
+    rows = min(responses_per_step(config), engine_rows(config, plan.engine, plan.device_type, engines), _MOST_ROWS)
     dtype = torch.float32 if engine_dtype(inference.torch_dtype, plan.device_type) == "float32" else torch.bfloat16
     flops_per_s, token_s = _measure(facts.model, how, plan.device_type, dtype, rows)
     prompt, response = largest_sample(config, facts)
     shape = shape_of(facts.model, how.rank)
-    load = load_of(prompt, response, config.env.repeats, turn_size(config))
+    load = load_of(prompt, response, config.env.repeats, responses_per_step(config))
     settings = make_settings(config, plan.device_type)
     learn = settings.epochs * (step_flops(shape, load) + recomputed_flops(shape, load, checkpointing=how.checkpointing))
     learn += forward_flops(shape, load) if settings.recompute else 0
-    sample_s = turn_size(config) / (rows * engines) * response * token_s
+    sample_s = responses_per_step(config) / (rows * engines) * response * token_s
     return Times(
         learn_s=learn / flops_per_s / how.ranks,
         sample_s=sample_s,
         reference_s=forward_flops(shape, load) / flops_per_s if config.policy.kl_coef else 0.0,
         flops_per_s=flops_per_s,
-        sampled_tokens_per_s=turn_size(config) * response / sample_s,
+        sampled_tokens_per_s=responses_per_step(config) * response / sample_s,
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sota_grpo.assembly.devices import Placement, device_name, reference_has_own_weights
-from sota_grpo.config import Config, longest_response, model_name, turn_size
+from sota_grpo.config import Config, longest_response, model_name, responses_per_step
 from sota_grpo.engines import ENGINES
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
@@ -176,7 +176,7 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
     """How the learner steps, in plain values."""
     algorithm: Any = config.algorithm
     train, optimizer = config.train, config.optimizer
-    per_collection = train.epochs * (turn_size(config) // train.optim_batch_size)
+    per_collection = train.epochs * (responses_per_step(config) // train.optim_batch_size)
     return LearnerSettings(
         lr=optimizer.lr,
         weight_decay=optimizer.weight_decay,
@@ -186,7 +186,7 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
         clip_grad_norm=optimizer.clip_grad_norm,
         schedule=optimizer.schedule,
         warmup_steps=optimizer.warmup_steps,
-        total_steps=per_collection * (train.total_dialog_turns // turn_size(config)),
+        total_steps=per_collection * (train.total_dialog_turns // responses_per_step(config)),
         optim_batch_size=train.optim_batch_size,
         epochs=train.epochs,
         micro_batch_tokens=train.micro_batch_tokens,

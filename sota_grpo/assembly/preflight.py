@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sota_grpo.assembly.passed import PASSED
-from sota_grpo.config import Config, model_name, num_steps, turn_size
+from sota_grpo.config import Config, model_name, num_steps, responses_per_step
 from sota_grpo.config.hub_token import use_config_token
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
@@ -67,7 +67,7 @@ def announce(config: Config) -> None:
     logger.info(
         "Starting to train %s on %s (mode=%s, engine=%s, device=%s): %d steps of %d responses.",
         *(model_name(config), config.env.dataset, config.mode, config.engine.name, config.device),
-        *(num_steps(config), turn_size(config)),
+        *(num_steps(config), responses_per_step(config)),
     )
     starting("Importing PyTorch and the libraries on it")
 

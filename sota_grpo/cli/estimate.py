@@ -95,13 +95,13 @@ def show(found: Estimate) -> None:
 
 def _facts(found: Estimate) -> Table:
     """What is known of the run, one line each."""
-    from sota_grpo.config import model_name, turn_size
+    from sota_grpo.config import model_name, responses_per_step
     from sota_grpo.recording.progress import figures
 
     table = figures("", "")
     table.columns[1].justify = "left"
     table.show_header = False
-    config, model, size = found.config, found.facts.model, turn_size(found.config)
+    config, model, size = found.config, found.facts.model, responses_per_step(found.config)
     prompt, response = found.largest_sample
     micro_batches = f"{found.micro_batches:,} micro-batch" + ("" if found.micro_batches == 1 else "es")
     rows = {

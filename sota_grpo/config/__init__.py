@@ -337,12 +337,12 @@ def register() -> None:
     ConfigStore.instance().store(name="schema", node=Config)
 
 
-def turn_size(config: Config) -> int:
+def responses_per_step(config: Config) -> int:
     """Responses trained on between two publishes, in one training step.
 
     >>> config = Config(mode="async")
     >>> config.train.optim_batch_size, config.train.weight_update_frequency = 64, 2
-    >>> turn_size(config)
+    >>> responses_per_step(config)
     128
     """
     frequency = config.train.weight_update_frequency
@@ -353,7 +353,7 @@ def turn_size(config: Config) -> int:
 
 def num_steps(config: Config) -> int:
     """Training steps: whole collections that fit into ``train.total_dialog_turns``."""
-    return config.train.total_dialog_turns // turn_size(config)
+    return config.train.total_dialog_turns // responses_per_step(config)
 
 
 def longest_response(config: Config) -> int:

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from inspect import isgeneratorfunction
 
-from sota_grpo.config import Config, ModelConfig, changed_options, longest_response, reward_names, turn_size, walk
+from sota_grpo.config import (
+    Config,
+    ModelConfig,
+    changed_options,
+    longest_response,
+    responses_per_step,
+    reward_names,
+    walk,
+)
 from sota_grpo.engines import is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES, readers
@@ -78,16 +86,16 @@ def a_collection_is_made_of_whole_groups(config: Config) -> Iterator[str]:
 
 
 def a_collection_is_made_of_whole_optimizer_steps(config: Config) -> Iterator[str]:
-    turns, size = turn_size(config), config.train.optim_batch_size
-    if turns % size:
+    responses, size = responses_per_step(config), config.train.optim_batch_size
+    if responses % size:
         yield (
-            f"train.dialog_turns_per_batch={turns} is not divisible by train.optim_batch_size={size}; "
-            f"use train.optim_batch_size={turns}."
+            f"train.dialog_turns_per_batch={responses} is not divisible by train.optim_batch_size={size}; "
+            f"use train.optim_batch_size={responses}."
         )
 
 
 def the_run_has_at_least_one_step(config: Config) -> Iterator[str]:
-    total, size = config.train.total_dialog_turns, turn_size(config)
+    total, size = config.train.total_dialog_turns, responses_per_step(config)
     if total < size:
         yield (
             f"train.total_dialog_turns={total} is less than one training step, {size} responses; "
@@ -178,7 +186,7 @@ def several_steps_of_a_collection_need_a_ratio(config: Config) -> Iterator[str]:
 
     A correction does not help: it weighs from the behaviour policy to the one *before* the first step.
     """
-    train, size = config.train, turn_size(config)
+    train, size = config.train, responses_per_step(config)
     if has_no_ratio(config) and (train.epochs > 1 or train.optim_batch_size < size):
         yield (
             f"algorithm.objective={config.algorithm.objective} is on-policy, but train.epochs={train.epochs} and "
@@ -307,7 +315,7 @@ def lockstep_publishes_after_every_collection(config: Config) -> Iterator[str]:
 
 def a_publish_is_made_of_whole_groups(config: Config) -> Iterator[str]:
     frequency, size, repeats = config.train.weight_update_frequency, config.train.optim_batch_size, config.env.repeats
-    if config.mode == "async" and frequency is not None and turn_size(config) % repeats:
+    if config.mode == "async" and frequency is not None and responses_per_step(config) % repeats:
         nearest = max(repeats, round(size / repeats) * repeats)
         yield (
             f"train.weight_update_frequency={frequency} times train.optim_batch_size={size} is not divisible by the "

@@ -18,7 +18,7 @@ from sota_grpo.assembly.compose import PATH_OPTIONS, load_config
 from sota_grpo.assembly.evaluation import EXPORTED, exported_steps, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import make_env, task_of
-from sota_grpo.config import SECRETS, Config, model_name, turn_size, walk
+from sota_grpo.config import SECRETS, Config, model_name, responses_per_step, walk
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_folder
 from sota_grpo.migration.data import Account, Facts, trl_rows, verl_rows, write_parquet
@@ -251,7 +251,7 @@ def model_card(
         task=public.env.dataset + ("" if public.env.dataset_path is None else f" ({public.env.dataset_path})"),
         dataset=config.env.dataset,
         max_tokens=config.inference_model.max_tokens,
-        responses=steps * turn_size(config),
+        responses=steps * responses_per_step(config),
         version=_versions()["sota_grpo"],
         results="\n".join(_results(config, [row for row in evaluations if row["step"] <= steps])),
         loading=_ADAPTER if is_adapter else _MERGED,

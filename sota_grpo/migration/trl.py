@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sota_grpo.config import Config, longest_response, turn_size
+from sota_grpo.config import Config, longest_response, responses_per_step
 from sota_grpo.config.validators import has_no_ratio
 from sota_grpo.engines import ENGINES
 from sota_grpo.migration.data import Account, Facts
@@ -130,7 +130,7 @@ def _python(value: Any) -> str:
 
 def steps_per_publish(config: Config) -> int:
     """Optimizer steps between two publishes."""
-    return config.train.epochs * (turn_size(config) // config.train.optim_batch_size)
+    return config.train.epochs * (responses_per_step(config) // config.train.optim_batch_size)
 
 
 def _amounts(config: Config, account: Account) -> dict[str, Any]:
@@ -146,12 +146,12 @@ def _amounts(config: Config, account: Account) -> dict[str, Any]:
     per_rank = size // ranks
     micro = math.gcd(per_rank, repeats)
     account.remark("train.micro_batch_tokens", f"TRL pads, and counts responses: {micro} at a time.")
-    steps = account["train.total_dialog_turns"] // turn_size(config)
+    steps = account["train.total_dialog_turns"] // responses_per_step(config)
     return {
         "num_generations": repeats,
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": per_rank // micro,
-        "steps_per_generation": turn_size(config) // (micro * ranks),
+        "steps_per_generation": responses_per_step(config) // (micro * ranks),
         "num_iterations": account["train.epochs"],
         "max_steps": steps * steps_per_publish(config),
         "shuffle_dataset": account["env.shuffle"],

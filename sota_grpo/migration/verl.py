@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sota_grpo.config import Config, longest_response, turn_size
+from sota_grpo.config import Config, longest_response, responses_per_step
 from sota_grpo.config.validators import has_no_ratio
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.functional.surrogates import SURROGATES
@@ -185,7 +185,7 @@ def _reference(config: Config, account: Account) -> dict[str, Any]:
 def _optimizer(config: Config, account: Account) -> dict[str, Any]:
     """AdamW; verl's schedule counts iterations, ours optimizer steps."""
     prefix = f"{ACTOR}.optim"
-    steps_per_publish = config.train.epochs * turn_size(config) // config.train.optim_batch_size
+    steps_per_publish = config.train.epochs * responses_per_step(config) // config.train.optim_batch_size
     schedule, warmup = account["optimizer.schedule"], account["optimizer.warmup_steps"]
     if schedule == "linear":
         account.remark("optimizer.schedule", "verl's FSDP learner knows constant and cosine; this is constant.")
@@ -218,7 +218,7 @@ def _data(config: Config, account: Account, facts: Facts) -> dict[str, Any]:
     return {
         "data.train_files": f"{HERE}/train.parquet",
         "data.val_files": f"{HERE}/heldout.parquet",
-        "data.train_batch_size": turn_size(config) // account["env.repeats"],
+        "data.train_batch_size": responses_per_step(config) // account["env.repeats"],
         "data.max_prompt_length": facts.longest_prompt,
         "data.max_response_length": account["inference_model.max_tokens"],
         "data.shuffle": account["env.shuffle"],
@@ -308,8 +308,8 @@ def _rollout(config: Config, account: Account) -> dict[str, Any]:
 
 
 def _trainer(config: Config, account: Account, facts: Facts) -> dict[str, Any]:
-    steps = account["train.total_dialog_turns"] // turn_size(config)
-    prompts = turn_size(config) // config.env.repeats
+    steps = account["train.total_dialog_turns"] // responses_per_step(config)
+    prompts = responses_per_step(config) // config.env.repeats
     is_on, every = account["eval.mode"] == "on", account["eval.every"]
     if is_on and account["eval.avg_at_k"]:
         account.remark("eval.avg_at_k", "verl's validation is greedy here (rollout.val_kwargs chooses).")
@@ -335,7 +335,7 @@ def _trainer(config: Config, account: Account, facts: Facts) -> dict[str, Any]:
     account.remark("train.max_policy_age", "verl drops what became older, or waits for it; ours never samples it.")
     return options | {
         "trainer.v1.trainer_mode": "separate_async",
-        "trainer.v1.separate_async.parameter_sync_step": turn_size(config) // config.train.optim_batch_size,
+        "trainer.v1.separate_async.parameter_sync_step": responses_per_step(config) // config.train.optim_batch_size,
         "trainer.v1.sampler.max_off_policy_threshold": max(1, account["train.max_policy_age"]),
         f"{_ROLLOUT}.nnodes": 1,
         f"{_ROLLOUT}.n_gpus_per_node": account.num_devices("inference_model"),

@@ -17,7 +17,7 @@ from sota_grpo.assembly.compose import anchor_paths
 from sota_grpo.assembly.device_memory import require_disk
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.passed import Passed
-from sota_grpo.config import Config, num_steps, turn_size
+from sota_grpo.config import Config, num_steps, responses_per_step
 from sota_grpo.config.hub_token import use_config_token
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
@@ -161,7 +161,7 @@ class Run:
         if self.config.eval.mode == "on" and (step == 0 or (every and step % every == 0)):
             self._evaluate(step)
         if step == self.first:
-            starting(f"The first step: {turn_size(self.config)} responses")
+            starting(f"The first step: {responses_per_step(self.config)} responses")
         self.steps = step
         self.log.begin()
 

@@ -168,7 +168,7 @@ class Refill:
 
 
 class GroupBuffer:
-    """Complete groups, taken once each, oldest admission version first; then first in, first out.
+    """The replay buffer: complete groups, taken once each, oldest admission version first; then first in, first out.
 
     That is rule 3 of :func:`sota_grpo.functional.max_groups_admitted`.
 

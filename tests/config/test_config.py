@@ -175,7 +175,11 @@ class Run:
 def test_every_field_is_read_by_the_assembly() -> None:
     """A field that no code reads fails here: the rooms that see the config must read it by its full name."""
     package = ROOT / "sota_grpo"
-    rooms = [package / "run/app.py", package / "config/__init__.py", *(package / "assembly").glob("*.py")]  # turn_size
+    rooms = [
+        package / "run/app.py",
+        package / "config/__init__.py",
+        *(package / "assembly").glob("*.py"),
+    ]
     rooms += (package / "recording/sinks").glob("*.py")
     read = {f"logging.{option}" for option in SINKS}.union(*(ConfigReads(path.read_text()).read for path in rooms))
     read |= {option for option, name in READERS.items() if any(name in parameters(task) for task in TASKS)}
