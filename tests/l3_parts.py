@@ -104,4 +104,5 @@ def make_subject(
         sampling=Sampling(max_tokens=max_tokens, temperature=engine_temperature or temperature, top_p=top_p),
         seed=seed,
         exact=engine_dtype is None and chosen.precision == "fp32",
+        num_layers=model.config.num_hidden_layers,
     )

@@ -434,7 +434,7 @@ def broadcasts_weights(config: Config, plan: Plan) -> bool:
 def subject_of(config: Config, parts: Parts) -> Subject:
     """What the gate checks of a run that is put together."""
     trusts = config.model.trust_remote_code
-    loaded = from_pretrained(AutoConfig.from_pretrained, model_name(config), trust_remote_code=trusts)
+    loaded = from_pretrained(AutoConfig.from_pretrained, model_name(config), trust_remote_code=trusts).get_text_config()
     return Subject(
         task=parts.task,
         rollouts=parts.rollouts,
@@ -444,5 +444,6 @@ def subject_of(config: Config, parts: Parts) -> Subject:
         seed=config.seed,
         exact=parts.exact,
         transforms=[transform for _, transform in parts.transforms],
-        packs=config.model.attn_implementation is None and loaded.get_text_config().model_type in KNOWN_TO_PACK,
+        packs=config.model.attn_implementation is None and loaded.model_type in KNOWN_TO_PACK,
+        num_layers=loaded.num_hidden_layers,
     )

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 from sota_grpo.cli import above_zero, add_parser, whole
 from sota_grpo.cli.score import STANDARD, graded_row, row_writer
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.tasks import TASKS
 
 if TYPE_CHECKING:
     from sota_grpo.assembly.evaluation import Target
@@ -47,12 +46,7 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("target", metavar="MODEL_OR_RUN", help="a run directory, the folder of a model, its hub name, or tiny")
     add("overrides", metavar="OPTION=VALUE", nargs="*", help="options of the run or of the preset")
-    add(
-        "--task",
-        choices=TASKS,
-        metavar="TASK",
-        help="what to evaluate on (env.dataset); default: the run's own, or gsm8k",
-    )
+    add("--task", help="what to evaluate on (env.dataset); default: the run's own, or gsm8k")
     add("--config-name", "-cn", metavar="NAME", help="preset for a model; default: that of the task")
     number = whole("a whole number", least=0)
     add("--k", metavar="K", type=number, help="samples per problem; 0: greedy only; default: eval.avg_at_k")
@@ -122,15 +116,16 @@ def _judge(options: argparse.Namespace) -> None:
     from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
     from sota_grpo.recording.run_files import CONFIG_FILE
 
+    overrides = [*_overrides(options), *([] if options.task is None else [f"env.dataset={options.task}"])]
     run_dir = Path(options.target).expanduser()
     if (run_dir / CONFIG_FILE).is_file():
-        load_config(run_dir, _overrides(options))
+        load_config(run_dir, overrides)
     elif missing_folder(options.target):
         raise UserError(f"{no_run_or_model(options.target)}.")
     else:
         if options.target == SMOLLM2:
             require_smollm2()
-        compose(options.config_name or DEFAULT_CONFIG, _overrides(options))
+        compose(options.config_name or DEFAULT_CONFIG, overrides)
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:

@@ -52,7 +52,8 @@ def test_both_are_asked_the_same_and_measured_alike(tmp_path: Path) -> None:
     ours, theirs = train_ours(changes, 16, tmp_path / "ours"), train_trl(config, tmp_path / "trl")
     assert ours.accuracy.keys() == theirs.accuracy.keys() == {0, 16, 32}
     assert ours.accuracy[0] == theirs.accuracy[0] > 0
-    assert ours.accuracy[32] == theirs.accuracy[32] == 0, "a step this long leaves no policy; what is measured moves"
+    for curve in (ours, theirs):  # a step this long leaves no policy: what is measured moves
+        assert curve.accuracy[32] <= 1 / 32 < curve.accuracy[0], "one of 32 answers may be right by chance"
     assert min(ours.train_s, theirs.train_s) > 0
     assert asked(tmp_path / "ours") == [example.query for example in drawn_examples(config, task_of(config))]
 
