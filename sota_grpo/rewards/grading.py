@@ -142,8 +142,9 @@ class RewardWorker:
 
     def __init__(self, score: Scorer, term_names: Sequence[str], progress_fd: int | None = None) -> None:
         self._score, self._term_names = score, tuple(term_names)
-        if hasattr(score, "prepare"):
-            score.prepare()
+        grader = getattr(score, "__self__", score)  # a task's method, or a grader by itself
+        if hasattr(grader, "prepare"):
+            grader.prepare()
         self._progress_counter = ProgressCounter(progress_fd)
         self._thread = WorkerThread("grader")
 

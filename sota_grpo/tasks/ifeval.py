@@ -6,7 +6,15 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sota_grpo.rewards.ifeval import INSTRUCTIONS, answer_text, find_punkt, follow_lists, read_instructions, read_prompt
+from sota_grpo.rewards.ifeval import (
+    INSTRUCTIONS,
+    answer_text,
+    checks,
+    find_punkt,
+    follow_lists,
+    read_instructions,
+    read_prompt,
+)
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import chat
 from sota_grpo.tasks.dataset import DatasetError, Row, is_file, load_named, normalised, split_examples, unique_examples
@@ -121,6 +129,11 @@ class IFEvalTask:
     def messages(self, example: Example) -> list[dict[str, str]]:
         """A system turn, if there is a system prompt, and the raw prompt."""
         return chat(self.system_prompt, example.query)
+
+    def prepare(self) -> None:
+        """Import what splits sentences and tells languages now: no response's deadline should pay for it."""
+        checks.capital_word_count("One word. Another.", "at least", 1, self.nltk_data)
+        checks.is_language("word", "en")
 
     def score(self, response: str, example: Example) -> Score:
         """Check each instruction; see the class for the terms and the info."""

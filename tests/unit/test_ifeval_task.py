@@ -7,6 +7,8 @@ import logging
 import os
 import pickle
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +204,14 @@ def test_all_541_prompts_of_the_benchmark_can_be_read(caplog: pytest.LogCaptureF
     assert len(examples) == 541
     assert sum(len(example.extra["instruction_id_list"]) for example in examples) == 834
     assert not caplog.records
+
+
+def test_a_grader_imports_its_libraries_before_its_first_response() -> None:
+    """On a busy machine NLTK took longer to import than the deadline of the response that asked for it."""
+    code = (
+        "import sys; from sota_grpo.rewards.grading import RewardWorker; from sota_grpo.tasks import make_scorer;"
+        "task = make_scorer('ifeval'); worker = RewardWorker(task.score, task.term_weights);"
+        "print(sorted({'nltk', 'langdetect', 'torch'} & set(sys.modules))); worker.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['langdetect', 'nltk']"
