@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from sota_grpo.rl.collate import prompt_groups, set_loss_weights
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.training import gate
 from sota_grpo.training.checkpoint import rng_state
-from sota_grpo.training.gate import CHECKS, CheckError, Subject, run_gate
+from sota_grpo.training.gate import CHECKS, CheckError, Subject, graded_rows, pushed_weights_landed, run_gate
+from sota_grpo.training.learner import Publisher
 from tests.l3_parts import make_subject
 
 
@@ -60,6 +62,21 @@ HALF = {
 def test_the_rounding_of_half_precision_passes(half: str, tmp_path: Path) -> None:
     for seed in range(2):
         assert failed(make_subject(tmp_path, max_tokens=96, seed=seed, **HALF[half])) == []
+
+
+@pytest.mark.parametrize("layer", [None, 0, 1, 2, 3])
+def test_in_half_precision_a_push_without_a_layer_is_told_from_a_whole_one(layer: int | None, tmp_path: Path) -> None:
+    """Fresh samples. Of 12 seeds, right pushes came to at most 0.61 of what is allowed, others to 2.03 and more."""
+    seed = random.SystemRandom().randrange(1 << 30)
+    subject = make_subject(tmp_path, max_tokens=96, seed=seed, **HALF["bf16 both"])
+    subject.publisher.publish(0)
+    subject.rows = graded_rows(subject)
+    if layer is not None:
+        push = subject.publisher
+        old = {name: weight.clone() for name, weight in push.weights() if f"layers.{layer}." in name}
+        subject.publisher = Publisher(lambda: [(name, old.get(name, w)) for name, w in push.weights()], push.engines)
+    check = pushed_weights_landed(subject)
+    assert check.passed == (layer is None), f"seed {seed}: {check.sentence}"
 
 
 @pytest.mark.parametrize("half", [None, "bf16 both"])
