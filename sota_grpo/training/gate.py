@@ -115,9 +115,9 @@ class Subject:
     sampling: Sampling
     seed: int
     exact: bool
+    num_layers: int
     transforms: Sequence[Callable[[TensorDictBase], TensorDictBase]] = ()
     packs: bool = False
-    num_layers: int = 1
     rows: list[TensorDictBase] = field(default_factory=list)
 
     @cached_property
