@@ -44,14 +44,12 @@ from sota_grpo.assembly.build import build, subject_of
 from sota_grpo.assembly.compose import compose
 from sota_grpo.config import Config, model_name
 from sota_grpo.config.validators import validate
-from sota_grpo.functional.agreement import mean_ratio, temperature_slope
-from sota_grpo.functional.divergences import kl_k3
+from sota_grpo.functional.divergences import kl_k3, mean_ratio, temperature_slope
+from sota_grpo.policy.causal import base_model
 from sota_grpo.policy.load import load_tokenizer, resolve_model_path, save_hf
-from sota_grpo.policy.packed import base_model
-from sota_grpo.policy.weight_pack import perturb, restore
 from sota_grpo.training import gate
 from sota_grpo.training.gate import MARGIN, RATIO, SLOPE, Check, Subject, allowed_gaps
-from sota_grpo.training.learner import Publisher
+from sota_grpo.training.learner import Publisher, perturb, restore
 
 DTYPES = {
     "fp32": ["train.precision=fp32", "inference_model.torch_dtype=float32"],

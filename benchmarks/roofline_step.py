@@ -20,7 +20,7 @@ from benchmarks.trainer import Ours
 from benchmarks.trainer_work import Case, make_rows
 from sota_grpo.functional import log_probs
 from sota_grpo.functional.flops import recomputed_flops, step_flops
-from sota_grpo.policy.packed import base_model, decoder_layers
+from sota_grpo.policy.causal import base_model, decoder_layers
 from sota_grpo.training.learner import Learner
 from tests.pretended_cuda.counters import MEMORY, HostTraffic, host_traffic
 from tests.pretended_cuda.shapes import shapes_only

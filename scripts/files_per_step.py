@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 FOLDER = "FILES_PER_STEP"  # environment variable: where every process writes what it has called
+LOOKS_S = 0.01  # how often a process looks whether it is to note
 PACKAGE = Path(__file__).resolve().parent.parent / "sota_grpo"
 OPTIONS = (
     *("engine=transformers", "device=cpu", "eval.mode=off", "check.mode=off", "env.dataset=gsm8k", "env.num_heldout=4"),
@@ -54,7 +55,7 @@ class Tracer:
             return
         if frame.f_code.co_name == "<module>":  # an import
             return
-        if time.monotonic() - self._looked > 0.01:
+        if time.monotonic() - self._looked > LOOKS_S:
             self._looked, self._is_on = time.monotonic(), self._on.exists()
         if self._is_on:
             self._noted.add(name)
@@ -73,10 +74,12 @@ def count(folder: Path, overrides: list[str], *, workers: bool) -> list[str]:
             super()._before(step)
             if step == 1:
                 (folder / "on").touch()
+                time.sleep(2 * LOOKS_S)
 
         def _after(self, turns: int) -> bool:
             if turns == (3 if workers else 2):
                 (folder / "on").unlink()
+                time.sleep(2 * LOOKS_S)
             return super()._after(turns)
 
     data = folder / "train.jsonl"

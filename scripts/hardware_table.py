@@ -34,6 +34,7 @@ def table() -> str:
 def _cell(model: str, overrides: tuple[str, ...], memory_gib: int) -> str:
     from sota_grpo.assembly.compose import compose
     from sota_grpo.assembly.estimate import estimate
+    from sota_grpo.config import overrides_of
 
     config = compose("grpo_gsm8k", [f"model.name={model}", "device=auto", *overrides])
     found = estimate(config, memory_gib=memory_gib, prompt_tokens=PROMPT_TOKENS, probe=False)
@@ -42,7 +43,7 @@ def _cell(model: str, overrides: tuple[str, ...], memory_gib: int) -> str:
     change = found.other_change if not overrides and found.other_change else found.change
     if change is None:
         return "no"
-    return f"`{change.overrides}`"
+    return f"`{' '.join(overrides_of(change))}`"
 
 
 if __name__ == "__main__":

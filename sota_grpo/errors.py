@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from sota_grpo.stopping import interrupt_once
+from sota_grpo.text import readable
+
+CRASHED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
+
 
 class UserError(Exception):
     """Something outside the program is wrong; printed without a traceback, the exit code is 2."""
 
-    exit_code = 2
+    exit_code = USER_MISTAKE
 
     def _render_traceback_(self) -> list[str]:
         """IPython's hook: a notebook shows the sentence, as the command line does; ``%debug`` still has the frames."""
@@ -16,4 +25,27 @@ class UserError(Exception):
 class RunFailed(UserError):
     """The run cannot go on though nothing is wrong with the config: a process died, a disk is full, nobody answers."""
 
-    exit_code = 1
+    exit_code = CRASHED
+
+
+def run_command(program: str, command: Callable[[], int], if_interrupted: str) -> NoReturn:
+    """Run a command to the end of the process: mistakes of the user are one sentence, Ctrl-C is one and 130.
+
+    Args:
+        program: how the sentences begin.
+        command: returns the exit code.
+        if_interrupted: what is left then, where the interrupt itself does not say it.
+    """
+    interrupt_once()
+    try:
+        code = command()
+    except UserError as error:
+        print(f"{program}: {readable(str(error))}", file=sys.stderr)  # it may quote what others wrote
+        code = error.exit_code
+    except KeyboardInterrupt as stop:
+        print(f"{program}: interrupted; {str(stop) or if_interrupted}.", file=sys.stderr)
+        code = INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout has had enough
+        sys.stderr.close()
+        code = CRASHED
+    sys.exit(code)

@@ -1,14 +1,24 @@
-"""Files and folders that are there whole or not at all, whatever ends their writer."""
+"""Files and folders that are there whole or not at all, whatever ends their writer; Python files of the user's."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import os
+import re
+import secrets
 import shutil
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]+\.(tmp|old)")
 
 
 @contextmanager
@@ -30,6 +40,7 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """
     temporary = _beside(path)
     try:
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # never through what lies there
         yield temporary
         if durable:
             _sync(temporary)
@@ -65,6 +76,16 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def drop_leftovers(folder: Path) -> None:
+    """Remove what writers of files and folders in ``folder`` left there when they were killed; none may be at work."""
+    for leftover in folder.glob(".*"):
+        if _LEFTOVER.fullmatch(leftover.name):
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``path`` in UTF-8, atomically."""
     with atomic_file(path) as temporary:
@@ -76,8 +97,37 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def _beside(path: Path, ending: str = "tmp") -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.{ending}")
+def run_python(path: Path) -> ModuleType:
+    """The module of a Python file of the user's, run once, as an import would; whatever it raises is raised.
+
+    The file's folder is put at the end of ``sys.path``, so that it can import what lies beside it.
+    """
+    name = f"user_file_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
+    loader = SourceFileLoader(name, str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))  # type: ignore[arg-type]
+    sys.modules[name] = module  # dataclasses look their module up by its name
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: a file beside it must not shadow a package
+    try:
+        # Not loader.exec_module: it would leave compiled files beside the user's own, and believe stale ones.
+        exec(loader.source_to_code(path.read_bytes(), str(path)), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def error_line(path: str | Path, error: BaseException) -> int | None:
+    """The last line of the Python file ``path`` that ``error`` came through."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return error.lineno
+    trace = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in trace if frame.f_code.co_filename == str(path)]
+    return lines[-1] if lines else None
+
+
+def _beside(path: Path, ending: str = "tmp") -> Path:  # see _LEFTOVER
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.{ending}")  # a name that nobody can have prepared
 
 
 def _sync(path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import shutil
 import signal
@@ -19,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 LAUNCHER_SAYS = "[launcher] server process "
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # between fork and exec nothing may be loaded
 _LOOK_EVERY_S = 0.2
 _GRACE_S = 5.0
@@ -31,16 +32,71 @@ def die_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def end_group_with(parent: int) -> None:
-    """End with the process ``parent``, which started this one, whatever this one is at; so does its process group."""
+def end_group_with(owner: int) -> None:
+    """End with the process ``owner``, whatever this one is at; so does its process group."""
     die_with_parent()
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_LOOK_EVERY_S)
+        if hasattr(os, "pidfd_open"):
+            for handle in _handles([owner]):
+                select.select([handle], [], [])
+            time.sleep(_LOOK_EVERY_S)  # a shepherd has been told, too, and finds more than the group
+        else:
+            while os.getppid() == owner:
+                time.sleep(_LOOK_EVERY_S)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def shepherd() -> None:
+    """Linux: return in a child of this process, which itself only stays to end whatever the child leaves behind.
+
+    Processes that get away from the child, into a session of their own, become the shepherd's when their parents end.
+    It kills them all when the child has ended, and then ends as the child did. SIGTERM, or the end of the thread that
+    started it, has it kill the child first. To be called while there is one thread only.
+    """
+    if _LIBC is None:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return
+    code = -signal.SIGTERM
+    with contextlib.suppress(SystemExit):
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the ends of these files are the child's
+        ended = 0
+        while ended != child:
+            ended, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _end_descendants()
+    if code >= 0:
+        os._exit(code)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # of SIGKILL
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit
+
+
+def _end_descendants() -> None:
+    """Kill and reap all children of this process, a subreaper, until there are none: theirs become its own."""
+    children, deadline = Path(f"/proc/self/task/{os.getpid()}/children"), time.monotonic() + _GRACE_S
+    with contextlib.suppress(OSError):  # ChildProcessError: there are none any more
+        while time.monotonic() < deadline:
+            for pid in children.read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.001)
 
 
 def guard(pids: Iterable[int]) -> subprocess.Popen[bytes] | None:
@@ -76,28 +132,6 @@ def ending(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}{hint}"
 
 
-def descendants(pid: int) -> set[int]:
-    """The children of a process, theirs, and so on, as far as ``/proc`` shows them.
-
-    >>> os.getpid() in descendants(os.getppid()) or not Path("/proc").exists()
-    True
-    """
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it ended while we looked
-            continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    found: set[int] = set()
-    left = [pid]
-    while left:
-        new = children.get(left.pop(), [])
-        found.update(new)
-        left += new
-    return found
-
-
 def _guard(watched: int, *pids: int) -> None:
     """Wait for the end of ``watched``, then end the others."""
     others = _handles(pids)
@@ -120,6 +154,8 @@ def _handles(pids: Iterable[int]) -> list[int]:
 def _launch(parent: int, scratch: str, *command: str) -> None:
     asked_to_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_end.append(number))
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     while server.poll() is None and not asked_to_end and os.getppid() == parent:
         time.sleep(_LOOK_EVERY_S)
@@ -132,6 +168,7 @@ def _launch(parent: int, scratch: str, *command: str) -> None:
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(_GRACE_S)
+    _end_descendants()
     shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 

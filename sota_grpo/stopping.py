@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
 logger = logging.getLogger(__name__)
 
 _LAST_S = 5.0  # for closing workers, before the process ends itself; theirs end when it is gone
+
+
+def interrupt_once() -> None:
+    """Of several Ctrl-C the first raises KeyboardInterrupt; the next ones do not disturb what is being closed then.
+
+    One that comes 5 seconds later ends the process at once, with exit code 130: its workers end when it is gone.
+    """
+    began: list[float] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        began.append(time.monotonic())
+        if len(began) == 1:
+            raise KeyboardInterrupt
+        if began[-1] - began[0] > _LAST_S:
+            os._exit(130)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody ignores it, or handles it
+        signal.signal(signal.SIGINT, handle)
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the interpreter takes its handlers away next
 
 
 class Interrupted(Exception):
@@ -58,7 +79,9 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            raise KeyboardInterrupt
+            interrupt = self._before[signal.SIGINT]
+            (interrupt if callable(interrupt) else signal.default_int_handler)(number, frame)
+            return
         self.asked = True
         logger.warning("%s: stopping after this step; once more stops at once.", signal.Signals(number).name)
         if number == signal.SIGTERM and self._grace_s is not None:

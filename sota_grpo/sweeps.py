@@ -28,7 +28,7 @@ from rich.text import Text
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_json, write_text
 from sota_grpo.recording.metrics import METRICS, is_number
-from sota_grpo.recording.progress import duration
+from sota_grpo.recording.progress import percent
 from sota_grpo.recording.run_files import (
     METRICS_FILE,
     OVERRIDES_FILE,
@@ -40,6 +40,8 @@ from sota_grpo.recording.run_files import (
     read_rows,
     state_of,
 )
+from sota_grpo.text import duration, one_line
+from sota_grpo.untrusted import read_yaml
 
 Found = TypeVar("Found")
 LAST_STEPS = 10  # a single step's reward is too noisy to compare runs by
@@ -54,71 +56,45 @@ _DEPTH = 3  # folders between a sweep and its runs: hydra.sweep.subdir may name 
 _UNKNOWN = "-"
 _WIDTH = 400  # of text that no terminal limits: no cell is wrapped
 # May differ between a sweep and its continuation: they change nothing that a run computes.
-_FREE = re.compile(r"\+{0,2}(train\.resume|logging\.|hydra\.sweep\.dir|hydra\.callbacks\.)")
+_FREE = re.compile(r"\+{0,2}(train\.resume|logging\.|hydra\.sweep\.dir|hydra\.callbacks\.|hydra\.output_subdir=)")
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run of a sweep.
+    """One run of a sweep."""
 
-    Attributes:
-        name: its folder below the sweep's.
-        path: its directory.
-        overrides: what its command line asked for, by option.
-        state: ``finished``, ``running``, ``stopped`` or ``failed``.
-        note: why it failed, or why it is not finished; empty where there is nothing to say.
-        turns: training steps done so far, by the name that is stored.
-        asked: training steps that it was started for, where it began to train.
-        seconds: of its steps and evaluations, by the clock; what a run takes to start is not among them.
-        metrics: by name: of what is measured every step the mean over the last 10 steps that measured it, of
-            evaluations and counters the last value.
-    """
-
-    name: str
+    name: str  # its folder below the sweep's
     path: Path
-    overrides: Mapping[str, str]
-    state: str
-    note: str
-    turns: int
-    asked: int | None
-    seconds: float
+    overrides: Mapping[str, str]  # what its command line asked for, by option
+    state: str  # finished, running, stopped or failed
+    note: str  # why it failed, or why it is not finished; empty where there is nothing to say
+    turns: int  # training steps done so far, by the name that is stored
+    asked: int | None  # training steps that it was started for, where it began to train
+    seconds: float  # of its steps and evaluations, by the clock; what a run takes to start is not among them
+    #: By name: of what is measured every step the mean over the last 10 steps that measured it, of evaluations and
+    #: counters the last value.
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs that differ in nothing but their seed.
+    """The runs that differ in nothing but their seed."""
 
-    Attributes:
-        overrides: what distinguishes this setting from the others, the seed left out.
-        runs: how many there are.
-        finished: how many of them are finished; the means are over these.
-        means: by metric its mean, and the mean's standard error over seeds: None for a single one.
-    """
-
-    overrides: Mapping[str, str]
+    overrides: Mapping[str, str]  # what distinguishes this setting from the others, the seed left out
     runs: int
-    finished: int
-    means: Mapping[str, tuple[float, float | None]]
+    finished: int  # so many of them; the means are over these
+    means: Mapping[str, tuple[float, float | None]]  # by metric, with the standard error over seeds; None for one seed
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs side by side.
+    """Runs side by side."""
 
-    Attributes:
-        path: the directory that they are in.
-        runs: by number.
-        varied: the options in which they differ, in the order of the command line.
-        metric: they are sorted by it.
-        ascending: the smallest first.
-    """
-
-    path: Path
-    runs: list[RunRow]
-    varied: list[str]
-    metric: str
-    ascending: bool = False
+    path: Path  # the directory that they are in
+    runs: list[RunRow]  # by number
+    varied: list[str]  # the options in which they differ, in the order of the command line
+    metric: str  # they are sorted by it
+    ascending: bool = False  # the smallest first
 
     @property
     def ranked(self) -> list[RunRow]:
@@ -188,7 +164,7 @@ def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
     recent: dict[str, deque[float]] = {}
     turns, seconds = 0, 0.0
     for row in read_rows(path):
-        numbers = {name: value for name, value in row.items() if name != "step" and is_number(value)}
+        numbers = {one_line(name): value for name, value in row.items() if name != "step" and is_number(value)}
         seconds += sum(numbers.get(name, 0.0) for name in ("time/step_s", "time/eval_s"))
         turns += REWARD in row
         for name, value in numbers.items():
@@ -219,11 +195,11 @@ def _read_run(path: Path, root: Path) -> RunRow:
     overrides = tried(lambda: _overrides(path / OVERRIDES_FILE), dict[str, str]())
     asked = (read_record(path) or {}).get("num_steps")
     return RunRow(
-        name=path.relative_to(root).as_posix(),
+        name=one_line(path.relative_to(root).as_posix()),
         path=path,
         overrides=overrides,
         state=state,
-        note="; ".join(dict.fromkeys(notes)),
+        note=one_line("; ".join(dict.fromkeys(notes)), None),
         metrics=metrics,
         turns=turns,
         asked=asked if isinstance(asked, int) else None,
@@ -239,33 +215,27 @@ def _overrides(path: Path) -> dict[str, str]:
 
     overrides = {}
     try:
-        noted = OmegaConf.to_container(OmegaConf.load(path))
+        noted = OmegaConf.to_container(read_yaml(path, levels=2))
     except FileNotFoundError:
         return {}
     except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}).") from error
     for given in noted if isinstance(noted, list) else []:
         name, _, value = str(given).partition("=")
-        overrides[name.lstrip("+~")] = "removed" if name.startswith("~") else value
+        overrides[one_line(name.lstrip("+~"))] = "removed" if name.startswith("~") else one_line(value)
     return overrides
 
 
 def _setting(names: list[str], group: list[RunRow]) -> Setting:
     done = [run for run in group if run.state == "finished"]
     metrics = dict.fromkeys(name for run in done for name in run.metrics)
-    means = {name: _mean([run.metrics[name] for run in done if name in run.metrics]) for name in metrics}
+    means: dict[str, tuple[float, float | None]] = {}
+    for name in metrics:
+        values = [run.metrics[name] for run in done if name in run.metrics]
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        means[name] = statistics.fmean(values), error
     overrides = {name: group[0].overrides[name] for name in names if name in group[0].overrides}
     return Setting(overrides, len(group), len(done), means)
-
-
-def _mean(values: list[float]) -> tuple[float, float | None]:
-    """Mean and its standard error.
-
-    >>> _mean([1.0, 3.0]), _mean([2.0])
-    ((2.0, 1.0), (2.0, None))
-    """
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return statistics.fmean(values), error
 
 
 def as_text(sweep: Sweep, width: int | None = None) -> str:
@@ -358,7 +328,7 @@ def _tables(sweep: Sweep) -> list[list[list[str]]]:
 
     def cells(overrides: Mapping[str, str], names: Sequence[str], means: Mapping[str, Any]) -> list[str]:
         values = [_number(*means.get(name, (None,))) for name in (REWARD, *extra)]
-        values.insert(1, _percent(*means.get(ACCURACY, (None,))))
+        values.insert(1, percent(*means.get(ACCURACY, (None,))))
         return [*(overrides.get(name, _UNKNOWN) for name in names), *values]
 
     runs = [["run", *sweep.varied, REWARD, "accuracy", *extra, "steps", "state", "time"]]
@@ -380,25 +350,9 @@ def _count(done: int, total: int | None) -> str:
 
 
 def _number(value: float | None, error: float | None = None) -> str:
-    """Value and error.
-
-    >>> _number(0.60449, 0.0049), _number(0.5), _number(None)
-    ('0.6045 +/- 0.0049', '0.5', '-')
-    """
     if value is None:
         return _UNKNOWN
     return f"{value:.4g}" + ("" if error is None else f" +/- {error:.2g}")
-
-
-def _percent(value: float | None, error: float | None = None) -> str:
-    """A share and its error in percent.
-
-    >>> _percent(0.613, 0.03), _percent(0.5), _percent(None)
-    ('61.3 +/- 3.0 %', '50.0 %', '-')
-    """
-    if value is None:
-        return _UNKNOWN
-    return f"{100 * value:.1f}" + (" %" if error is None else f" +/- {100 * error:.1f} %")
 
 
 def _escaped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Text that models, graders, servers and libraries wrote, made fit for a terminal, a log, JSON lines or HTML.
+"""Text that models, graders, servers and libraries wrote, made fit for a terminal, a log, JSON lines or HTML; times.
 
 Standard library only, and nothing of ours.
 """
@@ -6,6 +6,7 @@ Standard library only, and nothing of ours.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from typing import Any
 
@@ -63,6 +64,13 @@ def sentence(error: BaseException) -> str:
     return kind if line == kind else f"{kind}: {line}"
 
 
+class ReadableFormatter(logging.Formatter):
+    """Lines of a log, which may quote what others have written."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return readable(super().format(record))
+
+
 def json_line(value: Any, *, html: bool = False, **options: Any) -> str:
     """``value`` as JSON in one line, as legible as it may be; read back, it is the same.
 
@@ -80,3 +88,14 @@ def json_line(value: Any, *, html: bool = False, **options: Any) -> str:
     if text.isascii() and "\x7f" not in text and not html:  # most rows, in a third of the time
         return text
     return (_ODD_IN_HTML if html else _ODD).sub(lambda odd: f"\\u{ord(odd[0]):04x}", text)
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, with hours where there are any.
+
+    >>> duration(151), duration(3661.2), duration(0.4)
+    ('2:31', '1:01:01', '0:00')
+    """
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,5 +1,7 @@
 """A process that has imported what every run imports, and forks one child per command: six seconds are spent once.
 
+A light one has imported what every command line imports, and a child of it ends where it imports one of :data:`HEAVY`.
+
 Each child is a process of its own in everything that a command can change: arguments, working directory, environment,
 Hydra, loggers, signals. vLLM is hidden from them, as on a machine where it is not installed.
 """
@@ -14,9 +16,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+HEAVY = ("torch", "transformers", "torchrl", "tensordict", "vllm", "ray", "datasets", "wandb", "plotly", "pyarrow")
 _OUTPUTS = ("stdout", "stderr")
 
 
@@ -36,10 +40,10 @@ class Done:
 class ForkServer:
     """The process, from the side of the tests."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str]):
+    def __init__(self, folder: Path, environment: Mapping[str, str], *, light: bool = False):
         self._folder = folder
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", __name__, *(["light"] if light else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -56,14 +60,28 @@ class ForkServer:
         timeout_s: int = 300,
     ) -> Done:
         """Run the Python script ``arguments[0]`` with the other arguments, to its end."""
+        self.start(arguments, cwd=cwd, environment=environment, timeout_s=timeout_s)
+        return self.finish()
+
+    def start(
+        self, arguments: Sequence[str], *, cwd: Path, environment: Sequence[tuple[str, str]] = (), timeout_s: int = 300
+    ) -> int:
+        """Begin to run it; returns the id of its process, for signals. One at a time: :meth:`finish` waits for it."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         job = {"arguments": list(arguments), "cwd": str(cwd), "environment": dict(environment)}
         job |= {"timeout_s": timeout_s, "folder": str(self._folder)}
         print(json.dumps(job), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def finish(self) -> Done:
+        """Wait for the command that was started."""
+        return Done(self._answer(), *((self._folder / name).read_text(errors="replace") for name in _OUTPUTS))
+
+    def _answer(self) -> int:
+        assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         assert answer, "the fork server has ended; its own error is above"
-        return Done(int(answer), *((self._folder / name).read_text(errors="replace") for name in _OUTPUTS))
+        return int(answer)
 
     def close(self) -> None:
         """End the process; a command that is under way is left to its time limit."""
@@ -75,9 +93,11 @@ class ForkServer:
 def _become(job: Mapping[str, Any]) -> None:
     """In the child: run the script and exit as it does."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests were started with
     signal.alarm(job["timeout_s"])  # ends the child; its workers end with it
     os.chdir(job["cwd"])
     os.environ.update(job["environment"])
+    sys.path[:0] = filter(None, job["environment"].get("PYTHONPATH", "").split(os.pathsep))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, name in enumerate(_OUTPUTS, start=1):
         os.dup2(os.open(Path(job["folder"]) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
@@ -86,18 +106,38 @@ def _become(job: Mapping[str, Any]) -> None:
     sys.exit(0)
 
 
-def _serve() -> None:
-    sys.modules["vllm"] = None  # type: ignore[assignment]
-    import datasets  # noqa: F401
+class _Refuse:
+    """Whether a package is there may be asked; to import one ends the process by a way that nothing catches."""
 
-    import sota_grpo.assembly.estimate
-    import sota_grpo.assembly.evaluation
-    import sota_grpo.report  # noqa: F401
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in HEAVY else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        os.write(2, f"{spec.name} was imported\n".encode())
+        os._exit(99)
+
+    def exec_module(self, module: object) -> None: ...
+
+
+def _serve() -> None:
+    if sys.argv[1:] == ["light"]:
+        sys.meta_path.insert(0, _Refuse())  # type: ignore[arg-type]
+        import hydra  # noqa: F401
+
+        import sota_grpo.run.entry
+    else:
+        sys.modules["vllm"] = None  # type: ignore[assignment]
+        import datasets  # noqa: F401
+
+        import sota_grpo.assembly.estimate
+        import sota_grpo.assembly.evaluation
+        import sota_grpo.report  # noqa: F401
 
     for line in iter(sys.stdin.readline, ""):
         child = os.fork()
         if child == 0:
             _become(json.loads(line))
+        print(child, flush=True)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 

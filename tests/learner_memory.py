@@ -1,4 +1,7 @@
-"""Peak memory of a learner in a process of its own, measured and predicted: ``python -m tests.learner_memory JSON``."""
+"""Peak memory of a learner in a process of its own, measured and predicted.
+
+``python -m tests.learner_memory JSON``, where JSON is a list of cases.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from benchmarks.peers.memory import peak_bytes
 from sota_grpo import keys
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.device_memory import GIB, Facts, Machine, gate_of, learner_of, plan_for
+from sota_grpo.assembly.device_memory import GATE, GIB, TRAIN, Machine, RunMemory
 from sota_grpo.assembly.memory import Learning, MicroBatch, learner_memory
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import architecture_from, enable_gradient_checkpointing
@@ -157,25 +160,25 @@ def estimated(case: dict[str, Any]) -> int:
         "engine": "transformers",
     }
     config = compose("grpo_cpu", [f"{name}={value}" for name, value in given.items()])
-    facts = Facts(architecture_from(model_config(case)), case["prompt"])
-    plan = plan_for(config, Machine("cpu", 64 * GIB, None, 0))
+    learner = RunMemory(
+        config, architecture_from(model_config(case)), case["prompt"], Machine("cpu", 64 * GIB, None, 0)
+    ).learner
     if case.get("gate"):
-        found = gate_of(config, facts, plan)
-        return found.total - found.optimizer
-    return learner_of(config, facts, plan).total
+        return sum(learner[GATE].values()) - learner[GATE]["optimizer"]
+    return sum(learner[TRAIN].values())
 
 
-def main() -> None:
-    case = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+def compared(case: dict[str, Any]) -> dict[str, Any]:
+    """What the learner of a case took at its peak, and what was predicted."""
     train(SMALL | {name: case[name] for name in ("rank", "dropout", "checkpointing", "family") if name in case},
           make_rows(SMALL))  # fmt: skip
     rows = make_rows(case)
     predicted = learner_memory(architecture_from(model_config(case)), how_of(case), batches_of(rows, case["budget"]))
     measured = peak_bytes(lambda: train(case, rows))
-    found = {"predicted": predicted.total, "measured": measured, "parts": vars(predicted)}
-    print(json.dumps(found | ({"estimated": estimated(case)} if case.get("full") else {})))
+    found = {"predicted": sum(predicted.values()), "measured": measured, "parts": predicted}
+    return found | ({"estimated": estimated(case)} if case.get("full") else {})
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    print(json.dumps([compared(case) for case in json.loads(sys.argv[1])]))

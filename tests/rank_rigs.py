@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
@@ -12,6 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sota_grpo import keys
+from sota_grpo.assembly import learning
+from sota_grpo.config import Config
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
@@ -124,6 +127,12 @@ class Bench:
             return build_learner(ranks, self.dump_dir, **options)
 
         self.worker = LearnerWorker(make, make_tokenizer())
+
+    def load(self, config: Config) -> None:
+        """Put the learner in place that a run of ``config`` has, among the ranks that there are."""
+        with patch.object(learning, "join_ranks", lambda *_, **__: self.ranks):
+            place = self.place | {"device_type": "cpu", "num_threads": 1, "run_dir": self.dump_dir}
+            self.worker = learning.learner_worker(config=config, **place)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["worker"], name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -103,9 +102,6 @@ class Echo:
 
     def exit(self, code: int) -> None:
         os._exit(code)
-
-    def stop_self(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def echo(**options: Any) -> Echo:

@@ -21,9 +21,8 @@ from scripts.proof import Finding, Options
 from sota_grpo import keys
 from sota_grpo.functional.log_probs import chunked_log_probs
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.layout import Layout, pack
 from sota_grpo.policy.sharding import Ranks, shard_over
-from sota_grpo.policy.shared_attention import _plain, shared_attention
+from sota_grpo.policy.shared_prompt import Layout, _plain, pack, shared_attention
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner

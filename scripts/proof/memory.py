@@ -17,8 +17,8 @@ from benchmarks.trainer_work import SHAPES, Case, make_rows
 from scripts.proof import Finding, Options
 from scripts.proof.kernels import synchronised
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.device_memory import GIB, Facts, Machine, devices_of
-from sota_grpo.assembly.memory import Learning, MicroBatch, learner_memory
+from sota_grpo.assembly.device_memory import GIB, Machine, RunMemory
+from sota_grpo.assembly.memory import Learning, MicroBatch, Parts, learner_memory
 from sota_grpo.policy.load import architecture_from
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.weight_pack import WeightPack
@@ -31,7 +31,7 @@ def case_of(options: Options, shape: str, **how: Any) -> Case:
     return Case(shape="tiny" if options.small else shape, device=options.device, precision=precision, **how)
 
 
-def predicted_learner(case: Case) -> Any:
+def predicted_learner(case: Case) -> Parts:
     """What ``estimate`` says of the learner of this case: one micro-batch, every row of full length."""
     family, sizes = SHAPES[case.shape]
     rows = make_rows(case)
@@ -60,7 +60,7 @@ def peak_of_an_update(options: Options) -> Iterator[Finding]:
             measured, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
             torch.cuda.empty_cache()
             after = torch.cuda.memory_reserved()
-            predicted = predicted_learner(case).total
+            predicted = sum(predicted_learner(case).values())
             ratio = predicted / measured
             figures = {
                 "measured_gib": measured / GIB, "predicted_gib": predicted / GIB, "ratio": ratio,
@@ -134,8 +134,8 @@ def whole_runs_fit(options: Options) -> Iterator[Finding]:
     """What the estimate says of the presets on this device."""
     family, sizes = SHAPES["qwen2.5-1.5b"]
     total = torch.cuda.get_device_properties(0).total_memory
-    facts = Facts(architecture_from(CONFIG_MAPPING[family](**sizes)), 512)
-    for device in devices_of(compose("grpo_gsm8k", ["device=cuda"]), facts, Machine("cuda", total, 1, 0)):
+    model, machine = architecture_from(CONFIG_MAPPING[family](**sizes)), Machine("cuda", total, 1, 0)
+    for device in RunMemory(compose("grpo_gsm8k", ["device=cuda"]), model, 512, machine).devices:
         moments = {name: sum(parts.values()) / GIB for name, parts in device.moments.items()}
         yield Finding(f"estimate of the default run, {device.name}", max(moments.values()) < total / GIB, moments)
 

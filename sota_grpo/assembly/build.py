@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
 from torch import nn
 from transformers import AutoConfig
 
 from sota_grpo.assembly.cluster import Cluster, visible_gpus
 from sota_grpo.assembly.devices import Plan, device_name, make_plan, resolve_device
 from sota_grpo.assembly.learning import (
-    add_adapter,
     kl_in_reward,
     make_advantage,
     make_learner,
@@ -54,13 +51,12 @@ from sota_grpo.config.validators import obstacles_to_a_broadcast
 from sota_grpo.engines import Engine, is_server
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
+from sota_grpo.policy.causal import KNOWN_TO_PACK
 from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.lora import AdapterPack, base_pack, engine_weights, packed_weights
-from sota_grpo.policy.packed import KNOWN_TO_PACK
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool
-from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task
 from sota_grpo.source.rollouts import Rollouts
@@ -69,8 +65,7 @@ from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.gate import Subject
 from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.training.remote_learner import RemoteLearner
-from sota_grpo.workers.base import WorkerSpec, promised
-from sota_grpo.workers.fleet import Fleet
+from sota_grpo.workers.fleet import Fleet, replacements
 from sota_grpo.workers.reference import ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
@@ -81,14 +76,30 @@ WAIT_S = 3600.0  # longest wait for any sign of life from any group; dead and hu
 
 
 @dataclass
-class Parts:
+class Roles:
+    """Who samples, learns and refers: all that depends on whether the run has workers.
+
+    Attributes:
+        learner: a :class:`~sota_grpo.training.learner.Learner`, or its facade when it spans several processes.
+        transforms: what a batch goes through before it is trained on, by phase, for the gate.
+        export: writes the trained model to a folder.
+        source_options: of the source, that follow from it.
+    """
+
+    engine: Engine
+    learner: Any
+    publisher: Publisher
+    transforms: Sequence[tuple[str, Any]]
+    export: Callable[[Path], object]
+    source_options: Mapping[str, Any]
+
+
+@dataclass
+class Parts(Roles):
     """Everything a run is made of.
 
     Attributes:
         rollouts: of the task's environment and the engine; the gate, the evaluator and the source all use them.
-        learner: a :class:`~sota_grpo.training.learner.Learner`, or its facade when it spans several processes.
-        transforms: what a batch goes through before it is trained on, by phase, for the gate.
-        export: writes the trained model to a folder.
         exact: engine and trainer both compute in float32, so that their log-probs differ by rounding only.
         opened: what lives in other processes or holds a device; the last one is closed first.
     """
@@ -96,36 +107,15 @@ class Parts:
     task: Task
     rollouts: Rollouts
     tokenizer: Any
-    learner: Any
-    publisher: Publisher
     source: RolloutSource
     evaluator: Evaluator
     sampling: Sampling
-    transforms: Sequence[tuple[str, Any]]
-    export: Callable[[Path], object]
     exact: bool
     opened: ExitStack
 
     def close(self) -> None:
         """End what lives in other processes or holds a device, each even if another fails; idempotent."""
         self.opened.close()
-
-
-@dataclass
-class Roles:
-    """Who samples, learns and refers: all that depends on whether the run has workers.
-
-    Attributes:
-        source: options of the source that follow from it.
-        transforms, learner, publisher, export: as in :class:`Parts`.
-    """
-
-    engine: Engine
-    learner: Any
-    publisher: Publisher
-    source: Mapping[str, Any]
-    transforms: Sequence[tuple[str, Any]]
-    export: Callable[[Path], object]
 
 
 def build(
@@ -161,23 +151,30 @@ def build(
             roles = _roles_in_workers(config, plan, env, tokenizer, run_dir, should_stop, opened)
         else:
             roles = _roles_here(config, plan, tokenizer, run_dir, opened)
-        rollouts = make_rollouts(config, env, roles.engine)
-        source = opened.enter_context(closing(_make_source(config, rollouts, roles.source)))
+        rollouts, sampling = make_rollouts(config, env, roles.engine), make_sampling(config)
+        source = RolloutSource(
+            rollouts,
+            sampling,
+            num_groups=responses_per_step(config) // config.env.repeats,
+            max_policy_age=config.train.max_policy_age,
+            seed=config.seed,
+            refill=config.algorithm.dynamic_sampling,
+            max_draws=config.algorithm.dynamic_sampling_max_draws,
+            **roles.source_options,
+        )
+        opened.callback(source.close)
         if isinstance(grader, GradingPool):
             starting("Waiting for the reward workers")
             grader.wait_ready()  # it has started beside the rest; what keeps it from starting is told before the gate
-        warn_of_few_problems(config, task)
+        tell_of_few_problems(config, task)
         return Parts(
+            **vars(roles),
             task=task,
             rollouts=rollouts,
             tokenizer=tokenizer,
-            learner=roles.learner,
-            publisher=roles.publisher,
             source=source,
             evaluator=make_evaluator(config, task, rollouts),
-            sampling=make_sampling(config),
-            transforms=roles.transforms,
-            export=roles.export,
+            sampling=sampling,
             exact=_computes_in_float32(config, plan.device_type),
             opened=opened.pop_all(),
         )
@@ -191,19 +188,6 @@ def make_rollouts(config: Config, env: TaskEnv, engine: Engine) -> Rollouts:
     return Rollouts(env, engine)
 
 
-def _make_source(config: Config, rollouts: Rollouts, options: Mapping[str, Any]) -> RolloutSource:
-    return RolloutSource(
-        rollouts,
-        make_sampling(config),
-        num_groups=responses_per_step(config) // config.env.repeats,
-        max_policy_age=config.train.max_policy_age,
-        seed=config.seed,
-        refill=config.algorithm.dynamic_sampling,
-        max_draws=config.algorithm.dynamic_sampling_max_draws,
-        **options,
-    )
-
-
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
     """The evaluator on the first ``eval.num_samples`` held-out problems."""
     return Evaluator(
@@ -212,14 +196,15 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
         max_tokens=config.inference_model.max_tokens,
         avg_at_k=config.eval.avg_at_k,
         seed=config.seed,
+        success_above=None if config.reward.path is None else config.reward.success_above,
     )
 
 
-def warn_of_few_problems(config: Config, task: Task) -> None:
+def tell_of_few_problems(config: Config, task: Task) -> None:
     """Where fewer problems are held out than are to be measured."""
     wanted, count = config.eval.num_samples, len(task.heldout)
     if config.eval.mode == "on" and count < wanted:
-        logger.warning("eval.num_samples=%d, and only %d problems are held out: %d are measured.", wanted, count, count)
+        logger.info("All %d held-out problems are measured (eval.num_samples=%d).", count, wanted)
 
 
 def make_publisher(model: nn.Module, engine: Engine, *, share_device: bool = False) -> Publisher:
@@ -244,20 +229,19 @@ def _roles_here(config: Config, plan: Plan, tokenizer: Any, run_dir: Path, opene
     engine = start_engine(config, device_name(device_type, placement.inference), tokenizer, base, run_dir)
     opened.callback(engine.close)
     starting("Putting the learner together")
-    model = add_adapter(config, base)
-    policy = make_policy(config, model, device_type)
-    reference = make_reference(config, policy, placement, device_type)
+    learner = make_learner(config, make_policy(config, base, device_type), tokenizer.pad_token_id, device_type, run_dir)
+    reference = make_reference(config, learner.policy, placement, device_type, learner.autocast)
     if reference is not None:
         opened.callback(reference.close)
-    learner = make_learner(config, policy, tokenizer.pad_token_id, device_type, run_dir)
-    transforms = make_transforms(config, reference, tokenizer.pad_token_id, learner.autocast)
+    transforms = make_transforms(config, reference, tokenizer.pad_token_id)
+    model = learner.policy.model
     return Roles(
         engine=engine,
         learner=learner,
         publisher=make_publisher(model, engine, share_device=share_device),
-        source={"lockstep": True, "sleep_engine": share_device, "transforms": transforms},
+        source_options={"lockstep": True, "sleep_engine": share_device, "transforms": transforms},
         transforms=transforms,
-        export=lambda folder: save_hf(model, tokenizer, folder),
+        export=partial(save_hf, model, tokenizer),
     )
 
 
@@ -273,41 +257,61 @@ def _roles_in_workers(
     """Rollout, reference and reward workers, and perhaps a learner of several ranks: all start at once."""
     starting(f"Starting the workers, engine={plan.engine}")
     cluster = opened.enter_context(closing(Cluster(config, plan, run_dir)))
-    fleet = opened.enter_context(closing(_rollout_fleet(config, plan, tokenizer, cluster, run_dir)))
     engine = FleetEngine(
-        fleet,
+        opened.enter_context(closing(_rollout_fleet(config, plan, tokenizer, cluster, run_dir))),
         name=plan.engine,
         max_model_len=max_model_len(config),
-        share=cluster.share,
+        share=cluster.engine_launcher.share,
         deadline_s=config.inference_model.timeout_s,
     )
     reference = _reference_service(config, plan, tokenizer, cluster) if plan.placement.ref else None
     if reference is not None:
         opened.callback(reference.close)
     starting(f"Loading the policy {model_name(config)}")
-    learner, publisher, export = _learning(config, plan, tokenizer, cluster, engine, run_dir, opened)
-    graders = [env.grader.fleet] if isinstance(env.grader, GradingPool) else []
-    others = [fleet, *([reference.fleet] if reference else [])]
+    learner, export = _learner_beside_workers(config, plan, tokenizer, cluster, run_dir, opened)
     starting("Waiting for the workers")
-    for waited in others:
-        waited.wait_ready()  # the graders are waited for by whoever started them
+    fleets = [engine.fleet, *([reference.fleet] if reference else [])]
+    for fleet in fleets:
+        fleet.wait_ready()
+    if isinstance(env.grader, GradingPool):  # waited for by whoever started it
+        fleets.append(env.grader.fleet)
     return Roles(
         engine=engine,
         learner=learner,
-        publisher=publisher,
-        source={
-            "reference": _completed_by(reference, make_overlong(config)),
+        publisher=_publisher_to_workers(config, plan, cluster, engine, learner, opened),
+        source_options={
+            "group_transforms": [transform for _, transform in make_overlong(config)],
+            "reference": reference.submit if reference else None,
             "transforms": make_advantage(config),
             "should_stop": should_stop,
             "wait_deadline_s": WAIT_S,
-            "metrics_extra": lambda: {
-                "workers/restarts": sum(each.restarts for each in (*others, *graders)),
-                "workers/requeued": sum(each.requeued for each in (*others, *graders)),
-            },
+            "metrics_extra": partial(replacements, fleets),
         },
         transforms=make_transforms(config, reference, tokenizer.pad_token_id),
         export=export,
     )
+
+
+def _learner_beside_workers(
+    config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path, opened: ExitStack
+) -> tuple[Learner | RemoteLearner, Callable[[Path], object]]:
+    """The learner, of several ranks or of this process, and what writes its model to a folder."""
+    if cluster.num_ranks:
+        remote = RemoteLearner(
+            cluster.start_ranks(),
+            make_settings(config, plan.device_type),
+            share=cluster.launcher.share,
+            silence_s=config.train_model.timeout_s,
+            start_silence_s=config.ray.start_timeout_s,
+        )
+        opened.callback(remote.close)
+        return remote, remote.export_hf
+    if plan.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cluster.threads)
+    base = make_model(config, torch.device(device_name(plan.device_type, plan.placement.train)))
+    policy = make_policy(config, base, plan.device_type)
+    learner = make_learner(config, policy, tokenizer.pad_token_id, plan.device_type, run_dir)
+    return learner, partial(save_hf, policy.model, tokenizer)
 
 
 def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path) -> Fleet:
@@ -333,7 +337,7 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
     count = len(plan.placement.ref)
     fleet = Fleet(
         "reference",
-        cluster.start_reference(WorkerSpec("sota_grpo.workers.reference:reference_worker", options)),
+        cluster.start_reference(options),
         count,
         capacity=2,  # the next group is there when one is answered
         silence_s=config.ref_model.timeout_s,
@@ -342,81 +346,33 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
     return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config))
 
 
-def _completed_by(
-    reference: ReferenceService | None, overlong: list[tuple[str, Any]]
-) -> Callable[[list[TensorDictBase]], Future[list[TensorDictBase]]] | None:
-    """What a group goes through once it is graded and kept: the length penalty, then the reference, which may subtract
-    the KL from the reward. Whether a group is flat is judged before, as in lockstep."""
-    if not overlong:
-        return reference.submit if reference else None
-
-    def complete(rows: list[TensorDictBase]) -> Future[list[TensorDictBase]]:
-        batch: TensorDictBase = lazy_stack(rows)
-        for _, transform in overlong:
-            batch = transform(batch)
-        if reference is not None:
-            return reference.submit(row_list(batch))
-        done = promised()
-        done.set_result(row_list(batch))
-        return done
-
-    return complete
-
-
-def _learning(
+def _publisher_to_workers(
     config: Config,
     plan: Plan,
-    tokenizer: Any,
     cluster: Cluster,
     engine: FleetEngine,
-    run_dir: Path,
+    learner: Learner | RemoteLearner,
     opened: ExitStack,
-) -> tuple[Learner | RemoteLearner, Publisher, Callable[[Path], object]]:
-    """The learner in this process, or its facade over the ranks; what publishes its weights; what exports them."""
-    device_type = plan.device_type
-    if cluster.num_ranks:
-        remote = RemoteLearner(
-            cluster.start_ranks(),
-            make_settings(config, device_type),
-            share=cluster.share,
-            silence_s=config.train_model.timeout_s,
-            start_silence_s=config.ray.start_timeout_s,
+) -> Publisher:
+    """An adapter alone; or all weights, by broadcast where the config asks for one or NCCL has a short way."""
+    model = None if isinstance(learner, RemoteLearner) else learner.policy.model
+    if model is not None and config.train_model.lora.enabled:
+        engine.base = partial(base_pack, model)
+        return Publisher(partial(AdapterPack.of, model), [engine])
+    if broadcasts_weights(config, plan):
+        transfer = WeightTransfer(
+            engine.fleet,
+            learner if model is None else WeightSender(model),
+            share=cluster.launcher.share,
+            backend="nccl" if plan.device_type == "cuda" else "gloo",
+            deadline_s=config.inference_model.timeout_s,
+            host=cluster.host,
+            dtype=engine.weight_dtype,
         )
-        opened.callback(remote.close)
-        collective = _collective(config, plan, cluster, engine, remote, opened)
-        publisher = collective or Publisher(lambda: remote.weights(dtype=engine.weight_dtype), [engine])
-        return remote, publisher, remote.export_hf
-    if device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(cluster.threads)
-    model = add_adapter(config, make_model(config, torch.device(device_name(device_type, plan.placement.train))))
-    policy = make_policy(config, model, device_type)
-    learner = make_learner(config, policy, tokenizer.pad_token_id, device_type, run_dir)
-    if config.train_model.lora.enabled:
-        engine.base = lambda: base_pack(model)
-        publisher = Publisher(lambda: AdapterPack.of(model), [engine])
-    else:
-        collective = _collective(config, plan, cluster, engine, WeightSender(model), opened)
-        publisher = collective or Publisher(lambda: packed_weights(model, dtype=engine.weight_dtype), [engine])
-    return learner, publisher, lambda folder: save_hf(model, tokenizer, folder)
-
-
-def _collective(
-    config: Config, plan: Plan, cluster: Cluster, engine: FleetEngine, sender: Any, opened: ExitStack
-) -> Publisher | None:
-    """A publisher that broadcasts the weights, where the config asks for one or NCCL has a short way."""
-    if not broadcasts_weights(config, plan):
-        return None
-    transfer = WeightTransfer(
-        engine.fleet,
-        sender,
-        share=cluster.share,
-        backend="nccl" if plan.device_type == "cuda" else "gloo",
-        deadline_s=config.inference_model.timeout_s,
-        host=cluster.host,
-        dtype=lambda: engine.weight_dtype,
-    )
-    opened.callback(transfer.close)
-    return Publisher(lambda: transfer, [engine])
+        opened.callback(transfer.close)
+        return Publisher(lambda: transfer, [engine])
+    pack = learner.weights if isinstance(learner, RemoteLearner) else partial(packed_weights, learner.policy.model)
+    return Publisher(partial(pack, dtype=engine.weight_dtype), [engine])
 
 
 def broadcasts_weights(config: Config, plan: Plan) -> bool:

@@ -18,9 +18,9 @@ from sota_grpo.assembly.devices import Plan
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, is_server
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.workers.base import Worker, WorkerSpec
+from sota_grpo.workers.base import Launcher, Worker, WorkerSpec
 from sota_grpo.workers.fleet import starter
-from sota_grpo.workers.threads import ThreadLauncher
+from sota_grpo.workers.processes import ThreadLauncher
 
 
 class Cluster:
@@ -34,6 +34,8 @@ class Cluster:
         run_dir: where servers that are started here write their logs.
 
     Attributes:
+        launcher: of the workers, which shares large values with them.
+        engine_launcher: of the engines' workers: servers are threads of this process, whoever else is in Ray.
         num_engines: that are to be started.
         num_ranks: of the learner in processes of their own; 0 where it lives in this one.
 
@@ -52,11 +54,12 @@ class Cluster:
         ranks = plan.placement.train if self._on_cluster or len(plan.placement.train) > 1 else ()
         self._ranks = [(index,) for index in ranks]
         self.num_engines, self.num_ranks = len(self._engines), len(self._ranks)
-        self._threads = ThreadLauncher()
         self._rendezvous_file: Path | None = None
+        self._servers = ThreadLauncher()
         self._engines_in_ray = 0 if is_server(plan.engine) else self.num_engines
         in_ray = [*self._engines[: self._engines_in_ray], *self._references, *self._ranks]  # in the order of bundles
-        self._ray = self._start_ray(in_ray) if in_ray else None
+        self.launcher: Any = self._start_ray(in_ray) if in_ray else self._servers
+        self.engine_launcher: Launcher = self._servers if is_server(plan.engine) else self.launcher
 
     @property
     def host(self) -> str:
@@ -80,10 +83,6 @@ class Cluster:
         busy = self.num_engines + len(self._references) + max(1, self.num_ranks)
         return max(1, len(os.sched_getaffinity(0)) // busy) if hasattr(os, "sched_getaffinity") else 1
 
-    def share(self, value: Any) -> Any:
-        """See :meth:`~sota_grpo.workers.base.Launcher.share`."""
-        return value if self._ray is None else self._ray.share(value)
-
     def start_rollout(self, options: EngineOptions) -> Callable[[int], Worker]:
         """A server is a process of its own already: a thread of this process talks to it."""
         threads = self.threads if self._plan.device_type == "cpu" else None
@@ -97,30 +96,28 @@ class Cluster:
         for index, gpus in enumerate(self._engines):
             log_path = str(self._run_dir / f"{self._plan.engine}-{index}.log")
             own = replace(options, log_path=log_path, environment=dict(self._placed(gpus).get("env", {})))
-            starts.append(starter(self._threads, "rollout", spec_of(own)))
+            starts.append(starter(self._servers, "rollout", spec_of(own)))
         return lambda slot: starts[slot](slot)
 
-    def start_reference(self, spec: WorkerSpec) -> Callable[[int], Worker]:
+    def start_reference(self, options: Mapping[str, Any]) -> Callable[[int], Worker]:
+        spec = WorkerSpec("sota_grpo.workers.reference:reference_worker", options)
         return self._starter("reference", spec, self._references, first=self._engines_in_ray)
 
     def start_ranks(self) -> list[Worker]:
         """One worker for each rank of the learner; they find each other by themselves."""
         first = self._engines_in_ray + len(self._references)
-        rendezvous = self._rendezvous_address(first)
-        assert self._ray is not None
+        options = {
+            "config": self._config,
+            "size": self.num_ranks,
+            "init_method": self._rendezvous_address(first),
+            "device_type": self._plan.device_type,
+            "num_threads": self.threads,
+            "run_dir": str(self._run_dir),
+        }
         workers = []
         for rank, gpus in enumerate(self._ranks):
-            options = {
-                "config": self._config,
-                "rank": rank,
-                "size": self.num_ranks,
-                "init_method": rendezvous,
-                "device_type": self._plan.device_type,
-                "num_threads": self.threads,
-                "run_dir": str(self._run_dir),
-            }
-            spec = WorkerSpec("sota_grpo.assembly.learning:learner_worker", options)
-            workers.append(self._ray.start(f"learner-{rank}", spec, bundle=first + rank, **self._placed(gpus)))
+            spec = WorkerSpec("sota_grpo.assembly.learning:learner_worker", {"rank": rank, **options})
+            workers.append(self.launcher.start(f"learner-{rank}", spec, bundle=first + rank, **self._placed(gpus)))
         return workers
 
     def _rendezvous_address(self, bundle: int) -> str:
@@ -128,8 +125,7 @@ class Cluster:
         if not self._on_cluster:
             self._rendezvous_file = Path(tempfile.gettempdir()) / f"sota_grpo_{uuid.uuid4().hex}"
             return f"file://{self._rendezvous_file}"
-        assert self._ray is not None
-        host = self._ray.start("address", WorkerSpec("sota_grpo.assembly.learning:AddressWorker"), bundle=bundle)
+        host = self.launcher.start("address", WorkerSpec("sota_grpo.assembly.learning:AddressWorker"), bundle=bundle)
         try:
             return f"tcp://{host.call('address').result(self._config.ray.start_timeout_s)}"
         finally:
@@ -138,9 +134,8 @@ class Cluster:
     def _starter(
         self, role: str, spec: WorkerSpec, devices: Sequence[tuple[int, ...]], *, first: int
     ) -> Callable[[int], Worker]:
-        assert self._ray is not None
         placements = [{"bundle": first + slot, **self._placed(gpus)} for slot, gpus in enumerate(devices)]
-        return starter(self._ray, role, spec, placements)
+        return starter(self.launcher, role, spec, placements)
 
     def _placed(self, gpus: Sequence[int]) -> Mapping[str, Any]:
         env = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -160,9 +155,8 @@ class Cluster:
 
     def close(self) -> None:
         """End what is left of the workers; idempotent."""
-        self._threads.close()
-        if self._ray is not None:
-            self._ray.close()
+        for launcher in dict.fromkeys((self._servers, self.launcher)):
+            launcher.close()
         if self._rendezvous_file is not None:  # killed ranks leave it behind
             self._rendezvous_file.unlink(missing_ok=True)
 

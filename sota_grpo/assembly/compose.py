@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from sota_grpo.config import Config, flat, register, walk
-from sota_grpo.config.hub_token import use_config_token, without_token
+from sota_grpo.config.hints import no_option
+from sota_grpo.config.secrets import use_config_token, without_token
 from sota_grpo.errors import UserError
-from sota_grpo.recording.run_files import CONFIG_FILE, INPUTS
+from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
+from sota_grpo.rl.objective_files import in_file
+from sota_grpo.text import one_line
+from sota_grpo.untrusted import read_yaml, require_plain
+
+logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PACKAGED = _PACKAGE / "presets"
 #: The presets: in an installed package ``sota_grpo/presets``, which pyproject.toml makes of ``config`` of a checkout.
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
-PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path")  # of files, of folders, or of a hub
+PATH_OPTIONS = (
+    "model.name",
+    "env.dataset_path",
+    "env.eval_path",
+    "reward.path",
+    "algorithm.objective",
+)  # of files, of folders, or of a hub
+#: Of :func:`needs_consent`, what is not used where no loss is computed, and where nothing is sampled or graded.
+UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective")
+UNUSED_WITHOUT_SAMPLES = ("ray.address", "reward.path", "engine.url")
 _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # what Hydra proposes there, our schema refuses
 _NO_PRIMARY = re.compile(r"primary config '([^']+)'")
 _UNPARSED = re.compile(r"(mismatched|extraneous) input|Error parsing override|no viable alternative|token recognition")
 _BARE = re.compile(r"override '(\w+)' missing EQUAL")
 _NO_PRESET = re.compile(r"Could not find '(\w+)/([^']+)'")
+_NO_SECRETS = {"model": {"hub_token": None}, "engine": {"api_key": None}}  # of a saved config
+_NO_NAME = "Config group override must be a string"
 _GLOBAL_PACKAGE = "@package _global_"  # a group whose options stand outside its own section
 
 
@@ -62,7 +79,7 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
             composed = hydra.compose(config_name, overrides=kept)
             require_known(composed)
             config = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # what Hydra raises of odd values
         raise UserError(sentence_of(error)) from None
     assert isinstance(config, Config)
     use_config_token(config)
@@ -91,10 +108,13 @@ def sentence_of(error: Exception) -> str:
     if preset is not None and (CONFIG_DIR / preset[1]).is_dir():
         return _no_preset(preset[1], preset[2])
     if unknown is not None:
-        return _no_option(unknown[1])
+        return no_option(unknown[1])
     bare = _BARE.search(text)
     if bare is not None and (CONFIG_DIR / f"{bare[1]}.yaml").is_file():
         return f"{bare[1]} is a preset; give it as --config-name {bare[1]}."
+    if text.startswith(_NO_NAME) or isinstance(error, TypeError):
+        groups = sorted({path.parent.name for path in CONFIG_DIR.glob("*/*.yaml")} - {"hydra"})
+        return f"{', '.join(groups)} are set to the name of a preset, such as algorithm=dapo."
     if _UNPARSED.search(text):
         return f"{text.rstrip('.')}: an override is OPTION=VALUE, and a value with =, {{ or [ in it stands in quotes."
     if text.startswith("Error merging override") and error.__cause__ is not None:
@@ -125,24 +145,29 @@ def require_known(composed: Any) -> None:
     known = {name for name, _, _ in walk()}
     for name in flat(OmegaConf.to_container(composed)):  # type: ignore[arg-type]
         if name not in known and not any(name.startswith(f"{option}.") for option in known):
-            raise UserError(_no_option(name))
+            raise UserError(no_option(name))
 
 
-def _no_option(name: str) -> str:
-    options = [option for option, _, _ in walk()]
-    groups = sorted({option.partition(".")[0] for option in options if "." in option})
-    near = get_close_matches(name, options if "." in name else [*groups, *options], n=1)
-    return f"There is no option {name}" + (f"; did you mean {near[0]}?" if near else ".")
-
-
-def load_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    run_dir: Path, overrides: Sequence[str] = (), *, trust: bool = False, unused: Collection[str] = ()
+) -> Config:
     """The config of the run in ``run_dir``, its ``config.yaml``, under ``overrides`` as ``grpo.py`` takes them.
 
     A group (``algorithm=dapo``, ``engine=transformers``) replaces its whole section, as it does there. An option that
     is newer than the run has its default. Not validated, as with :func:`compose`.
 
+    The run may be somebody else's: what :func:`needs_consent` names is refused without ``trust``, or the same value
+    among the overrides, and secrets in it count for nothing.
+
+    Args:
+        run_dir: of the run.
+        overrides: such as ``["env.repeats=4", "algorithm=dapo"]``.
+        trust: consent to all of it, whoever made the run.
+        unused: options that the caller only shows, and which need no consent therefore.
+
     Raises:
-        UserError: there is no run, its config has an option that no longer exists, or an override does not fit.
+        UserError: there is no run, its config has an option that no longer exists, or an override does not fit; or it
+            asks for what nobody has consented to.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -164,16 +189,82 @@ def load_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"There is no run in {run_dir} ({CONFIG_FILE} is missing); give the directory of a run.")
     kept = without_token(overrides)
     try:
-        node = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
-        for key, value in sorted(_parsed(kept), key=lambda one: not (CONFIG_DIR / one[0]).is_dir()):  # groups first
-            node = _overridden(node, key, value)
-        config = OmegaConf.to_object(node)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        saved = read_yaml(path)
+        _require_values(saved, path)
+        default = OmegaConf.structured(Config)
+        config = _with_overrides(OmegaConf.merge(default, saved, _NO_SECRETS), kept)
+        given = _with_overrides(default, kept)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
-    assert isinstance(config, Config)
-    use_config_token(config)
-    _find_inputs(config, run_dir)
+    use_config_token(given)
+    for part in (EXPORTED, INPUTS):
+        require_plain(run_dir / part, run_dir)
+    for one in (config, given):
+        _find_inputs(one, run_dir)
+    if not trust:
+        left = sorted(needs_consent(config).items() - needs_consent(given).items())
+        require_consent(run_dir, [f"{act} ({option})" for option, act in left if option not in unused])
     return config
+
+
+def needs_consent(config: Config) -> dict[str, str]:
+    """What a config makes this machine run, or talk to, by the option that asks for it.
+
+    >>> config = Config()
+    >>> needs_consent(config)
+    {}
+    >>> config.reward.path = "reward.py"
+    >>> needs_consent(config)
+    {'reward.path': 'run reward.py'}
+    """
+    acts = {}
+    if config.reward.path is not None:
+        acts["reward.path"] = f"run {one_line(config.reward.path)}"
+    if (own := in_file(config.algorithm.objective)) is not None:
+        acts["algorithm.objective"] = f"run {one_line(str(own[0]))}"
+    if config.model.trust_remote_code:
+        acts["model.trust_remote_code"] = "run the Python files that its model brings along"
+    if config.engine.url is not None:
+        acts["engine.url"] = f"send prompts and weights to {one_line(config.engine.url)}"
+    if config.ray.address is not None:
+        acts["ray.address"] = f"join the Ray cluster {one_line(config.ray.address)}, which may run code here"
+    return acts
+
+
+def require_consent(run_dir: Path, acts: Sequence[str]) -> None:
+    """Refuse what the config of a run asks for, where it asks for anything that nobody has consented to.
+
+    Raises:
+        UserError: it does; the sentence says what, and how to consent.
+    """
+    if acts:
+        raise UserError(
+            f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust whoever made it, add --trust-run "
+            "(in Python trust=True), or give the same option again where options are taken."
+        )
+
+
+def _require_values(saved: Any, path: Path) -> None:
+    """A saved config has no interpolations: they would be resolved with the environment of whoever reads it."""
+    from omegaconf import OmegaConf
+
+    content: Any = OmegaConf.to_container(saved)
+    for name, value in flat(content).items() if isinstance(content, dict) else ():
+        if "${" in str(value):
+            raise UserError(
+                f"{path}: {name} has an interpolation (${{..}}), which no run saves; write its value there."
+            )
+
+
+def resumed_config(config: Config, overrides: Sequence[str]) -> Config:
+    """Under ``train.resume=RUN`` the config of that run, if it is there, with ``overrides``; else ``config``."""
+    resume = config.train.resume
+    if resume in (None, "auto") or not (Path(resume) / CONFIG_FILE).is_file():
+        return config
+    logger.info("The options of %s count where this command gives none.", Path(resume) / CONFIG_FILE)
+    return load_config(Path(resume), overrides)
 
 
 def no_run_or_model(name: str) -> str:
@@ -186,7 +277,11 @@ def anchor_paths(config: Config) -> None:
     from sota_grpo.policy.load import SMOLLM2, TINY  # brings transformers
 
     for section, option, value in _paths(config):
+        own = in_file(value) if option == "objective" else None
         path = Path(value).expanduser()
+        if own is not None:
+            setattr(section, option, f"{own[0].absolute()}:{own[1]}")
+            continue
         is_here = (
             (path / "config.json").is_file() and value not in (TINY, SMOLLM2) if option == "name" else path.exists()
         )
@@ -221,13 +316,23 @@ def _parsed(overrides: Sequence[str]) -> list[tuple[str, Any]]:
     return [(one.key_or_group, one.value()) for one in parsed if not one.key_or_group.startswith("hydra.")]
 
 
+def _with_overrides(node: Any, overrides: Sequence[str]) -> Config:
+    from omegaconf import OmegaConf
+
+    for key, value in sorted(_parsed(overrides), key=lambda one: not (CONFIG_DIR / one[0]).is_dir()):  # groups first
+        node = _overridden(node, key, value)
+    config = OmegaConf.to_object(node)
+    assert isinstance(config, Config)
+    return config
+
+
 def _overridden(node: Any, key: str, value: Any) -> Any:
     from omegaconf import OmegaConf
 
     group = CONFIG_DIR / key
     if not group.is_dir():
         if not any(f"{option}.".startswith(f"{key}.") for option, _, _ in walk()):
-            raise UserError(_no_option(key))
+            raise UserError(no_option(key))
         OmegaConf.update(node, key, value, merge=True)
         return node
     preset = group / f"{value}.yaml"

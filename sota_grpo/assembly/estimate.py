@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
@@ -20,27 +20,10 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from sota_grpo.assembly.device_memory import (
-    GIB,
-    THRESHOLD,
-    TRAIN,
-    DeviceMemory,
-    Disk,
-    Facts,
-    Machine,
-    context_of,
-    devices_of,
-    disk_of,
-    host_memory_of,
-    largest_sample,
-    learning_of,
-    plan_for,
-    step_micro_batches,
-)
-from sota_grpo.assembly.devices import Plan, describe
+from sota_grpo.assembly.device_memory import GIB, THRESHOLD, TRAIN, Disk, Machine, RunMemory, disk_of
+from sota_grpo.assembly.devices import describe
 from sota_grpo.assembly.learning import make_settings
-from sota_grpo.assembly.memory import Learning
-from sota_grpo.assembly.sampling import engine_dtype, engine_rows, task_of
+from sota_grpo.assembly.sampling import engine_dtype, task_of
 from sota_grpo.config import (
     Config,
     longest_response,
@@ -48,13 +31,12 @@ from sota_grpo.config import (
     num_steps,
     overrides_of,
     responses_per_step,
-    with_options,
 )
 from sota_grpo.config.validators import validate
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
-from sota_grpo.functional.flops import Load, ModelShape, forward_flops, recomputed_flops, shared_load, step_flops
+from sota_grpo.functional.flops import ModelShape, forward_flops, recomputed_flops, shared_load, step_flops
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import MODEL_LOCK, find_architecture, load_tokenizer, resolve_model_path
 from sota_grpo.policy.lora import add_lora
@@ -68,12 +50,10 @@ ASSUMED_PROMPT = 512  # tokens of the longest prompt where neither tokenizer nor
 _BYTES_PER_TOKEN = 3  # of prompts whose tokenizer is not here; English text has four
 _MOST_CHANGES = 3  # options that a proposal may touch
 # the probe
-_MOST_WEIGHTS = 150_000_000  # of the model that is timed, where its widths allow
-_MOST_VOCAB = 16_384
+_MOST_WEIGHTS, _MOST_VOCAB = 150_000_000, 16_384  # of the model that is timed, where its widths allow
 _PROMPT, _RESPONSE, _GROUP = 64, 64, 8
 _WORK, _MOST_GROUPS = 2e10, 16  # operations of a pass of the learner, and the groups that it takes at most
-_TOKENS = 16  # that the engine samples for each row
-_MOST_ROWS = 128
+_TOKENS, _MOST_ROWS = 16, 128  # that the engine samples for each row; rows
 _SECONDS = 2.0  # of the learner's passes, once warm
 
 
@@ -93,103 +73,69 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Change:
-    """Options that make a run fit, and the worst device under them."""
-
-    options: dict[str, Any]
-    worst: DeviceMemory
-
-    @property
-    def overrides(self) -> str:
-        """As on the command line."""
-        return " ".join(overrides_of(self.options))
-
-
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(RunMemory):
     """What is known of a run before it starts.
 
     Args:
         places: where the facts come from: ``model``, ``prompt``, ``machine``, one phrase each.
         num_problems: of the training split; None where the data is not here.
-        micro_batches: of an optimizer step, on one rank.
-        steps, optimizer_steps: of the whole run.
-        disk: what is written to the run's directory.
-        host: memory beside the GPUs, by moment; None on a CPU.
-        change: the smallest one that makes it fit; None where it fits, or where nothing helps.
-        other_change: the smallest one that still trains all weights, where ``change`` does not.
+        change: the options of the smallest one that makes it fit; None where it fits, or where nothing helps.
+        other_change: those of the smallest one that still trains all weights, where ``change`` does not.
         times: None where nothing was measured.
     """
 
-    config: Config
-    facts: Facts
     places: dict[str, str]
     num_problems: int | None
-    machine: Machine
-    plan: Plan
-    devices: list[DeviceMemory]
-    micro_batches: int
-    steps: int
-    optimizer_steps: int
-    disk: Disk
-    host: dict[str, int] | None
-    change: Change | None = None
-    other_change: Change | None = None
+    change: dict[str, Any] | None = None
+    other_change: dict[str, Any] | None = None
     times: Times | None = None
-
-    @property
-    def fits(self) -> bool:
-        return all(device.fits for device in self.devices)
-
-    @property
-    def largest_sample(self) -> tuple[int, int]:
-        """Tokens of the longest prompt and of the longest response behind it."""
-        return largest_sample(self.config, self.facts)
 
     @property
     def refusal(self) -> str | None:
         """Why the run is not to be started, and what to change; None where it fits."""
         if self.fits:
             return None
-        worst = worst_of(self.devices)
+        worst = self.worst
         reason = worst.problem or f"it needs {worst.peak / GIB:.1f} GiB and has {worst.capacity / GIB:.1f} GiB"
         if self.change is None:
             fix = "no change of memory options that is known here is enough; take a smaller model or larger devices"
         else:
-            fix = f"use {self.change.overrides} ({self.change.worst.peak / GIB:.1f} GiB)"
+            peak = self.with_options(self.change).worst.peak
+            fix = f"use {' '.join(overrides_of(self.change))} ({peak / GIB:.1f} GiB)"
         if self.other_change is not None:
-            fix += f", or, to train all weights, {self.other_change.overrides}"
+            fix += f", or, to train all weights, {' '.join(overrides_of(self.other_change))}"
         if worst.moments.get(TRAIN, {}).get("lost in the heap"):
             fix += f" ({THRESHOLD}=1048576 in the environment saves memory too, and costs time)"
         return f"The run does not fit on {worst.name}: {reason}; {fix}."
 
+    @property
+    def disk(self) -> Disk:
+        """What is written to the run's directory."""
+        return disk_of(self.config, self.model)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON: plain values, sizes in bytes."""
         prompt, response = self.largest_sample
+        plan, disk = self.plan, self.disk
         return {
             "fits": self.fits,
             "refusal": self.refusal,
-            "change": self.change.options if self.change else None,
-            "model": {"name": model_name(self.config), "parameters": self.facts.model.parameters},
+            "change": self.change,
+            "model": {"name": model_name(self.config), "parameters": self.model.parameters},
             "places": self.places,
-            "placement": self.placement,
-            "engine": self.plan.engine,
+            "placement": describe(plan.placement, plan.device_type),
+            "engine": plan.engine,
             "largest_sample": {"prompt_tokens": prompt, "response_tokens": response},
             "problems": self.num_problems,
             "responses_per_turn": responses_per_step(self.config),
-            "turns": self.steps,
-            "optimizer_steps": self.optimizer_steps,
-            "micro_batches_per_step": self.micro_batches,
+            "turns": num_steps(self.config),
+            "optimizer_steps": make_settings(self.config, plan.device_type).total_steps,
+            "micro_batches_per_step": len(self.micro_batches(self.how.ranks)),
             "host_memory": self.host,
-            "disk": asdict(self.disk) | {"total": self.disk.total},
+            "disk": asdict(disk) | {"total": disk.total},
             "devices": [asdict(device) | {"peak": device.peak} for device in self.devices],
             "seconds": asdict(self.times) | {"turn_s": self.times.step_s} if self.times else None,
         }
-
-    @property
-    def placement(self) -> str:
-        """The device plan as one phrase."""
-        return describe(self.plan.placement, self.plan.device_type)
 
 
 def estimate(
@@ -209,36 +155,19 @@ def estimate(
     """
     validate(config)
     model, model_place = find_architecture(model_name(config), trust_remote_code=config.model.trust_remote_code)
-    longest, prompt_place, num_problems = _prompts(config, prompt_tokens, context_of(config, model))
-    facts = Facts(model, longest)
-    machine, machine_place = find_machine(config, memory_gib)
-    plan = plan_for(config, machine)
-    devices = devices_of(config, facts, machine)
-    change = other = None
-    if not all(device.fits for device in devices):
-        change = smallest_change(config, facts, machine)
-        if change is not None and "train_model.lora.enabled" in change.options:
-            other = smallest_change(config, facts, machine, with_lora=False)
-    return Estimate(
-        config=config,
-        facts=facts,
-        places={"model": model_place, "prompt": prompt_place, "machine": machine_place},
-        num_problems=num_problems,
-        machine=machine,
-        plan=plan,
-        devices=devices,
-        micro_batches=len(step_micro_batches(config, facts, len(plan.placement.train))),
-        steps=num_steps(config),
-        optimizer_steps=make_settings(config, plan.device_type).total_steps,
-        disk=disk_of(config, model),
-        host=host_memory_of(config, facts, plan),
-        change=change,
-        other_change=other,
-        times=_times(config, facts, plan) if probe and machine.is_here and all(d.fits for d in devices) else None,
-    )
+    machine, machine_place = _find_machine(config, memory_gib)
+    run = RunMemory(config, model, prompt_tokens or 0, machine)
+    longest, prompt_place, num_problems = _prompts(config, prompt_tokens, run.context)
+    places = {"model": model_place, "prompt": prompt_place, "machine": machine_place}
+    run = Estimate(config, model, longest, machine, places, num_problems)
+    if run.fits:
+        return replace(run, times=_times(run)) if probe and machine.is_here else run
+    change = smallest_change(run)
+    trains_less = change is not None and "train_model.lora.enabled" in change
+    return replace(run, change=change, other_change=smallest_change(run, with_lora=False) if trains_less else None)
 
 
-def find_machine(config: Config, memory_gib: float | None = None) -> tuple[Machine, str]:
+def _find_machine(config: Config, memory_gib: float | None) -> tuple[Machine, str]:
     """Where the run would be, and how that is known.
 
     A config that says neither ``device`` nor a model of this machine is for GPUs, here or elsewhere.
@@ -254,7 +183,7 @@ def find_machine(config: Config, memory_gib: float | None = None) -> tuple[Machi
         return Machine("cuda", memory or gpu.total_memory, count, 0), f"{count} x {gpu.name} on this machine"
     size = memory_gib or ASSUMED_GIB
     source = "as --memory-gb says" if memory_gib else "assumed; --memory-gb says otherwise"
-    return Machine("cuda", memory or ASSUMED_GIB * GIB, None, 0), f"GPUs of {size:g} GiB, none of them here ({source})"
+    return Machine("cuda", int(size * GIB), None, 0), f"GPUs of {size:g} GiB, none of them here ({source})"
 
 
 def _machine_bytes() -> int:
@@ -302,14 +231,13 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
         texts = ("".join(message["content"] for message in task.messages(e)) for e in [*task.train, *task.heldout])
         guess = max(len(text.encode()) for text in texts) // _BYTES_PER_TOKEN + 32
         return guess, "from the length of its text, the tokenizer is not here", count
-    repeats = config.env.repeats
-    several = config.env.max_steps > 1
+    repeats, several = config.env.repeats, config.env.max_steps > 1
     env = TaskEnv(task, tokenizer, num_envs=repeats, repeats=repeats, multi_turn=several, max_prompt_tokens=context - 1)
     return env.check_prompts(), f"the longest of {len(task.train) + len(task.heldout):,} prompts", count
 
 
-def smallest_change(config: Config, facts: Facts, machine: Machine, *, with_lora: bool = True) -> Change | None:
-    """The change that asks least among those with which every device has room; None where none does.
+def smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any] | None:
+    """Options of the change that asks least among those with which every device has room; None where none does.
 
     Each candidate is judged by the same arithmetic as the run itself, and must keep the rules of a config. What
     changes nothing but memory and time comes before what trains other weights, and that before more devices.
@@ -317,43 +245,34 @@ def smallest_change(config: Config, facts: Facts, machine: Machine, *, with_lora
     Args:
         with_lora: whether training an adapter instead of all weights may be proposed.
     """
-    levers = [lever for lever in _levers(config, facts, machine, with_lora) if lever[1]]
+    levers = [lever for lever in _levers(run, with_lora) if lever[1]]
     sets = [chosen for count in range(1, _MOST_CHANGES + 1) for chosen in combinations(levers, count)]
     for chosen in sorted(sets, key=lambda chosen: sum(price for price, _ in chosen)):
         moves = product(*(enumerate(settings) for _, settings in chosen))
         for move in sorted(moves, key=lambda move: sum(index for index, _ in move)):  # that move least in all first
             options = {name: value for _, setting in move for name, value in setting.items()}
-            changed = with_options(config, options)
             with suppress(UserError):  # it breaks a rule, or its devices cannot be shared out
-                devices = devices_of(changed, facts, machine)
-                if all(device.fits for device in devices):
-                    validate(changed)
-                    return Change(options, worst_of(devices))
+                if (changed := run.with_options(options)).fits:
+                    validate(changed.config)
+                    return options
     return None
 
 
-def worst_of(devices: Sequence[DeviceMemory]) -> DeviceMemory:
-    """The device that lacks most, one whose engine cannot start before all others."""
-    return max(devices, key=lambda device: (device.problem is not None, device.peak / device.capacity))
-
-
-def _levers(
-    config: Config, facts: Facts, machine: Machine, with_lora: bool
-) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """What can be changed: how much each asks of the user, and its settings, the mildest first."""
-    train, inference = config.train_model, config.inference_model
-    longest, sizes = sum(largest_sample(config, facts)), [config.train.micro_batch_tokens]
+    train, inference = run.config.train_model, run.config.inference_model
+    longest, sizes = sum(run.largest_sample), [run.config.train.micro_batch_tokens]
     while sizes[-1] > longest:  # halved down to one that holds the longest sample: below that nothing changes
         sizes.append(sizes[-1] // 2)
     yield 1, [{"train.micro_batch_tokens": size} for size in sizes[1:]]
     yield 2, [] if train.gradient_checkpointing else [{"train_model.gradient_checkpointing": True}]
-    if machine.device_type == "cuda":
+    if run.machine.device_type == "cuda":
         now = inference.gpu_memory_utilization
         shares = [share for share in (round(0.05 * step, 2) for step in range(2, 19)) if share != now]
         shares.sort(key=lambda share: (abs(share - now), share))
         yield 2, [{"inference_model.gpu_memory_utilization": share} for share in shares]
         tight = -(-longest // 256) * 256  # a context that holds the largest sample and little more
-        yield 3, [{"inference_model.max_model_len": tight}] if tight < context_of(config, facts.model) else []
+        yield 3, [{"inference_model.max_model_len": tight}] if tight < run.context else []
         yield 16, [{"train_model.num_devices": n} for n in (2, 4, 8) if n > (train.num_devices or 1)]
         yield 16, [{"inference_model.num_devices": 1}] if inference.num_devices is None else []
         yield 18, [{"inference_model.tensor_parallel_size": n, "inference_model.num_devices": n} for n in (2, 4, 8)]
@@ -367,53 +286,45 @@ def _levers(
         yield 8, [adapter, *(adapter | half for half in halves)]
 
 
-def _times(config: Config, facts: Facts, plan: Plan) -> Times:
-    how = learning_of(config, plan)
-    inference = config.inference_model
-    engines = max(1, len(plan.placement.inference) // inference.tensor_parallel_size) if plan.workers else 1
-    rows = min(responses_per_step(config), engine_rows(config, plan.engine, plan.device_type, engines), _MOST_ROWS)
-    dtype = torch.float32 if engine_dtype(inference.torch_dtype, plan.device_type) == "float32" else torch.bfloat16
-    flops_per_s, token_s = _measure(facts.model, how, plan.device_type, dtype, rows)
-    prompt, response = largest_sample(config, facts)
-    shape = shape_of(facts.model, how.rank)
-    load = load_of(prompt, response, config.env.repeats, responses_per_step(config))
-    settings = make_settings(config, plan.device_type)
+def _times(run: RunMemory) -> Times:
+    config, how, per_step = run.config, run.how, responses_per_step(run.config)
+    rows = min(per_step, run.engine_rows, _MOST_ROWS)
+    flops_per_s, token_s = _measure(run, rows)
+    (prompt, response), group = run.largest_sample, config.env.repeats
+    shape, load = _shape(run.model, how.rank), shared_load(prompt, [response] * group).times(per_step // group)
+    settings = make_settings(config, run.plan.device_type)
     learn = settings.epochs * (step_flops(shape, load) + recomputed_flops(shape, load, checkpointing=how.checkpointing))
     learn += forward_flops(shape, load) if settings.recompute else 0
-    sample_s = responses_per_step(config) / (rows * engines) * response * token_s
+    sample_s = per_step / (rows * run.num_engines) * response * token_s
     return Times(
         learn_s=learn / flops_per_s / how.ranks,
         sample_s=sample_s,
         reference_s=forward_flops(shape, load) / flops_per_s if config.policy.kl_coef else 0.0,
         flops_per_s=flops_per_s,
-        sampled_tokens_per_s=responses_per_step(config) * response / sample_s,
+        sampled_tokens_per_s=per_step * response / sample_s,
     )
 
 
-def _measure(model: Architecture, how: Learning, device: str, dtype: torch.dtype, rows: int) -> tuple[float, float]:
+def _measure(run: RunMemory, rows: int) -> tuple[float, float]:
     """Time the learner and the embedded engine with a small model of the same widths.
 
     Returns:
         Operations per second of the learner's passes, what they compute twice counted twice, and seconds in which the
-        engine samples one token for each of ``rows`` rows of the whole model in ``dtype``.
+        engine samples one token for each of ``rows`` rows of the whole model.
     """
-    small = reduced(model)
-    net = _random_model(small, device, torch.float32 if how.weight_bytes == 4 else torch.bfloat16)
-    token_s = _token_seconds(net, small, rows, dtype) * decode_weights(model) / decode_weights(small)
-    shape = shape_of(small, how.rank)
-    groups = min(_MOST_GROUPS, 1 + int(_WORK / step_flops(shape, shared_load(_PROMPT, [_RESPONSE] * _GROUP))))
-    load = load_of(_PROMPT, _RESPONSE, _GROUP, groups * _GROUP)
+    small, device = _reduced(run.model), run.plan.device_type
+    net = _random_model(small, device, torch.float32 if run.how.weight_bytes == 4 else torch.bfloat16)
+    dtype = getattr(torch, engine_dtype(run.config.inference_model.torch_dtype, device))
+    token_s = _token_seconds(net, small, rows, dtype) * _decode_weights(run.model) / _decode_weights(small)
+    shape, one = _shape(small, run.how.rank), shared_load(_PROMPT, [_RESPONSE] * _GROUP)
+    groups = min(_MOST_GROUPS, 1 + int(_WORK / step_flops(shape, one)))
+    load = one.times(groups)
     work = step_flops(shape, load) + recomputed_flops(shape, load, checkpointing=False)
-    return work / _learn_seconds(net, small, how, device, groups), token_s
+    return work / _learn_seconds(net, small, run, groups), token_s
 
 
-def shape_of(model: Architecture, rank: int) -> ModelShape:
-    """What the operations of a model are counted from; ``rank`` of its adapter, 0 without.
-
-    >>> from sota_grpo.policy.model_sizes import architecture_of
-    >>> shape_of(architecture_of("Qwen/Qwen2.5-0.5B"), 16).trainable_weights
-    8798208
-    """
+def _shape(model: Architecture, rank: int) -> ModelShape:
+    """What the operations of a model are counted from; ``rank`` of its adapter, 0 without."""
     matrices = model.layers * model.layer_matrices
     return ModelShape(
         trainable_weights=model.adapter_parameters(rank) if rank else matrices,
@@ -424,51 +335,34 @@ def shape_of(model: Architecture, rank: int) -> ModelShape:
     )
 
 
-def reduced(model: Architecture) -> Architecture:
-    """The same widths, a smaller vocabulary and so many layers that it is quickly made.
-
-    >>> from sota_grpo.policy.model_sizes import architecture_of
-    >>> small = reduced(architecture_of("Qwen/Qwen2.5-1.5B"))
-    >>> small.layers, small.vocab
-    (2, 16384)
-    """
+def _reduced(model: Architecture) -> Architecture:
+    """The same widths, a smaller vocabulary and so many layers that it is quickly made."""
     vocab = min(model.vocab, _MOST_VOCAB)
     room = max(0, _MOST_WEIGHTS - vocab * model.hidden) // model.layer_matrices
     return replace(model, vocab=vocab, layers=min(model.layers, max(1, room)), tied=True, other=0)
 
 
-def decode_weights(model: Architecture) -> int:
+def _decode_weights(model: Architecture) -> int:
     """Weights that are read for every token: all layers' matrices and the head."""
     return model.layers * model.layer_matrices + model.head_weights
-
-
-def load_of(prompt: int, response: int, group: int, rows: int) -> Load:
-    """Of ``rows`` rows in groups, each prompt computed once.
-
-    >>> load_of(3, 2, 2, 4)
-    Load(positions=14, pairs=48, predicted=8)
-    """
-    one = shared_load(prompt, [response] * group)
-    groups = rows // group
-    return Load(groups * one.positions, groups * one.pairs, groups * one.predicted)
 
 
 def _random_model(model: Architecture, device: str, dtype: torch.dtype) -> Any:
     """Weights that are all alike: they take no time to draw, and products do not depend on what is multiplied."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    options: dict[str, Any] = {  # head_dim is not in its signature
-        "hidden_size": model.hidden,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "intermediate_size": model.intermediate,
-        "vocab_size": model.vocab,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    }
-    config = Qwen2Config(**options)
+    options: dict[str, Any] = {"head_dim": model.head_dim}  # not in its signature
+    config = Qwen2Config(
+        hidden_size=model.hidden,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        intermediate_size=model.intermediate,
+        vocab_size=model.vocab,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        **options,
+    )
     with MODEL_LOCK, torch.device("meta"):
         net: Any = Qwen2ForCausalLM(config)
     net = net.to(dtype).to_empty(device=device)
@@ -479,8 +373,9 @@ def _random_model(model: Architecture, device: str, dtype: torch.dtype) -> Any:
     return net
 
 
-def _learn_seconds(net: Any, model: Architecture, how: Learning, device: str, groups: int) -> float:
+def _learn_seconds(net: Any, model: Architecture, run: RunMemory, groups: int) -> float:
     """Of one forward and backward pass over so many groups, the fastest of some."""
+    how, device = run.how, run.plan.device_type
     net = add_lora(net, r=how.rank, alpha=how.rank) if how.rank else net
     policy = CausalPolicy(net.train(), shared_prompt=not how.repeats_keys)
     rows = groups * _GROUP

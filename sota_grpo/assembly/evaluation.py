@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 from sota_grpo.assembly.build import build, make_evaluator, make_publisher, make_rollouts, subject_of
-from sota_grpo.assembly.compose import compose, load_config, no_run_or_model
+from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, compose, load_config, no_run_or_model
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import heldout_task, make_env, make_grader, start_engine
-from sota_grpo.config import Config, ModelConfig, changed_options, model_name, overrides_of
-from sota_grpo.config.hub_token import use_config_token
+from sota_grpo.config import AlgorithmConfig, Config, ModelConfig, changed_options, model_name, overrides_of
+from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import READERS, validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
 from sota_grpo.recording.progress import starting
-from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, RUN_FILE, read_record
+from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, EXPORTED, RUN_FILE, read_record
 from sota_grpo.rewards.grading import GradingPool
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.evaluate import (
@@ -34,14 +34,14 @@ from sota_grpo.training.evaluate import (
     Evaluator,
     Response,
     accuracy,
+    mean_reward,
     num_failed,
     num_right,
     pass_accuracy,
 )
 from sota_grpo.training.gate import Check, run_gate, write_gate
 
-EXPORTED = "hf"
-_PRESET_OF = {
+PRESET_OF = {
     **{"gsm8k": "grpo_gsm8k", "math": "grpo_math", "ifeval": "grpo_ifeval", "reasoning": "grpo_reasoning"},
     "instructions": "smollm_ifeval",
 }
@@ -55,19 +55,12 @@ _OF_ONE_TASK = (  # options that mean nothing to another task
 
 @dataclass(frozen=True)
 class Target:
-    """What is evaluated.
+    """What is evaluated."""
 
-    Attributes:
-        name: as the user gave it.
-        config: the task, the sampling, and the model that the engine is started with.
-        checkpoint: whose weights the engine is given; None: the model's own.
-        steps: training steps of the run, after which it had these weights; None where that is not known.
-    """
-
-    name: str
-    config: Config
-    checkpoint: Path | None = None
-    steps: int | None = None
+    name: str  # as the user gave it
+    config: Config  # the task, the sampling, and the model that the engine is started with
+    checkpoint: Path | None = None  # whose weights the engine is given; None: the model's own
+    steps: int | None = None  # training steps after which a run had these weights; None where that is not known
 
 
 def find_target(
@@ -77,6 +70,7 @@ def find_target(
     config_name: str | None = None,
     task: str | None = None,
     step: int | None = None,
+    trust: bool = False,
 ) -> Target:
     """The model or run called ``name``, with its config under ``overrides``.
 
@@ -90,6 +84,7 @@ def find_target(
         task: what to evaluate on; None: the run's task, or the preset's. With another one than the run's, the options
             of the run's task are left behind.
         step: take the checkpoint that the run saved after so many training steps.
+        trust: run the code and ask the servers that the run's config names; else these options have to be given again.
 
     Raises:
         UserError: no such run, checkpoint or preset, or a config that contradicts itself.
@@ -98,11 +93,14 @@ def find_target(
     if (run_dir / CONFIG_FILE).is_file():
         if config_name is not None:
             raise UserError(f"{name} is a run, which has a config of its own; leave --config-name out.")
-        target = _run_target(name, run_dir, overrides, task, step)
+        target = _run_target(name, run_dir, overrides, task, step, trust)
+    elif trust:
+        raise UserError(f"--trust-run is about the config of a run, and {name} is none; leave it out.")
     elif step is not None:
         raise UserError(f"--step {step} chooses a checkpoint, and {name} is no run ({CONFIG_FILE} is missing there).")
     else:
         target = _model_target(name, overrides, config_name, task)
+    target.config.algorithm.objective = AlgorithmConfig().objective  # nothing is trained: its file need not be here
     validate(target.config)
     return target
 
@@ -112,7 +110,7 @@ def _model_target(name: str, overrides: Sequence[str], config_name: str | None, 
         resolve_model_path(name)
     except ModelNotFoundError as error:
         raise UserError(f"{no_run_or_model(name)}.") from error
-    of_tasks = _PRESET_OF | (_PRESET_OF_SMOLLM2 if name == SMOLLM2 else {})
+    of_tasks = PRESET_OF | (_PRESET_OF_SMOLLM2 if name == SMOLLM2 else {})
     preset = config_name or of_tasks.get(task or "", _PRESET_OF_MODEL.get(name, "grpo_gsm8k"))
     asked = [] if task is None else [f"env.dataset={task}"]
     config = compose(preset, [*asked, *overrides])
@@ -125,12 +123,14 @@ def _model_target(name: str, overrides: Sequence[str], config_name: str | None, 
     return Target(name, config)
 
 
-def _run_target(name: str, run_dir: Path, overrides: Sequence[str], task: str | None, step: int | None) -> Target:
-    config = load_config(run_dir)
+def _run_target(
+    name: str, run_dir: Path, overrides: Sequence[str], task: str | None, step: int | None, trust: bool
+) -> Target:
+    config = load_config(run_dir, trust=True)  # nothing is done with it
     if task not in (None, config.env.dataset):  # the options of the run's own task are left behind
         stale = {name: default for name, (_, default) in changed_options(config).items() if name in _OF_ONE_TASK}
         overrides = [f"env.dataset={task}", *overrides_of(stale), *overrides]
-    config = load_config(run_dir, overrides)
+    config = load_config(run_dir, overrides, trust=trust, unused=UNUSED_WITHOUT_LOSS)
     exported = exported_steps(run_dir, config)
     if step is None and exported is not None:
         config.model.name, config.model.size = str(run_dir / EXPORTED), ModelConfig().size
@@ -169,7 +169,7 @@ def load_trained(checkpoint: Path, model: nn.Module) -> None:
         CheckpointError: the file is damaged.
         UserError: it is of another model.
     """
-    saved = CheckpointStore.load(checkpoint)["learner"]["model"]
+    saved = CheckpointStore.load(checkpoint, ["learner"])["learner"]["model"]
     scorer = CausalPolicy(model, shared_prompt=False).scorer  # its names are those of checkpoints
     mine = {name: value for name, value in scorer.named_parameters() if value.requires_grad}
     odd = mine.keys() ^ saved.keys()
@@ -236,7 +236,8 @@ def evaluate(
     problems = evaluator.responses(1, temperature=0.0, on_graded=lambda *graded: on_graded(True, *graded))
     own = evaluator.benchmark(problems)
     counts = {"accuracy": [(float(num_right(responses)), 1.0) for responses in problems], **own}
-    result: dict[str, Any] = {"num_problems": len(problems), "greedy": _shares(problems), "counts": counts}
+    weights = evaluator.rollouts.env.task.term_weights
+    result: dict[str, Any] = {"num_problems": len(problems), "greedy": _shares(problems, weights), "counts": counts}
     result["greedy"] |= {name: _share(Accuracy.of_counts(own[name])) for name in own}
     failed, count = num_failed(problems), evaluator.avg_at_k
     if count:
@@ -246,7 +247,7 @@ def evaluate(
         failed += num_failed(problems)
         powers_of_two = (1 << power for power in range(count.bit_length()))
         passes = {str(k): _share(pass_accuracy(problems, k)) for k in sorted({*powers_of_two, count})}
-        result |= {"k": count, "temperature": temperature, "sampled": _shares(problems), "pass_at_k": passes}
+        result |= {"k": count, "temperature": temperature, "sampled": _shares(problems, weights), "pass_at_k": passes}
     return result | {"grader_errors": failed}
 
 
@@ -260,9 +261,12 @@ def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[C
     return {name: _share(Accuracy.of_gain(before[name], after[name])) for name in after if name in before}
 
 
-def _shares(problems: Sequence[Sequence[Response]]) -> dict[str, Any]:
+def _shares(problems: Sequence[Sequence[Response]], weights: Mapping[str, float]) -> dict[str, Any]:
     responses = [response for part in problems for response in part]
+    reward = mean_reward(problems, weights)
     return _share(accuracy(problems)) | {
+        "reward": reward.mean,
+        "reward_stderr": reward.stderr,
         "truncated": sum(response.truncated for response in responses) / len(responses),
         "response_tokens": sum(response.num_tokens for response in responses) / len(responses),
     }

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -22,7 +20,7 @@ from sota_grpo.functional.log_probs import builds_kernels
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.reference import AdapterOffReference, FrozenReference, ReferencePolicy
+from sota_grpo.policy.reference import AdapterOffReference, Context, FrozenReference, ReferencePolicy
 from sota_grpo.policy.sharding import Ranks, join_ranks, shard
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
@@ -73,10 +71,10 @@ def add_adapter(config: Config, model: PreTrainedModel) -> nn.Module:
         return add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout)
 
 
-def make_policy(config: Config, model: nn.Module, device_type: str) -> CausalPolicy:
-    """The policy whose log-probs are trained, under the temperature that it is sampled with."""
+def make_policy(config: Config, base: PreTrainedModel, device_type: str) -> CausalPolicy:
+    """The policy whose log-probs are trained, its adapter added, under the temperature that it is sampled with."""
     return CausalPolicy(
-        model,
+        add_adapter(config, base),
         temperature=config.inference_model.temperature,
         entropy_grad=config.algorithm.entropy_coef > 0,
         shared_prompt=config.model.attn_implementation is None,
@@ -92,13 +90,17 @@ def wants_fused_layers(config: Config, device_type: str) -> bool:
 
 
 def make_reference(
-    config: Config, policy: CausalPolicy, placement: Placement, device_type: str
+    config: Config, policy: CausalPolicy, placement: Placement, device_type: str, autocast: Context = nullcontext
 ) -> ReferencePolicy | None:
-    """Nothing at coefficient 0; the base model under the adapter; a copy of its own; or a process of its own."""
+    """Nothing at coefficient 0; the base model under the adapter; a copy of its own; or a process of its own.
+
+    Args:
+        autocast: of the learner, for a reference that computes in this process.
+    """
     if config.policy.kl_coef == 0:
         return None
     if not reference_has_own_weights(config):
-        return AdapterOffReference(policy)
+        return AdapterOffReference(policy, autocast=autocast)
     options = reference_options(config, device_name(device_type, placement.ref))
     if config.ref_model.process:
         options |= {"model_name": model_name(config), "num_threads": 1}
@@ -109,6 +111,7 @@ def make_reference(
         temperature=options["temperature"],
         shared_prompt=config.model.attn_implementation is None,
         fused=options["fused"],
+        autocast=autocast,
     )
 
 
@@ -198,26 +201,12 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
     )
 
 
-def make_transforms(
-    config: Config,
-    reference: ReferencePolicy | None,
-    pad_token_id: int,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> list[tuple[str, Any]]:
-    """What happens to a batch between the env and the learner, each with the phase its seconds count to.
-
-    Args:
-        autocast: of the learner, for a reference that computes in this process: the KL of equal weights is 0 then.
-    """
+def make_transforms(config: Config, reference: ReferencePolicy | None, pad_token_id: int) -> list[tuple[str, Any]]:
+    """What happens to a batch between the env and the learner, each with the phase its seconds count to."""
     transforms = make_overlong(config)  # before the reference, so that the graded reward includes it
     if reference is not None:
-
-        def log_probs(rows: TensorDictBase) -> torch.Tensor:
-            with autocast():
-                return reference(rows)
-
         transform = ReferenceKL(
-            log_probs,
+            reference,
             in_reward_coeff=kl_in_reward(config),
             pad_token_id=pad_token_id,
             token_budget=config.train.micro_batch_tokens,
@@ -299,8 +288,8 @@ def learner_worker(
         if device_type == "cpu":
             torch.set_num_threads(num_threads)
         loads_on = torch.device("cpu") if size > 1 else device
-        model = add_adapter(config, make_model(config, loads_on, weights=rank == 0))  # the others are sent theirs
-        policy = make_policy(config, model, device_type)
+        base = make_model(config, loads_on, weights=rank == 0)  # the others are sent theirs
+        policy = make_policy(config, base, device_type)
         ranks = join_ranks(
             rank,
             size,

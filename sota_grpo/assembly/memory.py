@@ -1,8 +1,8 @@
 """Bytes that a training step holds at its peak, counted from the shape of a model.
 
 Plain numbers in, bytes out. What is counted is what this project's own code keeps: rows packed with each prompt once
-(:mod:`sota_grpo.policy.layout`), attention that saves its inputs, its output and one number per token and head
-(:mod:`sota_grpo.policy.shared_attention`), logits in tiles (:mod:`sota_grpo.functional.log_probs`), AdamW in place.
+and attention that saves its inputs, its output and one number per token and head
+(:mod:`sota_grpo.policy.shared_prompt`), logits in tiles (:mod:`sota_grpo.functional.log_probs`), AdamW in place.
 
 **A decoder layer** saves for its backward pass, per token, with ``H`` hidden, ``Q`` and ``K`` the widths of queries and
 of keys, ``I`` the MLP's, ``w`` bytes per weight and ``c`` per number of the matrix products (2 under autocast, else
@@ -48,7 +48,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 from sota_grpo.policy.model_sizes import Architecture
 
@@ -56,36 +56,25 @@ TILE_BYTES_ON_CPU, TILE_BYTES = 8 * 2**20, 256 * 2**20  # of sota_grpo.functiona
 HEAP_TENSOR = 32 * 2**20  # glibc's largest threshold above which memory comes in pages of its own
 LOST, LOST_WITH_ADAPTER, LOST_UNDER_CHECKPOINTING = 0.2, 0.8, 0.4  # see the module
 SLOT_BYTES = 150  # of a padded slot in the elementwise loss, see sota_grpo.functional.balance.fill
+PREFILL_TOKENS = 2048  # of one pass over prompts, see sota_grpo.engines.decode_attention
+VLLM_PASS_TOKENS = 8192  # that vLLM computes at once, its default
+Parts = dict[str, int]  # bytes by what they are
 
 
 @dataclass(frozen=True)
 class Learning:
-    """How a policy is trained, as far as its memory depends on it.
+    """How a policy is trained, as far as its memory depends on it."""
 
-    Args:
-        weight_bytes: per weight.
-        product_bytes: per number of the matrix products: 2 under autocast to half precision, else ``weight_bytes``.
-        rank: of a LoRA adapter on every linear layer, kept in float32; 0 trains all weights.
-        dropout: the adapter's inputs are dropped at random.
-        checkpointing: a layer's activations are computed again in the backward pass.
-        ranks: processes among which weights, gradients and moments are divided (FSDP2).
-        shard_gradients: with several ranks, gradients are summed after every micro-batch, so that each rank holds its
-            part; else each holds the whole gradient until the last.
-        on_cpu: the tiles of logits are small.
-        repeats_keys: the attention saves keys and values once per query head (padded rows; CUDA in float32).
-        heap: small tensors come from the C library's heap, see the module.
-    """
-
-    weight_bytes: int = 4
-    product_bytes: int = 4
-    rank: int = 0
-    dropout: bool = False
-    checkpointing: bool = False
-    ranks: int = 1
-    shard_gradients: bool = False
-    on_cpu: bool = True
-    repeats_keys: bool = False
-    heap: bool = False
+    weight_bytes: int = 4  # per weight
+    product_bytes: int = 4  # per number of the matrix products: 2 under autocast to half precision, else weight_bytes
+    rank: int = 0  # of a LoRA adapter on every linear layer, kept in float32; 0 trains all weights
+    dropout: bool = False  # the adapter's inputs are dropped at random
+    checkpointing: bool = False  # a layer's activations are computed again in the backward pass
+    ranks: int = 1  # processes among which weights, gradients and moments are divided (FSDP2)
+    shard_gradients: bool = False  # several ranks sum gradients after every micro-batch; else each holds them whole
+    on_cpu: bool = True  # the tiles of logits are small
+    repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
+    heap: bool = False  # small tensors come from the C library's heap, see the module
 
     @property
     def casts(self) -> bool:
@@ -96,80 +85,38 @@ class Learning:
     def tile_bytes(self) -> int:
         return TILE_BYTES_ON_CPU if self.on_cpu else TILE_BYTES
 
-    def trainable(self, model: Architecture) -> int:
-        """Parameters that have a gradient."""
-        return model.adapter_parameters(self.rank) if self.rank else model.parameters
-
-    @property
-    def trained_bytes(self) -> int:
-        """Of a trainable parameter, and so of its gradient and of each of its moments; adapters are in float32."""
-        return 4 if self.rank else self.weight_bytes
+    def trained_bytes(self, model: Architecture) -> int:
+        """Of all weights that have a gradient, and so of their gradients and of each moment."""
+        return 4 * model.adapter_parameters(self.rank) if self.rank else self.weight_bytes * model.parameters
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What goes through the policy at once.
+    """What goes through the policy at once."""
 
-    Args:
-        tokens: packed, each prompt once.
-        predicted: those that the policy wrote, which have logits.
-        slots: rows times the longest row.
-        keys: tokens whose keys and values the attention saves on CUDA, where each response has its prompt's; on a CPU,
-            and for 0, ``tokens``.
-    """
-
-    tokens: int
-    predicted: int
-    slots: int
-    keys: int = 0
-
-
-@dataclass(frozen=True)
-class LearnerMemory:
-    """Bytes of one rank at its peak."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    logits: int
-    heap: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+    tokens: int  # packed, each prompt once
+    predicted: int  # those that the policy wrote, which have logits
+    slots: int  # rows times the longest row
+    keys: int = 0  # tokens whose keys and values are saved on CUDA, a prompt's for each response; 0: as many as tokens
 
 
 def layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """What one decoder layer saves for its backward pass; see the module for the terms.
-
-    Its input counts as the input of its first norm.
-
-    >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
-    >>> layer_bytes(tiny, Learning(), MicroBatch(tokens=1, predicted=1, slots=1))  # 4 (48 + 16 + 8 + 64 + 2 + 2)
-    560
-    """
+    """What one decoder layer saves for its backward pass, its input as the input of its first norm; see the module."""
     hidden, width, inner, c = model.hidden, model.query_width, model.intermediate, how.product_bytes
-    norms = 2 * (4 * hidden + 4) + (0 if how.rank else 2 * how.weight_bytes * hidden)
-    per_token = norms + 2 * c * width + 4 * model.heads + 4 * c * inner + _input_bytes(model, how)
+    of_norm = 0 if how.rank else how.weight_bytes * hidden
+    per_token = 2 * (4 * hidden + 4 + of_norm) + 2 * c * width + 4 * model.heads + 4 * c * inner
+    if not how.rank:
+        per_token += (5 if how.casts else 2) * c * hidden
+    else:
+        per_token += len(model.linear_layers) * c * how.rank
+        if how.dropout:  # each layer drops for itself: noise (a bit in a byte on CUDA) and input; no product is kept
+            per_token += ((4 if how.on_cpu else 1) + c) * (5 * hidden + width + inner) - c * inner
+        else:
+            per_token += c * (5 * hidden + width) if how.casts or c != 4 else 2 * c * hidden
     if model.qk_norm:
-        both = width + model.kv_width
-        per_token += (4 + (0 if how.rank else c)) * both + 4 * (model.heads + model.kv_heads)
+        per_token += (4 + (0 if how.rank else c)) * (width + model.kv_width) + 4 * (model.heads + model.kv_heads)
     per_key = 2 * c * (width if how.repeats_keys else model.kv_width)
     return rows.tokens * per_token + (rows.tokens if how.on_cpu else rows.keys or rows.tokens) * per_key
-
-
-def _input_bytes(model: Architecture, how: Learning) -> int:
-    """Per token, what the linear layers save of their inputs beyond the attention's output and the MLP's product."""
-    hidden, width, inner, c = model.hidden, model.query_width, model.intermediate, how.product_bytes
-    if not how.rank:
-        return (5 if how.casts else 2) * c * hidden
-    ranks = len(model.linear_layers) * c * how.rank
-    noise = 4 if how.on_cpu else 1  # a factor, or a bit in a byte
-    if how.dropout:  # each layer drops for itself; the product is not saved as it was
-        return ranks + (noise + c) * (5 * hidden + width + inner) - c * inner
-    own_copies = how.casts or c != 4
-    return ranks + (c * (5 * hidden + width) if own_copies else 2 * c * hidden)
 
 
 def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
@@ -180,7 +127,7 @@ def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
     >>> rows = MicroBatch(tokens=10, predicted=6, slots=20)
-    >>> decoder_bytes(tiny, Learning(), rows)  # 2 layers of 5600, positions 320, norm 680
+    >>> decoder_bytes(tiny, Learning(), rows)  # 2 layers of 10 * 4 (48 + 16 + 8 + 64 + 2 + 2), positions 320, norm 680
     12200
     >>> decoder_bytes(tiny, Learning(checkpointing=True), rows)  # 2 inputs of 320, positions 320, norm 680
     1640
@@ -188,8 +135,8 @@ def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     if how.checkpointing:
         layers = model.layers * rows.tokens * how.weight_bytes * model.hidden
     else:
-        layers = model.layers * layer_bytes(model, how, rows)
-        layers += how.product_bytes * model.layers * model.layer_matrices if how.casts else 0
+        cast = how.product_bytes * model.layer_matrices if how.casts else 0
+        layers = model.layers * (layer_bytes(model, how, rows) + cast)
     return layers + rows.tokens * 2 * how.weight_bytes * model.head_dim + _last_norm_bytes(model, how, rows)
 
 
@@ -207,12 +154,12 @@ def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) ->
     wide = 4 * rows.predicted * model.hidden
     if how.rank:
         return how.tile_bytes + 2 * wide
-    columns = math.isqrt(how.tile_bytes // (8 + (how.product_bytes if how.product_bytes < 4 else 0)))
-    narrow = how.product_bytes * rows.predicted * model.hidden if how.product_bytes < 4 else 0
-    return how.tile_bytes + wide + narrow + 4 * model.hidden * min(columns, model.vocab)
+    half = how.product_bytes if how.product_bytes < 4 else 0
+    columns = math.isqrt(how.tile_bytes // (8 + half))
+    return how.tile_bytes + wide + half * rows.predicted * model.hidden + 4 * model.hidden * min(columns, model.vocab)
 
 
-def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> LearnerMemory:
+def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> Parts:
     """Peak of an optimizer step on one rank, once the optimizer has its moments.
 
     Args:
@@ -224,28 +171,28 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
     head's moment has 8 MiB of tiles, which decide here:
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
-    >>> found = learner_memory(tiny, Learning(), [MicroBatch(tokens=10, predicted=6, slots=20)])
-    >>> found.weights, found.gradients, found.optimizer, found.activations, found.logits - 8 * 2**20
-    (5792, 1024, 11584, 15560, 1216)
+    >>> parts = learner_memory(tiny, Learning(), [MicroBatch(tokens=10, predicted=6, slots=20)])
+    >>> parts | {"logits": parts["logits"] - 8 * 2**20}
+    {'weights': 5792, 'gradients': 1024, 'optimizer': 11584, 'activations': 15560, 'logits': 1216}
     """
     weights, whole, optimizer = _standing_bytes(model, how)
     moments = []
     for carried, rows in zip((0, whole), micro_batches):
-        moments += [
-            LearnerMemory(weights, carried + gradients, optimizer, activations, logits)
-            for gradients, activations, logits in _moments(model, how, rows, is_first=not carried)
-        ]
+        for gradients, activations, logits in _moments(model, how, rows, is_first=not carried):
+            moments.append((carried + gradients, activations, logits))
     head = 0 if how.rank else how.weight_bytes * model.head_weights
-    later = len(micro_batches) > 1
-    made_anew = head * (int(model.tied) + int(later))
-    moments.append(LearnerMemory(weights, whole + made_anew, optimizer, 0, 0))
-    worst = max(moments, key=lambda moment: moment.total)
-    return replace(worst, heap=_heap_bytes(model, how, micro_batches[0], moments, worst)) if how.heap else worst
+    made_anew = head * (int(model.tied) + int(len(micro_batches) > 1))
+    moments.append((whole + made_anew, 0, 0))
+    gradients, activations, logits = worst = max(moments, key=sum)
+    parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    parts |= {"activations": activations, "logits": logits}
+    lost = _heap_bytes(model, how, micro_batches[0], moments, worst) if how.heap else 0
+    return parts | ({"lost in the heap": lost} if lost else {})
 
 
 def gate_memory(
     model: Architecture, how: Learning, together: Sequence[MicroBatch], alone: Sequence[MicroBatch]
-) -> LearnerMemory:
+) -> Parts:
     """Peak while the gate compares two gradients of the same rows (``Learner.gradient_gap``).
 
     The first waits in the host's memory: beside the second where the learner computes there too, apart from a GPU.
@@ -257,33 +204,55 @@ def gate_memory(
     One row that is a micro-batch of its own in both makes the same gradient twice:
 
     >>> tiny, rows = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64), [MicroBatch(10, 6, 20)]
-    >>> [gate_memory(tiny, Learning(on_cpu=cpu), rows, rows).gradients for cpu in (True, False)]
+    >>> [gate_memory(tiny, Learning(on_cpu=cpu), rows, rows)["gradients"] for cpu in (True, False)]
     [6816, 1024]
     """
     first, second = (learner_memory(model, how, batches) for batches in (together, alone))
     if how.on_cpu:
-        second = replace(second, gradients=second.gradients + _standing_bytes(model, how)[1])
-    return max(first, second, key=lambda found: found.total)
+        second["gradients"] += _standing_bytes(model, how)[1]
+    return max(first, second, key=lambda parts: sum(parts.values()))
+
+
+_Moment = tuple[int, int, int]  # new gradients, activations, logits
+
+
+def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: bool) -> list[_Moment]:
+    """Of one micro-batch; see the module."""
+    c, w = how.product_bytes, how.weight_bytes
+    head = 0 if how.rank else w * model.head_weights
+    saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES
+    of_head = head_bytes(model, how, rows)
+    one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
+    cast = c * model.layer_matrices if how.checkpointing and how.casts else 0
+    if how.checkpointing:
+        one_layer += layer_bytes(model, how, rows) + cast
+    moments = [
+        (head, saved + of_head, _head_working_bytes(model, how, rows)),
+        (head if model.tied or is_first else 0, saved - _last_norm_bytes(model, how, rows) + one_layer, 0),
+    ]
+    if cast and not how.rank and how.ranks == 1:
+        # autocast keeps what it cast until the forward pass ends; with several ranks it keeps nothing
+        moments.append((0, saved + of_head + model.layers * cast, how.tile_bytes))
+    return moments
 
 
 def _heap_bytes(
-    model: Architecture, how: Learning, rows: MicroBatch, moments: Sequence[LearnerMemory], worst: LearnerMemory
+    model: Architecture, how: Learning, rows: MicroBatch, moments: Sequence[_Moment], worst: _Moment
 ) -> int:
     """What the heap holds beyond the worst moment: other moments' gradients, activations and tiles, and lost room.
 
     Only tensors below :data:`HEAP_TENSOR` come from it: the wide ones are those of the MLP.
     """
     narrow, wide = (rows.tokens * how.product_bytes * width for width in (model.hidden, model.intermediate))
+    if narrow >= HEAP_TENSOR:
+        return 0
     layer = layer_bytes(model, how, rows)
-    in_mlp = 4 * wide / layer
-    share = 0.0 if narrow >= HEAP_TENSOR else (1 - in_mlp if wide >= HEAP_TENSOR else 1.0)
-    names = ("gradients", "activations", "logits")
-    apart = sum(max(getattr(moment, name) for moment in moments) - getattr(worst, name) for name in names)
-    activations = max(moment.activations for moment in moments)
-    lost = (LOST_WITH_ADAPTER if how.rank else LOST) * activations
+    share = 1 - 4 * wide / layer if wide >= HEAP_TENSOR else 1.0
+    highest = [max(sizes) for sizes in zip(*moments)]
+    lost = (LOST_WITH_ADAPTER if how.rank else LOST) * highest[1]
     if how.checkpointing:
         lost = LOST_UNDER_CHECKPOINTING * model.layers * layer
-    return int(share * (apart + lost))
+    return int(share * (sum(highest) - sum(worst) + lost))
 
 
 def _standing_bytes(model: Architecture, how: Learning) -> tuple[int, int, int]:
@@ -291,116 +260,14 @@ def _standing_bytes(model: Architecture, how: Learning) -> tuple[int, int, int]:
 
     Of several ranks each gathers the embedding, the head and two layers at a time: the one that computes and the next.
     """
-    trainable = how.trainable(model) * how.trained_bytes
-    adapter = trainable if how.rank else 0
-    weights = model.parameters * how.weight_bytes + adapter
+    trained = how.trained_bytes(model)
+    weights = model.parameters * how.weight_bytes + (trained if how.rank else 0)
     if how.ranks == 1:
-        return weights, trainable, 2 * trainable
-    gathered = model.embedding_parameters + 2 * model.layer_parameters
-    own = -(-weights // how.ranks) + gathered * how.weight_bytes
-    part = -(-trainable // how.ranks)
-    passing = 0 if how.rank else (model.embedding_parameters + model.layer_parameters) * how.weight_bytes
-    return own, (part + passing if how.shard_gradients else trainable), 2 * part
-
-
-def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: bool) -> list[tuple[int, int, int]]:
-    """New gradients, activations and logits at the moments of one micro-batch; see the module."""
-    c, w = how.product_bytes, how.weight_bytes
-    head = 0 if how.rank else w * model.head_weights
-    saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES
-    of_head = head_bytes(model, how, rows)
-    in_mlp = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)
-    again = layer_bytes(model, how, rows) if how.checkpointing else 0
-    if how.checkpointing and how.casts:
-        again += c * model.layer_matrices
-    waits = head if model.tied or is_first else 0
-    found = [
-        (head, saved + of_head, _head_working_bytes(model, how, rows)),
-        (waits, saved - _last_norm_bytes(model, how, rows) + again + in_mlp, 0),
-    ]
-    if how.checkpointing and how.casts and not how.rank and how.ranks == 1:
-        # autocast keeps what it cast until the forward pass ends; with several ranks it keeps nothing
-        found.append((0, saved + of_head + c * model.layers * model.layer_matrices, how.tile_bytes))
-    return found
-
-
-PREFILL_TOKENS = 2048  # of one pass over prompts, see sota_grpo.engines.decode_attention
-VLLM_PASS_TOKENS = 8192  # that vLLM computes at once, its default
-
-
-def kv_bytes_per_token(model: Architecture, number_bytes: int) -> int:
-    """Keys and values of one token in all layers.
-
-    >>> from sota_grpo.policy.model_sizes import architecture_of
-    >>> kv_bytes_per_token(architecture_of("Qwen/Qwen2.5-1.5B"), 2)
-    28672
-    """
-    return 2 * model.layers * model.kv_width * number_bytes
-
-
-def grown_columns(tokens: int) -> int:
-    """Columns of the embedded engine's cache after ``tokens`` tokens: it grows by half, at least by 64.
-
-    >>> [grown_columns(n) for n in (1, 65, 66, 300)]
-    [65, 65, 130, 444]
-    """
-    columns = 0
-    while columns < tokens:
-        end = columns + 1
-        columns = end + max(64, end // 2)
-    return columns
-
-
-def embedded_engine_bytes(
-    model: Architecture, *, number_bytes: int, prompts: int, rows: int, prompt_tokens: int, response_tokens: int
-) -> tuple[int, int]:
-    """Keys and values, and what the pass of a token needs beside them, at the end of the longest responses.
-
-    Each prompt's keys and values are there once, a row's own in :func:`grown_columns`. A pass needs the logits, twice
-    in float32 beside the engine's own dtype (scaled, and as probabilities), and the results of all rows; or, at the
-    beginning, an MLP of :data:`PREFILL_TOKENS` tokens.
-
-    Args:
-        number_bytes: of the engine's dtype.
-        prompts: groups that are sampled together.
-        rows: their samples.
-        prompt_tokens, response_tokens: of the longest.
-
-    >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
-    >>> embedded_engine_bytes(tiny, number_bytes=4, prompts=1, rows=2, prompt_tokens=10, response_tokens=20)
-    (8960, 589824)
-    """
-    columns = prompts * prompt_tokens + rows * grown_columns(response_tokens)
-    token = rows * (model.vocab * (number_bytes + 8) + 16 * response_tokens)
-    prefill = pass_bytes(model, PREFILL_TOKENS, number_bytes)
-    return kv_bytes_per_token(model, number_bytes) * columns, max(token, prefill)
-
-
-def pass_bytes(model: Architecture, tokens: int, number_bytes: int) -> int:
-    """What a pass without gradient over ``tokens`` tokens holds: one MLP and the residual stream.
-
-    >>> pass_bytes(Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64), 10, 4)
-    2880
-    """
-    return tokens * 3 * number_bytes * (model.intermediate + model.hidden)
-
-
-def vllm_pool_bytes(
-    model: Architecture, *, share_bytes: int, number_bytes: int, rows: int, tensor_parallel: int = 1
-) -> int:
-    """What vLLM has left for keys and values on each device; below 0 where its share is too small for the weights.
-
-    ``share - weights / n - one pass of 8192 tokens - float32 logits of all rows, twice``. The pass is an estimate: vLLM
-    measures it when it starts.
-
-    >>> from sota_grpo.policy.model_sizes import architecture_of
-    >>> pool = vllm_pool_bytes(architecture_of("Qwen/Qwen2.5-1.5B"), share_bytes=20 * 2**30, number_bytes=2, rows=128)
-    >>> round(pool / 2**30, 1)
-    16.5
-    """
-    weights = model.parameters * number_bytes // tensor_parallel
-    logits = rows * model.vocab * 8
-    return share_bytes - weights - pass_bytes(model, VLLM_PASS_TOKENS, number_bytes) // tensor_parallel - logits
+        return weights, trained, 2 * trained
+    gathered = (model.embedding_parameters + 2 * model.layer_parameters) * how.weight_bytes
+    passing = 0 if how.rank else gathered - model.layer_parameters * how.weight_bytes
+    part = -(-trained // how.ranks)
+    return -(-weights // how.ranks) + gathered, (part + passing if how.shard_gradients else trained), 2 * part
 
 
 def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
@@ -418,3 +285,67 @@ def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     cast = c * max(inputs * outputs for inputs, outputs in model.linear_layers) if how.casts else 0
     hidden = rows.predicted * model.hidden * (w + (c if how.casts else 0))
     return layer + cast + hidden + rows.slots * SLOT_BYTES + how.tile_bytes
+
+
+def kv_bytes_per_token(model: Architecture, number_bytes: int) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * model.layers * model.kv_width * number_bytes
+
+
+def _pass_bytes(model: Architecture, tokens: int, number_bytes: int) -> int:
+    """What a pass of an engine over ``tokens`` tokens holds: one MLP and the residual stream."""
+    return tokens * 3 * number_bytes * (model.intermediate + model.hidden)
+
+
+def grown_columns(tokens: int) -> int:
+    """Columns of the embedded engine's cache after ``tokens`` tokens: it grows by half, at least by 64.
+
+    >>> [grown_columns(n) for n in (1, 65, 66, 300)]
+    [65, 65, 130, 444]
+    """
+    columns = 0
+    while columns < tokens:
+        end = columns + 1
+        columns = end + max(64, end // 2)
+    return columns
+
+
+def embedded_engine_bytes(
+    model: Architecture, sample: tuple[int, int], *, number_bytes: int, prompts: int, rows: int
+) -> tuple[int, int]:
+    """Keys and values, and what the pass of a token needs beside them, at the end of the longest responses.
+
+    Each prompt's keys and values are there once, a row's own in :func:`grown_columns`. A pass needs the logits, twice
+    in float32 beside the engine's own dtype (scaled, and as probabilities), and the results of all rows; or, at the
+    beginning, an MLP of :data:`PREFILL_TOKENS` tokens.
+
+    Args:
+        sample: tokens of the longest prompt and response.
+        number_bytes: of the engine's dtype.
+        prompts, rows: groups that are sampled together, and their samples.
+
+    >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
+    >>> embedded_engine_bytes(tiny, (10, 20), number_bytes=4, prompts=1, rows=2)
+    (8960, 589824)
+    """
+    prompt, response = sample
+    columns = prompts * prompt + rows * grown_columns(response)
+    token = rows * (model.vocab * (number_bytes + 8) + 16 * response)
+    prefill = _pass_bytes(model, PREFILL_TOKENS, number_bytes)
+    return kv_bytes_per_token(model, number_bytes) * columns, max(token, prefill)
+
+
+def vllm_pool_bytes(model: Architecture, share: int, *, number_bytes: int, rows: int, parallel: int = 1) -> int:
+    """What vLLM has left of its ``share`` for keys and values on each of ``parallel`` devices; below 0 where that is
+    too small for the weights.
+
+    ``share - weights / n - one pass of 8192 tokens - float32 logits of all rows, twice``. The pass is an estimate: vLLM
+    measures it when it starts.
+
+    >>> from sota_grpo.policy.model_sizes import architecture_of
+    >>> pool = vllm_pool_bytes(architecture_of("Qwen/Qwen2.5-1.5B"), 20 * 2**30, number_bytes=2, rows=128)
+    >>> round(pool / 2**30, 1)
+    16.5
+    """
+    weights = model.parameters * number_bytes // parallel
+    return share - weights - _pass_bytes(model, VLLM_PASS_TOKENS, number_bytes) // parallel - rows * model.vocab * 8

@@ -33,22 +33,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Passed:
-    """What was passed, ready to be written; nothing by default.
+    """What was passed, ready to be written; nothing by default."""
 
-    Args:
-        train_rows, eval_rows: JSON lines.
-        functions: the reward functions by name; in this process they are called themselves.
-        reward_file: the same for other processes; None where they cannot leave this one.
-
-    Attributes:
-        run_dir: the directory of the run, once it has one.
-    """
-
-    train_rows: bytes | None = None
+    train_rows: bytes | None = None  # JSON lines
     eval_rows: bytes | None = None
-    functions: Functions | None = None
-    reward_file: bytes | None = None
-    run_dir: Path | None = None
+    functions: Functions | None = None  # by name; in this process they are called themselves
+    reward_file: bytes | None = None  # the same for other processes; None where they cannot leave this one
+    run_dir: Path | None = None  # the directory of the run, once it has one
 
     @property
     def signature(self) -> dict[str, dict[str, str]]:
@@ -107,8 +98,13 @@ def take(
 
 
 def _require_unset(value: Any, option: str, argument: str) -> None:
-    if value is not None:
+    if value is not None and not _was_passed(value):
         raise UserError(f"{argument} is passed, and {option}={value} names another; leave one of them out.")
+
+
+def _was_passed(path: str | None) -> bool:
+    """Whether a run that is continued was given an object there, which is passed once more."""
+    return path is not None and Path(path).parent.name == INPUTS
 
 
 def _place(table: Any, argument: str) -> tuple[str, bytes | None, int]:
@@ -138,7 +134,8 @@ def _lines(table: Any, argument: str) -> Iterable[bytes]:
 
 def _take_functions(config: Config, passed: Passed, reward: Any) -> None:
     _require_unset(config.reward.path, "reward.path", "reward")
-    _require_unset(config.reward.name, "reward.name", "reward")
+    if not _was_passed(config.reward.path):
+        _require_unset(config.reward.name, "reward.name", "reward")
     named = _named(reward)
     passed.functions = {name: one for name, one in named.items() if one != BUILTIN}
     for name, function in passed.functions.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sota_grpo.assembly.passed import PASSED
 from sota_grpo.config import Config, model_name, num_steps, responses_per_step
-from sota_grpo.config.hub_token import use_config_token
+from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.model_sizes import is_on_the_hub, missing_folder

@@ -22,15 +22,16 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from sota_grpo import keys
-from sota_grpo.assembly.compose import load_config
-from sota_grpo.assembly.learning import add_adapter, kl_in_reward, make_advantage, make_learner, make_model, make_policy
+from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, load_config
+from sota_grpo.assembly.learning import kl_in_reward, make_advantage, make_learner, make_model, make_policy
 from sota_grpo.config import Config, model_name, walk, with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
-from sota_grpo.functional.surrogates import SURROGATES, readers
+from sota_grpo.functional.surrogates import readers
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.stored_steps import STEPS_FOLDER, StoredStep, read_step, step_of, stored_steps
 from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.transforms import write_reference
@@ -49,6 +50,7 @@ TOLERANCE = 1e-6  # relative, of what agrees in float32
 _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
 _JUDGED = (*_LOSSES, "grad_norm")
 _SAME_ADVANTAGE = 1e-6
+_ONE = 1e-6  # of the effective sample size, where all ratios are 1 but for float32's rounding
 _OF_THE_COLLECTION = tuple(
     f"algorithm.{name}" for name in ("overlong_buffer", "dynamic_sampling", "dynamic_sampling_max_draws")
 )
@@ -59,43 +61,34 @@ _MEMORY = "train.micro_batch_tokens"
 
 @dataclass(frozen=True)
 class Step:
-    """A stored training step, and what it started from.
+    """A stored training step, and what it started from."""
 
-    Attributes:
-        config: of the run.
-        stored: the step.
-        checkpoint: with the learner's state before the step; None: the step started from the initial weights.
-    """
-
-    config: Config
+    config: Config  # of the run
     stored: StoredStep
-    checkpoint: Path | None = None
+    checkpoint: Path | None = None  # with the learner's state before the step; None: it began with the initial weights
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A step computed once.
+    """A step computed once."""
 
-    Attributes:
-        figures: those of :data:`FIGURES` that there are; None where nothing could be measured.
-        advantages: ``[N]``, in the order of the stored rows.
-        clipped: by group and sample, for each use of the row which of its trained tokens the clip took the gradient of.
-        optimizer_steps: taken in the training step.
-    """
-
-    figures: dict[str, float | None]
-    advantages: Tensor
+    figures: dict[str, float | None]  # those of FIGURES that there are; None where nothing could be measured
+    advantages: Tensor  # [N], in the order of the stored rows
+    #: By group and sample, for each use of the row which of its trained tokens the clip took the gradient of.
     clipped: dict[tuple[int, int], list[Tensor]]
-    optimizer_steps: int
+    optimizer_steps: int  # taken in the training step
 
 
-def replayed(run_dir: Path, number: int | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def replayed(
+    run_dir: Path, number: int | None, overrides: Sequence[str] = (), *, trust: bool = False
+) -> dict[str, Any]:
     """Replay a stored step as the run did it and, with ``overrides``, under other options; plain values throughout.
 
     Args:
         run_dir: of the run; nothing is written there.
         number: of the step; None: the last that can be replayed.
         overrides: such as ``["algorithm=dapo"]``.
+        trust: run the Python files of the run's model (``model.trust_remote_code`` in its config).
 
     Returns:
         ``figures``: by name ``stored``, ``replayed`` and ``difference``, with overrides also ``other`` and
@@ -106,7 +99,7 @@ def replayed(run_dir: Path, number: int | None, overrides: Sequence[str] = ()) -
     Raises:
         UserError: the step cannot be replayed, or not under these options.
     """
-    step = open_step(run_dir, number)
+    step = open_step(run_dir, number, trust=trust)
     own_config, other_config, left = replay_configs(step, run_dir, overrides)
     logger.info("Computing step %d as the run did.", step.stored.step)
     own = replay(step, own_config)
@@ -116,7 +109,7 @@ def replayed(run_dir: Path, number: int | None, overrides: Sequence[str] = ()) -
         other = replay(step, other_config)
     rows = step.stored.rows
     name, distance = worst_distance(step.stored.metrics, own.figures)
-    result = {
+    result: dict[str, Any] = {
         "run": str(run_dir),
         "step": step.stored.step,
         "checkpoint": None if step.checkpoint is None else step.checkpoint.name,
@@ -130,17 +123,18 @@ def replayed(run_dir: Path, number: int | None, overrides: Sequence[str] = ()) -
         "notes": replay_notes(step, left),
     }
     if other is not None:
+        result["notes"] = [*equal_ratios(own), *result["notes"]]
         result |= {"advantages": _advantages(step, own, other), "clip": _clip(own, other)}
     return result
 
 
-def open_step(run_dir: Path, number: int | None = None) -> Step:
+def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) -> Step:
     """Step ``number`` of a run, or the last that can be replayed.
 
     Raises:
         UserError: no run, no such step, or its checkpoint is not there; the message names the steps that can be had.
     """
-    config = load_config(run_dir)
+    config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_SAMPLES)
     checkpoints = dict(CheckpointStore(run_dir / CHECKPOINTS).paths())
     stored = {step_of(path): path for path in stored_steps(run_dir)}
     replayable = [one for one in stored if one == 0 or one in checkpoints]
@@ -154,7 +148,8 @@ def open_step(run_dir: Path, number: int | None = None) -> Step:
         raise UserError(f"The checkpoints of {run_dir} do not belong to its stored steps; {others}.")
     if number in stored:
         raise UserError(f"Step {number} of {run_dir} is stored, and the checkpoint with its weights is gone; {others}.")
-    raise UserError(f"Step {number} of {run_dir} is not stored; {others}.")
+    more = "train.checkpoint_frequency=1 stores more, train.keep_checkpoints keeps them"
+    raise UserError(f"Step {number} of {run_dir} is not stored; {others} ({more}).")
 
 
 def replay(step: Step, config: Config | None = None) -> Replay:
@@ -171,11 +166,10 @@ def replay(step: Step, config: Config | None = None) -> Replay:
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     rows = _scored_rows(step, config)
     with TemporaryDirectory() as dump, _as_it_was_computed(step):
-        model = add_adapter(config, make_model(config, torch.device("cpu")))
-        policy = make_policy(config, model, "cpu")
+        policy = make_policy(config, make_model(config, torch.device("cpu")), "cpu")
         learner = make_learner(config, policy, tokenizer.pad_token_id, "cpu", Path(dump), objective=ClipWatch)
         if step.checkpoint is not None:  # read each time: an optimizer changes the moments that it is given
-            learner.load_state_dict(CheckpointStore.load(step.checkpoint)["learner"])
+            learner.load_state_dict(CheckpointStore.load(step.checkpoint, ["learner"])["learner"])
         before = learner.optimizer_steps
         if step.stored.origin.num_ranks:  # the stream that adapters' dropout reads: of several ranks that of the first
             torch.manual_seed(sample_seed(step.config.seed, learner.version, 0))
@@ -269,7 +263,7 @@ def replay_configs(
         UserError: an override that does not exist, contradicts another, cannot matter to a step whose responses are
             given, or needs what was not stored.
     """
-    asked = load_config(run_dir, overrides)
+    asked = load_config(run_dir, overrides, trust=True)  # the step's own config has been consented to
     given = {override.lstrip("+").partition("=")[0]: override for override in overrides}
     for name, override in given.items():
         if name not in ("algorithm", _MEMORY, *_COMPARED):
@@ -313,10 +307,22 @@ def replay_notes(step: Step, left: Sequence[str]) -> list[str]:
     return notes
 
 
+def equal_ratios(own: Replay) -> list[str]:
+    """Of a step on the policy's own responses: that no surrogate can show there what it does to a ratio."""
+    ess = own.figures.get("ess")
+    if own.optimizer_steps > 1 or ess is None or 1 - ess > _ONE:
+        return []
+    return [
+        f"The step is a single optimizer step on the policy's own responses: every ratio is 1 (effective sample size "
+        f"{ess:.6f}), and surrogates of a ratio have the same gradient there. They differ in a run with several "
+        "optimizer steps per collection (train.optim_batch_size below train.dialog_turns_per_batch, or train.epochs)."
+    ]
+
+
 def _missing(name: str, config: Config) -> str | None:
     """What an option has no effect without; None where it has one."""
     algorithm, option = config.algorithm, name.removeprefix("algorithm.")
-    if option in ("clip_low", "clip_high") and not SURROGATES[algorithm.objective].reads(option):
+    if option in ("clip_low", "clip_high") and not surrogate(algorithm.objective).reads(option):
         return f"algorithm.objective={readers(option)}"
     if option in ("correction_mode", "correction_cap") and algorithm.correction == "none":
         return "algorithm.correction"

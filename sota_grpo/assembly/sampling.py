@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from sota_grpo.config import Config, model_name, reward_names, walk
+from sota_grpo.config.secrets import api_key
 from sota_grpo.config.validators import READERS
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
 from sota_grpo.envs import TaskEnv
@@ -21,7 +22,7 @@ from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks import make_task, parameters, task_class
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows, unique_examples
-from sota_grpo.tasks.wrappers import ThinkAgain, WithRewardFunctions
+from sota_grpo.tasks.wrappers import think_again, with_reward_functions
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +81,10 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     except ValueError as error:  # weights that contradict each other; the sentence says which
         raise UserError(str(error)) from error
     if reward.path is not None:
-        task = WithRewardFunctions(
+        task = with_reward_functions(
             task, reward.path, names, reward.weights, success_above=reward.success_above, functions=functions
         )
-    return ThinkAgain(task) if env.reasoning else task
+    return think_again(task) if env.reasoning else task
 
 
 def make_grader(config: Config, task: Task) -> Grader:
@@ -204,7 +205,7 @@ def engine_options(
     return replace(
         options,
         url=config.engine.url,
-        api_key=config.engine.api_key,
+        api_key=api_key() if config.engine.url is not None else None,
         log_path=str(run_dir / f"{engine}.log"),
         deadlines=Deadlines(control=part.timeout_s),
     )

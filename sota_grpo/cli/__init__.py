@@ -8,28 +8,17 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sota_grpo.errors import UserError
+from sota_grpo.config.secrets import hide_tokens
+from sota_grpo.errors import UserError, run_command
 
 if TYPE_CHECKING:
     from sota_grpo.config import Config
 
-INTERRUPTED = 130
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one tool; mistakes of the user are one sentence and exit code 2, Ctrl-C is one and 130."""
-    try:
-        code = _run(sys.argv[1:] if arguments is None else arguments)
-    except UserError as error:
-        print(f"sota-grpo: {error}", file=sys.stderr)
-        code = error.exit_code
-    except KeyboardInterrupt as stop:  # its text says what is left
-        print(f"sota-grpo: interrupted; {str(stop) or 'nothing was written'}.", file=sys.stderr)
-        code = INTERRUPTED
-    except BrokenPipeError:  # the reader of stdout has had enough
-        sys.stderr.close()
-        code = 1
-    sys.exit(code)
+    given = sys.argv[1:] if arguments is None else arguments
+    run_command("sota-grpo", lambda: _run(hide_tokens(given)), "nothing was written")
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -103,6 +92,23 @@ def above_zero(what: str) -> Callable[[str], float]:
         return value
 
     return parsed
+
+
+def add_trust(parser: Any) -> None:
+    """Add ``--trust-run`` to the parser of a command that reads a run."""
+    parser.add_argument(
+        "--trust-run",
+        action="store_true",
+        help="run the code, and ask the server, that the run's own config names; what it is is printed",
+    )
+
+
+def tell_trust(options: argparse.Namespace, config: Config) -> None:
+    """Print what ``--trust-run`` lets the ``config`` of the run do."""
+    from sota_grpo.assembly.compose import needs_consent
+
+    for option, act in needs_consent(config).items() if options.trust_run else ():
+        print(f"--trust-run: the run's config may {act} ({option}).", file=sys.stderr)
 
 
 def add_config(parser: Any) -> None:

@@ -19,6 +19,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -28,9 +29,6 @@ from urllib.request import getproxies
 from sota_grpo.cli import above_zero, add_config, add_parser, config_of, whole
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sota_grpo.assembly.device_memory import DeviceMemory
     from sota_grpo.assembly.estimate import Estimate
 
 TIGHT = 0.9  # of a device: beyond it the estimate's own error may decide
@@ -59,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
 
     config = config_of(options)
     validate(config)
-    if not _hub_is_near():
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else its client waits half a minute for it
+    if "HF_HUB_OFFLINE" not in os.environ and not _hub_is_near():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # else its client waits half a minute for it
     with redirect_stdout(sys.stderr):  # libraries may print
         from sota_grpo.assembly.estimate import estimate
         from sota_grpo.run.entry import quiet_console
@@ -86,98 +84,77 @@ def show(found: Estimate) -> None:
     """Tables on standard output, plain where it is no terminal."""
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
-    console.print(_facts(found))
-    for device in found.devices:
-        console.print(_memory(device))
-    console.print(_verdict(found))
-
-
-def _facts(found: Estimate) -> Table:
-    """What is known of the run, one line each."""
-    from sota_grpo.config import model_name, responses_per_step
     from sota_grpo.recording.progress import figures
 
-    table = figures("", "")
-    table.columns[1].justify = "left"
-    table.show_header = False
-    config, model, size = found.config, found.facts.model, responses_per_step(found.config)
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    facts = figures("", "")
+    facts.columns[1].justify, facts.show_header = "left", False
+    for name, text in _facts(found):
+        facts.add_row(name, text)
+    console.print(facts)
+    for device in found.devices:
+        table = figures(f"{device.name} ({', '.join(device.roles)}), GiB", *device.moments)
+        moments = list(device.moments.values())
+        for part in dict.fromkeys(part for parts in reversed(moments) for part in parts if parts[part]):
+            table.add_row(part, *(_cell(parts.get(part)) for parts in moments))
+        table.add_section()
+        sums = [sum(parts.values()) for parts in moments]
+        table.add_row("sum", *map(_cell, sums))
+        table.add_row(f"of {device.capacity / 2**30:.1f} GiB", *(f"{size / device.capacity:.0%}" for size in sums))
+        console.print(table)
+    full = max(device.peak / device.capacity for device in found.devices)
+    if not found.fits:
+        console.print("It does not fit.")
+    elif full > TIGHT:
+        console.print(f"It fits, tightly: {full:.0%} of a device, and the estimate is good to about 15 %.")
+    else:
+        console.print(f"It fits: at most {full:.0%} of a device.")
+
+
+def _cell(size: int | None) -> str:
+    gib = (size or 0) / 2**30
+    return f"{gib:.2f}" if gib >= 0.01 else "<0.01" if size else "-"
+
+
+def _facts(found: Estimate) -> Iterator[tuple[str, str]]:
+    """What is known of the run, one line each."""
+    config, facts, places = found.config, found.as_dict(), found.places
     prompt, response = found.largest_sample
-    micro_batches = f"{found.micro_batches:,} micro-batch" + ("" if found.micro_batches == 1 else "es")
-    rows = {
-        "model": f"{model_name(config)}, {model.parameters:,} parameters ({found.places['model']})",
-        "devices": f"{found.placement} ({found.places['machine']})",
-        "engine": found.plan.engine,
-        "largest sample": f"{prompt:,} prompt tokens ({found.places['prompt']}) + {response:,} of the response",
-        "one epoch": _epoch(found, size),
-        "the run": f"{found.steps:,} steps of {size:,} responses, {found.optimizer_steps:,} optimizer steps of "
-        f"{config.train.optim_batch_size:,} in {micro_batches} at full length",
-        **({"host memory": _host_memory(found.host)} if found.host else {}),
-        "disk": found.disk.sentence,
-        "time": _time(found),
-    }
-    for name, text in rows.items():
-        table.add_row(name, text)
-    return table
-
-
-def _host_memory(moments: dict[str, int]) -> str:
-    moment = max(moments, key=moments.__getitem__)
-    return f"at least {moments[moment] / 2**30:.3g} GiB on the machine of the learner, for {moment}"
-
-
-def _epoch(found: Estimate, size: int) -> str:
+    steps, size = facts["turns"], facts["responses_per_turn"]
+    yield "model", f"{facts['model']['name']}, {found.model.parameters:,} parameters ({places['model']})"
+    yield "devices", f"{facts['placement']} ({places['machine']})"
+    yield "engine", facts["engine"]
+    yield "largest sample", f"{prompt:,} prompt tokens ({places['prompt']}) + {response:,} of the response"
     if found.num_problems is None:
-        return "the data is not here"
-    samples = found.num_problems * found.config.env.repeats
-    passes = found.steps * size / samples
-    return f"{found.num_problems:,} problems, {samples:,} responses; the run goes {passes:.3g} times through the data"
+        yield "one epoch", "the data is not here"
+    else:
+        samples = found.num_problems * config.env.repeats
+        epoch = f"{found.num_problems:,} problems, {samples:,} responses"
+        yield "one epoch", f"{epoch}; the run goes {steps * size / samples:.3g} times through the data"
+    count = facts["micro_batches_per_step"]
+    run = f"{steps:,} steps of {size:,} responses, {facts['optimizer_steps']:,} optimizer steps of"
+    micro_batches = f"{count:,} micro-batch" + ("" if count == 1 else "es")
+    yield "the run", f"{run} {config.train.optim_batch_size:,} in {micro_batches} at full length"
+    if found.host:
+        moment = max(found.host, key=found.host.__getitem__)
+        gib = found.host[moment] / 2**30
+        yield "host memory", f"at least {gib:.3g} GiB on the machine of the learner, for {moment}"
+    yield "disk", found.disk.sentence
+    yield "time", _time(found, steps)
 
 
-def _time(found: Estimate) -> str:
-    from sota_grpo.recording.progress import duration
+def _time(found: Estimate, steps: int) -> str:
+    from sota_grpo.text import duration
 
     times = found.times
     if times is None:
         return "not measured" if found.machine.is_here else "not measured: the devices are not here"
-    total = duration(found.steps * times.step_s)
+    total = duration(steps * times.step_s)
     return (
         f"at most {total} at full length: {times.step_s:.3g} s a step (sampling {times.sample_s:.3g}, learning "
         f"{times.learn_s:.3g}, reference {times.reference_s:.3g}), by a probe of {times.flops_per_s / 1e9:.3g} GFLOP/s "
         f"and {times.sampled_tokens_per_s:.3g} tokens/s of the embedded engine"
     )
-
-
-def _memory(device: DeviceMemory) -> Table:
-    """Parts by moment in GiB, and their sums against what there is."""
-    from sota_grpo.recording.progress import figures
-
-    moments = list(device.moments)
-    table = figures(f"{device.name} ({', '.join(device.roles)}), GiB", *moments)
-    names = dict.fromkeys(name for parts in reversed(list(device.moments.values())) for name in parts if parts[name])
-    for name in names:
-        table.add_row(name, *(_cell(device.moments[moment].get(name)) for moment in moments))
-    table.add_section()
-    sums = [sum(device.moments[moment].values()) for moment in moments]
-    table.add_row("sum", *(_cell(size) for size in sums))
-    table.add_row(f"of {device.capacity / 2**30:.1f} GiB", *(f"{size / device.capacity:.0%}" for size in sums))
-    return table
-
-
-def _cell(size: int | None) -> str:
-    if not size:
-        return "-"
-    gib = size / 2**30
-    return f"{gib:.2f}" if gib >= 0.01 else "<0.01"
-
-
-def _verdict(found: Estimate) -> str:
-    if not found.fits:
-        return "It does not fit."
-    full = max(device.peak / device.capacity for device in found.devices)
-    if full > TIGHT:
-        return f"It fits, tightly: {full:.0%} of a device, and the estimate is good to about 15 %."
-    return f"It fits: at most {full:.0%} of a device."
 
 
 def _hub_is_near() -> bool:

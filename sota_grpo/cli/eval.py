@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sota_grpo.cli import above_zero, add_parser, whole
+from sota_grpo.cli import above_zero, add_parser, add_trust, tell_trust, whole
 from sota_grpo.cli.score import STANDARD, graded_row, row_writer
 from sota_grpo.errors import RunFailed, UserError
 
@@ -57,6 +57,7 @@ def add_command(commands: Any) -> None:
     add("--step", metavar="N", type=number, help="of a run: the checkpoint after so many steps")
     add("--out", metavar="FILE", help="write the result as JSON; - is stdout")
     add("--responses", metavar="FILE", help="write every response with its score, .jsonl, as sota-grpo score does")
+    add_trust(parser)
     add("--against", metavar="FILE", help="what --out wrote of another model on the same problems: show the gain")
 
 
@@ -77,8 +78,14 @@ def run(options: argparse.Namespace) -> int:
 
     quiet_console()
     target = find_target(
-        options.target, _overrides(options), config_name=options.config_name, task=options.task, step=options.step
+        options.target,
+        _overrides(options),
+        config_name=options.config_name,
+        task=options.task,
+        step=options.step,
+        trust=options.trust_run,
     )
+    tell_trust(options, target.config)
     began = time.perf_counter()
     with ExitStack() as opened:
         write_row = None
@@ -111,7 +118,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _judge(options: argparse.Namespace) -> None:
     """What can be wrong with the names before torch is imported; ``find_target`` says the rest."""
-    from sota_grpo.assembly.compose import DEFAULT_CONFIG, compose, load_config, no_run_or_model
+    from sota_grpo.assembly.compose import (
+        DEFAULT_CONFIG,
+        UNUSED_WITHOUT_LOSS,
+        compose,
+        load_config,
+        no_run_or_model,
+    )
     from sota_grpo.policy.model_sizes import missing_folder
     from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
     from sota_grpo.recording.run_files import CONFIG_FILE
@@ -119,7 +132,8 @@ def _judge(options: argparse.Namespace) -> None:
     overrides = [*_overrides(options), *([] if options.task is None else [f"env.dataset={options.task}"])]
     run_dir = Path(options.target).expanduser()
     if (run_dir / CONFIG_FILE).is_file():
-        load_config(run_dir, overrides)
+        trust = options.trust_run or options.task is not None
+        load_config(run_dir, overrides, trust=trust, unused=UNUSED_WITHOUT_LOSS)
     elif missing_folder(options.target):
         raise UserError(f"{no_run_or_model(options.target)}.")
     else:
@@ -232,48 +246,41 @@ def show(result: dict[str, Any], stream: Any) -> None:
     """The result as ``--out`` writes it, as tables."""
     from rich.console import Console
 
-    from sota_grpo.recording.progress import figures
+    from sota_grpo.recording.progress import figures, percent
+
+    def accuracy(share: dict[str, float]) -> str:
+        return percent(share["accuracy"], share["stderr"])
+
+    def cells(share: dict[str, float]) -> tuple[str, ...]:
+        reward = f"{share['reward']:.3g} +/- {share['reward_stderr']:.2g}"
+        truncated = f"{share['truncated']:.0%}".replace("%", " %")
+        return accuracy(share), reward, truncated, f"{share['response_tokens']:,.0f}"
 
     after = "" if result["turns"] is None else f" after {result['turns']} steps"
     title = f"{result['model']}{after} on {result['num_problems']:,} problems of {result['task']} ({result['engine']})"
-    table = figures("", "accuracy", "truncated", "tokens")
-    table.add_row("greedy", *_cells(result["greedy"]))
+    table = figures("", "accuracy", "reward", "truncated", "tokens")
+    table.add_row("greedy", *cells(result["greedy"]))
     for name in result["counts"]:
         if name != "accuracy":
-            table.add_row(f"  {name}", _percent(result["greedy"][name]), "", "")
+            table.add_row(f"  {name}", accuracy(result["greedy"][name]))
     if "sampled" in result:
-        table.add_row(f"avg@{result['k']}", *_cells(result["sampled"]))
+        table.add_row(f"avg@{result['k']}", *cells(result["sampled"]))
         for k, share in result["pass_at_k"].items():
             if k != "1":  # which is avg@k
-                table.add_row(f"pass@{k}", _percent(share), "", "")
+                table.add_row(f"pass@{k}", accuracy(share))
     console = Console(file=stream, soft_wrap=True, highlight=False, markup=False)
     console.print(title)
     console.print(table)
     if "against" in result:
-        console.print(_gain_table(result))
+        old = result["against"]
+        table = figures("the same problems", "before", "after", "gain, points")
+        for name, gain in old["gain"].items():
+            shares = [part["greedy"] if name == "accuracy" else part["greedy"][name] for part in (old, result)]
+            points = f"{100 * gain['accuracy']:+.1f} +/- {100 * gain['stderr']:.1f}"
+            table.add_row(name, *map(accuracy, shares), points)
+        console.print(table)
     if result["grader_errors"]:
         console.print(f"The grader failed at {result['grader_errors']} responses, which count as wrong.")
-
-
-def _gain_table(result: dict[str, Any]) -> Any:
-    """Before, after, and the gain with the standard error of the paired difference."""
-    from sota_grpo.recording.progress import figures
-
-    old = result["against"]
-    table = figures("the same problems", "before", "after", "gain, points")
-    for name, gain in old["gain"].items():
-        shares = [part["greedy"] if name == "accuracy" else part["greedy"][name] for part in (old, result)]
-        points = f"{100 * gain['accuracy']:+.1f} +/- {100 * gain['stderr']:.1f}"
-        table.add_row(name, *map(_percent, shares), points)
-    return table
-
-
-def _cells(share: dict[str, float]) -> tuple[str, str, str]:
-    return _percent(share), f"{share['truncated']:.0%}".replace("%", " %"), f"{share['response_tokens']:,.0f}"
-
-
-def _percent(share: dict[str, float]) -> str:
-    return f"{100 * share['accuracy']:.1f} +/- {100 * share['stderr']:.1f} %"
 
 
 def _require_writable(name: str | None) -> None:

@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.cli import add_parser, whole
+from sota_grpo.cli import add_parser, add_trust, tell_trust, whole
 from sota_grpo.errors import UserError
 
 _KINDS = ("hf", "verl", "trl")
@@ -38,6 +38,7 @@ def add_command(commands: Any) -> None:
         help="hf: checkpoint after so many steps; default: the end, or the newest",
     )
     add("--adapter", action="store_true", help="hf: the LoRA adapter alone")
+    add_trust(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,22 +50,24 @@ def run(options: argparse.Namespace) -> int:
     if options.to != "hf" and (options.step is not None or options.adapter):
         given = "--adapter" if options.adapter else "--step"
         raise UserError(f"{given} goes with --to hf; --to {options.to} translates the whole run.")
-    from sota_grpo.assembly.compose import load_config
+    from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, UNUSED_WITHOUT_SAMPLES, load_config
     from sota_grpo.run.entry import quiet_console
 
     quiet_console()
     run_dir = Path(options.run_dir).expanduser()
-    load_config(run_dir)  # that there is no run is told before torch is imported
+    unused = (*UNUSED_WITHOUT_LOSS, *(UNUSED_WITHOUT_SAMPLES if options.to == "hf" else ()))
+    # that there is no run is told before torch is imported
+    tell_trust(options, load_config(run_dir, trust=options.trust_run, unused=unused))
     from sota_grpo.migration.export import write_hf, write_trl, write_verl
 
     out = run_dir / "export" / options.to if options.out is None else Path(options.out).expanduser()
     if options.to == "hf":
-        steps = write_hf(run_dir, out, step=options.step, adapter=options.adapter)
+        steps = write_hf(run_dir, out, step=options.step, adapter=options.adapter, trust=options.trust_run)
         print(f"{out}: the {'adapter' if options.adapter else 'model'} after {steps} steps, and its card README.md.")
     elif options.to == "verl":
-        write_verl(run_dir, out)
+        write_verl(run_dir, out, trust=options.trust_run)
         print(f"{out}: run_verl.sh, train.parquet, heldout.parquet, reward.py; its head says what differs there.")
     else:
-        write_trl(run_dir, out)
+        write_trl(run_dir, out, trust=options.trust_run)
         print(f"{out}: train.py, train.jsonl; its head says what differs there.")
     return 0

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.cli import add_parser, whole
+from sota_grpo.cli import add_parser, add_trust, tell_trust, whole
 
 _WIDTH = 28  # of the title that names the overrides
 
@@ -32,6 +32,7 @@ def add_command(commands: Any) -> None:
     step = whole("the number of a step", least=0)
     add("--step", metavar="N", type=step, help="as in metrics.jsonl; default: the last that can be replayed")
     add("--json", action="store_true", help="print the figures as JSON")
+    add_trust(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,15 +41,17 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: the step cannot be replayed, or not under these options.
     """
-    from sota_grpo.assembly.compose import load_config
+    from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, load_config
     from sota_grpo.run.entry import quiet_console
 
     quiet_console()
     run_dir = Path(options.run_dir)
-    load_config(run_dir, options.overrides)  # what is wrong with the names is told before torch is imported
+    # what is wrong with the names is told before torch is imported
+    config = load_config(run_dir, options.overrides, trust=options.trust_run, unused=UNUSED_WITHOUT_SAMPLES)
+    tell_trust(options, config)
     from sota_grpo.assembly.replay import replayed
 
-    found = replayed(run_dir, options.step, options.overrides)
+    found = replayed(run_dir, options.step, options.overrides, trust=options.trust_run)
     print(json.dumps(found, indent=2) if options.json else as_text(found), end="\n" if options.json else "")
     return 0
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from sota_grpo.cli import add_parser
 from sota_grpo.errors import UserError
+from sota_grpo.text import readable
 
 _FILE = "report.html"
 
@@ -42,6 +43,8 @@ def run(options: argparse.Namespace) -> int:
     out = Path(options.out) if options.out else folder / _FILE
     if options.out and not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}.")
-    path = write_report(options.runs, out, on_left_out=lambda sentence: print(f"Left out: {sentence}", file=sys.stderr))
+    path = write_report(
+        options.runs, out, on_left_out=lambda sentence: print(f"Left out: {readable(sentence)}", file=sys.stderr)
+    )
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
     return 0

@@ -65,10 +65,8 @@ def complete(arguments: Sequence[str], commands: Collection[str]) -> int:
 def _hydra(arguments: Sequence[str]) -> int:
     # OpenMP threads that spin while they wait slow a busy machine down by 10x and more; read when torch loads
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from sota_grpo.config.hub_token import protect_token
     from sota_grpo.run.entry import entry
 
-    protect_token(arguments)  # on the line as it was typed: with a token it starts the program again without it
     sys.argv[1:] = [argument for argument in arguments if argument != ASYNC]
     entry(mode="async" if ASYNC in arguments else "sync", command="sota-grpo train [--async]")
     return 0

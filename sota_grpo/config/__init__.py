@@ -72,6 +72,7 @@ class LoggingConfig:
     store_steps: bool = opt(True, "keep step 0 and the steps after checkpoints whole in steps/, for report and replay")
     num_examine: int = opt(0, "completions per step written out in debug_logs/, with the breakdown of their reward")
     level: str = opt("info", "least level written to training.log", ("debug", "info", "warning"))
+    private: bool = opt(False, "nobody else on this machine may look into the run directory (mode 0700)")
 
 
 @dataclass
@@ -144,7 +145,7 @@ class AlgorithmConfig:
         "group_mean", "what the reward is compared with", ("group_mean", "leave_one_out", "batch_mean", "none")
     )
     scale: str = opt("group_std", "what the centred reward is divided by", ("group_std", "batch_std", "none"))
-    objective: str = opt("clipped", "per-token surrogate", SURROGATES.keys())
+    objective: str = opt("clipped", "per-token surrogate; or one of your own, FILE.py:FUNCTION", SURROGATES.keys())
     ratio: str = opt("token", "importance ratio per token, or per sequence (GSPO)", ("token", "sequence"))
     clip_low: float = opt(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: float = opt(0.2, "the ratio is clipped above 1 + clip_high")
@@ -169,7 +170,9 @@ class EngineConfig:
 
     name: str = opt("auto", "engine; auto is vllm where it is installed", ("auto", *ENGINES))
     url: str | None = opt(None, "servers only: one that runs already, http://HOST:PORT; null starts one on loopback")
-    api_key: str | None = opt(None, "servers only: key of the server behind engine.url")
+    api_key: str | None = opt(
+        None, "key of the server behind engine.url, never logged nor saved; null: SOTA_GRPO_API_KEY"
+    )
 
 
 @dataclass
@@ -418,11 +421,16 @@ def with_options(config: Config, options: dict[str, Any]) -> Config:
 def overrides_of(options: Mapping[str, Any]) -> list[str]:
     """Options by dotted name, as they are written on the command line.
 
-    >>> overrides_of({"train.resume": None, "train.export_hf": False, "seed": 3})
-    ['train.resume=null', 'train.export_hf=false', 'seed=3']
+    >>> overrides_of({"train.resume": None, "train.export_hf": False, "reward.name": ["near", "brief"]})
+    ['train.resume=null', 'train.export_hf=false', 'reward.name=[near,brief]']
     """
-    words = {name: "null" if value is None else str(value) for name, value in options.items()}
-    return [f"{name}={word.lower() if isinstance(options[name], bool) else word}" for name, word in words.items()]
+    return [f"{name}={_word(value)}" for name, value in options.items()]
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_word, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -19,7 +19,8 @@ from sota_grpo.config import (
 )
 from sota_grpo.engines import is_server
 from sota_grpo.errors import UserError
-from sota_grpo.functional.surrogates import SURROGATES, readers
+from sota_grpo.functional.surrogates import readers
+from sota_grpo.rl.objective_files import in_file, surrogate
 from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.wrappers import naming_faults
 
@@ -27,6 +28,8 @@ from sota_grpo.tasks.wrappers import naming_faults
 def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
     for name, item, value in walk(config):
         choices = item.metadata["choices"]
+        if name == "algorithm.objective" and in_file(value):  # it is looked at by the rules that ask what it reads
+            continue
         if choices and value not in choices and (value is not None or item.default is not None):
             yield f"{name}={value} is not one of {', '.join(choices)}."
 
@@ -154,22 +157,26 @@ def difficulty_is_one_to_four(config: Config) -> Iterator[str]:
         yield f"env.difficulty={config.env.difficulty} must be 1, 2, 3 or 4."
 
 
-def the_dual_clip_bounds_a_clipped_ratio(config: Config) -> Iterator[str]:
-    bound, objective = config.algorithm.dual_clip, config.algorithm.objective
-    if bound is None:
-        return
-    if not SURROGATES[objective].reads("dual_clip"):
-        yield (
-            f"algorithm.dual_clip={bound} bounds the ratio of objective={readers('dual_clip')} and has no effect on "
-            f"algorithm.objective={objective}; use algorithm.dual_clip=null."
-        )
-    if bound <= 1:
+def clips_that_the_objective_does_not_read_keep_their_default(config: Config) -> Iterator[str]:
+    objective = config.algorithm.objective
+    for name, (value, default) in changed_options(config).items():
+        term = name.removeprefix("algorithm.")
+        if term in ("clip_low", "clip_high", "dual_clip") and not surrogate(objective).reads(term):
+            yield (
+                f"{name}={value} has no effect on algorithm.objective={objective}, which does not read it; use {name}="
+                f"{'null' if default is None else default} or algorithm.objective={readers(term)}."
+            )
+
+
+def the_dual_clip_lies_above_the_ratio_of_an_unchanged_policy(config: Config) -> Iterator[str]:
+    bound = config.algorithm.dual_clip
+    if bound is not None and bound <= 1:
         yield f"algorithm.dual_clip={bound} must be above 1, the ratio of an unchanged policy; use 3.0 or null."
 
 
 def has_no_ratio(config: Config) -> bool:
     """Whether the surrogate weighs every token as if the newest policy had sampled it."""
-    return not SURROGATES[config.algorithm.objective].reads("log_ratio")
+    return not surrogate(config.algorithm.objective).reads("log_ratio")
 
 
 def a_level_of_the_ratio_needs_a_ratio(config: Config) -> Iterator[str]:
@@ -345,14 +352,11 @@ def a_copy_of_the_model_fills_its_devices(config: Config) -> Iterator[str]:
 
 
 def a_url_belongs_to_a_server(config: Config) -> Iterator[str]:
-    for name, value in (("url", config.engine.url), ("api_key", config.engine.api_key)):
-        if value is not None and not is_server(config.engine.name):
-            yield (
-                f"engine.{name} is set and engine.name={config.engine.name} is no server; use engine=vllm_server or "
-                f"leave engine.{name} out."
-            )
-    if config.engine.api_key is not None and config.engine.url is None:
-        yield "engine.api_key is set without engine.url; a server started here gets a key of its own."
+    if config.engine.url is not None and not is_server(config.engine.name):
+        yield (
+            f"engine.url is set and engine.name={config.engine.name} is no server; use engine=vllm_server or leave "
+            "engine.url out."
+        )
 
 
 def a_url_is_one_engine(config: Config) -> Iterator[str]:

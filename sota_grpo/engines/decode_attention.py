@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from sota_grpo.policy.packed import LAYER_TYPES
-from sota_grpo.policy.shared_attention import SHARED_ATTENTION, UNKNOWN
+from sota_grpo.policy.causal import LAYER_TYPES
+from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, UNKNOWN
 
 logger = logging.getLogger(__name__)
 DECODE_ATTENTION = "sota_grpo_decode"

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -263,12 +263,10 @@ class Dialect(ABC):
     def _load(self, client: HttpClient, folder: str, label: str, deadlines: Deadlines, *, idle: bool) -> None:
         """Replace and label the weights of a server that is paused, and was ``idle`` before."""
 
-    @abstractmethod
-    def refuse(self, request: GroupRequest, sampling: Sampling) -> None:
+    def refuse(self, request: GroupRequest, sampling: Sampling) -> None:  # noqa: B027
         """Raise ValueError for what this server cannot do."""
 
-    @abstractmethod
-    def _check_sampling(self, client: HttpClient, deadlines: Deadlines) -> None:
+    def _check_sampling(self, client: HttpClient, deadlines: Deadlines) -> None:  # noqa: B027
         """Raise UserError where its log-probs are not those of what it samples from."""
 
     def connect(self, client: HttpClient, deadlines: Deadlines, label: str) -> int:
@@ -285,7 +283,7 @@ class Dialect(ABC):
             self._check_sampling(client, deadlines)
         except ServerError as error:
             if error.status == 401:
-                why = "refused the key; set engine.api_key to its own"
+                why = "refused the key; set engine.api_key (SOTA_GRPO_API_KEY) to its own"
             elif error.status in (403, 404, 405):
                 why = f"lacks what a trainer needs ({error}); {self.remedy}"
             else:
@@ -422,21 +420,15 @@ class ServerProcess:
 
 
 def start_server(
-    make_command: Callable[[int, str], Sequence[str]],
-    environment: Callable[[str], Mapping[str, str]],
-    *,
-    log_path: Path,
-    scratch: Path,
-    start_s: float,
+    dialect: Dialect, options: EngineOptions, scratch: Path, *, on_cpu: bool
 ) -> tuple[ServerProcess, str, str]:
     """Start a server on a free port of the loopback interface and wait until ``/health`` answers.
 
     Args:
-        make_command: from port and key.
-        environment: from the key.
-        log_path: file for what it prints.
+        dialect: says what runs it, and in which environment.
+        options: of the engine; ``log_path``, ``environment`` and ``deadlines.start`` are read here.
         scratch: folder that is deleted with it.
-        start_s: seconds that loading may take.
+        on_cpu: whether it computes there.
 
     Returns:
         The process, its url, and the random key that it asks for.
@@ -445,13 +437,18 @@ def start_server(
         ServerDied: it ended before it answered.
         ServerLate: it did not answer in time; it was ended then.
     """
+    log_path = Path(options.log_path)
     logger.info("An inference server is started; what it says goes to %s.", log_path)
+    # A killed server leaves sockets and meeting points behind. On a GPU the temporary folder keeps compiled code too.
+    leavings = {"TMPDIR" if on_cpu else "VLLM_RPC_BASE_PATH": str(scratch)}
     for attempt in range(1, _PORT_TRIES + 1):
         port, key = _free_port(), secrets.token_urlsafe(32)
-        process = ServerProcess(make_command(port, key), environment(key), log_path, scratch)
+        environment = {**leavings, **dialect.environment(options, key, on_cpu=on_cpu), **options.environment}
+        command = dialect.command(options, port, key, scratch, on_cpu=on_cpu)
+        process = ServerProcess(command, environment, log_path, scratch)
         url = f"http://127.0.0.1:{port}"
         try:
-            _wait_until_healthy(process, HttpClient(url, api_key=key), start_s)
+            _wait_until_healthy(process, HttpClient(url, api_key=key), options.deadlines.start)
         except ServerDied:
             if attempt == _PORT_TRIES or "address already in use" not in process.said().lower():
                 raise

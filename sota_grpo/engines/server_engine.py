@@ -211,9 +211,10 @@ class ServerEngine(SteppingEngine):
         self._wake_now()
         if not self._sent:
             self._last_answer_at = time.monotonic()
-        for ticket, flight in flights.items():
-            self._sent[ticket] = flight
+        self._sent |= flights
+        for ticket in flights:
             self._waiting.put(ticket)
+        # An evaluation submits thousands of groups at once, a dialog each of its samples: no thread for each of them.
         while self._num_senders < min(len(self._sent), self._max_rows, _MAX_CONNECTIONS):
             self._num_senders += 1
             threading.Thread(target=self._send, name=f"{self.name}-{self._num_senders}", daemon=True).start()
@@ -383,15 +384,21 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     options, dialect = options.resolved(), _DIALECTS[options.engine]()
     url, key = options.url, options.api_key
     own: dict[str, Any] = {}
-    if url is None:
-        _require_package(dialect)
-    else:
+    if url is not None:
         _require_answer(HttpClient(url, api_key=key), options.deadlines.control)
+    elif find_spec(dialect.package) is None:
+        raise UserError(
+            f"engine={dialect.name} needs the package {dialect.package}, which is not installed; install it "
+            "(README.md, Install), or give engine.url of a server that runs elsewhere on this machine."
+        )
     shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)
     if url is None:
-        folder = WeightFolder(shapes, getattr(torch, options.dtype))
-        on_cpu = not torch.cuda.is_available()
-        process, url, key = _start(dialect, options, folder, on_cpu=on_cpu)
+        folder, on_cpu = WeightFolder(shapes, getattr(torch, options.dtype)), not torch.cuda.is_available()
+        try:
+            process, url, key = start_server(dialect, options, folder.path, on_cpu=on_cpu)
+        except BaseException:
+            folder.close()
+            raise
         own = {"process": process, "weight_folder": folder, "can_sleep": not on_cpu}
     return ServerEngine(
         HttpClient(url, api_key=key, max_connections=options.max_rows + _CONTROL_CONNECTIONS),
@@ -415,33 +422,3 @@ def _require_answer(client: HttpClient, timeout_s: float) -> None:
         pass  # it is there, and says what it lacks when it is asked for more
     finally:
         client.close()
-
-
-def _require_package(dialect: Dialect) -> None:
-    if find_spec(dialect.package) is None:
-        raise UserError(
-            f"engine={dialect.name} needs the package {dialect.package}, which is not installed; install it "
-            "(README.md, Install), or give engine.url of a server that runs elsewhere on this machine."
-        )
-
-
-def _start(
-    dialect: Dialect, options: EngineOptions, folder: WeightFolder, *, on_cpu: bool
-) -> tuple[ServerProcess, str, str]:
-    # A killed server leaves sockets and meeting points behind. On a GPU the temporary folder keeps compiled code too.
-    leavings = "TMPDIR" if on_cpu else "VLLM_RPC_BASE_PATH"
-    try:
-        return start_server(
-            lambda port, key: dialect.command(options, port, key, folder.path, on_cpu=on_cpu),
-            lambda key: {
-                leavings: str(folder.path),
-                **dialect.environment(options, key, on_cpu=on_cpu),
-                **options.environment,
-            },
-            log_path=Path(options.log_path),
-            scratch=folder.path,
-            start_s=options.deadlines.start,
-        )
-    except BaseException:
-        folder.close()
-        raise

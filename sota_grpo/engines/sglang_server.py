@@ -62,9 +62,6 @@ class SGLangDialect(Dialect):
         """Log-probs after temperature, whatever this process's own environment says."""
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
-    def _check_sampling(self, client: HttpClient, deadlines: Deadlines) -> None:
-        """No trial tells: :meth:`refuse` leaves out what SGLang reports otherwise."""
-
     def refuse(self, request: GroupRequest, sampling: Sampling) -> None:
         """Raise ValueError for top-p and top-k sampling."""
         if sampling.top_p < 1 or sampling.top_k > 0:

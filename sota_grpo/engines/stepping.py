@@ -115,10 +115,11 @@ class Streams:
 
 
 class FairLock:
-    """A mutex that goes to the thread that has waited longest.
+    """A mutex that who has just had it cannot take again before another thread that waits.
 
     ``threading.Lock`` goes to whoever asks first after the release, and a thread that steps in a loop asks again at
-    once: another thread with new weights can then wait for ever.
+    once: another thread with new weights can then wait for ever. Here one waiter at a time stands at the lock, and the
+    others behind it.
 
     >>> lock = FairLock()
     >>> with lock:
@@ -127,39 +128,19 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())  # not reentrant: see try_acquire
-        self._queue: deque[object] = deque()  # the first one holds the lock
+        self._held, self._first = threading.Lock(), threading.Lock()
+        self.release = self._held.release
 
     def __enter__(self) -> None:
-        ticket = object()
-        with self._changed:
-            self._queue.append(ticket)
-            try:
-                self._changed.wait_for(lambda: self._queue[0] is ticket)
-            except BaseException:  # Ctrl-C while waiting: leave the queue
-                self._queue.remove(ticket)
-                self._changed.notify_all()
-                raise
+        with self._first:
+            self._held.acquire()
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def release(self) -> None:
-        """Hand the lock to the next in the queue."""
-        with self._changed:
-            self._queue.popleft()
-            self._changed.notify_all()
-
     def try_acquire(self) -> bool:
-        """Take the lock if that needs no waiting at all; within a call of this very lock, it does."""
-        if not self._changed.acquire(blocking=False):
-            return False
-        try:
-            if free := not self._queue:
-                self._queue.append(object())
-            return free
-        finally:
-            self._changed.release()
+        """Take the lock if that needs no waiting at all."""
+        return self._held.acquire(blocking=False)
 
 
 class Flight(NamedTuple):
@@ -174,9 +155,9 @@ class Flight(NamedTuple):
 class SteppingEngine(Streams, ABC):
     """An engine that says how to start, step and drop groups, which have tickets.
 
-    All state changes hold the engine's turn, which goes to the thread that has waited longest: one that pushes weights
-    waits for at most one step of every thread before it. Futures are resolved outside the turn, by whoever made the
-    step, so what follows may push or submit.
+    All state changes hold the engine's turn, a :class:`FairLock`: one that pushes weights waits for at most one step of
+    every thread before it. Futures are resolved outside the turn, by whoever made the step, so what follows may push or
+    submit.
 
     A subclass sets ``max_model_len``, takes ``with self._turn():`` around what must not run within a step (pushing
     weights), and writes the hooks below, which are called within a turn. One that can free device memory says so in

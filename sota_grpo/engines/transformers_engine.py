@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -23,28 +24,18 @@ from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sa
 
 _SHRINK_BELOW = 0.9  # the batch is compacted when less than this share of its rows is still alive
 _BITS = 24  # every multiple of 2^-24 in [0, 1) is a float32
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX = tuple(
+    (np.uint64(bits), np.uint64(factor)) for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+)
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-
-
-_MIX = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
-
-
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift of int64 read as unsigned."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniforms(seeds: torch.Tensor, num: int) -> torch.Tensor:
     """One stream of uniform numbers per seed: ``u[n, t] = (splitmix64(seeds[n] + (t + 1) gamma) >> 40) / 2^24``.
 
-    The number at position ``t`` depends on its seed and on ``t`` only: not on ``num``, the other rows or the device.
+    The number at position ``t`` depends on its seed and on ``t`` only: not on ``num``, the other rows or the device
+    (it is computed on the CPU).
 
     Args:
         seeds: int64 ``[N]``.
@@ -59,12 +50,11 @@ def uniforms(seeds: torch.Tensor, num: int) -> torch.Tensor:
     >>> u.shape, bool((u == torch.cat([uniforms(torch.tensor([3]), 4), uniforms(torch.tensor([5]), 4)])).all())
     (torch.Size([2, 4]), True)
     """
-    counter = torch.arange(1, num + 1, dtype=torch.int64, device=seeds.device)
-    x = seeds[:, None] + counter * _GAMMA
+    x = seeds.cpu().numpy().astype(np.uint64)[:, None] + np.arange(1, num + 1, dtype=np.uint64) * _GAMMA
     for bits, multiplier in _MIX:
-        x = (x ^ _shift_right(x, bits)) * multiplier
-    x = x ^ _shift_right(x, 31)
-    return _shift_right(x, 64 - _BITS).to(torch.float32) / (1 << _BITS)
+        x = (x ^ (x >> bits)) * multiplier
+    x ^= x >> np.uint64(31)
+    return torch.from_numpy((x >> np.uint64(64 - _BITS)).astype(np.float32) / (1 << _BITS)).to(seeds.device)
 
 
 def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

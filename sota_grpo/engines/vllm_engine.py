@@ -16,11 +16,10 @@ from torch import Tensor
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights, matrix_dtype
-from sota_grpo.engines.vllm_server import sampling_parameters
+from sota_grpo.engines.vllm_server import engine_arguments, sampling_parameters
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample
 
 PROVIDER = "sota_grpo_cpu"
-_CPU_BLOCK_TOKENS = 32  # vLLM's default on CPU is 128: prompts below that would share nothing
 
 
 def cpu_norms() -> dict[str, list[str]]:
@@ -200,36 +199,6 @@ class VLLMEngine(SteppingEngine):
         self._resolve_ended()
 
 
-def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
-    """Everything that vLLM's ``LLM`` is given beside the model's path, from options that are resolved.
-
-    A copy on several GPUs runs in processes that vLLM starts itself (``mp``), on this process's devices. Left alone,
-    vLLM takes Ray inside one of our actors and then refuses the actor's placement group: it wants a bundle per GPU.
-    """
-    arguments: dict[str, Any] = {
-        "skip_tokenizer_init": True,  # ids in, ids out
-        "generation_config": "vllm",  # else the model's folder adds stop tokens and sampling defaults of its own
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
-        "use_tqdm_on_load": False,
-        "max_model_len": options.max_model_len,
-        "dtype": options.dtype,
-        "max_num_seqs": options.max_rows,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "enforce_eager": options.is_eager(on_cpu=on_cpu),
-        "tensor_parallel_size": options.tensor_parallel_size,
-        "seed": options.seed,
-        "trust_remote_code": options.trust_remote_code,
-    }
-    if options.tensor_parallel_size > 1:
-        arguments["distributed_executor_backend"] = "mp"
-    if on_cpu:
-        # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut in pieces, which CPU generators
-        # do not support: the prefill of a prompt stays whole.
-        return arguments | {"enable_chunked_prefill": False, "block_size": _CPU_BLOCK_TOKENS}
-    return arguments | {"enable_sleep_mode": True}
-
-
 def _start(options: EngineOptions, *, on_cpu: bool) -> Any:
     """Import vLLM and load the model."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -241,7 +210,8 @@ def _start(options: EngineOptions, *, on_cpu: bool) -> Any:
         warnings.simplefilter("ignore")
         from vllm import LLM
 
-        arguments = engine_arguments(options, on_cpu=on_cpu)
+        # ids in, ids out
+        arguments = engine_arguments(options, on_cpu=on_cpu) | {"skip_tokenizer_init": True, "use_tqdm_on_load": False}
         if on_cpu:
             arguments["ir_op_priority"] = cpu_norms()
         return LLM(options.model_path, **arguments)

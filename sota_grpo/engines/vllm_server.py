@@ -14,6 +14,7 @@ import hmac
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from sota_grpo.engines.inference_server import Dialect, HttpClient, Order, Serve
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupRequest, Sample, Sampling, sample_seed
 
+_CPU_BLOCK_TOKENS = 32  # vLLM's default on CPU is 128: prompts below that would share nothing
 KEY_VARIABLE = "VLLM_API_KEY"  # vLLM reads it too; a command line would show it to every user of the machine
 NEEDED_OPTIONS = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --generation-config vllm "
@@ -44,21 +46,12 @@ class VLLMDialect(Dialect):
 
     def command(self, options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
         """The key travels in the environment: every user of the machine can read a command line."""
-        # Chunked prefill breaks seeded requests on CPU, and its default block of 128 tokens shares no short prompt.
-        kind = ("--no-enable-chunked-prefill", "--block-size", "32") if on_cpu else ("--enable-sleep-mode",)
         return [
             # The script `vllm` looks up the distribution `vllm`, which the CPU build is not.
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
             *("--served-model-name", "policy", "--tokens-only", "--middleware", f"{__name__}.{RequireKey.__name__}"),
-            *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--enable-prefix-caching"),
-            *("--disable-uvicorn-access-log", "--model", options.model_path, "--dtype", options.dtype),
-            *("--seed", str(options.seed), "--max-num-seqs", str(options.max_rows)),
-            *(() if options.max_model_len is None else ("--max-model-len", str(options.max_model_len))),
-            *("--gpu-memory-utilization", str(options.gpu_memory_utilization)),
-            *("--tensor-parallel-size", str(options.tensor_parallel_size)),
-            *(("--enforce-eager",) if options.is_eager(on_cpu=on_cpu) else ()),
-            *(("--trust-remote-code",) if options.trust_remote_code else ()),
-            *kind,
+            *("--disable-uvicorn-access-log", "--model", options.model_path),
+            *chain.from_iterable(starmap(_flag, engine_arguments(options, on_cpu=on_cpu).items())),
         ]
 
     def environment(self, options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
@@ -75,9 +68,6 @@ class VLLMDialect(Dialect):
         alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if options.tensor_parallel_size == 1 else {}
         cache = {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
         return common | threads | alone | cache | {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_COMPILE_DISABLE": "1"}
-
-    def refuse(self, request: GroupRequest, sampling: Sampling) -> None:
-        """It can do everything."""
 
     def _check_sampling(self, client: HttpClient, deadlines: Deadlines) -> None:
         """Sample one token that has no rival."""
@@ -114,6 +104,46 @@ class VLLMDialect(Dialect):
         load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         client.post("/collective_rpc", load, timeout_s=deadlines.push)
         self._label(client, label, deadlines)
+
+
+def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
+    """What vLLM is given beside the model's path, in this process or as a server, from options that are resolved.
+
+    A copy on several GPUs runs in processes that vLLM starts itself (``mp``), on this process's devices. Left alone,
+    vLLM takes Ray inside one of our actors and then refuses the actor's placement group: it wants a bundle per GPU.
+    """
+    arguments: dict[str, Any] = {
+        "generation_config": "vllm",  # else the model's folder adds stop tokens and sampling defaults of its own
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "max_model_len": options.max_model_len,
+        "dtype": options.dtype,
+        "max_num_seqs": options.max_rows,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enforce_eager": options.is_eager(on_cpu=on_cpu),
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "seed": options.seed,
+        "trust_remote_code": options.trust_remote_code,
+    }
+    if options.tensor_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    if on_cpu:
+        # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut in pieces, which CPU generators
+        # do not support: the prefill of a prompt stays whole.
+        return arguments | {"enable_chunked_prefill": False, "block_size": _CPU_BLOCK_TOKENS}
+    return arguments | {"enable_sleep_mode": True}
+
+
+def _flag(name: str, value: Any) -> tuple[str, ...]:
+    """An argument of ``LLM`` on the server's command line.
+
+    >>> _flag("block_size", 32), _flag("enforce_eager", False), _flag("max_model_len", None)
+    (('--block-size', '32'), ('--no-enforce-eager',), ())
+    """
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return (f"--{flag}" if value else f"--no-{flag}",)
+    return () if value is None else (f"--{flag}", str(value))
 
 
 def sampling_parameters(

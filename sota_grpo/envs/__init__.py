@@ -33,7 +33,8 @@ class DatasetEnv(TaskEnv):
     """A task with the keywords of TorchRL's dataset environments, in tokens mode; see :class:`TaskEnv` for its rows.
 
     The siblings of a prompt always stand next to each other in one batch, whatever ``group_repeats``, and
-    ``batch_size_dl`` has no effect, because the rows are held in memory.
+    ``batch_size_dl`` has no effect, because the rows are held in memory. Of a file all problems are drawn, but for
+    ``num_heldout`` of them where that is given.
 
     Args:
         task: its name.
@@ -89,6 +90,8 @@ class DatasetEnv(TaskEnv):
             raise ValueError("tokenizer=None, but the environment speaks token ids; give the policy's own tokenizer.")
         if apply_template and not getattr(tokenizer, "chat_template", None):
             raise ValueError("apply_template=True, but the tokenizer has no chat template; use apply_template=False.")
+        if Path(str(data.get("path"))).suffix in SUFFIXES:
+            options.setdefault("num_heldout", 0)
         super().__init__(
             make_task(task, **data, **options),
             tokenizer,

@@ -25,9 +25,11 @@ import torch
 
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Streams
+from sota_grpo.envs.chat_tokens import ChatTokens, Messages
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
+from sota_grpo.rl.task import SampledText
 
 Ask = Callable[[GroupRequest], Future[GroupOutput]]
 
@@ -56,6 +58,8 @@ class TurnTokens:
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None):
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._chat = ChatTokens(tokenizer, self._rendered)
         self._reply_ids = functools.lru_cache(maxsize=1024)(self._tokenised)
         self._role_of = functools.cache(self._supported)
 
@@ -69,8 +73,8 @@ class TurnTokens:
         The end-of-turn token with which the template begins is left out where the policy has sampled it.
 
         Args:
-            reply: ``role`` (``user`` or ``tool``) and ``content``. Names of special tokens in the content become
-                those tokens, as in every chat template, so it should not repeat what a model wrote.
+            reply: ``role`` (``user`` or ``tool``) and ``content``, which may repeat what a model wrote: names of
+                special tokens in it are text (:class:`~sota_grpo.envs.chat_tokens.ChatTokens`).
             last_id: last token that the policy sampled.
 
         Raises:
@@ -82,15 +86,14 @@ class TurnTokens:
     def _tokenised(self, role: str, content: str) -> tuple[int, ...]:
         if role not in ("user", "tool"):
             raise ValueError(f"a reply has the role {role!r}; use user or tool.")
-        text = f"\n\n{content}\n\n"
-        if getattr(self._tokenizer, "chat_template", None):
-            text = self._rendered(self._role_of(role), content)
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self._has_template:
+            role = self._role_of(role)
+        return self._chat.ids([{"role": role, "content": content}])
 
     def _supported(self, role: str) -> str:
         """``role``, or ``user`` where the template does not show what a ``tool`` says."""
         try:
-            if _PROBE in self._rendered(role, _PROBE):
+            if _PROBE in self._rendered([{"role": role, "content": _PROBE}]):
                 return role
             reason = "leaves it out"
         except Exception as error:  # a template is a program that came with the model: it raises what it likes
@@ -103,14 +106,12 @@ class TurnTokens:
             "a model whose template is made for conversations."
         )
 
-    def _rendered(self, role: str, content: str) -> str:
-        conversation = [
-            {"role": "user", "content": _PROBE},
-            {"role": "assistant", "content": _EARLIER},
-            {"role": role, "content": content},
-        ]
+    def _rendered(self, replies: Messages) -> str:
+        if not self._has_template:
+            return "".join(f"\n\n{reply['content']}\n\n" for reply in replies)
+        before = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _EARLIER}]
         text = self._tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+            [*before, *replies], tokenize=False, add_generation_prompt=True, **self._template_kwargs
         )
         return text.partition(_EARLIER)[2]
 
@@ -241,7 +242,8 @@ class GroupDialogs:
             self._end()
             return
         assert self._request.example is not None
-        pair = (self._rules.turns.text(dialog.last), self._request.example)
+        said = SampledText(self._rules.turns.text(dialog.last), dialog.last.tolist())
+        pair = (said, self._request.example)
         self._then(self._rules.grader.scores([pair]), partial(self._answer, index))
 
     def _answer(self, index: int, scores: Sequence[Score]) -> None:

@@ -29,10 +29,11 @@ from torchrl.data import Binary, Categorical, Composite, NonTensor, StackedCompo
 from torchrl.envs import EnvBase
 
 from sota_grpo import keys
+from sota_grpo.envs.chat_tokens import ChatTokens, Messages
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import Grader, LocalGrader
 from sota_grpo.rl.records import Example, Sample, sample_seed
-from sota_grpo.rl.task import Task
+from sota_grpo.rl.task import SampledText, Task
 from sota_grpo.rl.transforms import graded_texts, write_scores
 
 
@@ -264,7 +265,7 @@ def response_ids(row: TensorDictBase) -> torch.Tensor:
     full = row.get(keys.FULL_TOKENS, None)
     if full is None:
         raise KeyError("the policy wrote neither ('tokens', 'response') nor ('tokens', 'full'); the env grades tokens.")
-    return full[row.get(keys.PROMPT_TOKENS).shape[-1] :]
+    return full[..., row.get(keys.PROMPT_TOKENS).shape[-1] :]
 
 
 def complete_rows(rows: TensorDictBase) -> TensorDictBase:
@@ -277,27 +278,28 @@ def complete_rows(rows: TensorDictBase) -> TensorDictBase:
     every response and drops padding tokens that were sampled: train on proximal log-probs recomputed by the learner.
 
     Args:
-        rows: lazily stacked rows of any batch shape.
+        rows: of any batch shape, lazily stacked where they are ragged: the collector's ``[N]``, or ``[N, 1]`` of
+            ``env.rollout(1, policy)``, which the losses read after ``reshape(-1)``.
 
     >>> row = TensorDict({"tokens": {"prompt": torch.tensor([1, 2]), "response": torch.tensor([3])},
     ...                   "log_probs": {"response": torch.tensor([-0.5])}}, [])
     >>> complete_rows(row)["log_probs", "full"].tolist(), row["masks", "all_assistant_mask"].tolist()
     ([0.0, 0.0, -0.5], [False, False, True])
     """
-    if rows.batch_dims:
-        for row in rows.unbind(0):
-            complete_rows(row)
+    if isinstance(rows, LazyStackedTensorDict):
+        for part in rows.tensordicts:  # what unbind gives may be copies
+            complete_rows(part)
         return rows
     prompt, response = rows.get(keys.PROMPT_TOKENS), response_ids(rows)
-    full = torch.cat([prompt, response])
+    full = torch.cat([prompt, response], -1)
     assistant = torch.zeros_like(full, dtype=torch.bool)
-    assistant[prompt.shape[0] :] = True
+    assistant[..., prompt.shape[-1] :] = True
     rows.set(keys.FULL_TOKENS, full)
     rows.set(keys.ATTENTION_MASK, torch.ones_like(assistant))
     rows.set(keys.ASSISTANT_MASK, assistant)
     sampled = rows.get(("log_probs", "response"), None)
     if sampled is not None:
-        rows.set(keys.LOG_PROBS, torch.cat([sampled.new_zeros(prompt.shape[0]), sampled]))
+        rows.set(keys.LOG_PROBS, torch.cat([sampled.new_zeros(prompt.shape), sampled], -1))
     return rows
 
 
@@ -371,18 +373,23 @@ class TaskEnv(EnvBase):
         self.grader = LocalGrader(task.score, task.term_weights) if grader is None else grader
         self.multi_turn = multi_turn
         self._prompt_ids: dict[tuple[str, str], tuple[int, ...]] = {}
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._chat = ChatTokens(tokenizer, self._rendered, add_special_tokens=not self._has_template)
         self._make_specs()
 
     def prompt_ids(self, example: Example) -> tuple[int, ...]:
-        """The templated prompt of ``example`` as token ids, tokenised once.
+        """The templated prompt of ``example`` as token ids, tokenised once; what it says cannot begin or end a turn.
 
         Raises:
-            UserError: it is longer than ``max_prompt_tokens``.
+            UserError: it is longer than ``max_prompt_tokens``, or the template cannot take it as text.
         """
         key = (example.query, json.dumps(dict(example.extra), sort_keys=True))
         ids = self._prompt_ids.get(key)
         if ids is None:
-            ids = self._prompt_ids[key] = self._tokenise(self.task.messages(example))
+            try:
+                ids = self._prompt_ids[key] = self._chat.ids(self.task.messages(example))
+            except UserError as error:
+                raise UserError(f"the prompt of {example.query[:60]!r}: {error}") from error
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             raise UserError(
                 f"the prompt of {example.query[:60]!r} has {len(ids)} tokens and at most {self.max_prompt_tokens} fit; "
@@ -390,14 +397,12 @@ class TaskEnv(EnvBase):
             )
         return ids
 
-    def _tokenise(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        if getattr(self.tokenizer, "chat_template", None):
-            encoded = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_kwargs
-            )
-        else:
-            encoded = self.tokenizer("".join(f"{message['content']}\n\n" for message in messages))
-        return tuple(encoded["input_ids"])
+    def _rendered(self, messages: Messages) -> str:
+        if not self._has_template:
+            return "".join(f"{message['content']}\n\n" for message in messages)
+        return self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False, **self.template_kwargs
+        )
 
     def check_prompts(self) -> int:
         """Tokenise every prompt of the task before training starts; the longest, in tokens.
@@ -449,7 +454,8 @@ class TaskEnv(EnvBase):
             "masks": {"all_attention_mask": torch.ones_like(full, dtype=torch.bool)},
             **{name: flag for name, (flag,) in done_entries(torch.tensor([self._truncated(response)])).items()},
         }
-        return TensorDict({**drawn, "text": {"response": self.decode(response)}, "next": after}, batch_size=[])
+        text = SampledText(self.decode(response), response.tolist())
+        return TensorDict({**drawn, "text": {"response": text}, "next": after}, batch_size=[])
 
     def _truncated(self, response: torch.Tensor) -> bool:
         eos = self.tokenizer.eos_token_id

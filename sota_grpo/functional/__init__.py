@@ -17,8 +17,7 @@ from typing import Any
 
 _PUBLIC = {
     "advantages": ("constant_groups", "group_advantages"),
-    "corrections": ("importance_weights",),
-    "divergences": ("KL_ESTIMATORS", "kl_k1", "kl_k2", "kl_k3"),
+    "divergences": ("KL_ESTIMATORS", "importance_weights", "kl_k1", "kl_k2", "kl_k3"),
     "log_probs": ("chunked_log_probs",),
     "staleness": ("max_groups_admitted",),
     "surrogates": (

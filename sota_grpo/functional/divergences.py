@@ -1,6 +1,7 @@
-"""Estimators of the divergence from a reference policy, one value per token, nothing reduced.
+"""What lies between two policies, from the log-probs of sampled tokens.
 
-All three look at the sampled token only; with ``d = log_prob - ref_log_prob`` and tokens drawn from the policy:
+**KL estimators**, one value per token, nothing reduced. All three look at the sampled token only; with
+``d = log_prob - ref_log_prob`` and tokens drawn from the policy:
 
 ====  ======================  ==================================  ======================================================
 name  value                   mean of the value                   mean of the gradient, when it stands in the loss
@@ -17,11 +18,17 @@ exponentially, for one much less likely it saturates at 1.
 
 Sources: Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html); k3 in the loss, Shao et al. 2024
 (arXiv:2402.03300, eq. 4); gradients, Tang and Munos 2025 (arXiv:2506.09477).
+
+**Correction weights** from the behaviour policy that sampled to the proximal policy that the ratio is taken to.
+
+**Laws that rounding obeys**: what else differs between engine and trainer shows in :func:`mean_ratio` and
+:func:`temperature_slope`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,3 +70,120 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+def importance_weights(
+    log_ratio: Tensor,
+    mask: Tensor,
+    *,
+    level: Literal["token", "sequence"],
+    mode: Literal["truncate", "mask"],
+    cap: float,
+) -> Tensor:
+    """Detached weight of every token: proximal over behaviour probability, bounded by ``cap``.
+
+    With ``log_ratio = proximal_log_prob - behaviour_log_prob``, ``w_t = exp(log_ratio_t)`` per token, or per sequence
+    the *product* over the row's trainable tokens, ``w = exp(sum_t log_ratio_t)``, on each of them. Then ``truncate``
+    keeps ``min(w, cap)`` and ``mask`` keeps ``w`` where ``w <= cap`` and 0 elsewhere. Off the mask the weight is 0 and
+    what stands there is not read. The product is a sum of logs, so a long row cannot overflow before it is bounded.
+
+    Token weights are biased but tame; the product is the unbiased weight of a whole response, and its spread grows
+    with the length: for long responses most rows end near 0 or at the cap.
+
+    Args:
+        log_ratio: ``[N, T]``, nats.
+        mask: bool ``[N, T]``, the trainable tokens.
+        level: one weight per token, or one per row.
+        mode: what happens above the cap.
+        cap: largest weight, positive.
+
+    Returns:
+        ``[N, T]``, no gradient.
+
+    Raises:
+        ValueError: on an unknown level or mode, or a cap that is not positive.
+
+    Sources: truncation, Ionides 2008, "Truncated importance sampling", J. Comput. Graph. Stat. 17, and Espeholt et al.
+    2018 (arXiv:1802.01561, section 4.1); decoupled proximal policy, Hilton et al. 2021 (arXiv:2110.00641, section 3).
+
+    >>> log_ratio = torch.tensor([[4.0, 0.5, 9.0]]).log()
+    >>> mask = torch.tensor([[True, True, False]])
+    >>> importance_weights(log_ratio, mask, level="token", mode="truncate", cap=3.0).tolist()
+    [[3.0, 0.5, 0.0]]
+    >>> importance_weights(log_ratio, mask, level="token", mode="mask", cap=3.0).tolist()
+    [[0.0, 0.5, 0.0]]
+    >>> importance_weights(log_ratio, mask, level="sequence", mode="truncate", cap=3.0).tolist()  # 4 * 0.5
+    [[2.0, 2.0, 0.0]]
+    """
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level is {level!r}; choose token or sequence.")
+    if mode not in ("truncate", "mask"):
+        raise ValueError(f"mode is {mode!r}; choose truncate or mask.")
+    if not cap > 0:
+        raise ValueError(f"cap is {cap}; the largest weight must be positive.")
+    log_weight = torch.where(mask, log_ratio.detach(), 0.0)
+    if level == "sequence":
+        log_weight = log_weight.sum(-1, keepdim=True)
+    weight = log_weight.exp()
+    weight = weight.clamp(max=cap) if mode == "truncate" else torch.where(weight > cap, 0.0, weight)
+    return torch.where(mask, weight, 0.0)
+
+
+class Estimate(NamedTuple):
+    """A mean over tokens and its standard error."""
+
+    value: float
+    error: float
+
+
+def mean_ratio(gap: Tensor) -> Estimate:
+    """Mean of ``p_trainer(x) / p_engine(x)`` over sampled tokens ``x``.
+
+    ``E_engine[p_trainer / p_engine]`` is the trainer's mass where the engine samples at all: 1 for any two policies,
+    however far apart, unless the engine leaves tokens out (top-p, top-k) or reports another distribution than it
+    samples from. Under top-p it is about the p.
+
+    Args:
+        gap: ``[n]``, log-prob of the trainer minus that of the engine, nats.
+
+    >>> round(mean_ratio(torch.tensor([0.9, 0.9, 0.9]).log()).value, 4)
+    0.9
+    """
+    ratio = gap.double().exp()
+    return Estimate(float(ratio.mean()), float(ratio.std() / len(ratio) ** 0.5) if len(ratio) > 1 else 0.0)
+
+
+def temperature_slope(gap: Tensor, log_prob: Tensor, entropy: Tensor) -> Estimate:
+    """``1 - T_trainer / T_engine``, from log-probs alone.
+
+    With ``p_b(x) = exp(b z_x) / Z`` the score of the inverse temperature is ``s = d log p_b(x) / d log b = log p_b(x)
+    + H``, whose mean under ``p_b`` is 0. Two temperatures give ``gap = (1 - T_trainer / T_engine) s`` to first order;
+    the slope of least squares through the origin, ``sum(gap s) / sum(s^2)``, is that share. Rounding moves a token
+    whichever its score, so that its slope is 0. The standard error allows each token a variance of its own:
+    ``sqrt(sum (gap - slope s)^2 s^2) / sum(s^2)``.
+
+    Args:
+        gap: ``[n]``, log-prob of the trainer minus that of the engine, nats.
+        log_prob: ``[n]``, of the trainer.
+        entropy: ``[n]``, of the trainer where the token was sampled.
+
+    Returns:
+        0 with error 0 where every token is certain: nothing can be seen there.
+
+    Source: White 1980, "A heteroskedasticity-consistent covariance matrix estimator", Econometrica 48.
+
+    Two symbols at odds of 3 to 1, sampled as often; the trainer's logits are 1.25 times the engine's:
+
+    >>> logits, sampled = torch.tensor([3.0, 1.0]).log(), torch.tensor([0, 0, 0, 1])
+    >>> engine, trainer = (torch.log_softmax(b * logits, 0) for b in (1.0, 1.25))
+    >>> entropy = -(trainer.exp() * trainer).sum().expand(4)
+    >>> round(temperature_slope((trainer - engine)[sampled], trainer[sampled], entropy).value, 3)  # 1 - 1 / 1.25
+    0.199
+    """
+    gap, score = gap.double(), (log_prob + entropy).double()
+    total = score.square().sum()
+    if not total > 0:
+        return Estimate(0.0, 0.0)
+    slope = (gap * score).sum() / total
+    error = ((gap - slope * score).square() * score.square()).sum().sqrt() / total
+    return Estimate(float(slope), float(error))

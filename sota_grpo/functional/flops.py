@@ -40,8 +40,8 @@ class Load:
 
     A sliding window has fewer pairs than are counted here.
 
-    >>> shared_load(3, [2, 1]) + padded_load(2, 5, predicted=3)
-    Load(positions=16, pairs=49, predicted=6)
+    >>> shared_load(3, [2, 1]).times(2) + padded_load(2, 5, predicted=3)
+    Load(positions=22, pairs=68, predicted=9)
     """
 
     positions: int = 0
@@ -50,6 +50,10 @@ class Load:
 
     def __add__(self, other: Load) -> Load:
         return Load(self.positions + other.positions, self.pairs + other.pairs, self.predicted + other.predicted)
+
+    def times(self, count: int) -> Load:
+        """So many of the same."""
+        return Load(count * self.positions, count * self.pairs, count * self.predicted)
 
 
 def shared_load(prompt: int, responses: Sequence[int]) -> Load:
@@ -67,19 +71,16 @@ def shared_load(prompt: int, responses: Sequence[int]) -> Load:
 
 
 def padded_load(num_rows: int, width: int, *, predicted: int) -> Load:
-    """``num_rows`` rows padded to ``width`` tokens, each with its prompt; ``predicted`` of the positions have logits.
-
-    >>> padded_load(2, 5, predicted=3)
-    Load(positions=10, pairs=30, predicted=3)
-    """
+    """``num_rows`` rows of ``width`` tokens, each with its prompt and padding; ``predicted`` positions have logits."""
     return Load(num_rows * width, num_rows * width * (width + 1) // 2, predicted)
 
 
 def forward_flops(shape: ModelShape, load: Load) -> int:
     """Operations of one forward pass.
 
-    >>> forward_flops(ModelShape(100, 0, 8, 50), Load(positions=6, pairs=19, predicted=3))  # 1200 + 608 + 300
-    2108
+    >>> shape, load = ModelShape(100, 0, 8, 50), Load(positions=6, pairs=19, predicted=3)
+    >>> forward_flops(shape, load), backward_flops(shape, load), step_flops(shape, load)  # 1200 + 608 + 300; twice that
+    (2108, 4216, 6324)
     """
     weights = (shape.trainable_weights + shape.frozen_weights) * load.positions + shape.head_weights * load.predicted
     return 2 * weights + 4 * shape.attention_width * load.pairs
@@ -88,8 +89,6 @@ def forward_flops(shape: ModelShape, load: Load) -> int:
 def backward_flops(shape: ModelShape, load: Load) -> int:
     """Operations of one backward pass; frozen weights still pass the gradient on.
 
-    >>> backward_flops(ModelShape(100, 0, 8, 50), Load(positions=6, pairs=19, predicted=3))
-    4216
     >>> backward_flops(ModelShape(0, 100, 8, 50, head_trainable=False), Load(positions=6, pairs=19, predicted=3))
     2716
     """
@@ -99,22 +98,14 @@ def backward_flops(shape: ModelShape, load: Load) -> int:
 
 
 def step_flops(shape: ModelShape, load: Load) -> int:
-    """Operations of a forward and a backward pass, each quantity computed once: what utilisation (MFU) is measured by.
-
-    >>> step_flops(ModelShape(100, 0, 8, 50), Load(positions=6, pairs=19, predicted=3))
-    6324
-    """
+    """Operations of both passes, each quantity computed once: what utilisation (MFU) is measured by."""
     return forward_flops(shape, load) + backward_flops(shape, load)
 
 
 def recomputed_flops(shape: ModelShape, load: Load, *, checkpointing: bool) -> int:
     """What the backward pass computes a second time to save memory: the logits, and under checkpointing the decoder.
 
-    >>> shape, load = ModelShape(100, 0, 8, 50), Load(positions=6, pairs=19, predicted=3)
-    >>> recomputed_flops(shape, load, checkpointing=False), recomputed_flops(shape, load, checkpointing=True)
-    (300, 2108)
-    >>> recomputed_flops(ModelShape(0, 100, 8, 50, head_trainable=False), load, checkpointing=False)  # keeps slopes
-    0
+    A head that is not trained keeps its slopes.
     """
     head = 2 * shape.head_weights * load.predicted
     again = head if shape.head_trainable else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from sota_grpo.config.validators import READERS
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.functional.weighting import soft_overlong_penalty
+from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.records import Example
-from sota_grpo.rl.task import Task, guarded_scores, total_reward
+from sota_grpo.rl.task import SampledText, Task, guarded_scores, total_reward
 
 _WIDTH = 118
+_item = textwrap.TextWrapper(_WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
 #: Options that the data and the reward beside the translation stand for.
 FILES = (
     *("env.dataset", "env.max_samples", "env.num_heldout", *READERS),
@@ -47,6 +49,7 @@ class Account:
 
     Attributes:
         carried: options that the translation was made from.
+        remarks: why others mean something else there, or nothing.
 
     >>> account = Account(Config())
     >>> account["env.repeats"]
@@ -59,7 +62,7 @@ class Account:
     def __init__(self, config: Config) -> None:
         self._values = {name: value for name, _, value in walk(config)}
         self._defaults = {name: value for name, _, value in walk()}
-        self._remarks: dict[str, str] = {}
+        self.remarks: dict[str, str] = {}
         self.carried = set(FILES)
 
     def __getitem__(self, option: str) -> Any:
@@ -86,7 +89,7 @@ class Account:
         >>> Account(config).loss_of("verl", "algorithm.ratio", "it takes the ratio per token.")
         'cispo'
         """
-        value, names = self[option], getattr(SURROGATES[self["algorithm.objective"]], peer)
+        value, names = self[option], getattr(surrogate(self["algorithm.objective"]), peer)
         if not names:
             self.remark("algorithm.objective", "there is no such loss; this is the clipped one.")
             names = getattr(SURROGATES["clipped"], peer)
@@ -95,38 +98,31 @@ class Account:
         return str(names.get(value, next(iter(names.values()))))
 
     def remark(self, option: str, text: str) -> None:
-        """Say why an option means something else there, or nothing."""
-        before = self._remarks.get(option)
-        self._remarks[option] = text if before is None else f"{before} {text}"
-
-    @property
-    def remarks(self) -> dict[str, str]:
-        """By option, in the order of the schema."""
-        return {option: self._remarks[option] for option in self._values if option in self._remarks}
+        """Add to what is said of an option."""
+        self.remarks[option] = " ".join(filter(None, [self.remarks.get(option), text]))
 
     def left(self) -> list[str]:
         """Options that were neither carried over nor remarked on, in the order of the schema."""
-        return [option for option in self._values if option not in self.carried and option not in self._remarks]
+        return [option for option in self._values if option not in self.carried and option not in self.remarks]
 
     def comment(self) -> list[str]:
         """The account as lines without a comment sign: remarks first, then what is left behind."""
-        lines, values = [], self._values
-        if self._remarks:
-            lines.append("Not the same there:")
-            lines += _items(f"{option}={values[option]}: {text}" for option, text in self.remarks.items())
-        changed = [option for option in self.left() if values[option] != self._defaults[option]]
-        if changed:
-            lines.append("Left behind (no counterpart, or off), and not at their defaults here:")
-            lines += _items(option if option in SECRETS else f"{option}={values[option]}" for option in changed)
-        unchanged = [option for option in self.left() if option not in changed]
+        values, left = self._values, self.left()
+        changed = [option for option in left if values[option] != self._defaults[option]]
+        unchanged = ", ".join(option for option in left if option not in changed)
+        remarks = [f"{option}={values[option]}: {self.remarks[option]}" for option in values if option in self.remarks]
+        others = [option if option in SECRETS else f"{option}={values[option]}" for option in changed]
+        lines = []
+        for title, texts in (
+            ("Not the same there:", remarks),
+            ("Left behind (no counterpart, or off), and not at their defaults here:", others),
+        ):
+            lines += [title] if texts else []
+            for text in texts:
+                lines += _item.wrap(text)
         if unchanged:
-            lines += ["Left behind, at their defaults:", *textwrap.wrap(", ".join(unchanged), _WIDTH)]
+            lines += ["Left behind, at their defaults:", *textwrap.wrap(unchanged, _WIDTH)]
         return [*lines, "In the data and reward files beside this one:", *textwrap.wrap(", ".join(FILES), _WIDTH)]
-
-
-def _items(texts: Iterable[str]) -> list[str]:
-    indents: dict[str, Any] = {"initial_indent": "- ", "subsequent_indent": "  "}
-    return [line for text in texts for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False, **indents)]
 
 
 def example_columns(example: Example) -> dict[str, str]:
@@ -210,10 +206,16 @@ def trl_reward(config_file: str | Path) -> Callable[..., list[float]]:
     task = _task(Path(config_file))
 
     def reward(
-        completions: Sequence[Any], query: Sequence[str], answer: Sequence[str], extra: Sequence[str], **_: Any
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        query: Sequence[str],
+        answer: Sequence[str],
+        extra: Sequence[str],
+        **_: Any,
     ) -> list[float]:
         rows = [dict(zip(("query", "answer", "extra"), row)) for row in zip(query, answer, extra, strict=True)]
         texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+        texts = [SampledText(text, ids) for text, ids in zip(texts, completion_ids, strict=True)]
         pairs = list(zip(texts, map(example_of, rows), strict=True))
         scores = guarded_scores(task.score, task.term_weights, pairs)
         return [total_reward(score.terms, task.term_weights) for score in scores]
@@ -237,8 +239,8 @@ def trl_overlong(max_tokens: int, buffer_tokens: int) -> Callable[..., list[floa
 
 
 def _task(config_file: Path) -> Task:
-    """The task of an exported config; its reward functions stand beside it."""
-    config = load_config(config_file.parent)
+    """The task of an exported config; its reward functions stand beside it, and beside the script that calls this."""
+    config = load_config(config_file.parent, trust=True)
     if config.reward.path is not None:
         config.reward.path = str(config_file.parent / config.reward.path)
     return task_of(config, bare=True)

@@ -4,6 +4,8 @@ comes with its card."""
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,11 +16,18 @@ from typing import Any
 
 import torch
 
-from sota_grpo.assembly.compose import PATH_OPTIONS, load_config
-from sota_grpo.assembly.evaluation import EXPORTED, exported_steps, find_checkpoint, load_trained
+from sota_grpo.assembly.compose import (
+    DEFAULT_CONFIG,
+    PATH_OPTIONS,
+    UNUSED_WITHOUT_LOSS,
+    UNUSED_WITHOUT_SAMPLES,
+    compose,
+    load_config,
+)
+from sota_grpo.assembly.evaluation import PRESET_OF, exported_steps, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import make_env, task_of
-from sota_grpo.config import SECRETS, Config, model_name, responses_per_step, walk
+from sota_grpo.config import SECRETS, Config, changed_options, model_name, overrides_of, responses_per_step, walk
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_folder
 from sota_grpo.migration.data import Account, Facts, trl_rows, verl_rows, write_parquet
@@ -29,7 +38,7 @@ from sota_grpo.migration.verl import VERSION as VERL_VERSION
 from sota_grpo.migration.verl import verl_options, verl_script
 from sota_grpo.policy.load import TINY, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
-from sota_grpo.recording.run_files import CONFIG_FILE, read_evaluations
+from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, read_evaluations
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks import task_class
@@ -44,15 +53,16 @@ compute_score = verl_reward(Path(__file__).with_name("config.yaml"))
 '''
 
 
-def write_hf(run_dir: Path, out: Path, *, step: int | None = None, adapter: bool = False) -> int:
+def write_hf(run_dir: Path, out: Path, *, step: int | None = None, adapter: bool = False, trust: bool = False) -> int:
     """The trained model, merged or as a PEFT adapter, with its card. Returns the steps after which it is taken.
 
-    The model that a finished run exported is copied; else it is made from a checkpoint.
+    The model that a finished run exported is copied; else it is made from a checkpoint. ``trust`` consents to what the
+    run's config asks this machine to run (:func:`sota_grpo.assembly.compose.needs_consent`).
 
     Raises:
         UserError: no run, no such checkpoint, an adapter of a run without LoRA, or a folder that is in use.
     """
-    config = load_config(run_dir)
+    config = load_config(run_dir, trust=trust, unused=(*UNUSED_WITHOUT_LOSS, *UNUSED_WITHOUT_SAMPLES))
     if adapter and not config.train_model.lora.enabled:
         raise UserError(f"{run_dir} trained all weights, so there is no adapter; leave --adapter out.")
     exported = exported_steps(run_dir, config) if step is None and not adapter else None
@@ -75,13 +85,13 @@ def write_hf(run_dir: Path, out: Path, *, step: int | None = None, adapter: bool
     return steps
 
 
-def write_verl(run_dir: Path, out: Path) -> Account:
-    """verl's command line, its data and its reward function.
+def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Account:
+    """verl's command line, its data and its reward function; ``trust`` as in :func:`write_hf`.
 
     Raises:
         UserError: no run, data that cannot be loaded, or a folder that is in use.
     """
-    config, task, facts = _opened(run_dir)
+    config, task, facts = _opened(run_dir, trust)
     ours = _versions()["sota_grpo"]
     options, account = verl_options(config, facts)
     heading = [
@@ -101,13 +111,13 @@ def write_verl(run_dir: Path, out: Path) -> Account:
     return account
 
 
-def write_trl(run_dir: Path, out: Path) -> None:
-    """TRL's script and its data.
+def write_trl(run_dir: Path, out: Path, *, trust: bool = False) -> None:
+    """TRL's script and its data; ``trust`` as in :func:`write_hf`.
 
     Raises:
         UserError: as :func:`write_verl`.
     """
-    config, task, facts = _opened(run_dir)
+    config, task, facts = _opened(run_dir, trust)
     ours = _versions()["sota_grpo"]
     heading = [
         f"{facts.name}, a run of sota_grpo {ours}, as a script for TRL {TRL_VERSION}",
@@ -120,16 +130,25 @@ def write_trl(run_dir: Path, out: Path) -> None:
         (folder / "train.py").write_text(trl_script(config, facts, heading), encoding="utf-8")
 
 
-def _opened(run_dir: Path) -> tuple[Config, Task, Facts]:
+def _opened(run_dir: Path, trust: bool) -> tuple[Config, Task, Facts]:
     """The config, the task with its data, and what else a translation asks for."""
-    config = load_config(run_dir)
+    config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_LOSS)
     task = task_of(config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     env = make_env(config, task, tokenizer, LocalGrader(task.score, task.term_weights))
     model = resolve_model_path(model_name(config))
     if Path(model).is_dir():
         model = str(Path(model).resolve())
-    return config, task, Facts(model, run_dir.resolve().name, env.check_prompts(), len(task.train))
+    return config, task, Facts(model, script_name(run_dir), env.check_prompts(), len(task.train))
+
+
+def script_name(run_dir: Path) -> str:
+    """The name of a run as it may stand in scripts, whoever gave it.
+
+    >>> script_name(Path("runs/10-00-00; touch $HOME"))
+    '10-00-00_ touch _HOME'
+    """
+    return re.sub(r"[^\w .,:+@=-]", "_", run_dir.resolve().name)
 
 
 def _write_config(config: Config, folder: Path) -> None:
@@ -154,7 +173,7 @@ def _new_folder(out: Path, run_dir: Path) -> Iterator[Path]:
         UserError: ``out`` is in use, or cannot be written.
         RunFailed: the file system refused later.
     """
-    is_ours = out.resolve().parent == (run_dir / "export").resolve()
+    is_ours = out.resolve().parent == run_dir.resolve() / "export"  # not where a link of that name leads
     if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is not empty; give another folder, or empty it.")
     try:
@@ -178,6 +197,8 @@ _AMOUNTS = (
 )
 _PRIVATE = (*SECRETS, "engine.url", "ray.address", "logging.project", "logging.run_name")
 _PATHS = (*PATH_OPTIONS, "train.resume")
+_OF_MEASURING = ("env.", "reward.", "seed", "eval.num_samples", "eval.avg_at_k", "inference_model.max_tokens")
+_NOT_OF_MEASURING = {f"env.{name}" for name in ("num_envs", "repeats", "shuffle", "reward_workers", "reward_timeout_s")}
 
 _TEXT = """---
 # The licence is yours to choose (license: ...); that of the base model has to be kept.
@@ -200,8 +221,7 @@ Held-out problems of the training task, evaluated during training; means with th
 {loading}
 ```
 
-`vllm serve FOLDER` {serving}. It is measured again with
-`sota-grpo eval FOLDER --task {dataset} inference_model.max_tokens={max_tokens}`.
+`vllm serve FOLDER` {serving}. {measuring}
 
 ## Training
 
@@ -241,7 +261,8 @@ def model_card(
 
     public = published(config)
     base = public.model.name or model_name(public)
-    shown = [(name, value) for name, _, value in walk(public) if name.startswith(_SHOWN) or name in _AMOUNTS]
+    named = {*_AMOUNTS, *(name for name in changed_options(public) if name.startswith("reward."))}
+    shown = [(name, value) for name, _, value in walk(public) if name.startswith(_SHOWN) or name in named]
     return _TEXT.format(
         front="\n".join(_front(config, is_adapter)),
         title=f"{base.rpartition('/')[2]} trained by {config.algorithm.name} on {config.env.dataset}",
@@ -249,8 +270,7 @@ def model_card(
         steps=steps,
         algorithm=config.algorithm.name,
         task=public.env.dataset + ("" if public.env.dataset_path is None else f" ({public.env.dataset_path})"),
-        dataset=config.env.dataset,
-        max_tokens=config.inference_model.max_tokens,
+        measuring=_measuring(config),
         responses=steps * responses_per_step(config),
         version=_versions()["sota_grpo"],
         results="\n".join(_results(config, [row for row in evaluations if row["step"] <= steps])),
@@ -260,6 +280,23 @@ def model_card(
         config=OmegaConf.to_yaml(OmegaConf.create(asdict(public))),
         versions=", ".join(f"{name} {release}" for name, release in _versions().items()),
     )
+
+
+def _measuring(config: Config) -> str:
+    """The command that measures the model on the same problems, where its files are."""
+    named = (config.env.dataset_path, config.env.eval_path, config.reward.path)
+    files = [value for value in named if value is not None]
+    if any(Path(file).parent.name == INPUTS for file in files):
+        return "What it was measured on was passed in Python: `sota-grpo eval RUN` does it again, where the run is."
+    of_preset = compose(PRESET_OF.get(config.env.dataset, DEFAULT_CONFIG), [f"env.dataset={config.env.dataset}"])
+    options = {
+        name: value
+        for (name, _, value), (_, _, before) in zip(walk(published(config)), walk(of_preset))
+        if value != before and name.startswith(_OF_MEASURING) and name not in _NOT_OF_MEASURING
+    }
+    command = shlex.join(["sota-grpo", "eval", "FOLDER", "--task", config.env.dataset, *overrides_of(options)])
+    where = ", where the files that it names are in the current folder" if files else ""
+    return f"It is measured again with this{where}:\n\n```bash\n{command}\n```"
 
 
 def published(config: Config) -> Config:
@@ -302,17 +339,23 @@ def _results(config: Config, evaluations: Sequence[Mapping[str, Any]]) -> list[s
     if not evaluations:
         return ["The run made no evaluation."]
     count = config.eval.avg_at_k
-    columns = ["steps", "problems", "greedy", *([f"avg@{count}"] if count else [])]
+    rewarded = any(row.get("eval/reward", row["eval/accuracy"]) != row["eval/accuracy"] for row in evaluations)
+    columns = ["steps", "problems", "greedy", *([f"avg@{count}"] if count else []), *(["reward"] if rewarded else [])]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in evaluations:
         shares = [_share(row, "eval/accuracy", "eval/stderr")]
         shares += [_share(row, "eval/avg_at_k", "eval/avg_at_k_stderr")] if count else []
+        shares += [_mean(row)] if rewarded else []
         lines.append(f"| {row['step']} | {row.get('eval/num_samples') or '-'} | {' | '.join(shares)} |")
     return lines
 
 
 def _share(row: Mapping[str, Any], mean: str, error: str) -> str:
     return f"{100 * row[mean]:.1f} ± {100 * row[error]:.1f} %" if row.get(mean) is not None else "-"
+
+
+def _mean(row: Mapping[str, Any]) -> str:
+    return f"{row['eval/reward']:.3g} ± {row['eval/reward_stderr']:.2g}" if "eval/reward" in row else "-"
 
 
 def _versions() -> dict[str, str]:

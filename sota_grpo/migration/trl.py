@@ -6,6 +6,7 @@ given here, loss and gradient of a whole optimizer step are equal.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -71,26 +72,26 @@ HAS_CUDA = Code("torch.cuda.is_available()")
 def trl_arguments(config: Config) -> tuple[dict[str, Any], Account]:
     """Keywords of ``trl.GRPOConfig``, in the order of the script, and the account of our options.
 
-    >>> arguments, account = trl_arguments(Config())
+    >>> arguments, ours = trl_arguments(Config())
     >>> arguments["loss_type"], arguments["num_generations"], arguments["max_steps"]
     ('grpo', 8, 390)
     """
-    account = Account(config)
+    ours = Account(config)
     arguments: dict[str, Any] = {}
     for section in (_amounts, _objective, _advantage, _reference, _optimizer, _learner, _engine, _records):
-        arguments |= section(config, account)
-    account.carry("model.name", "model.size")
-    return arguments, account
+        arguments |= section(config, ours)
+    ours.carry("model.name", "model.size")
+    return arguments, ours
 
 
 def trl_script(config: Config, facts: Facts, heading: Sequence[str]) -> str:
     """The script; the exported data and ``config.yaml`` are looked for beside it."""
-    arguments, account = trl_arguments(config)
+    arguments, ours = trl_arguments(config)
     buffer = config.algorithm.overlong_buffer
     rewards = ['trl_reward(HERE / "config.yaml")']
     if buffer:
         rewards.append(f"trl_overlong({longest_response(config)}, {buffer})")
-    comment = [*heading, "", *account.comment()]
+    comment = [*heading, "", *ours.comment()]
     body = {
         "arguments": "\n".join(f"        {name}={_python(value)}," for name, value in arguments.items()),
         "rewards": ", ".join(rewards),
@@ -124,7 +125,7 @@ def _python(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f'"{name}": {_python(item)}' for name, item in value.items()) + "}"
     if isinstance(value, str) and not isinstance(value, Code):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False)
     return str(value)
 
 
@@ -133,162 +134,156 @@ def steps_per_publish(config: Config) -> int:
     return config.train.epochs * (responses_per_step(config) // config.train.optim_batch_size)
 
 
-def _amounts(config: Config, account: Account) -> dict[str, Any]:
+def _amounts(config: Config, ours: Account) -> dict[str, Any]:
     """A step is one generation batch; a micro-batch is a group where groups fill an optimizer step."""
-    account.carry("train.dialog_turns_per_batch", "mode")
+    ours.carry("train.dialog_turns_per_batch", "mode")
     if config.mode == "async":
-        account.carry("train.weight_update_frequency")
-        account.remark("mode", "GRPOTrainer collects and trains in turn.")
-    ranks = account.num_devices("train_model")
+        ours.carry("train.weight_update_frequency")
+        ours.remark("mode", "GRPOTrainer collects and trains in turn.")
+    ranks = ours.num_devices("train_model")
     if ranks > 1:
-        account.remark("train_model.num_devices", f"start the script with accelerate launch --num_processes {ranks}.")
-    size, repeats = account["train.optim_batch_size"], account["env.repeats"]
+        ours.remark("train_model.num_devices", f"start the script with accelerate launch --num_processes {ranks}.")
+    size, repeats = ours["train.optim_batch_size"], ours["env.repeats"]
     per_rank = size // ranks
     micro = math.gcd(per_rank, repeats)
-    account.remark("train.micro_batch_tokens", f"TRL pads, and counts responses: {micro} at a time.")
-    steps = account["train.total_dialog_turns"] // responses_per_step(config)
+    ours.remark("train.micro_batch_tokens", f"TRL pads, and counts responses: {micro} at a time.")
+    steps = ours["train.total_dialog_turns"] // responses_per_step(config)
     return {
         "num_generations": repeats,
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": per_rank // micro,
         "steps_per_generation": responses_per_step(config) // (micro * ranks),
-        "num_iterations": account["train.epochs"],
+        "num_iterations": ours["train.epochs"],
         "max_steps": steps * steps_per_publish(config),
-        "shuffle_dataset": account["env.shuffle"],
-        "seed": account["seed"],
+        "shuffle_dataset": ours["env.shuffle"],
+        "seed": ours["seed"],
     }
 
 
-def _objective(config: Config, account: Account) -> dict[str, Any]:
+def _objective(config: Config, ours: Account) -> dict[str, Any]:
     part, several = config.algorithm, steps_per_publish(config) > 1
-    loss = account.loss_of("trl", "algorithm.aggregation", f"TRL's {part.objective} weighs every token alike.")
+    loss = ours.loss_of("trl", "algorithm.aggregation", f"TRL's {part.objective} weighs every token alike.")
     aggregation, is_cispo = part.aggregation, loss == "cispo"
     if aggregation == "token" and several:
-        account.remark(
-            "algorithm.aggregation", "TRL divides by the mean number of tokens of the steps of a collection."
-        )
+        ours.remark("algorithm.aggregation", "TRL divides by the mean number of tokens of the steps of a collection.")
     if has_no_ratio(config):
-        account.remark("algorithm.objective", "the ratio of a batch's only step is 1, so the gradient is REINFORCE's.")
-    high = account["algorithm.clip_high"]
+        ours.remark("algorithm.objective", "the ratio of a batch's only step is 1, so the gradient is REINFORCE's.")
+    high = ours["algorithm.clip_high"]
     found = {
         "loss_type": loss,
-        "importance_sampling_level": account["algorithm.ratio"],
-        "epsilon": account["algorithm.clip_low"],
+        "importance_sampling_level": ours["algorithm.ratio"],
+        "epsilon": ours["algorithm.clip_low"],
         "epsilon_high": 1 + high if is_cispo else high,  # TRL's is the bound of CISPO's ratio itself
-        "delta": account["algorithm.dual_clip"],
-        "mask_truncated_completions": account["algorithm.drop_truncated"],
-        "entropy_coef": account["algorithm.entropy_coef"],
+        "delta": ours["algorithm.dual_clip"],
+        "mask_truncated_completions": ours["algorithm.drop_truncated"],
+        "entropy_coef": ours["algorithm.entropy_coef"],
     }
     if part.entropy_coef and aggregation != "token":
-        account.remark("algorithm.entropy_coef", "TRL's bonus is a mean over tokens, whatever the loss type.")
-    return found | _correction(config, account)
+        ours.remark("algorithm.entropy_coef", "TRL's bonus is a mean over tokens, whatever the loss type.")
+    return found | _correction(config, ours)
 
 
-def _correction(config: Config, account: Account) -> dict[str, Any]:
+def _correction(config: Config, ours: Account) -> dict[str, Any]:
     """How the mismatch between engine and learner is weighed, of which only vLLM has one in TRL."""
-    level = account["algorithm.correction"]
+    level = ours["algorithm.correction"]
     if level == "none":
         if config.train.epochs == 1 and not has_no_ratio(config):
-            account.remark(
+            ours.remark(
                 "algorithm.correction", "the ratio is taken to the learner's own log-probs, here to the engine's."
             )
         return {"vllm_importance_sampling_correction": False}
-    account.remark("algorithm.correction", "without vLLM there is none in TRL.")
+    ours.remark("algorithm.correction", "without vLLM there is none in TRL.")
     return {
         "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": f"{level}_{account['algorithm.correction_mode']}",
-        "vllm_importance_sampling_clip_max": account["algorithm.correction_cap"],
+        "vllm_importance_sampling_mode": f"{level}_{ours['algorithm.correction_mode']}",
+        "vllm_importance_sampling_clip_max": ours["algorithm.correction_cap"],
     }
 
 
-def _advantage(config: Config, account: Account) -> dict[str, Any]:
+def _advantage(config: Config, ours: Account) -> dict[str, Any]:
     """TRL always compares with the group's mean; leaving one out is that, times G / (G - 1)."""
-    baseline, scale = account["algorithm.baseline"], account["algorithm.scale"]
+    baseline, scale = ours["algorithm.baseline"], ours["algorithm.scale"]
     repeats = config.env.repeats
     factor = 1.0
     if baseline == "leave_one_out" and scale == "none" and repeats > 1:
         factor = repeats / (repeats - 1)
     elif baseline != "group_mean":
-        account.remark("algorithm.baseline", "TRL compares with the mean of the group.")
-    if account["algorithm.dynamic_sampling"]:
-        account.remark("algorithm.dynamic_sampling", "TRL trains on groups without signal as well.")
-    if account["env.max_steps"] > 1 or account["env.reasoning"]:
-        account.remark("env.max_steps", "each response is one turn; TRL's dialogs are calls of tools.")
+        ours.remark("algorithm.baseline", "TRL compares with the mean of the group.")
+    if ours["algorithm.dynamic_sampling"]:
+        ours.remark("algorithm.dynamic_sampling", "TRL trains on groups without signal as well.")
+    if ours["env.max_steps"] > 1 or ours["env.reasoning"]:
+        ours.remark("env.max_steps", "each response is one turn; TRL's dialogs are calls of tools.")
     if scale != "none":
-        account.remark("algorithm.scale", "TRL adds 1e-4 to the standard deviation, ours 1e-6.")
-    rewards = 2 if account["algorithm.overlong_buffer"] else 1  # the penalty is a function of its own
+        ours.remark("algorithm.scale", "TRL adds 1e-4 to the standard deviation, ours 1e-6.")
+    rewards = 2 if ours["algorithm.overlong_buffer"] else 1  # the penalty is a function of its own
     return {"scale_rewards": _SCALES[scale]} | ({"reward_weights": [factor] * rewards} if factor != 1 else {})
 
 
-def _reference(config: Config, account: Account) -> dict[str, Any]:
+def _reference(config: Config, ours: Account) -> dict[str, Any]:
     """k3 without TRL's weight of the ratio; with it the gradient is that of our k2 where a batch is used once."""
-    coef, estimator = account["policy.kl_coef"], account["algorithm.kl_estimator"]
-    if coef and not account["train.kl_coef_in_loss"]:
-        account.remark("train.kl_coef_in_loss", "TRL has no KL in the reward, so there is none.")
+    coef, estimator = ours["policy.kl_coef"], ours["algorithm.kl_estimator"]
+    if coef and not ours["train.kl_coef_in_loss"]:
+        ours.remark("train.kl_coef_in_loss", "TRL has no KL in the reward, so there is none.")
         return {"beta": 0.0}
     if coef and estimator == "k2":
-        account.remark(
-            "algorithm.kl_estimator", "k3 weighed by the ratio, of the same gradient in a batch's first step."
-        )
+        ours.remark("algorithm.kl_estimator", "k3 weighed by the ratio, of the same gradient in a batch's first step.")
     elif coef and estimator == "k1":
-        account.remark("algorithm.kl_estimator", "TRL's is k3.")
+        ours.remark("algorithm.kl_estimator", "TRL's is k3.")
     return {"beta": coef} | ({"use_bias_correction_kl": estimator == "k2"} if coef else {})
 
 
-def _optimizer(config: Config, account: Account) -> dict[str, Any]:
-    schedule, warmup = account["optimizer.schedule"], account["optimizer.warmup_steps"]
+def _optimizer(config: Config, ours: Account) -> dict[str, Any]:
+    schedule, warmup = ours["optimizer.schedule"], ours["optimizer.warmup_steps"]
     if warmup:
-        account.remark("optimizer.warmup_steps", f"TRL's first step is at 0, ours at 1/{warmup} of the rate.")
-    if account["optimizer.weight_decay"]:
-        account.remark("optimizer.weight_decay", "transformers' Trainer leaves biases and norms out.")
+        ours.remark("optimizer.warmup_steps", f"TRL's first step is at 0, ours at 1/{warmup} of the rate.")
+    if ours["optimizer.weight_decay"]:
+        ours.remark("optimizer.weight_decay", "transformers' Trainer leaves biases and norms out.")
     return {
-        "learning_rate": account["optimizer.lr"],
+        "learning_rate": ours["optimizer.lr"],
         "lr_scheduler_type": "constant_with_warmup" if schedule == "constant" and warmup else schedule,
         "warmup_steps": warmup,
         "weight_decay": config.optimizer.weight_decay,
-        "adam_beta1": account["optimizer.beta1"],
-        "adam_beta2": account["optimizer.beta2"],
-        "adam_epsilon": account["optimizer.eps"],
-        "max_grad_norm": account["optimizer.clip_grad_norm"],
+        "adam_beta1": ours["optimizer.beta1"],
+        "adam_beta2": ours["optimizer.beta2"],
+        "adam_epsilon": ours["optimizer.eps"],
+        "max_grad_norm": ours["optimizer.clip_grad_norm"],
     }
 
 
-def _learner(config: Config, account: Account) -> dict[str, Any]:
+def _learner(config: Config, ours: Account) -> dict[str, Any]:
     lora = config.train_model.lora
-    if account["train_model.lora.enabled"]:
-        account.carry("train_model.lora.r", "train_model.lora.alpha", "train_model.lora.dropout")
-    dtype, attention = account["train_model.torch_dtype"], account["model.attn_implementation"]
+    if ours["train_model.lora.enabled"]:
+        ours.carry("train_model.lora.r", "train_model.lora.alpha", "train_model.lora.dropout")
+    dtype, attention = ours["train_model.torch_dtype"], ours["model.attn_implementation"]
     loading: dict[str, Any] = {"dtype": "float32" if dtype == "auto" else dtype}
     if attention is not None:
         loading["attn_implementation"] = attention
-    precision, on_cpu = account["train.precision"], account["device"] == "cpu"
+    precision, on_cpu = ours["train.precision"], ours["device"] == "cpu"
     half: Any = {"auto": False if on_cpu else HAS_CUDA, "bf16": True}.get(precision, False)
     return {
         "model_init_kwargs": loading,
-        "trust_remote_code": account["model.trust_remote_code"],
+        "trust_remote_code": ours["model.trust_remote_code"],
         "disable_dropout": not (lora.enabled and lora.dropout),  # it would take the adapter's, too
-        "gradient_checkpointing": account["train_model.gradient_checkpointing"],
+        "gradient_checkpointing": ours["train_model.gradient_checkpointing"],
         "bf16": half,
         "fp16": precision == "fp16",
         "use_cpu": on_cpu,
     }
 
 
-def _engine(config: Config, account: Account) -> dict[str, Any]:
-    if account["inference_model.ignore_eos"]:
-        account.remark(
-            "inference_model.ignore_eos", "add generation_kwargs, which differ between vLLM and transformers."
-        )
+def _engine(config: Config, ours: Account) -> dict[str, Any]:
+    if ours["inference_model.ignore_eos"]:
+        ours.remark("inference_model.ignore_eos", "add generation_kwargs, which differ between vLLM and transformers.")
     sampling = {
-        "max_completion_length": account["inference_model.max_tokens"],
-        "temperature": account["inference_model.temperature"],
-        "top_p": account["inference_model.top_p"],
-        "top_k": account["inference_model.top_k"],
+        "max_completion_length": ours["inference_model.max_tokens"],
+        "temperature": ours["inference_model.temperature"],
+        "top_p": ours["inference_model.top_p"],
+        "top_k": ours["inference_model.top_k"],
     }
-    name, url = account["engine.name"], account["engine.url"]
+    name, url = ours["engine.name"], ours["engine.url"]
     known = "colocate" if name == "auto" else ENGINES[name].trl
     if known is None:
-        account.remark("engine.name", "TRL samples with transformers or vLLM; this is transformers.")
+        ours.remark("engine.name", "TRL samples with transformers or vLLM; this is transformers.")
     if known in (None, "transformers"):
         return sampling | {"use_vllm": False}
     uses: Any = Code(f'{HAS_CUDA} and find_spec("vllm") is not None') if name == "auto" else True
@@ -298,25 +293,25 @@ def _engine(config: Config, account: Account) -> dict[str, Any]:
     return sampling | {
         "use_vllm": uses,
         "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": account["inference_model.gpu_memory_utilization"],
-        "vllm_tensor_parallel_size": account["inference_model.tensor_parallel_size"],
-        "vllm_max_model_length": account["inference_model.max_model_len"],
+        "vllm_gpu_memory_utilization": ours["inference_model.gpu_memory_utilization"],
+        "vllm_tensor_parallel_size": ours["inference_model.tensor_parallel_size"],
+        "vllm_max_model_length": ours["inference_model.max_model_len"],
     }
 
 
-def _records(config: Config, account: Account) -> dict[str, Any]:
-    if account["eval.mode"] == "on":
-        account.remark("eval.mode", "TRL evaluates rewards, not accuracy: measure the saved model with sota-grpo eval.")
-    per_publish, every = steps_per_publish(config), account["train.checkpoint_frequency"]
-    is_tracked = account["logging.wandb"] != "disabled"
-    account.carry("logging.project", "train.export_hf", "train.resume")
+def _records(config: Config, ours: Account) -> dict[str, Any]:
+    if ours["eval.mode"] == "on":
+        ours.remark("eval.mode", "TRL evaluates rewards, not accuracy: measure the saved model with sota-grpo eval.")
+    per_publish, every = steps_per_publish(config), ours["train.checkpoint_frequency"]
+    is_tracked = ours["logging.wandb"] != "disabled"
+    ours.carry("logging.project", "train.export_hf", "train.resume")
     return {
         "logging_steps": per_publish,
         "save_strategy": "steps" if every else "no",
         "save_steps": max(1, every * per_publish),
-        "save_total_limit": account["train.keep_checkpoints"],
+        "save_total_limit": ours["train.keep_checkpoints"],
         "report_to": "wandb" if is_tracked else "none",
-        "run_name": account["logging.run_name"],
+        "run_name": ours["logging.run_name"],
     }
 
 

@@ -16,11 +16,10 @@ from typing import Any
 from sota_grpo.config import Config, longest_response, responses_per_step
 from sota_grpo.config.validators import has_no_ratio
 from sota_grpo.engines import ENGINES, is_server
-from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.migration.data import Account, Facts
+from sota_grpo.rl.objective_files import surrogate
 
 VERSION = "0.9.0"
-HERE = "$HERE"  # at the beginning of a value: the folder of the script
 ACTOR = "actor_rollout_ref.actor"
 NEVER_BINDS = 1e9  # verl's ratio is at most exp(20)
 
@@ -38,24 +37,28 @@ _ESTIMATORS = {
 }
 
 
+class Beside(str):
+    """A path below the script's folder, which the script itself calls ``$HERE``; no text of a config is one."""
+
+
 def verl_options(config: Config, facts: Facts) -> tuple[dict[str, Any], Account]:
     """verl's options by name, in the order of the script, and the account of ours.
 
-    >>> options, account = verl_options(Config(), Facts("tiny", "demo", longest_prompt=100, num_train=8192))
+    >>> options, ours = verl_options(Config(), Facts("tiny", "demo", longest_prompt=100, num_train=8192))
     >>> options["actor_rollout_ref.rollout.n"], options["data.train_batch_size"]
     (8, 32)
     """
-    account = Account(config)
-    options = _data(config, account, facts)
+    ours = Account(config)
+    options = _data(config, ours, facts)
     for section in (_advantage, _policy_loss, _correction, _reference, _optimizer):
-        options |= section(config, account)
-    options |= _model(account, facts) | _actor(config, account, facts) | _rollout(config, account)
-    return options | _trainer(config, account, facts), account
+        options |= section(config, ours)
+    options |= _model(ours, facts) | _actor(config, ours, facts) | _rollout(config, ours)
+    return options | _trainer(config, ours, facts), ours
 
 
-def verl_script(options: Mapping[str, Any], account: Account, heading: Sequence[str]) -> str:
+def verl_script(options: Mapping[str, Any], ours: Account, heading: Sequence[str]) -> str:
     """A shell script around ``python3 -m verl.trainer.main_ppo``; what is given to it is added to the command."""
-    comment = [*heading, "", *account.comment()]
+    comment = [*heading, "", *ours.comment()]
     lines = ["#!/usr/bin/env bash", *(f"# {line}".rstrip() for line in comment), "set -euo pipefail"]
     lines += ['HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"', "exec python3 -m verl.trainer.main_ppo \\"]
     lines += [f"    {_word(name, value)} \\" for name, value in options.items()]
@@ -64,7 +67,7 @@ def verl_script(options: Mapping[str, Any], account: Account, heading: Sequence[
 
 def _word(name: str, value: Any) -> str:
     """``name=value`` as one word of the shell, the value as Hydra reads it."""
-    if isinstance(value, str) and value.startswith(HERE):
+    if isinstance(value, Beside):
         return f"{name}=\"'{value}'\""
     return shlex.quote(f"{name}={_hydra(value)}")
 
@@ -87,26 +90,22 @@ def _hydra(value: Any) -> str:
     return value if _PLAIN.fullmatch(value) else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _advantage(config: Config, account: Account) -> dict[str, Any]:
+def _advantage(config: Config, ours: Account) -> dict[str, Any]:
     """The estimator, fresh groups for those without signal, and the penalty on length."""
-    baseline, scale = account["algorithm.baseline"], account["algorithm.scale"]
+    baseline, scale = ours["algorithm.baseline"], ours["algorithm.scale"]
     estimator = _ESTIMATORS.get((baseline, scale), "grpo")
     if (baseline, scale) not in _ESTIMATORS:
-        account.remark(
-            "algorithm.baseline", f"verl has none with algorithm.scale={scale}; this is grpo's, a group mean."
-        )
+        ours.remark("algorithm.baseline", f"verl has none with algorithm.scale={scale}; this is grpo's, a group mean.")
     elif estimator.startswith("reinforce"):
-        account.remark(
-            "algorithm.scale", "verl whitens over tokens, so long responses weigh more; ours over responses."
-        )
+        ours.remark("algorithm.scale", "verl whitens over tokens, so long responses weigh more; ours over responses.")
     found: dict[str, Any] = {
         "algorithm.adv_estimator": estimator,
         "algorithm.norm_adv_by_std_in_grpo": scale != "none",
     }
-    if account["algorithm.dynamic_sampling"]:
+    if ours["algorithm.dynamic_sampling"]:
         found |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "score"}
-        account.remark("algorithm.dynamic_sampling_max_draws", "verl's trainer draws on without a limit.")
-    buffer = account["algorithm.overlong_buffer"]
+        ours.remark("algorithm.dynamic_sampling_max_draws", "verl's trainer draws on without a limit.")
+    buffer = ours["algorithm.overlong_buffer"]
     if buffer:
         penalty = {"enable": True, "len": buffer, "penalty_factor": 1.0, "log": True}
         found |= {
@@ -117,48 +116,48 @@ def _advantage(config: Config, account: Account) -> dict[str, Any]:
     return found
 
 
-def _policy_loss(config: Config, account: Account) -> dict[str, Any]:
+def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
     """verl's loss of the same gradient. Its CISPO clips the ratio from below too: at 0 here, where it never is."""
     part = config.algorithm
-    loss = account.loss_of("verl", "algorithm.ratio", f"verl's {part.objective} takes the ratio per token.")
-    low, high = account["algorithm.clip_low"], account["algorithm.clip_high"]
+    loss = ours.loss_of("verl", "algorithm.ratio", f"verl's {part.objective} takes the ratio per token.")
+    low, high = ours["algorithm.clip_low"], ours["algorithm.clip_high"]
     if loss == "gspo" and part.aggregation != "sequence":
-        account.remark(
+        ours.remark(
             "algorithm.aggregation", "verl 0.9.0's GSPO weighs by sequence whatever loss_agg_mode says; 0.9.1 heeds it."
         )
     if loss == "gspo" and part.dual_clip is not None:
-        account.remark("algorithm.dual_clip", "verl's GSPO has no dual clip.")
+        ours.remark("algorithm.dual_clip", "verl's GSPO has no dual clip.")
     found = {
         f"{ACTOR}.policy_loss.loss_mode": loss,
         f"{ACTOR}.clip_ratio": low,
         f"{ACTOR}.clip_ratio_low": 1.0 if loss == "cispo" else low,
         f"{ACTOR}.clip_ratio_high": high,
-        f"{ACTOR}.clip_ratio_c": account["algorithm.dual_clip"] or NEVER_BINDS,
-        f"{ACTOR}.loss_agg_mode": _AGGREGATIONS[account["algorithm.aggregation"]],
-        f"{ACTOR}.entropy_coeff": account["algorithm.entropy_coef"],
+        f"{ACTOR}.clip_ratio_c": ours["algorithm.dual_clip"] or NEVER_BINDS,
+        f"{ACTOR}.loss_agg_mode": _AGGREGATIONS[ours["algorithm.aggregation"]],
+        f"{ACTOR}.entropy_coeff": ours["algorithm.entropy_coef"],
     }
     if part.aggregation == "constant":
         found[f"{ACTOR}.loss_scale_factor"] = longest_response(config)
     if part.drop_truncated:
-        account.remark("algorithm.drop_truncated", "verl trains on truncated responses.")
+        ours.remark("algorithm.drop_truncated", "verl trains on truncated responses.")
     return found
 
 
-def _correction(config: Config, account: Account) -> dict[str, Any]:
+def _correction(config: Config, ours: Account) -> dict[str, Any]:
     """Which log-probs the ratio is taken to, and how the engine's mismatch is weighed."""
     part, prefix = config.algorithm, "algorithm.rollout_correction"
-    if account["algorithm.correction"] == "none":
-        used_once = account["train.epochs"] == 1
-        is_plain = SURROGATES[part.objective].verl.get(part.ratio) == "vanilla"
+    if ours["algorithm.correction"] == "none":
+        used_once = ours["train.epochs"] == 1
+        is_plain = surrogate(part.objective).verl.get(part.ratio) == "vanilla"
         if used_once and not (is_plain or has_no_ratio(config)):
-            account.remark(
+            ours.remark(
                 "algorithm.correction",
                 "the ratio is taken to log-probs that verl's learner computes again; ours are the engine's own, which "
                 "verl offers for its plain clipped loss only (bypass_mode).",
             )
         return {f"{prefix}.bypass_mode": used_once and is_plain}
-    cap = account["algorithm.correction_cap"]
-    is_masked = account["algorithm.correction_mode"] == "mask"
+    cap = ours["algorithm.correction_cap"]
+    is_masked = ours["algorithm.correction_mode"] == "mask"
     return {
         f"{prefix}.bypass_mode": False,
         f"{prefix}.rollout_is": part.correction,
@@ -166,178 +165,172 @@ def _correction(config: Config, account: Account) -> dict[str, Any]:
     }
 
 
-def _reference(config: Config, account: Account) -> dict[str, Any]:
+def _reference(config: Config, ours: Account) -> dict[str, Any]:
     """The KL to the reference, in the loss or in the reward; at coefficient 0 neither builds one."""
-    coef, estimator = account["policy.kl_coef"], account["algorithm.kl_estimator"]
-    in_loss = account["train.kl_coef_in_loss"]
+    coef, estimator = ours["policy.kl_coef"], ours["algorithm.kl_estimator"]
+    in_loss = ours["train.kl_coef_in_loss"]
     found = {f"{ACTOR}.use_kl_loss": coef > 0 and in_loss, "algorithm.use_kl_in_reward": coef > 0 and not in_loss}
     if coef > 0 and in_loss:
         found |= {f"{ACTOR}.kl_loss_coef": coef, f"{ACTOR}.kl_loss_type": _KL_TYPES[estimator]}
     elif coef > 0:
         found |= {"algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": coef}
-        account.remark(
+        ours.remark(
             "train.kl_coef_in_loss",
             "in a group that is graded alike, verl divides the differences of KL by their spread; ours leaves them.",
         )
     return found
 
 
-def _optimizer(config: Config, account: Account) -> dict[str, Any]:
+def _optimizer(config: Config, ours: Account) -> dict[str, Any]:
     """AdamW; verl's schedule counts iterations, ours optimizer steps."""
     prefix = f"{ACTOR}.optim"
     steps_per_publish = config.train.epochs * responses_per_step(config) // config.train.optim_batch_size
-    schedule, warmup = account["optimizer.schedule"], account["optimizer.warmup_steps"]
+    schedule, warmup = ours["optimizer.schedule"], ours["optimizer.warmup_steps"]
     if schedule == "linear":
-        account.remark("optimizer.schedule", "verl's FSDP learner knows constant and cosine; this is constant.")
+        ours.remark("optimizer.schedule", "verl's FSDP learner knows constant and cosine; this is constant.")
     if warmup:
-        account.remark("optimizer.warmup_steps", "verl begins at 0 and counts iterations, not optimizer steps.")
+        ours.remark("optimizer.warmup_steps", "verl begins at 0 and counts iterations, not optimizer steps.")
     found: dict[str, Any] = {
-        f"{prefix}.lr": account["optimizer.lr"],
-        f"{prefix}.weight_decay": account["optimizer.weight_decay"],
-        f"{prefix}.betas": [account["optimizer.beta1"], account["optimizer.beta2"]],
-        f"{prefix}.clip_grad": account["optimizer.clip_grad_norm"] or NEVER_BINDS,
+        f"{prefix}.lr": ours["optimizer.lr"],
+        f"{prefix}.weight_decay": ours["optimizer.weight_decay"],
+        f"{prefix}.betas": [ours["optimizer.beta1"], ours["optimizer.beta2"]],
+        f"{prefix}.clip_grad": ours["optimizer.clip_grad_norm"] or NEVER_BINDS,
         f"{prefix}.lr_scheduler_type": "cosine" if schedule == "cosine" else "constant",
         f"{prefix}.lr_warmup_steps": math.ceil(warmup / max(1, steps_per_publish)) if warmup else -1,
     }
-    eps = account["optimizer.eps"]
+    eps = ours["optimizer.eps"]
     if eps != 1e-8:  # torch's own default
         found[f"{prefix}.override_optimizer_config"] = {"eps": eps}
     return found
 
 
-def _data(config: Config, account: Account, facts: Facts) -> dict[str, Any]:
-    account.carry("train.dialog_turns_per_batch")
+def _data(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
+    ours.carry("train.dialog_turns_per_batch")
     if config.mode == "async":
-        account.carry("train.weight_update_frequency")
+        ours.carry("train.weight_update_frequency")
     if config.env.max_steps > 1:
-        account.remark(
-            "env.max_steps", "verl's dialogs need an agent loop of your own; each response is one turn here."
-        )
-    if account["env.reasoning"]:
-        account.remark("env.reasoning", "nobody is asked to think again there.")
+        ours.remark("env.max_steps", "verl's dialogs need an agent loop of your own; each response is one turn here.")
+    if ours["env.reasoning"]:
+        ours.remark("env.reasoning", "nobody is asked to think again there.")
     return {
-        "data.train_files": f"{HERE}/train.parquet",
-        "data.val_files": f"{HERE}/heldout.parquet",
-        "data.train_batch_size": responses_per_step(config) // account["env.repeats"],
+        "data.train_files": Beside("$HERE/train.parquet"),
+        "data.val_files": Beside("$HERE/heldout.parquet"),
+        "data.train_batch_size": responses_per_step(config) // ours["env.repeats"],
         "data.max_prompt_length": facts.longest_prompt,
-        "data.max_response_length": account["inference_model.max_tokens"],
-        "data.shuffle": account["env.shuffle"],
-        "data.seed": account["seed"],
-        "reward.custom_reward_function.path": f"{HERE}/reward.py",
+        "data.max_response_length": ours["inference_model.max_tokens"],
+        "data.shuffle": ours["env.shuffle"],
+        "data.seed": ours["seed"],
+        "reward.custom_reward_function.path": Beside("$HERE/reward.py"),
         "reward.custom_reward_function.name": "compute_score",
-        "reward.num_workers": max(1, account["env.reward_workers"]),
+        "reward.num_workers": max(1, ours["env.reward_workers"]),
     }
 
 
-def _model(account: Account, facts: Facts) -> dict[str, Any]:
-    account.carry("model.name", "model.size")
-    trusted = account["model.trust_remote_code"]
+def _model(ours: Account, facts: Facts) -> dict[str, Any]:
+    ours.carry("model.name", "model.size")
+    trusted = ours["model.trust_remote_code"]
     found: dict[str, Any] = {
         f"{_MODEL}.path": facts.model,
         f"{_MODEL}.trust_remote_code": trusted,
         "data.trust_remote_code": trusted,
-        f"{_MODEL}.enable_gradient_checkpointing": account["train_model.gradient_checkpointing"],
+        f"{_MODEL}.enable_gradient_checkpointing": ours["train_model.gradient_checkpointing"],
     }
-    attention = account["model.attn_implementation"]
+    attention = ours["model.attn_implementation"]
     if attention is not None:
         found[f"+{_MODEL}.override_config.attn_implementation"] = attention
-    if account["train_model.lora.enabled"]:
+    if ours["train_model.lora.enabled"]:
         found |= {
-            f"{_MODEL}.lora_rank": account["train_model.lora.r"],
-            f"{_MODEL}.lora_alpha": account["train_model.lora.alpha"],
+            f"{_MODEL}.lora_rank": ours["train_model.lora.r"],
+            f"{_MODEL}.lora_alpha": ours["train_model.lora.alpha"],
             f"{_MODEL}.target_modules": "all-linear",
             f"{_ROLLOUT}.load_format": "safetensors",
         }
-        if account["train_model.lora.dropout"]:
-            account.remark("train_model.lora.dropout", "the adapters of verl's FSDP learner have no dropout.")
+        if ours["train_model.lora.dropout"]:
+            ours.remark("train_model.lora.dropout", "the adapters of verl's FSDP learner have no dropout.")
     return found
 
 
-def _actor(config: Config, account: Account, facts: Facts) -> dict[str, Any]:
-    repeats, size = config.env.repeats, account["train.optim_batch_size"]
+def _actor(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
+    repeats, size = config.env.repeats, ours["train.optim_batch_size"]
     if size % repeats:
-        account.remark(
-            "train.optim_batch_size", f"verl cuts between prompts: {max(1, size // repeats)} of them a step."
-        )
+        ours.remark("train.optim_batch_size", f"verl cuts between prompts: {max(1, size // repeats)} of them a step.")
     longest = facts.longest_prompt + longest_response(config)
-    budget = account["train.micro_batch_tokens"]
+    budget = ours["train.micro_batch_tokens"]
     if budget < longest:
-        account.remark(
-            "train.micro_batch_tokens", f"raised to the longest sequence, {longest}; it counts every prompt."
-        )
-    saved = ["model", "optimizer", "extra", *(["hf_model"] if account["train.export_hf"] else [])]
+        ours.remark("train.micro_batch_tokens", f"raised to the longest sequence, {longest}; it counts every prompt.")
+    saved = ["model", "optimizer", "extra", *(["hf_model"] if ours["train.export_hf"] else [])]
     found: dict[str, Any] = {
         f"{ACTOR}.ppo_mini_batch_size": max(1, size // repeats),
-        f"{ACTOR}.ppo_epochs": account["train.epochs"],
+        f"{ACTOR}.ppo_epochs": ours["train.epochs"],
         f"{ACTOR}.shuffle": config.train.epochs > 1,
         f"{ACTOR}.use_dynamic_bsz": True,
         f"{ACTOR}.ppo_max_token_len_per_gpu": max(budget, longest),
-        f"{ACTOR}.fsdp_config.model_dtype": _DTYPES[account["train_model.torch_dtype"]],
+        f"{ACTOR}.fsdp_config.model_dtype": _DTYPES[ours["train_model.torch_dtype"]],
         f"{ACTOR}.checkpoint.save_contents": saved,
     }
-    precision = account["train.precision"]
+    precision = ours["train.precision"]
     if precision in ("fp32", "fp16"):  # verl's default is bf16
         kinds = {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
         found |= {f"+{role}.fsdp_config.mixed_precision": kinds for role in (ACTOR, _REF)}
     return found
 
 
-def _rollout(config: Config, account: Account) -> dict[str, Any]:
-    engine, dtype = account["engine.name"], account["inference_model.torch_dtype"]
+def _rollout(config: Config, ours: Account) -> dict[str, Any]:
+    engine, dtype = ours["engine.name"], ours["inference_model.torch_dtype"]
     known = None if engine == "auto" else ENGINES[engine].verl
     if known is None and engine != "auto":
-        account.remark("engine.name", "verl samples with vllm or sglang; this is vllm.")
+        ours.remark("engine.name", "verl samples with vllm or sglang; this is vllm.")
     elif is_server(engine):
-        account.remark("engine.name", "verl starts the engine itself.")
+        ours.remark("engine.name", "verl starts the engine itself.")
     found = {
         f"{_ROLLOUT}.name": known or "vllm",
         f"{_ROLLOUT}.n": config.env.repeats,
-        f"{_ROLLOUT}.temperature": account["inference_model.temperature"],
-        f"{_ROLLOUT}.top_p": account["inference_model.top_p"],
-        f"{_ROLLOUT}.top_k": account["inference_model.top_k"] or -1,
-        f"{_ROLLOUT}.ignore_eos": account["inference_model.ignore_eos"],
+        f"{_ROLLOUT}.temperature": ours["inference_model.temperature"],
+        f"{_ROLLOUT}.top_p": ours["inference_model.top_p"],
+        f"{_ROLLOUT}.top_k": ours["inference_model.top_k"] or -1,
+        f"{_ROLLOUT}.ignore_eos": ours["inference_model.ignore_eos"],
         f"{_ROLLOUT}.seed": config.seed,
         f"{_ROLLOUT}.dtype": "bfloat16" if dtype == "auto" else dtype,
-        f"{_ROLLOUT}.tensor_model_parallel_size": account["inference_model.tensor_parallel_size"],
-        f"{_ROLLOUT}.gpu_memory_utilization": account["inference_model.gpu_memory_utilization"],
-        f"{_ROLLOUT}.enforce_eager": bool(account["inference_model.enforce_eager"]),
-        f"{_ROLLOUT}.max_num_seqs": account["env.num_envs"],
+        f"{_ROLLOUT}.tensor_model_parallel_size": ours["inference_model.tensor_parallel_size"],
+        f"{_ROLLOUT}.gpu_memory_utilization": ours["inference_model.gpu_memory_utilization"],
+        f"{_ROLLOUT}.enforce_eager": bool(ours["inference_model.enforce_eager"]),
+        f"{_ROLLOUT}.max_num_seqs": ours["env.num_envs"],
     }
-    context = account["inference_model.max_model_len"]
+    context = ours["inference_model.max_model_len"]
     return found if context is None else found | {f"{_ROLLOUT}.max_model_len": context}
 
 
-def _trainer(config: Config, account: Account, facts: Facts) -> dict[str, Any]:
-    steps = account["train.total_dialog_turns"] // responses_per_step(config)
+def _trainer(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
+    steps = ours["train.total_dialog_turns"] // responses_per_step(config)
     prompts = responses_per_step(config) // config.env.repeats
-    is_on, every = account["eval.mode"] == "on", account["eval.every"]
-    if is_on and account["eval.avg_at_k"]:
-        account.remark("eval.avg_at_k", "verl's validation is greedy here (rollout.val_kwargs chooses).")
-    if account["device"] == "cpu":
-        account.remark("device", "verl needs accelerators.")
+    is_on, every = ours["eval.mode"] == "on", ours["eval.every"]
+    if is_on and ours["eval.avg_at_k"]:
+        ours.remark("eval.avg_at_k", "verl's validation is greedy here (rollout.val_kwargs chooses).")
+    if ours["device"] == "cpu":
+        ours.remark("device", "verl needs accelerators.")
     options: dict[str, Any] = {
         "trainer.total_training_steps": steps,
         "trainer.total_epochs": math.ceil(steps / max(1, facts.num_train // prompts)),
         "trainer.nnodes": 1,
-        "trainer.n_gpus_per_node": account.num_devices("train_model"),
-        "trainer.save_freq": account["train.checkpoint_frequency"] or steps,
-        "trainer.max_actor_ckpt_to_keep": account["train.keep_checkpoints"],
-        "trainer.resume_mode": "disable" if account["train.resume"] is None else "auto",
+        "trainer.n_gpus_per_node": ours.num_devices("train_model"),
+        "trainer.save_freq": ours["train.checkpoint_frequency"] or steps,
+        "trainer.max_actor_ckpt_to_keep": ours["train.keep_checkpoints"],
+        "trainer.resume_mode": "disable" if ours["train.resume"] is None else "auto",
         "trainer.val_before_train": is_on,
         "trainer.test_freq": (every or steps) if is_on else -1,
-        "trainer.logger": ["console", *(["wandb"] if account["logging.wandb"] != "disabled" else [])],
-        "trainer.project_name": account["logging.project"],
-        "trainer.experiment_name": account["logging.run_name"] or facts.name,
-        "trainer.default_local_dir": f"{HERE}/checkpoints",
+        "trainer.logger": ["console", *(["wandb"] if ours["logging.wandb"] != "disabled" else [])],
+        "trainer.project_name": ours["logging.project"],
+        "trainer.experiment_name": ours["logging.run_name"] or facts.name,
+        "trainer.default_local_dir": Beside("$HERE/checkpoints"),
     }
-    if account["mode"] == "sync":
+    if ours["mode"] == "sync":
         return options | {"trainer.v1.trainer_mode": "sync"}
-    account.remark("train.max_policy_age", "verl drops what became older, or waits for it; ours never samples it.")
+    ours.remark("train.max_policy_age", "verl drops what became older, or waits for it; ours never samples it.")
     return options | {
         "trainer.v1.trainer_mode": "separate_async",
         "trainer.v1.separate_async.parameter_sync_step": responses_per_step(config) // config.train.optim_batch_size,
-        "trainer.v1.sampler.max_off_policy_threshold": max(1, account["train.max_policy_age"]),
+        "trainer.v1.sampler.max_off_policy_threshold": max(1, ours["train.max_policy_age"]),
         f"{_ROLLOUT}.nnodes": 1,
-        f"{_ROLLOUT}.n_gpus_per_node": account.num_devices("inference_model"),
+        f"{_ROLLOUT}.n_gpus_per_node": ours.num_devices("inference_model"),
         f"{_ROLLOUT}.checkpoint_engine.backend": "nccl",
     }

@@ -26,9 +26,9 @@ from transformers import (
 from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_folder
 from sota_grpo.policy import model_sizes
+from sota_grpo.policy.causal import base_model
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.model_sizes import Architecture
-from sota_grpo.policy.packed import base_model
 from sota_grpo.policy.smollm2 import SMOLLM2, smollm2_folder
 from sota_grpo.text import first_line
 

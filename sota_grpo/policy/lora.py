@@ -16,7 +16,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from transformers import PreTrainedModel
 
-from sota_grpo.policy.packed import base_model
+from sota_grpo.policy.causal import base_model
 from sota_grpo.policy.sharding import gathered
 from sota_grpo.policy.weight_pack import WeightPack, padded
 

@@ -101,40 +101,26 @@ class Architecture:
         return self.layers * rank * sum(inputs + outputs for inputs, outputs in self.linear_layers)
 
 
-def _qwen2(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, *, tied: bool) -> Architecture:
-    head_dim = hidden // heads
-    vocab = 151_936 if tied else 152_064
-    return Architecture(hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, tied, 32_768, qkv_bias=True)
-
-
-def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool) -> Architecture:
-    return Architecture(hidden, layers, heads, 8, 128, intermediate, 151_936, tied, 40_960, qk_norm=True)
-
-
-_QWEN25 = {
-    "0.5b": _qwen2(896, 24, 14, 2, 4864, tied=True),
-    "1.5b": _qwen2(1536, 28, 12, 2, 8960, tied=True),
-    "3b": _qwen2(2048, 36, 16, 2, 11_008, tied=True),
-    "7b": _qwen2(3584, 28, 28, 4, 18_944, tied=False),
-    "14b": _qwen2(5120, 48, 40, 8, 13_824, tied=False),
-    "32b": _qwen2(5120, 64, 40, 8, 27_648, tied=False),
-    "72b": _qwen2(8192, 80, 64, 8, 29_568, tied=False),
-}
-_ARCHITECTURES = {
-    **{f"qwen2.5-{size}": found for size, found in _QWEN25.items()},
-    **{f"qwen2.5-math-{size}": replace(_QWEN25[size], context=4096) for size in ("1.5b", "7b", "72b")},
-    **{f"qwen2.5-coder-{size}": _QWEN25[size] for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b")},
-    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
-    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
-    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
-    "qwen3-8b": _qwen3(4096, 36, 32, 12_288, tied=False),
-    "qwen3-14b": _qwen3(5120, 40, 40, 17_408, tied=False),
-    "llama-2-7b": Architecture(4096, 32, 32, 32, 128, 11_008, 32_000, False, 4096),
-    "llama-2-13b": Architecture(5120, 40, 40, 40, 128, 13_824, 32_000, False, 4096),
-    "llama-3-8b": Architecture(4096, 32, 32, 8, 128, 14_336, 128_256, False, 8192),
-    "llama-3.1-8b": Architecture(4096, 32, 32, 8, 128, 14_336, 128_256, False, 131_072),
-    "llama-3.2-1b": Architecture(2048, 16, 32, 8, 64, 8192, 128_256, True, 131_072),
-    "llama-3.2-3b": Architecture(3072, 28, 24, 8, 128, 8192, 128_256, True, 131_072),
+# hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, tied, context
+_SHAPES = {
+    "qwen2.5-0.5b": (896, 24, 14, 2, 64, 4864, 151_936, True, 32_768),
+    "qwen2.5-1.5b": (1536, 28, 12, 2, 128, 8960, 151_936, True, 32_768),
+    "qwen2.5-3b": (2048, 36, 16, 2, 128, 11_008, 151_936, True, 32_768),
+    "qwen2.5-7b": (3584, 28, 28, 4, 128, 18_944, 152_064, False, 32_768),
+    "qwen2.5-14b": (5120, 48, 40, 8, 128, 13_824, 152_064, False, 32_768),
+    "qwen2.5-32b": (5120, 64, 40, 8, 128, 27_648, 152_064, False, 32_768),
+    "qwen2.5-72b": (8192, 80, 64, 8, 128, 29_568, 152_064, False, 32_768),
+    "qwen3-0.6b": (1024, 28, 16, 8, 128, 3072, 151_936, True, 40_960),
+    "qwen3-1.7b": (2048, 28, 16, 8, 128, 6144, 151_936, True, 40_960),
+    "qwen3-4b": (2560, 36, 32, 8, 128, 9728, 151_936, True, 40_960),
+    "qwen3-8b": (4096, 36, 32, 8, 128, 12_288, 151_936, False, 40_960),
+    "qwen3-14b": (5120, 40, 40, 8, 128, 17_408, 151_936, False, 40_960),
+    "llama-2-7b": (4096, 32, 32, 32, 128, 11_008, 32_000, False, 4096),
+    "llama-2-13b": (5120, 40, 40, 40, 128, 13_824, 32_000, False, 4096),
+    "llama-3-8b": (4096, 32, 32, 8, 128, 14_336, 128_256, False, 8192),
+    "llama-3.1-8b": (4096, 32, 32, 8, 128, 14_336, 128_256, False, 131_072),
+    "llama-3.2-1b": (2048, 16, 32, 8, 64, 8192, 128_256, True, 131_072),
+    "llama-3.2-3b": (3072, 28, 24, 8, 128, 8192, 128_256, True, 131_072),
 }
 _VARIANT = re.compile(r"(^meta-(?=llama))|(-(instruct|base|chat|hf|it))+$")  # names of one shape, trained differently
 
@@ -149,7 +135,12 @@ def architecture_of(name: str) -> Architecture | None:
     >>> architecture_of("somebody/unheard-of-7b") is None
     True
     """
-    return _ARCHITECTURES.get(_VARIANT.sub("", name.rpartition("/")[2].lower()))
+    name = _VARIANT.sub("", name.rpartition("/")[2].lower())
+    shape = _SHAPES.get(re.sub(r"^(qwen2\.5)-(math|coder)", r"\1", name))
+    if shape is None:
+        return None
+    known = Architecture(*shape, qkv_bias=name.startswith("qwen2"), qk_norm=name.startswith("qwen3"))
+    return replace(known, context=4096) if "-math-" in name else known
 
 
 def model_of_size(size: str) -> str:

@@ -8,8 +8,9 @@ the device of the rows) out, and ``close()``, which is idempotent.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -33,12 +34,15 @@ class ReferencePolicy(Protocol):
     def close(self) -> None: ...
 
 
+Context = Callable[[], AbstractContextManager[Any]]  # in which a reference computes
+
+
 class _Computed:
     """Log-probabilities of a policy of this process, until it is closed."""
 
-    def __init__(self, policy: CausalPolicy, context: Callable[[], AbstractContextManager] = nullcontext) -> None:
+    def __init__(self, policy: CausalPolicy, *contexts: Context) -> None:
         self._policy: CausalPolicy | None = policy
-        self._context, self.shared_prompt = context, policy.shared_prompt
+        self._contexts, self.shared_prompt = contexts, policy.shared_prompt
 
     @torch.no_grad()
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
@@ -50,7 +54,9 @@ class _Computed:
         if self._policy is None:
             raise RuntimeError("the reference policy was closed and cannot answer any more")
         tokens, attention_mask, assistant_mask = (rows.get(key) for key in self._policy.in_keys)
-        with self._context():
+        with ExitStack() as entered:
+            for context in self._contexts:
+                entered.enter_context(context())
             log_probs, _ = self._policy.log_probs(tokens, attention_mask, assistant_mask)
         return log_probs.to(tokens.device)
 
@@ -65,14 +71,21 @@ class FrozenReference(_Computed):
         model: taken over: frozen and put in evaluation mode. Give a copy of a model that still trains.
         temperature: the policy's sampling temperature.
         shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
+        autocast: of the learner: the KL of equal weights is 0 then.
     """
 
     def __init__(
-        self, model: nn.Module, *, temperature: float = 1.0, shared_prompt: bool = True, fused: bool = False
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        shared_prompt: bool = True,
+        fused: bool = False,
+        autocast: Context = nullcontext,
     ) -> None:
         frozen = model.requires_grad_(False).eval()
         options = {"with_entropy": False, "shared_prompt": shared_prompt, "fused": fused}
-        super().__init__(CausalPolicy(frozen, temperature=temperature, **options))
+        super().__init__(CausalPolicy(frozen, temperature=temperature, **options), autocast)
 
 
 class AdapterOffReference(_Computed):
@@ -80,12 +93,13 @@ class AdapterOffReference(_Computed):
 
     Args:
         policy: the policy being trained, around a model of :func:`sota_grpo.policy.lora.add_lora`.
+        autocast: of the learner.
 
     Raises:
         ValueError: the policy's model has no adapter.
     """
 
-    def __init__(self, policy: CausalPolicy) -> None:
+    def __init__(self, policy: CausalPolicy, *, autocast: Context = nullcontext) -> None:
         with adapter_disabled(policy.model):
             pass  # refuses a model without an adapter now rather than in the first step
-        super().__init__(policy, lambda: adapter_disabled(policy.model))
+        super().__init__(policy, autocast, partial(adapter_disabled, policy.model))

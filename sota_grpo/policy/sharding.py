@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sota_grpo.policy.packed import base_model, decoder_layers, fuse_layers, kernel_difference
-from sota_grpo.policy.shared_attention import SHARED_ATTENTION
+from sota_grpo.policy.causal import base_model, decoder_layers, fuse_layers, kernel_difference
+from sota_grpo.policy.shared_prompt import SHARED_ATTENTION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

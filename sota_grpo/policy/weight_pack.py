@@ -1,23 +1,19 @@
-"""Weights on their way from the learner to the engines: one flat buffer, so that a process boundary costs no copy.
-
-:func:`perturb` shows that they arrive: a small change of the weights, which :func:`restore` takes back bit for bit.
-"""
+"""Many tensors as one block of bytes: weights on their way to the engines, rows on their way to a GPU."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sota_grpo.policy.device_copy import as_bytes, copy_to_host
-from sota_grpo.policy.sharding import local
-
 ALIGNMENT = 64  # bytes; wide enough for every dtype and for vector loads
+_SLICE_BYTES = 64 << 20  # a power of two, to which torch rounds pinned memory up
 
 
 @dataclass(frozen=True)
@@ -28,10 +24,14 @@ class Place:
     shape: tuple[int, ...]
     offset: int
 
+    @classmethod
+    def of(cls, tensor: Tensor, offset: int) -> Place:
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
+
 
 @dataclass(frozen=True)
 class WeightPack:
-    """Named tensors in one ``uint8`` buffer on the CPU.
+    """Named tensors in one ``uint8`` buffer on the CPU, so that a process boundary costs no copy.
 
     Pickle protocol 5 (Ray, multiprocessing with out-of-band buffers) moves the buffer by reference; :meth:`tensors`
     views it without a copy. The views are to be read, never written: other processes may see the same memory.
@@ -47,7 +47,7 @@ class WeightPack:
     places: Mapping[str, Place]
 
     @classmethod
-    def of(cls, weights: Iterable[tuple[str, torch.Tensor]], *, room: int | None = None) -> WeightPack:
+    def of(cls, weights: Iterable[tuple[str, Tensor]], *, room: int | None = None) -> WeightPack:
         """Copy ``weights`` (any dtype, any device) into a new pack.
 
         Args:
@@ -57,7 +57,7 @@ class WeightPack:
         """
         if room is None:
             weights = list(weights)
-            room = sum(padded(tensor.numel() * tensor.element_size()) for _, tensor in weights)
+            room = sum(padded(tensor.nbytes) for _, tensor in weights)
         buffer = np.empty(room, dtype=np.uint8)  # what is not written takes no memory
         whole = torch.from_numpy(buffer)
         places: dict[str, Place] = {}
@@ -68,23 +68,22 @@ class WeightPack:
             identity = (flat.data_ptr(), flat.dtype, flat.shape)
             place, storage = seen.get(identity, (None, None))
             if place is None or storage is None or storage.expired():  # a merged weight frees its address to the next
-                place = Place(str(flat.dtype).removeprefix("torch."), tuple(flat.shape), end)
+                place = Place.of(flat, end)
                 seen[identity] = place, StorageWeakRef(flat.untyped_storage())
-                num_bytes = flat.numel() * flat.element_size()
-                if num_bytes:
-                    copy_to_host(whole[end : end + num_bytes], as_bytes(flat))
-                end += padded(num_bytes)
+                if flat.nbytes:
+                    copy_to_host(whole[end : end + flat.nbytes], as_bytes(flat))
+                end += padded(flat.nbytes)
             places[name] = place
         return cls(buffer[:end], places)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the buffer, under the names and in the order given."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # shared: nobody writes
             whole = torch.from_numpy(self.buffer)
         return views(self.places, whole)
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.tensors()
 
     @property
@@ -93,7 +92,7 @@ class WeightPack:
         return self.buffer.nbytes
 
 
-def views(places: Mapping[str, Place], whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def views(places: Mapping[str, Place], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors that lie in ``whole`` (uint8 ``[num_bytes]``, any device), uncopied."""
     for name, place in places.items():
         dtype: torch.dtype = getattr(torch, place.dtype)
@@ -110,49 +109,38 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-PROBE_SHARE = 0.01  # of each tensor's elements; changed signs move a tensor by 2 sqrt(share), a fifth, of its norm
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Its numbers, row after row, as uint8 ``[n]``: a view, where they lie so."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-class Changed(NamedTuple):
-    """Where a tensor was changed, and what stood there."""
+def copy_to(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors on ``device``; those of a CPU go to a GPU as one block of pinned memory.
 
-    tensor: torch.Tensor
-    places: torch.Tensor
-    values: torch.Tensor
+    A tensor by itself, from pageable memory, costs a launch, and the host waits until it is there.
 
-
-@torch.no_grad()
-def perturb(parameters: Iterable[torch.Tensor]) -> list[Changed]:
-    """Change every tensor in place; :func:`restore` of the result brings back each bit.
-
-    ``PROBE_SHARE`` of its elements, at least one, change their sign (zeros become 1). Noise on all elements would need
-    a copy of the whole model to restore; this keeps 3 to 5 % of its bytes. Of a sharded tensor each rank changes its
-    own part.
-
-    >>> weight = torch.tensor([0.0, 2.0])
-    >>> kept = perturb([weight])
-    >>> weight.tolist() in ([1.0, 2.0], [0.0, -2.0])
-    True
-    >>> restore(kept)
-    >>> weight.tolist()
-    [0.0, 2.0]
+    >>> copy_to([torch.tensor([1, 2]), torch.tensor([True])], torch.device("cpu"))
+    [tensor([1, 2]), tensor([True])]
     """
-    generator = torch.Generator().manual_seed(0)
-    kept = []
-    for parameter in parameters:
-        tensor = local(parameter.data)
-        if not tensor.numel():
-            continue
-        count = max(1, round(PROBE_SHARE * tensor.numel()))
-        places = torch.randint(tensor.numel(), (count,), generator=generator).to(tensor.device)
-        values = tensor.take(places)
-        kept.append(Changed(tensor, places, values))
-        tensor.put_(places, torch.where(values == 0, 1.0, -values))
-    return kept
+    if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors):
+        return [tensor.to(device) for tensor in tensors]
+    *offsets, end = accumulate((padded(tensor.nbytes) for tensor in tensors), initial=0)
+    block = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+    for offset, tensor in zip(offsets, tensors):
+        block[offset : offset + tensor.nbytes].copy_(as_bytes(tensor))
+    places = {str(index): Place.of(tensor, offsets[index]) for index, tensor in enumerate(tensors)}
+    return [tensor for _, tensor in views(places, block.to(device, non_blocking=True))]
 
 
-@torch.no_grad()
-def restore(kept: Iterable[Changed]) -> None:
-    """Put back what :func:`perturb` changed."""
-    for tensor, places, values in kept:
-        tensor.put_(places, values)
+def copy_to_host(target: Tensor, source: Tensor) -> None:
+    """Copy bytes (``uint8 [n]``, of any device) into ordinary memory of the host.
+
+    From a GPU they go through one slice of pinned memory, which the driver can write to by itself: without it, it makes
+    slower copies of its own. To pin all of ``target`` would take up to twice its size, and seconds.
+    """
+    if source.device.type != "cuda":
+        target.copy_(source)
+        return
+    pinned = torch.empty(_SLICE_BYTES, dtype=torch.uint8, pin_memory=True)  # torch keeps it for the next call
+    for into, part in zip(target.split(_SLICE_BYTES), source.split(_SLICE_BYTES)):
+        into.copy_(pinned[: part.numel()].copy_(part))

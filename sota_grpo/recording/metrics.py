@@ -29,9 +29,11 @@ class Metric:
 
 _TERM = "reward/<term>"
 _INFO = "grader/<name>"
+_EVAL_TERM = "eval/reward/<term>"
 _TASK, _TASK_ERROR = "eval/task/<name>", "eval/task_stderr/<name>"
 _PATTERNS = {
     _TERM: re.compile(r"reward/[A-Za-z_][\w.-]*", re.ASCII),
+    _EVAL_TERM: re.compile(r"eval/reward/[A-Za-z_][\w.-]*", re.ASCII),
     _INFO: re.compile(r"grader/[\w.-]+", re.ASCII),
     _TASK: re.compile(r"eval/task/\w+", re.ASCII),
     _TASK_ERROR: re.compile(r"eval/task_stderr/\w+", re.ASCII),
@@ -90,6 +92,9 @@ _DECLARED = (
     Metric("eval/stderr", "last", "Standard error of eval/accuracy over problems.", "share"),
     Metric("eval/avg_at_k", "last", "Held-out accuracy, mean of k samples at temperature 1.", "share"),
     Metric("eval/avg_at_k_stderr", "last", "Standard error of eval/avg_at_k over problems.", "share"),
+    Metric("eval/reward", "last", "Mean reward of the greedy responses to held-out problems."),
+    Metric("eval/reward_stderr", "last", "Standard error of eval/reward over problems."),
+    Metric(_EVAL_TERM, "last", "Mean of one reward term of those responses, before its weight."),
     Metric(_TASK, "last", "An accuracy of the task's benchmark, greedy (ifeval: prompts, instructions).", "share"),
     Metric(_TASK_ERROR, "last", "Standard error of that accuracy over problems.", "share"),
     Metric("eval/grader_errors", "sum", "Evaluated responses whose grader failed or timed out.", "responses"),

@@ -1,4 +1,4 @@
-"""What a person sees of a run: what is being started, a progress line while it trains, a closing table.
+"""What a person sees of a run before its first step and after its last: what is being started, a closing table.
 
 The lines of a start are records of the ``sota_grpo`` loggers: they go wherever the other sentences of a run go, whole
 lines without control characters. ``training.log`` has the time at which each stage began, the short ones too.
@@ -12,19 +12,14 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.live import Live
     from rich.table import Table
 
 EVERY_S = 6.0  # with the second between two looks, and what an import blocks all threads for, a line within 10 s
 _LOOK_S = 1.0
-_DRAW_EVERY_S = 0.25  # in a notebook; each is a message to the browser
-_WINDOW = 20  # steps of the moving average: long enough to smooth evaluations, short enough to follow the lengths
 _TEXT_WIDTH = 100
 
 logger = logging.getLogger(__name__)
@@ -84,141 +79,8 @@ class Heartbeat(logging.Handler):
         logging.getLogger("sota_grpo").removeHandler(self)
 
 
-class Progress:
-    """One line that says how far the run is and how it does.
-
-    On a terminal and in a notebook the line is redrawn in place. Elsewhere (a file, CI) whole lines are printed,
-    without any control character: the first, the last, and one every ``every_s`` seconds.
-
-    Args:
-        total_steps: steps of the whole run.
-        first_step: steps done before this process (resume).
-        stream: None is standard output.
-        every_s: least seconds between two plain lines.
-
-    >>> progress = Progress(60, stream=io.StringIO())
-    >>> progress.update(12, {"reward": 0.61, "success": 0.57})[:43]
-    'step 12/60  reward 0.61  success 57 %  ETA '
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        first_step: int = 0,
-        stream: TextIO | None = None,
-        every_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self.total = total_steps
-        self._stream = stream or sys.stdout
-        self._every_s = every_s
-        self._clock = clock
-        self._marks: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=_WINDOW + 1)
-        self._printed_at = -float("inf")
-        self._live: Live | None = None
-        if is_terminal(self._stream):
-            from rich.console import Console
-            from rich.live import Live
-
-            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
-        self._notebook = NotebookLine() if in_notebook(self._stream) else None
-
-    def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
-        """Show and return the line after ``done`` steps of the run; what was not measured is left out."""
-        now = self._clock()
-        self._marks.append((done, now))
-        line = self._line(done, metrics)
-        if self._live is not None:
-            from rich.text import Text
-
-            self._live.start()
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        elif self._notebook is not None:
-            self._notebook.show(line)
-        elif done >= self.total or now - self._printed_at >= self._every_s:
-            self._printed_at = now
-            self._stream.write(line + "\n")
-            self._stream.flush()
-        return line
-
-    def close(self) -> None:
-        """Leave the last line standing and give the terminal back. Idempotent."""
-        if self._live is not None:
-            self._live.stop()
-        if self._notebook is not None:
-            self._notebook.close()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _line(self, done: int, metrics: Mapping[str, float | None]) -> str:
-        parts = [f"step {done}/{self.total}"]
-        for name, style in (
-            ("reward", "reward {:.2f}"),
-            ("success", "success {:.0%}"),
-            ("kl", "kl {:.2g}"),
-            ("tokens_per_s", "{:,.0f} tok/s"),
-        ):
-            value = metrics.get(name)
-            if value is not None:
-                parts.append(style.format(value).replace("%", " %"))
-        failed = metrics.get("reward_errors")
-        if failed:
-            parts.append(f"{failed:.0f} not graded")
-        (first, began), (last, now) = self._marks[0], self._marks[-1]
-        if last > first:
-            parts.append(f"ETA {duration((self.total - last) * (now - began) / (last - first))}")
-        return "  ".join(parts)
-
-
-class NotebookLine:
-    """Draws a line where it was drawn first, at most four times a second.
-
-    IPython's display is used as it is, without widgets: those need a package beside the notebook, and are empty in a
-    saved one.
-    """
-
-    def __init__(self, display: Callable[..., Any] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        if display is None:
-            import IPython.display
-
-            display = IPython.display.display
-        self._display, self._clock = display, clock
-        self._handle: Any = None
-        self._line: str | None = None  # what is still to be drawn
-        self._drawn_at = -float("inf")
-
-    def show(self, line: str) -> None:
-        """Draw ``line`` now, or with the next one, or when the line is closed."""
-        self._line = line
-        if self._clock() - self._drawn_at >= _DRAW_EVERY_S:
-            self._draw()
-
-    def close(self) -> None:
-        """Leave the last line standing. Idempotent."""
-        if self._line is not None:
-            self._draw()
-
-    def _draw(self) -> None:
-        content = {"text/plain": self._line}
-        if self._handle is None:
-            self._handle = self._display(content, raw=True, display_id=True)
-        else:
-            self._handle.update(content, raw=True)
-        self._line, self._drawn_at = None, self._clock()
-
-
 def in_notebook(stream: TextIO) -> bool:
-    """Whether ``stream`` leads to the cell of a notebook, where it is no terminal and still can be redrawn.
-
-    >>> import io
-    >>> in_notebook(io.StringIO())
-    False
-    """
+    """Whether ``stream`` leads to the cell of a notebook, where it is no terminal and still can be redrawn."""
     return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
@@ -227,25 +89,13 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-def duration(seconds: float) -> str:
-    """Minutes and seconds, with hours where there are any.
-
-    >>> duration(151), duration(3661.2), duration(0.4)
-    ('2:31', '1:01:01', '0:00')
-    """
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
-
-
 def closing_table(
     before: Mapping[str, float | None],
     after: Mapping[str, float | None],
     phase_seconds: Mapping[str, float],
     *,
-    avg_at_k: int = 0,
-    wall_s: float | None = None,
-    stream: TextIO | None = None,
+    avg_at_k: int,
+    wall_s: float,
 ) -> str:
     """Print what the run gained and where its time went; return the same as plain text, for ``training.log``.
 
@@ -254,30 +104,12 @@ def closing_table(
         after: the same after training.
         phase_seconds: seconds by phase (``generate``, ``learn``, ...), summed over the run.
         avg_at_k: the k of ``eval/avg_at_k``.
-        wall_s: duration of the run. Shares are of it, and the time of no phase is shown as ``other``; phases that
-            overlap may add up to more than 100 %. None: shares are of the sum of the phases.
-        stream: None is standard output.
+        wall_s: duration of the run, of which the shares are; the time of no phase is shown as ``other``. Phases that
+            overlap may add up to more than 100 %.
     """
     from rich.console import Console, Group
 
-    stream = stream or sys.stdout
-    tables = Group(*_accuracy_table(before, after, avg_at_k), _time_table(phase_seconds, wall_s))
-    plain = Console(file=io.StringIO(), width=_TEXT_WIDTH, force_terminal=False, force_jupyter=False, color_system=None)
-    with plain.capture() as capture:
-        plain.print(tables)
-    text = capture.get()
-    if is_terminal(stream):
-        Console(file=stream).print(tables)
-    else:
-        stream.write(text)
-        stream.flush()
-    return text
-
-
-def _accuracy_table(
-    before: Mapping[str, float | None], after: Mapping[str, float | None], avg_at_k: int
-) -> list[RenderableType]:
-    table = figures("held-out accuracy", "before", "after", "gain")
+    gains = figures("held out", "before", "after", "gain")
     own = [name.removeprefix("eval/task/") for name in {**before, **after} if name.startswith("eval/task/")]
     for label, mean, stderr in (
         ("greedy", "eval/accuracy", "eval/stderr"),
@@ -285,33 +117,54 @@ def _accuracy_table(
         (f"avg@{avg_at_k}", "eval/avg_at_k", "eval/avg_at_k_stderr"),
     ):
         old, new = before.get(mean), after.get(mean)
-        if old is None and new is None:
-            continue
-        gain = "-" if old is None or new is None else f"{100 * (new - old):+.1f} points"
-        cells = [_accuracy(row.get(mean), row.get(stderr)) for row in (before, after)]
-        table.add_row(label, *cells, gain)
-    return [table] if table.row_count else []
+        if old is not None or new is not None:
+            gain = "-" if old is None or new is None else f"{100 * (new - old):+.1f} points"
+            gains.add_row(label, *(percent(row.get(mean), row.get(stderr)) for row in (before, after)), gain)
+    for row in _reward_rows(before, after):
+        gains.add_row(*row)
+    times = figures("phase", "seconds", "share")
+    for phase, seconds in [*phase_seconds.items(), ("other", wall_s - sum(phase_seconds.values()))]:
+        if phase != "other" or seconds > 0:
+            times.add_row(phase, f"{seconds:,.1f}", f"{100 * seconds / wall_s:.0f} %")
+    times.add_section()
+    times.add_row("total", f"{wall_s:,.1f}", "")
+    tables = Group(*([gains] if gains.row_count else []), times)
+    plain = Console(file=io.StringIO(), width=_TEXT_WIDTH, force_terminal=False, force_jupyter=False, color_system=None)
+    with plain.capture() as capture:
+        plain.print(tables)
+    text = capture.get()
+    if is_terminal(sys.stdout):
+        Console(file=sys.stdout).print(tables)
+    else:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    return text
 
 
-def _accuracy(mean: float | None, stderr: float | None) -> str:
-    if mean is None:
+def _reward_rows(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> Iterator[list[str]]:
+    """Held-out reward and its terms, unless the reward is the accuracy and says no more."""
+    names = [name for name in {**before, **after} if name.startswith("eval/reward/")]
+    for name in ("eval/reward", *(names if len(names) > 1 else [])):
+        if all(row.get("eval/reward") == row.get("eval/accuracy") for row in (before, after)):
+            return
+        cells = []
+        for row in (before, after):
+            value, error = row.get(name), row.get("eval/reward_stderr") if name == "eval/reward" else None
+            cells.append("-" if value is None else f"{value:.3g}" + ("" if error is None else f" +/- {error:.2g}"))
+        old, new = before.get(name), after.get(name)
+        gain = "-" if old is None or new is None else f"{new - old:+.3g}"
+        yield ["reward" if name == "eval/reward" else f"  {name.removeprefix('eval/reward/')}", *cells, gain]
+
+
+def percent(share: float | None, error: float | None = None) -> str:
+    """A share and its standard error in percent.
+
+    >>> percent(0.613, 0.03), percent(0.5), percent(None)
+    ('61.3 +/- 3.0 %', '50.0 %', '-')
+    """
+    if share is None:
         return "-"
-    error = "" if stderr is None else f" +/- {100 * stderr:.1f}"
-    return f"{100 * mean:.1f}{error} %"
-
-
-def _time_table(phase_seconds: Mapping[str, float], wall_s: float | None) -> Table:
-    spent = sum(phase_seconds.values())
-    total = spent if wall_s is None else wall_s
-    rows = dict(phase_seconds)
-    if total > spent:
-        rows["other"] = total - spent
-    table = figures("phase", "seconds", "share")
-    for phase, seconds in rows.items():
-        table.add_row(phase, f"{seconds:,.1f}", f"{100 * seconds / total:.0f} %" if total > 0 else "-")
-    table.add_section()
-    table.add_row("total", f"{total:,.1f}", "")
-    return table
+    return f"{100 * share:.1f}" + ("" if error is None else f" +/- {100 * error:.1f}") + " %"
 
 
 def figures(*columns: str) -> Table:

@@ -5,6 +5,7 @@ A run may be writing them while they are read, and somebody may have damaged the
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -18,18 +19,21 @@ from sota_grpo.config import walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_json
 from sota_grpo.text import sentence
+from sota_grpo.untrusted import SMALL_BYTES, open_file, read_yaml
 
 RUN_FILE = "run.json"  # written when training begins: signature, steps asked for, whether they are done
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 EVALUATED = "eval/accuracy"  # stands in the rows that are evaluations
-OVERRIDES_FILE = ".hydra/overrides.yaml"  # Hydra's own, there before anything else
+OVERRIDES_FILE = ".hydra/overrides.yaml"  # as Hydra writes it, there before anything else
 CHECKPOINTS = "checkpoints"
+EXPORTED = "hf"  # the trained model
 INPUTS = "inputs"  # what was passed in Python as an object
 GATE_FILE = "gate.json"
 FAILURE_FILE = "failure.json"  # why a run ended too early; gone as soon as it trains again
 LOCK_FILE = ".lock"
+_LINE_BYTES = 256 << 20  # of one line, more than any run writes
 
 
 def is_run(path: Path) -> bool:
@@ -67,7 +71,7 @@ def read_record(run_dir: Path) -> dict[str, Any] | None:
 def is_held(run_dir: Path) -> bool:
     """Whether a process is at work in ``run_dir``. The question itself holds nothing for longer than it takes."""
     try:
-        with (run_dir / LOCK_FILE).open("rb") as file:
+        with open_file(run_dir / LOCK_FILE) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -138,8 +142,10 @@ def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
     """
     offset = 0
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+        with open_file(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), 1):
+                if len(line) == _LINE_BYTES:
+                    raise OSError(errno.EFBIG, f"line {number} has more than {_LINE_BYTES >> 20} MiB")
                 if not line.endswith(b"\n"):  # its end may be there a moment later, and is no line
                     return
                 yield number, offset, line
@@ -186,7 +192,7 @@ def _parsed_config(path: Path, _written: int) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
+        content = OmegaConf.to_container(read_yaml(path))
     except OSError:
         raise
     except Exception as error:  # PyYAML and OmegaConf have a family of errors each
@@ -207,7 +213,8 @@ def unreadable(path: Path, error: OSError) -> UserError:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file; empty where it cannot be read or holds something else, None where there is no file."""
     try:
-        record = json.loads(path.read_text())
+        with open_file(path, most_bytes=SMALL_BYTES) as file:
+            record = json.loads(file.read())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError):  # of another user, or of another program

@@ -24,7 +24,7 @@ from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import declared
 from sota_grpo.recording.run_files import METRICS_FILE, ROLLOUTS_FILE, whole_lines
 from sota_grpo.recording.sinks import CopySink
-from sota_grpo.text import json_line, one_line, readable
+from sota_grpo.text import ReadableFormatter, json_line, one_line, readable
 
 TRAINING_LOG = "training.log"
 DEBUG_FOLDER = "debug_logs"
@@ -197,7 +197,6 @@ def _plain(value: Any) -> float | int:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Make a file of whole lines out of what a kill has left, or an empty one."""
     end = max((offset + len(line) for _, offset, line in whole_lines(_writable(path))), default=0)
     if end < path.stat().st_size:
         os.truncate(path, end)
@@ -233,7 +232,7 @@ def setup_logging(run_dir: str | os.PathLike[str], level: str = "info") -> loggi
     """
     path = _writable(Path(run_dir) / TRAINING_LOG)
     handler = _TrainingLog(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(ReadableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("sota_grpo")
     for old in [one for one in logger.handlers if isinstance(one, _TrainingLog)]:
         logger.removeHandler(old)

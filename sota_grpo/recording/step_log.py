@@ -6,27 +6,164 @@ from __future__ import annotations
 import json
 import logging
 import statistics
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from tensordict import TensorDictBase
 
 from sota_grpo import keys
 from sota_grpo.recording.metrics import info_metric, is_number, term_metric
-from sota_grpo.recording.progress import Progress
+from sota_grpo.recording.progress import in_notebook, is_terminal
 from sota_grpo.recording.run_log import ExamineLog, RunLog
 from sota_grpo.recording.stored_steps import Origin, StoredStep, save_step, text_pieces
 from sota_grpo.rl.collate import row_list
+from sota_grpo.text import duration
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 logger = logging.getLogger(__name__)
 
+_DRAW_EVERY_S = 0.25  # in a notebook; each is a message to the browser
+_WINDOW = 20  # steps of the moving average: long enough to smooth evaluations, short enough to follow the lengths
 SHARE, FREE_S = 0.03, 30.0  # of the run's time that keeping whole steps may take; seconds that are not counted
 _PATIENCE = 3  # steps in a row; one alone happens to good runs, and a run may be shorter
+
+
+class Progress:
+    """One line that says how far the run is and how it does.
+
+    On a terminal and in a notebook the line is redrawn in place. Elsewhere (a file, CI) whole lines are printed,
+    without any control character: the first, the last, and one every ``every_s`` seconds.
+
+    Args:
+        total_steps: steps of the whole run.
+        first_step: steps done before this process (resume).
+        stream: None is standard output.
+        every_s: least seconds between two plain lines.
+
+    >>> import io
+    >>> progress = Progress(60, stream=io.StringIO())
+    >>> progress.update(12, {"reward": 0.61, "success": 0.57})[:43]
+    'step 12/60  reward 0.61  success 57 %  ETA '
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        first_step: int = 0,
+        stream: TextIO | None = None,
+        every_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.total = total_steps
+        self._stream = stream or sys.stdout
+        self._every_s = every_s
+        self._clock = clock
+        self._marks: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=_WINDOW + 1)
+        self._printed_at = -float("inf")
+        self._live: Live | None = None
+        if is_terminal(self._stream):
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
+        self._notebook = NotebookLine() if in_notebook(self._stream) else None
+
+    def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
+        """Show and return the line after ``done`` steps of the run; what was not measured is left out."""
+        now = self._clock()
+        self._marks.append((done, now))
+        line = self._line(done, metrics)
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.start()
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif self._notebook is not None:
+            self._notebook.show(line)
+        elif done >= self.total or now - self._printed_at >= self._every_s:
+            self._printed_at = now
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        return line
+
+    def close(self) -> None:
+        """Leave the last line standing and give the terminal back. Idempotent."""
+        if self._live is not None:
+            self._live.stop()
+        if self._notebook is not None:
+            self._notebook.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _line(self, done: int, metrics: Mapping[str, float | None]) -> str:
+        parts = [f"step {done}/{self.total}"]
+        for name, style in (
+            ("reward", "reward {:.2f}"),
+            ("success", "success {:.0%}"),
+            ("kl", "kl {:.2g}"),
+            ("tokens_per_s", "{:,.0f} tok/s"),
+        ):
+            value = metrics.get(name)
+            if value is not None:
+                parts.append(style.format(value).replace("%", " %"))
+        failed = metrics.get("reward_errors")
+        if failed:
+            parts.append(f"{failed:.0f} not graded")
+        (first, began), (last, now) = self._marks[0], self._marks[-1]
+        if last > first:
+            parts.append(f"ETA {duration((self.total - last) * (now - began) / (last - first))}")
+        return "  ".join(parts)
+
+
+class NotebookLine:
+    """Draws a line where it was drawn first, at most four times a second.
+
+    IPython's display is used as it is, without widgets: those need a package beside the notebook, and are empty in a
+    saved one.
+    """
+
+    def __init__(self, display: Callable[..., Any] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        if display is None:
+            import IPython.display
+
+            display = IPython.display.display
+        self._display, self._clock = display, clock
+        self._handle: Any = None
+        self._line: str | None = None  # what is still to be drawn
+        self._drawn_at = -float("inf")
+
+    def show(self, line: str) -> None:
+        """Draw ``line`` now, or with the next one, or when the line is closed."""
+        self._line = line
+        if self._clock() - self._drawn_at >= _DRAW_EVERY_S:
+            self._draw()
+
+    def close(self) -> None:
+        """Leave the last line standing. Idempotent."""
+        if self._line is not None:
+            self._draw()
+
+    def _draw(self) -> None:
+        content = {"text/plain": self._line}
+        if self._handle is None:
+            self._handle = self._display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+        self._line, self._drawn_at = None, self._clock()
 
 
 class SignalWatch:

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.files import atomic_file
+from sota_grpo.files import atomic_file, drop_leftovers
+from sota_grpo.untrusted import open_file
 
 STEPS_FOLDER = "steps"
 MOST_BYTES = 2 << 30  # of all stored steps; the oldest go first, but for step 0
@@ -146,7 +147,8 @@ def read_step(path: str | os.PathLike[str]) -> StoredStep:
         UserError: it cannot be read, or is not a stored step.
     """
     try:
-        archive = Path(path).read_bytes()
+        with open_file(path, most_bytes=2 * MOST_BYTES, levels=2) as file:
+            archive = file.read()
     except OSError as error:
         raise UserError(f"The stored step {path} cannot be read: {error.strerror}.") from error
     try:
@@ -160,8 +162,7 @@ def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
     for path in stored_steps(run_dir):
         if step_of(path) >= first_step:
             path.unlink()
-    for leftover in (Path(run_dir) / STEPS_FOLDER).glob(".step_*.tmp"):
-        leftover.unlink()
+    drop_leftovers(Path(run_dir) / STEPS_FOLDER)
 
 
 def _content(stored: StoredStep) -> dict[str, Any]:

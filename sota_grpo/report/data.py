@@ -33,7 +33,7 @@ Row = Mapping[str, Any]
 NUMBERS = 250_000  # of all curves of a page: 2 MB; beyond it steps are left out
 #: Where a metric is shown: a title, and the names or, with a slash at their end, the families of names below it.
 FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("What it learned", ("eval/accuracy", "reward", "success", "eval/avg_at_k")),
+    ("What it learned", ("eval/accuracy", "reward", "success", "eval/avg_at_k", "eval/reward")),
     ("Policy", ("kl", "entropy", "clip_fraction", "ess", "mismatch_kl", "kl_approx", "correction_fraction")),
     ("Responses", ("response_tokens/", "truncated", "turns/mean", "prompt_tokens/mean")),
     ("Rewards and advantages", ("reward/", "grader/", "advantage", "reward_errors", "reward_timeouts")),
@@ -42,7 +42,9 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Evaluation beside its accuracy", ("eval/",)),
     ("Speed", ("tokens_per_s", "time/")),
 )
-_NO_CURVE = frozenset(("step", "version", "dialog_turns", "optimizer_steps", "eval/stderr", "eval/avg_at_k_stderr"))
+_NO_CURVE = frozenset(
+    ("step", "version", "dialog_turns", "optimizer_steps", "eval/stderr", "eval/avg_at_k_stderr", "eval/reward_stderr")
+)
 _TASK, _TASK_ERROR = "eval/task/", "eval/task_stderr/"
 #: Where each curve's band comes from.
 BANDS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
@@ -50,6 +52,7 @@ BANDS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "success": ("that of a share, responses taken as independent", lambda row: _of_share(row.get("success"), row)),
     "truncated": ("that of a share, responses taken as independent", lambda row: _of_share(row.get("truncated"), row)),
     "eval/accuracy": ("eval/stderr, over problems", lambda row: row.get("eval/stderr")),
+    "eval/reward": ("eval/reward_stderr, over problems", lambda row: row.get("eval/reward_stderr")),
     "eval/avg_at_k": ("eval/avg_at_k_stderr, over problems", lambda row: row.get("eval/avg_at_k_stderr")),
 }
 _HEAD, _TAIL = 16_000, 4_000  # characters that are kept of a longer text

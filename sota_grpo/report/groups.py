@@ -15,6 +15,7 @@ from typing import Any
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import ROLLOUTS_FILE, json_line, whole_lines
 from sota_grpo.report.data import RunData, clipped, number, safe_json, shown
+from sota_grpo.untrusted import open_file
 
 _FIRST, _LAST = 2_500, 500  # tokens that are kept of a longer response
 _DIGITS = 3
@@ -226,7 +227,7 @@ def _extremes(path: Path, lines: Mapping[Place, list[tuple[int, int, int]]]) -> 
     """The groups of ``rollouts.jsonl`` as JSON."""
     if not lines:  # nor a file, perhaps
         return
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for place, own in lines.items():
             rows = []
             for line_number, offset, size in own:

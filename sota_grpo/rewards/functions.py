@@ -13,33 +13,30 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
-import importlib.util
 import inspect
 import json
 import math
 import pickle
-import sys
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 from sota_grpo.errors import UserError
+from sota_grpo.files import error_line, run_python
 from sota_grpo.rl.task import LARGEST, graders_error
 from sota_grpo.text import sentence
 
 VERL, TRL = "verl", "trl"
 PICKLED = ".pkl"  # ending of a file of pickled functions
 VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-TRL_PARAMETERS = ("prompts", "completions", "log_extra", "log_metric")
+TRL_PARAMETERS = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
 
 Functions = Mapping[str, Callable[..., Any]]
 
-_TRL_NOT_HERE = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "environments")
+_TRL_NOT_HERE = ("prompt_ids", "trainer_state", "environments")
 _FORMS = (
     "verl's compute_score(data_source, solution_str, ground_truth, extra_info=None) nor "
     "TRL's function(prompts, completions, **columns)"
@@ -63,27 +60,22 @@ class RewardFunction:
         form: ``verl`` (one response, by ``solution_str``) or ``trl`` (a list of them, by ``completions``).
         call: the function, plain or ``async``.
         required: parameters without a default.
-        optional: parameters with one.
-        takes_any: it has ``**kwargs``.
+        taken: all parameters; None takes any (``**kwargs``).
     """
 
     name: str
     form: str
     call: Callable[..., Any]
     required: tuple[str, ...]
-    optional: tuple[str, ...]
-    takes_any: bool
+    taken: frozenset[str] | None
 
     def accepted(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the ``offered`` keywords that the function takes."""
-        taken = {*self.required, *self.optional}
-        return {name: value for name, value in offered.items() if self.takes_any or name in taken}
+        return {name: value for name, value in offered.items() if self.taken is None or name in self.taken}
 
 
 def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
-    """The functions ``names`` of the Python file ``path``, which is run once, as an import would.
-
-    The file's folder is put at the end of ``sys.path``, so that it can import what lies beside it.
+    """The functions ``names`` of the Python file ``path``, which is run once (:func:`sota_grpo.files.run_python`).
 
     Raises:
         RewardFunctionError: no such file or function, an import that fails (with its line), or parameters that are
@@ -115,15 +107,6 @@ def no_function(path: str, name: str, names: Iterable[str]) -> str:
     return f"{path} has no function {name!r}; its functions are {', '.join(names) or 'none'}: correct reward.name."
 
 
-def _line_in(path: str, error: BaseException) -> int | None:
-    """The last line of the file ``path`` that ``error`` came through."""
-    if isinstance(error, SyntaxError) and error.filename == path:
-        return error.lineno
-    trace = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in trace if frame.f_code.co_filename == path]
-    return lines[-1] if lines else None
-
-
 def require_file(path: Path) -> None:
     """Check that ``path`` is a file; ``RewardFunctionError`` says that it is not."""
     if not path.is_file():
@@ -132,23 +115,14 @@ def require_file(path: Path) -> None:
 
 def _run_file(path: Path) -> ModuleType:
     require_file(path)
-    name = f"reward_file_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
-    loader = SourceFileLoader(name, str(path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))  # type: ignore[arg-type]
-    sys.modules[name] = module  # dataclasses look their module up by its name
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last: a file beside it must not shadow a package
     try:
-        # Not loader.exec_module: it would leave compiled files beside the user's own, and believe stale ones.
-        exec(loader.source_to_code(path.read_bytes(), str(path)), vars(module))
+        return run_python(path)
     except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        line = _line_in(str(path), error)
+        line = error_line(path, error)
         place = f"{path}" if line is None else f"{path}, line {line}"
         raise RewardFunctionError(
             f"{place}: the reward file cannot be imported ({type(error).__name__}: {error}); mend it there."
         ) from error
-    return module
 
 
 def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction:
@@ -172,19 +146,19 @@ def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     keywords = {p.name for p in named if p.kind is not p.POSITIONAL_ONLY}
     required = tuple(p.name for p in named if p.default is p.empty)
-    optional = tuple(p.name for p in named if p.default is not p.empty)
+    taken = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in named)
     written = f"{place}: {name}({', '.join(map(str, parameters))})"
     if "solution_str" in keywords:
         form, reason = VERL, "nothing here has"
         missing = [name for name in required if name not in VERL_PARAMETERS]
     else:  # the columns that a function of TRL's form asks for are checked where the rows are known
-        form, reason = TRL, "a grader, which reads text only, does not have"
+        form, reason = TRL, "a grader, which reads responses only, does not have"
         missing = [name for name in required if name in _TRL_NOT_HERE]
     if missing:
         raise RewardFunctionError(f"{written} asks for {', '.join(missing)}, which {reason}; give it a default value.")
-    if form == TRL and not keywords & {"completions", "prompts"}:
+    if form == TRL and not keywords & {"completions", "completion_ids", "prompts"}:
         raise RewardFunctionError(f"{written} is neither {_FORMS}; name its parameters like one of these.")
-    return RewardFunction(name, form, call, required, optional, any(p.kind is p.VAR_KEYWORD for p in parameters))
+    return RewardFunction(name, form, call, required, taken)
 
 
 @dataclass(frozen=True)
@@ -197,6 +171,7 @@ class RewardInputs:
         ground_truth: as it stands in the data: text, number, list or dict.
         columns: all other columns of the row, by name.
         data_source: where the row is from.
+        completion_ids: the tokens of the response, as they were sampled; None where it was not.
     """
 
     response: str
@@ -204,6 +179,7 @@ class RewardInputs:
     ground_truth: Any
     columns: Mapping[str, Any]
     data_source: str
+    completion_ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -226,25 +202,26 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
         Exception: what a function of TRL's form raised, if there are several responses: one of them may be to blame.
     """
     if function.form == VERL:
-        results = _results(function, [_verl_keywords(one) for one in group])
-        return [_read_result(function, path, result) for result in results]
+        keywords = [
+            {
+                "data_source": one.data_source,
+                "solution_str": one.response,
+                "ground_truth": one.ground_truth,
+                "extra_info": one.columns.get("extra_info", dict(one.columns)),
+            }
+            for one in group
+        ]
+        return [_read_result(function, path, result) for result in _results(function, keywords)]
     info: list[dict[str, Any]] = [{} for _ in group]
+    if "completion_ids" in function.required and any(one.completion_ids is None for one in group):
+        reason = f"TypeError: {function.name} asks for completion_ids, which only a response of an engine has"
+        return [RewardOutput(error=reason)] * len(group)
     (result,) = _results(function, [_trl_keywords(group, info)])
     if isinstance(result, Exception):
         if len(group) > 1:
             raise result
         return [RewardOutput(error=_reason(path, result))]
     return _read_list(function, path, result, info)
-
-
-def _verl_keywords(inputs: RewardInputs) -> dict[str, Any]:
-    others = inputs.columns
-    return {
-        "data_source": inputs.data_source,
-        "solution_str": inputs.response,
-        "ground_truth": inputs.ground_truth,
-        "extra_info": others["extra_info"] if "extra_info" in others else dict(others),
-    }
 
 
 def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -257,6 +234,7 @@ def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]])
     def log_metric(name: str, value: Any) -> None:
         log_extra(name, [value] * len(info))
 
+    ids = [one.completion_ids for one in group if one.completion_ids is not None]
     rows = [{"ground_truth": one.ground_truth, **one.columns} for one in group]
     names = {name: None for row in rows for name in row if name not in _NOT_COLUMNS}  # in the order of the file
     return {name: [row.get(name) for row in rows] for name in names} | {
@@ -265,6 +243,7 @@ def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]])
             one.response if isinstance(one.prompt, str) else [{"role": "assistant", "content": one.response}]
             for one in group
         ],
+        **({"completion_ids": [list(each) for each in ids]} if len(ids) == len(group) else {}),
         "log_extra": log_extra,
         "log_metric": log_metric,
     }
@@ -357,7 +336,7 @@ def _read_number(function: RewardFunction, value: Any, info: Mapping[str, Any]) 
 
 
 def _reason(path: str, error: Exception) -> str:
-    line = _line_in(path, error)
+    line = error_line(path, error)
     return f"{type(error).__name__}: {error}" + ("" if line is None else f" ({path}, line {line})")
 
 
@@ -493,13 +472,10 @@ class _Describer:
             closed = [_content(cell) for cell in named.__closure__ or ()]
             return ["function", code, named.__defaults__, named.__kwdefaults__, closed, reads]
         state = dict(vars(value)) if named is not value and hasattr(value, "__dict__") else {}
-        return [name, _members(named), named.__bases__, state]
-
-
-def _members(kind: type) -> dict[str, Any]:
-    """Methods, properties by their getter, and what else a class holds, but for what Python writes into every one."""
-    members = {name: getattr(item, "__func__", getattr(item, "fget", item)) for name, item in vars(kind).items()}
-    return {name: item for name, item in members.items() if inspect.isfunction(item) or not name.startswith("__")}
+        # methods, properties by their getter, and what else the class holds, but for what Python writes into every one
+        members = {name: getattr(item, "__func__", getattr(item, "fget", item)) for name, item in vars(named).items()}
+        own = {name: item for name, item in members.items() if inspect.isfunction(item) or not name.startswith("__")}
+        return [name, own, named.__bases__, state]
 
 
 def _globals_read(code: CodeType) -> set[str]:

@@ -18,12 +18,11 @@ from itertools import chain
 from typing import Protocol
 
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import FailureLog, Scorer, Task, failed_score, guarded_scores, scorer_of
-from sota_grpo.workers.base import WorkerSpec, gathered, promised, resolve
+from sota_grpo.rl.task import FailureLog, Scorer, Task, failed_score, guarded_scores, prepare, scorer_of
+from sota_grpo.workers.base import WorkerSpec, WorkerThread, gathered, promised, resolve
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
 from sota_grpo.workers.slots import TaskLost, TaskOverdue
-from sota_grpo.workers.threads import WorkerThread
 
 Asked = list[tuple[str, Example]]
 
@@ -142,9 +141,7 @@ class RewardWorker:
 
     def __init__(self, score: Scorer, term_names: Sequence[str], progress_fd: int | None = None) -> None:
         self._score, self._term_names = score, tuple(term_names)
-        grader = getattr(score, "__self__", score)  # a task's method, or a grader by itself
-        if hasattr(grader, "prepare"):
-            grader.prepare()
+        prepare(score)
         self._progress_counter = ProgressCounter(progress_fd)
         self._thread = WorkerThread("grader")
 
@@ -257,16 +254,14 @@ class GradingPool:
             return [self._grade([pair]) for pair in asked]
         at = min(num_graded, len(asked) - 1)
         if is_suspect or isinstance(error, TaskOverdue) or isinstance(error.__cause__, ProcessEndedItself):
+            late = isinstance(error, TaskOverdue)
+            died = f"WorkerDied: {error.__cause__ or error}"
+            reason = f"TimeoutError: no score within {self._timeout_s:g} s" if late else died
             failed = promised()
-            failed.set_result([self._failures.add(failed_score(self._term_names, self._reason(error)))])
+            failed.set_result([self._failures.add(failed_score(self._term_names, reason))])
         else:
             failed = self._grade([asked[at]], is_suspect=True)
         return [self._grade(asked[:at]), failed, self._grade(asked[at + 1 :])]
-
-    def _reason(self, error: TaskOverdue | TaskLost) -> str:
-        if isinstance(error, TaskOverdue):
-            return f"TimeoutError: no score within {self._timeout_s:g} s"
-        return f"WorkerDied: {error.__cause__ or error}"
 
 
 def grading_pool(task: Task, *, num_workers: int, timeout_s: float) -> closing[GradingPool]:

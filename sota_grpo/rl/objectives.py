@@ -7,7 +7,7 @@ those of the whole optimizer step. Only entries named ``loss_*`` carry a gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
 from sota_grpo import keys
-from sota_grpo.functional.corrections import importance_weights
-from sota_grpo.functional.divergences import KL_ESTIMATORS
-from sota_grpo.functional.surrogates import SURROGATES, of_terms, sequence_log_ratio
+from sota_grpo.functional.divergences import KL_ESTIMATORS, importance_weights
+from sota_grpo.functional.surrogates import of_terms, sequence_log_ratio
 from sota_grpo.functional.weighting import loss_weights
 from sota_grpo.rl.collate import pad_rows, unpad_rows
+from sota_grpo.rl.objective_files import surrogate
 
 TORCHRL_AGGREGATIONS = {"token_mean": "token", "prompt_mean": "sequence", "none": "none"}
 _CHOICES: dict[str, Collection[Any]] = {
-    "objective": SURROGATES.keys(),
     "ratio": ("token", "sequence"),
     "kl_estimator": tuple(KL_ESTIMATORS),
     "aggregation": (None, *TORCHRL_AGGREGATIONS),
@@ -41,6 +40,14 @@ _MEANINGLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "clip_value": ((None, False), "there is no value network"),
     "ref_log_prob_padding_side": (("left",), "all entries of a batch are padded together"),
     "ref_log_prob_padding_value": ((0.0,), "padding is masked, its value has no effect"),
+}
+
+_WRITTEN_BY: dict[Any, str] = {  # what TorchRL's wrappers and environments leave out
+    **dict.fromkeys(
+        (keys.ASSISTANT_MASK, keys.LOG_PROBS),
+        ", which sota_grpo.envs.complete_rows writes on rows of TorchRL's wrappers",
+    ),
+    keys.ADVANTAGE: ", which sota_grpo.rl.transforms.GroupAdvantage writes",
 }
 
 
@@ -70,8 +77,13 @@ def _per_token(batch: TensorDictBase, key: NestedKey, side: str) -> Tensor | Non
 def _required(batch: TensorDictBase, key: NestedKey, side: str) -> Tensor:
     value = _per_token(batch, key, side)
     if value is None:
-        raise KeyError(f"the batch has no {key}; it has {sorted(map(str, batch.keys(True, True)))}.")
+        there = ", ".join(sorted(_dotted(name) for name in batch.keys(True, True)))
+        raise KeyError(f"the batch has no {_dotted(key)}{_WRITTEN_BY.get(key, '')}; it has {there}.")
     return value
+
+
+def _dotted(key: NestedKey) -> str:
+    return key if isinstance(key, str) else ".".join(key)  # a KeyError shows its text with quotes escaped
 
 
 def _widen(value: Tensor, shape: torch.Size) -> Tensor:
@@ -102,10 +114,10 @@ def check_keywords(given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"aggregation is {given['aggregation']!r} and loss_aggregation is {given['loss_aggregation']!r}; give one."
         )
-    objective = given["objective"]
-    if given["dual_clip"] is not None and not SURROGATES[objective].reads("dual_clip"):
+    objective, chosen = given["objective"], surrogate(given["objective"])
+    if given["dual_clip"] is not None and not chosen.reads("dual_clip"):
         raise ValueError(f"dual_clip is {given['dual_clip']} but the objective is {objective!r}; drop it.")
-    if given["ratio"] == "sequence" and not SURROGATES[objective].reads("log_ratio"):
+    if given["ratio"] == "sequence" and not chosen.reads("log_ratio"):
         raise ValueError(f"ratio is 'sequence' but the objective is {objective!r}, which has no ratio; drop it.")
 
 
@@ -152,6 +164,18 @@ def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, T
     return means | {"ESS": sums["ratio"].square() / sums["ratio_squared"] / sums["tokens"]}
 
 
+def _as_policy(actor: nn.Module, *, entropy_grad: bool) -> nn.Module:
+    """A transformers model as the policy that computes its log-probs; where there is a bonus, with its gradient."""
+    if hasattr(actor, "get_output_embeddings"):
+        from sota_grpo.policy.causal import CausalPolicy  # brings transformers
+
+        actor = CausalPolicy(actor)
+    scorer: Any = getattr(actor, "scorer", None)
+    if entropy_grad and getattr(scorer, "with_entropy", False):
+        scorer.entropy_grad = True
+    return actor
+
+
 class GRPOLoss(LossModule):
     """Group-relative policy optimisation over sampled tokens, every named variant a choice of terms.
 
@@ -160,9 +184,11 @@ class GRPOLoss(LossModule):
     has none, weights derived from its own mask; ``c`` the correction weight from the proximal to the behaviour policy.
     KL and entropy use the same ``w``. What stands in masked slots, NaN included, changes neither value nor gradient.
 
-    ``actor_network`` is either a module whose call on the right-padded batch returns ``("log_probs", "full")`` and,
-    if it can, ``"entropy"`` (``[N, T]``), or a TorchRL LLM wrapper with ``_get_sft_dist`` or ``get_dist``. The batch is
-    dense ``[N, T]`` or a lazy stack of ragged rows; the advantage ``[N, 1, 1]``, ``[N, T, 1]``, ``[N, 1]`` or ``[N]``.
+    ``actor_network`` is a transformers causal LM, which is wrapped in a
+    :class:`~sota_grpo.policy.causal.CausalPolicy`; a module whose call on the right-padded batch returns
+    ``("log_probs", "full")`` and, if it can, ``"entropy"`` (``[N, T]``); or a TorchRL LLM wrapper with
+    ``_get_sft_dist`` or ``get_dist``. The batch is dense ``[N, T]`` or a lazy stack of ragged rows; the advantage
+    ``[N, 1, 1]``, ``[N, T, 1]``, ``[N, 1]`` or ``[N]``.
 
     ``mismatch_kl`` compares the engine's log-probs with the proximal ones where given; else with the current ones,
     which is the same thing on the first use of a batch and includes the update afterwards. ``kl_to_ref`` is reported
@@ -180,14 +206,15 @@ class GRPOLoss(LossModule):
         device: where the batch is moved first; None leaves it.
         masking_strategy: ``sft`` and ``rlhf`` train on the assistant mask; ``generic`` on every token (wrappers only).
         samples_mc_entropy, gamma, reduction, clip_value, ref_log_prob_padding_*: at TorchRL's defaults only.
-        objective: ``clipped`` (PPO), ``cispo``, ``reinforce``, or another of the surrogates.
+        objective: ``clipped`` (PPO), ``cispo``, ``reinforce``, or another of the surrogates; a function of one's own,
+            or ``FILE.py:FUNCTION`` (docs/extending.md).
         ratio: ``token``, or ``sequence`` for GSPO's ``exp(mean_t log rho_t)``.
         dual_clip: largest ratio that counts for a negative advantage.
         kl_estimator: ``k1``, ``k2`` or ``k3``.
         loss_aggregation: ``token``, ``sequence`` or ``constant``; takes the place of ``aggregation``. Like it, only
             read where the batch has no ``loss_weight``.
         max_response_tokens: divisor of ``constant``.
-        correction, correction_mode, correction_cap: see :func:`sota_grpo.functional.corrections.importance_weights`.
+        correction, correction_mode, correction_cap: see :func:`sota_grpo.functional.divergences.importance_weights`.
 
     Raises:
         TypeError: on an unknown keyword.
@@ -237,7 +264,7 @@ class GRPOLoss(LossModule):
         masking_strategy: Literal["sft", "rlhf", "generic"] = "sft",
         ref_log_prob_padding_side: Literal["left", "right"] = "left",
         ref_log_prob_padding_value: float = 0.0,
-        objective: str = "clipped",
+        objective: str | Callable[..., Tensor] = "clipped",
         ratio: Literal["token", "sequence"] = "token",
         dual_clip: float | None = None,
         kl_estimator: Literal["k1", "k2", "k3"] = "k3",
@@ -250,7 +277,7 @@ class GRPOLoss(LossModule):
         given = dict(locals())
         super().__init__()
         check_keywords(given)
-        self.actor_network = actor_network
+        self.actor_network = _as_policy(actor_network, entropy_grad=entropy_bonus and entropy_coeff > 0)
         pair = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
         self.clip_epsilon_low, self.clip_epsilon_high = (float(width) for width in pair)
         self.kl_mask_threshold, self.max_response_tokens = kl_mask_threshold, max_response_tokens
@@ -259,7 +286,8 @@ class GRPOLoss(LossModule):
         self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff if entropy_bonus else 0.0
         self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
         self.batch_device, self.masking_strategy = device, masking_strategy
-        self.objective, self.ratio, self.dual_clip, self.kl_estimator = objective, ratio, dual_clip, kl_estimator
+        self.surrogate = surrogate(objective)
+        self.ratio, self.dual_clip, self.kl_estimator = ratio, dual_clip, kl_estimator
         self.correction, self.correction_mode, self.correction_cap = correction, correction_mode, correction_cap
 
     @property
@@ -312,7 +340,7 @@ class GRPOLoss(LossModule):
             **{"log_prob": tokens.log_prob, "log_ratio": log_ratio, "advantage": tokens.advantage},
             **{"clip_low": self.clip_epsilon_low, "clip_high": self.clip_epsilon_high, "dual_clip": self.dual_clip},
         }
-        chosen = SURROGATES[self.objective]
+        chosen = self.surrogate
         clipped = torch.zeros_like(tokens.mask) if chosen.clipped is None else of_terms(chosen.clipped, terms)
         return of_terms(chosen.loss, terms), clipped
 

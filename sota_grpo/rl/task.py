@@ -9,7 +9,8 @@ import copy
 import json
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +22,26 @@ Scorer = Callable[[str, Example], Score]
 LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
 
 logger = logging.getLogger(__name__)
+
+
+class SampledText(str):
+    """A response's text with the ids that it was decoded from, for a grader that counts tokens; else a plain text.
+
+    >>> text = SampledText("4", [52, 2])
+    >>> import pickle
+    >>> text == "4", list(pickle.loads(pickle.dumps(text)).token_ids)
+    (True, [52, 2])
+    """
+
+    token_ids: array[int]
+
+    def __new__(cls, text: str, token_ids: Iterable[int] | bytes = ()) -> SampledText:
+        made = super().__new__(cls, text)
+        made.token_ids = array("i", token_ids)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampledText, (str(self), self.token_ids.tobytes())
 
 
 @runtime_checkable
@@ -72,9 +93,21 @@ def scorer_of(task: Task) -> Scorer:
     >>> score(task.gold_response(task.train[0]), task.train[0]) == task.score(task.train[0].answer, task.train[0])
     True
     """
+    return without_examples(task).score
+
+
+def without_examples(task: Task) -> Task:
+    """A copy of the task that has none; its scores are the same."""
     bare = copy.copy(task)
     bare.train = bare.heldout = ()
-    return bare.score
+    return bare
+
+
+def prepare(score: Scorer) -> None:
+    """Let a grader that has a method ``prepare()`` get ready now: no response's deadline should pay for it."""
+    grader = getattr(score, "__self__", score)  # a task's method, or a grader by itself
+    if hasattr(grader, "prepare"):
+        grader.prepare()
 
 
 class WrongTerms(KeyError):

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sota_grpo.assembly.compose import DEFAULT_CONFIG, compose
+from sota_grpo.assembly.compose import DEFAULT_CONFIG, compose, require_consent, resumed_config
 from sota_grpo.assembly.passed import take
 from sota_grpo.assembly.preflight import announce, preflight
 from sota_grpo.config import num_steps
@@ -22,6 +22,7 @@ from sota_grpo.recording.progress import Heartbeat
 from sota_grpo.recording.run_files import (
     CONFIG_FILE,
     EVALUATED,
+    EXPORTED,
     METRICS_FILE,
     ROLLOUTS_FILE,
     read_config,
@@ -29,6 +30,8 @@ from sota_grpo.recording.run_files import (
     read_record,
     read_rows,
 )
+from sota_grpo.text import ReadableFormatter
+from sota_grpo.untrusted import require_plain
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -46,9 +49,11 @@ class Result:
 
     Args:
         run_dir: where the run is.
+        trust: run the Python files that its model brings along, where its config says ``model.trust_remote_code``.
 
     Attributes:
         run_dir: the same, as a path.
+        trust: the same.
 
     Raises:
         UserError: there is no run.
@@ -61,8 +66,8 @@ class Result:
         result.model.generate(...)
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
-        self.run_dir = Path(run_dir)
+    def __init__(self, run_dir: str | os.PathLike[str], *, trust: bool = False) -> None:
+        self.run_dir, self.trust = Path(run_dir), trust
         if not (self.run_dir / METRICS_FILE).is_file():
             raise UserError(f"There is no run in {self.run_dir} ({METRICS_FILE} is missing).")
 
@@ -141,11 +146,15 @@ class Result:
             lines.append(f"reward     {first:.3g} -> {last:.3g} (first and last {ends})")
         if len(evaluations):
             steps, accuracy = evaluations.index, 100 * evaluations[EVALUATED]
-            shown = " -> ".join(f"{accuracy.iloc[i]:.1f} %" for i in ((0, -1) if len(steps) > 1 else (0,)))
+            places = (0, -1) if len(steps) > 1 else (0,)
+            shown = " -> ".join(f"{accuracy.iloc[i]:.1f} %" for i in places)
             problems = int(evaluations["eval/num_samples"].iloc[-1])
             lines.append(f"held out   {shown} right of {problems} problems, greedy")
-        if (self.run_dir / "hf").is_dir():
-            lines.append(f"model      {self.run_dir / 'hf'}")
+            rewards = evaluations.get("eval/reward")
+            if rewards is not None and not (rewards == evaluations[EVALUATED]).all():
+                lines.append("           " + " -> ".join(f"{rewards.iloc[i]:.3g}" for i in places) + " mean reward")
+        if (self.run_dir / EXPORTED).is_dir():
+            lines.append(f"model      {self.run_dir / EXPORTED}")
         return "\n  ".join(lines)
 
     def _file(self, name: str, reason: str) -> Path:
@@ -155,8 +164,12 @@ class Result:
         return path
 
     def _exported(self, kind: Any) -> Any:
-        folder = self._file("hf", "it is written at the end of a run, unless train.export_hf=false")
-        return kind.from_pretrained(folder, trust_remote_code=bool(self.config["model"]["trust_remote_code"]))
+        folder = self._file(EXPORTED, "it is written at the end of a run, unless train.export_hf=false")
+        require_plain(folder, self.run_dir)
+        runs_code = self.config["model"]["trust_remote_code"] is True
+        if runs_code and not self.trust:
+            require_consent(self.run_dir, [f"run the Python files in {folder} (model.trust_remote_code)"])
+        return kind.from_pretrained(folder, trust_remote_code=runs_code)
 
 
 def _frame(rows: list[dict[str, Any]]) -> DataFrame:
@@ -212,7 +225,7 @@ def train(
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts do: read by torch here and in the workers
     _require_overrides(overrides)
-    config = compose(config_name, list(overrides))
+    config = resumed_config(compose(config_name, list(overrides)), list(overrides))
     place = _fresh_dir() if run_dir is None else Path(run_dir)
     with _own_console(), Heartbeat():
         passed = take(config, overrides, reward=reward, dataset=dataset, eval_dataset=eval_dataset)
@@ -227,7 +240,7 @@ def train(
     assert passed.run_dir is not None
     if steps < num_steps(config):
         raise KeyboardInterrupt(f"{CONTINUES}; what there is so far: sota_grpo.Result({str(passed.run_dir)!r})")
-    return Result(passed.run_dir)
+    return Result(passed.run_dir, trust=True)  # of this very config
 
 
 def _require_overrides(overrides: Any) -> None:
@@ -278,6 +291,7 @@ def _own_console() -> Iterator[None]:
     if not logger.hasHandlers():
         console = logging.StreamHandler(sys.stdout if in_notebook(sys.stdout) else sys.stderr)  # red in a notebook
         console.setLevel(logging.INFO)
+        console.setFormatter(ReadableFormatter())
         console.addFilter(lambda record: not getattr(record, "file_only", False))
         logger.addHandler(console)
         logger.setLevel(logging.INFO)

@@ -18,15 +18,15 @@ from sota_grpo.assembly.device_memory import require_disk
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.passed import Passed
 from sota_grpo.config import Config, num_steps, responses_per_step
-from sota_grpo.config.hub_token import use_config_token
+from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import validate
-from sota_grpo.errors import UserError
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.loop import run
-from sota_grpo.recording.progress import Progress, closing_table, started, starting
-from sota_grpo.recording.run_files import note_failure, read_evaluations
+from sota_grpo.recording.progress import closing_table, started, starting
+from sota_grpo.recording.run_files import EXPORTED, note_failure, read_evaluations
 from sota_grpo.recording.run_log import ExamineLog, RunLog, setup_logging
 from sota_grpo.recording.sinks import make_sinks
-from sota_grpo.recording.step_log import StepLog, StoredSteps
+from sota_grpo.recording.step_log import Progress, StepLog, StoredSteps
 from sota_grpo.recording.stored_steps import drop_steps
 from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.functions import Functions
@@ -60,7 +60,7 @@ class Run:
         self.checkpoints = CheckpointStore(self.run_dir / CHECKPOINTS, keep=config.train.keep_checkpoints)
         self.saves = BackgroundSaves(self.checkpoints)
         self.stop = StopRequest(grace_s=config.train.grace_s)
-        self.steps = 0  # done so far
+        self.steps, self.total = 0, num_steps(config)  # done so far, and in all
         self.parts: Parts = build(config, self.run_dir, lambda: self.stop.asked, functions)
         self.stored = StoredSteps(
             self.parts.learner,
@@ -74,12 +74,12 @@ class Run:
     def train(self) -> int:
         """Gate, loop, last evaluation, export, closing table. Returns the number of training steps done."""
         first = self.first = self._restore()
-        parts, total = self.parts, num_steps(self.config)
+        parts = self.parts
         starting("Handing the weights to the engine")
         parts.publisher.publish(parts.learner.version)
         examine = ExamineLog(self.run_dir, self.config.logging.num_examine, parts.task.term_weights)
         self._check()  # an interrupt ends it at once: there is nothing to save yet
-        progress = Progress(total, first_step=first)
+        progress = Progress(self.total, first_step=first)
         # the last one ends first: what is being saved is waited for when no signal's grace ends the process any more
         with (
             RunLog(self.run_dir, sinks=make_sinks(self.config, self.run_dir)) as self.run_log,
@@ -103,25 +103,32 @@ class Run:
                     parts.publisher,
                     self.log,
                     first_step=first,
-                    num_steps=total,
+                    num_steps=self.total,
                     before=self._before,
                     after=self._after,
                 )
             except Interrupted:  # between two steps: nothing of the next one has been trained on
                 self._after(self.steps)
                 return self.steps
-            if done >= total:
+            if done >= self.total:
                 self._finish(done)
         return done
 
     def _restore(self) -> int:
         """Load the newest checkpoint of a resumed run; returns the first step to do."""
-        newest = self.checkpoints.latest() if self.place.resumed else None
+        parts = ("learner", "source", "rng", "num_threads")
+        newest = self.checkpoints.latest(parts) if self.place.resumed else None
         if newest is None:
             if self.config.train.resume is not None:
                 logger.info("Nothing to continue: starting afresh in %s.", self.run_dir)
             return 0
         step, state = newest
+        schedule, shorter = self.config.optimizer.schedule, self.place.shorter
+        if shorter is not None and schedule != "constant":
+            logger.info(
+                "The learning rate goes on under the %s schedule of %d steps, instead of %d.",
+                *(schedule, num_steps(self.config), shorter),
+            )
         self.parts.learner.load_state_dict(state["learner"])
         self.parts.source.load_state_dict(state["source"])
         set_rng_state(state["rng"])
@@ -155,10 +162,11 @@ class Run:
         self.log.add_seconds("time/checkpoint_s", time.perf_counter() - began)
 
     def _before(self, step: int) -> None:
-        """Evaluate at the start and every ``eval.every`` steps."""
+        """Evaluate at the start, every ``eval.every`` steps, and where a run that becomes longer had ended."""
         self.saves.check()
         every = self.config.eval.every
-        if self.config.eval.mode == "on" and (step == 0 or (every and step % every == 0)):
+        had_ended = step == self.first == self.place.shorter
+        if self.config.eval.mode == "on" and (step == 0 or had_ended or (every and step % every == 0)):
             self._evaluate(step)
         if step == self.first:
             starting(f"The first step: {responses_per_step(self.config)} responses")
@@ -171,7 +179,9 @@ class Run:
         metrics = self.parts.evaluator.measure()
         self.run_log.write_step(step, metrics)
         self.log.add_seconds("time/eval_s", metrics["time/eval_s"])
-        logger.info("Held-out accuracy after %d steps: %.1f %%", step, 100 * metrics["eval/accuracy"])
+        accuracy, reward = metrics["eval/accuracy"], metrics["eval/reward"]
+        beside = "" if reward == accuracy else f", mean reward {reward:.3g}"
+        logger.info("Held-out accuracy after %d steps: %.1f %%%s", step, 100 * accuracy, beside)
 
     def _after(self, steps: int) -> bool:
         if steps == self.first + 1:
@@ -179,7 +189,7 @@ class Run:
         frequency = self.config.train.checkpoint_frequency
         if self.stop.asked:
             self.stop.step_is_over()
-        if (frequency and steps % frequency == 0) or steps == num_steps(self.config) or self.stop.asked:
+        if (frequency and steps % frequency == 0) or steps == self.total or self.stop.asked:
             self._save(steps)
             self._report(last=self.stop.asked)
         if self.stop.asked:
@@ -193,11 +203,11 @@ class Run:
         if self.config.eval.mode == "on":
             self._evaluate(steps)
         if self.config.train.export_hf:
-            folder = self.run_dir / "hf"
+            folder = self.run_dir / EXPORTED
             try:
                 self.parts.export(folder)
             except OSError as error:
-                raise UserError(
+                raise RunFailed(
                     f"The model cannot be written to {folder} ({error.strerror or error}); free space there, "
                     "train.resume=auto then writes it again."
                 ) from error
@@ -249,11 +259,12 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
     passed = passed or Passed()
     anchor_paths(config)
     signed = asdict(config) | passed.signature
-    with open_run(run_dir, signed, config.train.resume, num_steps=num_steps(config)) as place:
+    total, private = num_steps(config), config.logging.private
+    with open_run(run_dir, signed, config.train.resume, num_steps=total, private=private) as place:
         passed.write(place.path, config)
         if place.finished:
             print(f"The run in {place.path} is already finished.")
-            return num_steps(config)
+            return total
         try:
             with closing(Run(config, place, passed.functions)) as job:
                 return job.train()

@@ -15,23 +15,25 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from sota_grpo.assembly.compose import CONFIG_DIR, preset_names, require_known, sentence_of
+from sota_grpo.assembly.compose import CONFIG_DIR, preset_names, require_known, resumed_config, sentence_of
 from sota_grpo.assembly.preflight import announce, preflight
 from sota_grpo.config import Config, num_steps, register
-from sota_grpo.config.hub_token import protect_token
-from sota_grpo.errors import UserError
+from sota_grpo.config.secrets import protect_token
+from sota_grpo.errors import CRASHED, USER_MISTAKE, UserError, run_command
+from sota_grpo.files import write_text
 from sota_grpo.recording.progress import Heartbeat
-from sota_grpo.recording.run_files import note_failure, reason
+from sota_grpo.recording.run_files import OVERRIDES_FILE, has_begun, note_failure, reason
 from sota_grpo.sweeps import SUMMARY, as_text, continued, mark_complete, note_command, objective, write_summary
-from sota_grpo.training.runs import RunRefused
+from sota_grpo.text import ReadableFormatter, readable
+from sota_grpo.training.runs import RunRefused, drop_empty, unwritable
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-CRASHED, USER_MISTAKE, INTERRUPTED = 1, 2, 130
 _TAKE_A_VALUE = ("-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir", "--experimental-rerun")
+_NO_FILES = "hydra.output_subdir=null"  # note_options writes them
 _NO_OPTUNA = re.compile(r"Could not (find|load) 'hydra/sweeper/optuna'")
 
 
@@ -40,25 +42,19 @@ def entry(mode: str, command: str | None = None) -> None:
 
     Hydra composes the config; mistakes of the user are one sentence and exit code 2, an interrupt is one and 130.
     """
-    try:
+
+    def run() -> int:
         arguments = protect_token(sys.argv[1:])
         if {"-h", "--help"} & set(arguments):
             print(help_heading(command or _program()))
             # Hydra's own --help looks through all of its own groups for a second
             arguments = [one for one in arguments if one not in ("-h", "--help", "-m", "--multirun")]
             arguments += ["--cfg", "job"]
-        sys.argv[1:] = continued(with_mode(arguments, mode))  # Hydra saves what it is given
-        code = _run()
-    except UserError as error:
-        print(f"{_program()}: {error}", file=sys.stderr)
-        code = error.exit_code
-    except KeyboardInterrupt as stop:  # its text says what is left
-        print(f"{_program()}: interrupted; {str(stop) or 'nothing was saved'}.", file=sys.stderr)
-        code = INTERRUPTED
-    except BrokenPipeError:  # the reader of stdout has had enough
-        sys.stderr.close()
-        code = CRASHED
-    sys.exit(code)
+        # Hydra saves what it is given, and is to write nothing into a directory that may be another run's
+        sys.argv[1:] = continued([_NO_FILES, *with_mode(arguments, mode)])
+        return _run()
+
+    run_command(_program(), run, "nothing was saved")
 
 
 def help_heading(command: str) -> str:
@@ -84,17 +80,22 @@ def help_heading(command: str) -> str:
 def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
     """``arguments`` with ``mode=...`` where it is not given, and all overrides first: Hydra wants them in one place.
 
+    A run that ``grpo.py`` is told to continue has a mode of its own.
+
     >>> with_mode(["--config-name", "grpo_cpu", "seed=1", "--multirun", "env.repeats=4,8"], "async")
     ['mode=async', 'seed=1', 'env.repeats=4,8', '--config-name', 'grpo_cpu', '--multirun']
     >>> with_mode(["mode=sync"], "async"), with_mode(["--config-dir", "a=b"], "async")
     (['mode=sync'], ['mode=async', '--config-dir', 'a=b'])
+    >>> with_mode(["train.resume=RUN"], "sync"), with_mode(["train.resume=auto"], "sync")
+    (['train.resume=RUN'], ['mode=sync', 'train.resume=auto'])
     """
     overrides: list[str] = []
     options: list[str] = []
     for before, argument in zip(["", *arguments], arguments):
         is_override = argument[:1] == "~" or (argument[:1] != "-" and "=" in argument)
         (overrides if is_override and before not in _TAKE_A_VALUE else options).append(argument)
-    if not any(override.startswith("mode=") for override in overrides):
+    names_a_run = any(re.match(r"\+{0,2}train\.resume=(?!auto$|null$)", override) for override in overrides)
+    if not any(override.startswith("mode=") for override in overrides) and not (names_a_run and mode == "sync"):
         overrides.insert(0, f"mode={mode}")
     return [*overrides, *options]
 
@@ -124,7 +125,8 @@ def quiet_console() -> None:
     console = logging.StreamHandler()
     console.setLevel(logging.INFO)  # logging.level is that of training.log
     console.addFilter(lambda record: not getattr(record, "file_only", False))
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[console])
+    console.setFormatter(ReadableFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[console])
     logging.getLogger("sota_grpo").setLevel(logging.INFO)
     logging.getLogger("huggingface_hub").propagate = False  # it prints by itself
 
@@ -165,9 +167,11 @@ class Jobs:
                 raise
             self._say(f"{error}; set hydra.run.dir to a directory that can be written.")
             self._codes.append(USER_MISTAKE)
-        except ValueError:  # a sweeper that looks for the best run; where all of them failed, each has said why
-            if self._sweep_dir is None or 0 in self._codes:
-                raise
+        except (ValueError, TypeError) as error:
+            if not self._began:  # Hydra, of a preset that is no name
+                self._tell(UserError(sentence_of(error)))
+            elif isinstance(error, TypeError) or self._sweep_dir is None or 0 in self._codes:
+                raise  # else a sweeper that looks for the best run; where all of them failed, each has said why
         except KeyboardInterrupt as stop:
             if self._sweep_dir is None or str(stop):
                 raise
@@ -185,8 +189,12 @@ class Jobs:
         hydra = HydraConfig.get()
         run_dir = Path(hydra.runtime.output_dir)
         if hydra.mode == RunMode.MULTIRUN:
-            return self._one_of_a_sweep(composed, run_dir, Path(hydra.runtime.cwd, hydra.sweep.dir))
-        self._attempt(lambda: _train(composed, run_dir))
+            sweep_dir = Path(hydra.runtime.cwd, hydra.sweep.dir)
+            return self._one_of_a_sweep(composed, run_dir, sweep_dir, hydra.overrides.task)
+        try:
+            self._attempt(lambda: _train(composed, run_dir, hydra.overrides.task))
+        finally:
+            drop_empty(run_dir)  # that Hydra made for a command that was refused
         return None
 
     def _attempt(self, action: Callable[[], object]) -> None:
@@ -198,12 +206,15 @@ class Jobs:
         else:
             self._codes.append(0)
 
-    def _one_of_a_sweep(self, composed: DictConfig, run_dir: Path, sweep_dir: Path) -> float | None:
+    def _one_of_a_sweep(
+        self, composed: DictConfig, run_dir: Path, sweep_dir: Path, overrides: Sequence[str] = ()
+    ) -> float | None:
         if self._sweep_dir is None:
+            _make(sweep_dir, composed)
             note_command(sweep_dir, self._arguments)
             self._sweep_dir = sweep_dir
         try:
-            self._with_report = _train(composed, run_dir).logging.report
+            self._with_report = _train(composed, run_dir, overrides).logging.report
             self._codes.append(0)
             return objective(run_dir)
         except RunRefused as error:  # the directory is not this run's: nothing is to be written there
@@ -212,7 +223,8 @@ class Jobs:
             if not isinstance(error, self._mistakes):
                 traceback.print_exc()
             self._tell(error)
-            with suppress(OSError):
+            with suppress(OSError, UserError):
+                note_options(run_dir, composed)
                 note_failure(run_dir, error)
         finally:
             with suppress(OSError, UserError):  # told at the end, where it still holds
@@ -230,7 +242,7 @@ class Jobs:
         self._codes.append(getattr(error, "exit_code", USER_MISTAKE if mistake else CRASHED))
 
     def _say(self, sentence: str) -> None:
-        print(f"{self._program}: {sentence}", file=sys.stderr)
+        print(f"{self._program}: {readable(sentence)}", file=sys.stderr)
 
     def _end_sweep(self, completed: bool) -> None:
         """Print the table of the sweep, and leave it and the report beside its runs."""
@@ -254,14 +266,47 @@ class Jobs:
         print(f"Summary: {self._sweep_dir / SUMMARY}.md and .json{report}", flush=True)
 
 
-def _train(composed: DictConfig, run_dir: Path) -> Config:
+def note_options(run_dir: Path, composed: DictConfig) -> None:
+    """Write what Hydra itself would have written to ``.hydra``, before it was known whether the directory is free.
+
+    A run that has begun keeps the files of the command that began it.
+
+    Raises:
+        UserError: they cannot be written.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    folder, hydra = (run_dir / OVERRIDES_FILE).parent, cast(Any, HydraConfig.instance().cfg)
+    if has_begun(run_dir) or hydra is None:  # nobody asked Hydra
+        return
+    try:
+        _make(run_dir, composed)
+        folder.mkdir(exist_ok=True)
+        for name, node in (("config", composed), ("hydra", hydra), ("overrides", hydra.hydra.overrides.task)):
+            write_text(folder / f"{name}.yaml", OmegaConf.to_yaml(node))
+    except OSError as error:
+        raise unwritable(run_dir, error) from error
+
+
+def _make(folder: Path, composed: DictConfig) -> None:
+    from omegaconf import OmegaConf
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if OmegaConf.select(composed, "logging.private"):
+        folder.chmod(0o700)
+
+
+def _train(composed: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     """Train to the end; a run that was asked to stop ends the whole command, a sweep's other runs included."""
     from omegaconf import OmegaConf
 
     require_known(composed)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
+    config = resumed_config(config, overrides)
     preflight(config, run_dir)
+    note_options(run_dir, composed)
     with Heartbeat():
         announce(config)
         from sota_grpo.run.app import CONTINUES, train  # brings torch and all that stands on it

@@ -15,7 +15,9 @@ from sota_grpo import keys
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Inbox, completed
 from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
+from sota_grpo.envs.task_env import last_turn
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
+from sota_grpo.rl.task import SampledText
 from sota_grpo.rl.transforms import write_scores
 from sota_grpo.workers.base import resolve
 
@@ -143,7 +145,8 @@ class Rollouts:
             samples = sampled.result().samples
             (row,) = prompt_rows(prompt.group_id, prompt.example, self.env.prompt_ids(prompt.example), repeats=1)
             rows = finish_rows(row, samples, self.env.tokenizer)
-            scores = self.env.grader.scores([(row[keys.RESPONSE_TEXT], prompt.example) for row in rows])
+            said = [SampledText(row[keys.RESPONSE_TEXT], last_turn(one).tolist()) for row, one in zip(rows, samples)]
+            scores = self.env.grader.scores([(text, prompt.example) for text in said])
             group = partial(Graded, prompt, samples, rows)
             scores.add_done_callback(lambda _: post(partial(self._graded, group, scores, graded, move)))
         except BaseException as error:  # it belongs to whoever reads the future

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
@@ -88,6 +88,7 @@ class RolloutSource:
         max_policy_age: oldest policy, in published versions, whose tokens may be in a batch.
         lockstep: see above; the age is then 0.
         sleep_engine: in lockstep, free the engine's device once a batch is sampled; the next publish wakes it.
+        group_transforms: change each group that is graded and kept in place, before ``reference``.
         reference: asks for what the KL term needs, group by group as they are graded; None where there is none.
         transforms: ``(phase, transform)``, applied in order to the whole batch.
         seed: sample ``i`` of group ``g`` is drawn from the stream derived from ``(seed, g, i)``.
@@ -111,6 +112,7 @@ class RolloutSource:
         max_policy_age: int = 0,
         lockstep: bool = False,
         sleep_engine: bool = False,
+        group_transforms: Sequence[Transform] = (),
         reference: Callable[[Rows], Future[Rows]] | None = None,
         transforms: Sequence[tuple[str, Transform]] = (),
         seed: int = 0,
@@ -122,6 +124,7 @@ class RolloutSource:
         threaded: bool = True,
     ):
         self.env, self.engine, self.transforms = rollouts.env, rollouts.engine, tuple(transforms)
+        self.group_transforms = tuple(group_transforms)
         self.num_groups, self.max_policy_age = num_groups, 0 if lockstep else max_policy_age
         self.lockstep, self.sleep_engine, self.refill = lockstep, sleep_engine, refill
         self.should_stop, self.wait_deadline_s, self.metrics_extra = should_stop, wait_deadline_s, metrics_extra
@@ -313,6 +316,8 @@ class RolloutSource:
         self._submit(fresh)
 
     def _to_reference(self, group: Group, rows: Rows) -> None:
+        for transform in self.group_transforms:
+            transform(lazy_stack(rows))  # in place
         if self._reference is None:
             self._finish(group, rows)
             return

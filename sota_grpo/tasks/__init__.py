@@ -84,9 +84,9 @@ def make_scorer(
     task = task_class(name)(**options)
     if reward_path is None:
         return task
-    from sota_grpo.tasks.wrappers import DEFAULT_NAME, WithRewardFunctions
+    from sota_grpo.tasks.wrappers import DEFAULT_NAME, with_reward_functions
 
-    return WithRewardFunctions(task, reward_path, reward_names or [DEFAULT_NAME])
+    return with_reward_functions(task, reward_path, reward_names or [DEFAULT_NAME])
 
 
 def task_class(name: str) -> Any:

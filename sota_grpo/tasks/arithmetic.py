@@ -14,10 +14,11 @@ list of binary steps whose operands are a number of the question (``a`` to ``e``
 
 from __future__ import annotations
 
+import operator
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from fractions import Fraction
 
 from sota_grpo.rewards.extract import extract_answer, numbers_equal
 from sota_grpo.rl.records import Example, Score
@@ -108,26 +109,25 @@ TEMPLATES: Mapping[str, Template] = {
 }
 
 
-def _apply(left: int, operator: str, right: int) -> int | None:
-    """The value of one step, or None where it is not a whole number from 1 to ``LARGEST_VALUE``."""
-    if operator == "/":
-        value, remainder = divmod(left, right)
-        return value if remainder == 0 and value > 0 else None
-    value = {"+": left + right, "-": left - right, "*": left * right}[operator]
-    return value if 0 < value <= LARGEST_VALUE else None
+_OPERATIONS: Mapping[str, Callable[[int, int], int | Fraction]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": Fraction,
+}
 
 
 def solve(steps: tuple[tuple[str, str, str], ...], numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...] | None:
     """Work the steps out, each as ``(expression, value)``; None where a value is not whole, positive and small."""
     values = dict(numbers)
     worked: list[tuple[str, int]] = []
-    for result_name, (left, operator, right) in zip(_RESULT_NAMES, steps):
+    for result_name, (left, sign, right) in zip(_RESULT_NAMES, steps):
         first, second = (values[operand] if operand in values else int(operand) for operand in (left, right))
-        value = _apply(first, operator, second)
-        if value is None:
+        value = _OPERATIONS[sign](first, second)
+        if value.denominator > 1 or not 0 < value <= LARGEST_VALUE:
             return None
-        values[result_name] = value
-        worked.append((f"{first}{operator}{second}", value))
+        values[result_name] = int(value)
+        worked.append((f"{first}{sign}{second}", int(value)))
     return tuple(worked)
 
 
@@ -141,26 +141,6 @@ def is_heldout(template: str, numbers: Mapping[str, int]) -> bool:
     True
     """
     return procedural.is_heldout(f"{template}:{sorted(numbers.items())}")
-
-
-def _draw(max_steps: int, rng: random.Random, heldout: bool) -> Example:
-    """Draw a problem of this side by rejection: its template first, so that rejection does not favour a template.
-
-    The number of steps is uniform on ``1..max_steps``.
-    """
-    num_steps = rng.randint(1, max_steps)
-    template = rng.choice([t for t in TEMPLATES.values() if len(t.steps) == num_steps])
-    while True:
-        numbers = {name: rng.randint(low, high) for name, (low, high) in template.ranges.items()}
-        worked = solve(template.steps, numbers)
-        if worked is not None and is_heldout(template.name, numbers) == heldout:
-            break
-    lines = [f"{expression}={value}" for expression, value in worked]
-    return Example(
-        query=_phrase(rng, template, numbers),
-        answer="\n".join([*lines, f"#### {worked[-1][1]}"]),
-        extra={"template": template.name, "numbers": numbers, "num_steps": num_steps},
-    )
 
 
 def _phrase(rng: random.Random, template: Template, numbers: Mapping[str, int]) -> str:
@@ -197,7 +177,27 @@ class ArithmeticTask(ProceduralTask):
     ) -> None:
         if not 1 <= max_steps <= LARGEST_NUM_STEPS:
             raise ValueError(f"max_steps={max_steps} must lie between 1 and {LARGEST_NUM_STEPS}")
-        super().__init__(partial(_draw, max_steps), seed, num_train, num_heldout)  # no system prompt: short sequences
+        super().__init__(seed, num_train, num_heldout)  # no system prompt: short sequences
+        self._max_steps = max_steps
+
+    def draw(self, rng: random.Random, heldout: bool) -> Example:
+        """Draw a problem of this side by rejection: its template first, so that rejection does not favour a template.
+
+        The number of steps is uniform on ``1..max_steps``.
+        """
+        num_steps = rng.randint(1, self._max_steps)
+        template = rng.choice([t for t in TEMPLATES.values() if len(t.steps) == num_steps])
+        while True:
+            numbers = {name: rng.randint(low, high) for name, (low, high) in template.ranges.items()}
+            worked = solve(template.steps, numbers)
+            if worked is not None and is_heldout(template.name, numbers) == heldout:
+                break
+        lines = [f"{expression}={value}" for expression, value in worked]
+        return Example(
+            query=_phrase(rng, template, numbers),
+            answer="\n".join([*lines, f"#### {worked[-1][1]}"]),
+            extra={"template": template.name, "numbers": numbers, "num_steps": num_steps},
+        )
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the number after the last ``####`` of the response with the gold one."""

@@ -61,11 +61,16 @@ class CalculatorTask(ProceduralTask):
     calls_tools = True  # so that a response is not the last turn
     term_weights: Mapping[str, float] = {"correct": 1.0}
 
-    def __init__(
-        self, seed: int = 0, num_train: int = 8192, num_heldout: int = 256, *, system_prompt: str | None = None
-    ):
-        prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
-        super().__init__(_draw, seed, num_train, num_heldout, system_prompt=prompt)
+    default_prompt = SYSTEM_PROMPT
+
+    def draw(self, rng: random.Random, heldout: bool) -> Example:
+        """Draw a form, then numbers until the result is positive and the problem is of this side."""
+        form = rng.choice(FORMS)
+        while True:
+            question = _LETTER.sub(lambda _: str(rng.randint(11, 999)), form)
+            value: Fraction = parse_expression(question).value
+            if value > 0 and is_heldout((form, value)) == heldout:  # a * b is on the side of b * a
+                return Example(query=f"What is {question}?", answer=f"#### {value}")
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the answer, or answer the call; see the class."""
@@ -92,13 +97,3 @@ def calculate(expression: str) -> str:
     if abs(value) >= LARGEST_RESULT:
         return "error: the result is too large"
     return str(value) if value.denominator == 1 else f"{float(value):.12g}"
-
-
-def _draw(rng: random.Random, heldout: bool) -> Example:
-    """Draw a form, then numbers until the result is positive and the problem is of this side."""
-    form = rng.choice(FORMS)
-    while True:
-        question = _LETTER.sub(lambda _: str(rng.randint(11, 999)), form)
-        value: Fraction = parse_expression(question).value
-        if value > 0 and is_heldout((form, value)) == heldout:  # a * b is on the side of b * a
-            return Example(query=f"What is {question}?", answer=f"#### {value}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from sota_grpo.rewards.expressions import ExpressionError, parse_expression
@@ -56,6 +55,7 @@ class CountdownTask(ProceduralTask):
 
     name = "countdown"
     replies = True  # a score answers the response
+    default_prompt = SYSTEM_PROMPT
 
     def __init__(
         self,
@@ -70,9 +70,18 @@ class CountdownTask(ProceduralTask):
         if not num_numbers or min(num_numbers) < 2:
             raise ValueError(f"num_numbers={tuple(num_numbers)} must name counts of at least 2 numbers.")
         require_not_negative(format_weight=format_weight)
-        prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
-        super().__init__(partial(_draw, tuple(num_numbers)), seed, num_train, num_heldout, system_prompt=prompt)
+        super().__init__(seed, num_train, num_heldout, system_prompt=system_prompt)
         self.term_weights: Mapping[str, float] = {"correct": 1.0, "format": format_weight}
+        self._counts = tuple(num_numbers)
+
+    def draw(self, rng: random.Random, heldout: bool) -> Example:
+        """Draw numbers and an expression of them until its value is a target and the problem is of this side."""
+        count = rng.choice(self._counts)
+        while True:
+            numbers = [rng.randint(1, LARGEST_NUMBER) for _ in range(count)]
+            target, solution = _expression(rng, numbers)
+            if target in TARGETS and is_heldout((sorted(numbers), target)) == heldout:
+                return _example(numbers, target, solution)
 
     def score(self, response: str, example: Example) -> Score:
         """Evaluate the answer; see the class for the terms and the reply."""
@@ -126,16 +135,6 @@ def _example(numbers: Sequence[int], target: int, solution: str) -> Example:
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _draw(counts: tuple[int, ...], rng: random.Random, heldout: bool) -> Example:
-    """Draw numbers and an expression of them until its value is a target and the problem is of this side."""
-    count = rng.choice(counts)
-    while True:
-        numbers = [rng.randint(1, LARGEST_NUMBER) for _ in range(count)]
-        target, solution = _expression(rng, numbers)
-        if target in TARGETS and is_heldout((sorted(numbers), target)) == heldout:
-            return _example(numbers, target, solution)
 
 
 def _expression(rng: random.Random, numbers: Sequence[int]) -> tuple[int, str]:

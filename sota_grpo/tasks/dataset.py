@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sota_grpo.errors import UserError
-from sota_grpo.rewards.extract import ANSWER_FORMATS
+from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import chat
 from sota_grpo.text import first_line, sentence
@@ -208,49 +208,44 @@ def unique_examples(examples: Sequence[Example], taken: set[str] | None = None) 
     return kept
 
 
-def disjoint(train: Sequence[Example], heldout: Sequence[Example], source: str) -> tuple[list[Example], list[Example]]:
-    """Both sides with each question once; one that stands on both is held out.
+def two_sides(
+    train: Sequence[Example], heldout: Sequence[Example] | None, *, num_heldout: int, seed: int, source: str
+) -> tuple[list[Example], list[Example]]:
+    """What to train on and what is held out, each question once; one that stands on both sides is held out.
+
+    Without ``heldout``, held out are the ``num_heldout`` questions whose hash with the seed is smallest. So the choice
+    depends on the questions and the seed, not on their order; both sides keep the file's order.
 
     Raises:
         DatasetError: nothing is left to train on.
 
-    >>> one, two = Example("1 + 1?", "2"), Example("2 + 2?", "4")
-    >>> disjoint([one, two, two], [one, one], "demo") == ([two], [one])
-    True
-    """
-    heldout = unique_examples(heldout)
-    kept = unique_examples(train, taken={normalised(example.query) for example in heldout})
-    if not kept:
-        raise DatasetError(f"every question of {source} is held out; give other problems to train on.")
-    return kept, heldout
-
-
-def split_examples(
-    examples: Sequence[Example], num_heldout: int, seed: int, source: str
-) -> tuple[list[Example], list[Example]]:
-    """Hold out the ``num_heldout`` questions whose hash with the seed is smallest; both sides keep the file's order.
-
-    The choice depends on the questions and the seed, not on their order. Repeated questions are kept once.
-
-    Raises:
-        DatasetError: nothing would be left to train on.
-
     >>> examples = [Example(f"{i} + 1?", f"#### {i + 1}") for i in range(5)]
-    >>> train, heldout = split_examples(examples, 2, 0, "demo")
+    >>> train, heldout = two_sides(examples, None, num_heldout=2, seed=0, source="demo")
     >>> len(train), len(heldout), {e.query for e in train} & {e.query for e in heldout}
     (3, 2, set())
+    >>> two_sides(examples, examples[1:], num_heldout=0, seed=0, source="demo") == (examples[:1], examples[1:])
+    True
     """
-    unique = unique_examples(examples)
-    if num_heldout >= len(unique):
-        fewer = f"env.num_heldout={max(1, len(unique) // 10)} or " if len(unique) > 1 else ""
-        raise DatasetError(
-            f"{source} has {len(unique)} different questions, so env.num_heldout={num_heldout} leaves none to train "
-            f"on; use {fewer}a larger file."
-        )
-    keyed = sorted(unique, key=lambda e: hashlib.sha256(f"{seed}:{normalised(e.query)}".encode()).digest())
-    chosen = {normalised(example.query) for example in keyed[:num_heldout]}
-    heldout = [example for example in unique if normalised(example.query) in chosen]
-    return [example for example in unique if normalised(example.query) not in chosen], heldout
+    num_read, train = len(train), unique_examples(train)
+    if heldout is None:
+        if num_heldout >= len(train):
+            fewer = f"env.num_heldout={max(1, len(train) // 10)} or " if len(train) > 1 else ""
+            raise DatasetError(
+                f"{source} has {len(train)} different questions, so env.num_heldout={num_heldout} leaves none to train "
+                f"on; use {fewer}a larger file."
+            )
+        num_read -= num_heldout
+        order = sorted(train, key=lambda e: hashlib.sha256(f"{seed}:{normalised(e.query)}".encode()).digest())
+        chosen = {normalised(example.query) for example in order[:num_heldout]}
+        heldout = [example for example in train if normalised(example.query) in chosen]
+    heldout = unique_examples(heldout)
+    train = unique_examples(train, taken={normalised(example.query) for example in heldout})
+    if not train:
+        raise DatasetError(f"every question of {source} is held out; give other problems to train on.")
+    if len(train) < num_read:
+        left_out = num_read - len(train)
+        logger.info("%d of %d problems are repeated or held out: they are not trained on.", left_out, num_read)
+    return train, heldout
 
 
 _FORMS = {  # what the system prompt asks for, and the last line of a response
@@ -281,12 +276,6 @@ def answering(answer_format: str, answer: str) -> str:
     ('The answer is \\\\boxed{18}.', '<answer>18</answer>')
     """
     return _FORMS[answer_format][1].format(answer)
-
-
-def require_format(answer_format: str) -> None:
-    """Check that there is such an answer format; ``ValueError`` names those that there are."""
-    if answer_format not in ANSWER_FORMATS:
-        raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
 
 
 def require_not_negative(**values: float) -> None:
@@ -321,7 +310,7 @@ class QuestionTask:
         *,
         what: str = "answer",
     ):
-        require_format(answer_format)
+        extract_answer("", answer_format)  # refuses an unknown one
         require_not_negative(**{f"{name}_weight": weight for name, weight in term_weights.items()})
         self.train, self.heldout = train, heldout
         self.answer_format, self.term_weights = answer_format, term_weights
@@ -375,19 +364,14 @@ class QuestionTask:
         def read(rows: Sequence[Row], place: str) -> list[Example]:
             return [task.read_problem(row, f"{place}, row {number}") for number, row in enumerate(rows, start=1)]
 
-        place = path or f"{source} (train)"
+        place, heldout = path or f"{source} (train)", None
         train = read(load_rows(source, path=path, config=config), place)
         if eval_path is not None:
             heldout = read(load_rows(source, path=eval_path), eval_path)
         elif path is None:
             heldout = read(load_rows(source, split="test", config=config), f"{source} (test)")
-        else:
-            train, heldout = split_examples(train, num_heldout, seed, path)
-        kept, task.heldout = disjoint(train, heldout, place)
-        if len(kept) < len(train):
-            left_out = len(train) - len(kept)
-            logger.info("%d of %d problems are repeated or held out: they are not trained on.", left_out, len(train))
-        task.train = kept[:max_samples]
+        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, seed=seed, source=place)
+        task.train = train[:max_samples]
         return task
 
     def messages(self, example: Example) -> list[dict[str, str]]:

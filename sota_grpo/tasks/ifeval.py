@@ -17,7 +17,7 @@ from sota_grpo.rewards.ifeval import (
 )
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import chat
-from sota_grpo.tasks.dataset import DatasetError, Row, is_file, load_named, normalised, split_examples, unique_examples
+from sota_grpo.tasks.dataset import DatasetError, Row, is_file, load_named, normalised, two_sides, unique_examples
 
 HUB_NAME, EVAL_HUB_NAME = "allenai/RLVR-IFeval", "google/IFEval"
 _MOST_UNREADABLE = 0.05  # of a dataset on the hub, whose rows its user cannot mend
@@ -113,17 +113,14 @@ class IFEvalTask:
                 f"{name} is what IFEval is evaluated on, so training on it would make the results meaningless; train "
                 f"on {HUB_NAME} (env.dataset_path=null) or on a file of your own."
             )
-        examples = task._read(name)
-        if eval_path is None and is_file(name):
-            train, heldout = split_examples(examples, num_heldout, seed, name)
-        else:
+        train, heldout = task._read(name), None
+        if eval_path is not None or not is_file(name):
             eval_name = eval_path or EVAL_HUB_NAME
-            train, heldout = unique_examples(examples), unique_examples(task._read(eval_name))
-            _refuse_overlap(train, heldout, name, eval_name)
-        task.train, task.heldout = train[:max_samples], heldout
-        task._tell_of_sentences(
-            {name for example in [*train, *heldout] for name in example.extra["instruction_id_list"]}
-        )
+            heldout = task._read(eval_name)
+            _refuse_overlap(unique_examples(train), heldout, name, eval_name)
+        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, seed=seed, source=name)
+        task.train = train[:max_samples]
+        task._tell_of_sentences({name for e in [*train, *task.heldout] for name in e.extra["instruction_id_list"]})
         return task
 
     def messages(self, example: Example) -> list[dict[str, str]]:
@@ -190,7 +187,10 @@ class IFEvalTask:
         rows, examples, broken = load_named(name), [], []
         for number, row in enumerate(rows, start=1):
             try:
-                examples.append(self._read_prompt(row, f"{name}, row {number}"))
+                example = self.read_row(row, f"{name}, row {number}")
+                if not example.query.strip():
+                    raise DatasetError(f"{name}, row {number}: there is no prompt; mend or remove the row.")
+                examples.append(example)
             except DatasetError as error:
                 if is_file(name):
                     raise
@@ -200,12 +200,6 @@ class IFEvalTask:
         if broken:
             logger.warning("%d of %d rows of %s are left out; the first: %s", len(broken), len(rows), name, broken[0])
         return examples
-
-    def _read_prompt(self, row: Row, place: str) -> Example:
-        example = self.read_row(row, place)
-        if not example.query.strip():
-            raise DatasetError(f"{place}: there is no prompt; mend or remove the row.")
-        return example
 
     def _tell_of_sentences(self, ids: Iterable[str]) -> None:
         if any(INSTRUCTIONS[name].splits_sentences for name in ids) and find_punkt(self.nltk_data) is None:

@@ -25,39 +25,6 @@ from sota_grpo.tasks.dataset import Row, normalised, unique_examples
 from sota_grpo.tasks.ifeval import IFEvalTask
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
 
-_WHOLE = "start end layout length case language letters markup commas"
-_ASPECTS = {  # instruction: what it decides, what it relies on
-    "keywords:existence": ("", "language letters"),
-    "keywords:frequency": ("", "language letters"),
-    "keywords:forbidden_words": ("", "language"),
-    "keywords:letter_frequency": ("", "language"),  # letters too, where it asks for few
-    "language:response_language": ("language", ""),
-    "length_constraints:number_sentences": ("length", "language"),  # layout too, where it asks for few
-    "length_constraints:number_paragraphs": ("layout", ""),
-    "length_constraints:number_words": ("length", "language"),  # layout too, where it asks for few
-    "length_constraints:nth_paragraph_first_word": ("layout start", "language letters"),
-    "detectable_content:number_placeholders": ("", "markup"),
-    "detectable_content:postscript": ("end", "language letters case"),
-    "detectable_format:number_bullet_lists": ("layout", ""),
-    "detectable_format:constrained_response": (_WHOLE, ""),
-    "detectable_format:number_highlighted_sections": ("", "markup"),
-    "detectable_format:multiple_sections": ("layout", "language letters case"),
-    "detectable_format:json_format": ("start end layout length case markup", "language commas"),
-    "detectable_format:title": ("", "markup"),
-    "combination:two_responses": ("layout", "start end length"),
-    "combination:repeat_prompt": ("start", "language letters case length commas"),
-    "startend:end_checker": ("end", "language letters case"),
-    "change_case:capital_word_frequency": ("case", "language"),
-    "change_case:english_capital": ("case", "language"),
-    "change_case:english_lowercase": ("case", "language"),
-    "punctuation:no_comma": ("commas", ""),
-    "startend:quotation": ("start end", ""),
-}
-_DECIDED_BY_FEW = {
-    "keywords:letter_frequency": "letters",
-    "length_constraints:number_sentences": "layout",
-    "length_constraints:number_words": "layout",
-}
 _CHOICE, _REPEAT = "detectable_format:constrained_response", "combination:repeat_prompt"
 _NUM_INSTRUCTIONS = {1: 3, 2: 2, 3: 1}  # with their weights, near to the benchmark's
 
@@ -121,7 +88,7 @@ class InstructionsTask(IFEvalTask):
         draw = partial(_draw, frozenset(normalised(example.query) for example in examples))
         task.train = DrawnExamples(draw, seed, False, num_train)
         task.heldout = examples or DrawnExamples(draw, seed, True, num_heldout)
-        task._tell_of_sentences(_ASPECTS)
+        task._tell_of_sentences(_TEXTS)
         return task
 
 
@@ -132,7 +99,7 @@ def draw_row(rng: random.Random, heldout: bool) -> Row:
     >>> len(row["instruction_id_list"]) == len(row["kwargs"])
     True
     """
-    order = rng.sample(list(_ASPECTS), len(_ASPECTS))
+    order = rng.sample(list(_TEXTS), len(_TEXTS))
     is_question = order[0] == _CHOICE
     forms = QUESTIONS if is_question else REQUESTS
     while True:
@@ -144,8 +111,10 @@ def draw_row(rng: random.Random, heldout: bool) -> Row:
     chosen: dict[str, Kwargs] = {}
     for name in order:
         kwargs = _draw_kwargs(rng, name, words, request)
-        fits = is_question or name != _CHOICE
-        if fits and not any(_clash((name, kwargs), other) for other in chosen.items()):
+        decided, relied = _aspects(name, kwargs)
+        others = [_aspects(*other) for other in chosen.items()]
+        clashes = any(decided & (theirs | needed) or theirs & relied for theirs, needed in others)
+        if not clashes and (is_question or name != _CHOICE):
             chosen[name] = kwargs
         if len(chosen) == num_instructions:
             break
@@ -162,17 +131,11 @@ def _draw(taken: frozenset[str], rng: random.Random, heldout: bool) -> Example:
             return Example(row["prompt"], "", {"instruction_id_list": ids, "kwargs": kwargs})
 
 
-def _clash(one: tuple[str, Kwargs], other: tuple[str, Kwargs]) -> bool:
-    """Whether one decides what the other decides or relies on."""
-    (decided, relied), (other_decided, other_relied) = _aspects(*one), _aspects(*other)
-    return bool(decided & (other_decided | other_relied) or other_decided & relied)
-
-
 def _aspects(name: str, kwargs: Kwargs) -> tuple[set[str], set[str]]:
-    decided, relied = (set(part.split()) for part in _ASPECTS[name])
-    if name in _DECIDED_BY_FEW and "less than" in kwargs.values():
-        decided.add(_DECIDED_BY_FEW[name])
-    return decided, relied
+    """What an instruction decides and what it relies on."""
+    decided, relied, _ = _TEXTS[name]
+    asks_for_few = "less than" in kwargs.values()
+    return {aspect.rstrip("?") for aspect in decided if asks_for_few or aspect[-1] != "?"}, set(relied)
 
 
 def _draw_kwargs(rng: random.Random, name: str, words: list[str], request: str) -> Kwargs:
@@ -233,7 +196,7 @@ def _say(rng: random.Random, name: str, kwargs: Mapping[str, Any]) -> str:
     if "nth_paragraph" in kwargs:
         shown["n"] = _number(rng, kwargs["num_paragraphs"])
         shown["nth"] = ORDINALS[kwargs["nth_paragraph"] - 1]
-    return rng.choice(WORDINGS[name]).format(**shown)
+    return rng.choice(_TEXTS[name][2]).format(**shown)
 
 
 def _number(rng: random.Random, value: int) -> str:
@@ -403,9 +366,10 @@ AMOUNTS = {  # of n, and of the number below it
 NUMERALS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 ORDINALS = ("first", "second", "third", "fourth")
 
+# Instruction | aspects that it decides, with "?" only where it asks for few | those that it relies on; its wordings.
 # What is between braces: {words} quoted and listed, {amount} of AMOUNTS, {n} a number, and the kwargs themselves.
-_WORDINGS = """
-keywords:existence
+_INSTRUCTIONS = """
+keywords:existence | | language letters
   Include {words} in your response.
   Your response must contain {words}.
   Use {words} somewhere in your answer.
@@ -413,14 +377,14 @@ keywords:existence
   Work in {words}.
   Make sure that {words} can be found in what you write.
   It should mention {words}.
-keywords:frequency
+keywords:frequency | | language letters
   Your response must contain the word "{keyword}" {amount} times.
   The word "{keyword}" should occur {amount} times in your response.
   Use the word "{keyword}" {amount} times.
   The word "{keyword}" is to be used {amount} times.
   Let "{keyword}" occur {amount} times in your text.
   I want to read the word "{keyword}" {amount} times.
-keywords:forbidden_words
+keywords:forbidden_words | | language
   Your response must not contain {words}.
   Do not use {words} in your response.
   Do without {words}.
@@ -428,14 +392,14 @@ keywords:forbidden_words
   Never write {words}.
   Avoid {words} in all that you say.
   Get by without {words}.
-keywords:letter_frequency
+keywords:letter_frequency | letters? | language
   Your response must contain the letter "{letter}" {amount} times.
   The letter "{letter}" should occur {amount} times in your response.
   Use the letter "{letter}" {amount} times.
   The letter "{letter}" has to come up {amount} times, large or small.
   Counted over your whole text, the letter "{letter}" is used {amount} times.
   Write it so that "{letter}" is needed {amount} times as a letter.
-language:response_language
+language:response_language | language |
   Your whole response must be written in {name}.
   Respond in the {name} language only.
   Answer in {name} only.
@@ -443,126 +407,131 @@ language:response_language
   My family reads {name}, so use that language and no other.
   Please reply in {name} from the beginning to the end.
   The text has to be in {name}.
-length_constraints:number_sentences
+length_constraints:number_sentences | length layout? | language
   Your response must have {amount} sentences.
   Say it in {amount} sentences.
   Make it {amount} sentences.
   Your answer should come to {amount} sentences.
   Take {amount} sentences for it.
-length_constraints:number_paragraphs
+length_constraints:number_paragraphs | layout |
   Your response must have exactly {n} paragraphs with the markdown divider *** between them.
   Write {n} paragraphs and put a line with *** between each two of them.
   Divide the text into {n} paragraphs by lines that hold three asterisks (***).
   I need exactly {n} paragraphs, with *** as the mark between one and the next.
   Cut your answer into {n} paragraphs; the sign for a cut is ***.
-length_constraints:number_words
+length_constraints:number_words | length layout? | language
   Your response must have {amount} words.
   The text is to have {amount} words.
   Say it in {amount} words.
   Your text should come to {amount} words.
   Keep it to {amount} words in all.
   Its length must be {amount} words.
-length_constraints:nth_paragraph_first_word
+length_constraints:nth_paragraph_first_word | layout start | language letters
   Respond in {n} paragraphs, two line breaks between them; the {nth} must start with the word "{first_word}".
   Write {n} paragraphs with an empty line between them, and begin the {nth} one with the word "{first_word}".
   Make it {n} paragraphs, set apart by blank lines; "{first_word}" is the first word of the {nth} paragraph.
   Your answer has {n} paragraphs (one empty line between two), the {nth} of which opens with "{first_word}".
-detectable_content:number_placeholders
+detectable_content:number_placeholders | | markup
   Your response must include at least {n} placeholders in square brackets, for example [address].
   Leave {n} or more blanks to fill in, each written in square brackets like [name] or [date].
   Put at least {n} gaps into the text, each a word in square brackets, for instance [place].
   Wherever a detail is missing, write a stand-in such as [time]; use no fewer than {n} of these.
   It is a form letter for many readers, so use at least {n} fields such as [colour].
-detectable_content:postscript
+detectable_content:postscript | end | language letters case
   Your response must have a postscript at the end that starts with {postscript_marker}
   Add a remark after the text that begins with {postscript_marker}
   Below your text there should be one more thought, introduced by {postscript_marker}
   Close with an afterthought behind the letters {postscript_marker}
   When you are done, append a last note that opens with {postscript_marker}
-detectable_format:number_bullet_lists
+detectable_format:number_bullet_lists | layout |
   Your response must contain exactly {n} bullet points in markdown, each on a line that starts with * or -.
   Give exactly {n} bullet points, each on a line of its own that begins with an asterisk or a hyphen.
   Use a list of {n} points, no more and no fewer, in markdown ("* like this").
   Include a markdown list with exactly {n} bullets.
   Put what matters into {n} bullets; every one starts a new line with "- ".
-detectable_format:constrained_response
+detectable_format:constrained_response | start end layout length case language letters markup commas |
   Respond with one of these options only: "My answer is yes.", "My answer is no.", "My answer is maybe."
   Reply with nothing but one of these three: "My answer is yes." "My answer is no." "My answer is maybe."
   There are three possible replies: "My answer is yes.", "My answer is no.", "My answer is maybe."; pick one.
   Choose between "My answer is yes.", "My answer is no." and "My answer is maybe.", and write just that.
-detectable_format:number_highlighted_sections
+detectable_format:number_highlighted_sections | | markup
   Highlight {n} or more parts of your response in markdown, for example *highlighted part*.
   Emphasise {n} or more phrases by putting an asterisk on either side, *like this*.
   Set at least {n} passages in italics as markdown does it: *passage*.
   Mark what matters with single asterisks (*so*), in {n} places or more.
   No fewer than {n} phrases should be in *asterisks* for emphasis.
-detectable_format:multiple_sections
+detectable_format:multiple_sections | layout | language letters case
   Your response must consist of {n} sections that are marked {headings}.
   Divide it into {n} parts under the headings {headings}.
   Structure your text by {n} headings, namely {headings}.
   Write {n} parts and number them in this way: {headings}.
   It needs {n} parts; the lines above them are {headings}.
-detectable_format:json_format
+detectable_format:json_format | start end layout length case markup | language commas
   Your response must be in JSON format from its first to its last character.
   Reply with a JSON object and nothing else.
   Everything you write must be valid JSON.
   A program reads your answer, so give it as JSON without any text around it.
   Format the whole answer as one JSON value; a fence of backticks around it is fine.
-detectable_format:title
+detectable_format:title | | markup
   Your response must have a title in double angular brackets, for example <<a new day>>.
   Give it a title and put that between << and >>.
   Add a heading in double angle brackets, <<like this>>.
   It needs a title, written as <<title>>.
   Name your text in a line such as <<My title>>.
-combination:two_responses
+combination:two_responses | layout | start end length
   Give me two different responses with 6 asterisks between them, that is ******
   Answer twice, in two different ways, and put ****** between the two.
   I would like two versions to choose from, with a line of six asterisks (******) after the first one.
   Write two answers that differ; the mark between them, and only there, is ******
   Offer two alternatives divided by ******
-combination:repeat_prompt
+combination:repeat_prompt | start | language letters case length commas
   First repeat the request "{prompt_to_repeat}" word for word, and after that give your answer.
   Before anything else, copy this sentence as it is: "{prompt_to_repeat}" Then do what it says.
   Your answer has to start with the words "{prompt_to_repeat}" and go on from there.
   Open with my request in the same words, that is "{prompt_to_repeat}", and only then answer it.
-startend:end_checker
+startend:end_checker | end | language letters case
   Your response must end with the exact phrase "{end_phrase}"
   The last words have to be "{end_phrase}"
   Stop with the sentence "{end_phrase}" and write nothing behind it.
   End on exactly these words: "{end_phrase}"
   Let "{end_phrase}" be the very end of your answer.
-change_case:capital_word_frequency
+change_case:capital_word_frequency | case | language
   Your response must contain {amount} words in all capital letters.
   Have {amount} words in capitals, LIKE THIS.
   Put {amount} words into capital letters from the first to the last, as in YES.
   There should be {amount} words that consist of capitals alone.
-change_case:english_capital
+change_case:english_capital | case | language
   Your response must be in English and in capital letters only.
   Write in English, with capital letters from start to finish.
   USE CAPITALS ONLY, in plain English.
   Answer in English as if the caps lock key were stuck.
   Every letter of your English text has to be a capital one.
-change_case:english_lowercase
+change_case:english_lowercase | case | language
   Your response must be in English and in lowercase letters only.
   Write in English without a single capital letter.
   use small letters only, even at the beginning of a sentence, in plain english.
   Answer in English as if your keyboard had no shift key, all in lower case.
   Every letter of your English text has to be a small one, names included.
-punctuation:no_comma
+punctuation:no_comma | commas |
   Your response must not contain any comma.
   Leave all commas out.
   Write it without commas.
   Commas are forbidden.
   Get by without a single comma.
   The character "," must be missing from your answer.
-startend:quotation
+startend:quotation | start end |
   Your response must begin and end with double quotation marks.
   Put quotation marks (") around all that you write.
   The first and the last character of your answer must be a double quote.
   Your text is a quotation as a whole: open it with " and close it with ".
   Enclose the complete answer in double quotes.
 """
-WORDINGS = {
-    name: ways
-    for name, *ways in (map(str.strip, block.split("\n")) for block in re.split(r"\n(?=\S)", _WORDINGS.strip()))
-}
+
+
+def _read_text(block: str) -> tuple[str, tuple[list[str], list[str], list[str]]]:
+    first, *ways = map(str.strip, block.split("\n"))
+    name, decides, relies = map(str.strip, first.split("|"))
+    return name, (decides.split(), relies.split(), ways)
+
+
+_TEXTS = dict(map(_read_text, re.split(r"\n(?=\S)", _INSTRUCTIONS.strip())))

@@ -72,8 +72,9 @@ class DrawnExamples(Sequence[Example]):
 class ProceduralTask:
     """Draws both splits, and asks a question after a system prompt, if there is one; the answer ends in ``#### N``.
 
+    A task says how to :meth:`draw` a problem, and has a ``default_prompt`` if it asks for something.
+
     Args:
-        draw: see :class:`DrawnExamples`.
         seed: of the draws; the split is the same for every seed.
         num_train: length of ``train``.
         num_heldout: length of ``heldout``.
@@ -83,12 +84,18 @@ class ProceduralTask:
         ValueError: a split without examples.
     """
 
+    default_prompt = ""
+
     def __init__(
-        self, draw: Draw, seed: int, num_train: int, num_heldout: int, *, system_prompt: str | None = None
+        self, seed: int = 0, num_train: int = 8192, num_heldout: int = 256, *, system_prompt: str | None = None
     ) -> None:
-        self.train: Sequence[Example] = DrawnExamples(draw, seed, False, num_train)
-        self.heldout: Sequence[Example] = DrawnExamples(draw, seed, True, num_heldout)
-        self.system_prompt = system_prompt
+        self.train: Sequence[Example] = DrawnExamples(self.draw, seed, False, num_train)
+        self.heldout: Sequence[Example] = DrawnExamples(self.draw, seed, True, num_heldout)
+        self.system_prompt = self.default_prompt if system_prompt is None else system_prompt
+
+    def draw(self, rng: random.Random, heldout: bool) -> Example:
+        """A problem of one side of the split."""
+        raise NotImplementedError
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """A system turn, if there is a system prompt, and the question."""

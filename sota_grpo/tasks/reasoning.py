@@ -221,11 +221,9 @@ class ReasoningTask(QuestionTask):
         """
         answer = first_text(row, GOLD_COLUMNS, place)
         gold = split_gold(answer)[1]
-        if not gold:
-            reason = f"is empty (it ends in {answer[-40:]!r})"
-            raise DatasetError(f"{place}: the right answer {reason}; mend or remove the row.")
-        if _ANY_TAG.search(gold):
-            reason = f"{gold[:40]!r} holds one of the tags that end an answer"
+        if not gold or _ANY_TAG.search(gold):
+            ends = f"is empty (it ends in {answer[-40:]!r})"
+            reason = f"{gold[:40]!r} holds one of the tags that end an answer" if gold else ends
             raise DatasetError(f"{place}: the right answer {reason}; mend or remove the row.")
         questions = [row[name] for name in self.question_columns if isinstance(row.get(name), str)]
         return Example(query=questions[0] if questions else "", answer=answer)

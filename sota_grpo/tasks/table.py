@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
-import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,16 +13,7 @@ from typing import Any
 from sota_grpo.rewards import extract_answer, numbers_equal
 from sota_grpo.rewards.extract import without_thinking
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import (
-    DatasetError,
-    Row,
-    answering,
-    disjoint,
-    load_named,
-    normalised,
-    require_format,
-    split_examples,
-)
+from sota_grpo.tasks.dataset import DatasetError, Row, answering, load_named, normalised, two_sides
 from sota_grpo.tasks.gsm8k import GSM8KTask
 
 Chat = list[dict[str, Any]]
@@ -36,8 +26,6 @@ MATH_SOURCES = (
     "HuggingFaceH4/MATH-500",
     "EleutherAI/hendrycks_math",
 )
-
-logger = logging.getLogger(__name__)
 
 
 def plain_columns(row: Row, place: str) -> dict[str, Any]:
@@ -156,7 +144,7 @@ class TableTask:
     A prompt is text (one user turn) or a chat, a list of ``{"role", "content"}`` turns. A row with verl's columns
     (``data_source``, ``prompt``, ``reward_model`` with its ``ground_truth``, ...) is known by them and needs no option.
     All columns stay with the example, for reward functions
-    (:class:`sota_grpo.tasks.wrappers.WithRewardFunctions`).
+    (:func:`sota_grpo.tasks.wrappers.with_reward_functions`).
 
     Which answer is right (:func:`sota_grpo.tasks.table.is_right`): rows whose ``data_source`` is GSM8K or MATH
     are graded as those tasks grade; of all others the answer, from where ``answer_format`` says, is right when it is
@@ -197,7 +185,7 @@ class TableTask:
         answer_required: bool = True,
     ):
         if answer_format is not None:
-            require_format(answer_format)
+            extract_answer("", answer_format)  # refuses an unknown one
         self.train, self.heldout = train, heldout
         self.prompt_column, self.answer_column = prompt_column, answer_column
         self.answer_format, self.system_prompt = answer_format, system_prompt
@@ -229,16 +217,10 @@ class TableTask:
         """
         task = cls(**options)
         train = task._read(path)
-        heldout = [] if eval_path is None else task._read(eval_path)
-        told_apart = _with_different_queries([*train, *heldout])
-        train, heldout = told_apart[: len(train)], told_apart[len(train) :]
-        if eval_path is None:
-            train, heldout = split_examples(train, num_heldout, seed, path)
-        train, heldout = disjoint(train, heldout, path)
-        repeated = len(told_apart) - len(train) - len(heldout)
-        if repeated:
-            logger.info("%d of %d rows repeat a prompt; each prompt is kept once.", repeated, len(told_apart))
-        task.train, task.heldout = train[:max_samples], heldout
+        read = _with_different_queries([*train, *([] if eval_path is None else task._read(eval_path))])
+        heldout = None if eval_path is None else read[len(train) :]
+        train, task.heldout = two_sides(read[: len(train)], heldout, num_heldout=num_heldout, seed=seed, source=path)
+        task.train = train[:max_samples]
         return task
 
     def messages(self, example: Example) -> list[dict[str, str]]:

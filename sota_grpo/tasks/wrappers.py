@@ -7,8 +7,8 @@ The functions are those written for verl or for TRL, unchanged. ``reward.path=re
   response. Of a dict, ``score`` is the reward; the other entries are kept beside it, numbers as metrics.
 - TRL's ``function(prompts, completions, **columns) -> list[float | None]``, called once with the whole group. Prompts
   and completions are text where the prompt is text, else lists of ``{"role", "content"}`` turns. None means that the
-  function does not apply. ``log_extra`` and ``log_metric`` are passed; ``completion_ids`` and ``trainer_state`` are
-  not, because graders read text and nothing else.
+  function does not apply. ``completion_ids``, ``log_extra`` and ``log_metric`` are passed; ``trainer_state``,
+  ``prompt_ids`` and ``environments`` are not, because graders read responses and nothing else.
 
 A function is given those keywords that it takes. ``builtin`` as a name is the task's own reward, to stand beside them.
 Functions can be passed as objects, too (:func:`sota_grpo.train`); the file is then one of pickled functions.
@@ -40,7 +40,17 @@ from sota_grpo.rewards.functions import (
     unpickled,
 )
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import Scorer, Task, failed_score, guarded_score, total_reward
+from sota_grpo.rl.task import (
+    SampledText,
+    Scorer,
+    Task,
+    failed_score,
+    guarded_score,
+    prepare,
+    scorer_of,
+    total_reward,
+    without_examples,
+)
 from sota_grpo.tasks.table import TableTask, source_of
 
 DEFAULT_NAME = "compute_score"  # verl's
@@ -51,38 +61,22 @@ _SUCCESS = ("success", "acc", "correct")  # entries of a function that say wheth
 _SOURCES = {"gsm8k": "openai/gsm8k"}  # verl's name of a task's data
 
 
-class TaskWrapper:
-    """What asks, reads rows and has examples as ``task`` does, and scores otherwise."""
+def with_reward_functions(
+    task: Task,
+    path: str,
+    names: Sequence[str] = (DEFAULT_NAME,),
+    weights: Sequence[float] | None = None,
+    *,
+    success_above: float = 0.0,
+    functions: Functions | None = None,
+) -> Task:
+    """``task`` with a reward from functions of the user's own: ``reward = sum_k weight_k * function_k``.
 
-    score: Scorer
-
-    def __init__(self, task: Task, term_weights: Mapping[str, float]) -> None:
-        self.name, self.term_weights = task.name, term_weights
-        self.train: Sequence[Example] = task.train
-        self.heldout: Sequence[Example] = task.heldout
-        self._task = copy.copy(task)  # its examples stay behind when this task leaves them behind: see scorer_of
-        self._task.train = self._task.heldout = ()
-
-    def messages(self, example: Example) -> list[dict[str, str]]:
-        """The task's chat that asks the question."""
-        return self._task.messages(example)
-
-    def gold_response(self, example: Example) -> str | None:
-        """The task's."""
-        return self._task.gold_response(example)
-
-    def read_row(self, row: Mapping[str, Any], place: str) -> Example:
-        """The task's example of a row; it raises the task's ``DatasetError``."""
-        return self._task.read_row(row, place)
-
-
-class WithRewardFunctions(TaskWrapper):
-    """A task whose reward comes from functions of the user's own: ``reward = sum_k weight_k * function_k``.
-
-    Everything else is the task's. A response is a success where a function says so (an entry ``success``, ``acc`` or
-    ``correct`` of its dict, true or at least 1), else where ``builtin`` does, else where the reward is greater than
-    ``success_above``. What a function raises or returns that is no reward is counted as an error of that response
-    alone, with the line of the file. A response to which no function applies has a reward of 0 and no terms.
+    Everything else is the task's, but there is no gold response: nobody knows what a user's function rewards most.
+    A response is a success where a function says so (an entry ``success``, ``acc`` or ``correct`` of its dict, true or
+    at least 1), else where ``builtin`` does, else where the reward is greater than ``success_above``. What a function
+    raises or returns that is no reward is counted as an error of that response alone, with the line of the file. A
+    response to which no function applies has a reward of 0 and no terms.
 
     Args:
         task: any task; functions of TRL's form get its columns, or ``question``, ``answer`` and what else its examples
@@ -99,34 +93,30 @@ class WithRewardFunctions(TaskWrapper):
 
     Example::
 
-        task = WithRewardFunctions(TableTask.load(path="train.parquet"), "reward_function.py")
-        task = WithRewardFunctions(task, "rewards.py", ["accuracy", "brevity"], weights=[1.0, 0.2])
+        task = with_reward_functions(TableTask.load(path="train.parquet"), "reward_function.py")
+        task = with_reward_functions(task, "rewards.py", ["accuracy", "brevity"], weights=[1.0, 0.2])
     """
+    for fault in naming_faults(names, weights):
+        raise RewardFunctionError(fault)
+    term_weights = dict(zip(names, weights or [1.0] * len(names), strict=True))
+    scorer = FunctionScorer(without_examples(task), path, term_weights, success_above, functions)
+    for example in task.train[:1]:
+        scorer.require_columns(example)
+    return _scored_by(scorer, task, term_weights=term_weights, gold_response=_no_gold_response)
 
-    def __init__(
-        self,
-        task: Task,
-        path: str,
-        names: Sequence[str] = (DEFAULT_NAME,),
-        weights: Sequence[float] | None = None,
-        *,
-        success_above: float = 0.0,
-        functions: Functions | None = None,
-    ) -> None:
-        for fault in naming_faults(names, weights):
-            raise RewardFunctionError(fault)
-        super().__init__(task, dict(zip(names, weights or [1.0] * len(names), strict=True)))
-        scorer = FunctionScorer(self._task, path, self.term_weights, success_above, functions)
-        for example in task.train[:1]:
-            scorer.require_columns(example)
-        self.score = scorer
 
-    def gold_response(self, example: Example) -> None:
-        """None: nobody knows what a user's function rewards most."""
+def _scored_by(score: Scorer, task: Task, **changes: Any) -> Task:
+    """A copy of ``task`` that scores otherwise; what its benchmark counts does not hold for it."""
+    wrapped = copy.copy(task)
+    vars(wrapped).update(score=score, counts=None, **changes)
+    return wrapped
+
+
+def _no_gold_response(example: Example) -> None: ...
 
 
 class FunctionScorer:
-    """The scorer of :class:`WithRewardFunctions`, with its arguments; ``task`` has no examples.
+    """The scorer of :func:`with_reward_functions`, with its arguments; ``task`` has no examples.
 
     It pickles the path of the file and loads it where it runs; functions that were passed stay in this process.
     """
@@ -142,7 +132,8 @@ class FunctionScorer:
         self._task, self._term_weights, self._success_above = task, dict(term_weights), success_above
         self._path = str(Path(path).expanduser().resolve())  # a grader's process may have another working directory
         self._is_pickled = self._path.endswith(PICKLED)
-        self._replies = getattr(task, "replies", False)  # then it answers turns, whoever rewards them
+        # a task that replies answers turns, whoever rewards them
+        self._asks_task = BUILTIN in term_weights or getattr(task, "replies", False)
         self._passed = functions
         forms = {function.form for function in self._functions.values()}
         if TRL in forms:  # without it no function sees groups, and each response has a deadline of its own
@@ -157,13 +148,15 @@ class FunctionScorer:
     def prepare(self) -> None:
         """Run the file now, so that what it imports does not count against the first response's deadline."""
         _ = self._functions
+        if self._asks_task:
+            prepare(self._task.score)
 
     def _scores(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
         """The scores of a group; raises what a function of TRL's form raised, if there are several responses."""
         # Copies: siblings share an example, and a function may change what it is given.
         group = [reward_inputs(self._task, response, copy.deepcopy(example)) for response, example in pairs]
         builtin: Sequence[Score | None] = [None] * len(group)
-        if BUILTIN in self._term_weights or self._replies:
+        if self._asks_task:
             builtin = [guarded_score(self._task.score, self._task.term_weights, *pair) for pair in pairs]
         outputs = {name: call_function(one, self._file_of(one), group) for name, one in self._functions.items()}
         rows = zip(*outputs.values(), builtin, strict=True)
@@ -225,9 +218,10 @@ class FunctionScorer:
 
 def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
     """What functions read of a response: the row of a table, or what another task's example holds."""
+    ids = response.token_ids if isinstance(response, SampledText) else None
     if isinstance(task, TableTask):
         extra, source = example.extra, source_of(example) or task.name
-        return RewardInputs(response, extra["prompt"], extra["ground_truth"], extra["columns"], source)
+        return RewardInputs(response, extra["prompt"], extra["ground_truth"], extra["columns"], source, ids)
     final = example.answer.rpartition("####")[2].strip().replace(",", "") if "####" in example.answer else None
     return RewardInputs(
         response=response,
@@ -235,6 +229,7 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
         ground_truth=example.answer if final is None else final,  # of GSM8K's worked answers, as verl's files have it
         columns={"question": example.query, "answer": example.answer, **example.extra},
         data_source=_SOURCES.get(task.name, task.name),
+        completion_ids=ids,
     )
 
 
@@ -272,7 +267,7 @@ MESSAGE = (
 )
 
 
-class ThinkAgain(TaskWrapper):
+def think_again(task: Task, message: str = MESSAGE) -> Task:
     """``task`` whose responses, unless they are a success, are answered by a user turn.
 
     A reply of the task's own (what a tool found, what is wrong with the response) takes the place of ``message``. A
@@ -283,20 +278,17 @@ class ThinkAgain(TaskWrapper):
         message: content of the user turn.
 
     >>> from sota_grpo.tasks import make_task
-    >>> task = ThinkAgain(make_task("arithmetic", num_train=1, num_heldout=1), message="Think again.")
+    >>> task = think_again(make_task("arithmetic", num_train=1, num_heldout=1), message="Think again.")
     >>> task.score("#### -1", task.train[0]).reply
     {'role': 'user', 'content': 'Think again.'}
     >>> print(task.score(task.gold_response(task.train[0]), task.train[0]).reply)
     None
     """
-
-    def __init__(self, task: Task, message: str = MESSAGE) -> None:
-        super().__init__(task, task.term_weights)
-        self.score = AskAgain(self._task.score, message)
+    return _scored_by(AskAgain(scorer_of(task), message), task)
 
 
 class AskAgain:
-    """The scorer of :class:`ThinkAgain`."""
+    """The scorer of :func:`think_again`."""
 
     def __init__(self, score: Scorer, message: str) -> None:
         self._score: Any = score
@@ -309,8 +301,7 @@ class AskAgain:
 
     def prepare(self) -> None:
         """What the scorer does before its first response."""
-        if hasattr(self._score, "prepare"):
-            self._score.prepare()
+        prepare(self._score)
 
     def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
         return [self._answered(score) for score in self._score.score_group(pairs)]

@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import pickle
 import random
 import re
 import shutil
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,8 +27,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from sota_grpo.errors import RunFailed
-from sota_grpo.files import atomic_file
-from sota_grpo.policy.device_copy import as_bytes, copy_to_host
+from sota_grpo.files import atomic_file, drop_leftovers
+from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
+from sota_grpo.untrusted import open_file
 
 _MAGIC = b"SGRPOck1"
 _FOOTER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
@@ -34,6 +37,7 @@ _NAME = re.compile(r"checkpoint_(\d{6,})\.pt")
 _PRIMITIVES = (bool, int, float, str, bytes, type(None))
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _READ_BYTES = 1 << 22
+_NOT_OURS = (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError, ValueError, AttributeError)
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +107,10 @@ class CheckpointStore:
         self._prune(step)
         return path
 
-    def latest(self) -> tuple[int, dict[str, Any]] | None:
+    def latest(self, parts: Sequence[str] = ()) -> tuple[int, dict[str, Any]] | None:
         """Return the newest readable checkpoint as (step, state), or None when there is none at all.
 
-        A damaged one is skipped with a warning.
+        A damaged one, or one without these ``parts``, is skipped with a warning.
 
         Raises:
             CheckpointError: checkpoints exist and every one is damaged.
@@ -114,7 +118,7 @@ class CheckpointStore:
         paths = self.paths()
         for step, path in paths:
             try:
-                return step, self.load(path)
+                return step, self.load(path, parts)
             except CheckpointError as error:
                 logger.warning("Skipping the checkpoint of step %d, trying the one before: %s", step, error)
         if not paths:
@@ -126,19 +130,31 @@ class CheckpointStore:
         )
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read one checkpoint onto the CPU after checking its SHA-256.
+    def load(path: str | os.PathLike[str], parts: Sequence[str] = ()) -> dict[str, Any]:
+        """Read one checkpoint onto the CPU after checking its SHA-256; no code in it is run.
+
+        Args:
+            path: of the file.
+            parts: names that it has to hold.
 
         Raises:
-            CheckpointError: the file is missing, unreadable, truncated or altered.
+            CheckpointError: the file is missing, unreadable, truncated, altered, or no checkpoint.
         """
         try:
-            with open(path, "rb") as file:
+            with open_file(path, levels=2) as file:
                 _require_intact(file, path)
                 file.seek(0)
-                return torch.load(file, map_location="cpu", weights_only=True)
+                state = torch.load(file, map_location="cpu", weights_only=True)
+            if not isinstance(state, dict) or not state.keys() >= set(parts):
+                raise TypeError(state)
+            return state
         except OSError as error:
             raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror or error}") from error
+        except CheckpointError:
+            raise
+        except _NOT_OURS as error:  # torch's text advises to load it with weights_only=False, which would run its code
+            what = f"{type(error).__name__}; no code in it was run"
+            raise CheckpointError(f"checkpoint {path} is no checkpoint of this program ({what})") from None
 
     def _prune(self, step: int) -> None:
         """Delete later steps, all but the newest ``keep``, and leftovers of writers that were killed."""
@@ -148,8 +164,7 @@ class CheckpointStore:
                 path.unlink()
         for _, path in self.paths()[self.keep :]:
             path.unlink()
-        for leftover in self.directory.glob(".checkpoint_*.tmp"):
-            leftover.unlink()
+        drop_leftovers(self.directory)
 
     def _write_failure(self, step: int, error: OSError) -> str:
         message = f"the checkpoint of step {step} could not be written to {self.directory}: {error.strerror or error}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from statistics import fmean
 
 from sota_grpo import keys
 from sota_grpo.rl.records import Example, Sample, Sampling, Score, sample_seed
+from sota_grpo.rl.task import total_reward
 from sota_grpo.source.rollouts import Prompt, Rollouts
 
 logger = logging.getLogger(__name__)
@@ -21,7 +23,7 @@ Counts = tuple[float, float]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A share ``mean`` in [0, 1] (or the difference of two), and its standard error over problems."""
+    """A share ``mean`` in [0, 1], the difference of two, or a mean reward, and its standard error over problems."""
 
     mean: float
     stderr: float
@@ -131,6 +133,11 @@ def num_right(responses: Sequence[Response]) -> int:
     return sum(response.score.success for response in responses)
 
 
+def mean_reward(problems: Sequence[Sequence[Response]], weights: Mapping[str, float]) -> Accuracy:
+    """The mean reward of the responses, ``sum_k weight_k * term_k``, with its error over problems."""
+    return Accuracy.of([fmean(total_reward(one.score.terms, weights) for one in each) for each in problems])
+
+
 def num_failed(problems: Sequence[Sequence[Response]]) -> int:
     """Responses at which the grader failed."""
     return sum(response.score.error is not None for responses in problems for response in responses)
@@ -150,6 +157,7 @@ class Evaluator:
         max_tokens: most tokens of a response.
         avg_at_k: samples per problem at temperature 1; 0 measures the greedy answer only.
         seed: seed of the run.
+        success_above: the reward above which a response is right, where nothing else says which is; else None.
     """
 
     rollouts: Rollouts
@@ -158,14 +166,17 @@ class Evaluator:
     max_tokens: int
     avg_at_k: int
     seed: int
+    success_above: float | None = None
 
     def measure(self) -> dict[str, float]:
         """``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its error, ``time/eval_s``; of greedy
-        responses also the benchmark's own accuracies (:meth:`benchmark`), ``eval/task/<name>``."""
+        responses also ``eval/reward`` with its error and terms, and the benchmark's own accuracies (:meth:`benchmark`),
+        ``eval/task/<name>``."""
         began = time.perf_counter()
         problems = self.responses(1, temperature=0.0)
         greedy = accuracy(problems)
         metrics = {"eval/accuracy": greedy.mean, "eval/stderr": greedy.stderr, "eval/num_samples": greedy.num_problems}
+        metrics |= self._rewards(problems)
         for name, counts in self.benchmark(problems).items():
             share = Accuracy.of_counts(counts)
             metrics |= {f"eval/task/{name}": share.mean, f"eval/task_stderr/{name}": share.stderr}
@@ -176,6 +187,25 @@ class Evaluator:
             failed += num_failed(problems)
             metrics |= {"eval/avg_at_k": sampled.mean, "eval/avg_at_k_stderr": sampled.stderr}
         return metrics | {"eval/grader_errors": failed, "time/eval_s": time.perf_counter() - began}
+
+    def _rewards(self, problems: Sequence[Sequence[Response]]) -> dict[str, float]:
+        weights = self.rollouts.env.task.term_weights
+        reward = mean_reward(problems, weights)
+        metrics = {"eval/reward": reward.mean, "eval/reward_stderr": reward.stderr}
+        scores = [response.score for responses in problems for response in responses]
+        for name in weights:
+            values = [value for value in (score.terms.get(name) for score in scores) if value is not None]
+            metrics |= {f"eval/reward/{name}": fmean(values)} if values else {}
+        rewards = [total_reward(score.terms, weights) for score in scores]
+        lowest, highest, above = min(rewards), max(rewards), self.success_above
+        if above is not None and lowest < highest and (lowest > above or highest <= above):
+            logger.warning(
+                "All %d greedy held-out responses count as %s, though their rewards go from %.3g to %.3g: accuracy "
+                "says nothing here, eval/reward does. reward.success_above=%g should be what a right response exceeds.",
+                *(len(scores), "right" if lowest > above else "wrong", lowest, highest, above),
+            )
+            self.success_above = None  # once is enough
+        return metrics
 
     def benchmark(self, problems: Sequence[Sequence[Response]]) -> dict[str, list[Counts]]:
         """What the task's benchmark counts (``Task.counts``), by name, a pair per problem; empty where it has none."""

@@ -17,10 +17,9 @@ from sota_grpo import keys
 from sota_grpo.functional.balance import PromptGroup, rank_shares
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.functional.weighting import Aggregation
-from sota_grpo.policy.causal import ENTROPY, CausalPolicy
-from sota_grpo.policy.device_copy import copy_to
-from sota_grpo.policy.packed import base_model
+from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model
 from sota_grpo.policy.sharding import Ranks
+from sota_grpo.policy.weight_pack import copy_to
 from sota_grpo.rl.collate import micro_batches, pad_rows, prompt_groups
 
 

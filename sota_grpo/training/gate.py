@@ -6,7 +6,7 @@ engine weights, random state and the position in the data are afterwards what th
 **Bounds of the checks that compare log-probs.** Two systems that compute one policy in half precision differ by
 rounding, and how much that is depends on the model: its depth, its logits (a bfloat16 logit between 16 and 32 has a
 step of 1/8), how sure it is. So no bound is fitted to some model. Two laws hold under any rounding: the mean ratio is
-1, and gaps have no slope against the temperature (:mod:`sota_grpo.functional.agreement`). What is left is a size, and
+1, and gaps have no slope against the temperature (:mod:`sota_grpo.functional.divergences`). What is left is a size, and
 its measure is the rounding of this very model on these very tokens: the trainer's log-probs in half precision against
 its own in float32.
 
@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -51,11 +51,11 @@ from tensordict import TensorDictBase, lazy_stack
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import write_json
-from sota_grpo.functional.agreement import mean_ratio, temperature_slope
+from sota_grpo.functional.divergences import mean_ratio, temperature_slope
 from sota_grpo.recording.run_files import GATE_FILE
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import Example, Sampling, Score, sample_seed
-from sota_grpo.rl.task import Task, total_reward
+from sota_grpo.rl.task import SampledText, Task, total_reward
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.dataset import normalised
 from sota_grpo.training.checkpoint import rng_state, set_rng_state
@@ -132,23 +132,19 @@ class Subject:
     @property
     def said(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The trainer's log-prob of every sampled token of the rows, and its entropy there, flat, in nats."""
-        log_probs, entropies = self._measured[0][:, self._sampled]
+        log_probs, entropies = self._measured[0][:, _sampled(self.rows)]
         return log_probs, entropies
 
     @property
     def rounding(self) -> torch.Tensor | None:
         """What half precision alone does to the trainer's log-probs of the sampled tokens; None: nobody can say."""
         found = self._measured[1]
-        return None if found is None else found[self._sampled]
+        return None if found is None else found[_sampled(self.rows)]
 
     @property
     def gaps(self) -> torch.Tensor:
         """Trainer's minus engine's log-prob of every sampled token of the rows, flat, in nats."""
-        return self.said[0] - torch.cat([row.get(keys.LOG_PROBS) for row in self.rows])[self._sampled]
-
-    @property
-    def _sampled(self) -> torch.Tensor:
-        return torch.cat([row.get(keys.ASSISTANT_MASK) for row in self.rows])
+        return self.said[0] - torch.cat([row.get(keys.LOG_PROBS) for row in self.rows])[_sampled(self.rows)]
 
     def sample(
         self,
@@ -266,7 +262,8 @@ def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
     for example, siblings in _examples(subject):
         gold = task.gold_response(example)
         texts = [""] * siblings if gold is None else ["", gold]
-        scores = subject.rollouts.env.grader.scores([(text, example) for text in texts]).result()
+        env = subject.rollouts.env
+        scores = env.grader.scores([(_as_sampled(text, env.tokenizer), example) for text in texts]).result()
         failures = [score.error for score in scores if score.error is not None]
         known += [(example, scores[0], scores[1])] if gold is not None else []
         graded |= len(failures) < len(scores)
@@ -282,16 +279,23 @@ def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
         for example, nothing, right in known
         if not right.success or _reward(task, right) < full or _reward(task, nothing) >= _reward(task, right)
     ]
+    name = "gold answers earn the full reward"
     sentence = f"{len(known) - len(bad)} of {len(known)} gold answers earn the full reward of {full:g}"
     if not known:
-        sentence = "the task knows no gold answers"
+        name = "responses can be graded"
+        sentence = "not checked against gold answers, of which the task knows none"
     if bad:
         sentence += f"; the first that does not: {bad[0].query[:80]!r} with answer {bad[0].answer[-40:]!r}"
     if not applies:
         sentence += f"; no reward applies to any of {num_texts} texts, and where that goes on nothing is learned"
     if errors:
         sentence += f"; the grader failed at {len(errors)} of {num_texts} texts, the first: {errors[0]}"
-    return Check("gold answers earn the full reward", not bad and graded, sentence)
+    return Check(name, not bad and graded, sentence)
+
+
+def _as_sampled(text: str, tokenizer: Any) -> SampledText:
+    """With the ids that an engine would have given; of no text, the end alone."""
+    return SampledText(text, [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
 
 
 def _examples(subject: Subject) -> Iterator[tuple[Example, int]]:
@@ -380,14 +384,14 @@ def pushed_weights_landed(subject: Subject) -> Check:
         subject.publisher.publish(version)
         rows = subject.sample(salt=1, max_tokens=PROBE_TOKENS)
         subject.publisher.sleep()
-        new, rounding = _typical_gap(learner, rows), _typical_rounding(subject, rows)
+        new, rounding = _typical(subject, rows)
     finally:
         learner.restore()
-    old = _typical_gap(learner, rows)
+    old, _ = _typical(subject, rows)
     subject.publisher.publish(version)
     rows = subject.sample(max_tokens=PROBE_TOKENS)
     subject.publisher.sleep()
-    back, usual = _typical_gap(learner, rows), _typical_rounding(subject, rows)
+    back, usual = _typical(subject, rows)
     if subject.exact:
         allowed = SINGLE
     elif rounding and usual:
@@ -480,14 +484,17 @@ def graded_rows(subject: Subject) -> list[TensorDictBase]:
     return row_list(batch)
 
 
-def _typical_gap(learner: Learner | RemoteLearner, rows: Sequence[TensorDictBase]) -> float:
-    return float(learner.log_prob_gaps(rows).abs().clamp(max=1.0).mean())
+def _sampled(rows: Sequence[TensorDictBase]) -> torch.Tensor:
+    return torch.cat([row.get(keys.ASSISTANT_MASK) for row in rows])
 
 
-def _typical_rounding(subject: Subject, rows: Sequence[TensorDictBase]) -> float | None:
-    """Of the learner's weights as they are; None where it is not needed or cannot be measured."""
-    found = None if subject.exact else subject.learner.measured_with_rounding(rows)[1]
-    if found is None:
-        return None
-    sampled = torch.cat([row.get(keys.ASSISTANT_MASK) for row in rows])
-    return float(found[sampled].abs().clamp(max=1.0).mean())
+def _typical(subject: Subject, rows: Sequence[TensorDictBase]) -> tuple[float, float | None]:
+    """Size of the gaps to the learner's weights as they are, and of their rounding where that is needed and known."""
+    learner, mask = subject.learner, _sampled(rows)
+    found, rounding = (learner.measured(rows), None) if subject.exact else learner.measured_with_rounding(rows)
+    gaps = found[0] - torch.cat([row.get(keys.LOG_PROBS) for row in rows])
+
+    def size(values: torch.Tensor) -> float:
+        return float(values[mask].abs().clamp(max=1.0).mean())
+
+    return size(gaps), None if rounding is None else size(rounding)

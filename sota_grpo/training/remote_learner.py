@@ -22,9 +22,8 @@ from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
-from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied
+from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied, WorkerThread
 from sota_grpo.workers.packing import RowPack, StatePack
-from sota_grpo.workers.threads import WorkerThread
 from sota_grpo.workers.weight_transfer import WeightSender
 
 P = ParamSpec("P")
@@ -231,7 +230,6 @@ class RemoteLearner:
 
     weight_layout = _asked(WeightSender.weight_layout)
     send_weights = _asked(WeightSender.send_weights)
-    log_prob_gaps = _asked(Learner.log_prob_gaps)
     measured = _asked(Learner.measured)
     measured_with_rounding = _asked(Learner.measured_with_rounding)
     diagnose = _asked(Learner.diagnose)

@@ -10,13 +10,13 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from sota_grpo.config import flat
 from sota_grpo.errors import UserError
-from sota_grpo.files import write_text
+from sota_grpo.files import drop_leftovers, write_text
 from sota_grpo.recording.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -27,6 +27,8 @@ from sota_grpo.recording.run_files import (
     read_config,
     read_record,
 )
+from sota_grpo.rl.objective_files import in_file
+from sota_grpo.untrusted import require_plain
 
 #: Sections and options that may differ between a run and its continuation: they do not change what is computed.
 FREE_SECTIONS = ("logging", "ray")
@@ -61,8 +63,8 @@ _TRIES = 5
 def signature(config: Mapping[str, Any]) -> str:
     """Digest of everything in ``config`` that changes what a step computes.
 
-    The engine counts by the name that ``auto`` stands for here, a file of data or of reward functions by what it holds.
-    The length of the run counts only where the learning rate depends on it.
+    The engine counts by the name that ``auto`` stands for here; a file of data, of reward functions or of an objective
+    by what it holds. The length of the run counts only where the learning rate depends on it.
 
     >>> a, b = {"seed": 1, "train": {"resume": "auto"}}, {"seed": 1, "train": {"resume": None}}
     >>> signature(a) == signature(b), signature(a) == signature({"seed": 2, "train": {"resume": None}})
@@ -72,6 +74,9 @@ def signature(config: Mapping[str, Any]) -> str:
     for section, option in FILES:
         if section in kept and kept[section].get(option) is not None:
             kept[section][option] = _content(kept[section][option])
+    own = in_file(kept.get("algorithm", {}).get("objective", ""))
+    if own is not None:
+        kept["algorithm"]["objective"] = [_content(str(own[0])), own[1]]
     if kept.get("optimizer", {}).get("schedule") == "constant":
         kept["train"].pop("total_dialog_turns", None)
     if "engine" in kept:
@@ -111,6 +116,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         path: the directory.
         resumed: a run was started here before; it goes on.
         finished: that run has done all the steps asked for.
+        shorter: the steps that it was started for, where more are asked for now.
     """
 
     def __init__(self, path: Path, digest: str, num_steps: int, lock: IO[bytes], passed: Any = None):
@@ -118,6 +124,8 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.path = path
         self.resumed = record is not None
         self.finished = record is not None and bool(record.get("finished")) and record.get("num_steps", 0) >= num_steps
+        before = num_steps if record is None else int(record.get("num_steps", num_steps))
+        self.shorter = before if before < num_steps else None
         self._row = {"signature": digest, "num_steps": num_steps} | ({"passed": passed} if passed else {})
         self._lock = lock
 
@@ -142,18 +150,22 @@ class RunDir(AbstractContextManager["RunDir"]):
         try:
             write_text(self.path / name, text)
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise unwritable(self.path, error) from error
 
 
-def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, num_steps: int) -> RunDir:
+def open_run(
+    run_dir: Path, config: Mapping[str, Any], resume: str | None, *, num_steps: int, private: bool = False
+) -> RunDir:
     """The directory this command works in, locked.
 
     ``resume=None`` starts in ``run_dir``. ``auto`` continues ``run_dir`` when it holds a run; else, of the unfinished
     runs of the same config beside it (``outputs/DATE/TIME``) in which nobody works, the one that saved a checkpoint
-    last; else it starts in ``run_dir``. Anything else is the path of the run to continue.
+    last; else it starts in ``run_dir``. Anything else is the path of the run to continue. A run whose directory is
+    named may become longer, also where its learning rate depends on the length: the schedule is then the longer one's.
 
     Args:
         num_steps: training steps asked for; a finished run of fewer can be continued by its path.
+        private: nobody else on this machine may look into the directory.
 
     Raises:
         RunRefused: the directory already holds a run, another process works in it, the run named is not there, or its
@@ -163,21 +175,26 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
     if resume == "auto" and not (run_dir / RUN_FILE).exists():
         beside = _newest_beside(run_dir, digest, num_steps, passed)
         if beside is not None:
-            _drop_empty(run_dir, beside.path)
+            drop_empty(run_dir)
             return beside
     path = run_dir
     if resume not in (None, "auto"):
         path = Path(resume)
         _require_run(path, resume)
+    if read_record(path) is not None:
+        require_plain(path, path)  # before anything is written there, through a link perhaps
     lock = _lock(path)
     if lock is None:
         raise RunRefused(_is_busy(path))
+    if private:
+        path.chmod(0o700)
     sentence = _refusal(path, config, digest, num_steps, resume)
     if sentence is not None:
         lock.close()
         raise RunRefused(sentence)
     if path is not run_dir:
-        _drop_empty(run_dir, path)
+        drop_empty(run_dir)
+    drop_leftovers(path)
     return RunDir(path, digest, num_steps, lock, passed)
 
 
@@ -185,12 +202,15 @@ def require_free(run_dir: Path, resume: str | None) -> None:
     """What :func:`open_run` says of the directory without having to know the config; nothing is written.
 
     Raises:
-        RunRefused: the run named by ``resume`` is not there; or without ``resume``, ``run_dir`` is taken.
+        RunRefused: the run named by ``resume`` is not there; or another process works in ``run_dir``, or without
+            ``resume`` it is taken.
     """
+    if is_held(run_dir):
+        raise RunRefused(_is_busy(run_dir))
     if resume not in (None, "auto"):
         _require_run(Path(resume), resume)
     elif resume is None and read_record(run_dir) is not None:
-        raise RunRefused(_is_busy(run_dir) if is_held(run_dir) else _holds_a_run(run_dir))
+        raise RunRefused(_holds_a_run(run_dir))
 
 
 def _require_run(path: Path, resume: str) -> None:
@@ -213,7 +233,7 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
         return None
     if resume is None:
         return _holds_a_run(path)
-    if record.get("signature") != digest:
+    if record.get("signature") != digest and record.get("signature") != signature(_as_long_as_before(path, config)):
         return (
             f"The run in {path} was started with another config: {_what_differs(path, config)}; give the same options "
             f"as then ({path / CONFIG_FILE})."
@@ -224,6 +244,11 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
             "train.total_dialog_turns can grow, not shrink."
         )
     return None
+
+
+def _as_long_as_before(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    before = read_config(path).get("train", {})
+    return {**config, "train": {**config.get("train", {}), "total_dialog_turns": before.get("total_dialog_turns")}}
 
 
 def _what_differs(path: Path, config: Mapping[str, Any]) -> str:
@@ -279,7 +304,7 @@ def _lock(path: Path) -> IO[bytes] | None:
             file.close()
             return None
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
     os.register_at_fork(after_in_child=file.close)  # a worker that outlives a killed run must not keep its lock
     return file
 
@@ -295,11 +320,17 @@ def _taken(file: IO[bytes]) -> bool:
     return False
 
 
-def _unwritable(path: Path, error: OSError) -> UserError:
+def unwritable(path: Path, error: OSError) -> UserError:
+    """For a run directory in which the system lets nothing be written."""
     return UserError(f"The run directory {path} cannot be written ({error.strerror}); set hydra.run.dir.")
 
 
-def _drop_empty(fresh: Path, found: Path) -> None:
-    """Remove the directory that was made for this command when another one is continued and nothing else is in it."""
-    if fresh.resolve() != found.resolve() and fresh.is_dir() and {p.name for p in fresh.iterdir()} <= {".hydra"}:
-        shutil.rmtree(fresh)
+def drop_empty(fresh: Path) -> None:
+    """Remove a directory that was made for a command and holds nothing, and empty folders of the clock above it."""
+    if not fresh.is_dir() or {path.name for path in fresh.iterdir()} - {".hydra"}:
+        return
+    shutil.rmtree(fresh, ignore_errors=True)  # a link stays
+    if _BY_THE_CLOCK.search(fresh.as_posix()):
+        with suppress(OSError):  # another run is in it
+            for folder in fresh.parents[:2]:  # outputs/DATE
+                folder.rmdir()

@@ -1,4 +1,4 @@
-"""What a worker is, whoever started it (Ray, multiprocessing, a thread): its contract, what is in it, how it starts.
+"""What a worker is, whoever started it (Ray, a process, a thread): its contract, what is in it, how it starts.
 
 A worker is an object whose methods are called from elsewhere; a :class:`Host` constructs it and calls them, and
 :class:`Worker` is what its owner has in hand. Imports no torch: a process that grades has none.
@@ -13,15 +13,18 @@ import queue
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import psutil
+
 from sota_grpo.errors import RunFailed
-from sota_grpo.orphans import descendants
 
 Result = TypeVar("Result")
 Unpack = Callable[[], tuple[Any, ...]]
@@ -30,7 +33,6 @@ _SILENCES = 12  # a start that never falls silent is given up after so many time
 _BUSY = 0.05  # share of one core, below which a process waits (an idle Ray actor takes 0.01)
 _MOVED = 1 << 20  # bytes read and written in a second, above which it loads
 _SHORTEST_LOOK_S = 0.05
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 def promised() -> Future[Any]:
@@ -54,6 +56,10 @@ def resolve(future: Future[Result], compute: Callable[[], Result]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def _pass_on(future: Future[Any], done: Future[Any]) -> None:
+    resolve(future, done.result)
 
 
 def gathered(futures: Sequence[Future[Result]]) -> Future[list[Result]]:
@@ -126,53 +132,125 @@ class Worker(Protocol):
     def kill(self) -> None: ...
 
 
-class Launcher(Protocol):
-    """Starts workers of one kind, and shares large values with them."""
+class Launcher:
+    """Starts workers of one kind, and shares large values with them.
 
-    @property
-    def start(self) -> Callable[..., Worker]:
-        """``start(name, spec, **placement)``; what a placement is, each launcher says."""
-        ...
+    Attributes:
+        start: ``start(name, spec, **placement)``; what a placement is, each launcher says.
+    """
+
+    start: Callable[..., Worker]
+
+    def __init__(self) -> None:
+        self._workers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def share(self, value: Any) -> Any:
         """A handle that may be given to ``call`` in place of ``value`` and is sent to every worker once."""
-        ...
+        return value
 
     def close(self) -> None:
         """End every worker that is left; idempotent."""
-        ...
+        for worker in list(self._workers):
+            worker.kill()
 
 
-class Host:
+class JobQueue:
+    """Functions that one thread calls, one after the other, and for how long the one at hand has made no progress.
+
+    Contract. Consumes: functions, from any thread. Produces: one future per function: its result, its exception, or,
+    where it returned a future, what that one has. Waits for: the next function, and for nothing else. A function that
+    never returns holds up those behind it; :meth:`silent_s` then grows, and whoever asks decides.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._since: float | None = None
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Queue ``function(*args)``."""
+        future = promised()
+        self._jobs.put((future, function, args))
+        return future
+
+    def progress(self) -> None:
+        """Called by the running function whenever a part of it is done: the silence starts anew."""
+        self._since = time.monotonic()
+
+    def silent_s(self) -> float:
+        """Seconds for which the running function has made no progress; 0 when none runs."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def serve(self) -> None:
+        """Call what comes, on this thread, until :meth:`close`."""
+        while (job := self._jobs.get()) is not None:
+            future, function, args = job
+            self.progress()
+            try:
+                result = function(*args)
+            except BaseException as error:  # it belongs to whoever asked, and the next one is to be served
+                self._since = None
+                future.set_exception(error)
+                continue
+            self._since = None
+            if isinstance(result, Future):
+                result.add_done_callback(partial(_pass_on, future))
+            else:
+                future.set_result(result)
+
+    def serve_on_thread(self) -> threading.Thread:
+        """Run :meth:`serve` on a thread of its own, a daemon: it does not keep the process alive."""
+        thread = threading.Thread(target=self.serve, name=self.name, daemon=True)
+        thread.start()
+        return thread
+
+    def close(self) -> None:
+        """End :meth:`serve` after what is queued."""
+        self._jobs.put(None)
+
+
+class WorkerThread(JobQueue):
+    """A :class:`JobQueue` that is served from the start.
+
+    >>> thread = WorkerThread("adder")
+    >>> thread.submit(lambda a, b: a + b, 2, 3).result(), thread.silent_s()
+    (5, 0.0)
+    >>> thread.close()
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.serve_on_thread()
+
+
+class Host(JobQueue):
     """Constructs a worker, then calls its methods in the order given, on the thread that runs :meth:`serve`.
 
-    Contract. Consumes: calls, from any thread. Produces: one future per call: the method's result, its exception, or,
-    where the method returned a future, what that one has. Waits for: the next call. Unblocked by: :meth:`call` and
-    :meth:`close`. A worker whose construction raises leaves a host that answers every call with
-    :class:`ConstructionFailed`. The call ``"__idle_s__"`` (for how long this process has done nothing) is the host's
-    own and is answered at once, during the construction too.
+    A worker whose construction raises leaves a host that answers every call with :class:`ConstructionFailed`. The call
+    ``"__idle_s__"`` (for how long this process has done nothing) is the host's own and is answered at once, during the
+    construction too. :meth:`close` closes the worker after the calls that are queued.
 
     Args:
         name: of the worker, for messages.
         unpack_spec: gives what to construct; called on that thread, and what it raises is a failed construction.
 
     >>> host = Host("counter-0", lambda: WorkerSpec("collections:Counter", {"a": 2}))
-    >>> total = host.call("total")  # waits: nothing is constructed yet
+    >>> total = host.post("total", tuple)  # waits: nothing is constructed yet
     >>> thread = host.serve_on_thread()
-    >>> total.result(), host.call("get", "a").result()
+    >>> total.result(), host.post("get", lambda: ("a",)).result()
     (2, 2)
     >>> host.close()
     """
 
     def __init__(self, name: str, unpack_spec: Callable[[], WorkerSpec]) -> None:
-        self.name = name
-        self._unpack_spec = unpack_spec
-        self._inbox: queue.SimpleQueue[tuple[Future[Any], str, Unpack] | None] = queue.SimpleQueue()
+        super().__init__(name)
         self._activity = Activity()
-
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        """Queue ``method(*args)``."""
-        return self.post(method, lambda: args)
+        self._worker = self.submit(self._construct, unpack_spec)
 
     def post(self, method: str, unpack: Unpack) -> Future[Any]:
         """Queue ``method(*unpack())``; what unpacking raises is the call's exception.
@@ -180,59 +258,33 @@ class Host:
         Unpacking imports the modules of the arguments' classes. It happens on the thread that constructed the worker,
         because two threads that import parts of one package at once may see half of a module.
         """
+        if method != IDLE_METHOD:
+            return self.submit(self._answer, method, unpack)
         future = promised()
-        if method == IDLE_METHOD:
-            future.set_result(self._activity.idle_s())
-        else:
-            self._inbox.put((future, method, unpack))
+        future.set_result(self._activity.idle_s())
         return future
 
     def serve(self) -> None:
-        """Construct the worker and answer calls until :meth:`close`, which closes the worker too."""
-        worker, refusal = _construct(self.name, self._unpack_spec)
-        while (item := self._inbox.get()) is not None:
-            if refusal is None:
-                _answer(worker, *item)
-            else:
-                item[0].set_exception(refusal)
-        if callable(getattr(worker, "close", None)):
-            worker.close()
+        super().serve()
+        close = None if self._worker.exception() else getattr(self._worker.result(), "close", None)
+        if callable(close):
+            close()
 
-    def serve_on_thread(self) -> threading.Thread:
-        """Run :meth:`serve` on a daemon thread of its own, which is returned."""
-        thread = threading.Thread(target=self.serve, name=f"host of {self.name}", daemon=True)
-        thread.start()
-        return thread
+    def _construct(self, unpack_spec: Callable[[], WorkerSpec]) -> Any:
+        try:
+            spec = unpack_spec()
+            module, _, function = spec.factory.partition(":")
+            return getattr(import_module(module), function)(**spec.options)
+        except BaseException as error:  # SystemExit of a command-line library included: it is for the caller to report
+            refusal = ConstructionFailed(f"{self.name} could not be constructed: {type(error).__name__}: {error}")
+            refusal.add_note("".join(traceback.format_exception(error)).rstrip())
+        raise refusal  # outside of the handler: the error's frames would keep the worker's memory
 
-    def close(self) -> None:
-        """End :meth:`serve` after the calls that are queued."""
-        self._inbox.put(None)
-
-
-def _construct(name: str, unpack_spec: Callable[[], WorkerSpec]) -> tuple[Any, ConstructionFailed | None]:
-    try:
-        spec = unpack_spec()
-        module, _, function = spec.factory.partition(":")
-        return getattr(import_module(module), function)(**spec.options), None
-    except BaseException as error:  # SystemExit of a command-line library included: it is for the caller to report
-        trace = "".join(traceback.format_exception(error)).rstrip()
-        refusal = ConstructionFailed(f"{name} could not be constructed: {type(error).__name__}: {error}")
-        refusal.add_note(trace)
-        return None, refusal
-
-
-def _answer(worker: Any, future: Future[Any], method: str, unpack: Unpack) -> None:
-    try:
+    def _answer(self, method: str, unpack: Unpack) -> Any:
+        worker = self._worker.result()
         if method.startswith("_"):
             raise AttributeError(f"{type(worker).__name__}.{method} is private and cannot be called from outside")
-        result = getattr(worker, method)(*unpack())
-    except BaseException as error:  # it belongs to whoever called; the next call is to be answered all the same
-        future.set_exception(error)
-        return
-    if isinstance(result, Future):
-        result.add_done_callback(lambda done: resolve(future, done.result))
-    else:
-        future.set_result(result)
+        return getattr(worker, method)(*unpack())
 
 
 class Activity:
@@ -240,8 +292,7 @@ class Activity:
 
     Loading a model, compiling it and capturing graphs are calls into other libraries, most of which say nothing for
     minutes; but none of them does nothing. What waits for a lock, for the network or for another rank does nothing, and
-    so does what hangs; a thread that waits by spinning looks busy. Elsewhere than on Linux only the processor time of
-    this process is seen.
+    so does what hangs; a thread that waits by spinning looks busy. Elsewhere than on Linux only processor time is seen.
 
     >>> activity = Activity()
     >>> activity.idle_s()
@@ -272,27 +323,33 @@ class Activity:
 
 
 def _used() -> dict[int, tuple[float, int]]:
-    """Processor seconds, and bytes read and written, by process."""
-    own = os.getpid()
-    used = {pid: (_cpu_s(pid), _moved(pid)) for pid in descendants(own)}
-    return used | {own: (time.process_time(), _moved(own))}
+    """Processor seconds, and bytes read and written by calls and from storage into mapped files, by process."""
+    own, used = psutil.Process(), {}
+    for process in (own, *descendants()):
+        with suppress(psutil.Error):  # it has ended, or may not be looked into
+            times = process.cpu_times()  # in steps of 10 ms
+            cpu_s = time.process_time() if process.pid == own.pid else times.user + times.system
+            used[process.pid] = cpu_s, 0
+            if psutil.LINUX:
+                with suppress(OSError, RuntimeError, ValueError):  # a kernel that does not count them, a file torn off
+                    counts = process.io_counters()
+                    used[process.pid] = cpu_s, counts.read_chars + counts.write_chars + counts.read_bytes
+    return used
 
 
-def _cpu_s(pid: int) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has ended
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S  # utime and stime
+def descendants() -> list[psutil.Process]:
+    """The children of this process, theirs, and so on.
 
-
-def _moved(pid: int) -> int:
-    """By read and write calls, and from storage into mapped files."""
-    try:
-        lines = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-    except OSError:  # it has ended, or there is no /proc
-        return 0
-    return sum(int(lines[name]) for name in ("rchar", "wchar", "read_bytes"))
+    ``psutil.Process.children`` fails where /proc hides what belongs to others (mounted with ``hidepid=1``).
+    """
+    children: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is somebody else's
+            children.setdefault(process.ppid(), []).append(process)
+    ours = list(children.get(os.getpid(), ()))
+    for process in ours:  # which grows meanwhile
+        ours += children.get(process.pid, ())
+    return ours
 
 
 class OpenCalls:

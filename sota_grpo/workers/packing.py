@@ -70,17 +70,28 @@ class RowPack:
             if missing:
                 raise ValueError(f"{name} is missing in row {missing[0]}; write it to all rows of a batch or to none.")
             shapes[name] = [value.shape for value in values]
-            columns.append((str(name), torch.cat([value.reshape(-1) for value in values])))
+            columns.append(
+                (str(name), torch.cat([value if value.dim() == 1 else value.reshape(-1) for value in values]))
+            )
         return cls(WeightPack.of(columns), shapes)
 
     def rows(self) -> list[TensorDictBase]:
         """The rows again, as views that are not to be written into."""
         columns = dict(self.columns.tensors())
-        split = {}
-        for name, shapes in self.shapes.items():
-            flat = columns[str(name)].split([shape.numel() for shape in shapes])
-            split[name] = [part.view(shape) for part, shape in zip(flat, shapes)]
-        return [TensorDict(dict(zip(split, parts))) for parts in zip(*split.values(), strict=True)]
+        split = {name: _split(columns[str(name)], shapes) for name, shapes in self.shapes.items()}
+        return [TensorDict(dict(zip(split, parts)), []) for parts in zip(*split.values(), strict=True)]
+
+
+def _split(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
+    """Views of ``flat`` in these shapes, with as few calls per row as they allow: every rank does it for every row.
+
+    >>> [part.shape for part in _split(torch.arange(5), [torch.Size([2]), torch.Size([3])])]
+    [torch.Size([2]), torch.Size([3])]
+    """
+    if all(shape == shapes[0] for shape in shapes):
+        return flat.view(len(shapes), *shapes[0]).unbind(0)
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, shapes)]
 
 
 def pack_rows(rows: Sequence[TensorDictBase]) -> dict[str, Any]:

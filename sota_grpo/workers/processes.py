@@ -1,4 +1,4 @@
-"""Workers that are processes of this machine, started afresh (never forked) and spoken to through a socket pair."""
+"""Workers of this machine: threads of this process; processes, started afresh and spoken to through a socket pair."""
 
 from __future__ import annotations
 
@@ -11,35 +11,113 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from sota_grpo.orphans import end_group_with, ending
-from sota_grpo.workers.base import Host, OpenCalls, WorkerDied, WorkerSpec, child_environment, outcome, portable
+from sota_grpo.text import readable
+from sota_grpo.workers.base import (
+    Host,
+    Launcher,
+    OpenCalls,
+    WorkerDied,
+    WorkerSpec,
+    child_environment,
+    outcome,
+    portable,
+)
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
+    "from sota_grpo.orphans import shepherd; shepherd();"
     "from sota_grpo.workers.processes import serve_child; serve_child(int(sys.argv[3]), int(sys.argv[4]))"
 )
+CLOSING_S = 10.0  # longest wait for threads
 _EXIT_S = 1.0  # from the end of the socket to the end of the process
 _REAP_S = 10.0  # longest wait of kill() for the kernel
 _OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # what others end a process with
+_PID = -1  # the number of an answer that nobody has asked for: the id of the process
 _STDERR = 2  # descriptor
+_SHOWN_BYTES = 64 << 10  # of what a worker prints within a minute
 _EXPENDABLE = "1000"  # oom_score_adj: the kernel ends such a process first when memory runs out
 
 
+class ThreadWorker:
+    """A worker in this process, constructed and called on a thread of its own (:class:`~.base.Worker`).
+
+    A thread cannot be killed: :meth:`kill` fails what is open and asks the host to close the worker after the call
+    that it is at. A worker that hangs keeps its thread, which does not keep the process alive.
+    """
+
+    pid: int | None = None
+
+    def __init__(self, name: str, spec: WorkerSpec) -> None:
+        self.name = name
+        self._calls = OpenCalls(name)
+        self._host = Host(name, lambda: spec)
+        self.thread = self._host.serve_on_thread()
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        def send(number: int) -> None:
+            done = self._host.post(method, lambda: args)
+            done.add_done_callback(lambda done: self._calls.resolve(number, *outcome(self.name, done)))
+
+        return self._calls.open(send)
+
+    def kill(self) -> None:
+        if self._calls.dead is None:
+            self._calls.fail("was killed")
+            self._host.close()
+
+
+class ThreadLauncher(Launcher):
+    """Starts :class:`ThreadWorker`: for tests, simulations, and workers that only wait for a server.
+
+    :meth:`close` waits a while for the threads: one that is in C++ when the interpreter ends takes the process down
+    with SIGABRT, after all its work is done.
+
+    >>> launcher = ThreadLauncher()
+    >>> worker = launcher.start("counter-0", WorkerSpec("collections:Counter", {"a": 2}))
+    >>> worker.call("total").result()
+    2
+    >>> launcher.close()
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._threads: list[threading.Thread] = []  # of workers that are gone, too: a thread cannot be killed
+
+    def start(self, name: str, spec: WorkerSpec, **placement: Any) -> ThreadWorker:
+        """Start a worker; a thread has no environment and no device of its own, so ``placement`` changes nothing."""
+        worker = ThreadWorker(name, spec)
+        self._workers.add(worker)
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), worker.thread]
+        return worker
+
+    def close(self) -> None:
+        """End the workers, waiting for their threads up to ``CLOSING_S`` in all; idempotent."""
+        super().close()
+        until = time.monotonic() + CLOSING_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+
+
+@dataclass(frozen=True)
 class Message:
     """A head that always can be read, a pickled body, and the body's large buffers beside it."""
 
-    def __init__(self, head: tuple[Any, ...], body: bytes, buffers: list[Any]) -> None:
-        self._head, self._body, self._buffers = head, body, buffers
+    head: tuple[Any, ...]
+    body: bytes
+    buffers: Sequence[Any]
 
     @classmethod
     def of(cls, head: tuple[Any, ...], value: Any) -> Message:
@@ -48,20 +126,20 @@ class Message:
         return cls(head, body, [buffer.raw() for buffer in buffers])
 
     def send(self, connection: Connection) -> None:
-        connection.send_bytes(pickle.dumps((self._head, self._body, [len(buffer) for buffer in self._buffers])))
-        for buffer in self._buffers:
+        connection.send_bytes(pickle.dumps((self.head, self.body, [len(buffer) for buffer in self.buffers])))
+        for buffer in self.buffers:
             connection.send_bytes(buffer)
 
     @classmethod
-    def receive(cls, connection: Connection) -> tuple[tuple[Any, ...], Message]:
+    def receive(cls, connection: Connection) -> Message:
         head, body, sizes = pickle.loads(connection.recv_bytes())
         buffers = [bytearray(size) for size in sizes]
         for buffer in buffers:
             connection.recv_bytes_into(buffer)
-        return head, cls(head, body, buffers)
+        return cls(head, body, buffers)
 
     def load(self) -> Any:
-        return pickle.loads(self._body, buffers=self._buffers)
+        return pickle.loads(self.body, buffers=self.buffers)
 
 
 class Shared:
@@ -71,8 +149,7 @@ class Shared:
         self._message = Message.of((), value)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        message = self._message
-        return _unshare, (message._body, [pickle.PickleBuffer(buffer) for buffer in message._buffers])
+        return _unshare, (self._message.body, [pickle.PickleBuffer(buffer) for buffer in self._message.buffers])
 
 
 def _unshare(body: bytes, buffers: list[Any]) -> Any:
@@ -88,8 +165,9 @@ class ProcessWorker:
 
     Contract. One thread writes the calls, so that a stopped process holds nobody up; one reads the answers. The end of
     the process, however it comes, fails what is open with its exit code or signal; the process is reaped, and whatever
-    it had started in its session is killed with it. Arguments are pickled by :meth:`call`, large buffers by reference:
-    leave arrays unchanged until the call is answered.
+    it had started is killed with it. What it prints stands on stderr, control characters escaped, 64 KiB of it in a
+    minute. Arguments are pickled by :meth:`call`, large buffers by reference: leave arrays unchanged until the call is
+    answered.
 
     Args:
         name: in messages and in ``ps``.
@@ -110,33 +188,37 @@ class ProcessWorker:
         self.name = name
         self._calls = OpenCalls(name)
         self._spawner = spawner  # kept: the process dies with the thread that started it
-        ours, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = spawner.submit(_spawn, name, theirs.fileno(), environment, pass_fds).result()
-        self._socket = ours
-        self._connection = Connection(os.dup(ours.fileno()))
+        self.pid = self._process.pid  # of its shepherd, until the process that works gives its own
+        self._printer = threading.Thread(target=_show, args=(name, self._process.stdout), daemon=True)
+        self._printer.start()
+        self._connection = Connection(os.dup(self._socket.fileno()))
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._outbox.put(Message.of((name,), spec))
         self._writer = threading.Thread(target=self._write, name=f"calls to {name}", daemon=True)
-        self._writer.start()
         self._reader = threading.Thread(target=self._read, name=f"answers of {name}", daemon=True)
+        self._writer.start()
         self._reader.start()
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         return self._calls.open(lambda number: self._outbox.put(Message.of((number, method), args)))
 
     def kill(self) -> None:
-        self._signal_group()
+        self._end_group()
         self._calls.fail(f"(pid {self.pid}) was killed")
         if threading.current_thread() is not self._reader:
             self._reader.join(_REAP_S)
 
-    def _signal_group(self) -> None:
+    def _end_group(self) -> None:
+        """By its shepherd, which finds more than the group; by the kernel where that does not answer."""
         with suppress(ProcessLookupError):  # it has ended and been reaped
+            if sys.platform == "linux":
+                os.kill(self._process.pid, signal.SIGTERM)
+                os.kill(self._process.pid, signal.SIGCONT)
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_EXIT_S)
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _write(self) -> None:
@@ -154,15 +236,18 @@ class ProcessWorker:
                 if self._connection not in wait(watched):
                     # Something that the process left behind may hold its end of the socket open: end it here.
                     self._socket.shutdown(socket.SHUT_RDWR)
-                (number, succeeded), message = Message.receive(self._connection)
-                self._resolve(number, succeeded, message)
+                self._resolve(Message.receive(self._connection))
         except (EOFError, OSError):
             self._bury()
         finally:
             if death is not None:
                 os.close(death)
 
-    def _resolve(self, number: int, succeeded: bool, message: Message) -> None:
+    def _resolve(self, message: Message) -> None:
+        number, succeeded = message.head
+        if number == _PID:
+            self.pid = message.load()
+            return
         try:
             value = message.load()
         except Exception as error:  # an answer whose class this process lacks is that call's failure, not the worker's
@@ -172,8 +257,9 @@ class ProcessWorker:
     def _bury(self) -> None:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
-        self._signal_group()
+        self._end_group()
         code = self._process.wait()
+        self._printer.join(_EXIT_S)
         self._calls.fail(
             f"(pid {self.pid}) {ending(code)}", ProcessEndedItself if -code not in _OUTSIDE else WorkerDied
         )
@@ -185,13 +271,14 @@ class ProcessWorker:
         self._connection.close()
 
 
-class ProcessLauncher:
-    """Starts :class:`ProcessWorker` (:class:`~.base.Launcher`).
+class ProcessLauncher(Launcher):
+    """Starts :class:`ProcessWorker`.
 
     Processes are started by one thread that lives as long as the launcher: Linux then kills them the moment that this
     process dies, even by SIGKILL and even while they hold the interpreter lock; elsewhere they notice within a second.
     A process ignores Ctrl-C: whoever started it decides when it ends. What it prints goes to stderr, line by line:
-    stdout is for what the command that started it has to say.
+    stdout is for what the command that started it has to say. On Linux a worker is two processes, the one that
+    works and its shepherd (:func:`sota_grpo.orphans.shepherd`).
 
     >>> launcher = ProcessLauncher()
     >>> worker = launcher.start("counter-0", WorkerSpec("collections:Counter", {"a": 2}), threads=1)
@@ -201,8 +288,8 @@ class ProcessLauncher:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
-        self._workers: weakref.WeakSet[ProcessWorker] = weakref.WeakSet()
 
     def start(
         self,
@@ -231,8 +318,7 @@ class ProcessLauncher:
         return Shared(value)
 
     def close(self) -> None:
-        for worker in list(self._workers):
-            worker.kill()
+        super().close()
         self._spawner.shutdown(wait=False)
 
 
@@ -242,10 +328,27 @@ def _spawn(name: str, fd: int, environment: Mapping[str, str], pass_fds: Sequenc
         command,
         pass_fds=(fd, *pass_fds),
         stdin=subprocess.DEVNULL,
-        stdout=_STDERR,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         start_new_session=True,
         env=dict(environment),
     )
+
+
+def _show(name: str, printed: IO[bytes]) -> None:
+    """Pass on what a worker prints, and of a flood only its beginning."""
+    begin, count = time.monotonic(), 0
+    with printed, suppress(OSError):  # nobody reads stderr any more
+        while line := printed.readline(4096):
+            if time.monotonic() - begin > 60:
+                begin, count = time.monotonic(), 0
+            shown, count = count, count + len(line)
+            text = ""
+            if count <= _SHOWN_BYTES:
+                text = readable(line.decode(errors="replace").replace("\r", "\n"))
+            elif shown <= _SHOWN_BYTES:
+                text = f"{name} has printed {_SHOWN_BYTES >> 10} KiB within a minute: the rest of it is left out.\n"
+            os.write(_STDERR, text.encode())
 
 
 def serve_child(fd: int, parent_pid: int) -> None:
@@ -257,8 +360,9 @@ def serve_child(fd: int, parent_pid: int) -> None:
     with suppress(OSError):  # not Linux
         Path("/proc/self/oom_score_adj").write_text(_EXPENDABLE)
     connection = Connection(fd)
-    (name,), message = Message.receive(connection)
-    host = Host(name, message.load)
+    Message.of((_PID, True), os.getpid()).send(connection)
+    message = Message.receive(connection)
+    host = Host(message.head[0], message.load)
     threading.Thread(target=_relay, args=(connection, host), daemon=True).start()
     host.serve()
 
@@ -278,7 +382,8 @@ def _relay(connection: Connection, host: Host) -> None:
 
     try:
         while True:
-            (number, method), message = Message.receive(connection)
+            message = Message.receive(connection)
+            number, method = message.head
             host.post(method, message.load).add_done_callback(partial(answer, number))
     except (EOFError, OSError):
         os._exit(0)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import os
 import pickle
+import secrets
 import shutil
 import signal
 import socket
 import sys
 import threading
 import uuid
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from sota_grpo.orphans import descendants, die_with_parent, guard
-from sota_grpo.workers.base import Host, OpenCalls, WorkerSpec, child_environment, outcome
+from sota_grpo.orphans import die_with_parent, guard
+from sota_grpo.workers.base import Host, Launcher, OpenCalls, WorkerSpec, child_environment, descendants, outcome
+from sota_grpo.workers.processes import Message
 
 logger = logging.getLogger(__name__)
 Place = tuple[int, str]  # pid, and the machine on which it means something
@@ -33,8 +35,14 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LISTENER_S = 10.0  # longest wait for a cluster's address to accept
 _OBEY_S = 1.0  # longest wait of kill() for Ray
 _GONE_S = 10.0  # longest wait of kill() for the kernel
-# Ray's own switches: every service of a cluster that this process starts listens on 127.0.0.1 only.
-_LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+# Ray's own switches: every service of a cluster that this process starts listens on 127.0.0.1 only, and obeys nobody
+# without the token, so that no other user of this machine runs code in it.
+_LOCAL_ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+}
+_TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _NO_IDLE_WORKERS = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
 
 
@@ -51,17 +59,10 @@ class _Hole(int):
 
 def pack(args: Sequence[Any]) -> tuple[bytes, list[np.ndarray], list[Any]]:
     """Pickled arguments, their large buffers, and references; the actor unpacks them on the worker's thread."""
-    references: list[Any] = []
-    left = []
-    for arg in args:
-        if isinstance(arg, Shared):
-            left.append(_Hole(len(references)))
-            references.append(arg.reference)
-        else:
-            left.append(arg)
-    buffers: list[pickle.PickleBuffer] = []
-    body = pickle.dumps(tuple(left), protocol=5, buffer_callback=buffers.append)
-    return body, [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers], references
+    references = [arg.reference for arg in args if isinstance(arg, Shared)]
+    holes = map(_Hole, itertools.count())
+    message = Message.of((), tuple(next(holes) if isinstance(arg, Shared) else arg for arg in args))
+    return message.body, [np.frombuffer(buffer, dtype=np.uint8) for buffer in message.buffers], references
 
 
 def _unpack(body: bytes, buffers: list[np.ndarray], references: list[Any]) -> tuple[Any, ...]:
@@ -208,8 +209,8 @@ def cores_per_gpu() -> int:
     return max(1, int(min(shares, default=1)))
 
 
-class RayLauncher:
-    """Starts :class:`RayWorker` in the bundles of one placement group (:class:`~.base.Launcher`).
+class RayLauncher(Launcher):
+    """Starts :class:`RayWorker` in the bundles of one placement group.
 
     Without an address, a cluster of this machine is started: its services listen on loopback only, and die with this
     process, even by SIGKILL. It must then be made on the main thread: Linux kills Ray's processes when the thread ends
@@ -237,23 +238,23 @@ class RayLauncher:
         deadline_s: float = 120.0,
         object_store_bytes: int | None = None,
     ) -> None:
-        self._bundles = [dict(bundle) for bundle in bundles]
-        self._workers: weakref.WeakSet[RayWorker] = weakref.WeakSet()
+        super().__init__()
         self._closed = False
         ray = _imported_ray(local=address is None)
         self._owns_ray = not ray.is_initialized()
         self._guardian = None
         if self._owns_ray:
-            before = descendants(os.getpid())
+            before = set(descendants())
             _connect(ray, address, math.ceil(sum(bundle.get("CPU", 0) for bundle in bundles)), object_store_bytes)
-            # A killed driver takes Ray's node manager with it, whose agents then go on for a minute.
-            self._guardian = guard(descendants(os.getpid()) - before) if address is None else None
-        self._group = ray.util.placement_group(self._bundles, strategy=strategy)
+            if address is None:
+                # A killed driver takes Ray's node manager with it, whose agents then go on for a minute.
+                self._guardian = guard(new.pid for new in set(descendants()) - before)
+        self._group = ray.util.placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
         if not self._group.wait(deadline_s):
             there = f"the cluster has {_counts(ray.cluster_resources())}, free {_counts(ray.available_resources())}"
             self.close()
             raise TimeoutError(
-                f"Ray did not give {self._bundles} ({strategy}) within {deadline_s:g} s; {there}. "
+                f"Ray did not give {list(map(dict, bundles))} ({strategy}) within {deadline_s:g} s; {there}. "
                 "Ask for fewer devices, add nodes, or wait until others are done."
             )
 
@@ -301,8 +302,7 @@ class RayLauncher:
         if self._closed:
             return
         self._closed = True
-        for worker in list(self._workers):
-            worker.kill()
+        super().close()
         with suppress(Exception):  # the cluster may be gone; there is nothing to give back then
             ray.util.remove_placement_group(self._group)
         if self._owns_ray:
@@ -324,11 +324,15 @@ def _imported_ray(local: bool) -> Any:
     """Ray, which reads at its import whether it keeps to loopback."""
     if local:
         os.environ.update(_LOCAL_ENVIRONMENT)
+        if not os.environ.get(_TOKEN) and not os.environ.get(_TOKEN_FILE):
+            os.environ[_TOKEN] = secrets.token_hex(32)  # in no file: Ray's own is readable to all
     import ray
     from ray._private import ray_constants
+    from ray._raylet import Config  # type: ignore[attr-defined]
 
-    if local:
-        ray_constants.ENABLE_RAY_CLUSTER = False  # for the case that something else had imported Ray before
+    if local and not ray.is_initialized():  # for the case that something else had imported Ray before
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        Config.initialize("")
     return ray
 
 

@@ -15,10 +15,9 @@ from sota_grpo import keys
 from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
-from sota_grpo.workers.base import Launcher, WorkerSpec, promised, resolve
+from sota_grpo.workers.base import Launcher, WorkerSpec, WorkerThread, promised, resolve
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.packing import RowPack
-from sota_grpo.workers.threads import WorkerThread
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

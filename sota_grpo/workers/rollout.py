@@ -7,10 +7,10 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,13 +25,6 @@ from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.weight_transfer import Rendezvous, WeightLayout, WeightReceiver, WeightTransfer
 
 _log = logging.getLogger(__name__)
-
-
-class _Job(NamedTuple):
-    """What the engine loop has to do: the call gets what ``action`` returns, or what a returned future gets."""
-
-    action: Callable[[SteppingEngine], Any]
-    number: int  # of the call
 
 
 class RolloutWorker:
@@ -59,7 +52,7 @@ class RolloutWorker:
     """
 
     def __init__(self, make_engine: Callable[[], SteppingEngine]):
-        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, Callable[[SteppingEngine], Any]] | None] = queue.SimpleQueue()
         self._calls = OpenCalls("This rollout worker")
         self._base: WeightPack | None = None
         self._receiver = WeightReceiver()
@@ -144,7 +137,8 @@ class RolloutWorker:
         self._since = time.monotonic()
 
     def _submit(self, action: Callable[[SteppingEngine], Any]) -> Future[Any]:
-        return self._calls.open(lambda number: self._inbox.put(_Job(action, number)))
+        """A call that gets what ``action(engine)`` returns, or what a returned future gets."""
+        return self._calls.open(lambda number: self._inbox.put((number, action)))
 
     def _live(self, make_engine: Callable[[], SteppingEngine], started: Future[None]) -> None:
         try:
@@ -166,36 +160,31 @@ class RolloutWorker:
     def _loop(self, engine: SteppingEngine) -> None:
         busy = False
         while True:
-            for job in self._drain(wait=not busy):
-                self._since = time.monotonic()
-                if job is None:
+            while not busy or not self._inbox.empty():
+                self._since = time.monotonic() if busy else None
+                if (call := self._inbox.get()) is None:
                     return
-                try:
-                    result = job.action(engine)
-                except ValueError as error:
-                    self._calls.resolve(job.number, False, error)
-                else:
-                    if isinstance(result, Future):
-                        result.add_done_callback(partial(self._pass_on, job.number))
-                    else:
-                        self._calls.resolve(job.number, True, result)
-            self._since = time.monotonic()
+                busy = True
+                self._progress()
+                self._do(engine, *call)
+            self._progress()
             busy = engine.advance()
 
-    def _drain(self, *, wait: bool) -> Iterator[_Job | None]:
-        """What has come; where there is nothing else to do, wait for the first."""
-        if wait:
-            self._since = None
-            yield self._inbox.get()
-        while not self._inbox.empty():
-            yield self._inbox.get()
+    def _do(self, engine: SteppingEngine, number: int, action: Callable[[SteppingEngine], Any]) -> None:
+        try:
+            result = action(engine)
+        except ValueError as error:  # of any other the loop ends, and fails every call
+            self._calls.resolve(number, False, error)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(partial(self._pass_on, number))
+        else:
+            self._calls.resolve(number, True, result)
 
     def _pass_on(self, number: int, done: Future[GroupOutput]) -> None:
         error = done.exception()
-        if error is None:
-            self._calls.resolve(number, True, done.result())
-        elif isinstance(error, ValueError):  # of any other the loop ends, and fails every call
-            self._calls.resolve(number, False, error)
+        if error is None or isinstance(error, ValueError):
+            self._calls.resolve(number, error is None, error or done.result())
 
 
 def _death(engine: SteppingEngine, error: BaseException) -> WorkerDied:

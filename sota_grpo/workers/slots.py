@@ -5,14 +5,12 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sota_grpo.workers.base import Start, Worker, WorkerDied, WorkerLate, promised, resolve
-
-_MAX_LATE = 2  # times that a slot's worker may be late before the call itself is taken to be hopeless
+from sota_grpo.workers.base import Start, Worker, WorkerDied, promised, resolve
 
 
 class TaskOverdue(TimeoutError):
@@ -63,49 +61,6 @@ class Slot:
     @property
     def who(self) -> str:
         return f"{self.role} worker {self.index}" if self.worker is None else self.worker.name
-
-
-class TimeoutPolicy:
-    """How long a worker may be at a task without coming further with it.
-
-    A task of several parts has the limit for each: ``progress`` is looked at eight times in it, and the limit counts
-    from when it was last seen to have changed, so a part gets between the limit and nine eighths of it.
-
-    Args:
-        limit_s: see above.
-        progress: ``progress(*task.args)`` counts what is done of a task, from 0; None: it shows at its end only.
-
-    >>> done = iter([1, 1])
-    >>> timeout, task = TimeoutPolicy(8.0, lambda: next(done)), Task(0, (), since_s=5.0)
-    >>> timeout.look_at_s(task, 5.0), timeout.is_over(task, 6.0), timeout.is_over(task, 14.0)
-    (6.0, False, True)
-    """
-
-    def __init__(self, limit_s: float, progress: Callable[..., int] | None = None) -> None:
-        self.limit_s, self._progress = limit_s, progress
-
-    def is_over(self, task: Task, now_s: float) -> bool:
-        """Whether its worker has made no progress for too long."""
-        if self._progress is not None and (done := self._progress(*task.args)) != task.progress:
-            task.progress, task.since_s = done, now_s
-        return now_s - task.since_s >= self.limit_s
-
-    def look_at_s(self, oldest: Task, now_s: float) -> float:
-        """When to ask again."""
-        due_s = oldest.since_s + self.limit_s
-        return due_s if self._progress is None else min(due_s, now_s + self.limit_s / 8)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long a fleet waits and how often it tries (:class:`~sota_grpo.workers.fleet.Fleet` explains each)."""
-
-    capacity: int
-    timeout: TimeoutPolicy | None
-    silence_s: float
-    start_silence_s: float
-    max_attempts: int
-    max_start_failures: int
 
 
 class Timers:
@@ -196,113 +151,3 @@ class Broadcast:
     def needs_another(self) -> bool:
         """Nobody is asked and nobody has said anything: the next worker that is ready is to be asked."""
         return not (self.waiting or self.answers or self.refusals)
-
-
-class Broadcasts:
-    """The broadcasts of a fleet that are open, on its supervisor's thread.
-
-    Args:
-        role: of the workers, for messages.
-        slots: of the fleet.
-        ask: ``ask(slot, method, args, then, *about)``: ``then(slot, *about, future)`` is called with the answer.
-        later: ``later(wait_s, then, slot, *about)``: ``then(slot, *about)`` is called unless the worker is another.
-        lose: ``lose(slot, why)`` replaces a worker, and calls :meth:`lost` here.
-        max_deaths: of workers that were asked, until a broadcast that nobody answered fails.
-
-    Attributes:
-        sticky: method -> the arguments that a new worker gets.
-    """
-
-    def __init__(
-        self,
-        role: str,
-        slots: Sequence[Slot],
-        ask: Callable[..., None],
-        later: Callable[..., None],
-        lose: Callable[[Slot, str], None],
-        max_deaths: int,
-    ) -> None:
-        self.sticky: dict[str, Sticky] = {}
-        self._role, self._slots, self._ask, self._later, self._lose = role, slots, ask, later, lose
-        self._max_deaths = max_deaths
-        self._open: list[Broadcast] = []
-
-    def open(self, broadcast: Broadcast, sticky: bool) -> None:
-        """Ask every ready worker."""
-        self._open.append(broadcast)
-        if sticky:
-            broadcast.previous = self.sticky.get(broadcast.method)
-            self.sticky[broadcast.method] = broadcast.args
-        for slot in self._slots:
-            if slot.state == "ready":
-                self._ask_one(broadcast, slot)
-
-    def welcome(self, slot: Slot) -> None:
-        """A worker is ready: ask it what nobody else can answer any more."""
-        for broadcast in self._open:
-            if broadcast.needs_another:
-                self._ask_one(broadcast, slot)
-
-    def lost(self, slot: Slot, why: str) -> None:
-        """A worker is dead, whatever it was asked."""
-        for broadcast in list(self._open):
-            if slot.index in broadcast.waiting:
-                broadcast.waiting.remove(slot.index)
-                broadcast.deaths += 1
-                self._conclude(broadcast, why)
-
-    def end(self, cause: WorkerDied) -> None:
-        """Fail what is open."""
-        left, self._open = self._open, []
-        for broadcast in left:
-            broadcast.waiting.clear()
-            broadcast.future.set_exception(cause)
-
-    def _ask_one(self, broadcast: Broadcast, slot: Slot) -> None:
-        broadcast.waiting.add(slot.index)
-        self._later(broadcast.deadline_s, self._look_for_late, slot, broadcast)
-        self._ask(slot, broadcast.method, broadcast.args, self._answered, broadcast)
-
-    def _answered(self, slot: Slot, broadcast: Broadcast, future: Future[Any]) -> None:
-        error = future.exception()
-        if isinstance(error, WorkerDied):
-            self._lose(slot, str(error))
-            return
-        broadcast.waiting.remove(slot.index)
-        if error is None:
-            broadcast.answers[slot.index] = future.result()
-        else:
-            broadcast.refusals.append(error)
-        self._conclude(broadcast, "")
-
-    def _look_for_late(self, slot: Slot, broadcast: Broadcast) -> None:
-        if slot.index in broadcast.waiting:
-            broadcast.late.append(slot.who)
-            self._lose(slot, f"it has not answered {broadcast.method} within {broadcast.deadline_s:g} s")
-
-    def _conclude(self, broadcast: Broadcast, why: str) -> None:
-        """Answer when nobody is left to wait for; where all are lost, wait for a replacement, up to a limit."""
-        hopeless = broadcast.deaths >= self._max_deaths or len(broadcast.late) >= _MAX_LATE * len(self._slots)
-        if broadcast.waiting or (broadcast.needs_another and not hopeless):
-            return
-        self._open.remove(broadcast)
-        if broadcast.refusals:
-            self._forget(broadcast)
-            broadcast.future.set_exception(broadcast.refusals[0])
-        elif broadcast.answers:
-            broadcast.future.set_result([answer for _, answer in sorted(broadcast.answers.items())])
-        elif broadcast.late:
-            late = f"No {self._role} worker answered {broadcast.method} within {broadcast.deadline_s:g} s"
-            broadcast.future.set_exception(WorkerLate(f"{late}; late: {', '.join(broadcast.late)}"))
-        else:
-            died = f"{broadcast.deaths} {self._role} workers died at {broadcast.method}, at last: {why}"
-            broadcast.future.set_exception(WorkerDied(died))
-        broadcast.args, broadcast.previous = (), None  # a timer holds the broadcast for long, and weights are large
-
-    def _forget(self, broadcast: Broadcast) -> None:
-        """A worker refused it: those that start later get what came before."""
-        if self.sticky.get(broadcast.method) is not broadcast.args:
-            return
-        del self.sticky[broadcast.method]
-        if broadcast.previous is not None:
-            self.sticky[broadcast.method] = broadcast.previous

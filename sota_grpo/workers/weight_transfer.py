@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sota_grpo.policy.device_copy import as_bytes, copy_to_host
 from sota_grpo.policy.lora import rounded, rounded_dtype
 from sota_grpo.policy.sharding import replicated
-from sota_grpo.policy.weight_pack import Place, WeightPack, padded, views
+from sota_grpo.policy.weight_pack import Place, WeightPack, as_bytes, copy_to_host, padded, views
 from sota_grpo.text import first_line
 from sota_grpo.workers.base import promised, resolve
 from sota_grpo.workers.fleet import Fleet
@@ -356,7 +355,7 @@ class WeightTransfer:
         backend: ``nccl`` where learner and workers each have a GPU, else ``gloo``.
         deadline_s: longest wait for one worker.
         host: this process's address, as workers and learner reach it; the store listens there only.
-        dtype: that of all the engines' matrices, asked at the first push; None: weights are sent as they are.
+        dtype: that of all the engines' matrices; None: weights are sent as they are.
         slice_bytes: of one message.
     """
 
@@ -369,7 +368,7 @@ class WeightTransfer:
         backend: Literal["gloo", "nccl"],
         deadline_s: float,
         host: str = "127.0.0.1",
-        dtype: Callable[[], torch.dtype | None] = lambda: None,
+        dtype: torch.dtype | None = None,
         slice_bytes: int = 64 << 20,
     ):
         self._fleet, self._sender, self._share, self._backend = fleet, sender, share, backend
@@ -397,7 +396,7 @@ class WeightTransfer:
         """
         restarts, is_tried = self._fleet.restarts, self._failures < _MAX_FAILURES
         rendezvous = self._gather(version) if is_tried else None
-        failure = self._sender.send_weights(rendezvous, version, self._dtype()) or (
+        failure = self._sender.send_weights(rendezvous, version, self._dtype) or (
             None if rendezvous else "no worker answered"
         )
         newest = OnDemand(self._newest)
@@ -430,7 +429,7 @@ class WeightTransfer:
     def _gather(self, version: int) -> Rendezvous | None:
         """Tell everybody to take part; the group of the last time, if it has the same members."""
         if self._layout is None:
-            self._layout = self._sender.weight_layout(self._dtype())
+            self._layout = self._sender.weight_layout(self._dtype)
         try:
             members = tuple(sorted(self._fleet.broadcast("weight_member", deadline_s=self._stall_s)))
             if self._rendezvous is None or self._rendezvous.members != members:

@@ -74,7 +74,7 @@ def unsmoothed(page: Any) -> None:
     page.keyboard.press("Home")
 
 
-def test_the_runs_and_what_differs_in_them(opened: Callable, three: Path) -> None:
+def test_the_tables_of_runs_differences_gate_time_ages_and_config(opened: Callable, three: Path) -> None:
     page = opened(three)
     table = page.locator("#runs-table tbody tr").all_inner_texts()
     assert [row.split("\t")[1] for row in table] == ["0", "1", "2"]
@@ -88,9 +88,21 @@ def test_the_runs_and_what_differs_in_them(opened: Callable, three: Path) -> Non
     passed = page.locator("#gate-table tbody tr").all_inner_texts()
     assert ["✓ passed" in row for row in passed] == [True, False]
     assert "64 of 64 earn <b>1</b>" in passed[0]
+    rows = [row.split("\t") for row in page.locator("#time-table tbody tr").all_inner_texts()]
+    times = {row[0]: row[1].strip() for row in rows}
+    total = 9 * TURNS + 1.5 * 7
+    assert times["generate"].startswith("2 min 00 s")
+    assert times["generate"].endswith(f"{100 * 5 * TURNS / total:.1f} %")
+    ages = page.locator("#age-table tbody tr").first.inner_text().split()
+    assert " ".join(ages[:6]) == "0 versions 60 · 50.0 %"  # five responses of each even turn
+    assert page.locator("#config-table tbody tr").count() == 2
+    page.select_option("#config-kind", "all")
+    assert page.locator("#config-table tbody tr").count() > 80
+    page.fill("#find-option", "kl_coef")
+    assert "coefficient of the KL to the reference" in page.inner_text("#config-table")
 
 
-def test_curves_show_the_metrics_as_they_are(opened: Callable, three: Path) -> None:
+def test_curves_show_the_metrics_as_they_are_smoothed_and_over_seeds(opened: Callable, three: Path) -> None:
     page = opened(three)
     unsmoothed(page)
     drawn = lines(page, "reward")
@@ -103,10 +115,7 @@ def test_curves_show_the_metrics_as_they_are(opened: Callable, three: Path) -> N
     assert lines(page, "eval/accuracy")[0]["x"] == [0, 4, 8, 12, 16, 20, 24]
     assert "reward_errors 0" in " ".join(page.locator(".still").all_inner_texts())
 
-
-def test_smoothing_is_the_mean_of_the_turns_around(opened: Callable, three: Path) -> None:
-    page = opened(three)
-    unsmoothed(page)
+    page.focus("#smooth")  # the mean of the steps around
     assert page.inner_text("#smooth-says") == "none"
     for _ in range(2):
         page.keyboard.press("ArrowRight")
@@ -119,11 +128,8 @@ def test_smoothing_is_the_mean_of_the_turns_around(opened: Callable, three: Path
     assert band["y"][10] - drawn["y"][10] == pytest.approx(0.4 / math.sqrt(12) / math.sqrt(5), abs=1e-5)
     assert lines(page, "eval/accuracy")[0]["y"][1] == pytest.approx(0.25 + 0.5 * 4 / 24, abs=1e-5)
 
-
-def test_the_mean_over_seeds_has_its_standard_error(opened: Callable, three: Path) -> None:
-    page = opened(three)
     unsmoothed(page)
-    page.check("#means")
+    page.check("#means")  # over seeds, with its standard error
     drawn = lines(page, "reward")
     assert len(drawn) == 2
     assert drawn[0]["y"] == pytest.approx([(a + b) / 2 for a, b in zip(rewards(0), rewards(1))])
@@ -266,22 +272,6 @@ def test_light_and_dark(opened: Callable, three: Path) -> None:
     page.wait_for_selector(settled)
     assert (page.evaluate(ground), page.evaluate(ink)) == light
     assert opened(three, scheme="dark").evaluate(ground) == dark[0]
-
-
-def test_time_age_and_config(opened: Callable, three: Path) -> None:
-    page = opened(three)
-    rows = [row.split("\t") for row in page.locator("#time-table tbody tr").all_inner_texts()]
-    times = {row[0]: row[1].strip() for row in rows}
-    total = 9 * TURNS + 1.5 * 7
-    assert times["generate"].startswith("2 min 00 s")
-    assert times["generate"].endswith(f"{100 * 5 * TURNS / total:.1f} %")
-    ages = page.locator("#age-table tbody tr").first.inner_text().split()
-    assert " ".join(ages[:6]) == "0 versions 60 · 50.0 %"  # five responses of each even turn
-    assert page.locator("#config-table tbody tr").count() == 2
-    page.select_option("#config-kind", "all")
-    assert page.locator("#config-table tbody tr").count() > 80
-    page.fill("#find-option", "kl_coef")
-    assert "coefficient of the KL to the reference" in page.inner_text("#config-table")
 
 
 def test_a_narrow_window_scrolls_in_one_direction(opened: Callable, three: Path) -> None:

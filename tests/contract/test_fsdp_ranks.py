@@ -14,7 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sota_grpo import keys
-from sota_grpo.policy.lora import engine_weights
+from sota_grpo.assembly.compose import compose
+from sota_grpo.assembly.learning import add_adapter, make_model, make_settings
+from sota_grpo.policy import load
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.load import load_model
+from sota_grpo.policy.lora import add_lora, engine_weights
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.collate import row_list
@@ -193,7 +198,7 @@ def test_the_gate_is_answered_alike(lora: bool, pair: Pair) -> None:
     options = {"lora": lora, "recompute": lora}
     two, one, rows = pair.learner(**options), pair.one(**options), ragged_rows(7)
     listed = row_list(rows)
-    torch.testing.assert_close(two.log_prob_gaps(listed), one.log_prob_gaps(listed), **CLOSE)
+    torch.testing.assert_close(two.measured(listed), one.measured(listed), **CLOSE)
     (found, rounding), (expected, _) = (learner.measured_with_rounding(listed) for learner in (two, one))
     torch.testing.assert_close(found, expected, **CLOSE)
     assert 0 < rounding.abs().max() < 0.1
@@ -207,16 +212,16 @@ def test_the_gate_is_answered_alike(lora: bool, pair: Pair) -> None:
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_probe_moves_every_trainable_tensor_and_restores_each_bit(lora: bool, pair: Pair) -> None:
     two, one, rows = pair.learner(lora=lora), pair.one(lora=lora), row_list(ragged_rows(6))
-    before, gaps = two.state_dict()["model"], two.log_prob_gaps(rows)
+    before, measured = two.state_dict()["model"], two.measured(rows)
     two.perturb()
     state = two.state_dict()
     assert not any(torch.equal(state["model"][name], value) for name, value in before.items())
     one.load_state_dict(state)
-    torch.testing.assert_close(two.log_prob_gaps(rows), one.log_prob_gaps(rows), **CLOSE)  # it is scored with, too
+    torch.testing.assert_close(two.measured(rows), one.measured(rows), **CLOSE)  # it is scored with, too
     pushed = dict(two.weights(base=False).tensors())
     two.restore()
     assert all(torch.equal(value, before[name]) for name, value in two.state_dict()["model"].items())
-    assert torch.equal(two.log_prob_gaps(rows), gaps)
+    assert torch.equal(two.measured(rows), measured)
     assert not any(torch.equal(value, pushed[name]) for name, value in two.weights(base=False).tensors())
 
 
@@ -271,6 +276,37 @@ def test_every_token_is_measured_alike(pair: Pair) -> None:
         torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5)
         said = torch.cat([row[keys.ASSISTANT_MASK] for row in row_list(rows)])
         assert bool((found[:, ~said] == 0).all() and (found[0, said] < 0).all() and (found[1, said] > 0).all())
+
+
+@pytest.mark.parametrize("adapter", [[], ["train_model.lora.enabled=true", "train_model.torch_dtype=bfloat16"]])
+def test_ranks_of_a_run_have_the_models_own_weights_bit_for_bit(adapter: list[str], pair: Pair) -> None:
+    """Rank 0 reads the model, the other is sent its part, and nothing is rounded."""
+    config = compose("grpo_cpu", ["train_model.num_devices=2", *adapter])
+    pair.learner()  # so that they have met
+    pair.ask("load", config)
+    learner = RemoteLearner(pair.workers, make_settings(config, "cpu"), share=pair.launcher.share)
+    found, trained = dict(learner.weights().tensors()), learner.state_dict()["model"]
+    model = add_adapter(config, make_model(config, torch.device("cpu")))
+    expected = dict(engine_weights(model))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    own = {name: value for name, value in CausalPolicy(model).scorer.named_parameters() if value.requires_grad}
+    assert trained.keys() == own.keys()
+    assert all(torch.equal(trained[name], value) for name, value in own.items())
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_model_without_weights_has_the_same_shape_and_takes_no_memory(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = load_model("tiny")
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights are read"))
+    empty = load_model("tiny", weights=False)
+    shapes = [{n: (v.shape, v.dtype) for n, v in model.state_dict().items()} for model in (real, empty)]
+    assert shapes[0] == shapes[1]
+    assert len(list(real.parameters())) == len(list(empty.parameters()))  # tied as it is
+    assert sum(value.untyped_storage().nbytes() for value in empty.parameters()) < 1000
+    assert CausalPolicy(add_lora(empty, r=rank, alpha=8) if rank else empty).shared_prompt  # it can be put together
 
 
 def test_a_killed_rank_ends_the_other_and_is_named(pair: Pair) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from sota_grpo.engines import EngineOptions
-from sota_grpo.policy import smollm2
 from sota_grpo.policy.load import load_model, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.rl.records import GroupRequest, Sampling
 from tests.engine_rigs import generate, largest_gap
+from tests.unit.test_chat_tokens import require_laws
 
 pytestmark = [
     pytest.mark.smollm2,
@@ -28,10 +29,20 @@ END = "<|im_end|>"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def direct(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreTrainedModel]:
+    """The file as transformers reads it, which the first use converts."""
+    found, read = [], AutoModelForCausalLM.from_pretrained
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOTA_GRPO_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield resolve_model_path("smollm2")
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: found.append(read(*a, **k)) or found[0])
+        resolve_model_path("smollm2")
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+        yield found[0].eval()
+
+
+@pytest.fixture(scope="module")
+def folder(direct: PreTrainedModel) -> str:
+    return resolve_model_path("smollm2")
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +65,12 @@ def logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 
 
 def test_logits_are_the_files_own_bit_for_bit_before_and_after_an_export(
-    folder: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    direct: PreTrainedModel, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    source, ids = smollm2._source(), prompt_ids(tokenizer)
-    direct = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32).eval()
+    ids = prompt_ids(tokenizer)
     ours = logits(model, ids)
     assert torch.equal(ours, logits(direct, ids))
     assert ours.std() > 1
-    del direct
     assert getattr(model.config, "quantization_config", None) is None
     save_hf(model, tokenizer, tmp_path / "hf")
     assert torch.equal(logits(load_model(str(tmp_path / "hf")).eval(), ids), ours)
@@ -87,6 +96,13 @@ def test_text_is_cut_as_in_training_digits_alone_and_comes_back_as_it_was(
         f"<|im_start|>user\n{QUESTION[0]['content']}{END}\n<|im_start|>assistant\n"
     )
     assert tokenizer.model_max_length == 8192
+
+
+def test_no_text_begins_or_ends_a_turn_and_harmless_text_has_the_tokenizers_ids(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    require_laws(tokenizer, random.Random(seed), 300)
 
 
 def test_it_answers_and_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -110,18 +110,13 @@ def test_ragged_rows_through_a_wrapper_equal_the_plain_policy(model, pad_output,
 
 
 def test_torchrls_loss_consumes_our_rows_and_our_padded_batch(model) -> None:
-    rows = rows_of(model, EQUAL_LENGTHS)
-    for batch in (lazy_stack(rows, 0), pad_rows(rows, pad_token_id=0)):
-        theirs = TorchRLGRPOLoss(wrapper(model), entropy_bonus=False)(batch).loss_objective
-        ours = GRPOLoss(ModelActor(model), entropy_bonus=False)(pad_rows(rows, pad_token_id=0)).loss_objective
-        assert theirs.item() == pytest.approx(ours.item(), rel=1e-5, abs=1e-6)
-
-
-def test_torchrls_loss_consumes_our_ragged_padded_batch(model) -> None:
-    rows = rows_of(model, RAGGED)
-    theirs = TorchRLGRPOLoss(wrapper(model), entropy_bonus=False)(pad_rows(rows, pad_token_id=0)).loss_objective
-    ours = GRPOLoss(ModelActor(model), entropy_bonus=False)(pad_rows(rows, pad_token_id=0)).loss_objective
-    assert theirs.item() == pytest.approx(ours.item(), rel=1e-5, abs=1e-6)
+    for shapes in (EQUAL_LENGTHS, RAGGED):
+        rows = rows_of(model, shapes)
+        padded = pad_rows(rows, pad_token_id=0)
+        ours = GRPOLoss(ModelActor(model), entropy_bonus=False)(padded.clone()).loss_objective
+        for batch in (padded, lazy_stack(rows, 0))[: 2 if shapes is EQUAL_LENGTHS else 1]:
+            theirs = TorchRLGRPOLoss(wrapper(model), entropy_bonus=False)(batch).loss_objective
+            assert theirs.item() == pytest.approx(ours.item(), rel=1e-5, abs=1e-6)
 
 
 def test_group_advantage_is_a_replay_buffer_transform() -> None:

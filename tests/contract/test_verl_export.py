@@ -1,4 +1,7 @@
-"""The command line that ``sota-grpo export --to verl`` writes, composed over verl's config where it is there."""
+"""The command line that ``sota-grpo export --to verl`` writes, composed over verl's config where it is there.
+
+A ``python3`` that prints what it is given reads the script; what begins with + is added to verl's config.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tests.config.test_config import ALGORITHMS, PRESETS, composed
 
 pytestmark = pytest.mark.bench
 
-FACTS = Facts("org/model", "10-00-00", longest_prompt=100, num_train=1000)
+FACTS = Facts("/models/with space/it's", "10-00-00", longest_prompt=100, num_train=1000)
 VARIANTS = {
     "plain": (),
     "adapter": ("train_model.lora.enabled=true", "train.precision=fp32", "optimizer.eps=1e-5"),

@@ -20,7 +20,7 @@ from sota_grpo.engines.vllm_engine import PROVIDER
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupRequest, Sampling
-from sota_grpo.workers.rollout import rollout_worker
+from sota_grpo.workers.rollout import RolloutWorker
 from tests.builders import generator
 from tests.engine_rigs import (
     EOS,
@@ -283,22 +283,21 @@ def test_a_copy_on_several_gpus_does_not_take_ray_inside_an_actor(monkeypatch: p
     assert "distributed_executor_backend" not in alone
 
 
-def test_a_rollout_worker_pushes_under_a_running_group(tmp_path: Path):
-    model = tiny_model(seed=7)
-    model.save_pretrained(tmp_path)
-    options = EngineOptions(str(tmp_path), engine="vllm", eos_token_ids=(EOS,), dtype="float32", max_rows=8)
-    worker = rollout_worker(options, num_threads=1)
+def test_a_rollout_worker_pushes_under_a_running_group(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Stepped by another thread than the one that built it."""
+    monkeypatch.setattr(rig.engine, "close", lambda: None)  # the other tests go on with it
+    worker, new = RolloutWorker(lambda: rig.engine), rig.engine.version + 1
     try:
         (long,) = ragged_requests(1, 2)
         running = worker.run(long, Sampling(max_tokens=150, ignore_eos=True))
-        weights = changed_weights(model)
-        assert worker.update_weights(WeightPack.of(weights.items()), 5).result(60.0) == 5
+        weights = changed_weights(rig.base, 5)
+        assert worker.update_weights(WeightPack.of(weights.items()), new).result(60.0) == new
         assert not running.done()
-        model.load_state_dict(weights)
+        rig.model.load_state_dict(weights)
         requests = ragged_requests(3, 2)
         futures = [worker.run(request, Sampling(max_tokens=20)) for request in requests]
         outputs = {output.group_id: output for output in (future.result(60.0) for future in futures)}
-        assert largest_gap(model, requests, outputs, 1.0) < 1e-5
-        assert int(running.result(60.0).samples[0].versions[-1]) == 5
+        assert largest_gap(rig.model, requests, outputs, 1.0) < 1e-5
+        assert int(running.result(60.0).samples[0].versions[-1]) == new
     finally:
         worker.close()

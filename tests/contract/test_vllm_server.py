@@ -1,10 +1,11 @@
-"""The engine over HTTP with a real vLLM server on CPU: parity, pushes in flight, who may ask, and how it ends."""
+"""The engine over HTTP with a real vLLM server on CPU: parity, pushes in flight, dialogs, who may ask, how it ends."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,10 +15,19 @@ import urllib3
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import sota_grpo
+from sota_grpo import keys
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.inference_server import ServerDied
 from sota_grpo.engines.server_engine import ServerEngine, server_engine
-from sota_grpo.rl.records import GroupRequest, Sampling
+from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
+from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
+from sota_grpo.envs.task_env import last_turn
+from sota_grpo.policy.load import load_model, load_tokenizer
+from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sampling, Score
+from sota_grpo.rl.task import Task
+from sota_grpo.tasks.arithmetic import ArithmeticTask
+from sota_grpo.tasks.wrappers import MESSAGE, think_again
+from sota_grpo.workers.base import promised
 from tests.engine_rigs import (
     add,
     changed_weights,
@@ -28,6 +38,7 @@ from tests.engine_rigs import (
     step,
     token_lists,
 )
+from tests.l3_parts import score_of
 from tests.process_rigs import members, wait_for
 
 pytestmark = [
@@ -37,6 +48,7 @@ pytestmark = [
 ]
 POLICY = str(Path(sota_grpo.__file__).parent / "assets" / "tiny")
 EOS = 2
+TEMPERATURE, MAX_STEPS = 0.8, 3  # of dialogs
 
 
 class Rig:
@@ -120,15 +132,11 @@ def test_a_push_while_groups_run_is_seen_in_their_versions_and_ends_none(rig: Ri
             assert float((wanted - sample.log_probs[:num_old]).abs().max()) < 1e-4
 
 
-def test_equal_calls_give_equal_samples_and_siblings_differ(rig: Rig):
-    requests = ragged_requests(4, 3, seed=3)  # fixed: rounding may flip one token in a million
-    first, second = (token_lists(generate(rig.engine, requests, Sampling(max_tokens=20))) for _ in range(2))
-    assert first == second
-    assert all(len({tuple(sample) for sample in samples}) == 3 for samples in first.values())
-
-
-def test_responses_end_at_a_stop_token_or_are_truncated(rig: Rig):
-    outputs = generate(rig.engine, ragged_requests(6, 6, seed=1), Sampling(max_tokens=60, temperature=1.5))
+def test_equal_calls_give_equal_samples_that_differ_and_end_at_a_stop_token_or_are_truncated(rig: Rig):
+    requests, sampling = ragged_requests(6, 6, seed=1), Sampling(max_tokens=60, temperature=1.5)  # fixed: rounding
+    outputs, again = (generate(rig.engine, requests, sampling) for _ in range(2))
+    assert token_lists(outputs) == token_lists(again)
+    assert all(len({tuple(sample) for sample in samples}) == 6 for samples in token_lists(outputs).values())
     samples = [sample for output in outputs.values() for sample in output.samples]
     for sample in samples:
         assert EOS not in sample.token_ids[:-1]
@@ -161,6 +169,58 @@ def test_nobody_else_on_the_machine_can_push_weights(rig: Rig):
     key = rig.engine._client._headers["Authorization"].removeprefix("Bearer ")
     for pid in members(rig.group):
         assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_every_token_of_a_dialog_has_the_trainers_log_prob(rig: Rig) -> None:
+    """Before and after a push, which leaves nothing of the old weights in the prompts of later turns."""
+    task, tokenizer = think_again(ArithmeticTask(num_train=6, num_heldout=1)), load_tokenizer("tiny")
+    env, sampling = TaskEnv(task, tokenizer), Sampling(max_tokens=64, temperature=TEMPERATURE)
+    engine = DialogEngine(rig.engine, InProcess(task), TurnTokens(tokenizer), max_steps=MAX_STEPS)
+    rig.engine.update_weights((own := load_model("tiny").eval()).state_dict().items(), rig.engine.version + 1)
+    rig.model.load_state_dict(own.state_dict())  # one that says enough to be graded
+    check(env, rig, list(engine.generate(requests(env), sampling)))
+    rig.push(1)
+    check(env, rig, list(engine.generate(requests(env), sampling)))
+
+
+class InProcess:
+    """A grader without processes."""
+
+    def __init__(self, task: Task):
+        self._task = task
+
+    def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
+        future = promised()
+        future.set_result([self._task.score(*pair) for pair in pairs])
+        return future
+
+
+def requests(env: TaskEnv) -> list[GroupRequest]:
+    return [GroupRequest(i, env.prompt_ids(e), 4, seed=i, example=e) for i, e in enumerate(env.task.train)]
+
+
+def check(env: TaskEnv, rig: Rig, outputs: Sequence[GroupOutput]) -> None:
+    """Whole rows: the trainer's log-probs where the policy spoke, the message where it did not, and nothing else."""
+    assert sorted(output.group_id for output in outputs) == list(range(6))
+    turns = []
+    for output in outputs:
+        example = env.task.train[output.group_id]
+        (prompt,) = prompt_rows(output.group_id, example, env.prompt_ids(example), repeats=1)
+        rows = finish_rows(prompt, output.samples, env.tokenizer)
+        for row, sample in zip(rows, output.samples, strict=True):
+            ids, num_prompt = sample.token_ids, len(env.prompt_ids(example))
+            said = row[keys.ASSISTANT_MASK][num_prompt:]
+            own = reference_log_probs(rig.model, env.prompt_ids(example), ids, TEMPERATURE)
+            assert (own - sample.log_probs)[said].abs().max() < 1e-4
+            assert (sample.versions[said] == rig.engine.version).all()
+            assert (sample.versions[~said] == -1).all()
+            assert (sample.log_probs[~said] == 0).all()
+            between = f"\n<|im_start|>user\n{MESSAGE}<|im_end|>\n<|im_start|>assistant\n"
+            count = int((said[1:] & ~said[:-1]).sum())
+            assert env.tokenizer.decode(ids[~said].tolist()) == between * count
+            turns.append(count + 1)
+            assert sample.truncated or turns[-1] == MAX_STEPS or score_of(env, last_turn(sample), example).success
+    assert max(turns) == MAX_STEPS
 
 
 def step_for_ever(engine: ServerEngine) -> None:

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from sota_grpo.orphans import descendants
 from sota_grpo.workers.base import IDLE_METHOD, ConstructionFailed, Launcher, Worker, WorkerDied
 from sota_grpo.workers.fleet import Fleet, starter
-from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.threads import ThreadLauncher
+from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
 from tests.worker_rigs import spec
 
 WAIT_S = 60.0
@@ -51,6 +50,7 @@ def places() -> Iterator[dict[str, Place]]:
     if find_spec("ray") is not None:
         from sota_grpo.workers.ray_cluster import RayLauncher
 
+        os.environ["RAY_AUTH_MODE"] = "disabled"  # whatever the shell says
         on_sigterm = signal.getsignal(signal.SIGTERM)
         found["ray"] = Place("ray", RayLauncher([{"CPU": 1}] * 2, object_store_bytes=80 * 2**20))
         assert signal.getsignal(signal.SIGTERM) is on_sigterm
@@ -93,6 +93,10 @@ def own(apart: Place) -> Iterator[Worker]:
     worker.call("ping").result(WAIT_S)
     yield worker
     worker.kill()
+
+
+def descendants(pid: int) -> set[int]:
+    return {process.pid for process in psutil.Process(pid).children(recursive=True)}
 
 
 def is_gone(pid: int | None) -> bool:
@@ -287,7 +291,7 @@ def test_a_fleet_of_actors_outlives_them(places: dict[str, Place]) -> None:
 
 @needs_ray
 @pytest.mark.skipif(not LINUX, reason="reads /proc")
-def test_a_local_ray_listens_on_loopback_only(places: dict[str, Place]) -> None:
+def test_a_local_ray_listens_on_loopback_only_and_asks_for_a_token(places: dict[str, Place]) -> None:
     import ray
 
     session = Path(ray._private.worker._global_node.get_session_dir_path()).name
@@ -296,6 +300,10 @@ def test_a_local_ray_listens_on_loopback_only(places: dict[str, Place]) -> None:
     addresses = {address for pid in pids for address in listening(pid)}
     assert addresses, "nothing listens; this test looks at the wrong processes"
     assert {address for address in addresses if address not in LOOPBACK} == set()
+    from ray._raylet import AuthenticationMode, get_authentication_mode
+
+    assert get_authentication_mode() == AuthenticationMode.TOKEN, "any user of this machine could run code in it"
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64, "Ray would leave one in a file that everybody may read"
 
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}

@@ -45,6 +45,10 @@ def is_variation(command: Command) -> bool:
     return command.block.document.name == "migration.md" and command in ON_GPUS
 
 
+#: What another document runs as well is run once.
+FIRST = {(c.words, c.environment): c for c in reversed(COMMANDS)}
+
+
 def cases(chosen: list[Command]) -> list:
     slow = [pytest.mark.slow]
     return [pytest.param(c, id=str(c), marks=slow if is_slow(c) or is_variation(c) else []) for c in chosen]
@@ -62,7 +66,7 @@ def test_blocks_are_valid_shell(block: Block) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", cases([c for c in COMMANDS if is_run(c)]))
+@pytest.mark.parametrize("command", cases([c for c in FIRST.values() if is_run(c)]))
 def test_commands_run(command: Command, workshop: Workshop) -> None:
     missing = [package for package in packages_of(command) if find_spec(package) is None]
     if missing:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from sota_grpo.recording.metrics import declared
-from tests.forked import ForkServer
+from tests.forked import Done, ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 # one thread each: equal bits need equal thread counts (docs/design.md, decision 8)
@@ -21,6 +22,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL = (
     "env.num_envs=16",
     "env.repeats=4",
+    "env.max_samples=256",  # every prompt is tokenized at the start
     "train.dialog_turns_per_batch=16",
     "train.optim_batch_size=16",
     "train.total_dialog_turns=64",
@@ -74,6 +76,30 @@ def grpo(tmp_path: Path, fork_server: ForkServer) -> Callable[..., subprocess.Co
         )
 
     return run
+
+
+@pytest.fixture
+def signalled(fork_server: ForkServer, tmp_path: Path) -> Callable[..., Done]:
+    """Run ``grpo.py`` and send it a signal, or some, as soon as ``moment()`` holds; what became of it."""
+
+    def run(number: int, moment: Callable[[], bool], run_dir: Path, *options: str, times: int = 1) -> Done:
+        process = fork_server.start(command(run_dir, *options)[1:], cwd=tmp_path)
+        try:
+            wait_for(moment)
+        finally:
+            for sent in range(times):
+                time.sleep(0.1 * bool(sent))
+                os.kill(process, number)
+        return fork_server.finish()
+
+    return run
+
+
+def wait_for(moment: Callable[[], bool], deadline_s: float = 120.0) -> None:
+    limit = time.monotonic() + deadline_s
+    while not moment():
+        assert time.monotonic() < limit, "the moment to act at never came"
+        time.sleep(0.001)
 
 
 def metrics(run_dir: Path) -> list[dict]:

@@ -4,68 +4,40 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from sota_grpo.recording.run_files import state_of
-from tests.e2e.conftest import ROOT, SMALL, metrics, without_clock
+from tests.e2e.conftest import SMALL, metrics, without_clock
+from tests.forked import ForkServer
 
-QUICK = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false", "env.num_heldout=4")
-LONGER = ("train.resume=auto", "train.total_dialog_turns=80")
-
-
-def table(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+QUICK = (
+    *(*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false", "env.num_heldout=4"),
+    *("env.reward_workers=0", "logging.report=false"),
+)
 
 
 GOOD = [{"question": f"What is {n} plus {n}?", "answer": f"{n}+{n}\n#### {2 * n}"} for n in range(40)]
 
 
-def case_missing_column(tmp: Path) -> tuple[list[str], str]:
-    path = table(tmp / "rows.jsonl", [{"question": "1+1?", "solution": "#### 2"}])
-    return ["env.dataset=gsm8k", f"env.dataset_path={path}"], "answer"
-
-
-def case_empty_dataset(tmp: Path) -> tuple[list[str], str]:
-    return ["env.dataset=gsm8k", f"env.dataset_path={table(tmp / 'rows.jsonl', [])}"], "has no rows"
-
-
-def case_long_prompt(tmp: Path) -> tuple[list[str], str]:
-    rows = [*GOOD, {"question": "word " * 3000, "answer": "#### 1"}]
-    return ["env.dataset=gsm8k", f"env.dataset_path={table(tmp / 'rows.jsonl', rows)}"], "2047"
-
-
-def case_gold_that_does_not_parse(tmp: Path) -> tuple[list[str], str]:
-    rows = [*GOOD, {"question": "How many?", "answer": "#### many"}]
-    return ["env.dataset=gsm8k", f"env.dataset_path={table(tmp / 'rows.jsonl', rows)}"], "41"
-
-
-CASES = [value for name, value in sorted(globals().items()) if name.startswith("case_")]
-
-
-@pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
-def test_one_sentence_and_exit_code_2(case, tmp_path: Path, grpo) -> None:
-    overrides, expected = case(tmp_path)
-    done = grpo(tmp_path / "run", *QUICK, *overrides)
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([{"question": "1+1?", "solution": "#### 2"}], "answer"),
+        ([], "has no rows"),
+        ([*GOOD, {"question": "word " * 3000, "answer": "#### 1"}], "2047"),
+        ([*GOOD, {"question": "How many?", "answer": "#### many"}], "41"),
+    ],
+    ids=["missing column", "empty", "long prompt", "gold that does not parse"],
+)
+def test_data_that_cannot_be_used_is_one_sentence_and_exit_code_2(rows: list, expected: str, tmp_path, grpo) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = grpo(tmp_path / "run", *QUICK, "env.dataset=gsm8k", f"env.dataset_path={tmp_path / 'rows.jsonl'}")
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert expected in done.stderr
     assert not (tmp_path / "run" / "run.json").exists()
-
-
-def test_default_config_without_a_gpu_names_the_command_that_runs_here(tmp_path: Path, grpo) -> None:
-    done = grpo(tmp_path / "run", config="grpo_gsm8k", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "GPU" in done.stderr
-    assert "python grpo.py --config-name grpo_cpu" in done.stderr
-    corrected = grpo(tmp_path / "run", *QUICK)  # nothing was started there
-    assert corrected.returncode == 0, corrected.stderr
 
 
 def test_a_failed_gate_leaves_its_reason_and_no_run(tmp_path: Path, grpo) -> None:
@@ -82,17 +54,17 @@ def test_a_failed_gate_leaves_its_reason_and_no_run(tmp_path: Path, grpo) -> Non
     assert state_of(tmp_path / "run") == ("finished", "")
 
 
-def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:
+def test_a_bug_keeps_its_traceback(tmp_path: Path, fork_server: ForkServer) -> None:
     """An OSError of the program is not taken for a directory that the user chose badly."""
-    code = (
+    script = tmp_path / "bug.py"
+    script.write_text(
         "import sota_grpo.run.app as app, sota_grpo.run.entry as entry\n"
         "def deep(config, run_dir): raise OSError('deep inside')\n"
         "app.train = deep\n"
         "entry.entry('sync')"
     )
-    arguments = ["--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    assert done.returncode == 1
+    done = fork_server.run([str(script), "--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}"], cwd=tmp_path)
+    assert done.code == 1
     assert "Traceback" in done.stderr
     assert "in deep" in done.stderr
 
@@ -105,65 +77,48 @@ def test_unwritable_output_directory(tmp_path: Path, grpo) -> None:
     assert str(tmp_path / "file") in done.stderr.splitlines()[-1]  # vLLM, where installed, says a line of its own
 
 
-def test_a_run_directory_is_not_overwritten(tmp_path: Path, grpo) -> None:
-    assert grpo(tmp_path / "run", *QUICK).returncode == 0
-    before = metrics(tmp_path / "run")
-    done = grpo(tmp_path / "run", *QUICK)
-    assert done.returncode == 2
-    assert "train.resume=auto" in done.stderr
-    assert metrics(tmp_path / "run") == before
-
-
-def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, grpo) -> None:
+def test_damaged_checkpoints(tmp_path: Path, grpo) -> None:
+    """The newest: the one before is taken. All of them: a sentence."""
+    run_dir = tmp_path / "run"
     options = (*QUICK, "train.checkpoint_frequency=1", "optimizer.schedule=constant")
-    assert grpo(tmp_path / "run", *options).returncode == 0
-    whole = metrics(tmp_path / "run")
-    newest = max((tmp_path / "run" / "checkpoints").glob("checkpoint_*.pt"))
+    assert grpo(run_dir, *options).returncode == 0
+    whole = metrics(run_dir)
+    newest = max((run_dir / "checkpoints").glob("checkpoint_*.pt"))
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 0xFF
     newest.write_bytes(data)
-    done = grpo(tmp_path / "run", *options, *LONGER)
+    done = grpo(run_dir, *options, "train.resume=auto", "train.total_dialog_turns=80")
     assert done.returncode == 0, done.stderr
     assert newest.name in done.stderr
     assert "after 3 steps" in done.stderr
-    assert without_clock(metrics(tmp_path / "run")[:4]) == without_clock(whole)
-    assert len(metrics(tmp_path / "run")) == 5
-
-
-def test_all_checkpoints_damaged_is_a_sentence(tmp_path: Path, grpo) -> None:
-    options = (*QUICK, "train.checkpoint_frequency=1", "optimizer.schedule=constant")
-    assert grpo(tmp_path / "run", *options).returncode == 0
-    for path in (tmp_path / "run" / "checkpoints").glob("checkpoint_*.pt"):
+    assert without_clock(metrics(run_dir)[:4]) == without_clock(whole)
+    assert len(metrics(run_dir)) == 5
+    for path in (run_dir / "checkpoints").glob("checkpoint_*.pt"):
         path.write_bytes(path.read_bytes()[:100])
-    done = grpo(tmp_path / "run", *options, *LONGER)
+    done = grpo(run_dir, *options, "train.resume=auto", "train.total_dialog_turns=96")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "is damaged" in done.stderr
 
 
-def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path) -> None:
-    """A reward function that hangs has an hour for each answer here; whoever notices it need not wait for that."""
+def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path, signalled) -> None:
+    """A reward function that hangs has an hour for each answer here; whoever notices it need not wait for that.
+
+    Three Ctrl-C end it as one does.
+    """
+    asked = tmp_path / "asked"
     (tmp_path / "reward.py").write_text(
-        "import pathlib, time\n"
-        "def wait(completions, **columns):\n"
-        f"    pathlib.Path({str(tmp_path / 'asked')!r}).touch()\n"
+        f"import pathlib, time\ndef wait(completions, **columns):\n    pathlib.Path({str(asked)!r}).touch()\n"
         "    time.sleep(3600)\n"
     )
     options = [option for option in QUICK if option != "check.mode=off"]
-    options += ["env.reward_timeout_s=3600", f"reward.path={tmp_path / 'reward.py'}", "reward.name=wait"]
-    command = [sys.executable, "grpo.py", "--config-name", "grpo_cpu", *options, f"hydra.run.dir={tmp_path / 'run'}"]
-    run = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(1)
-        run.send_signal(signal.SIGINT)
-        _, told = run.communicate(timeout=120)
-    finally:
-        run.kill()
-    assert run.returncode == 130, told
-    assert "interrupted; nothing was saved" in told
+    options += [
+        "env.reward_workers=1",
+        "env.reward_timeout_s=3600",
+        f"reward.path={tmp_path / 'reward.py'}",
+        "reward.name=wait",
+    ]
+    done = signalled(signal.SIGINT, asked.exists, tmp_path / "run", *options, times=3)
+    assert done.code == 130, done.stderr
+    assert "interrupted; nothing was saved" in done.stderr
+    assert "Traceback" not in done.stderr

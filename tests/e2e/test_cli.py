@@ -44,16 +44,6 @@ def test_a_sweep_runs_every_value(tmp_path: Path, grpo) -> None:
     assert rates == [1e-4, 1e-5]
 
 
-def test_a_broken_run_of_a_sweep_does_not_end_the_others(tmp_path: Path, grpo) -> None:
-    options = ("engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false")
-    sweep = ("--multirun", f"hydra.sweep.dir={tmp_path / 'sweep'}", "env.repeats=3,4")
-    kept = [option for option in SMALL if not option.startswith("env.repeats")]
-    done = grpo(tmp_path / "unused", *sweep, *kept, *options)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert len(metrics(tmp_path / "sweep" / "1")) == 4
-
-
 @pytest.mark.vllm
 @pytest.mark.data
 @pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed")

@@ -17,7 +17,14 @@ from tests.config.test_config import composed
 from tests.e2e.conftest import SMALL, metrics
 
 OPTIONS = (
-    *(*SMALL, "engine=transformers", "env.reward_workers=0", "check.mode=off", "train.total_dialog_turns=32"),
+    *(
+        *SMALL,
+        "engine=transformers",
+        "env.reward_workers=0",
+        "env.num_heldout=32",
+        "check.mode=off",
+        "train.total_dialog_turns=32",
+    ),
     *("eval.num_samples=16", "eval.avg_at_k=4", "eval.every=0", "optimizer.lr=1e-3", "inference_model.max_tokens=48"),
 )
 LORA = ("train_model.lora.enabled=true", "train_model.lora.r=4")
@@ -28,9 +35,9 @@ def trained(folder: Path, *overrides: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["full", "lora"])
-def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(tmp_path_factory.mktemp("eval") / "run", *(LORA if request.param == "lora" else ()))
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("eval") / "run", *LORA)
 
 
 def evaluated(folder: Path, *arguments: str) -> dict:
@@ -41,52 +48,32 @@ def evaluated(folder: Path, *arguments: str) -> dict:
     return json.loads(out.read_text())
 
 
-def last_evaluation(run_dir: Path) -> dict:
-    return [row for row in metrics(run_dir) if "eval/accuracy" in row][-1]
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_last_evaluation_of_a_run_comes_out_again(run_dir: Path, tmp_path: Path) -> None:
-    found, own = evaluated(tmp_path, str(run_dir)), last_evaluation(run_dir)
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_last_evaluation_of_a_run_comes_out_again(kind: str, run_dir: Path, tmp_path: Path) -> None:
+    """Of the exported model, of a checkpoint, and from its responses by ``sota-grpo score``."""
+    run_dir = trained(tmp_path / "full") if kind == "full" else run_dir
+    copy, files = tmp_path / "copy", [tmp_path / f"{name}.jsonl" for name in ("exported", "checkpoint", "scored")]
+    shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("hf"))
+    found = evaluated(tmp_path, str(run_dir), "--responses", str(files[0]))
+    evaluated(tmp_path, str(copy), "--responses", str(files[1]))
+    first, *_, own = [row for row in metrics(run_dir) if "eval/accuracy" in row]
     assert own["step"] == found["turns"] == 2
-    assert (found["greedy"]["accuracy"], found["greedy"]["stderr"]) == (own["eval/accuracy"], own["eval/stderr"])
-    assert (found["sampled"]["accuracy"], found["sampled"]["stderr"]) == (
-        own["eval/avg_at_k"],
-        own["eval/avg_at_k_stderr"],
-    )
-    first = metrics(run_dir)[0]
-    assert (first["eval/accuracy"], first["eval/avg_at_k"]) != (own["eval/accuracy"], own["eval/avg_at_k"]), (
-        "not trained"
-    )
-
-
-def test_a_checkpoint_does_as_well_as_the_exported_model(run_dir: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(run_dir, copy)
-    shutil.rmtree(copy / "hf")
-    rows = []
-    for folder, name, options in (
-        (tmp_path / "a", run_dir, ()),
-        (tmp_path / "b", copy, ()),
-        (tmp_path / "c", run_dir, ("--step", "2")),
-    ):
-        folder.mkdir()
-        file = folder / "responses.jsonl"
-        evaluated(folder, str(name), "--responses", str(file), *options)
-        rows.append([json.loads(line)["response"] for line in file.read_text().splitlines()])
-    assert rows[0] == rows[1] == rows[2]
-    assert len(rows[0]) == 16 * 5
-
-
-def test_score_grades_the_responses_alike(run_dir: Path, tmp_path: Path) -> None:
-    file, scored = tmp_path / "responses.jsonl", tmp_path / "scored.jsonl"
-    evaluated(tmp_path, str(run_dir), "--responses", str(file), "--k", "2", "--num-samples", "8")
-    with pytest.raises(SystemExit) as ended:
-        main(["score", "--task", "arithmetic", "--input", str(file), "--output", str(scored), "--workers", "1"])
-    assert ended.value.code == 0
-    before, after = ([json.loads(line) for line in path.read_text().splitlines()] for path in (file, scored))
-    assert len(before) == 8 * 3
-    assert before == after
-    assert {row["group_id"] for row in before} == set(range(8))
+    for part, name in (("greedy", "eval/accuracy"), ("sampled", "eval/avg_at_k")):
+        error = {"greedy": "eval/stderr", "sampled": "eval/avg_at_k_stderr"}[part]
+        assert (found[part]["accuracy"], found[part]["stderr"]) == (own[name], own[error])
+    assert (first["eval/accuracy"], first["eval/avg_at_k"]) != (own["eval/accuracy"], own["eval/avg_at_k"])
+    with pytest.raises(SystemExit, match="0"):
+        main(
+            ["score", "--task", "arithmetic", *("--input", str(files[0]), "--output", str(files[2]), "--workers", "1")]
+        )
+    before, checkpoint, scored = map(rows_of, files)
+    assert before == checkpoint == scored
+    assert len(before) == 16 * 5
+    assert {row["group_id"] for row in before} == set(range(16))
 
 
 def test_another_task_leaves_the_options_of_the_runs_own_behind(run_dir: Path, tmp_path: Path) -> None:
@@ -125,7 +112,11 @@ def test_a_gain_is_that_of_the_same_problems(run_dir: Path, tmp_path: Path, caps
     differences = [new - first for (first, _), (new, _) in pairs]
     assert gain["stderr"] == pytest.approx(statistics.stdev(differences) / 4)
     assert f"{100 * gain['accuracy']:+.1f} +/- {100 * gain['stderr']:.1f} |" in capsys.readouterr().out
-    for other, sentence in ((("--num-samples", "8"), "other problems"), (("inference_model.max_tokens=40",), "not 40")):
+    for other, sentence in (
+        (("--num-samples", "8"), "other problems"),
+        (("inference_model.max_tokens=40",), "not 40"),
+        (("--step", "7"), "has no checkpoint after 7 steps; there are those after 2."),
+    ):
         with pytest.raises(SystemExit) as ended:
             main(["eval", str(run_dir), *common, *other, "--against", str(before)])
         assert ended.value.code == 2
@@ -175,14 +166,6 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: 
     told = capsys.readouterr().err
     assert sentence in told
     assert "Traceback" not in told
-
-
-def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["eval", str(run_dir), "--step", "7"])
-    assert "has no checkpoint after 7 steps; there are those after 2." in capsys.readouterr().err
 
 
 @pytest.mark.slow

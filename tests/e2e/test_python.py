@@ -9,14 +9,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from sota_grpo import Result
-from tests.e2e.conftest import ENVIRONMENT, ROOT, SMALL, without_clock
+from tests.e2e.conftest import ENVIRONMENT, ROOT, SMALL, metrics, wait_for, without_clock
 from tests.e2e.processes import require_gone, workers
+from tests.forked import ForkServer
 
 DOCUMENT = ROOT / "docs" / "python.md"
 NOTEBOOK = ROOT / "docs" / "python.ipynb"
@@ -39,23 +39,19 @@ rows = [{{"prompt": f"How much is {{n}} + 1?", "answer": str(n + 1)}} for n in r
 result = sota_grpo.train("grpo_cpu", reward=brief, dataset=rows, overrides={overrides!r}, run_dir={run_dir!r})
 print("TURNS", len(result.metrics), result.finished)
 """
-OPTIONS = (*SMALL, "engine=transformers", "eval.mode=off", "train.checkpoint_frequency=1")
+OPTIONS = (*SMALL, "engine=transformers", "eval.mode=off", "train.checkpoint_frequency=1", "logging.report=false")
 
 
 def script(folder: Path, *overrides: str) -> list[str]:
     path = folder / "mine.py"
     path.write_text(SCRIPT.format(overrides=[*OPTIONS, *overrides], run_dir=str(folder / "run")))
-    return [sys.executable, str(path)]
+    return [str(path)]
 
 
-def finished(command: list[str], folder: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT, timeout=300)
-
-
-def test_the_first_example_of_the_document_runs_as_a_script(tmp_path: Path) -> None:
+def test_the_first_example_of_the_document_runs_as_a_script(tmp_path: Path, fork_server: ForkServer) -> None:
     (tmp_path / "example.py").write_text(re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0])
-    done = finished([sys.executable, "example.py"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = fork_server.run(["example.py"], cwd=tmp_path)
+    done.require("the example")
     (run_dir,) = (tmp_path / "outputs").glob("*/*")
     result = Result(run_dir)
     assert result.finished
@@ -65,49 +61,39 @@ def test_the_first_example_of_the_document_runs_as_a_script(tmp_path: Path) -> N
 
 
 def test_functions_of_a_script_grade_in_workers_beside_other_workers(tmp_path: Path) -> None:
-    done = finished(script(tmp_path, "mode=async"), tmp_path)
+    command = [sys.executable, *script(tmp_path, "mode=async", "train.total_dialog_turns=32")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "TURNS 4 True" in done.stdout
+    assert "TURNS 2 True" in done.stdout
     result = Result(tmp_path / "run")
     assert (result.metrics["reward_errors"] == 0).all()
     assert all(row["reward"] == float(len(row["response"]) < 10) for _, row in result.rollouts.iterrows())
 
 
-def test_from_python_and_from_the_command_line_it_is_the_same_run(tmp_path: Path, grpo) -> None:
+def test_from_python_and_from_the_command_line_it_is_the_same_run(tmp_path: Path, grpo, fork_server) -> None:
     """Same numbers, but for the clock: the rows in a file, the function in a file."""
-    assert finished(script(tmp_path), tmp_path).returncode == 0
+    options = ("train.total_dialog_turns=32",)
+    fork_server.run(script(tmp_path, *options), cwd=tmp_path).require("the script")
     rows = [json.dumps({"prompt": f"How much is {n} + 1?", "answer": str(n + 1)}) for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "reward.py").write_text(SCRIPT.split("rows =")[0].replace("import sota_grpo", ""))
     table = ("env.dataset=table", f"env.dataset_path={tmp_path / 'rows.jsonl'}", "env.num_heldout=4")
     reward = (f"reward.path={tmp_path / 'reward.py'}", "reward.name=brief")
-    done = grpo(tmp_path / "other", *OPTIONS, *table, *reward)
+    done = grpo(tmp_path / "other", *OPTIONS, *options, *table, *reward)
     assert done.returncode == 0, done.stderr
-    found = [
-        without_clock([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()])
-        for name in ("run", "other")
-    ]
-    assert found[0] == found[1]
+    assert without_clock(metrics(tmp_path / "run")) == without_clock(metrics(tmp_path / "other"))
 
 
-def test_an_interrupt_saves_the_run_and_leaves_no_process_behind(tmp_path: Path) -> None:
-    running = subprocess.Popen(
-        script(tmp_path, "train.total_dialog_turns=6400"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-    )
+def test_an_interrupt_saves_the_run_and_leaves_no_process_behind(tmp_path: Path, fork_server: ForkServer) -> None:
+    process = fork_server.start(script(tmp_path, "train.total_dialog_turns=6400"), cwd=tmp_path)
     saved = tmp_path / "run" / "checkpoints"
-    limit = time.monotonic() + 120
-    while not (saved.is_dir() and list(saved.glob("checkpoint_*.pt"))) and time.monotonic() < limit:
-        time.sleep(0.2)
-    started = workers(running.pid)
-    os.kill(running.pid, signal.SIGINT)
-    _, errors = running.communicate(timeout=120)
-    assert running.returncode != 0
-    assert "KeyboardInterrupt: train.resume=auto continues from the last checkpoint; what there is so far" in errors
+    wait_for(lambda: saved.is_dir() and any(saved.glob("checkpoint_*.pt")))
+    started = workers(process)
+    os.kill(process, signal.SIGINT)
+    done = fork_server.finish()
+    assert done.code != 0
+    told = "KeyboardInterrupt: train.resume=auto continues from the last checkpoint; what there is so far"
+    assert told in done.stderr
     assert started
     require_gone(set(started))
     newest = max(saved.glob("checkpoint_*.pt"))
@@ -126,7 +112,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
         kinds = [[output.output_type for output in cell.get("outputs", [])] for cell in (new, old)]
         assert kinds[0] == kinds[1], f"make notebook: {new.source}"
     text = json.dumps(found)
-    assert "held-out accuracy" in text
+    assert "held out" in text
     assert NOTEBOOK.stat().st_size < 60_000
     (line,) = [out for cell in found.cells for out in cell.get("outputs", []) if out.output_type == "display_data"]
     assert line.data["text/plain"].startswith("step 12/12")  # the progress, redrawn in place

@@ -5,34 +5,21 @@ from __future__ import annotations
 import random
 import re
 import signal
-import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
-from tests.e2e.conftest import ENVIRONMENT, SMALL, command, final_weights, metrics, without_clock
+from tests.e2e.conftest import SMALL, final_weights, metrics, without_clock
 
-KILLS = 5
-EVERY_TURN = ("train.checkpoint_frequency=1", "train.total_dialog_turns=96")
-
-
-def kill_when(process: subprocess.Popen, moment, deadline_s: float = 120.0) -> bool:
-    """``kill -9`` as soon as ``moment()`` holds; False when the process ended before."""
-    limit = time.monotonic() + deadline_s
-    while time.monotonic() < limit:
-        if process.poll() is not None:
-            return False
-        if moment():
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            return True
-        time.sleep(0.001)
-    raise AssertionError("the moment to kill at never came")
+SCRIPTED = (
+    *(*SMALL, "engine=scripted", "check.mode=off", "train.export_hf=false", "train.checkpoint_frequency=1"),
+    *("env.reward_workers=0", "env.num_heldout=32", "logging.report=false"),
+)
 
 
-def mid_checkpoint(run_dir: Path):
+def mid_checkpoint(run_dir: Path) -> Callable[[], bool]:
     """True while a checkpoint is being written: its temporary name is there."""
 
     def moment() -> bool:
@@ -42,50 +29,28 @@ def mid_checkpoint(run_dir: Path):
     return moment
 
 
-def after(seconds: float):
-    limit = time.monotonic() + seconds
-    return lambda: time.monotonic() >= limit
-
-
-def after_rows(run_dir: Path, count: int, delay_s: float):
-    """True ``delay_s`` after ``metrics.jsonl`` has ``count`` rows."""
-    seen: list[float] = []
+def after_rows(run_dir: Path, count: int, delay_s: float = 0.0) -> Callable[[], bool]:
+    """True ``delay_s`` after ``metrics.jsonl`` has ``count`` rows more than now."""
+    path, seen = run_dir / "metrics.jsonl", list[float]()
+    before = path.read_bytes().count(b"\n") if path.exists() else 0
 
     def moment() -> bool:
-        path = run_dir / "metrics.jsonl"
-        if not seen and path.exists() and path.read_bytes().count(b"\n") >= count:
+        if not seen and path.exists() and path.read_bytes().count(b"\n") >= before + count:
             seen.append(time.monotonic())
         return bool(seen) and time.monotonic() >= seen[0] + delay_s
 
     return moment
 
 
-@pytest.mark.parametrize("engine", ["transformers", "scripted"])
-def test_killed_run_equals_the_uninterrupted_one(engine: str, tmp_path: Path, grpo) -> None:
-    options = (*SMALL, *EVERY_TURN, f"engine={engine}", "train.export_hf=false")
-    options += ("train.total_dialog_turns=320",)  # more turns than the kills leave time for
-    options += ("check.mode=off",) if engine == "scripted" else ()
+def test_killed_run_equals_the_uninterrupted_one(tmp_path: Path, grpo, signalled) -> None:
+    options = (*SCRIPTED, "engine=transformers", "env.reward_workers=1", "train.total_dialog_turns=160")
     whole = grpo(tmp_path / "whole", *options)
     assert whole.returncode == 0, whole.stderr
-    run_dir = tmp_path / "killed"
-    dice = random.Random(time.time_ns())
-    killed = 0
-    for attempt in range(KILLS):
-        process = subprocess.Popen(
-            command(run_dir, *options, "train.resume=auto"),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=ENVIRONMENT,
-        )
-        rows = (run_dir / "metrics.jsonl").read_bytes().count(b"\n") if (run_dir / "metrics.jsonl").exists() else 0
-        moments = [
-            after(dice.uniform(1, 4)),
-            mid_checkpoint(run_dir),
-            after_rows(run_dir, rows + 1, dice.uniform(0, 0.3)),
-        ]
-        killed += kill_when(process, moments[attempt % 3])
-    assert killed >= 3
-    last = grpo(run_dir, *options, "train.resume=auto")
+    run_dir, again = tmp_path / "killed", (*options, "train.resume=auto")
+    for kill in random.sample(range(3), 3):
+        moment = mid_checkpoint(run_dir) if kill == 0 else after_rows(run_dir, kill, random.uniform(0, 0.1))
+        assert signalled(signal.SIGKILL, moment, run_dir, *again).code == -signal.SIGKILL
+    last = grpo(run_dir, *again)
     assert last.returncode == 0, last.stderr
     assert without_clock(metrics(run_dir)) == without_clock(metrics(tmp_path / "whole"))
     mine, theirs = final_weights(run_dir), final_weights(tmp_path / "whole")
@@ -95,13 +60,10 @@ def test_killed_run_equals_the_uninterrupted_one(engine: str, tmp_path: Path, gr
     assert rollouts[0] == rollouts[1]
 
 
-def test_resume_finds_the_newest_unfinished_run_by_itself(tmp_path: Path, grpo) -> None:
-    options = (*SMALL, *EVERY_TURN, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false")
+def test_resume_finds_the_newest_unfinished_run_by_itself(tmp_path: Path, grpo, signalled) -> None:
+    options = (*SCRIPTED, "eval.mode=off", "train.total_dialog_turns=96")
     first = tmp_path / "outputs" / "2026-01-01" / "10-00-00"
-    process = subprocess.Popen(
-        command(first, *options), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT
-    )
-    assert kill_when(process, after_rows(first, 2, 0.0))
+    signalled(signal.SIGKILL, after_rows(first, 2), first, *options)
     second = tmp_path / "outputs" / "2026-01-02" / "10-00-00"
     done = grpo(second, *options, "train.resume=auto", "train.micro_batch_tokens=512")  # an option that is free
     assert done.returncode == 0, done.stderr
@@ -115,7 +77,7 @@ def test_resume_finds_the_newest_unfinished_run_by_itself(tmp_path: Path, grpo) 
 
 
 def test_a_finished_run_is_left_as_it_is_until_it_is_made_longer(tmp_path: Path, grpo) -> None:
-    options = (*SMALL, "engine=scripted", "check.mode=off", "train.export_hf=false", "eval.num_samples=4")
+    options = (*SCRIPTED, "eval.num_samples=4", "train.total_dialog_turns=32")
     options += ("optimizer.schedule=constant",)  # a learning rate that does not depend on the length of the run
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     assert grpo(run_dir, *options).returncode == 0
@@ -124,45 +86,17 @@ def test_a_finished_run_is_left_as_it_is_until_it_is_made_longer(tmp_path: Path,
     assert again.returncode == 0, again.stderr
     assert again.stdout.splitlines() == [f"The run in {run_dir} is already finished."]
     assert metrics(run_dir) == before
-    longer = (*options, "train.total_dialog_turns=96")
+    longer = (*options, "train.total_dialog_turns=64")
     assert grpo(tmp_path / "fresh", *longer, f"train.resume={run_dir}").returncode == 0
     assert grpo(whole, *longer).returncode == 0
     assert without_clock(metrics(run_dir)) == without_clock(metrics(whole))
 
 
-def test_a_run_that_is_alive_is_not_taken_over(tmp_path: Path, grpo) -> None:
-    options = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.total_dialog_turns=160000")
+def test_ctrl_c_saves_the_turn_and_exits(tmp_path: Path, signalled) -> None:
     run_dir = tmp_path / "run"
-    process = subprocess.Popen(
-        command(run_dir, *options), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT
-    )
-    try:
-        ready = after_rows(run_dir, 1, 0.0)
-        while not ready():
-            time.sleep(0.01)
-        done = grpo(run_dir, *options, "train.resume=auto")
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
-    assert done.returncode == 2, done.stderr
-    assert f"Another process is at work in {run_dir}" in done.stderr
-    assert [row["step"] for row in metrics(run_dir)] == list(range(len(metrics(run_dir))))
-
-
-def test_ctrl_c_saves_the_turn_and_exits(tmp_path: Path, grpo) -> None:
-    options = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.total_dialog_turns=16000")
-    run_dir = tmp_path / "run"
-    process = subprocess.Popen(
-        command(run_dir, *options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
-    )
-    ready = after_rows(run_dir, 2, 0.0)
-    while not ready():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 130, output
-    assert "Traceback" not in output
-    turns = len(metrics(run_dir))
+    options = (*SCRIPTED, "eval.mode=off", "train.total_dialog_turns=16000", "train.checkpoint_frequency=25")
+    done = signalled(signal.SIGINT, after_rows(run_dir, 2), run_dir, *options)
+    assert done.code == 130, done.stderr
+    assert "Traceback" not in done.stderr
     newest = max((run_dir / "checkpoints").glob("checkpoint_*.pt"))
-    assert newest.stem == f"checkpoint_{turns:06d}"
+    assert newest.stem == f"checkpoint_{len(metrics(run_dir)):06d}"

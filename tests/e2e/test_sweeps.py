@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
+import signal
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import ENVIRONMENT, SMALL, command, metrics, without_clock
-from tests.e2e.test_resume import after_rows, kill_when
+from tests.e2e.conftest import SMALL, command, metrics, wait_for, without_clock
+from tests.forked import ForkServer
 
 QUICK = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false")
 LONGER = ("train.total_dialog_turns=160", "train.checkpoint_frequency=1")
@@ -24,22 +25,18 @@ def has_optuna() -> bool:
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path, grpo) -> None:
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path, grpo, fork_server: ForkServer) -> None:
     """Run 0 is finished, run 1 is killed, run 2 has not begun; the same command with auto finds the sweep by itself."""
     sweep = ("--multirun", *QUICK, *LONGER, "seed=1,2,3")
-    cut_off = subprocess.Popen(
-        command(tmp_path / "unused", *sweep),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-    )
+    process = fork_server.start(command(tmp_path / "unused", *sweep)[1:], cwd=tmp_path)
 
     def second_run_is_under_way() -> bool:
         found = list(tmp_path.glob("multirun/*/*/1/metrics.jsonl"))
-        return bool(found) and after_rows(found[0].parent, 3, 0.0)()
+        return bool(found) and found[0].read_bytes().count(b"\n") >= 3
 
-    assert kill_when(cut_off, second_run_is_under_way)
+    wait_for(second_run_is_under_way)
+    os.kill(process, signal.SIGKILL)
+    assert fork_server.finish().code == -signal.SIGKILL
     (folder,) = tmp_path.glob("multirun/*/*")
     first, done_before = metrics(folder / "0"), len(metrics(folder / "1"))
     state = {run["run"]: run["state"] for run in json.loads((folder / "summary.json").read_text())["runs"]}

@@ -18,7 +18,7 @@ DEADLY = ("hang", "spin", "exit", "crash", "shot")
 
 def moody(response: str, example: Example) -> Score:
     """What the first word of the response says happens; otherwise two terms of odd values."""
-    mood = response.partition(" ")[0]
+    mood, _, rest = response.partition(" ")
     if mood == "hang":
         time.sleep(3600)
     if mood == "spin":  # with the interpreter locked: no other thread of the process runs
@@ -31,7 +31,26 @@ def moody(response: str, example: Example) -> Score:
         os.kill(os.getpid(), signal.SIGKILL)
     if mood == "memory":
         _fill_the_memory()
+    if mood == "away":
+        _fork_away(rest)
+    if mood == "flood":
+        print("\x1b[2J" + "x" * 997, *["y" * 999] * 1000, sep="\n", flush=True)
     return tame(response, example)
+
+
+def _fork_away(name: str) -> None:
+    """Leave a process behind, in a session of its own and without a parent, whose id is written to a file."""
+    first = os.fork()
+    if first:
+        os.waitpid(first, 0)
+        return
+    os.setsid()
+    if os.fork() == 0:
+        with open(f"{name}.part", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(f"{name}.part", name)
+        time.sleep(3600)
+    os._exit(0)
 
 
 def tame(response: str, example: Example) -> Score:

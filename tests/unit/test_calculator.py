@@ -13,7 +13,7 @@ from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.calculator import CalculatorTask, calculate
 from sota_grpo.tasks.countdown import CountdownTask
-from sota_grpo.tasks.wrappers import MESSAGE, ThinkAgain
+from sota_grpo.tasks.wrappers import MESSAGE, think_again
 
 SEED = random.SystemRandom().randrange(1 << 30)
 TASK = CalculatorTask()
@@ -83,23 +83,6 @@ def test_the_calculator_is_exact_for_integers() -> None:
         assert abs(Fraction(shown) - Fraction(a, 7)) <= abs(Fraction(a, 7)) * Fraction(1, 10**11)
 
 
-def test_hostile_text_is_graded_and_its_reply_is_short() -> None:
-    rng = random.Random(SEED)
-    pieces = ["<calc>", "</calc>", "<think>", "</think>", *"()+-*/.0357", "9" * 99, "\x00", "<|im_end|>", "×", "\ud800"]
-    pieces += ["10**10**10", "__import__('os')", "٣", "\u202e", "####", "####\n", "<calc>" * 9000, "(" * 9000]
-    called = 0
-    for _ in range(10_000):
-        score = TASK.score("".join(rng.choices(pieces, k=rng.randint(0, 60))), EXAMPLE)
-        called += score.reply is not None
-        assert score.reply is None or len(score.reply["content"]) < 60
-    assert called > 500
-
-
-def test_a_megabyte_of_tags_is_read_in_linear_time() -> None:
-    for text in ("<calc>" * 170_000, "<calc>1</calc>" * 70_000, "</calc>" * 140_000, "<" * 1_000_000):
-        TASK.score(text, EXAMPLE)
-
-
 def test_rows_are_read_and_the_system_turn_explains_the_tool() -> None:
     example = TASK.read_row({"question": "What is 2 * 3?", "answer": "6"}, "here")
     assert TASK.score("#### 6", example).success
@@ -110,7 +93,7 @@ def test_rows_are_read_and_the_system_turn_explains_the_tool() -> None:
 
 def test_a_wrong_response_is_asked_to_think_again_and_nothing_else_changes() -> None:
     inner = ArithmeticTask(seed=SEED, num_train=50, num_heldout=5)
-    task = ThinkAgain(inner)
+    task = think_again(inner)
     assert isinstance(task, Task)
     assert (task.name, task.term_weights, task.train, task.heldout) == (
         *(inner.name, inner.term_weights, inner.train, inner.heldout),
@@ -130,25 +113,25 @@ class Failing(ArithmeticTask):
 
 
 def test_a_failed_grader_asks_nothing_and_a_reply_of_the_tasks_own_comes_first() -> None:
-    assert ThinkAgain(Failing()).score("no", EXAMPLE).reply is None
-    calculator = ThinkAgain(TASK)
+    assert think_again(Failing()).score("no", EXAMPLE).reply is None
+    calculator = think_again(TASK)
     assert calculator.score("<calc>2*3</calc>", EXAMPLE).reply == {"role": "tool", "content": "6"}
     assert calculator.score("#### 1", EXAMPLE).reply == {"role": "user", "content": MESSAGE}
     countdown = CountdownTask()
     example = countdown.train[0]
-    assert ThinkAgain(countdown).score("no", example) == countdown.score("no", example)
+    assert think_again(countdown).score("no", example) == countdown.score("no", example)
 
 
 def test_the_scorer_of_a_wrapped_task_travels_without_examples() -> None:
     inner = ArithmeticTask()
     inner.train = [inner.train[i] for i in range(2000)]
-    score = scorer_of(ThinkAgain(inner, "Again?"))
+    score = scorer_of(think_again(inner, "Again?"))
     travelled = pickle.loads(pickle.dumps(score))
     assert len(pickle.dumps(score)) < 1000
     assert travelled("no", inner.train[0]).reply == {"role": "user", "content": "Again?"}
-    assert len(ThinkAgain(inner).train) == 2000
+    assert len(think_again(inner).train) == 2000
     assert len(inner.train) == 2000
-    assert pickle.loads(pickle.dumps(ThinkAgain(inner))).train == inner.train
+    assert pickle.loads(pickle.dumps(think_again(inner))).train == inner.train
 
 
 def test_a_scorer_of_whole_groups_stays_one() -> None:
@@ -162,7 +145,7 @@ def test_a_scorer_of_whole_groups_stays_one() -> None:
 
     inner = ArithmeticTask()
     inner.score = Together()
-    score = ThinkAgain(inner, "Again?").score
+    score = think_again(inner, "Again?").score
     found = score.score_group([("a", EXAMPLE), ("bb", EXAMPLE)])
     assert [one.reply for one in found] == [None, {"role": "user", "content": "Again?"}]
-    assert not hasattr(ThinkAgain(TASK).score, "score_group")
+    assert not hasattr(think_again(TASK).score, "score_group")

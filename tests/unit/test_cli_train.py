@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,6 @@ import sota_grpo.run.app
 from sota_grpo.cli import main
 from sota_grpo.config import Config
 from sota_grpo.run import entry
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -60,29 +57,11 @@ def test_mistakes_are_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().err.startswith("sota-grpo: There is no option env.repeat; did you mean env.repeats?")
 
 
-def completions(line: str) -> list[str]:
-    """What the shell is told, in a process of its own: Hydra ends it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "sota_grpo.cli", "-sc", "query=bash"],
-        env={"COMP_LINE": line, "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
-def test_commands_are_completed() -> None:
-    assert completions("sota-grpo tr") == ["train"]
-    assert {"train", "score"} <= set(completions("sota-grpo "))
-    assert completions("sota-grpo score --in") == []
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
+        ("sota-grpo tr", ["train"]),
+        ("sota-grpo score --in", []),
         ("sota-grpo train env.rep", ["env.repeats="]),
         ("sota-grpo train --async seed=1 optimizer.l", ["optimizer.lr="]),
         ("sota-grpo train --config-name grpo_cpu algorithm=d", ["algorithm=dapo", "algorithm=dr_grpo"]),
@@ -90,8 +69,10 @@ def test_commands_are_completed() -> None:
         ("sota-grpo train --config-name grpo_c", ["grpo_cpu"]),
     ],
 )
-def test_options_are_completed(line: str, expected: list[str]) -> None:
-    assert completions(line) == expected
+def test_commands_and_options_are_completed(line: str, expected: list[str], typed) -> None:
+    done = typed("sota-grpo", "-sc", "query=bash", COMP_LINE=line)
+    assert done.code == 0, done.stderr
+    assert done.stdout.split() == expected
 
 
 def test_the_shell_is_told_whom_to_ask(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,18 +26,17 @@ from sota_grpo.loop import run
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import engine_weights
+from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
-from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
-from sota_grpo.rl.task import Task
+from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.source import RolloutSource
 from sota_grpo.tasks.arithmetic import ArithmeticTask
-from sota_grpo.tasks.wrappers import MESSAGE, ThinkAgain
+from sota_grpo.tasks.wrappers import MESSAGE, think_again
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner, Publisher
-from sota_grpo.workers.base import promised
 from sota_grpo.workers.rollout import FleetEngine, RolloutWorker
 from tests.unit.tiny_models import VOCAB, make_model
 
@@ -142,23 +141,13 @@ def test_what_stands_beside_inserted_tokens_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-class InProcess:
-    """A grader without processes."""
-
-    def __init__(self, task: Task):
-        self._task = task
-
-    def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
-        future = promised()
-        future.set_result([self._task.score(*pair) for pair in pairs])
-        return future
-
-
 class WithExamples(DialogEngine):
     """Finds the example of a request by its prompt, where who asked did not send it along."""
 
     def __init__(self, engine: Engine, env: TaskEnv, **options) -> None:
-        super().__init__(engine, InProcess(env.task), TurnTokens(env.tokenizer), **options)
+        super().__init__(
+            engine, LocalGrader(env.task.score, env.task.term_weights), TurnTokens(env.tokenizer), **options
+        )
         self._examples = {env.prompt_ids(example): example for example in env.task.train}
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
@@ -166,7 +155,7 @@ class WithExamples(DialogEngine):
 
 
 def make_env() -> TaskEnv:
-    task = ThinkAgain(ArithmeticTask(seed=1, num_train=60, num_heldout=4))
+    task = think_again(ArithmeticTask(seed=1, num_train=60, num_heldout=4))
     return TaskEnv(task, load_tokenizer("tiny"), num_envs=16, repeats=4)
 
 

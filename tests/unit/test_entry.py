@@ -40,7 +40,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
     return run
 
 
-def test_overrides_may_stand_on_both_sides_of_an_option(command) -> None:
+def test_overrides_may_stand_on_both_sides_of_an_option(command, tmp_path: Path) -> None:
     found: list[Config] = []
 
     def train(config: Config, run_dir: Path) -> int:
@@ -49,8 +49,43 @@ def test_overrides_may_stand_on_both_sides_of_an_option(command) -> None:
 
     assert command(train, "seed=3", "--multirun", "env.repeats=4,8", mode="async") == 0
     assert [(config.mode, config.seed, config.env.repeats) for config in found] == [("async", 3, 4), ("async", 3, 8)]
+    assert read_json(tmp_path / "sweep" / SWEEP_FILE)["complete"]
     assert command(train, "mode=sync", mode="async") == 0
     assert found[-1].mode == "sync"
+
+
+def test_a_refused_command_leaves_the_options_of_the_run_that_is_there(command, tmp_path: Path) -> None:
+    def train(config: Config, run_dir: Path) -> int:
+        (run_dir / "run.json").write_text("{}")
+        return sota_grpo.run.app.num_steps(config)
+
+    noted = tmp_path / "run" / ".hydra"
+    assert command(train, "seed=3") == 0
+    before = {path.name: path.read_text() for path in noted.iterdir()}
+    assert before.keys() == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    assert "seed=3" in before["overrides.yaml"]
+    assert command(train, "seed=4", "optimizer.lr=0.5") == 2
+    assert command(train, "seed=5", "train.resume=auto") == 0
+    assert {path.name: path.read_text() for path in noted.iterdir()} == before
+
+
+def test_a_run_that_is_named_goes_on_with_its_own_config(command, tmp_path: Path) -> None:
+    """Only what the command gives is another; the preset and the script that the run was started with need not be."""
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "run.json").write_text("{}")
+    own = "{mode: async, model: {name: tiny}, env: {dataset: arithmetic, repeats: 16}, eval: {every: 7}}"
+    (tmp_path / "before" / "config.yaml").write_text(own)
+    found: list[Config] = []
+
+    def train(config: Config, run_dir: Path) -> int:
+        found.append(config)
+        return sota_grpo.run.app.num_steps(config)
+
+    assert command(train, f"train.resume={tmp_path / 'before'}", "train.total_dialog_turns=4096") == 0
+    (config,) = found
+    assert (config.mode, config.env.repeats, config.eval.every, config.optimizer.lr) == ("async", 16, 7, 1e-6)
+    assert config.train.total_dialog_turns == 4096
+    assert not (tmp_path / "run").exists()  # that Hydra made for this command
 
 
 def test_a_run_is_announced_and_its_start_is_watched(command, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,7 +125,9 @@ def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.Cap
     assert command(train, "--multirun", "seed=1,2") == 130
     assert len(calls) == 1
     kept = "finished runs stay, train.resume=auto goes on with the others"
-    assert f"grpo.py: interrupted; {kept if how == 'at once' else CONTINUES}.\n" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert f"grpo.py: interrupted; {kept if how == 'at once' else CONTINUES}.\n" in told.err
+    assert "1 run, 1 stopped" in told.out
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -162,25 +199,12 @@ def test_a_run_that_fails_leaves_its_reason_and_the_others_go_on(
     assert not read_json(tmp_path / "sweep" / SWEEP_FILE)["complete"]
 
 
-def test_a_sweep_whose_runs_are_all_done_is_complete(command, tmp_path: Path) -> None:
-    assert command(lambda config, run_dir: sota_grpo.run.app.num_steps(config), "--multirun", "seed=1,2") == 0
-    assert read_json(tmp_path / "sweep" / SWEEP_FILE)["complete"]
-
-
 def test_a_run_that_is_refused_leaves_another_runs_directory_alone(command, tmp_path: Path) -> None:
     def train(config: Config, run_dir: Path) -> int:
         raise RunRefused("That is another run's.")
 
     assert command(train, "--multirun", "seed=1") == 2
     assert read_failure(tmp_path / "sweep" / "0") is None
-
-
-def test_the_summary_of_an_interrupted_sweep_is_printed_too(command, capsys: pytest.CaptureFixture) -> None:
-    def train(config: Config, run_dir: Path) -> int:
-        raise KeyboardInterrupt
-
-    assert command(train, "--multirun", "seed=1,2") == 130
-    assert "1 run, 1 stopped" in capsys.readouterr().out
 
 
 def test_a_sweeper_gets_what_a_run_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,8 @@ def test_rows_of_another_collector_are_completed() -> None:
     for row, length in zip(rows, (3, 1, 2)):
         row.set(keys.RESPONSE_TOKENS, torch.randint(9, (length,)))
         row.set(("log_probs", "response"), -1.0 - torch.rand(length))
-    for row in complete_rows(lazy_stack(rows)).unbind(0):
+    rollout = lazy_stack([row.unsqueeze(0) for row in rows])  # [3, 1], as of ``env.rollout(1, policy)``
+    for row in (*complete_rows(lazy_stack(rows)).unbind(0), *complete_rows(rollout).reshape(-1).unbind(0)):
         prompt, response = row[keys.PROMPT_TOKENS].tolist(), row[keys.RESPONSE_TOKENS].tolist()
         assert row[keys.FULL_TOKENS].tolist() == prompt + response
         assert row[keys.LOG_PROBS].tolist() == [0.0] * len(prompt) + row["log_probs", "response"].tolist()

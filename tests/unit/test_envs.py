@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from tensordict import TensorDictBase
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torchrl.envs import Compose, StepCounter, TransformedEnv
+from torchrl.envs import Compose, StepCounter, TransformedEnv, llm
 from torchrl.envs.utils import check_env_specs
 from transformers import PreTrainedTokenizerFast
 
-from sota_grpo import keys
-from sota_grpo.envs import ArithmeticEnv, DatasetEnv, GSM8KEnv, PromptStream, TaskEnv
+from sota_grpo import envs, keys
+from sota_grpo.envs import ArithmeticEnv, PromptStream, TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.arithmetic import ArithmeticTask
+from sota_grpo.tasks.dataset import DatasetError
 
 SEED = random.SystemRandom().randrange(1 << 30)
 TEMPLATE = (
@@ -184,7 +185,7 @@ def test_prompts_are_tokenised_once() -> None:
     env.check_prompts()
     unique = len({(e.query, str(e.extra)) for part in (env.task.train, env.task.heldout) for e in part})
     env.reset()
-    assert len(calls) == unique
+    assert len(calls) == unique + 1  # and plain words, for what the template writes around them
 
 
 def test_a_tokenizer_without_a_chat_template_gets_plain_text() -> None:
@@ -203,55 +204,79 @@ def test_setting_the_seed_starts_the_order_over_with_new_group_ids() -> None:
     assert not set(first["group_id"].tolist()) & set(second["group_id"].tolist())
 
 
-@pytest.fixture
-def gsm8k_file(tmp_path: Path) -> str:
-    path = tmp_path / "rows.jsonl"
-    rows = [
-        {"question": f"What is {i} plus 4?", "answer": f"{i}+4=<<{i}+4={i + 4}>>{i + 4}\n#### {i + 4}"}
-        for i in range(9)
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
+NO_COMMA = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
+ROWS: dict[str, Callable[[int], dict]] = {  # of question {number}, by the environment's name
+    "GSM8KEnv": lambda number: {"question": f"No. {number}?", "answer": f"<<1=1>>so\n#### {number}"},
+    "MATHEnv": lambda number: {"problem": f"No. {number}?", "solution": f"It is $\\boxed{{\\frac{{{number}}}{{2}}}}$."},
+    "IFEvalEnv": lambda number: {"prompt": f"No. {number}?", **NO_COMMA},
+}
 
 
-def test_gsm8k_env_takes_torchrls_keywords(gsm8k_file: str) -> None:
-    import inspect
-
-    from torchrl.envs.llm import GSM8KEnv as TheirEnv
-
-    theirs = set(inspect.signature(TheirEnv.__init__).parameters) - {"self"}
-    ours = [set(inspect.signature(one.__init__).parameters) for one in (GSM8KEnv, DatasetEnv)]
-    assert theirs <= set().union(*ours)
-    env = GSM8KEnv(
-        dataset=gsm8k_file, tokenizer=char_tokenizer(), num_envs=4, repeats=2, seed=SEED, num_heldout=3, shuffle=True,
-        batch_size_dl=4, group_repeats=True, apply_template=True, compute_reward=True, max_steps=1,
-    )  # fmt: skip
-    check_env_specs(env)
-    rows = env.rollout(max_steps=1, policy=answering(env, lambda index, row: row["answer"]))
-    assert rows["next", "reward"].flatten().tolist() == [1.0] * 4
-    assert "#### <number>" in env.decode(rows[0, 0][keys.PROMPT_TOKENS])
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("rows")
+    for name, row in ROWS.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(json.dumps(row(number)) for number in range(1, 10)))
+    return {name: str(folder / f"{name}.jsonl") for name in ROWS}
 
 
 @pytest.mark.parametrize(
-    ("option", "sentence"),
+    ("name", "options", "prompt", "responses", "rewards"),
     [
-        ({"input_mode": "history"}, "input_mode='history' is not supported.*use input_mode='tokens'"),
-        ({"max_steps": 3}, "max_steps=3 is not supported.*use max_steps=1"),
-        ({"ray_backend": True}, "ray_backend=True is not supported"),
-        ({"dataloader_actor_name": "a"}, "dataloader_actor_name='a' is not supported"),
-        ({"collate_fn": list}, "collate_fn=.* is not supported"),
-        ({"tokenizer": None}, "tokenizer=None"),
-        ({"tokenizer": char_tokenizer(chat_template=None), "apply_template": True}, "has no chat template"),
+        ("GSM8KEnv", {}, "#### <number>", ("{0}", "#### -1"), [1.0, 0.0]),
+        ("MATHEnv", {"correct": 2.0}, "\\boxed{<answer>}", ("so \\boxed{{{0} + 0}}", "\\boxed{{-1}}"), [2.0, -1.0]),
+        ("MATHEnv", {}, "\\boxed{<answer>}", ("\\boxed{{{0}}}", "1"), [1.0, -0.5]),
+        ("IFEvalEnv", {"all_weight": 0.5}, "user: No. ", ('"So it is"', "So it is"), [1.5, 0.5]),
     ],
 )
-def test_a_value_that_cannot_be_honoured_is_refused(gsm8k_file: str, option: dict, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        GSM8KEnv(**{"dataset": gsm8k_file, "num_heldout": 3, "tokenizer": char_tokenizer()} | option)
+def test_named_environments_take_torchrls_keywords_and_grade(
+    files: dict[str, str], name: str, options: dict, prompt: str, responses: tuple[str, str], rewards: list[float]
+) -> None:
+    theirs = set(inspect.signature(getattr(llm, name).__init__).parameters) - {"self"}
+    kind = getattr(envs, name)
+    assert theirs <= {name for one in (kind, envs.DatasetEnv) for name in inspect.signature(one.__init__).parameters}
+    env = kind(
+        dataset=files[name], tokenizer=char_tokenizer(), num_envs=4, repeats=2, seed=SEED, num_heldout=3, shuffle=True,
+        batch_size_dl=4, group_repeats=True, apply_template=True, compute_reward=True, max_steps=1, **options,
+    )  # fmt: skip
+    check_env_specs(env)
+    policy = answering(env, lambda index, row: responses[index % 2].format(row["answer"]))
+    rows = env.rollout(max_steps=1, policy=policy).reshape(-1)
+    assert rows["next", "reward"].flatten().tolist() == rewards * 2
+    assert rows["next", "success"].flatten().tolist() == [True, False] * 2
+    assert prompt in env.decode(rows[0][keys.PROMPT_TOKENS])
+    if name == "IFEvalEnv":
+        infos = [json.loads(row[keys.REWARD_INFO])["follow_instruction_list_strict"] for row in rows.unbind(0)]
+        assert infos == [[True, True], [True, False]] * 2
 
 
-def test_a_misspelt_keyword_fails(gsm8k_file: str) -> None:
-    with pytest.raises(TypeError, match="num_env"):
-        GSM8KEnv(dataset=gsm8k_file, tokenizer=char_tokenizer(), num_env=2)
+@pytest.mark.parametrize(
+    ("name", "option", "error", "sentence"),
+    [
+        ("GSM8KEnv", {"input_mode": "history"}, ValueError, "input_mode='history' is not.*use input_mode='tokens'"),
+        ("GSM8KEnv", {"max_steps": 3}, ValueError, "max_steps=3 is not supported.*use max_steps=1"),
+        ("GSM8KEnv", {"ray_backend": True}, ValueError, "ray_backend=True is not supported"),
+        ("GSM8KEnv", {"dataloader_actor_name": "a"}, ValueError, "dataloader_actor_name='a' is not supported"),
+        ("GSM8KEnv", {"collate_fn": list}, ValueError, "collate_fn=.* is not supported"),
+        ("GSM8KEnv", {"tokenizer": None}, ValueError, "tokenizer=None"),
+        ("GSM8KEnv", {"num_env": 2}, TypeError, "num_env"),
+        ("MATHEnv", {"wrong": 5.0}, ValueError, "reward.correct=1.0 must be greater"),
+        ("IFEvalEnv", {"dataset": "google/IFEval"}, DatasetError, "is what IFEval is evaluated on"),
+        ("IFEvalEnv", {"eval_dataset": "missing.jsonl"}, DatasetError, "there is no file missing.jsonl"),
+    ],
+)
+def test_a_value_that_cannot_be_honoured_is_refused(
+    files: dict[str, str], name: str, option: dict, error: type[Exception], sentence: str
+) -> None:
+    tokenizer = char_tokenizer()
+    with pytest.raises(error, match=sentence):
+        getattr(envs, name)(**{"dataset": files[name], "num_heldout": 3, "tokenizer": tokenizer} | option)
+    with pytest.raises(ValueError, match="has no chat template"):
+        ArithmeticEnv(tokenizer=char_tokenizer(chat_template=None), apply_template=True)
+
+
+def test_of_a_file_nothing_is_held_out_unless_asked_for(files: dict[str, str]) -> None:
+    assert not envs.GSM8KEnv(dataset=files["GSM8KEnv"], tokenizer=char_tokenizer()).task.heldout
 
 
 def test_arithmetic_env_rolls_out() -> None:

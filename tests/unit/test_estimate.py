@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +17,10 @@ from transformers import AutoConfig, Qwen2Config
 from sota_grpo import keys
 from sota_grpo.assembly import device_memory
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.device_memory import GIB, Facts, Machine, devices_of, learning_of, plan_for, step_micro_batches
+from sota_grpo.assembly.device_memory import GIB, Machine, RunMemory
 from sota_grpo.assembly.estimate import Estimate, estimate
 from sota_grpo.cli import estimate as command
-from sota_grpo.config import Config, with_options
+from sota_grpo.config import Config, overrides_of
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import architecture_from, resolve_model_path
 from sota_grpo.policy.model_sizes import architecture_of
@@ -32,6 +31,7 @@ from tests.l3_parts import make_subject
 
 PRESETS = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
 LLAMA = ["model.name=meta-llama/Llama-2-7b-hf", "device=cuda", "env.dataset=arithmetic"]
+QWEN, CPU = architecture_of("Qwen/Qwen2.5-0.5B"), Machine("cpu", 8 * GIB, None, 500 * 2**20)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the machine is taken to have no GPU")
 
 
@@ -52,7 +52,20 @@ def test_every_preset_fits_the_hardware_that_its_first_line_names(name: str) -> 
     found = planned(name=name)
     assert found.fits, found.refusal
     assert len(found.devices) == 1
-    assert found.optimizer_steps >= found.steps > 0
+    facts = found.as_dict()
+    assert facts["optimizer_steps"] >= facts["turns"] > 0
+
+
+def fits_with_its_change_only(found: Estimate) -> dict[str, Any]:
+    """The options that are proposed: they are enough, and none of them may be left out."""
+    options = found.change
+    assert not found.fits
+    assert options
+    assert found.with_options(options).fits
+    for left_out in options:
+        assert not found.with_options({name: value for name, value in options.items() if name != left_out}).fits
+    assert " ".join(overrides_of(options)) in found.refusal
+    return options
 
 
 @NO_GPU
@@ -61,46 +74,29 @@ def test_every_preset_fits_the_hardware_that_its_first_line_names(name: str) -> 
     [
         (24.0, []),
         (16.0, ["train_model.gradient_checkpointing=false"]),
-        (24.0, ["train.micro_batch_tokens=65536", "train_model.gradient_checkpointing=false", "model.size=0.5B"]),
-        (80.0, LLAMA),
         (24.0, [*LLAMA, "train_model.lora.enabled=true"]),
         (40.0, ["inference_model.gpu_memory_utilization=0.95"]),
         (16.0, ["inference_model.gpu_memory_utilization=0.05"]),
     ],
 )
 def test_what_is_proposed_fits_and_nothing_less_of_it_does(gib: float, overrides: list[str]) -> None:
-    found = planned(*overrides, gib=gib)
-    assert not found.fits
-    assert found.change is not None
-    options = found.change.options
-
-    def fits(options: dict[str, Any]) -> bool:
-        return all(d.fits for d in devices_of(with_options(found.config, options), found.facts, found.machine))
-
-    assert fits(options)
-    for left_out in options:
-        assert not fits({name: value for name, value in options.items() if name != left_out})
-    assert found.change.overrides in found.refusal
+    fits_with_its_change_only(planned(*overrides, gib=gib))
 
 
 @NO_GPU
 def test_smaller_micro_batches_are_proposed_before_anything_else_and_no_smaller_than_needed() -> None:
     wide = ["train.micro_batch_tokens=131072", "train.optim_batch_size=128", "model.size=0.5B"]
     found = planned(*wide, "train_model.gradient_checkpointing=false", "engine=transformers", gib=60.0)
-    assert found.change is not None
-    assert list(found.change.options) == ["train.micro_batch_tokens"]
-    twice = 2 * found.change.options["train.micro_batch_tokens"]
-    bigger = with_options(found.config, {"train.micro_batch_tokens": twice})
-    assert not all(device.fits for device in devices_of(bigger, found.facts, found.machine))
+    (option, tokens), = fits_with_its_change_only(found).items()  # fmt: skip
+    assert option == "train.micro_batch_tokens"
+    assert not found.with_options({option: 2 * tokens}).fits
 
 
 @NO_GPU
 def test_an_adapter_is_proposed_with_what_trains_all_weights_beside_it() -> None:
     found = planned(*LLAMA, gib=80.0)
-    assert found.change is not None
-    assert found.change.options["train_model.lora.enabled"] is True
-    assert found.other_change is not None
-    assert found.other_change.options["train_model.num_devices"] > 1
+    assert fits_with_its_change_only(found)["train_model.lora.enabled"] is True
+    assert found.other_change["train_model.num_devices"] > 1
     assert "to train all weights" in found.refusal
 
 
@@ -129,9 +125,7 @@ def test_more_ranks_hold_less_each() -> None:
 
 def test_micro_batches_are_those_that_the_learner_makes_of_full_samples() -> None:
     config = compose("grpo_cpu", ["train.micro_batch_tokens=1000", "env.repeats=4", "train.optim_batch_size=32"])
-    model = architecture_of("Qwen/Qwen2.5-0.5B")
-    assert model is not None
-    found = step_micro_batches(config, Facts(model, prompt_tokens=50), 1)
+    found = RunMemory(config, QWEN, 50, CPU).micro_batches(1)
 
     def row(group: int) -> TensorDict:
         spoken = torch.arange(50 + 64) >= 50
@@ -145,8 +139,8 @@ def test_micro_batches_are_those_that_the_learner_makes_of_full_samples() -> Non
 
 
 def test_the_largest_sample_is_measured_and_ends_at_the_context() -> None:
-    config = compose("grpo_cpu", ["inference_model.max_model_len=100", "inference_model.max_tokens=2000"])
-    found = estimate(config, probe=False)
+    options = ["inference_model.max_model_len=100", "inference_model.max_tokens=2000", "env.max_samples=20"]
+    found = estimate(compose("grpo_cpu", options), probe=False)
     prompt, response = found.largest_sample
     assert prompt + response == 100
     assert found.num_problems is not None
@@ -160,27 +154,25 @@ def test_a_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     found = planned(f"model.name={tmp_path}", "device=cpu", "engine=transformers", name="grpo_cpu")
-    assert found.facts.model.hidden == 64
-    assert found.facts.model.context == 512
+    assert found.model.hidden == 64
+    assert found.model.context == 512
 
 
 def test_a_prompt_that_is_longer_than_the_context_is_refused() -> None:
     """As the run itself refuses it, with the same sentence; a context of one token more is enough."""
-    with pytest.raises(
-        UserError, match=r"has (\d+) tokens and at most 9 fit; raise inference_model.max_model_len"
-    ) as no:
-        estimate(compose("grpo_cpu", ["inference_model.max_model_len=10"]), probe=False)
-    tokens = int(re.search(r"has (\d+) tokens", str(no.value))[1])
-    longest = estimate(compose("grpo_cpu"), probe=False).facts.prompt_tokens
-    assert 10 < tokens <= longest
-    with pytest.raises(UserError, match=f"has {longest} tokens and at most {longest - 1} fit"):
-        estimate(compose("grpo_cpu", [f"inference_model.max_model_len={longest}"]), probe=False)
-    found = estimate(compose("grpo_cpu", [f"inference_model.max_model_len={longest + 1}"]), probe=False)
-    assert found.largest_sample == (longest, 1)
+
+    def largest_sample(context: int, prompt_tokens: int | None = None) -> tuple[int, int]:
+        options = ["env.max_samples=20", "env.num_heldout=4", f"inference_model.max_model_len={context}"]
+        return estimate(compose("grpo_cpu", options), prompt_tokens=prompt_tokens, probe=False).largest_sample
+
+    longest, _ = largest_sample(512)
+    said = rf"has {longest} tokens and at most {longest - 1} fit; raise inference_model.max_model_len"
+    with pytest.raises(UserError, match=said):
+        largest_sample(longest)
+    assert largest_sample(longest + 1) == (longest, 1)
     with pytest.raises(UserError, match="leaves no room for a response in a context of 64"):
-        estimate(compose("grpo_cpu", ["inference_model.max_model_len=64"]), prompt_tokens=64, probe=False)
-    found = estimate(compose("grpo_cpu", ["inference_model.max_model_len=64"]), prompt_tokens=63, probe=False)
-    assert found.largest_sample == (63, 1)
+        largest_sample(64, prompt_tokens=64)
+    assert largest_sample(64, prompt_tokens=63) == (63, 1)
 
 
 def test_a_file_of_data_that_is_not_there_is_a_mistake() -> None:
@@ -195,23 +187,20 @@ def test_a_config_that_breaks_a_rule_is_refused_as_it_is_in_a_run() -> None:
 
 def test_a_cpu_run_counts_every_role_on_one_machine() -> None:
     config = compose("grpo_cpu", ["engine=transformers", "policy.kl_coef=0.1"])
-    machine = Machine("cpu", 8 * GIB, None, 500 * 2**20)
-    model = architecture_of("Qwen/Qwen2.5-0.5B")
-    assert model is not None
-    (device,) = devices_of(config, Facts(model, 100), machine)
-    weights = 4 * model.parameters
+    (device,) = RunMemory(config, QWEN, 100, CPU).devices
+    weights = 4 * QWEN.parameters
     training = device.moments["training"]
     assert training["weights"] == training["reference: weights"] == training["engine: weights"] == weights
     assert training["optimizer"] == 2 * weights
     assert device.roles == ("learner", "engine", "reference")
+    assert RunMemory(config, QWEN, 100, CPU).host is None
     assert "gradients" not in device.moments["sampling"]
 
 
 def test_the_precision_of_the_products_is_that_of_the_learner() -> None:
     for precision, expected in (("fp32", 4), ("bf16", 2)):
         config = compose("grpo_cpu", [f"train.precision={precision}"])
-        how = learning_of(config, plan_for(config, Machine("cpu", GIB, None, 0)))
-        assert how.product_bytes == expected
+        assert RunMemory(config, QWEN, 100, CPU).how.product_bytes == expected
 
 
 def test_the_probe_times_what_a_turn_does() -> None:
@@ -234,7 +223,7 @@ def test_the_command_refuses_with_2_and_names_the_change(capsys: pytest.CaptureF
 
 
 def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert called("-cn", "grpo_cpu", "--json", "--show-config", "--no-probe", "engine=transformers", "seed=7") == 0
+    assert called("-cn", "grpo_cpu", "--json", "--show-config", "--no-probe", "--prompt-tokens", "99", "seed=7") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True
     assert found["config"]["seed"] == 7
@@ -276,7 +265,6 @@ def test_what_passes_through_the_machines_own_memory_is_counted(overrides: list[
     largest = max(host, key=host.get)
     assert largest.startswith(name)
     assert host[largest] / GIB == pytest.approx(size, rel=0.01)
-    assert planned(name="grpo_cpu").host is None
 
 
 @pytest.mark.parametrize(
@@ -333,7 +321,7 @@ def test_an_override_that_is_none_is_told_apart() -> None:
 def test_the_resolved_config_is_what_would_be_run(capsys: pytest.CaptureFixture[str]) -> None:
     from omegaconf import OmegaConf
 
-    assert called("-cn", "grpo_cpu", "--show-config", "--no-probe", "engine=transformers") == 0
+    assert called("-cn", "grpo_cpu", "--show-config", "--no-probe", "--prompt-tokens", "99", "engine=transformers") == 0
     text = capsys.readouterr().out.partition("\n+")[0]
     again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
     assert again == compose("grpo_cpu", ["engine=transformers"])

@@ -40,20 +40,6 @@ def measured(env, say, **options) -> dict[str, float]:
     ).measure()
 
 
-def test_accuracy_is_the_share_of_right_answers() -> None:
-    env, right = make_env(), set(random.Random(SEED).sample(range(8), 3))
-    examples = env.task.heldout
-
-    def say(request: GroupRequest, index: int) -> str:
-        """Greedy: right where chosen; of four samples one more than a problem's greedy answer."""
-        is_right = request.group_id in right or index == 3
-        return env.task.gold_response(examples[request.group_id]) if is_right else "no idea"
-
-    found = measured(env, say, avg_at_k=4)
-    assert found["eval/accuracy"] == 3 / 8
-    assert found["eval/avg_at_k"] == (3 + 5 / 4) / 8
-
-
 def test_failed_gradings_count_as_wrong_and_are_told(caplog: pytest.LogCaptureFixture) -> None:
     env = make_env()
 
@@ -70,6 +56,30 @@ def test_failed_gradings_count_as_wrong_and_are_told(caplog: pytest.LogCaptureFi
     )
 
 
+def test_rewards_are_measured_and_a_success_that_cannot_vary_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Rewards of 0 and minus 1, two terms, one of which applies to half of the responses."""
+    env = make_env()
+    examples = list(env.task.heldout[:8])
+    env.task.term_weights = {"near": 1.0, "rare": 10.0}
+
+    def score(response: str, example: Example) -> Score:
+        odd = examples.index(example) % 2
+        return Score({"near": -float(odd), "rare": 0.0 if odd else None}, False)
+
+    env.grader = LocalGrader(score, ["near", "rare"])
+    evaluator = Evaluator(
+        Rollouts(env, make_saying(env, lambda *_: "say")), examples, max_tokens=64, avg_at_k=0, seed=SEED
+    )
+    found = evaluator.measure()
+    assert (found["eval/reward"], found["eval/reward/near"], found["eval/reward/rare"]) == (-0.5, -0.5, 0.0)
+    assert found["eval/reward_stderr"] == pytest.approx(math.sqrt(0.25 / 7))
+    assert evaluate(evaluator)["greedy"]["reward"] == -0.5
+    assert "accuracy says nothing" not in caplog.text
+    evaluator.success_above = 0.0
+    evaluator.measure()
+    assert "All 8 greedy held-out responses count as wrong, though their rewards go from -1 to 0" in caplog.text
+
+
 @pytest.mark.parametrize("num_samples", [1, 5, 8])
 def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_sample(num_samples: int) -> None:
     for right in range(num_samples + 1):
@@ -77,15 +87,6 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_sample(num_samples:
         for k in range(1, num_samples + 1):
             subsets = list(itertools.combinations(outcomes, k))
             assert pass_at_k(right, num_samples, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-
-
-def test_pass_at_k_is_unbiased() -> None:
-    """Its mean over the number of right samples, which is binomial, is the chance that k draws hold a right one."""
-    chance, num_samples = 0.3, 12
-    for k in (1, 3, 12):
-        weights = [math.comb(num_samples, c) * chance**c * (1 - chance) ** (num_samples - c) for c in range(13)]
-        mean = sum(weight * pass_at_k(c, num_samples, k) for c, weight in enumerate(weights))
-        assert mean == pytest.approx(1 - (1 - chance) ** k)
 
 
 @pytest.mark.parametrize(("right", "samples", "k"), [(1, 4, 5), (1, 4, 0), (5, 4, 2), (-1, 4, 2)])
@@ -128,7 +129,9 @@ def test_the_measures_of_an_evaluation_are_those_of_its_responses() -> None:
         {"1": 0.5, "2": (0 + 3 / 6 + 5 / 6 + 1 + 1) / 5, "4": 0.8}
     )
     assert found["pass_at_k"]["4"]["stderr"] == pytest.approx(math.sqrt(0.8 * 0.2 / 9))
-    assert evaluator.measure()["eval/accuracy"] == found["greedy"]["accuracy"]
+    measures = evaluator.measure()
+    assert measures["eval/accuracy"] == found["greedy"]["accuracy"]
+    assert measures["eval/avg_at_k"] == found["sampled"]["accuracy"]
 
 
 class Dialogs(Streams):

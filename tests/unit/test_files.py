@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.engines import EngineOptions
-from sota_grpo.files import atomic_file, atomic_folder
+from sota_grpo.files import atomic_file, atomic_folder, drop_leftovers
 
 
 def write(path: Path, text: str, *, durable: bool, fails: bool) -> None:
@@ -54,6 +54,19 @@ def test_a_folder_that_fails_leaves_the_one_before(fails: str, tmp_path: Path, m
     monkeypatch.setattr(Path, "rename", rename)
     fill(path, fails=False)
     assert [one.relative_to(tmp_path).as_posix() for one in sorted(tmp_path.rglob("*"))] == ["model", "model/new"]
+
+
+def test_what_killed_writers_left_goes_and_nothing_else(tmp_path: Path) -> None:
+    writers = [atomic_file(tmp_path / "a.txt"), atomic_folder(tmp_path / "model")]
+    _, half = (writer.__enter__() for writer in writers)  # killed here
+    (half / "weights").touch()
+    kept = [tmp_path / name for name in (".hydra", "a.tmp", ".notes.tmp", ".lock")]
+    for path in kept:
+        path.touch()
+    assert len(list(tmp_path.iterdir())) == len(kept) + 2
+    drop_leftovers(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+    drop_leftovers(tmp_path / "nowhere")
 
 
 def test_the_options_of_an_engine_do_not_show_its_key() -> None:

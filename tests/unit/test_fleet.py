@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import signal
+import subprocess
 import threading
 import time
 import weakref
@@ -13,19 +14,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from sota_grpo.workers import slots
-from sota_grpo.workers.base import Worker, WorkerDied
-from sota_grpo.workers.fleet import Fleet, Supervisor, starter
-from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.slots import Limits, Timers
-from sota_grpo.workers.threads import ThreadLauncher
+from sota_grpo.workers.base import Activity, Worker, WorkerDied, descendants
+from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
+from sota_grpo.workers.slots import Timers
 from tests.worker_rigs import spec
 
 WAIT_S = 60.0
@@ -216,27 +216,31 @@ def test_a_worker_without_progress_is_replaced(stage: Stage) -> None:
     until(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks == ["task"])
 
 
-def test_a_worker_that_answers_no_ping_is_replaced_within_the_silence(stage: Stage, clock: Clock) -> None:
+def test_a_worker_that_answers_no_ping_is_replaced_within_the_silence(
+    stage: Stage, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pings every 2 s; that of 2 s is the last to be answered, so it is over at 10 s."""
-    posted: list[Callable[[], object]] = []
-    launch = lambda slot, life, *_: posted.append(partial(supervisor.started, slot, life, stage.start(0)))  # noqa: E731
-    limits = Limits(1, None, silence_s=8.0, start_silence_s=60.0, max_attempts=1, max_start_failures=1)
-    post = lambda function, *args: posted.append(partial(function, *args))  # noqa: E731
-    supervisor = Supervisor("puppet", "run", limits, 1, launch, post)
+    monkeypatch.setattr(Fleet, "_supervise", lambda self: None)
+    fleet = Fleet("puppet", stage.start, 1, capacity=1, silence_s=8.0)
 
     def wait(seconds: float) -> None:
         end_s = clock.now_s + seconds
         while True:
-            while posted:
-                posted.pop(0)()
-            if (left_s := supervisor.timers.wait_s()) is None or clock.now_s + left_s > end_s:
+            for launch in list(fleet._launches):
+                launch.join()
+            while not fleet._inbox.empty():
+                fleet._inbox.get()()
+            if fleet._launches:
+                continue
+            if (left_s := fleet._timers.wait_s()) is None or clock.now_s + left_s > end_s:
                 clock.now_s = end_s
                 return
             clock.now_s += left_s
-            while (due := supervisor.timers.take_due()) is not None:
-                posted.append(partial(due[0], *due[1]))
+            while (due := fleet._timers.take_due()) is not None:
+                function, args = due
+                function(*args)
 
-    supervisor.begin(supervisor.slots[0])
+    fleet._begin(fleet._slots[0])
     wait(3.0)
     stage.now(0).mute.add("ping")
     wait(6.9)
@@ -244,7 +248,7 @@ def test_a_worker_that_answers_no_ping_is_replaced_within_the_silence(stage: Sta
     wait(0.2)
     assert len(stage.puppets[0]) == 2
     wait(100.0)
-    assert supervisor.restarts == 1  # its successor answers
+    assert fleet.restarts == 1  # its successor answers
 
 
 def test_time_stands_still_while_the_driver_is_stopped(clock: Clock) -> None:
@@ -372,7 +376,7 @@ def test_a_refused_sticky_broadcast_is_raised_and_forgotten() -> None:
     fleet.broadcast("update", 4, deadline_s=WAIT_S, sticky=True)
     with pytest.raises(ValueError, match="version -1 is negative"):
         fleet.broadcast("update", -1, deadline_s=WAIT_S, sticky=True)
-    fleet._supervisor.slots[0].worker.kill()  # type: ignore[union-attr]
+    fleet._slots[0].worker.kill()  # type: ignore[union-attr]
     until(lambda: fleet.names == ["echo-0.1", "echo-1"])
     assert {fleet.submit(task, 0.1).result(WAIT_S) for task in "ab"} == {("a", 4), ("b", 4)}
     fleet.close()
@@ -433,7 +437,7 @@ def test_a_replacement_whose_construction_raises_is_tried_again(tmp_path: Path) 
     start = starter(launcher, "echo", spec("works_once", tries=str(tmp_path / "tries")))
     fleet = Fleet("echo", start, 1, capacity=1, silence_s=0.4)
     fleet.wait_ready()
-    fleet._supervisor.slots[0].worker.kill()  # type: ignore[union-attr]
+    fleet._slots[0].worker.kill()  # type: ignore[union-attr]
     assert fleet.submit("task").result(WAIT_S) == ("task", 0)
     assert fleet.names == ["echo-0.2"]
     fleet.close()
@@ -467,7 +471,7 @@ def test_others_go_on_when_a_slot_is_given_up(stage: Stage) -> None:
     first, second = fleet.submit("first"), fleet.submit("second")
     until(lambda: stage.now(0).tasks and stage.now(1).tasks)
     stage.now(0).kill()
-    until(lambda: fleet._supervisor.slots[0].state == "retired")
+    until(lambda: fleet._slots[0].state == "retired")
     stage.now(1).open["second"].set_result(2)
     until(lambda: stage.now(1).tasks == ["second", "first"])
     stage.now(1).open["first"].set_result(1)
@@ -549,27 +553,44 @@ def test_every_task_is_answered_once_under_random_kills() -> None:
     assert sorted(answered) == [(task, 1) for task in range(30)], f"seed {seed}"
 
 
-def test_a_stopped_process_is_found_and_replaced() -> None:
+def test_a_stopped_process_and_one_that_died_idle_are_found_and_replaced() -> None:
     processes = Processes(2, capacity=1, silence_s=1.0)
     fleet = processes.fleet
-    stopped = fleet.pids[0]
+    dead, stopped = fleet.pids
+    assert dead is not None
     assert stopped is not None
+    os.kill(dead, signal.SIGKILL)
+    until(lambda: fleet.restarts == 1 and len(fleet.names) == 2)
     futures = [fleet.submit(task, 0.05) for task in range(4)]
     os.kill(stopped, signal.SIGSTOP)
-    until(lambda: fleet.restarts == 1)
+    until(lambda: fleet.restarts == 2)
     assert sorted(future.result(WAIT_S) for future in futures) == [(task, 0) for task in range(4)]
-    assert stopped not in fleet.pids
+    until(lambda: fleet.names == ["echo-0.1", "echo-1.1"])
+    assert not {dead, stopped} & set(fleet.pids)
     processes.close()
 
 
-def test_a_process_that_dies_idle_is_replaced() -> None:
-    processes = Processes(1, capacity=1, silence_s=1.0)
-    assert processes.fleet.pids[0] is not None
-    os.kill(processes.fleet.pids[0], signal.SIGKILL)
-    until(lambda: processes.fleet.restarts == 1)
-    assert processes.fleet.submit("task").result(WAIT_S) == ("task", 0)
-    assert processes.fleet.names == ["echo-0.1"]
-    processes.close()
+def test_processes_that_may_not_be_looked_into_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with /proc mounted with hidepid=1, and on a kernel that does not count what is read and written."""
+    child, ppid = subprocess.Popen(["sleep", "60"]), psutil.Process.ppid
+
+    def own_ppid(process: psutil.Process) -> int:
+        if process.pid not in (os.getpid(), child.pid):
+            raise psutil.AccessDenied(process.pid)
+        return ppid(process)
+
+    def children(*_: object, **__: object) -> list[psutil.Process]:
+        raise psutil.AccessDenied(1)  # that of any process at all
+
+    monkeypatch.setattr(psutil.Process, "ppid", own_ppid)
+    monkeypatch.setattr(psutil.Process, "children", children)
+    monkeypatch.setattr(psutil.Process, "io_counters", Path("/no/such/file").read_text)
+    try:
+        assert [process.pid for process in descendants()] == [child.pid]
+        assert Activity().idle_s() == 0.0
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_the_threads_of_all_workers_have_ended_when_their_launcher_is_closed() -> None:
@@ -577,7 +598,7 @@ def test_the_threads_of_all_workers_have_ended_when_their_launcher_is_closed() -
     launcher = ThreadLauncher()
     fleet = Fleet("echo", starter(launcher, "echo", spec()), 2, capacity=1, silence_s=0.4)
     fleet.wait_ready()
-    fleet._supervisor.slots[0].worker.kill()  # type: ignore[union-attr]
+    fleet._slots[0].worker.kill()  # type: ignore[union-attr]
     until(lambda: fleet.names == ["echo-0.1", "echo-1"])
     fleet.wait_ready()
     fleet.close()

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import secrets
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from sota_grpo.functional import KL_ESTIMATORS, kl_k1, kl_k2, kl_k3
+from sota_grpo.functional import KL_ESTIMATORS, importance_weights, kl_k1, kl_k2, kl_k3
+from sota_grpo.functional.divergences import mean_ratio, temperature_slope
+
+WAYS = list(product(("token", "sequence"), ("truncate", "mask")))  # levels and modes of a correction
+NUM_TOKENS, NUM_IDS = 20_000, 12  # of the policies whose agreement is measured
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +78,121 @@ def test_expected_gradient_in_the_loss(name: str) -> None:
     target = {"k1": 0 * logits.sum(), "k2": kl(log_prob, ref), "k3": kl(ref, log_prob)}[name]
     (expected,) = torch.autograd.grad(target, logits)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def random_rows() -> tuple[Tensor, Tensor]:
+    mask = torch.rand(5, 8) < 0.6
+    mask[1], mask[0, 0] = False, True
+    return 0.7 * torch.randn(5, 8, dtype=torch.float64), mask
+
+
+@pytest.mark.parametrize(("level", "mode"), WAYS)
+def test_importance_weights_by_the_plain_loop(level: str, mode: str) -> None:
+    log_ratio, mask = random_rows()
+    found = importance_weights(log_ratio.requires_grad_(), mask, level=level, mode=mode, cap=1.3)
+    assert not found.requires_grad
+    for i, t in product(range(5), range(8)):
+        weight = math.exp(log_ratio[i, t].item())
+        if level == "sequence":
+            weight = math.prod(math.exp(log_ratio[i, s].item()) for s in range(8) if mask[i, s])
+        bounded = min(weight, 1.3) if mode == "truncate" else weight * (weight <= 1.3)
+        assert found[i, t].item() == pytest.approx(bounded if mask[i, t] else 0.0, rel=1e-12)
+
+
+@pytest.mark.parametrize(("level", "mode"), WAYS)
+def test_equal_policies_have_weight_exactly_1(level: str, mode: str) -> None:
+    mask = random_rows()[1]
+    weights = importance_weights(torch.zeros(5, 8), mask, level=level, mode=mode, cap=1.0)
+    assert torch.equal(weights, mask.float())
+
+
+@pytest.mark.parametrize(("level", "mode"), WAYS)
+def test_extreme_and_masked_values_do_no_harm(level: str, mode: str) -> None:
+    log_ratio = torch.tensor([[400.0, 400.0, math.nan], [-400.0, -400.0, math.inf]])
+    mask = torch.tensor([[True, True, False]] * 2)
+    above = 2.0 if mode == "truncate" else 0.0
+    found = importance_weights(log_ratio, mask, level=level, mode=mode, cap=2.0)
+    assert found.tolist() == [[above, above, 0.0], [0.0, 0.0, 0.0]]
+
+
+def test_a_long_row_whose_ratios_cancel_keeps_its_product() -> None:
+    log_ratio = torch.tensor([[90.0] * 50 + [-90.0] * 50], dtype=torch.float64)
+    mask = torch.ones(1, 100, dtype=torch.bool)
+    found = importance_weights(log_ratio, mask, level="sequence", mode="mask", cap=2.0)
+    assert torch.equal(found, torch.ones(1, 100, dtype=torch.float64))
+
+
+def test_token_weights_are_unbiased_until_they_are_capped() -> None:
+    behaviour, proximal = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)
+    values = torch.randn(6, dtype=torch.float64)
+    log_ratio, mask = (proximal - behaviour).unsqueeze(0), torch.ones(1, 6, dtype=torch.bool)
+    weights = importance_weights(log_ratio, mask, level="token", mode="truncate", cap=1e9)
+    torch.testing.assert_close((behaviour.exp() * weights[0] * values).sum(), (proximal.exp() * values).sum())
+
+
+def test_bad_corrections_are_refused() -> None:
+    x, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match="level is 'row'"):
+        importance_weights(x, mask, level="row", mode="mask", cap=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mode is 'clip'"):
+        importance_weights(x, mask, level="token", mode="clip", cap=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cap is 0"):
+        importance_weights(x, mask, level="token", mode="mask", cap=0)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    seed = secrets.randbits(31)
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+def make_logits(generator: torch.Generator) -> Tensor:
+    return 1.5 * torch.randn(NUM_TOKENS, NUM_IDS, generator=generator, dtype=torch.float64)
+
+
+def sampled_gaps(engine: Tensor, trainer: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Gaps, and the trainer's log-probs and entropies, of tokens that the engine samples; logits ``[n, V]``."""
+    ours, theirs = trainer.log_softmax(-1), engine.log_softmax(-1)
+    ids = torch.multinomial(theirs.exp(), 1, generator=generator)
+    entropy = -(ours.exp() * ours).sum(-1)
+    own = ours.gather(1, ids).squeeze(1)
+    return own - theirs.gather(1, ids).squeeze(1), own, entropy
+
+
+def test_the_mean_ratio_is_one_for_any_two_policies_and_the_mass_that_is_left_under_a_cut(
+    generator: torch.Generator,
+) -> None:
+    trainer = make_logits(generator)
+    engine = trainer + 0.3 * torch.randn(trainer.shape, generator=generator, dtype=torch.float64)
+    found = mean_ratio(sampled_gaps(engine, trainer, generator)[0])
+    assert abs(found.value - 1) < 6 * found.error
+    kept = engine >= engine.topk(4).values[:, -1:]
+    found = mean_ratio(sampled_gaps(engine.masked_fill(~kept, -1e9), trainer, generator)[0])
+    mass = float((trainer.softmax(-1) * kept).sum(-1).mean())
+    assert abs(found.value - mass) < 6 * found.error
+    assert 1 - mass > 12 * found.error
+
+
+def test_the_slope_is_the_share_between_two_temperatures_and_nothing_under_rounding(
+    generator: torch.Generator,
+) -> None:
+    logits = make_logits(generator)
+    noise = 0.1 * torch.randn(NUM_TOKENS, generator=generator, dtype=torch.float64)
+    for ratio in (0.98, 1.0, 1.02):  # T_trainer / T_engine
+        gap, log_prob, entropy = sampled_gaps(logits, logits / ratio, generator)
+        found = temperature_slope(gap + noise, log_prob, entropy)
+        assert abs(found.value - (1 - ratio)) < 6 * found.error + 2 * (1 - ratio) ** 2  # first order in 1 - ratio
+        assert found.error < 2e-3
+
+
+def test_slope_and_error_are_those_of_least_squares(generator: torch.Generator) -> None:
+    """The normal equation of one variable without a constant, and White's sandwich around it."""
+    score, entropy = torch.randn(2, 50, generator=generator, dtype=torch.float64)
+    gap = torch.randn(50, generator=generator, dtype=torch.float64)
+    slope = torch.linalg.lstsq(score[:, None], gap[:, None]).solution.item()
+    bread = 1 / (score @ score)
+    meat = score @ torch.diag((gap - slope * score).square()) @ score
+    found = temperature_slope(gap, score - entropy, entropy)
+    assert found.value == pytest.approx(slope, rel=1e-10)
+    assert found.error == pytest.approx(float((bread * meat * bread).sqrt()), rel=1e-10)

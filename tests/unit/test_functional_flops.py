@@ -40,6 +40,7 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
     lora = ModelShape(6, 32, attention_width=4, head_weights=20, head_trainable=False)
     assert forward_flops(lora, load) == 2 * 38 * 5 + 208 + 120
     assert backward_flops(lora, load) == (4 * 6 + 2 * 32) * 5 + 416 + 120
+    assert recomputed_flops(lora, load, checkpointing=False) == 0  # its head keeps slopes
 
 
 def test_a_padded_row_alone_costs_what_a_shared_one_does() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sota_grpo import functional
 from sota_grpo.functional import (
     cispo_surrogate,
     clipped_surrogate,
@@ -175,3 +176,8 @@ def test_meaningless_widths_are_refused() -> None:
         cispo_surrogate(x, x, x, math.nan)
     with pytest.raises(ValueError, match=r"dual_clip is 1\.0; .* greater than 1"):
         clipped_tokens(x, x, 0.2, 0.2, 1.0)
+
+
+def test_every_public_function_has_an_example() -> None:
+    members = {name: getattr(functional, name) for name in functional.__all__}
+    assert [name for name, member in members.items() if callable(member) and ">>>" not in member.__doc__] == []

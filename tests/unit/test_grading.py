@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import re
 import signal
@@ -19,7 +18,7 @@ import pytest
 
 from sota_grpo.rewards.grading import GradingPool, LocalGrader, RewardWorker, grading_pool
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import Scorer, scorer_of
+from sota_grpo.rl.task import Scorer
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.workers.base import WorkerDied
@@ -104,7 +103,7 @@ def test_one_that_takes_its_grader_down_costs_itself_and_one_worker(pools: Pools
 
 def test_every_guilty_one_costs_one_worker(pools: Pools) -> None:
     groups = [asked("say 4", "hang", "say 5", "quit 0", "crash"), asked("exit", "exit"), asked("nan", "memory", "hang")]
-    pool = pools.make(moody, num_workers=2, timeout_s=3.0)
+    pool = pools.make(moody, num_workers=2, timeout_s=2.0)
     found = [future.result(WAIT_S) for future in [pool.scores(group) for group in groups]]
     assert [outcomes(scores) for scores in found] == [outcomes(here(tame, group)) for group in groups]
     assert pool.fleet.restarts == 5, "two for the first group, two for the second, one for the third"
@@ -144,7 +143,7 @@ def test_a_group_graded_at_once_is_graded_one_by_one_after_a_fault(pools: Pools,
 
 def test_the_deadline_is_that_of_one_response(pools: Pools) -> None:
     pool, group = pools.make(moody, timeout_s=1.2), asked(*["slow 0.3"] * 6)
-    assert pool.scores(group).result(WAIT_S) == here(tame, group)
+    assert pool.scores(group).result(WAIT_S) == here(tame, group[:1]) * 6
     assert pool.fleet.restarts == 0
 
 
@@ -195,20 +194,10 @@ def test_a_failure_is_logged_once_for_each_kind(
 
 def test_a_graders_process_lives_without_torch() -> None:
     """It starts in a fraction of a second and takes a few megabytes, so that killing it costs little."""
-    modules = ("workers.processes", "rewards.grading", "tasks.arithmetic", "tasks.gsm8k")
+    modules = ("workers.processes", "rewards.grading", "tasks.arithmetic", "tasks.gsm8k", "tasks.reasoning")
     code = f"import sys, {', '.join('sota_grpo.' + name for name in modules)}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-def test_a_scorer_travels_without_the_examples() -> None:
-    examples = [Example(f"{i} + 1?", f"#### {i + 1}") for i in range(5000)]
-    task = GSM8KTask(examples, examples[:1], answer_format="boxed", format_weight=0.25)
-    sent = pickle.dumps(scorer_of(task))
-    assert len(sent) < 1000
-    text = "It is \\boxed{8}."
-    assert pickle.loads(sent)(text, examples[7]) == task.score(text, examples[7])
-    assert len(task.train) == 5000
 
 
 def test_the_worker_says_how_long_its_grader_has_been_at_one_response() -> None:

@@ -6,6 +6,7 @@ More of it, for one task: ``python -m tests.unit.test_hostile_text math 10000 SE
 from __future__ import annotations
 
 import builtins
+import json
 import math
 import os
 import random
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.rewards.maths import verified
-from sota_grpo.rl.records import Example
+from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.calculator import CalculatorTask
 from sota_grpo.tasks.countdown import CountdownTask
@@ -69,6 +70,17 @@ TASKS: dict[str, Callable[[], tuple[Task, tuple[Example, ...]]]] = {  # a task, 
     "calculator": lambda: read(CalculatorTask(), {"answer": "10307"}),
 }
 
+LAWS: dict[str, Callable[[Score], bool]] = {  # of every score, for some tasks; a reply is short and repeats no markup
+    "reasoning": lambda score: -1 <= score.terms["thinking"] <= 0 <= score.terms["format"] <= 1,
+    "countdown": lambda score: score.success or (len(said(score)) < 200 and "<|im_end|>" not in said(score)),
+    "calculator": lambda score: len(said(score)) < 60,
+}
+
+
+def said(score: Score) -> str:
+    return score.reply["content"] if score.reply else ""
+
+
 CODE = (
     *("__import__('os').system('touch executed')", "open('executed', 'w')", "; touch executed #", "${7*7}{{7*7}}"),
     *("eval(compile('open(\"executed\",\"w\")','','exec'))", "().__class__.__bases__[0].__subclasses__()"),
@@ -79,34 +91,17 @@ _{ \left( \right) ( ) [ ] \{ \} | , ; = < \le \in \cup + - * / ! \% ^\circ \pm \
 \text{cm}
 \binom{ \log_ \sin \begin{pmatrix} \end{pmatrix} \begin{cases} & \\ \sum_{i=1}^{10^9} \int_0^1 \prod \lim \gcd( \max(
 \operatorname{eye}( \mathbb{R} $ \$ \ or and \overline{ . ... <think> </think> <answer> </answer> #### < > << >>
+<calc> </calc> <|im_end|>
 """
 STRANGE = ("\x00", "\x1b[31m", "\ud800", "\udfff", "\u202e", "\u200f", "\ufeff", "\u2028", "\U0001f600", "\u0e01\u0e33")
 SPACED = ("\n", " ", "\r\n", "\t", " or ", " and ", "#### ", "9" * 5000, "-" * 300 + "1", "e\u0301" * 3)
-DEEP = (
-    *(
-        "\\frac{1}{",
-        "\\sqrt{",
-        "\\boxed{",
-        "\\left(",
-        "\\text{",
-        "\\{",
-        "(",
-        "[",
-        "{",
-        "2^{",
-        "|",
-        "-",
-        "1/",
-        "x_",
-        "1+",
-        "1,",
-    ),
-    *("<answer>", "<think>", "</think>", "####"),
-)
+NESTED = r"\frac{1}{ \sqrt{ \boxed{ \left( \text{ \{ ( [ { 2^{ | - 1/ x_ 1+ 1, <answer> <think> </think> <calc> ####"
+DEEP = tuple(NESTED.split())
 PIECES = (*CODE, *PLAIN.split(), *STRANGE, *SPACED, *"Ⅷ½²א٥数\u0663")
 FRAMES = (
     *(("", ""), ("", ""), ("\\boxed{", "}"), ("so \\boxed{", ""), ("<answer>", "</answer>"), ("#### ", "")),
     *(("<think>", "</think>\\boxed{1}"), ("\\boxed{\\frac{1}{", "}}"), ("\\boxed{x=", "}"), ("\\boxed{(1,", "]}")),
+    *(("<calc>", "</calc>"), ("<think>", "</think><answer>18</answer>")),
 )
 
 
@@ -149,6 +144,8 @@ def grade(name: str, count: int, seed: int) -> tuple[float, str]:
         assert set(score.terms) == set(task.term_weights)
         assert all(value is None or math.isfinite(value) for value in score.terms.values())
         assert score.error is None
+        assert name not in LAWS or LAWS[name](score), (seed, text[:200])
+        json.dumps(dict(score.info))
     return worst
 
 

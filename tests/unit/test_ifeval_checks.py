@@ -35,7 +35,7 @@ CASES: dict[str, list[tuple[dict[str, Any], list[str], list[str]]]] = {  # kwarg
         ({"num_paragraphs": 2, "divider": "* * *"}, ["a\n* * *\nb"], ["a\n***\nb"]),
     ],
     "length_constraints:number_words": [
-        ({"relation": LEAST, "num_words": 3}, ["it's me", "a b_c d"], ["a b_c", "..."]),
+        ({"relation": LEAST, "num_words": 3}, ["it's me", "a b_c d"], ["a b_c", "...", "हिन्दी"]),
         ({"relation": LESS, "num_words": 0}, [], ["...", "a"]),
         ({"relation": "at most", "num_words": 2}, ["a b"], ["a b c"]),
         ({"relation": "around", "num_words": 20}, ["a " * 18, "a " * 22], ["a " * 17, "a " * 23]),

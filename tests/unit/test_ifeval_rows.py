@@ -11,7 +11,8 @@ import pytest
 from sota_grpo.rewards.ifeval import FUNC_NAMES, INSTRUCTIONS
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.ifeval import IFEvalTask
-from tests.unit.test_ifeval_task import UNUSED, ifeval_row, rlvr_row, write
+from tests.unit.test_ifeval_task import UNUSED, ifeval_row, rlvr_row
+from tests.unit.test_tasks import write
 
 
 def test_every_form_of_the_columns_gives_the_same_example() -> None:

@@ -13,7 +13,8 @@ from sota_grpo.errors import UserError
 from sota_grpo.rewards.ifeval import INSTRUCTIONS, checks, find_punkt, follow_lists, read_kwargs
 from sota_grpo.rewards.ifeval.checks import num_capital_tokens, sentences
 from tests.unit.test_ifeval_checks import CASES
-from tests.unit.test_ifeval_torchrl import DRAWS, nltk_folder, random_text
+from tests.unit.test_ifeval_torchrl import DRAWS, random_text
+from tests.unit.test_tasks import shared_data
 
 SEED = random.SystemRandom().randrange(1 << 30)
 MANY = 10**9
@@ -53,7 +54,7 @@ def test_sentences_and_tokens_equal_nltks(monkeypatch: pytest.MonkeyPatch) -> No
     import nltk
     import nltk.data
 
-    folder = str(nltk_folder())
+    folder = str(shared_data("nltk_data"))
     monkeypatch.setattr(nltk.data, "path", [folder])
     tokenizer, rng = nltk.tokenize.PunktTokenizer(), random.Random(SEED)
     for _ in range(2000):
@@ -69,7 +70,7 @@ def test_sentences_and_tokens_equal_nltks(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_the_data_realistic_text_has_nearly_the_same_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     import nltk.data
 
-    folder = nltk_folder()
+    folder = shared_data("nltk_data")
     rows = [json.loads(line) for line in (folder.parent / "gsm8k" / "train.jsonl").open(encoding="utf-8")][:3000]
     texts = [text for row in rows for text in (row["question"], row["answer"])]
     punkt = [len(list(sentences(text, str(folder)))) for text in texts]
@@ -138,7 +139,8 @@ def test_a_long_hostile_text_takes_no_check_long(shape: str) -> None:
     text = text[:100_000] + "\n" + text[100_000:]
     for name, cases in CASES.items():
         kwargs = {key: UNREACHED.get(key, value) for key, value in cases[0][0].items()}
-        follow_lists(text, [name], [read_kwargs(name, kwargs)])
+        INSTRUCTIONS[name].follows(text, **read_kwargs(name, kwargs))
+    follow_lists(text, ["detectable_format:title"], [{}])  # and its loose readings
 
 
 @pytest.mark.parametrize("seed", [SEED + shift for shift in range(3)], ids=["first", "second", "third"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import pickle
 import random
 import subprocess
 import sys
@@ -14,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.errors import UserError
 from sota_grpo.rl.records import Example
-from sota_grpo.rl.task import Task, scorer_of
+from sota_grpo.rl.task import Task
 from sota_grpo.tasks import make_task
-from sota_grpo.tasks.dataset import DatasetError, normalised
+from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.ifeval import IFEvalTask
+from tests.unit.test_tasks import shared_data, write
 
 RNG = random.Random(random.SystemRandom().randrange(1 << 30))
 ALL_KWARGS = ("num_words", "relation", "keywords", "end_phrase", "num_bullets")
@@ -41,11 +39,6 @@ def rlvr_row(number: int, **constraint: Any) -> dict[str, Any]:
     truth = {"func_name": "validate_word_constraint", **UNUSED, "N": 17, "quantifier": "at least", **constraint}
     messages = [{"role": "user", "content": f"Answer with at least 17 words. Question {number}?"}]
     return {"messages": messages, "ground_truth": json.dumps(truth), "dataset": "ifeval", "constraint_type": "Words"}
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
 
 
 def of(*instructions: tuple[str, dict[str, Any]], **options: Any) -> tuple[IFEvalTask, Example]:
@@ -90,22 +83,6 @@ def test_thinking_and_answer_tags_are_not_graded() -> None:
     assert task.score("Well, <answer>Yes</answer>", example).success
     assert not task.score("<think>Yes</think>\nWell, yes", example).success
     assert not task.score("<think>Yes", example).success
-
-
-def test_messages_are_the_raw_prompt_behind_the_system_prompt() -> None:
-    example, user = Example(" A prompt\n", ""), {"role": "user", "content": " A prompt\n"}
-    assert IFEvalTask().messages(example) == IFEvalTask(system_prompt="").messages(example) == [user]
-    system = {"role": "system", "content": "Be exact."}
-    assert IFEvalTask(system_prompt="Be exact.").messages(example) == [system, user]
-
-
-def test_a_file_alone_is_split_and_repeats_are_kept_once(tmp_path: Path) -> None:
-    rows = [ifeval_row(number) for number in range(20)]
-    repeated = RNG.sample([*rows, *({**row, "prompt": row["prompt"].upper()} for row in rows)], 40)
-    task = make_task("ifeval", path=write(tmp_path / "rows.jsonl", repeated), num_heldout=5, max_samples=12, seed=3)
-    train, heldout = ([normalised(example.query) for example in side] for side in (task.train, task.heldout))
-    assert (len(train), len(heldout)) == (12, 5)
-    assert len({*train, *heldout}) == 17
 
 
 def test_prompts_of_the_evaluation_are_refused_with_their_number(tmp_path: Path) -> None:
@@ -176,30 +153,10 @@ def test_missing_punkt_data_are_told_only_where_they_matter(
     assert "python -m nltk.downloader punkt_tab" in caplog.text
 
 
-def test_bad_options_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"instructions_weight=-1.0 and all_weight=1.0 must not be negative"):
-        IFEvalTask(instructions_weight=-1.0, all_weight=1.0)
-    with pytest.raises(ValueError, match="not both 0"):
-        IFEvalTask(instructions_weight=0.0)
-    with pytest.raises(UserError, match="there is no folder"):
-        IFEvalTask(nltk_data=str(tmp_path))
-
-
-def test_the_scorer_can_be_pickled(tmp_path: Path) -> None:
-    task = IFEvalTask.load(
-        path=write(tmp_path / "rows.jsonl", [ifeval_row(number) for number in range(5)]), num_heldout=1
-    )
-    score = pickle.loads(pickle.dumps(scorer_of(task)))
-    assert score("a, b", task.train[0]) == task.score("a, b", task.train[0])
-
-
 @pytest.mark.data
 def test_all_541_prompts_of_the_benchmark_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
-    folder = os.environ.get("SOTA_GRPO_DATA") or Path(__file__).resolve().parents[2].parent / "shared" / "data"
-    path = Path(folder) / "ifeval" / "input_data.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there; SOTA_GRPO_DATA names the data folder")
-    task = IFEvalTask.load(path=str(path), num_heldout=41, nltk_data=str(Path(folder) / "nltk_data"))
+    path, folder = shared_data("ifeval", "input_data.jsonl"), shared_data("nltk_data")
+    task = IFEvalTask.load(path=str(path), num_heldout=41, nltk_data=str(folder))
     examples = [*task.train, *task.heldout]
     assert len(examples) == 541
     assert sum(len(example.extra["instruction_id_list"]) for example in examples) == 834
@@ -210,7 +167,8 @@ def test_a_grader_imports_its_libraries_before_its_first_response() -> None:
     """On a busy machine NLTK took longer to import than the deadline of the response that asked for it."""
     code = (
         "import sys; from sota_grpo.rewards.grading import RewardWorker; from sota_grpo.tasks import make_scorer;"
-        "task = make_scorer('ifeval'); worker = RewardWorker(task.score, task.term_weights);"
+        "from sota_grpo.tasks.wrappers import think_again;"  # through what is wrapped around it, too
+        "task = think_again(make_scorer('ifeval')); worker = RewardWorker(task.score, task.term_weights);"
         "print(sorted({'nltk', 'langdetect', 'torch'} & set(sys.modules))); worker.close()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

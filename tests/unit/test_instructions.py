@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import pickle
 import random
 import re
@@ -24,12 +23,11 @@ from sota_grpo.rewards.ifeval.checks import CHOICES
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks import instructions as texts
-from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.instructions import InstructionsTask
+from tests.unit.test_tasks import shared_data
 
 SEED = random.SystemRandom().randrange(1 << 30)
-DATA = Path(os.environ.get("SOTA_GRPO_DATA") or Path(__file__).resolve().parents[2].parent / "shared" / "data")
 SAMPLE = 3000
 CHOSEN = {choice.casefold().rstrip(".") for choice in CHOICES}
 
@@ -185,11 +183,7 @@ def test_words_that_are_asked_for_or_forbidden_come_from_nowhere_else() -> None:
         assert len(set(words)) == 6
 
 
-def test_a_split_is_the_seeds_and_no_held_out_request_is_trained_on() -> None:
-    short, long = InstructionsTask.load(seed=SEED, num_train=20), InstructionsTask.load(seed=SEED, num_train=1 << 40)
-    assert short.train[:] == long.train[:20]
-    assert short.train[:] != drawn(20, SEED + 1)
-    assert pickle.loads(pickle.dumps(long)).train[7] == long.train[7]
+def test_no_held_out_request_is_trained_on() -> None:
     requests = {form.format(topic=topic) for form in (*texts.REQUESTS, *texts.QUESTIONS) for topic in texts.TOPICS}
     sides = [drawn(), InstructionsTask.load(seed=SEED + 1, num_heldout=SAMPLE).heldout]
     trained, heldout = ({request_of(example, requests) for example in side} for side in sides)
@@ -234,16 +228,9 @@ def test_no_instruction_is_said_in_the_benchmarks_words() -> None:
     assert_apart([example.query for example in examples], list(islice(official_descriptions(examples), 3000)))
 
 
-def official_prompts() -> str:
-    path = DATA / "ifeval" / "input_data.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there; SOTA_GRPO_DATA names the data folder")
-    return str(path)
-
-
 @pytest.mark.data
 def test_no_prompt_and_no_sentence_of_the_benchmark_is_trained_on() -> None:
-    task = InstructionsTask.load(seed=SEED, num_train=SAMPLE, eval_path=official_prompts())
+    task = InstructionsTask.load(seed=SEED, num_train=SAMPLE, eval_path=str(shared_data("ifeval", "input_data.jsonl")))
     assert len(task.heldout) == 541
     assert_apart([example.query for example in task.train], [example.query for example in task.heldout])
 
@@ -273,5 +260,3 @@ def test_it_refuses_what_it_does_not_read() -> None:
     config.env.dataset, config.env.dataset_path, config.model.name = "instructions", "rows.jsonl", "tiny"
     with pytest.raises(ConfigError, match=r"env.dataset_path=rows.jsonl has no effect on env.dataset=instructions"):
         validate(config)
-    with pytest.raises(ValueError, match="num_train=0"):
-        make_task("instructions", num_train=0)

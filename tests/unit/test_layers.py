@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sota_grpo"
 #: From the lowest to the highest: a room imports from rooms before it, so no two can form a circle.
 ROOMS = (
-    *("errors", "files", "text", "orphans", "stopping", "keys", "loop", "functional", "rl", "assets", "policy"),
+    *("stopping", "text", "errors", "files", "untrusted", "orphans", "keys", "loop", "functional", "assets", "policy"),
+    "rl",
     *("engines", "workers", "rewards", "tasks", "config", "recording", "envs", "source", "training", "assembly"),
     *("migration", "sweeps", "report", "run", "cli"),
 )

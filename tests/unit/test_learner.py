@@ -244,17 +244,6 @@ def test_recomputed_log_probs_make_the_first_ratio_one(tmp_path: Path) -> None:
     assert metrics["clip_fraction"] == 0
 
 
-def test_truncated_rows_can_be_left_out(tmp_path: Path) -> None:
-    rows = make_rows(8)
-    cut = make_rows(4, truncated=True)
-    learner = make_learner(tmp_path, drop_truncated=True, optim_batch_size=12, aggregation="token")
-    learner._accumulate(rows + cut, 1 << 20)
-    both = {name: p.grad.clone() for name, p in learner.policy.named_parameters()}
-    learner._accumulate(rows, 1 << 20)
-    alone = {name: p.grad.clone() for name, p in learner.policy.named_parameters()}
-    assert largest_gap(both, alone) < 1e-6
-
-
 def test_a_step_of_truncated_rows_alone_measures_nothing_and_goes_on(tmp_path: Path) -> None:
     learner = make_learner(tmp_path, drop_truncated=True)
     metrics = learner.update(lazy_stack(make_rows(4, truncated=True)))
@@ -361,6 +350,15 @@ def test_the_rate_reported_is_the_rate_used(tmp_path: Path) -> None:
     learner = make_learner(tmp_path, warmup_steps=10, optim_batch_size=12)
     assert [learner.update(lazy_stack(make_rows()))["lr"] for _ in range(3)] == pytest.approx([1e-4, 2e-4, 3e-4])
     assert not {"skipped_steps", "loss_scale"} & learner.update(lazy_stack(make_rows())).keys()
+
+
+def test_a_longer_run_goes_on_under_its_own_schedule(tmp_path: Path) -> None:
+    schedule = {"schedule": "linear", "lr": 1e-3, "optim_batch_size": 12}
+    short = make_learner(tmp_path, total_steps=2, **schedule)
+    assert [short.update(lazy_stack(make_rows()))["lr"] for _ in range(2)] == [1e-3, 5e-4]
+    longer = make_learner(tmp_path, total_steps=4, **schedule)
+    longer.load_state_dict(short.state_dict())
+    assert [longer.update(lazy_stack(make_rows()))["lr"] for _ in range(2)] == [5e-4, 2.5e-4]
 
 
 def test_dropout_of_adapters_is_real_and_the_gate_looks_past_it(tmp_path: Path) -> None:

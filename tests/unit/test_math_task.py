@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from sota_grpo.rewards import ANSWER_FORMATS
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks import make_task
-from sota_grpo.tasks.dataset import DatasetError, normalised
+from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.math import MathTask
 
 RNG = random.Random(random.SystemRandom().randrange(1 << 30))
@@ -139,56 +138,8 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any],
         MathTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=2)
 
 
-def test_splits_are_disjoint_and_the_quick_look_is_short(tmp_path: Path) -> None:
-    rows = make_rows(40)
-    repeated = [*rows, *({**row, "question": f" {row['question'].upper()}\n"} for row in rows)]
-    path = write(tmp_path / "rows.jsonl", RNG.sample(repeated, 80))
-    task = make_task("math", path=path, num_heldout=15, max_samples=10)
-    sides = [{normalised(example.query) for example in side} for side in (task.train, task.heldout)]
-    assert [len(side) for side in sides] == [10, 15]
-    assert not sides[0] & sides[1]
-    with pytest.raises(DatasetError, match=r"has 40 different questions, so env.num_heldout=512 .*env.num_heldout=4"):
-        make_task("math", path=path)
-
-
-def test_another_file_may_be_held_out(tmp_path: Path) -> None:
-    rows = make_rows(20)
-    path, held = write(tmp_path / "train.jsonl", rows), write(tmp_path / "held.json", rows[:4])
-    task = make_task("math", path=path, eval_path=held)
-    assert [example.query for example in task.heldout] == [row["question"] for row in rows[:4]]
-    assert [example.query for example in task.train] == [row["question"] for row in rows[4:]]
-
-
-def test_the_hubs_test_split_is_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"problem": f"{n}?", "solution": f"\\boxed{{{n}}}", "level": "1", "type": "Algebra"} for n in range(12)]
-    splits = {"train": rows[:10], "test": rows[8:]}
-    monkeypatch.setattr(
-        "sota_grpo.tasks.dataset.load_rows", lambda source, *, path=None, config, split="train": splits[split]
-    )
-    task = make_task("math")
-    assert [example.answer for example in task.heldout] == ["8", "9", "10", "11"]
-    assert [example.query for example in task.train] == [f"{n}?" for n in range(8)]
-
-
 def test_messages_ask_for_the_box() -> None:
     system, user = MathTask().messages(HALF)
     assert user == {"role": "user", "content": HALF.query}
     assert "\\boxed{<answer>}" in system["content"]
     assert "<answer><answer></answer>" in MathTask(answer_format="tags").messages(HALF)[0]["content"]
-    assert MathTask(system_prompt="").messages(HALF) == [user]
-
-
-def test_the_task_can_be_pickled() -> None:
-    task = MathTask([HALF], [], wrong=-0.25)
-    copy = pickle.loads(pickle.dumps(task))
-    assert copy.score("\\boxed{3}", HALF) == task.score("\\boxed{3}", HALF)
-
-
-def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="'latex' is not one of"):
-        MathTask(answer_format="latex")
-    with pytest.raises(ValueError, match=r"format_weight=-0.1"):
-        MathTask(format_weight=-0.1)
-    for wrong, no_answer in ((1.0, 0.0), (0.0, 1.5), (float("nan"), 0.0)):
-        with pytest.raises(ValueError, match=r"reward.correct=1.0 must be greater"):
-            MathTask(wrong=wrong, no_answer=no_answer)

@@ -1,4 +1,4 @@
-"""The predicted peak of a learner against the peak of a real one, each in a fresh process on one CPU thread."""
+"""The predicted peak of a learner against the peak of a real one, each with a heap of its own, on one CPU thread."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ needs_proc = pytest.mark.skipif(
 )
 
 
-def measured(case: dict[str, Any], **environment: str) -> dict[str, Any]:
+def measured(*cases: dict[str, Any], **environment: str) -> list[dict[str, Any]]:
     kept = {name: value for name, value in os.environ.items() if name != "MALLOC_MMAP_THRESHOLD_"}
-    command = [sys.executable, "-m", "tests.learner_memory", json.dumps(case)]
+    command = [sys.executable, "-m", "tests.learner_memory", json.dumps(cases)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=kept | environment)
     return json.loads(done.stdout)
 
@@ -43,7 +43,7 @@ def measured(case: dict[str, Any], **environment: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SIZES)
 def test_the_learners_peak_is_predicted_within_15_percent(name: str) -> None:
     """By the formula from the micro-batches as they are, and by the estimate from the config alone."""
-    found = measured(SIZES[name] | {"full": True})
+    (found,) = measured(SIZES[name] | {"full": True})
     assert found["predicted"] == pytest.approx(found["measured"], rel=0.15), found
     assert found["estimated"] == pytest.approx(found["measured"], rel=0.15), found
 
@@ -51,14 +51,14 @@ def test_the_learners_peak_is_predicted_within_15_percent(name: str) -> None:
 @needs_proc
 def test_the_gates_peak_is_predicted_within_15_percent() -> None:
     """Weights and two gradients, and no third: the run is a fresh one, so the optimizer has no moments yet."""
-    found = measured(DEEP | SHORT | {"family": "llama", "group": 2, "groups": 2, "full": True, "gate": True})
+    (found,) = measured(DEEP | SHORT | {"family": "llama", "group": 2, "groups": 2, "full": True, "gate": True})
     assert found["estimated"] == pytest.approx(found["measured"], rel=0.15), found
 
 
 @needs_proc
-@pytest.mark.parametrize("name", [*SIZES, *OTHERS])
-def test_what_is_alive_is_predicted_within_15_percent_where_nothing_comes_from_the_heap(name: str) -> None:
+def test_what_is_alive_is_predicted_within_15_percent_where_nothing_comes_from_the_heap() -> None:
     """With pages of its own for every tensor the peak is that of the tensors; the heap's losses are not in it."""
-    found = measured((SIZES | OTHERS)[name], MALLOC_MMAP_THRESHOLD_="65536")
-    assert found["parts"]["heap"] == 0
-    assert found["predicted"] == pytest.approx(found["measured"], rel=0.15), found
+    cases = SIZES | OTHERS
+    for name, found in zip(cases, measured(*cases.values(), MALLOC_MMAP_THRESHOLD_="65536")):
+        assert "lost in the heap" not in found["parts"]
+        assert found["predicted"] == pytest.approx(found["measured"], rel=0.15), (name, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from sota_grpo.config import Config, walk
+from sota_grpo.config import Config, walk, with_options
 from sota_grpo.migration.data import (
     FILES,
     Account,
@@ -24,13 +25,12 @@ from sota_grpo.migration.data import (
     verl_rows,
     write_parquet,
 )
+from sota_grpo.migration.export import model_card, published
 from sota_grpo.migration.trl import trl_arguments, trl_script
-from sota_grpo.migration.verl import verl_options, verl_script
-from sota_grpo.recording.run_files import METRICS_FILE, read_evaluations
+from sota_grpo.migration.verl import Beside, verl_options, verl_script
 from sota_grpo.tasks import make_task
-from tests.config.test_config import ALGORITHMS, PRESETS, composed
+from tests.config.test_config import PRESETS, composed
 
-VERL_NAMES = set((Path(__file__).parent / "verl_0_9_0_options.txt").read_text().split())
 FACTS = Facts("org/model", "demo", longest_prompt=100, num_train=1000)
 # a config in which every option is looked at: several steps, a correction, a reference, an adapter, concurrency
 RICH = (
@@ -60,12 +60,7 @@ def others(config: Config, option: str) -> list[Config]:
         values = [4]
     else:
         values = ["another"]
-    found = []
-    for other in values:
-        node = OmegaConf.structured(config)
-        OmegaConf.update(node, option, other)
-        found.append(OmegaConf.to_object(node))
-    return found
+    return [with_options(config, {option: other}) for other in values]
 
 
 def verl_text(config: Config) -> str:
@@ -96,8 +91,9 @@ STANDS_ELSEWHERE = ("model.name", "model.size", "train.export_hf", "train.resume
 @pytest.mark.parametrize("overrides", [(), RICH, (*RICH, "mode=async")], ids=["preset", "rich", "async"])
 def test_an_option_that_is_carried_over_has_an_effect(text, account_of, overrides) -> None:
     config = config_of(*overrides)
+    plain = text(config)
     for option in sorted(account_of(config).carried - {*FILES, *STANDS_ELSEWHERE, *_unused(config)}):
-        assert any(text(other) != text(config) for other in others(config, option)), option
+        assert any(text(other) != plain for other in others(config, option)), option
 
 
 def _unused(config: Config) -> set[str]:
@@ -116,16 +112,6 @@ def test_every_option_is_named_in_the_script(name: str, overrides: tuple[str, ..
         named = account.carried | {option for option, _, _ in walk(config) if option in comment}
         assert named == {option for option, _, _ in walk(config)}
         assert not set(account.left()) & account.carried
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", PRESETS)
-def test_verl_has_every_option_that_is_written(name: str, algorithm: str) -> None:
-    """The file lists the names of verl 0.9.0's config; what begins with + is added to it, as verl's examples do."""
-    for overrides in ((), RICH, ("mode=async",), ("train.kl_coef_in_loss=false", "policy.kl_coef=0.1")):
-        options, _ = verl_options(config_of(f"algorithm={algorithm}", *overrides, name=name), FACTS)
-        unknown = {option for option in options if not option.startswith("+")} - VERL_NAMES
-        assert not unknown
 
 
 def verl_of(*overrides: str) -> dict:
@@ -240,9 +226,9 @@ def test_hydra_reads_the_command_line_as_it_was_meant(tmp_path: Path) -> None:
     parsed = OverridesParser.create().parse_overrides(given)
     found = {one.input_line.partition("=")[0]: one.value() for one in parsed}
     here = str(tmp_path.resolve())
-    assert found == {
-        option: value.replace("$HERE", here) if isinstance(value, str) else value for option, value in options.items()
-    }
+    for option, value in options.items():
+        assert found.pop(option) == (value.replace("$HERE", here) if isinstance(value, Beside) else value)
+    assert found == {}
 
 
 def test_secrets_stay_here() -> None:
@@ -282,7 +268,9 @@ def test_the_grader_travels(tmp_path: Path) -> None:
         prompt = columns.pop("prompt")
         lists = {name: [value] * len(texts) for name, value in columns.items()}
         chats = [[{"role": "assistant", "content": text}] for text in texts]
-        rewarded = trl_reward(file)(prompts=[prompt] * 3, completions=chats, trainer_state=None, **lists)
+        rewarded = trl_reward(file)(
+            prompts=[prompt] * 3, completion_ids=[[1]] * 3, completions=chats, trainer_state=None, **lists
+        )
         assert rewarded == wanted
     assert len({value for wanted in expected for value in wanted}) > 2
 
@@ -298,7 +286,9 @@ def test_reward_functions_travel_with_the_folder(tmp_path: Path) -> None:
     file = exported(composed("grpo_gsm8k", "reward.path=mine.py"), tmp_path)
     columns = example_columns(SimpleNamespace(query="2 + 2?", answer="#### 4", extra={}))
     assert verl_reward(file)("gsm8k", "4", "4", columns) == {"score": 2.0, "acc": 1.0}
-    assert trl_reward(file)(completions=["5"], **{name: [value] for name, value in columns.items()}) == [0.0]
+    assert trl_reward(file)(
+        completions=["5"], completion_ids=[[1]], **{name: [value] for name, value in columns.items()}
+    ) == [0.0]
 
 
 def test_a_grader_that_fails_gives_nothing(tmp_path: Path) -> None:
@@ -322,7 +312,20 @@ def test_the_penalty_on_length_is_ours() -> None:
     assert trl_overlong(8, 4)(completion_ids=[[0] * n for n in (1, 4, 6, 8)]) == [0.0, 0.0, -0.5, -1.0]
 
 
-def test_evaluations_are_read_while_the_run_still_writes(tmp_path: Path) -> None:
-    path = tmp_path / METRICS_FILE
-    path.write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "eval/accuracy": null}\n{"step": 2, "eval/acc')
-    assert read_evaluations(tmp_path) == [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "eval/accuracy": None}]
+def test_the_cards_command_measures_the_same_problems_by_the_same_reward() -> None:
+    given = ("env.dataset=table", "env.dataset_path=/home/me/rows.jsonl", "env.num_heldout=40", "env.prompt_column=ask")
+    functions = ("reward.path=/home/me/mine.py", "reward.name=[near,brief]", "reward.weights=[1.0,0.5]", "seed=3")
+    config = composed("grpo_cpu", *given, *functions, "env.num_envs=16", "env.repeats=4")
+    measured = {"eval/accuracy": 0.0, "eval/stderr": 0.0, "eval/reward": -2.5, "eval/reward_stderr": 0.25}
+    card = model_card(config, 1, [{"step": 0, **measured}])
+    assert "| reward |" in card
+    assert "-2.5 ± 0.25" in card
+    assert "| `reward.name` | ['near', 'brief'] |" in card
+    words = shlex.split(card.partition("```bash\n")[2].partition("```")[0])
+    assert words[:5] == ["sota-grpo", "eval", "FOLDER", "--task", "table"]
+    asked, meant = composed("grpo_gsm8k", "env.dataset=table", *words[5:]), published(config)
+    assert asked.reward == meant.reward
+    assert (asked.seed, asked.env.dataset_path, asked.env.num_heldout) == (3, "rows.jsonl", 40)
+    assert (asked.env.prompt_column, asked.inference_model.max_tokens) == ("ask", meant.inference_model.max_tokens)
+    config.env.dataset_path = "/home/me/run/inputs/train.jsonl"
+    assert "`sota-grpo eval RUN` does it again" in model_card(config, 1, [])

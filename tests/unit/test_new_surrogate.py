@@ -1,18 +1,26 @@
-"""A surrogate that is declared once is known to whoever asks: options, objective, replay and exporters."""
+"""A surrogate that is declared once, or written in a file, is known to all: options, loss, replay, exporters."""
 
 from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 
+from sota_grpo.assembly.compose import anchor_paths
+from sota_grpo.assembly.evaluation import find_target
 from sota_grpo.assembly.replay import _missing
 from sota_grpo.config.validators import ConfigError, validate
+from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES, Surrogate
 from sota_grpo.migration.data import Facts
 from sota_grpo.migration.trl import trl_arguments
 from sota_grpo.migration.verl import verl_options
 from sota_grpo.rl.collate import pad_rows
+from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.training.runs import signature
 from tests.config.test_config import composed
 from tests.unit.test_objectives import scene, total
 
@@ -35,7 +43,7 @@ def test_it_is_trained_by_its_own_formula() -> None:
     rows, loss, _ = scene(objective="halved", clip_epsilon=(0.2, 1.0), entropy_bonus=False)
     gradients = {}
     for name in ("halved", "reinforce"):
-        loss.objective = name
+        loss.surrogate = SURROGATES[name]
         found = loss(pad_rows(rows, pad_token_id=0))
         (gradients[name],) = torch.autograd.grad(total(found), [loss.actor_network.log_probs])
         assert found.clip_fraction == 0
@@ -64,3 +72,86 @@ def test_exporters_say_that_they_do_not_have_it() -> None:
     assert (verl["actor_rollout_ref.actor.policy_loss.loss_mode"], trl["loss_type"]) == ("vanilla", "grpo")
     for account in (of_verl, of_trl):
         assert "there is no such loss" in account.remarks["algorithm.objective"]
+
+
+MINE = """
+import torch
+
+def clipped(log_ratio, advantage, clip_low, clip_high, softness=1.0):
+    ratio = log_ratio.exp()
+    return -softness * (ratio * advantage).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+
+def onpolicy(log_prob, advantage):
+    return -advantage * log_prob
+
+def hungry(log_prob, values):
+    return log_prob
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def test_a_surrogate_in_a_file_is_trained_and_its_clip_is_measured(mine: Path) -> None:
+    """Loss, gradient and clip fraction are those of the declared one, whose formula stands in the file."""
+    rows, loss, _ = scene(objective="clipped", entropy_bonus=False)
+    found = {}
+    for objective in ("clipped", f"{mine}:clipped"):
+        loss.surrogate = surrogate(objective)
+        out = loss(pad_rows(rows, pad_token_id=0))
+        found[objective] = out, *torch.autograd.grad(total(out), [loss.actor_network.log_probs])
+    (ours, slope), (theirs, other) = found.values()
+    torch.testing.assert_close(ours.loss_objective, theirs.loss_objective)
+    torch.testing.assert_close(slope, other)
+    assert ours.clip_fraction == theirs.clip_fraction > 0
+    batch = pad_rows(rows, pad_token_id=0)
+    of_mine, by_name = (
+        GRPOLoss(loss.actor_network, entropy_bonus=False, objective=objective)(batch).loss_objective
+        for objective in (lambda log_prob, advantage: -advantage * log_prob, "reinforce")
+    )
+    assert of_mine == by_name
+
+
+def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
+    mine.write_text(MINE + "raise RuntimeError('it was run')")
+    validate(composed("grpo_gsm8k", f"algorithm.objective={mine}:clipped", "algorithm.clip_low=0.1", "train.epochs=2"))
+    for objective, override, sentence in (
+        (f"{mine}:onpolicy", "train.epochs=2", "mine.py:onpolicy is on-policy"),
+        (f"{mine}:onpolicy", "algorithm.clip_low=0.1", r"clip_low=0.1 has no effect on .*mine.py:onpolicy"),
+        (f"{mine}:hungry", "seed=1", "asks for values; its parameters are any of log_prob, log_ratio,"),
+        (f"{mine}:nobody", "seed=1", "defines no function 'nobody'; its functions are clipped, onpolicy, hungry"),
+        (f"{mine.parent}/no.py:clipped", "seed=1", "There is no file .*no.py; correct algorithm.objective"),
+        ("sapo", "seed=1", "sapo is not one of clipped, cispo"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            validate(composed("grpo_gsm8k", f"algorithm.objective={objective}", override))
+    _, of_trl = trl_arguments(composed("grpo_gsm8k", f"algorithm.objective={mine}:clipped"))
+    assert "there is no such loss" in of_trl.remarks["algorithm.objective"]
+    with pytest.raises(UserError, match=r"mine\.py, line 13: .* cannot be imported \(RuntimeError: it was run"):
+        surrogate(f"{mine}:clipped").loss(log_ratio=None)
+
+
+def test_a_run_is_known_by_what_the_file_of_its_objective_holds(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(mine.parent)
+    config = composed("grpo_gsm8k", "algorithm.objective=mine.py:clipped")
+    near = signature(asdict(config))
+    anchor_paths(config)
+    assert config.algorithm.objective == f"{mine}:clipped"
+    assert signature(asdict(config)) == near
+    config.algorithm.objective = f"{mine}:onpolicy"
+    assert signature(asdict(config)) != near
+    config.algorithm.objective = f"{mine}:clipped"
+    mine.write_text(MINE.replace("softness=1.0", "softness=2.0"))
+    assert signature(asdict(config)) != near
+
+
+def test_a_run_is_evaluated_without_the_file_of_its_objective(tmp_path: Path) -> None:
+    options = "{model: {name: tiny}, env: {dataset: arithmetic}, algorithm: {objective: '/gone/mine.py:clipped'}}"
+    (tmp_path / "config.yaml").write_text(options)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "checkpoint_000001.pt").touch()
+    assert find_target(str(tmp_path)).steps == 1

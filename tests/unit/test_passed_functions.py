@@ -15,9 +15,9 @@ import pytest
 from sota_grpo.rewards.functions import RewardFunctionError, fingerprint, pickled, unpickled
 from sota_grpo.rewards.grading import grading_pool
 from sota_grpo.rl.records import Example
-from sota_grpo.rl.task import scorer_of
+from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks.table import TableTask
-from sota_grpo.tasks.wrappers import WithRewardFunctions
+from sota_grpo.tasks.wrappers import with_reward_functions
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = TableTask([TableTask().read_row({"prompt": "2 + 2?", "answer": "4", "level": 3}, "row 1")])
@@ -48,10 +48,10 @@ def compiled(text: str) -> Callable[..., Any]:
     return program["f"]
 
 
-def passed_to(folder: Path, functions: dict[str, Callable[..., Any]], **options: Any) -> WithRewardFunctions:
+def passed_to(folder: Path, functions: dict[str, Callable[..., Any]], **options: Any) -> Task:
     path = folder / "reward.pkl"
     path.write_bytes(pickled(functions))
-    return WithRewardFunctions(TASK, str(path), list(functions), functions=functions, **options)
+    return with_reward_functions(TASK, str(path), list(functions), functions=functions, **options)
 
 
 def test_equal_code_is_one_function_and_anything_it_reads_makes_another() -> None:
@@ -152,7 +152,7 @@ def test_what_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
 def test_a_name_that_was_not_passed_is_named(tmp_path: Path) -> None:
     (tmp_path / "reward.pkl").write_bytes(pickled({"f": compiled("def f(solution_str): return 1.0")}))
     with pytest.raises(RewardFunctionError, match=r"no function 'g'; its functions are f: correct reward\.name"):
-        WithRewardFunctions(TASK, str(tmp_path / "reward.pkl"), ["g"])
+        with_reward_functions(TASK, str(tmp_path / "reward.pkl"), ["g"])
 
 
 def test_an_example_is_not_changed_by_a_function(tmp_path: Path) -> None:

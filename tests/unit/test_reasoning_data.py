@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import pytest
 
 from sota_grpo.rl.records import Example
-from sota_grpo.tasks.dataset import DatasetError, normalised
+from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.reasoning import ReasoningTask, split_gold
+from tests.unit.test_tasks import shared_data, write
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def write(path: Path, rows: list[dict]) -> str:
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
 
 
 def test_files_of_either_naming_are_read_alike(tmp_path: Path) -> None:
@@ -30,34 +24,6 @@ def test_files_of_either_naming_are_read_alike(tmp_path: Path) -> None:
         assert [split_gold(e.answer)[1] for e in left] == [split_gold(e.answer)[1] for e in right]
     assert (len(one.train), len(one.heldout)) == (7, 3)
     assert len(ReasoningTask.load(path=str(tmp_path / "a.jsonl"), num_heldout=3, max_samples=2).train) == 2
-
-
-def test_an_evaluation_file_is_held_out_whole_and_never_trained_on(tmp_path: Path) -> None:
-    rows = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(10)]
-    held = [{"question": f" {i}  + 1? ", "answer": str(i + 1)} for i in (2, 3, 40, 40)]
-    task = ReasoningTask.load(path=write(tmp_path / "a.jsonl", rows), eval_path=write(tmp_path / "b.jsonl", held))
-    assert [normalised(e.query) for e in task.heldout] == ["2 + 1?", "3 + 1?", "40 + 1?"]
-    assert [e.query for e in task.train] == [f"{i} + 1?" for i in (0, 1, 4, 5, 6, 7, 8, 9)]
-    with pytest.raises(DatasetError, match=r"every question of .*a.jsonl is held out"):
-        ReasoningTask.load(path=str(tmp_path / "a.jsonl"), eval_path=str(tmp_path / "a.jsonl"))
-
-
-def test_the_hub_is_gsm8k_with_its_test_split_held_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    rows = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(12)]
-    splits = {"train": rows[:10], "test": rows[8:]}
-    asked = []
-
-    def load(source: str, *, path: str | None = None, split: str = "train", config: str | None = None) -> list:
-        asked.append((source, path, split, config))
-        return rows[4:6] if path else splits[split]
-
-    monkeypatch.setattr("sota_grpo.tasks.dataset.load_rows", load)
-    task = ReasoningTask.load(max_samples=5)
-    assert asked == [("openai/gsm8k", None, "train", "main"), ("openai/gsm8k", None, "test", "main")]
-    assert [e.query for e in task.train] == [row["question"] for row in rows[:5]]
-    assert [e.query for e in task.heldout] == [row["question"] for row in rows[8:]]
-    assert len(ReasoningTask.load(eval_path="mine.jsonl").train) == 8
-    assert asked[-1][1] == "mine.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -88,17 +54,9 @@ def test_a_single_row_needs_no_question() -> None:
         read({"response": "x"}, "line 7")
 
 
-def data_file() -> Path:
-    folder = os.environ.get("SOTA_GRPO_DATA") or ROOT.parent / "shared" / "data"
-    path = Path(folder) / "gsm8k" / "train.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there; SOTA_GRPO_DATA names the data folder")
-    return path
-
-
 @pytest.mark.data
 def test_every_real_gold_response_earns_the_full_reward() -> None:
-    task = ReasoningTask.load(path=str(data_file()))
+    task = ReasoningTask.load(path=str(shared_data("gsm8k", "train.jsonl")))
     assert (len(task.train), len(task.heldout)) == (6961, 512)
     for example in [*task.train, *task.heldout]:
         score = task.score(task.gold_response(example), example)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import random
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import numpy as np
@@ -20,31 +18,6 @@ from sota_grpo.recording.run_files import METRICS_FILE
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog, best_and_worst, setup_logging
 
 HOSTILE = "π ≈ 3,14 \n\r\t\x1b[31m\x85\u2028\u2029\x9b2J 日本 🎲 \ud800 \x00 \\u2028"
-PROMISED = [
-    "reward",
-    "success",
-    "kl",
-    "entropy",
-    "ess",
-    "clip_fraction",
-    "grad_norm",
-    "policy_age/max",
-    "response_tokens/mean",
-    "truncated",
-    "groups/zero_signal",
-    "mismatch_kl",
-    "time/step_s",
-    "time/generate_s",
-    "time/score_s",
-    "time/ref_s",
-    "time/learn_s",
-    "time/publish_s",
-    "tokens_per_s",
-    "eval/accuracy",
-    "eval/stderr",
-    "reward/format",
-    "step",
-]
 
 
 def rollout(group_id: int, sample_id: int, reward: float, text: str = "text") -> dict:
@@ -84,20 +57,11 @@ def test_a_metric_is_measured_by_the_clock_exactly_when_its_name_says_so():
         assert (name.startswith("time/") or name.endswith("_per_s")) == (metric.unit in ("s", "tokens/s")), name
 
 
-@pytest.mark.parametrize("name", PROMISED)
-def test_every_promised_name_is_declared(name):
-    assert declared(name).sentence.endswith(".")
-
-
 @pytest.mark.parametrize("name", ["rewards", "reward/", "reward/a b", "reward/<term>", "time/foo_s", "eval/acuracy"])
 def test_an_undeclared_name_is_refused(name, tmp_path):
-    with RunLog(tmp_path) as log, pytest.raises(ValueError, match="not declared"):
+    with RunLog(tmp_path) as log, pytest.raises(ValueError, match="not declared") as refused:
         log.write_step(0, {name: 1.0})
-
-
-def test_an_undeclared_name_is_answered_with_the_nearest():
-    with pytest.raises(ValueError, match="'eval/accuracy'"):
-        declared("eval/acuracy")
+    assert name != "eval/acuracy" or "'eval/accuracy'" in str(refused.value)
 
 
 def test_a_reward_term_cannot_overwrite_another_metric():
@@ -174,7 +138,7 @@ def test_a_kill_at_any_byte_then_a_resume_gives_the_uninterrupted_files(tmp_path
     killed = tmp_path / "killed"
     killed.mkdir()
     for name in files:
-        for cut in range(until_step_2[name] + random.randrange(9), len(whole[name]) + 1, 9):
+        for cut in range(until_step_2[name] + random.randrange(31), len(whole[name]) + 1, 31):
             for other in files:
                 (killed / other).write_bytes(whole[other][: cut if other == name else None])
             with RunLog(killed) as log:
@@ -194,33 +158,6 @@ def test_rewinding_again_changes_nothing(tmp_path):
         assert max(row["step"] for row in rows_of(path)) == 2
         assert log.rewind(0) == 3 + 2 + 6
         assert path.read_bytes() == b""
-
-
-def test_a_torn_line_longer_than_a_block_is_removed(tmp_path):
-    path = tmp_path / "rollouts.jsonl"
-    whole = b'{"step": 0}\n'
-    path.write_bytes(whole + b'{"step": 1, "prompt": "' + b"x" * 200_000)
-    RunLog(tmp_path).close()
-    assert path.read_bytes() == whole
-
-
-def test_a_kill_while_rewinding_leaves_the_file_as_it_was(tmp_path, monkeypatch):
-    log = RunLog(tmp_path)
-    write_run(log, range(3))
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-
-    def die(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", die)
-        with pytest.raises(KeyboardInterrupt):
-            log.rewind(1)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    with RunLog(tmp_path) as again:
-        again.rewind(1)
-    assert {row["step"] for row in rows_of(tmp_path / "metrics.jsonl")} == {0}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rollouts.jsonl"]
 
 
 @pytest.mark.parametrize("damage", [b"\x00\x00\n", b"[1]\n", b'{"reward": 1.0}\n', b'{"step": null}\n'])
@@ -286,57 +223,29 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(make, tmp_path):
         make(tmp_path / "run")
 
 
-def test_training_log_replaces_its_own_handler_and_nobody_elses(tmp_path):
-    logger = logging.getLogger("sota_grpo")
-    level, handlers = logger.level, list(logger.handlers)
-    foreign = logging.NullHandler()
-    logger.addHandler(foreign)
-    try:
-        setup_logging(tmp_path / "a", "debug")
-        last = setup_logging(tmp_path / "b", "info")
-        logging.getLogger("sota_grpo.loop").info("once %s", HOSTILE)
-        logging.getLogger("sota_grpo.loop").debug("too low")
-        assert foreign in logger.handlers
-        assert logger.propagate
-        assert (tmp_path / "a" / "training.log").read_text() == ""
-        written = (tmp_path / "b" / "training.log").read_text(encoding="utf-8")
-        assert written.count("once π") == 1
-        assert "too low" not in written
-        logger.removeHandler(last)
-        last.close()
-    finally:
-        logger.setLevel(level)
-        logger.handlers[:] = handlers
-
-
 @pytest.mark.parametrize(("level", "written"), [("debug", "012"), ("info", "12"), ("warning", "2")])
-def test_the_level_is_that_of_the_file_and_the_console_stays_at_info(level, written, tmp_path, monkeypatch, capsys):
+def test_the_level_is_that_of_the_file_and_other_handlers_stay(level, written, tmp_path, monkeypatch, capsys):
+    """The console is at INFO whatever the level; a second run of a process replaces the file of the first alone."""
     from sota_grpo.run.entry import quiet_console
 
-    logger = logging.getLogger("sota_grpo")
+    logger, foreign = logging.getLogger("sota_grpo"), logging.NullHandler()
     monkeypatch.setattr(logging.root, "handlers", [])
-    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "handlers", [foreign])
     before = logger.level, logging.root.level
     try:
         quiet_console()
-        setup_logging(tmp_path, level)
+        setup_logging(tmp_path / "first", "debug")
+        last = setup_logging(tmp_path, level)
         for digit, weight in enumerate((logging.DEBUG, logging.INFO, logging.WARNING)):
-            logging.getLogger("sota_grpo.loop").log(weight, "%d", digit)
-        (handler,) = logger.handlers
-        handler.close()
+            logging.getLogger("sota_grpo.loop").log(weight, "once π %d", digit)
+        assert logger.handlers == [foreign, last]
+        last.close()
     finally:
         logger.setLevel(before[0])
         logging.root.setLevel(before[1])
-    assert capsys.readouterr().err.split() == ["1", "2"]
-    assert [line[-1] for line in (tmp_path / "training.log").read_text().splitlines()] == list(written)
-
-
-def test_recording_imports_without_torch_or_wandb():
-    code = (
-        "import sys, sota_grpo.recording.run_log, sota_grpo.recording.progress, sota_grpo.recording.metrics\n"
-        "assert not {'torch', 'wandb', 'numpy'} & set(sys.modules), sorted(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert re.findall(r" (\d)$", capsys.readouterr().err, re.M) == ["1", "2"]
+    assert (tmp_path / "first" / "training.log").read_text() == ""
+    assert re.findall(r" (\d)$", (tmp_path / "training.log").read_text(encoding="utf-8"), re.M) == list(written)
 
 
 def test_a_full_disk_is_a_sentence_and_closing_says_nothing_more(tmp_path: Path) -> None:

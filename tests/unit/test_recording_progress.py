@@ -1,11 +1,16 @@
-"""Laws of the progress line and the closing table."""
+"""Laws of the progress line, in a terminal, a file and a notebook, and of the closing table."""
 
 from __future__ import annotations
 
 import io
+from typing import Any
 
-from sota_grpo.recording.progress import Progress, closing_table, duration
-from sota_grpo.text import readable
+import pytest
+
+from sota_grpo.recording import step_log
+from sota_grpo.recording.progress import closing_table, in_notebook
+from sota_grpo.recording.step_log import NotebookLine, Progress
+from sota_grpo.text import duration, readable
 
 
 class Terminal(io.StringIO):
@@ -78,13 +83,11 @@ def test_durations():
     ]
 
 
-def test_the_closing_table_shows_the_gain_and_the_shares():
+def test_the_closing_table_shows_the_gain_and_the_shares(capsys):
     before = {"eval/accuracy": 0.412, "eval/stderr": 0.016, "eval/avg_at_k": 0.38, "eval/avg_at_k_stderr": 0.011}
     after = {"eval/accuracy": 0.97, "eval/stderr": 0.005, "eval/avg_at_k": 0.96, "eval/avg_at_k_stderr": 0.004}
-    stream = io.StringIO()
-    phases = {"generate": 30.0, "learn": 15.0}
-    text = closing_table(before, after, phases, avg_at_k=4, wall_s=60.0, stream=stream)
-    assert stream.getvalue() == text
+    text = closing_table(before, after, {"generate": 30.0, "learn": 15.0}, avg_at_k=4, wall_s=60.0)
+    assert capsys.readouterr().out == text
     assert readable(text) == text
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     assert ["greedy", "41.2 +/- 1.6 %", "97.0 +/- 0.5 %", "+55.8 points"] in cells
@@ -94,13 +97,87 @@ def test_the_closing_table_shows_the_gain_and_the_shares():
     assert ["total", "60.0", ""] in cells
 
 
+def test_the_closing_table_shows_held_out_rewards_where_accuracy_is_not_all():
+    before = {"eval/accuracy": 0.0, "eval/reward": -3.2, "eval/reward_stderr": 0.25, "eval/reward/near": -3.2}
+    after = {**before, "eval/reward": -1.1, "eval/reward/near": -1.1}
+    text = closing_table(before, after, {}, avg_at_k=0, wall_s=1.0)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert ["reward", "-3.2 +/- 0.25", "-1.1 +/- 0.25", "+2.1"] in cells
+    assert "near" not in text, "the only term is the reward"
+    two = closing_table({}, {**after, "eval/reward/brief": 0.5}, {}, avg_at_k=0, wall_s=1.0)
+    assert "brief" in two
+    assert "reward" not in closing_table({}, {"eval/accuracy": 0.5, "eval/reward": 0.5}, {}, avg_at_k=0, wall_s=1.0)
+
+
 def test_the_closing_table_shows_only_what_was_measured(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    text = closing_table({}, {}, {"learn": 2.0}, stream=io.StringIO())
+    text = closing_table({}, {}, {"learn": 2.0}, avg_at_k=0, wall_s=2.0)
     assert "accuracy" not in text
     assert "100 %" in text
     assert "other" not in text
     assert readable(text) == text
-    half = closing_table({}, {"eval/accuracy": 0.5}, {}, stream=io.StringIO())
+    half = closing_table({}, {"eval/accuracy": 0.5}, {}, avg_at_k=0, wall_s=1.0)
     assert "50.0 %" in half
     assert "points" not in half
+
+
+# --- in a notebook ----------------------------------------------------------------------------------------------------
+
+
+class Cell:
+    """Stands for IPython's display: what the cell shows, and in how many messages it came."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+        self.messages = 0
+
+    def display(self, content: dict[str, str], *, raw: bool, display_id: bool) -> Cell:
+        assert raw
+        assert display_id
+        self.shown.append("")
+        self.update(content, raw=raw)
+        return self
+
+    def update(self, content: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.shown[-1] = content["text/plain"]
+        self.messages += 1
+
+
+def test_fast_turns_are_drawn_four_times_a_second_and_the_last_one_stays() -> None:
+    cell, now = Cell(), 0.0
+    line = NotebookLine(cell.display, clock=lambda: now)
+    for turn in range(1, 101):
+        now += 0.01  # a second in all
+        line.show(f"step {turn}")
+    assert cell.messages == 4
+    line.close()
+    line.close()
+    assert cell.shown == ["step 100"]
+    assert cell.messages == 5
+
+
+def test_only_the_stream_of_a_kernel_is_a_notebook() -> None:
+    kernels = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})
+    assert in_notebook(kernels())
+    assert not in_notebook(io.StringIO())
+
+
+def test_the_progress_of_a_run_takes_that_line(monkeypatch: Any) -> None:
+    cell = Cell()
+    monkeypatch.setattr(step_log, "NotebookLine", lambda: NotebookLine(cell.display))
+    stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    with Progress(3, stream=stream) as shown:
+        for turn in (1, 2, 3):
+            shown.update(turn, {"reward": 0.5})
+    assert stream.getvalue() == ""
+    assert len(cell.shown) == 1
+    assert cell.shown[0].startswith("step 3/3  reward 0.50")
+
+
+def test_a_mistake_in_a_cell_is_its_sentence_and_no_page_of_frames(capsys: pytest.CaptureFixture[str]) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    InteractiveShell().run_cell('import sota_grpo\nsota_grpo.train("grpo_cpu", overrides=["env.repeat=4"])')
+    told = capsys.readouterr().out.strip().splitlines()
+    assert told == ["UserError: There is no option env.repeat; did you mean env.repeats?"]

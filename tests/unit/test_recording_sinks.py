@@ -191,16 +191,6 @@ def test_a_run_without_a_name_is_called_by_its_last_two_folders(tmp_path, no_key
     assert wandb.options["name"] == "mine"
 
 
-def test_samples_go_out_every_nth_step(tmp_path, no_key, monkeypatch):
-    wandb = FailingWandb("nothing")
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    sink = WandbSink("offline", project="p", run_dir=tmp_path)
-    sink.samples_every = 4
-    for step in range(9):
-        sink.log_samples(step, [rollout(1, 0, 1.0)])
-    assert wandb.calls.count("Table") == 3  # steps 0, 4 and 8
-
-
 # --- TensorBoard ------------------------------------------------------------------------------------------------------
 
 
@@ -259,13 +249,3 @@ def test_a_failed_run_has_no_end_in_the_hparams_tab(tmp_path):
         sink.close(code)
         ends = "_hparams_/session_end_info" in event_files(tmp_path / name / FOLDER).summary_metadata
         assert ends == (name == "good")
-
-
-def test_a_tensorboard_failure_warns_once_and_never_ends_training(tmp_path, caplog):
-    pytest.importorskip("tensorboard")
-    (tmp_path / FOLDER).write_text("a file in the way")
-    with RunLog(tmp_path, sinks=[TensorBoardSink(tmp_path)]) as log:
-        for step in range(3):
-            log.write_step(step, {"reward": 1.0})
-    assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [0, 1, 2]
-    assert [record.message.split(" (")[0] for record in caplog.records] == ["TensorBoard stopped"]

@@ -20,9 +20,8 @@ from sota_grpo.rl.transforms import ReferenceKL
 from sota_grpo.workers.base import WorkerDied, WorkerSpec
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.packing import RowPack
-from sota_grpo.workers.processes import ProcessLauncher
+from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
 from sota_grpo.workers.reference import ReferenceService, ReferenceWorker, reference_worker
-from sota_grpo.workers.threads import ThreadLauncher
 from tests.builders import generator, random_rows
 from tests.unit.tiny_models import make_model, make_rows, make_tokenizer
 

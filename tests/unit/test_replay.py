@@ -18,6 +18,7 @@ from sota_grpo.assembly.replay import (
     _advantages,
     _clip,
     _scored_rows,
+    equal_ratios,
     open_step,
     replay,
     replayed,
@@ -35,7 +36,8 @@ from sota_grpo.run.app import train
 SMALL = (
     *("engine=transformers", "check.mode=off", "eval.mode=off", "train.export_hf=false", "logging.report=false"),
     *("env.num_envs=16", "env.repeats=4", "env.difficulty=1", "env.reward_workers=0"),
-    *("train.dialog_turns_per_batch=16", "train.optim_batch_size=16", "train.total_dialog_turns=48"),
+    *("env.max_samples=256", "env.num_heldout=32"),
+    *("train.dialog_turns_per_batch=16", "train.optim_batch_size=16", "train.total_dialog_turns=32"),
     *("train.checkpoint_frequency=1", "inference_model.max_tokens=40", "optimizer.lr=1e-3"),
 )
 KL = "policy.kl_coef=0.05"
@@ -65,7 +67,7 @@ def metrics(run_dir: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Path:
-    """A run of three steps with two optimizer steps each, without a reference."""
+    """A run of two steps with two optimizer steps each, without a reference."""
     return run(tmp_path_factory.mktemp("plain"), "train.optim_batch_size=8", "train.keep_checkpoints=1")
 
 
@@ -74,7 +76,7 @@ def test_a_replay_gives_the_losses_and_the_gradient_norm_of_the_run(name: str, t
     run_dir = run(tmp_path / "run", *RUNS[name])
     rows = metrics(run_dir)
     assert max(row["grad_norm"] for row in rows) > 0
-    for step in (0, 2):
+    for step in (0, 1):
         found = replayed(run_dir, step)
         assert found["checkpoint"] == (f"checkpoint_{step:06d}.pt" if step else None)
         figures = found["figures"]
@@ -83,11 +85,12 @@ def test_a_replay_gives_the_losses_and_the_gradient_norm_of_the_run(name: str, t
             assert values["stored"] == rows[step][figure]
             assert values["replayed"] == pytest.approx(values["stored"], rel=1e-6, abs=1e-12), figure
         assert found["agrees"]
-    step = open_step(run_dir, 2)
-    assert replay(step).figures == replay(step).figures  # the first leaves nothing behind
+    if "LoRA" in name:
+        step = open_step(run_dir, 1)
+        assert replay(step).figures == replay(step).figures  # the first leaves nothing behind
 
 
-@pytest.mark.parametrize("preset", ["dr_grpo", "reinforce_pp", "gspo", "cispo"])
+@pytest.mark.parametrize("preset", ["reinforce_pp", "cispo"])
 def test_turn_0_under_another_preset_is_that_of_a_run_under_it(preset: str, plain: Path, tmp_path: Path) -> None:
     """Before the first step all runs of a seed have the same responses."""
     other = run(
@@ -147,7 +150,7 @@ def test_a_run_in_half_precision_is_replayed_in_float32_and_told_apart(tmp_path:
 def test_a_step_without_its_weights_names_those_that_can_be_replayed(plain: Path) -> None:
     with pytest.raises(UserError, match=r"Step 1 of .* is stored, and the checkpoint .* is gone; .* replayed: 0\.$"):
         replayed(plain, 1)
-    with pytest.raises(UserError, match=r"Step 7 of .* is not stored; .* replayed: 0\.$"):
+    with pytest.raises(UserError, match=r"Step 7 of .* is not stored; .* replayed: 0 \(train\.checkpoint_frequency=1 "):
         replayed(plain, 7)
     with pytest.raises(UserError, match="There is no run in"):
         replayed(plain / "nowhere", 0)
@@ -197,6 +200,15 @@ def test_a_wider_clip_takes_fewer_gradients(plain: Path) -> None:
     text = as_text(narrow)
     assert f"{clip['newly']} newly, {clip['no_longer']} no longer" in text
     assert "algorithm.clip_low=1e-7 al.." in text
+
+
+def test_ratios_that_are_all_one_are_said() -> None:
+    def said(ess: float, steps: int) -> str:
+        return " ".join(equal_ratios(Replay({"ess": ess}, torch.zeros(1), {}, steps)))
+
+    assert "every ratio is 1 (effective sample size 1.000000)" in said(1 - 1e-9, 1)
+    assert not said(1.0, 2)
+    assert not said(0.999, 1)
 
 
 def test_what_a_preset_does_while_collecting_is_named_and_left(plain: Path) -> None:

@@ -65,11 +65,6 @@ def test_thinning_keeps_evaluations_the_last_turn_and_the_clock(monkeypatch: pyt
     assert found["seconds"] == [1, 5, 6, 9, 12]
 
 
-def test_a_thousand_turns_of_three_runs_are_not_thinned() -> None:
-    rows = [dict.fromkeys(METRICS, 0.5) | {"step": step} for step in range(1000)]
-    assert stride_for([run_of(*rows)] * 3) == 1
-
-
 def test_whatever_stands_in_a_metric_no_infinity_reaches_the_page() -> None:
     row = {"step": 0, "reward": math.inf, "odd": "text", "list": [1], "kl": 0.5, "reward/std": math.nan}
     assert curves(run_of(row | {"dialog_turns": 8}))["columns"] == {"kl": {"v": [0.5]}}

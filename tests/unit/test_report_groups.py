@@ -67,13 +67,6 @@ def test_a_group_too_large_for_the_page_does_not_end_it(tmp_path: Path) -> None:
     assert {group["step"] for group in groups} == {0, 1}
 
 
-def test_a_megabyte_is_clipped(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, turns=1, groups=1, response=lambda *_: "a" * 1_000_000)
-    (group,), _ = chosen(run_dir, 100_000)
-    text = group["samples"][0]["text"]
-    assert (len(text["head"]), text["left"], len(text["tail"])) == (16_000, 980_000, 4_000)
-
-
 def test_lines_in_another_form_are_found_too(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, turns=4)
     quick = scan(run_dir / ROLLOUTS_FILE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import METRICS_FILE, note_failure
 from sota_grpo.report.data import find_runs, read_run, read_runs
-from tests.report_rigs import write_run
 
 
 def put(path: Path, *lines: str) -> Path:
@@ -87,16 +85,3 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path, name: str, sentence: str
 def test_numbers_that_json_lacks_are_nothing(tmp_path: Path) -> None:
     run = read_run(put(tmp_path, '{"step": 0, "reward": NaN, "kl": -Infinity, "lr": 0.5}\n'))
     assert run.rows == [{"step": 0, "reward": None, "kl": None, "lr": 0.5}]
-
-
-@pytest.mark.parametrize(("finished", "state"), [(True, "finished"), (False, "stopped")])
-def test_the_state_of_a_run(tmp_path: Path, finished: bool, state: str) -> None:
-    run = read_run(write_run(tmp_path, turns=3, finished=finished, num_steps=5))
-    assert (run.state, run.steps, run.asked) == (state, 3, 5)
-
-
-def test_a_config_that_is_no_config_is_named(tmp_path: Path) -> None:
-    put(tmp_path, json.dumps({"step": 0}) + "\n")
-    (tmp_path / "config.yaml").write_text("a: [1")
-    with pytest.raises(UserError, match=r"config.yaml is not the YAML of a config"):
-        read_run(tmp_path)

@@ -18,14 +18,17 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
-from sota_grpo.rewards.grading import grading_pool
-from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import Task, guarded_score, guarded_scores, scorer_of
+from sota_grpo.rewards.grading import LocalGrader, grading_pool
+from sota_grpo.rl.records import Example, Sampling, Score
+from sota_grpo.rl.task import SampledText, Task, guarded_score, guarded_scores, scorer_of
 from sota_grpo.rl.transforms import write_scores
+from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.calculator import CalculatorTask
 from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.tasks.table import TableTask
-from sota_grpo.tasks.wrappers import WithRewardFunctions
+from sota_grpo.tasks.wrappers import with_reward_functions
+from sota_grpo.training.gate import _as_sampled
+from tests.l3_parts import make_env, make_saying
 from tests.unit.test_table import verl_row
 
 SEED = random.SystemRandom().randrange(1 << 30)
@@ -70,8 +73,36 @@ def example_of(**row: Any) -> Example:
     return PLAIN.read_row({"prompt": "2+2?", "ground_truth": "4", **row}, "demo")
 
 
-def task_of(folder: Path, text: str, *names: str, task: Task = PLAIN, **options: Any) -> WithRewardFunctions:
-    return WithRewardFunctions(task, reward_file(folder, text), names or ("compute_score",), **options)
+def task_of(folder: Path, text: str, *names: str, task: Task = PLAIN, **options: Any) -> Task:
+    return with_reward_functions(task, reward_file(folder, text), names or ("compute_score",), **options)
+
+
+def test_a_function_of_trls_form_is_given_the_sampled_ids(tmp_path: Path) -> None:
+    """Those of an engine, of TorchRL's rollouts and of the gate's texts; of a text from a file there are none."""
+    text = "def length(completion_ids, **kwargs): return [float(len(ids)) for ids in completion_ids]"
+    task = task_of(tmp_path, text, "length")
+    sampled = [SampledText("4", [9, 2]), SampledText("4", [2])]
+    assert [score.terms["length"] for score in scores(task, sampled, example_of())] == [2.0, 1.0]
+    (of_a_file,) = scores(task, ["4"], example_of())
+    assert of_a_file.error == "TypeError: length asks for completion_ids, which only a response of an engine has"
+    env = make_env()
+    given: list[list[int]] = []
+
+    def score(response: str, example: Example) -> Score:
+        assert isinstance(response, SampledText)
+        given.append(list(response.token_ids))
+        return Score({"correct": 1.0}, True)
+
+    env.grader = LocalGrader(score, ["correct"])
+    prompts = [Prompt(0, env.task.train[0], 2, seed=1)]
+    (group,) = Rollouts(env, make_saying(env, lambda request, index: "ab" * index)).stream(prompts, Sampling(8))
+    assert given == [sample.token_ids.tolist() for sample in group.samples]
+    assert _as_sampled("ab", env.tokenizer).token_ids.tolist() == given[1]
+    asked = env.reset()
+    for row in asked.unbind(0):
+        row.set(("tokens", "response"), group.samples[1].token_ids)
+    env.step(asked)
+    assert given[2:] == [given[1]] * len(asked)
 
 
 def scores(task: Task, responses: Sequence[str], example: Example) -> list[Score]:
@@ -384,7 +415,7 @@ def test_a_scorer_loads_its_file_where_it_runs(tmp_path: Path) -> None:
     here = Path.cwd()
     os.chdir(tmp_path)
     try:
-        task = WithRewardFunctions(TableTask([example_of()] * 1000), "reward_function.py")
+        task = with_reward_functions(TableTask([example_of()] * 1000), "reward_function.py")
     finally:
         os.chdir(here)
     sent = pickle.dumps((scorer_of(task), example_of()))
@@ -428,7 +459,7 @@ def test_what_a_file_imports_does_not_count_against_a_response(tmp_path: Path) -
 
 def test_a_task_answers_turns_whoever_rewards_them(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def f(completions, **columns):\n    return [0.5 for _ in completions]\n")
-    task = WithRewardFunctions(CalculatorTask(num_train=1, num_heldout=1), str(tmp_path / "r.py"), ["f"])
+    task = with_reward_functions(CalculatorTask(num_train=1, num_heldout=1), str(tmp_path / "r.py"), ["f"])
     score = task.score("<calc>2 * 3</calc>", task.train[0])
     assert score.reply == {"role": "tool", "content": "6"}
     assert score.terms == {"f": 0.5}

@@ -11,7 +11,7 @@ import pytest
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import TRL, VERL, load_functions
 from sota_grpo.tasks.table import TableTask
-from sota_grpo.tasks.wrappers import WithRewardFunctions
+from sota_grpo.tasks.wrappers import with_reward_functions
 
 TASK = TableTask([TableTask().read_row({"prompt": "2+2?", "ground_truth": 4, "level": 1}, "demo")])
 NEITHER = r"is neither verl's compute_score\(data_source, .*\) nor TRL's function\(prompts, completions, \*\*columns\)"
@@ -22,7 +22,7 @@ def refusal(path: Path, text: str | None, names: list[str], weights: list[float]
     if text is not None:
         path.write_text(text)
     with pytest.raises(UserError) as caught:
-        WithRewardFunctions(TASK, str(path), names, weights)
+        with_reward_functions(TASK, str(path), names, weights)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -38,6 +38,7 @@ def refusal(path: Path, text: str | None, names: list[str], weights: list[float]
         ("completions, **kwargs", TRL),
         ("completions, level, log_extra=None, **kwargs", TRL),
         ("prompts, completions, completion_ids=None, trainer_state=None", TRL),
+        ("completion_ids, **kwargs", TRL),
         ("completions, ground_truth, level", TRL),
     ],
 )
@@ -47,7 +48,7 @@ def test_both_forms_are_known_by_their_parameters(tmp_path: Path, signature: str
     path.write_text(f"{kind} f({signature}): return 0\n")
     (function,) = load_functions(str(path), ["f"])
     assert (function.name, function.form) == ("f", form)
-    WithRewardFunctions(TASK, str(path), ["f"])
+    with_reward_functions(TASK, str(path), ["f"])
 
 
 def test_objects_that_can_be_called_are_functions_too(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_objects_that_can_be_called_are_functions_too(tmp_path: Path) -> None:
         "    def __call__(self, solution_str, ground_truth): return 3.0\n"
         "judge = Judge()\n"
     )
-    task = WithRewardFunctions(TASK, str(path), ["double", "judge"])
+    task = with_reward_functions(TASK, str(path), ["double", "judge"])
     assert task.score("4", TASK.train[0]).terms == {"double": 2.0, "judge": 3.0}
 
 
@@ -108,11 +109,6 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
             "solution_str, ground_truth, judge_url",
             "asks for judge_url, which nothing here has; give it a default value",
         ),
-        (
-            "completions, completion_ids",
-            "asks for completion_ids, which a grader, which reads text only, does not have",
-        ),
-        ("completion_ids, **kwargs", "asks for completion_ids"),
         ("completions, trainer_state, **kwargs", "asks for trainer_state"),
         ("solution_str, /, ground_truth", NEITHER),
         ("completions, solution", "f asks for solution, but the columns of the data are ground_truth, level"),
@@ -146,7 +142,7 @@ def test_a_changed_file_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "rewards.py"
     for value in (1.0, 2.0, 3.0):
         path.write_text(f"def compute_score(solution_str): return {value}\n")
-        assert WithRewardFunctions(TASK, str(path)).score("", TASK.train[0]).terms == {"compute_score": value}
+        assert with_reward_functions(TASK, str(path)).score("", TASK.train[0]).terms == {"compute_score": value}
 
 
 def test_a_file_may_define_dataclasses_with_deferred_annotations(tmp_path: Path) -> None:
@@ -156,4 +152,4 @@ def test_a_file_may_define_dataclasses_with_deferred_annotations(tmp_path: Path)
         "@dataclass\nclass Settings:\n    kind: ClassVar[str] = 'a'\n    factor: float = 2.0\n"
         "def compute_score(solution_str): return Settings().factor\n"
     )
-    assert WithRewardFunctions(TASK, str(path)).score("", TASK.train[0]).terms == {"compute_score": 2.0}
+    assert with_reward_functions(TASK, str(path)).score("", TASK.train[0]).terms == {"compute_score": 2.0}

@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from benchmarks.rewards import gsm8k_groups
@@ -154,15 +155,16 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_grader_outlives_a_killed_trainer() -> None:
-    """Not even one that hangs with its interpreter locked."""
-    code = """
+def test_no_grader_outlives_a_killed_trainer(tmp_path: Path) -> None:
+    """Not even one that hangs with its interpreter locked, nor what a grader has sent away."""
+    code = f"""
     import time
     from sota_grpo.rl.records import Example
     from sota_grpo.rewards.grading import GradingPool
     from tests.unit.graders import WEIGHTS, moody
     pool = GradingPool(moody, WEIGHTS, num_workers=2, timeout_s=600.0)
     pool.wait_ready()
+    pool.scores([("away {tmp_path}/pid", Example("2 + 2?", "4"))]).result()
     pool.scores([("spin", Example("2 + 2?", "4"))])
     print(*pool.fleet.pids, flush=True)
     time.sleep(600)
@@ -171,10 +173,46 @@ def test_no_grader_outlives_a_killed_trainer() -> None:
     assert trainer.stdout is not None
     pids = [int(pid) for pid in trainer.stdout.readline().split()]
     assert len(pids) == 2
+    pids = [
+        *pids,
+        *(child.pid for child in psutil.Process(trainer.pid).children(recursive=True)),
+        sent_away(tmp_path / "pid"),
+    ]
     time.sleep(0.3)  # it hangs by now
     trainer.kill()
     trainer.wait()
     wait_for(lambda: not any(map(alive, pids)))
+
+
+def sent_away(path: Path) -> int:
+    wait_for(path.exists)
+    return int(path.read_text())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a shepherd needs Linux")
+@pytest.mark.parametrize("end", ["crash", "spin", "exit", "close"])
+def test_what_a_grader_sends_away_ends_with_it(end: str, tmp_path: Path) -> None:
+    example = make_env().task.train[0]
+    with closing(GradingPool(moody, WEIGHTS, num_workers=1, timeout_s=0.5)) as pool:
+        pool.scores([(f"away {tmp_path}/pid", example)]).result()
+        pid = sent_away(tmp_path / "pid")
+        assert alive(pid)
+        if end != "close":
+            pool.scores([(end, example)]).result()
+            wait_for(lambda: not alive(pid))
+    wait_for(lambda: not alive(pid))
+
+
+def test_a_graders_flood_is_cut_and_its_control_characters_are_escaped(capfd: pytest.CaptureFixture[str]) -> None:
+    example = make_env().task.train[0]
+    with closing(GradingPool(moody, WEIGHTS, num_workers=1, timeout_s=60.0)) as pool:
+        for _ in range(2):
+            pool.scores([("flood", example)]).result()
+    told = capfd.readouterr().err
+    assert told.startswith("\\x1b[2Jxxx")
+    assert "\x1b" not in told
+    assert 60_000 < len(told) < 66_000
+    assert told.splitlines()[-1] == "reward-0 has printed 64 KiB within a minute: the rest of it is left out."
 
 
 def test_closing_the_pool_ends_graders_that_hang() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from sota_grpo.training.runs import (
     RUN_FILE,
     RunDir,
     RunRefused,
+    drop_empty,
     open_run,
     read_record,
     signature,
@@ -278,6 +280,33 @@ def test_a_finished_run_is_finished_until_more_turns_are_asked_for(tmp_path: Pat
         record = read_record(run_dir)
         assert record is not None
         assert (record["num_steps"], record["finished"]) == (STEPS + 1, False)
+
+
+def test_a_run_under_a_schedule_becomes_longer_where_it_is_named(tmp_path: Path) -> None:
+    config = with_option("optimizer", "schedule", "linear")
+    run_dir, fresh = run_at(tmp_path, "2026-01-01", "10-00-00"), run_at(tmp_path, "2026-01-02", "10-00-00")
+    with opened(run_dir, None, config) as place:
+        place.start(json.dumps(config))
+        place.finish()
+    longer = with_option("train", "total_dialog_turns", 128, config)
+    for own, resume in ((fresh, str(run_dir)), (run_dir, "auto")):
+        with opened(own, resume, longer, 2 * STEPS) as place:
+            assert (place.path, place.finished, place.shorter) == (run_dir, False, STEPS)
+    with opened(fresh, "auto", longer, 2 * STEPS) as place:
+        assert (place.path, place.shorter) == (fresh, None)  # it is no run of this config
+    with pytest.raises(RunRefused, match=r"another config: train\.epochs"):
+        opened(fresh, str(run_dir), with_option("train", "epochs", 2, longer), 2 * STEPS)
+
+
+def test_what_was_made_for_a_command_is_gone_and_what_was_there_is_not(tmp_path: Path) -> None:
+    fresh, other = run_at(tmp_path, "2026-01-02", "10-00-00"), run_at(tmp_path, "2026-01-01", "10-00-00")
+    for folder in (fresh, other):
+        (folder / ".hydra").mkdir(parents=True)
+    (other / "training.log").touch()
+    drop_empty(other)
+    drop_empty(fresh)
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["2026-01-01"]
+    assert (other / ".hydra").is_dir()
 
 
 def test_a_run_does_not_become_shorter(tmp_path: Path) -> None:

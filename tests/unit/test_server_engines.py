@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sota_grpo.engines import Deadlines, Engine, EngineOptions
+from sota_grpo.engines import Deadlines, Engine, EngineOptions, inference_server
 from sota_grpo.engines import server_engine as server_module
 from sota_grpo.engines.inference_server import Dialect, HttpClient, ServerDied, ServerError
 from sota_grpo.engines.server_engine import ServerEngine
@@ -173,6 +173,18 @@ def test_groups_come_back_in_the_order_in_which_they_end(rigs: Rigs, kind: str):
     assert steps_until(engine)[0][0] == middle
     fake.held[20].set()
     assert steps_until(engine)[0][0] == slow
+
+
+def test_many_groups_need_no_more_threads_than_are_answered_at_once(rigs: Rigs):
+    fake = FakeVLLM()
+    fake.held = {20: threading.Event()}
+    engine, before = rigs.engine(fake, max_rows=2), set(threading.enumerate())
+    add(engine, [request(20, group=group, num_samples=1) for group in range(30)], SAMPLING)
+    wait_for(lambda: fake.num_sampling == 2)
+    names = [thread.name for thread in set(threading.enumerate()) - before]
+    assert sum(name.startswith(f"{engine.name}-") for name in names) == 2
+    fake.held[20].set()
+    assert sorted(output.group_id for _, output in steps_until(engine, 30)) == list(range(30))
 
 
 @pytest.mark.timeout(120)
@@ -468,13 +480,13 @@ def test_what_a_server_leaves_behind_lies_in_the_folder_that_ends_with_it(
 ):
     found = {}
 
-    def start(make_command: object, environment: Callable[[str], dict], *, scratch: Path, **_: object) -> None:
-        found.update(environment("key"), scratch=str(scratch))
+    def start(command: object, environment: dict, log_path: Path, scratch: Path) -> None:
+        found.update(environment, scratch=str(scratch))
         raise InterruptedError
 
     monkeypatch.setattr(server_module, "find_spec", lambda name: object())
     monkeypatch.setattr(server_module, "expected_weights", lambda *_, **__: (SHAPES, {}))
-    monkeypatch.setattr(server_module, "start_server", start)
+    monkeypatch.setattr(inference_server, "ServerProcess", start)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     with pytest.raises(InterruptedError):
         server_module.server_engine(EngineOptions("model", engine="vllm_server", eos_token_ids=[1]))

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from sota_grpo.engines import EngineOptions
+from sota_grpo.engines import Deadlines, EngineOptions
 from sota_grpo.engines.inference_server import ServerDied, ServerLate, ServerProcess, start_server
 from sota_grpo.engines.server_engine import WeightFolder
 from sota_grpo.engines.sglang_server import SGLangDialect
@@ -35,13 +36,14 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 def start(folder: Path, script: str = SERVER, *, start_s: float = 60.0) -> tuple[ServerProcess, str, str]:
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
-    return start_server(
-        lambda port, _: [sys.executable, "-c", script, str(port)],
-        lambda key: {KEY_VARIABLE: key},
-        log_path=folder / "logs" / "server.log",
-        scratch=scratch,
-        start_s=start_s,
+    dialect = Mock(
+        command=lambda options, port, *_, on_cpu: [sys.executable, "-c", script, str(port)],
+        environment=lambda options, key, on_cpu: {KEY_VARIABLE: key},
     )
+    options = EngineOptions(
+        "model", eos_token_ids=[1], log_path=folder / "logs" / "server.log", deadlines=Deadlines(start=start_s)
+    )
+    return start_server(dialect, options, scratch, on_cpu=True)
 
 
 def test_closing_ends_the_server_its_children_and_its_scratch_folder(tmp_path: Path):

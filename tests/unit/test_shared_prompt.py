@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 
 from sota_grpo import keys
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
-from sota_grpo.policy.layout import pack
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.shared_attention import SHARED_ATTENTION, shared_attention
+from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, pack, shared_attention
 from tests.unit.tiny_models import FAMILIES, VOCAB, make_model, make_rows
 
 
@@ -129,7 +128,7 @@ def test_the_call_of_the_kernel_for_gpus_asks_for_the_same_attention(
     """Its arguments, with plain torch in the kernel's place: the kernel itself runs on CUDA only."""
     import torch.nn.attention.varlen
 
-    from sota_grpo.policy import shared_attention as module
+    from sota_grpo.policy import shared_prompt as module
 
     family = case.split()[0] if case.split()[0] in FAMILIES else "qwen3"
     packed, padded = policies(family, **CASES[case])
@@ -186,14 +185,6 @@ def test_checkpointing_and_adapters_change_nothing(lora: bool) -> None:
     rows = make_groups(GROUPS)
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
-
-
-def test_a_row_does_not_depend_on_those_beside_it() -> None:
-    """Neither on its siblings: changing what another response says moves no bit of more than rounding."""
-    packed, _ = policies("qwen2")
-    rows = make_groups([(4, [5, 5, 3]), (6, [2, 8])])
-    alone = torch.cat([packed(rows[index : index + 1])[keys.LOG_PROBS] for index in range(5)])
-    torch.testing.assert_close(packed(rows)[keys.LOG_PROBS], alone)
 
 
 def test_each_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,14 +315,16 @@ def test_without_a_layout_the_model_is_what_it_was() -> None:
 
 def test_a_mistake_in_our_own_attention_is_no_reason_to_pad(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a keyword that the kernel of another torch does not know: it must not be taken for the model's."""
-    from sota_grpo.policy import shared_attention as module
+    from sota_grpo.policy import shared_prompt as module
 
     monkeypatch.setattr(module, "_like_rows", lambda: None)
     with pytest.raises(TypeError):
         CausalPolicy(make_model("qwen2"))
 
 
-def test_an_attention_that_is_not_known_is_refused() -> None:
+def test_what_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="right-padded"):
+        pack(torch.ones(1, 2).long(), torch.tensor([[False, True]]), torch.zeros(1, 2).bool())
     heads = torch.randn(1, 2, 3, 4)
     layout = pack(torch.arange(3).unsqueeze(0), torch.ones(1, 3).bool(), torch.zeros(1, 3).bool())
     for strange in ({"dropout": 0.1}, {"s_aux": heads}, {"is_causal": False}):

@@ -21,7 +21,7 @@ from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
-from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty
 from sota_grpo.source.admission import Group, Refill
 from sota_grpo.source.collector import RolloutCollector
 from sota_grpo.source.rollouts import Rollouts
@@ -589,6 +589,16 @@ def test_a_flat_group_of_an_earlier_turn_is_replaced_as_one_of_the_first_round()
     before, after = ({name: value for name, value in vars(one).items() if name != "_pool"} for one in (refill, again))
     assert before == after
     assert [group.group_id for group, _ in again.settle()] == [7]
+
+
+def test_the_length_penalty_does_not_make_a_flat_group_worth_training() -> None:
+    """Dynamic sampling judges the graded reward; what groups go through comes after it, as in lockstep."""
+    rig = Rig(refill=True, right=0.0, max_draws=2, group_transforms=[OverlongPenalty(10, 9)])
+    batch = rig.turn(0)
+    assert rig.source.metrics()["groups/refilled"] > 0
+    rewards = torch.cat([row.get(keys.REWARD) for row in batch.unbind(0)])
+    lengths = torch.stack([row.get(keys.ASSISTANT_MASK).sum() for row in batch.unbind(0)])
+    assert torch.allclose(rewards, (1 - lengths) / 9)  # of answers that are all wrong
 
 
 def test_metrics_are_in_the_glossary_and_count_what_is_left() -> None:

@@ -123,9 +123,6 @@ def test_a_sample_has_one_entry_for_each_token_after_its_prompt(tmp_path: Path) 
     assert sample["ref_log_probs"] == [-1.0, 0.0, -2.0]
     assert sample["policy_log_probs"] == [-3.0, 0.0, -4.0]
     assert sample["entropy"] == [5.0, 0.0, 6.0]
-
-
-def test_what_was_not_measured_is_none(tmp_path: Path) -> None:
     for sample in read_step(save_step(tmp_path, make_stored(measured=None))).samples:
         assert sample["policy_log_probs"] is sample["entropy"] is sample["ref_log_probs"] is None
         assert sample["log_probs"] == [-0.25] * len(sample["pieces"])
@@ -134,7 +131,7 @@ def test_what_was_not_measured_is_none(tmp_path: Path) -> None:
 def test_turns_from_the_restart_on_are_dropped(tmp_path: Path) -> None:
     for step in (0, 2, 4):
         save_step(tmp_path, make_stored(step))
-    torn = tmp_path / STEPS_FOLDER / ".step_000004.pt.tmp"
+    torn = tmp_path / STEPS_FOLDER / ".step_000004.pt.5f3a.tmp"
     torn.write_bytes(b"half")
     drop_steps(tmp_path, 2)
     assert [step_of(path) for path in stored_steps(tmp_path)] == [0]
@@ -146,25 +143,19 @@ def test_the_oldest_turns_go_first_but_for_turn_0(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_step(tmp_path, make_stored(step), most_bytes=int(2.5 * size))
     assert [step_of(path) for path in stored_steps(tmp_path)] == [0, 3]
+    save_step(tmp_path, make_stored(4), most_bytes=1)  # however large
+    assert [step_of(path) for path in stored_steps(tmp_path)] == [0, 4]
 
 
-def test_the_newest_turn_is_kept_however_large(tmp_path: Path) -> None:
-    save_step(tmp_path, make_stored(1), most_bytes=1)
-    assert [step_of(path) for path in stored_steps(tmp_path)] == [1]
-
-
-@pytest.mark.parametrize("content", [b"", b"not an archive", None], ids=["empty", "text", "cut"])
-def test_a_damaged_turn_is_a_sentence(content: bytes | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["empty", "text", "cut", "of another program"])
+def test_a_damaged_turn_is_a_sentence(kind: str, tmp_path: Path) -> None:
     path = save_step(tmp_path, make_stored())
-    path.write_bytes(path.read_bytes()[:-700] if content is None else content)
-    with pytest.raises(UserError, match=r"step_000020\.pt is damaged"):
+    if kind == "of another program":
+        torch.save({"model": torch.zeros(3)}, path)
+    else:
+        path.write_bytes({"empty": b"", "text": b"not an archive", "cut": path.read_bytes()[:-700]}[kind])
+    with pytest.raises(UserError, match=r"step_000020\.pt is damaged, or no stored step"):
         read_step(path)
-
-
-def test_another_programs_archive_is_a_sentence(tmp_path: Path) -> None:
-    torch.save({"model": torch.zeros(3)}, tmp_path / "step_000001.pt")
-    with pytest.raises(UserError, match="no stored step"):
-        read_step(tmp_path / "step_000001.pt")
 
 
 def test_a_file_system_that_refuses_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
@@ -250,15 +241,12 @@ def in_bytes(ids) -> str:
     [
         ("a€b", ["a", "", "", "€", "b"]),
         ("🙂", ["", "", "", "🙂"]),
+        (b"A\xe2\x82", ["A", "", "\ufffd"]),  # half a character at the end is not lost
         ("\ufffd!", ["", "", "", "\ufffd!"]),  # the mark itself cannot be told from half a character before the next
     ],
 )
-def test_a_character_of_several_tokens_stands_with_its_last(text: str, expected: list[str]) -> None:
-    assert text_pieces(list(text.encode()), in_bytes) == expected
-
-
-def test_half_a_character_at_the_end_is_not_lost() -> None:
-    assert text_pieces([0x41, 0xE2, 0x82], in_bytes) == ["A", "", "\ufffd"]
+def test_a_character_of_several_tokens_stands_with_its_last(text: str | bytes, expected: list[str]) -> None:
+    assert text_pieces(list(text if isinstance(text, bytes) else text.encode()), in_bytes) == expected
 
 
 def test_a_space_that_a_decoder_drops_at_the_start_belongs_to_its_word() -> None:

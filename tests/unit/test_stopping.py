@@ -1,4 +1,4 @@
-"""SIGTERM lets the step at hand finish, but not longer than the grace time."""
+"""SIGTERM lets the step at hand finish, but not longer than the grace time; several Ctrl-C end a run as one does."""
 
 from __future__ import annotations
 
@@ -45,3 +45,31 @@ def test_the_process_ends_itself_when_even_that_is_not_heeded(monkeypatch: pytes
     deaf = "import sota_grpo.stopping as s\ns._LAST_S = 0.3\n" + deaf
     done = subprocess.run([sys.executable, "-c", deaf, "0.1", "0", "0"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 143
+
+
+BURST = """
+import signal, sys
+import sota_grpo.stopping as stopping
+stopping._LAST_S = float(sys.argv[1])
+stopping.interrupt_once()
+try:
+    with stopping.StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+        signal.raise_signal(getattr(signal, sys.argv[2]))
+except KeyboardInterrupt:
+    signal.raise_signal(signal.SIGINT)
+    print("closed", flush=True)
+"""
+
+
+def test_further_interrupts_do_not_disturb_what_is_being_closed_until_they_are_meant() -> None:
+    for wait_s, second, told, code in (
+        ("60", "SIGINT", "closed\n", 0),
+        ("60", "SIGTERM", "closed\n", 0),
+        ("-1", "SIGINT", "", 130),
+    ):
+        command = [sys.executable, "-c", BURST, wait_s, second]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (done.stdout, done.returncode) == (told, code)
+        assert "Traceback" not in done.stderr

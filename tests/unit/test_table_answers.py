@@ -98,12 +98,3 @@ def test_a_gold_response_is_right_or_there_is_none(answer_format: str | None) ->
         if not isinstance(truth, str) and truth >= 1e-4:  # 1e-05 has an exponent, which last_number does not write
             assert gold is not None, (SEED, truth)
     assert none, "some of these cannot be written in any format"
-
-
-@pytest.mark.timeout(120)  # about a second
-@pytest.mark.parametrize("source", ["mine", "openai/gsm8k", MATH_SOURCES[0]])
-@pytest.mark.parametrize("answer_format", [None, *ANSWER_FORMATS])
-def test_hostile_text_is_wrong_and_quick(source: str, answer_format: str | None) -> None:
-    texts = ["{" * 10**6, "\\boxed{" * 10**5, "<answer>" * 10**5, "10**10**10", "__import__('os')", "\0\ud800" * 10**5]
-    for text in texts:
-        assert not is_right(text, source, "42", answer_format)

@@ -18,9 +18,9 @@ from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.weight_pack import WeightPack, views
 from sota_grpo.workers.base import WorkerSpec
 from sota_grpo.workers.fleet import Fleet, starter
+from sota_grpo.workers.processes import ThreadLauncher
 from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.slots import OnDemand
-from sota_grpo.workers.threads import ThreadLauncher
 from sota_grpo.workers.weight_transfer import WeightLayout, WeightSender, WeightTransfer, _filled
 from tests.engine_rigs import tiny_model
 
@@ -167,7 +167,7 @@ def test_a_copy_is_made_when_a_successor_starts_and_not_before() -> None:
     for version in (1, 2):
         assert transfer.push(version) == [version]
     assert learner.copies == 0
-    fleet._supervisor.slots[0].worker.kill()
+    fleet._slots[0].worker.kill()
     assert fleet.submit().result(30) == 2
     assert fleet.broadcast("told", deadline_s=30) == [[("update", 2, 2)]]
     assert learner.copies == 1
@@ -200,7 +200,7 @@ def test_a_copy_that_is_late_does_not_replace_newer_weights() -> None:
         return WeightPack.of([("w", torch.tensor(1.0))]), 1
 
     fleet.keep("update_weights", OnDemand(old))
-    fleet._supervisor.slots[0].worker.kill()
+    fleet._slots[0].worker.kill()
     first_task = fleet.submit()
     assert asked.wait(30)
     fleet.keep("update_weights", OnDemand(lambda: (WeightPack.of([("w", torch.tensor(2.0))]), 2)))

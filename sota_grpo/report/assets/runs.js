@@ -12,11 +12,13 @@ function accuracyOf(run) {
   return points.length === 1 ? say(points[0]) : `${say(points[0])} → ${say(points.at(-1))}`;
 }
 
-function lastReward(run) {
-  const points = smoothed(pointsOf(run, "reward"), 4);
-  if (!points.length) return "–";
-  const say = (point) => fmt(point.y, 3);
-  return points.length === 1 ? say(points[0]) : `${say(points[0])} → ${say(points.at(-1))}`;
+// Of a run's beginning and end as many steps as do not overlap, 10 at most.
+function rewardEnds(run) {
+  const values = pointsOf(run, "reward").map((point) => point.y);
+  const count = Math.max(1, Math.min(10, Math.floor(values.length / 2)));
+  const say = (some) => fmt(some.reduce((sum, value) => sum + value, 0) / some.length, 3);
+  if (values.length < 2) return values.length ? say(values) : "–";
+  return `${say(values.slice(0, count))} → ${say(values.slice(-count))}`;
 }
 
 function toggled() {
@@ -42,7 +44,7 @@ function runRow(run) {
     el("td", { class: "nowrap" }, RUNS.length > 1 ? box : null, badge(run)),
     rowHead(el("span", { title: run.path }, readable(run.name))),
     stateOf(run),
-    lastReward(run),
+    rewardEnds(run),
     accuracyOf(run),
     duration(run.phases.total),
     el("td", { class: "nowrap" }, run.written),

@@ -126,7 +126,7 @@ def _count_capital_tokens(sentence: str) -> int:
 
 @lru_cache(maxsize=1)
 def _word_finder() -> Any:
-    from nltk.tokenize import RegexpTokenizer
+    from nltk.tokenize import RegexpTokenizer  # its words have vowel signs, as of Hindi; those of re end before them
 
     return RegexpTokenizer(r"\w+")
 

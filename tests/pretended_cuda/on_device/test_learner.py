@@ -18,7 +18,7 @@ from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.objectives import GRPOLoss
-from sota_grpo.rl.transforms import ReferenceKL
+from sota_grpo.rl.transforms import ReferenceKL, reference_log_probs
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
 from tests.pretended_cuda import kernels
@@ -162,13 +162,18 @@ def test_the_head_keeps_its_logits_in_float32() -> None:
     assert (entropy.cpu().double() + (exact.exp() * exact).sum(-1)).abs().max() < 1e-4
 
 
-def test_a_micro_batch_seldom_makes_the_host_wait(tmp_path: Path) -> None:
-    """Of steps over the same rows in one micro-batch and in many, by their difference."""
+@pytest.mark.parametrize("whose", ["learner", "reference"])
+def test_a_micro_batch_seldom_makes_the_host_wait(whose: str, tmp_path: Path) -> None:
+    """Of passes over the same rows in one micro-batch and in many, by their difference."""
     learner = build(tmp_path, "cuda", **{**FULL, "precision": "bf16", "optim_batch_size": 16})
+    reference = FrozenReference(make_model(head_dim=8).to("cuda"))
     counted, batch = {}, row_list(rows())
     for budget in (20, 1000):
         with host_traffic() as traffic:
-            learner._accumulate(batch, budget)
+            if whose == "learner":
+                learner._accumulate(batch, budget)
+            else:
+                reference_log_probs(reference, batch, pad_token_id=0, token_budget=budget)
         counted[len(learner.own_micro_batches(batch, budget))] = traffic
     (many, several), (one, single) = counted.items()
     assert one == 1

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from sota_grpo.policy import sharding
-from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.packed import kernel_difference
+from sota_grpo.policy.causal import CausalPolicy, kernel_difference
 from sota_grpo.policy.sharding import Ranks
 from tests.pretended_cuda.kernels import STAND_INS
 from tests.pretended_cuda.on_device.test_learner import CUDA, FULL, build, rows

@@ -1,0 +1,95 @@
+"""``python -m tests.fuzz --minutes 60 --seed 7 [TARGET ..]``: a table of what was tried; exit code 1 after a crash."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+from hypothesis import HealthCheck, given, seed, settings
+from rich.console import Console
+from rich.table import Table
+
+MEMORY_GB = 6
+LONGEST_S = 20.0  # of one input, in processor time: a grader has 60 s of wall-clock time
+EXAMPLES = 30  # of one seed; Hypothesis shrinks what fails
+
+
+def fuzz(name: str, seconds: float, first_seed: int) -> dict[str, Any]:
+    """Try seed after seed for so long, in this process; a crash raises, shrunk to its smallest input."""
+    from sota_grpo.errors import UserError
+    from tests.fuzz.targets import TARGETS
+
+    target = TARGETS[name]
+    tried, refused, longest = 0, 0, 0.0
+    ends = time.monotonic() + seconds
+
+    def check(drawn: Any) -> None:
+        nonlocal tried, refused, longest
+        tried += 1
+        began = time.process_time()
+        try:
+            target.check(drawn)
+        except UserError:
+            refused += 1
+        took = time.process_time() - began
+        longest = max(longest, took)
+        assert took < LONGEST_S, f"it took {took:.1f} s"
+
+    run = settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    number = first_seed
+    while time.monotonic() < ends:
+        seed(number)(run(given(target.drawn)(check)))()
+        number += 1
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"seeds": number - first_seed, "tried": tried, "refused": refused, "longest_s": longest, "peak_mb": peak_mb}
+
+
+def apart(name: str, seconds: float, first_seed: int) -> dict[str, Any] | str:
+    """:func:`fuzz` in a process of its own with bounded memory; a string is how it ended otherwise."""
+    code = f"from tests.fuzz.__main__ import child; child({name!r}, {seconds}, {first_seed})"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds + 600)
+    except subprocess.TimeoutExpired as late:
+        return f"one input did not end: {str(late.stderr)[-2000:]}"
+    if done.returncode:
+        return f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def child(name: str, seconds: float, first_seed: int) -> None:
+    """What :func:`apart` runs."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_GB << 30, MEMORY_GB << 30))
+    print("\n" + json.dumps(fuzz(name, seconds, first_seed)))
+
+
+def main() -> int:
+    from tests.fuzz.targets import TARGETS
+
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("targets", nargs="*", choices=[[], *TARGETS], help="all of them without any")
+    parser.add_argument("--minutes", type=float, default=1.0, help="of all targets together")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    names = options.targets or list(TARGETS)
+    table = Table("target", "seeds", "inputs", "refused by a sentence", "longest, s", "memory, MB")
+    crashes = 0
+    for name in names:
+        found = apart(name, 60 * options.minutes / len(names), options.seed)
+        if isinstance(found, str):
+            crashes += 1
+            print(f"== {name}, from seed {options.seed}\n{found}", file=sys.stderr)
+            table.add_row(name, "crashed")
+        else:
+            counts = [f"{found[key]:,}" for key in ("seeds", "tried", "refused")]
+            table.add_row(name, *counts, f"{found['longest_s']:.2f}", f"{found['peak_mb']:.0f}")
+    Console().print(table)
+    return 1 if crashes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""The targets, by name: what is drawn, and what takes it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from sota_grpo.assembly.compose import compose, load_config
+from sota_grpo.config import Config, flat
+from sota_grpo.config.validators import validate
+from sota_grpo.envs.dialogs import TurnTokens
+from sota_grpo.envs.task_env import TaskEnv
+from sota_grpo.errors import UserError
+from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.report import report_json
+from sota_grpo.report.data import read_runs
+from sota_grpo.rewards.extract import extract_answer
+from sota_grpo.rewards.maths import math_equal
+from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import guarded_score
+from sota_grpo.sweeps import as_text, read_sweep
+from sota_grpo.tasks.gsm8k import GSM8KTask
+from sota_grpo.tasks.ifeval import IFEvalTask
+from sota_grpo.tasks.table import TableTask
+from sota_grpo.training.checkpoint import CheckpointStore
+from tests.report_rigs import write_run
+from tests.unit.test_ifeval_checks import FLAT as INSTRUCTED
+
+
+@dataclass(frozen=True)
+class Target:
+    """``check(input)`` of whatever ``drawn`` gives ends, or raises a ``UserError``."""
+
+    drawn: SearchStrategy[Any]
+    check: Callable[[Any], object]
+
+
+def one_of_words(words: str, *, most: int = 12) -> SearchStrategy[str]:
+    """Texts joined of words and of anything."""
+    return st.lists(st.sampled_from(words.split()) | st.text(max_size=4), max_size=most).map("".join)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+JSON = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+)
+SPECIAL = "<|im_end|> <|im_start|> <|endoftext|> user assistant system tool </s> [INST] {{7*7}} {%raw%} \n \x00 \u202e"
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+# options -------------------------------------------------------------------------------------------------------------
+
+_VALUES = (
+    st.integers().map(str)
+    | st.floats().map(str)
+    | JSON.map(lambda value: json.dumps(value, ensure_ascii=False))
+    | one_of_words("${oc.env:HOME} ${seed} ??? [ ] { } , : = ' \" null true a/b .. -1 1e9 nan sum dapo vllm cpu 0")
+)
+_NAMES = st.sampled_from(sorted(flat(asdict(Config())))) | st.sampled_from(
+    ("algorithm", "mode", "engine", "hydra.run.dir")
+)
+
+
+def check_options(overrides: list[str]) -> None:
+    validate(compose("grpo_cpu", overrides))
+
+
+_OPTIONS = st.lists(
+    st.builds("{}{}={}".format, st.sampled_from(("", "", "", "+", "~", "++")), _NAMES | st.text(max_size=8), _VALUES),
+    max_size=4,
+)
+
+# tables --------------------------------------------------------------------------------------------------------------
+
+_COLUMN = st.sampled_from(("prompt", "question", "answer", "solution", "ground_truth", "reward_model", "data_source"))
+_CHAT = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(("user", "system", "tool", "")), "content": JSON}), max_size=3
+)
+_ODD = st.dictionaries(_COLUMN | st.text(max_size=6), JSON | _CHAT | one_of_words(SPECIAL), max_size=5)
+_EVEN = st.fixed_dictionaries({"prompt": st.text(min_size=1) | one_of_words(SPECIAL), "answer": SCALARS | JSON})
+_ROW = _EVEN | st.builds(lambda even, odd: {**even, **odd}, _EVEN, _ODD) | _ODD
+_LINES = (st.lists(_EVEN, min_size=3, max_size=6) | st.lists(_ROW, max_size=4)).map(
+    lambda rows: "\n".join(map(json.dumps, rows)).encode()
+)
+_TABLE = st.tuples(
+    st.just(".jsonl") | st.sampled_from((".jsonl", ".json", ".csv", ".parquet", ".txt", "")),
+    _LINES | _LINES | st.lists(_ROW, max_size=4).map(lambda rows: json.dumps(rows).encode()) | st.binary(max_size=200),
+    st.sampled_from((None, "boxed", "any")),
+)
+
+
+def check_table(drawn: tuple[str, bytes, str | None]) -> None:
+    suffix, content, answer_format = drawn
+    with folder() as where:
+        path = where / f"table{suffix}"
+        path.write_bytes(content)
+        task = TableTask.load(path=str(path), num_heldout=1, answer_format=answer_format)
+        for example in [*task.train, *task.heldout]:
+            for message in task.messages(example):
+                assert isinstance(message["content"], str)
+            score = guarded_score(task.score, task.term_weights, str(task.gold_response(example)), example)
+            assert score.error is None
+
+
+# run directories -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def _a_run() -> Path:
+    run = write_run(Path(tempfile.mkdtemp(prefix="fuzz")) / "run", turns=3, groups=2, siblings=2, stored=(0,))
+    (run / "gate.json").write_text(json.dumps({"passed": True, "checks": [{"name": "ratio", "passed": True}]}))
+    (run / "failure.json").write_text(json.dumps({"reason": "it ended"}))
+    CheckpointStore(run / "checkpoints").save(2, {"step": 2, "weights": torch.arange(64.0)})
+    CheckpointStore(run / "checkpoints").save(3, {"step": 3, "weights": torch.arange(64.0)})
+    return run
+
+
+def _replaced(content: bytes, change: tuple[str, int, Any]) -> bytes:
+    kind, place, value = change
+    place %= len(content) + 1
+    if kind == "cut":
+        return content[:place]
+    if kind == "bytes":
+        return content[:place] + value.encode("utf-8", "surrogatepass") + content[place + 1 :]
+    if kind == "line":
+        lines = content.splitlines(keepends=True)
+        lines.insert(place % (len(lines) + 1), json.dumps(value).encode() + b"\n")
+        return b"".join(lines)
+    return json.dumps(value).encode()
+
+
+_CHANGE = (
+    st.tuples(st.just("cut"), st.integers(0, 10**6), st.none())
+    | st.tuples(st.just("bytes"), st.integers(0, 10**6), st.text(max_size=6))
+    | st.tuples(st.sampled_from(("line", "all")), st.integers(0, 10**6), JSON)
+)
+_RUN = st.lists(st.tuples(st.integers(0, 100), _CHANGE), min_size=1, max_size=3)
+
+
+def check_run(changes: list[tuple[int, tuple[str, int, Any]]]) -> None:
+    with folder() as where:
+        run = where / "run"
+        shutil.copytree(_a_run(), run)
+        files = sorted(path for path in run.rglob("*") if path.is_file())
+        for index, change in changes:
+            path = files[index % len(files)]
+            path.write_bytes(_replaced(path.read_bytes(), change))
+        for reader in (
+            lambda: report_json(*read_runs([run]), budget=10**6),
+            lambda: as_text(read_sweep(where)),
+            lambda: load_config(run),
+            lambda: CheckpointStore(run / "checkpoints").latest(),
+        ):
+            with contextlib.suppress(UserError):
+                reader()
+
+
+# chat templates, what is said through them ---------------------------------------------------------------------------
+
+_TEMPLATE = one_of_words(
+    "{%formessageinmessages%} {%endfor%} {{message.content}} {{message['role']}} <|im_start|> <|im_end|> {%if%} "
+    "{%endif%} {{bos_token}} {{raise_exception('no')}} {{messages[0].content|trim}} {{message.content.split('x')[-1]}} "
+    "{{7/0}} {%ifadd_generation_prompt%} {{undefined.name}} {%setns=namespace(a=1)%}"
+).map(lambda text: text.replace("for", "for ").replace("in", " in ").replace("if", "if "))
+
+
+@cache
+def _tokenizer() -> Any:
+    return load_tokenizer("tiny")
+
+
+def check_template(drawn: tuple[str | None, str, str]) -> None:
+    template, said, role = drawn
+    tokenizer = _tokenizer()
+    kept = tokenizer.chat_template
+    tokenizer.chat_template = kept if template is None else template
+    try:
+        turns = TurnTokens(tokenizer)
+        with contextlib.suppress(UserError):
+            turns.ids({"role": role, "content": said}, tokenizer.eos_token_id)
+        example = Example(said or "?", "1")
+        TaskEnv(GSM8KTask([example]), tokenizer).prompt_ids(example)
+    finally:
+        tokenizer.chat_template = kept
+
+
+# instructions and answers --------------------------------------------------------------------------------------------
+
+_ARGUMENTS = sorted({name for _, given, *_ in INSTRUCTED for name in given})
+_KWARGS = st.dictionaries(st.sampled_from(_ARGUMENTS) | st.text(max_size=4), JSON, max_size=2)
+_CHECKED = st.builds(  # an instruction with what it can be checked with, and sometimes with something else
+    lambda instruction, other, mixed: (instruction[0], {**instruction[1], **other} if mixed else instruction[1]),
+    st.sampled_from(INSTRUCTED),
+    _KWARGS,
+    st.booleans(),
+)
+_SAID = st.text(max_size=200) | one_of_words('* - <<a>> *** P.S. 1. ... {"a":1} \n\n HELLO ! ? bonjour', most=40)
+
+
+def check_instructions(drawn: tuple[list[tuple[Any, Any]], list[Any], str]) -> None:
+    instructions, more, response = drawn
+    ids, kwargs = [name for name, _ in instructions], [given for _, given in instructions]
+    task = IFEvalTask()
+    example = task.read_row({"prompt": "?", "instruction_id_list": ids, "kwargs": kwargs + more}, "a row")
+    assert guarded_score(task.score, task.term_weights, response, example).error is None
+
+
+_FORMULA = one_of_words(
+    r"\frac \sqrt {1} {2} { } ( ) [ ] \{ \} , ; = < \le ^ _ + - * / ! \% \circ \pi \infty e i x y 1 12 0.5 1,000 "
+    r"\text{cm} \binom \log_ \sin \begin{pmatrix} \end{pmatrix} & \\ \pm \cup \in \boxed{ $ \( \) | "
+    r"\left( \right) ^{9^9} 10^{10} !!",
+    most=30,
+)
+
+
+def check_answers(drawn: tuple[str, str]) -> None:
+    gold, answer = drawn
+    assert isinstance(math_equal(gold, answer), bool)
+    for answer_format in ("boxed", "any", "hash"):
+        with contextlib.suppress(ValueError):
+            extract_answer(answer, answer_format)
+
+
+TARGETS = {
+    "options": Target(_OPTIONS, check_options),
+    "tables": Target(_TABLE, check_table),
+    "runs": Target(_RUN, check_run),
+    "templates": Target(
+        st.tuples(st.none() | _TEMPLATE, one_of_words(SPECIAL), st.sampled_from(("user", "tool"))), check_template
+    ),
+    "instructions": Target(
+        st.tuples(st.lists(_CHECKED, max_size=3), st.just([]) | st.lists(JSON, max_size=1), _SAID), check_instructions
+    ),
+    "answers": Target(st.tuples(_FORMULA, _FORMULA), check_answers),
+}

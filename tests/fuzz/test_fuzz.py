@@ -1,0 +1,19 @@
+"""A minute of random input for everything that takes what strangers write."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.__main__ import apart
+from tests.fuzz.targets import TARGETS
+
+SECONDS = 60 / len(TARGETS)
+SEED = 0  # always the same here; other seeds by `python -m tests.fuzz`, since what they find is a change of its own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_random_input_is_taken_or_refused_with_a_sentence(name: str) -> None:
+    found = apart(name, SECONDS, SEED)
+    assert isinstance(found, dict), f"python -m tests.fuzz {name} --seed {SEED}\n{found}"
+    assert found["tried"] > found["refused"]

@@ -1,0 +1,201 @@
+"""What holds for every task: nothing is trained on and held out, no order matters, scorers travel without examples."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sota_grpo.errors import UserError
+from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import Task, scorer_of
+from sota_grpo.tasks import TASKS, make_task, task_class
+from sota_grpo.tasks.dataset import DatasetError, normalised
+from sota_grpo.tasks.procedural import HELDOUT_SHARE, is_heldout
+
+SEED = random.SystemRandom().randrange(1 << 30)
+ROWS: dict[str, Callable[[int], dict[str, Any]]] = {  # a row of a task's data, of question {number}
+    "gsm8k": lambda number: {"question": f"No. {number}?", "answer": f"so\n#### {number}"},
+    "math": lambda number: {"problem": f"No. {number}?", "solution": f"so \\boxed{{\\frac{{{number}}}{{7}}}}"},
+    "reasoning": lambda number: {"prompt": f"No. {number}?", "ground_truth": number},
+    "table": lambda number: {"prompt": f"No. {number}?", "ground_truth": number},
+    "ifeval": lambda number: {
+        "prompt": f"No. {number}?",
+        "instruction_id_list": ["punctuation:no_comma"],
+        "kwargs": [{}],
+    },
+}
+QUESTIONS = ("question", "problem", "prompt")
+MADE_UP = {  # options of procedural tasks with which few problems come twice, or nearly all
+    "arithmetic": {},
+    "countdown": {"num_numbers": [2]},
+    "calculator": {},
+    "instructions": {},
+}
+FORMATS = ["gsm8k", "math", "reasoning", "table"]
+
+
+def rows_of(name: str, numbers: range) -> list[dict[str, Any]]:
+    return [ROWS[name](number) for number in numbers]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def shared_data(*names: str) -> Path:
+    """A file or folder of real data; the test is skipped where it is not there."""
+    folder = os.environ.get("SOTA_GRPO_DATA") or Path(__file__).resolve().parents[2].parent / "shared" / "data"
+    path = Path(folder, *names)
+    if not path.exists():
+        pytest.skip(f"{path} is not there; SOTA_GRPO_DATA names the data folder")
+    return path
+
+
+def questions(examples: Any) -> list[str]:
+    return [normalised(example.query) for example in examples]
+
+
+def shouted(row: dict[str, Any]) -> dict[str, Any]:
+    """The same question in other letter case and spacing."""
+    return {name: f"  {value.upper()}\n " if name in QUESTIONS else value for name, value in row.items()}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_file_is_split_whole_each_question_once_whatever_its_order(tmp_path: Path, name: str) -> None:
+    rng = random.Random(SEED)
+    rows = rows_of(name, range(40))
+    path = write(tmp_path / "rows.jsonl", rows)
+    task = make_task(name, path=path, num_heldout=15, seed=3)
+    heldout = set(questions(task.heldout))
+    assert len(heldout) == len(task.heldout) == 15
+    assert questions(task.train) == [f"no. {i}?" for i in range(40) if f"no. {i}?" not in heldout], "the file's order"
+    mixed = write(tmp_path / "mixed.jsonl", rng.sample([*rows, *map(shouted, rows)], 80))
+    again = make_task(name, path=mixed, num_heldout=15, seed=3, max_samples=10)
+    assert set(questions(again.heldout)) == heldout, SEED
+    assert len(set(questions(again.train))) == len(again.train) == 10
+    assert not heldout & set(questions(again.train))
+    assert set(questions(make_task(name, path=path, num_heldout=15, seed=4).heldout)) != heldout
+    with pytest.raises(DatasetError, match=r"has 40 different questions, .*num_heldout=512 .*num_heldout=4 or"):
+        make_task(name, path=path)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_of_held_out_problems_takes_the_place_of_a_split(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "rows.jsonl", rows_of(name, range(20)))
+    held = [*map(shouted, rows_of(name, range(2, 5))), ROWS[name](40), ROWS[name](40)]
+    task = make_task(name, path=path, eval_path=write(tmp_path / "held.jsonl", held), max_samples=9)
+    assert questions(task.heldout) == ["no. 2?", "no. 3?", "no. 4?", "no. 40?"]
+    assert questions(task.train) == [f"no. {i}?" for i in (0, 1, *range(5, 12))]
+    with pytest.raises(DatasetError, match=r"every question of .*rows\.jsonl is held out"):
+        make_task(name, path=path, eval_path=path)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math", "reasoning"])
+def test_the_hubs_test_split_is_held_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = {"train": rows_of(name, range(10)), "test": rows_of(name, range(8, 12))}
+    asked = []
+
+    def load(source: str, *, path: str | None = None, split: str = "train", config: str | None = None) -> list:
+        asked.append((source, path, split, config))
+        return splits["test" if path else split]
+
+    monkeypatch.setattr("sota_grpo.tasks.dataset.load_rows", load)
+    kind = task_class(name)
+    for options in ({}, {"eval_path": "mine.jsonl"}):
+        task = make_task(name, **options)
+        assert questions(task.train) == [f"no. {i}?" for i in range(8)]
+        assert questions(task.heldout) == [f"no. {i}?" for i in range(8, 12)]
+    hub = (kind.hub_name, None)
+    assert asked[:2] == [(*hub, "train", kind.hub_config), (*hub, "test", kind.hub_config)]
+    assert asked[3][1] == "mine.jsonl"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_scorer_and_a_task_travel_and_a_system_prompt_is_what_one_says(name: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_train": 1 << 40}
+    if name in ROWS:
+        options = {"path": write(tmp_path / "rows.jsonl", rows_of(name, range(2000))), "num_heldout": 1}
+    task = make_task(name, **options)
+    example = task.train[5]
+    assert isinstance(task, Task)
+    assert pickle.loads(pickle.dumps(task)).train[5] == example
+    sent = pickle.dumps(scorer_of(task))
+    assert len(sent) < 1000, "without the examples"
+    for response in ("", task.gold_response(example) or "so it is"):
+        assert pickle.loads(sent)(response, example) == task.score(response, example)
+        assert set(task.score(response, example).terms) == set(task.term_weights)
+    if name != "arithmetic":  # which keeps its sequences short
+        user = {"role": "user", "content": example.query}
+        assert make_task(name, **options, system_prompt="").messages(example) == [user]
+        system = {"role": "system", "content": "Be exact."}
+        assert make_task(name, **options, system_prompt="Be exact.").messages(example) == [system, user]
+    assert task.messages(example)[-1] == {"role": "user", "content": example.query}
+
+
+def problem_of(example: Example) -> str:
+    """Without names, items and order, which are decoration."""
+    extra = dict(example.extra)
+    if "template" in extra:
+        return f"{extra['template']} {sorted(extra['numbers'].items())}"
+    return f"{sorted(extra['numbers'])} {extra['target']}" if extra else example.query
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "countdown", "calculator"])
+def test_problems_that_are_made_up_are_on_one_side_whatever_the_seed(name: str) -> None:
+    draw = {**MADE_UP[name], "num_train": 3000, "num_heldout": 500}
+    tasks = [make_task(name, seed=seed, **draw) for seed in (SEED, SEED + 1)]
+    trained = set(map(problem_of, tasks[0].train))
+    held = {problem_of(example) for task in tasks for example in task.heldout}
+    assert len(held) > 200
+    assert not trained & held, SEED
+    share = sum(is_heldout(((a, b), t)) for a in range(40) for b in range(40) for t in (10, 20)) / 3200
+    assert share == pytest.approx(1 / HELDOUT_SHARE, abs=0.03)
+
+
+@pytest.mark.parametrize("name", MADE_UP)
+def test_a_made_up_problem_depends_on_the_seed_and_its_place_alone(name: str) -> None:
+    short, long = (make_task(name, seed=SEED, num_train=num, **MADE_UP[name]) for num in (20, 1 << 40))
+    order = random.Random(SEED).sample(range(20), 20)
+    sent = pickle.loads(pickle.dumps(long))
+    assert [sent.train[place] for place in order] == [short.train[place] for place in order]
+    assert short.train[:] == long.train[:20]
+    assert short.train[-1] == short.train[19]
+    assert list(short.heldout) == sent.heldout[:]
+    assert short.train[:] != make_task(name, seed=SEED + 1, num_train=20, **MADE_UP[name]).train[:]
+    with pytest.raises(IndexError, match="20 problems"):
+        short.train[20]
+    for size in ("num_train", "num_heldout"):
+        with pytest.raises(ValueError, match=f"{size}=0"):
+            make_task(name, **{size: 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        *((name, {"answer_format": "latex"}, "'latex' is not one of tags, boxed") for name in FORMATS),
+        *((name, {"format_weight": -0.1}, r"format_weight=-0\.1 must not") for name in ("gsm8k", "math", "reasoning")),
+        *(("reasoning", {name: -1}, f"{name}=-1 must not") for name in ("thinking_weight", "min_think_words")),
+        *(("math", {name: value}, r"reward.correct=1.0 must be greater") for name in ("wrong", "no_answer")
+          for value in (1.0, 1.5, float("nan"))),
+        *(("arithmetic", {"max_steps": steps}, f"max_steps={steps}") for steps in (0, 5)),
+        *(("countdown", {"num_numbers": some}, "num_numbers=") for some in ((), (1, 3))),
+        ("countdown", {"format_weight": -0.1}, r"format_weight=-0\.1"),
+        ("ifeval", {"instructions_weight": -1.0, "all_weight": 1.0}, "must not be negative"),
+        ("ifeval", {"instructions_weight": 0.0}, "not both 0"),
+        ("ifeval", {"nltk_data": "/nowhere"}, "there is no folder /nowhere"),
+        ("table", {"path": "no.csv"}, "there is no file no.csv"),
+        ("gsm", {}, "task 'gsm' is not one of gsm8k, math"),
+    ],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused(name: str, options: dict[str, Any], sentence: str) -> None:
+    required = {"path": "nothing.jsonl"} if name == "table" else {}
+    with pytest.raises((ValueError, UserError), match=sentence):
+        make_task(name, **{**required, **options})  # before anything is loaded

@@ -1,0 +1,332 @@
+"""A run directory is data, whoever made it: nothing in it runs, asks a server, hangs a reader or leads out of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import stat
+import subprocess
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+
+from sota_grpo import Result
+from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, UNUSED_WITHOUT_SAMPLES, compose, load_config
+from sota_grpo.assembly.evaluation import find_target
+from sota_grpo.cli import main
+from sota_grpo.config import Config
+from sota_grpo.errors import UserError
+from sota_grpo.files import atomic_file
+from sota_grpo.migration.data import Facts
+from sota_grpo.migration.export import _new_folder, script_name, write_hf, write_verl
+from sota_grpo.migration.trl import trl_script
+from sota_grpo.migration.verl import verl_options, verl_script
+from sota_grpo.recording import run_files
+from sota_grpo.recording.run_files import is_held, read_config, read_json, read_rows
+from sota_grpo.recording.stored_steps import read_step
+from sota_grpo.report import write_report
+from sota_grpo.sweeps import as_csv, as_text, read_sweep
+from sota_grpo.text import ReadableFormatter
+from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
+from sota_grpo.training.runs import open_run
+from tests.report_rigs import write_run
+
+ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+ASKS = {
+    "reward.path": ("reward: {path: /nowhere/inputs/reward.pkl}", "run RUN/inputs/reward.pkl"),
+    "algorithm.objective": ("algorithm: {objective: /nowhere/mine.py:fn}", "run /nowhere/mine.py"),
+    "model.trust_remote_code": ("model: {name: tiny, trust_remote_code: true}", "run the Python files that its model"),
+    "engine.url": ("engine: {name: vllm_server, url: 'http://h:1'}", "send prompts and weights to http://h:1"),
+    "ray.address": ("ray: {address: 'h:6379'}", "join the Ray cluster h:6379"),
+}
+
+
+class Attack:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run of somebody else, with a pickle that must not be read."""
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "inputs").mkdir()
+    (run_dir / "inputs" / "reward.pkl").write_bytes(pickle.dumps(Attack(tmp_path / "PWNED")))
+    return run_dir
+
+
+def saved(run_dir: Path, text: str) -> Path:
+    (run_dir / "config.yaml").write_text(text)
+    return run_dir
+
+
+@pytest.mark.parametrize("option", ASKS)
+def test_what_a_config_asks_for_needs_trust_or_to_be_given_again(option: str, run_dir: Path) -> None:
+    text, deed = ASKS[option]
+    saved(run_dir, text)
+    deed = deed.replace("RUN", str(run_dir))
+    with pytest.raises(UserError) as refused:
+        load_config(run_dir, ["seed=3"])
+    assert f"asks to {deed}" in str(refused.value)
+    assert f"({option})" in str(refused.value)
+    values = {"reward.path": f"{run_dir}/inputs/reward.pkl", "algorithm.objective": "/nowhere/mine.py:fn"}
+    again = (values | {"engine.url": "http://h:1", "ray.address": "h:6379"}).get(option, "true")
+    for config in (load_config(run_dir, trust=True), load_config(run_dir, [f"{option}={again}"])):
+        section, _, name = option.partition(".")
+        assert str(getattr(getattr(config, section), name)).lower() == again.lower()
+    for other in ("reward.name=f", "model.name=smollm2", "engine=vllm_server"):
+        if not (
+            option == "engine.url" and other.startswith("engine")
+        ):  # a group replaces its section, address included
+            with pytest.raises(UserError, match="asks to"):
+                load_config(run_dir, [other])
+    for unused in (UNUSED_WITHOUT_SAMPLES, UNUSED_WITHOUT_LOSS):
+        if option in unused:
+            load_config(run_dir, unused=unused)
+
+
+def test_a_replay_needs_consent_to_the_objective_that_it_computes(run_dir: Path, capsys) -> None:
+    saved(run_dir, ASKS["algorithm.objective"][0])
+    with pytest.raises(SystemExit):
+        main(["replay", str(run_dir)])
+    assert "run /nowhere/mine.py (algorithm.objective)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["eval RUN --k 0", "export RUN --to verl", "export RUN --to trl", "replay RUN"])
+def test_every_command_refuses_before_anything_of_the_run_is_executed(
+    command: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(run_dir, "\n".join(text for option, (text, _) in ASKS.items() if option != "engine.url"))
+    with pytest.raises(SystemExit) as ended:
+        main(command.replace("RUN", str(run_dir)).split())
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "(model.trust_remote_code)" in told
+    assert "; if you trust whoever made it, add --trust-run" in told
+    assert not (run_dir.parent / "PWNED").exists()
+
+
+def test_the_functions_behind_the_commands_refuse_as_well(run_dir: Path, tmp_path: Path) -> None:
+    saved(run_dir, "\n".join(text for option, (text, _) in ASKS.items() if option != "engine.url"))
+    (run_dir / "hf").mkdir()
+    for act in (
+        lambda: find_target(str(run_dir)),
+        lambda: write_hf(run_dir, tmp_path / "out"),
+        lambda: write_verl(run_dir, tmp_path / "out"),
+        lambda: Result(run_dir).model,
+    ):
+        with pytest.raises(UserError, match=r"asks to .*model.trust_remote_code"):
+            act()
+    assert not (tmp_path / "PWNED").exists()
+
+
+def test_an_evaluation_on_another_task_needs_no_consent_to_a_reward_that_it_leaves_behind(run_dir: Path) -> None:
+    saved(run_dir, "model: {name: tiny}\nreward: {path: /nowhere/inputs/reward.pkl}")
+    with pytest.raises(UserError, match="has saved no checkpoint"):
+        find_target(str(run_dir), task="arithmetic")
+
+
+@pytest.mark.parametrize(
+    "text", ["env: {system_prompt: 'Hi ${oc.env:SECRET}'}", "logging: {tags: ['${oc.env:SECRET}']}"]
+)
+def test_an_interpolation_is_refused_by_name_and_not_resolved(
+    text: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "hush")
+    with pytest.raises(UserError, match=r"(env.system_prompt|logging.tags) has an interpolation") as refused:
+        load_config(saved(run_dir, text))
+    assert "hush" not in str(refused.value)
+
+
+def test_secrets_of_a_saved_config_count_for_nothing(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "SOTA_GRPO_API_KEY"):
+        monkeypatch.setenv(name, "mine")
+    config = load_config(saved(run_dir, "model: {hub_token: theirs}\nengine: {api_key: theirs}"))
+    assert (config.model.hub_token, config.engine.api_key) == (None, None)
+    assert {os.environ[name] for name in ("HF_TOKEN", "SOTA_GRPO_API_KEY")} == {"mine"}
+
+
+def aliases() -> str:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text", [aliases(), "a: " + "[" * 5_000, "a: " + "x" * (2 << 20)], ids=["aliases", "deep", "big"]
+)
+def test_yaml_that_would_grow_is_a_sentence(text: str, run_dir: Path) -> None:
+    saved(run_dir, text)
+    for read in (load_config, read_config):
+        with pytest.raises(UserError, match=r"config.yaml"):
+            read(run_dir)
+    assert write_report([run_dir, write_run(run_dir.parent / "sound")], run_dir / "report.html").is_file()
+
+
+def pipe(path: Path, outside: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def device(path: Path, outside: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+def link(path: Path, outside: Path) -> None:
+    """To a good file of the same kind."""
+    outside.write_bytes(path.read_bytes() if path.exists() else b"{}")
+    path.unlink(missing_ok=True)
+    path.symlink_to(outside)
+
+
+@pytest.mark.parametrize("damage", [pipe, device, link])
+def test_pipes_devices_and_links_out_of_the_run_are_refused(
+    damage: Callable[[Path, Path], None], run_dir: Path
+) -> None:
+    for name in ("metrics.jsonl", "run.json", "config.yaml", ".lock"):
+        damage(run_dir / name, run_dir.parent / f"of {name}")
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be read \(it is "):
+        read_rows(run_dir / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"config.yaml"):
+        read_config(run_dir)
+    assert read_json(run_dir / "run.json") == {}
+    assert not is_held(run_dir)
+    for folder, read, error in (
+        ("steps", read_step, UserError),
+        ("checkpoints", CheckpointStore.load, CheckpointError),
+    ):
+        (run_dir / folder).mkdir(exist_ok=True)
+        path = run_dir / folder / "step_000000.pt"
+        damage(path, run_dir.parent / folder)
+        with pytest.raises(error, match="cannot be read: it is "):
+            read(path)
+
+
+def test_a_link_within_the_run_and_a_run_that_is_linked_as_a_whole_are_read(run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").rename(run_dir / "rows")
+    (run_dir / "metrics.jsonl").symlink_to("rows")
+    (run_dir.parent / "latest").symlink_to(run_dir)
+    assert read_rows(run_dir.parent / "latest" / "metrics.jsonl")
+
+
+def test_a_line_without_an_end_is_not_read_into_memory(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "_LINE_BYTES", 1000)
+    (run_dir / "metrics.jsonl").write_text(json.dumps({"step": 0, "text": "x" * 2000}) + "\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be read \(line 1 has more than"):
+        read_rows(run_dir / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("name", ["hf/training_args.bin", "inputs/train.jsonl"])
+def test_what_libraries_open_and_exports_copy_leads_nowhere_else(name: str, run_dir: Path) -> None:
+    (run_dir / "hf").mkdir()
+    (run_dir / name).symlink_to("/etc/hostname")
+    with pytest.raises(UserError, match=rf"{name}: it is a link that leaves the run directory"):
+        load_config(saved(run_dir, "seed: 1"))
+
+
+def test_a_run_is_not_continued_through_a_link(run_dir: Path) -> None:
+    (run_dir / "run.json").write_text('{"signature": "x", "num_steps": 1, "finished": false}')
+    victim = run_dir.parent / "victim"
+    victim.write_text("mine\n")
+    (run_dir / "rollouts.jsonl").unlink()
+    (run_dir / "rollouts.jsonl").symlink_to(victim)
+    with pytest.raises(UserError, match=r"rollouts.jsonl: it is a link that leaves the run directory"):
+        open_run(run_dir, {"train": {}}, str(run_dir), num_steps=1)
+    assert victim.read_text() == "mine\n"
+
+
+def test_a_temporary_name_that_somebody_prepared_is_not_written_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for temporary in (".a.txt.tmp", f".a.txt.{os.getpid()}.tmp"):
+        (tmp_path / temporary).symlink_to(victim)
+    with atomic_file(tmp_path / "a.txt") as path:
+        path.write_text("new")
+    assert (victim.read_text(), (tmp_path / "a.txt").read_text()) == ("mine", "new")
+
+
+def test_a_checkpoint_that_needs_consent_is_a_sentence_and_the_one_before_is_taken(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"learner": 1})
+    store.save(2, {"other": 2})
+    path = store.save(3, {"learner": 3})
+    torch.save(Attack(tmp_path / "PWNED"), path)
+    body = path.read_bytes()
+    path.write_bytes(body + b"SGRPOck1" + sha256(body).digest())
+    with pytest.raises(CheckpointError, match="is no checkpoint of this program") as refused:
+        CheckpointStore.load(path)
+    assert "weights_only" not in str(refused.value)
+    assert refused.value.__suppress_context__
+    assert store.latest(["learner"]) == (1, {"learner": 1})
+    assert not (tmp_path / "PWNED").exists()
+
+
+def test_names_and_texts_of_a_run_are_no_part_of_a_script(tmp_path: Path) -> None:
+    name = script_name(tmp_path / 'a3\ntouch PWNED #"""$(touch PWNED)`${oc.env:HOME}')
+    assert not set(name) & set("\n\"'$`\\{}()")
+    config = Config()
+    config.logging.run_name = "$HERE$(touch PWNED)"
+    config.logging.project = 'a"\nimport os\nb\\'
+    facts = Facts("tiny", name, longest_prompt=10, num_train=1000)
+    (tmp_path / "run.sh").write_text(verl_script(*verl_options(config, facts), ["A heading."]))
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "python3").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run(["bash", "run.sh"], check=True, cwd=tmp_path, env=environment)
+    assert not (tmp_path / "PWNED").exists()
+    compile(trl_script(config, facts, ["A heading."]), "train.py", "exec")
+
+
+def test_an_export_replaces_no_folder_where_a_link_of_the_run_leads(run_dir: Path) -> None:
+    """Only what stands in the run's own ``export/`` is replaced."""
+    mine = run_dir.parent / "projects" / "verl"
+    mine.mkdir(parents=True)
+    (mine / "work.py").touch()
+    (run_dir / "export").symlink_to(mine.parent)
+    with pytest.raises(UserError, match="is not empty"), _new_folder(run_dir / "export" / "verl", run_dir):
+        pass
+    assert (mine / "work.py").exists()
+
+
+def test_no_control_sequence_of_a_run_reaches_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for seed in ("0", "1"):
+        run_dir = write_run(tmp_path / "sweep" / seed)
+        (run_dir / "failure.json").write_text(json.dumps({"reason": ESCAPE}))
+        (run_dir / "run.json").unlink(missing_ok=True)
+        (run_dir / ".hydra").mkdir()
+        (run_dir / ".hydra" / "overrides.yaml").write_text(json.dumps([f"seed={seed}{ESCAPE}", f"{ESCAPE}={seed}"]))
+    sweep = read_sweep(tmp_path / "sweep")
+    assert "\\x1b[2J" in as_text(sweep)
+    assert "\x1b" not in as_text(sweep) + as_csv(sweep)
+    saved(tmp_path / "sweep" / "0", json.dumps({"seed": ESCAPE}))
+    with pytest.raises(SystemExit):
+        main(["replay", str(tmp_path / "sweep" / "0")])
+    told = capsys.readouterr().err
+    assert "config.yaml" in told
+    assert "\x1b" not in told
+    assert "\x1b" not in ReadableFormatter().format(logging.makeLogRecord({"msg": ESCAPE}))
+
+
+def test_a_private_run_is_its_users_alone(tmp_path: Path) -> None:
+    with open_run(tmp_path / "run", {"train": {}}, None, num_steps=1, private=True):
+        assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
+def test_a_key_of_a_server_stays_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOTA_GRPO_API_KEY", raising=False)
+    given = ["engine=vllm_server", "engine.url=http://127.0.0.1:1", "engine.api_key=sk-1"]
+    assert compose("grpo_cpu", given).engine.api_key is None
+    assert os.environ["SOTA_GRPO_API_KEY"] == "sk-1"
