@@ -50,7 +50,7 @@ from sota_grpo.config import Config, model_name, responses_per_step
 from sota_grpo.config.validators import obstacles_to_a_broadcast
 from sota_grpo.engines import Engine, is_server
 from sota_grpo.envs import TaskEnv
-from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, TurnTokens
 from sota_grpo.policy.causal import KNOWN_TO_PACK
 from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.lora import AdapterPack, base_pack, engine_weights, packed_weights
@@ -184,7 +184,7 @@ def make_rollouts(config: Config, env: TaskEnv, engine: Engine) -> Rollouts:
     """Over ``engine`` itself, or with ``env.max_steps`` above 1 over what samples whole dialogs with it."""
     if config.env.max_steps > 1:
         turns = TurnTokens(env.tokenizer, env.template_kwargs)
-        engine = DialogEngine(engine, env.grader, turns, max_steps=config.env.max_steps)
+        engine = DialogEngine(engine, GradedTurns(env.grader, turns), turns, max_steps=config.env.max_steps)
     return Rollouts(env, engine)
 
 

@@ -106,6 +106,14 @@ class EnvConfig:
     difficulty: int = opt(4, "arithmetic only: most steps of a problem, 1 to 4")
     reasoning: bool = opt(False, "a wrong response is asked to think again, up to env.max_steps turns in all")
     max_steps: int = opt(1, "most turns of a dialog; inference_model.max_tokens is the length of one turn")
+    tools: str | None = opt(None, "FILE.py:NAME,NAME: typed functions that the policy may call, by its chat template")
+    environment: str | None = opt(
+        None, "FILE.py:FACTORY of objects with reset, methods that the policy may call, and perhaps get_reward"
+    )
+    tool_timeout_s: float = opt(30.0, "longest time for one call of a tool; then the sample's environment is ended")
+    max_tool_calls: int | None = opt(None, "most calls of tools in a dialog; more end it")
+    max_dialog_s: float | None = opt(None, "seconds after which a dialog that calls a tool ends")
+    max_observation_tokens: int | None = opt(None, "most tokens of what one call of a tool returns; more end the dialog")
     reward_workers: int = opt(
         1, "processes that grade responses; 0: in the trainer, where a grader that hangs hangs the run"
     )

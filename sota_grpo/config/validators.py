@@ -42,7 +42,8 @@ _AMOUNTS = (
     *("inference_model.max_num_seqs", "inference_model.max_model_len", "train_model.num_devices"),
     *("inference_model.num_devices", "ref_model.num_devices", "inference_model.tensor_parallel_size"),
     *("train.weight_update_frequency", "env.reward_timeout_s", "env.max_steps", "train_model.timeout_s"),
-    *("inference_model.timeout_s", "ray.start_timeout_s"),
+    *("inference_model.timeout_s", "ray.start_timeout_s", "env.tool_timeout_s", "env.max_tool_calls"),
+    *("env.max_dialog_s", "env.max_observation_tokens"),
 )
 
 
@@ -269,11 +270,39 @@ def several_turns_have_something_to_say(config: Config) -> Iterator[str]:
         yield "env.reasoning=true asks again after a wrong response, and env.max_steps=1 leaves no turn for it; use 2."
     if env.max_steps < 2 and getattr(task, "calls_tools", False):
         yield f"env.dataset={env.dataset} offers a tool, and env.max_steps=1 leaves no turn to answer it; use 3."
-    if env.max_steps > 1 and not env.reasoning and not getattr(task, "replies", False):
+    if env.max_steps > 1 and not env.reasoning and not getattr(task, "replies", False) and not offers_tools(config):
         yield (
             f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which says nothing after a "
             "response; add env.reasoning=true, which asks to think again, or leave it at 1."
         )
+
+
+def offers_tools(config: Config) -> bool:
+    """Whether the policy may call tools by its chat template."""
+    return config.env.tools is not None or config.env.environment is not None
+
+
+_OF_TOOLS = ("env.tool_timeout_s", "env.max_tool_calls", "env.max_dialog_s", "env.max_observation_tokens")
+
+
+def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
+    env = config.env
+    if not offers_tools(config):
+        for name, (value, default) in changed_options(config).items():
+            if name in _OF_TOOLS:
+                left = "null" if default is None else default
+                yield f"{name}={value} belongs to tools; give env.tools or env.environment, or leave it at {left}."
+        return
+    option, value = ("env.tools", env.tools) if env.environment is None else ("env.environment", env.environment)
+    if env.tools is not None and env.environment is not None:
+        yield f"env.tools={env.tools} and env.environment={value}: make the functions methods of the environment."
+    if in_file(value) is None and not value.endswith(PICKLED) and value != PASSED:
+        yield f"{option}={value} is no FILE.py:NAME; name the file, a colon, and what it defines."
+    if env.max_steps < 2:
+        yield f"{option}={value} offers tools, and env.max_steps=1 leaves no turn to hear them; use 4."
+    if env.reasoning or getattr(task_class(env.dataset), "replies", False):
+        answers = "env.reasoning=true" if env.reasoning else f"env.dataset={env.dataset}"
+        yield f"{option}={value} answers the calls of tools, and {answers} answers every response; use one of them."
 
 
 def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:

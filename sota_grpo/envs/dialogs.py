@@ -1,4 +1,4 @@
-"""Dialogs of several turns over any engine: the policy speaks, is graded, is answered, and speaks again.
+"""Dialogs of several turns over any engine: the policy speaks, is answered by its partner, and speaks again.
 
 Between two turns of the policy stand the end of its turn, what it is answered, and the start of its next turn. In a
 ChatML template, after the policy ended its turn with ``<|im_end|>`` itself, the reply ``Think again.`` is::
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,8 +28,9 @@ from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs.chat_tokens import ChatTokens, Messages
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import Grader
-from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
+from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.rl.task import SampledText
+from sota_grpo.workers.base import promised, resolve
 
 Ask = Callable[[GroupRequest], Future[GroupOutput]]
 
@@ -51,7 +52,7 @@ class TurnTokens:
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> tokenizer = load_tokenizer("tiny")
-    >>> tokenizer.decode(TurnTokens(tokenizer).ids({"role": "user", "content": "Again?"}, tokenizer.eos_token_id))
+    >>> tokenizer.decode(TurnTokens(tokenizer).ids([{"role": "user", "content": "Again?"}], tokenizer.eos_token_id))
     '\\n<|im_start|>user\\nAgain?<|im_end|>\\n<|im_start|>assistant\\n'
     """
 
@@ -67,28 +68,31 @@ class TurnTokens:
         """One turn of the policy ``[R]`` as its grader reads it: special tokens left out."""
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
 
-    def ids(self, reply: Mapping[str, str], last_id: int) -> tuple[int, ...]:
+    def ids(self, replies: Messages, last_id: int) -> tuple[int, ...]:
         """What stands between the policy's last token and its next turn.
 
         The end-of-turn token with which the template begins is left out where the policy has sampled it.
 
         Args:
-            reply: ``role`` (``user`` or ``tool``) and ``content``, which may repeat what a model wrote: names of
-                special tokens in it are text (:class:`~sota_grpo.envs.chat_tokens.ChatTokens`).
+            replies: messages with ``role`` (``user`` or ``tool``), ``content`` and perhaps the ``name`` of a tool. What
+                they say may repeat what a model wrote: names of special tokens in it are text
+                (:class:`~sota_grpo.envs.chat_tokens.ChatTokens`).
             last_id: last token that the policy sampled.
 
         Raises:
             UserError: the chat template cannot render a conversation of several turns.
         """
-        ids = self._reply_ids(reply["role"], reply["content"])
+        ids = self._reply_ids(tuple(tuple(reply.items()) for reply in replies))
         return ids[1:] if ids and ids[0] == last_id else ids
 
-    def _tokenised(self, role: str, content: str) -> tuple[int, ...]:
-        if role not in ("user", "tool"):
-            raise ValueError(f"a reply has the role {role!r}; use user or tool.")
-        if self._has_template:
-            role = self._role_of(role)
-        return self._chat.ids([{"role": role, "content": content}])
+    def _tokenised(self, replies: tuple[tuple[tuple[str, str], ...], ...]) -> tuple[int, ...]:
+        messages = [dict(items) for items in replies]
+        for message in messages:
+            if message["role"] not in ("user", "tool"):
+                raise ValueError(f"a reply has the role {message['role']!r}; use user or tool.")
+            if self._has_template:
+                message["role"] = self._role_of(message["role"])
+        return self._chat.ids(messages)
 
     def _supported(self, role: str) -> str:
         """``role``, or ``user`` where the template does not show what a ``tool`` says."""
@@ -116,11 +120,85 @@ class TurnTokens:
         return text.partition(_EARLIER)[2]
 
 
+class Talk(Protocol):
+    """The partner's side of one dialog; its methods are called one after the other, from any thread.
+
+    ``prompt_ids`` is the prompt of this dialog, None where it is the group's. ``answer`` takes the ids of a turn of the
+    policy and gives the messages that answer it, None where the dialog is over. ``end`` takes the last turn where it
+    was not answered (it was truncated, or the last that is allowed) and whether the dialog was cut for length, and
+    gives its record (:class:`~sota_grpo.rl.records.Sample`). ``leave`` is called instead where nobody waits any more.
+    """
+
+    prompt_ids: tuple[int, ...] | None
+
+    def answer(self, said: torch.Tensor) -> Future[Messages | None]: ...
+
+    def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Future[Mapping[str, Any] | None]: ...
+
+    def leave(self) -> None: ...
+
+
+class Partner(Protocol):
+    """Whom the policy talks with; ``begin`` opens the dialog of sample ``index`` of a group."""
+
+    def begin(self, request: GroupRequest, index: int) -> Future[Talk]: ...
+
+
+class GradedTurns:
+    """A partner that has every turn graded: the score's reply is its answer; without one the dialog is over.
+
+    Args:
+        grader: of the task.
+        turns: reads the turns.
+    """
+
+    def __init__(self, grader: Grader, turns: TurnTokens):
+        self._grader, self._turns = grader, turns
+
+    def begin(self, request: GroupRequest, index: int) -> Future[Talk]:
+        """At once; nothing but the example is remembered."""
+        assert request.example is not None
+        return resolved(GradedTalk(self._grader, self._turns, request.example))
+
+
+class GradedTalk:
+    """One dialog of :class:`GradedTurns`."""
+
+    prompt_ids = None
+
+    def __init__(self, grader: Grader, turns: TurnTokens, example: Example):
+        self._grader, self._turns, self._example = grader, turns, example
+
+    def answer(self, said: torch.Tensor) -> Future[Messages | None]:
+        text = SampledText(self._turns.text(said), said.tolist())
+        answered: Future[Messages | None] = promised()
+        self._grader.scores([(text, self._example)]).add_done_callback(
+            lambda scores: resolve(answered, lambda: self._reply(*scores.result()))
+        )
+        return answered
+
+    @staticmethod
+    def _reply(score: Score) -> Messages | None:
+        return None if score.reply is None or score.error is not None else [score.reply]
+
+    def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Future[Mapping[str, Any] | None]:
+        return resolved(None)
+
+    def leave(self) -> None: ...
+
+
+def resolved(value: Any) -> Future[Any]:
+    """A future that has its value."""
+    future = promised()
+    future.set_result(value)
+    return future
+
+
 @dataclass(frozen=True)
 class Rules:
     """How a dialog goes on: ``max_steps`` turns of the policy at most, ``max_model_len`` tokens, prompt included."""
 
-    grader: Grader
+    partner: Partner
     turns: TurnTokens
     max_steps: int
     max_model_len: int
@@ -130,14 +208,17 @@ class Dialog:
     """One sample of a group: what the policy and the others have said so far.
 
     Args:
-        prompt_ids: of the group.
+        talk: the partner's side.
+        prompt_ids: of the dialog.
     """
 
-    def __init__(self, prompt_ids: Sequence[int]):
+    def __init__(self, talk: Talk, prompt_ids: Sequence[int]):
+        self.talk, self.prompt_ids = talk, tuple(prompt_ids)
         self.ids = [*prompt_ids]
         self.num_turns = 0
         self.last = torch.zeros(0, dtype=torch.int64)  # what the policy said last
         self.truncated = False
+        self.record: Mapping[str, Any] | None = None
         self._parts: list[Sample] = []
 
     def speak(self, said: Sample) -> None:
@@ -149,19 +230,37 @@ class Dialog:
 
     def hear(self, token_ids: Sequence[int]) -> None:
         """Add what stands between two turns of the policy."""
-        count = len(token_ids)
-        heard = torch.tensor(token_ids, dtype=torch.int64)
-        nothing = torch.zeros(count, dtype=torch.bool)
-        self._parts.append(Sample(heard, torch.zeros(count), torch.full((count,), -1), False, nothing))
+        self._parts.append(_heard(token_ids))
         self.ids += token_ids
 
-    def sample(self) -> Sample:
-        """All that follows the prompt; in a dialog of one turn, what the engine gave."""
-        if self.num_turns == 1:
-            return replace(self._parts[0], truncated=self.truncated, assistant_mask=None)
+    def sample(self, num_shared: int) -> Sample:
+        """All that follows the first ``num_shared`` tokens of the prompt, which the group's dialogs share.
+
+        In a dialog of one turn that is what the engine gave.
+        """
+        own = self.prompt_ids[num_shared:]
+        if self.num_turns == 1 and not own:
+            return replace(self._parts[0], truncated=self.truncated, assistant_mask=None, record=self.record)
+        parts = [_heard(own), *self._parts] if own else self._parts
         fields = ("token_ids", "log_probs", "versions", "assistant_mask")
-        joined = {name: torch.cat([getattr(part, name) for part in self._parts]) for name in fields}
-        return Sample(**joined, truncated=self.truncated)
+        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in fields}
+        return Sample(**joined, truncated=self.truncated, record=self.record)
+
+
+def _heard(token_ids: Sequence[int]) -> Sample:
+    """Tokens that the policy did not sample."""
+    count = len(token_ids)
+    heard, nothing = torch.tensor(token_ids, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
+    return Sample(heard, torch.zeros(count), torch.full((count,), -1), False, nothing)
+
+
+def _num_shared(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with; dialogs whose environments told them something differ behind them.
+
+    >>> _num_shared([(1, 2, 3), (1, 2, 4, 5)]), _num_shared([(1, 2), (1, 2)])
+    (2, 2)
+    """
+    return next((at for at, ids in enumerate(zip(*prompts)) if len({*ids}) > 1), min(map(len, prompts)))
 
 
 class GroupDialogs:
@@ -177,7 +276,7 @@ class GroupDialogs:
         ask: asks the engine.
 
     Attributes:
-        done: the group's output, or the first failure of the engine, the grader or the chat template. Cancelled, it
+        done: the group's output, or the first failure of the engine, the partner or the chat template. Cancelled, it
             cancels what the engine was asked for.
     """
 
@@ -185,25 +284,38 @@ class GroupDialogs:
         self.done: Future[GroupOutput] = Future()
         self.done.add_done_callback(self._leave)
         self._request, self._rules, self._ask = request, rules, ask
-        self._dialogs = [Dialog(request.prompt_ids) for _ in range(request.num_samples)]
+        self._dialogs: dict[int, Dialog] = {}
         self._lock = threading.RLock()  # futures resolve on several threads; a cancel comes in the middle of anything
         self._num_open = request.num_samples
         self._requested: list[Future[GroupOutput]] = []
         self._finished = False
 
     def begin(self) -> None:
-        """Ask for the first turns.
+        """Open the dialogs, and ask for the first turns of those that are open at once.
 
         Raises:
             ValueError: the engine refuses them.
         """
         try:
             for index in range(self._request.num_samples):
-                first = replace(self._request, num_samples=1, first_sample=index, example=None)
-                self._speak(first, partial(self._spoken, index))
+                talk = self._rules.partner.begin(self._request, index)
+                if talk.done():
+                    self._begun(index, talk.result())
+                else:
+                    self._then(talk, partial(self._begun, index), leave=lambda talk: talk.leave())
         except BaseException:
             self.done.cancel()  # and with it those that it did not refuse
             raise
+
+    def _begun(self, index: int, talk: Talk) -> None:
+        prompt_ids = self._request.prompt_ids if talk.prompt_ids is None else talk.prompt_ids
+        with self._lock:
+            self._dialogs[index] = Dialog(talk, prompt_ids)
+        if self._finished or self.done.cancelled():  # meanwhile
+            talk.leave()
+            return
+        first = replace(self._request, prompt_ids=prompt_ids, num_samples=1, first_sample=index, example=None)
+        self._speak(first, partial(self._spoken, index))
 
     def _speak(self, request: GroupRequest, handle: Callable[[GroupOutput], None]) -> None:
         future = self._ask(request)
@@ -212,9 +324,13 @@ class GroupDialogs:
         if self._finished or self.done.cancelled():  # meanwhile
             future.cancel()
 
-    def _then(self, future: Future[Any], handle: Callable[[Any], None]) -> None:
+    def _then(
+        self, future: Future[Any], handle: Callable[[Any], None], leave: Callable[[Any], None] = lambda result: None
+    ) -> None:
         def follow(done: Future[Any]) -> None:
             if self._finished or self.done.cancelled():  # nobody waits: no further turn
+                if not done.cancelled() and done.exception() is None:
+                    leave(done.result())
                 return
             try:
                 handle(done.result())
@@ -233,32 +349,33 @@ class GroupDialogs:
     def _leave(self, done: Future[GroupOutput]) -> None:
         for future in list(self._requested):  # nothing happens to those that are done
             future.cancel()
+        if done.cancelled() or done.exception() is not None:
+            with self._lock:
+                talks = [dialog.talk for dialog in self._dialogs.values()]
+            for talk in talks:
+                talk.leave()
 
     def _spoken(self, index: int, output: GroupOutput) -> None:
-        """Have a turn graded whose dialog may still go on."""
+        """Have a turn answered whose dialog may still go on."""
         dialog = self._dialogs[index]
         dialog.speak(*output.samples)
         if dialog.truncated or dialog.num_turns == self._rules.max_steps:
-            self._end()
-            return
-        assert self._request.example is not None
-        said = SampledText(self._rules.turns.text(dialog.last), dialog.last.tolist())
-        pair = (said, self._request.example)
-        self._then(self._rules.grader.scores([pair]), partial(self._answer, index))
+            self._then(dialog.talk.end(dialog.last, dialog.truncated), partial(self._ended, dialog))
+        else:
+            self._then(dialog.talk.answer(dialog.last), partial(self._answered, index))
 
-    def _answer(self, index: int, scores: Sequence[Score]) -> None:
-        request = self._continuation(index, *scores)
+    def _answered(self, index: int, replies: Messages | None) -> None:
+        dialog = self._dialogs[index]
+        request = None if replies is None else self._continuation(index, replies)
         if request is None:
-            self._end()
+            self._then(dialog.talk.end(None, dialog.truncated), partial(self._ended, dialog))
         else:
             self._speak(request, partial(self._spoken, index))
 
-    def _continuation(self, index: int, score: Score) -> GroupRequest | None:
-        """The request for a dialog's next turn; None where the score, or the end of the context, ends it."""
-        if score.reply is None or score.error is not None:
-            return None
+    def _continuation(self, index: int, replies: Messages) -> GroupRequest | None:
+        """The request for a dialog's next turn; None where the end of the context ends it."""
         dialog, request = self._dialogs[index], self._request
-        between = self._rules.turns.ids(score.reply, dialog.ids[-1])
+        between = self._rules.turns.ids(replies, dialog.ids[-1])
         if len(dialog.ids) + len(between) >= self._rules.max_model_len:
             dialog.truncated = True
             return None
@@ -266,26 +383,34 @@ class GroupDialogs:
         seed = sample_seed(request.seed, index, dialog.num_turns + 1)
         return GroupRequest(request.group_id, tuple(dialog.ids), num_samples=1, seed=seed)
 
-    def _end(self) -> None:
+    def _ended(self, dialog: Dialog, record: Mapping[str, Any] | None) -> None:
+        dialog.record = record
         with self._lock:
             self._num_open -= 1
             last = not self._num_open
         if last:
-            samples = tuple(dialog.sample() for dialog in self._dialogs)
-            self._finish(partial(self.done.set_result, GroupOutput(self._request.group_id, samples)))
+            self._finish(lambda: self.done.set_result(self._output()))
+
+    def _output(self) -> GroupOutput:
+        dialogs = [dialog for _, dialog in sorted(self._dialogs.items())]
+        num_shared = _num_shared([dialog.prompt_ids for dialog in dialogs])
+        samples = tuple(dialog.sample(num_shared) for dialog in dialogs)
+        return GroupOutput(self._request.group_id, samples, dialogs[0].prompt_ids[:num_shared])
 
 
 class DialogEngine(Streams):
-    """Groups of dialogs: each sample is graded, and where its score has a reply, the policy hears it and goes on.
+    """Groups of dialogs: each turn of the policy is answered by its partner, and the policy goes on.
 
     A sample then holds all that follows the prompt, as it was sampled and inserted: nothing that was sampled is ever
     tokenised again. On the tokens of user and tool turns ``assistant_mask`` is False, log-probs are 0, versions -1.
-    A dialog ends with a score without reply, a failed grader, a truncated turn, its ``max_steps``-th turn, or where the
-    context has no room for the reply and one more token (truncated too). ``sampling.max_tokens`` bounds one turn.
+    A dialog ends where the partner has no answer, with a truncated turn, its ``max_steps``-th turn, or where the
+    context has no room for the answer and one more token (truncated too). ``sampling.max_tokens`` bounds one turn.
+    Where a partner adds to the prompts, what these begin with alike is the group's prompt, and the rest stands before
+    the first turn of each sample, masked like other turns.
 
     Contract. Consumes: requests with their examples. Produces: groups, as soon as all their dialogs have ended; a
     dialog's next turn begins while others, siblings too, are in the middle of theirs. Waits for: the engine and the
-    grader, which have deadlines of their own. Unblocked by: the last dialog of a group. A failure of either fails the
+    partner, which have deadlines of their own. Unblocked by: the last dialog of a group. A failure of either fails the
     group.
 
     The random numbers of turn ``t`` of sample ``i`` derive from ``(request.seed, i, t)``, so a dialog depends on no
@@ -293,35 +418,35 @@ class DialogEngine(Streams):
 
     Args:
         engine: samples single turns.
-        grader: between the turns.
-        turns: reads and writes the ids of turns (:class:`TurnTokens`).
+        partner: answers turns (:class:`GradedTurns`: by the reply of their score).
+        turns: writes the ids of answers (:class:`TurnTokens`).
         max_steps: most turns of the policy in a dialog, at least 2.
 
     Raises:
         ValueError: ``max_steps`` is below 2, where the engine alone does the same.
 
-    Example, with a grader that is never content and turns of two tokens between those of the policy:
+    Example, with a grader that is never content and answers of two tokens between the turns of the policy:
 
     >>> from types import SimpleNamespace
     >>> from sota_grpo.engines.scripted import ScriptedEngine
     >>> from sota_grpo.rl.records import Example, Score
-    >>> graded = Future()
-    >>> graded.set_result([Score({}, False, reply={"role": "user", "content": "Again?"})])
+    >>> graded = resolved([Score({}, False, reply={"role": "user", "content": "Again?"})])
     >>> grader = SimpleNamespace(scores=lambda pairs: graded)
-    >>> turns = SimpleNamespace(text=str, ids=lambda reply, last_id: (8, 9))
-    >>> engine = DialogEngine(ScriptedEngine(lambda request, sample, version: [5]), grader, turns, max_steps=2)
+    >>> turns = SimpleNamespace(text=str, ids=lambda replies, last_id: (8, 9))
+    >>> scripted = ScriptedEngine(lambda request, sample, version: [5])
+    >>> engine = DialogEngine(scripted, GradedTurns(grader, turns), turns, max_steps=2)
     >>> request = GroupRequest(0, (1, 2), num_samples=1, seed=0, example=Example("?", "!"))
     >>> ((sample,),) = [output.samples for output in engine.generate([request], Sampling(max_tokens=4))]
     >>> sample.token_ids.tolist(), sample.assistant_mask.int().tolist()
     ([5, 0, 8, 9, 5, 0], [1, 1, 0, 0, 1, 1])
     """
 
-    def __init__(self, engine: Engine, grader: Grader, turns: TurnTokens, *, max_steps: int):
+    def __init__(self, engine: Engine, partner: Partner, turns: TurnTokens, *, max_steps: int):
         if max_steps < 2:
             raise ValueError(f"max_steps={max_steps} leaves no second turn; use the engine itself.")
         self.engine: Any = engine
         self.name, self.max_model_len, self.stepwise = engine.name, engine.max_model_len, engine.stepwise
-        self._rules = Rules(grader, turns, max_steps, engine.max_model_len)
+        self._rules = Rules(partner, turns, max_steps, engine.max_model_len)
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """Begin the group's dialogs.

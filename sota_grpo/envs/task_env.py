@@ -377,19 +377,26 @@ class TaskEnv(EnvBase):
         self._chat = ChatTokens(tokenizer, self._rendered, add_special_tokens=not self._has_template)
         self._make_specs()
 
-    def prompt_ids(self, example: Example) -> tuple[int, ...]:
+    def prompt_ids(self, example: Example, observation: str = "") -> tuple[int, ...]:
         """The templated prompt of ``example`` as token ids, tokenised once; what it says cannot begin or end a turn.
+
+        Args:
+            example: the problem.
+            observation: what an environment adds to the last turn of the prompt.
 
         Raises:
             UserError: it is longer than ``max_prompt_tokens``, or the template cannot take it as text.
         """
         key = (example.query, json.dumps(dict(example.extra), sort_keys=True))
-        ids = self._prompt_ids.get(key)
+        ids = None if observation else self._prompt_ids.get(key)
         if ids is None:
+            *before, last = self.task.messages(example)
             try:
-                ids = self._prompt_ids[key] = self._chat.ids(self.task.messages(example))
+                ids = self._chat.ids([*before, {**last, "content": last["content"] + observation}])
             except UserError as error:
                 raise UserError(f"the prompt of {example.query[:60]!r}: {error}") from error
+            if not observation:
+                self._prompt_ids[key] = ids
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             raise UserError(
                 f"the prompt of {example.query[:60]!r} has {len(ids)} tokens and at most {self.max_prompt_tokens} fit; "

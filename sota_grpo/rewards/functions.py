@@ -10,6 +10,7 @@ reads.
 
 from __future__ import annotations
 
+import copy
 import dis
 import functools
 import hashlib
@@ -172,6 +173,7 @@ class RewardInputs:
         columns: all other columns of the row, by name.
         data_source: where the row is from.
         completion_ids: the tokens of the response, as they were sampled; None where it was not.
+        turns: of a dialog with tools, all of them, as TRL writes them; None of another response.
     """
 
     response: str
@@ -180,6 +182,7 @@ class RewardInputs:
     columns: Mapping[str, Any]
     data_source: str
     completion_ids: Sequence[int] | None = None
+    turns: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -239,14 +242,17 @@ def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]])
     names = {name: None for row in rows for name in row if name not in _NOT_COLUMNS}  # in the order of the file
     return {name: [row.get(name) for row in rows] for name in names} | {
         "prompts": [one.prompt if isinstance(one.prompt, str) else list(one.prompt) for one in group],
-        "completions": [
-            one.response if isinstance(one.prompt, str) else [{"role": "assistant", "content": one.response}]
-            for one in group
-        ],
+        "completions": [_completion(one) for one in group],
         **({"completion_ids": [list(each) for each in ids]} if len(ids) == len(group) else {}),
         "log_extra": log_extra,
         "log_metric": log_metric,
     }
+
+
+def _completion(one: RewardInputs) -> str | list[Mapping[str, Any]]:
+    if one.turns is not None:
+        return copy.deepcopy([*one.turns])
+    return one.response if isinstance(one.prompt, str) else [{"role": "assistant", "content": one.response}]
 
 
 def _results(function: RewardFunction, calls: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -81,7 +81,8 @@ class Sample:
 
     ``truncated`` is True when the engine stopped for length, never inferred from the ids. In a dialog of several turns
     ``assistant_mask`` ``[R]`` is False on the tokens of user and tool turns, whose log-prob is 0 and whose version is
-    -1; None means that the policy produced every token.
+    -1; None means that the policy produced every token. ``record`` (JSON-serialisable) is what a dialog with tools has
+    to say of itself to its grader (:class:`~sota_grpo.envs.agents.ToolTalk`).
     """
 
     token_ids: torch.Tensor
@@ -89,14 +90,23 @@ class Sample:
     versions: torch.Tensor
     truncated: bool
     assistant_mask: torch.Tensor | None = None
+    record: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class GroupOutput:
-    """The finished group: ``samples[i]`` is sample ``first_sample + i`` of the request."""
+    """The finished group: ``samples[i]`` is sample ``first_sample + i`` of the request.
+
+    ``prompt_ids`` is what its samples follow, None where that is the request's.
+    """
 
     group_id: int
     samples: tuple[Sample, ...]
+    prompt_ids: tuple[int, ...] | None = None
+
+
+#: What a dialog with tools may use up: turns of the policy, calls, seconds, tokens of one answer of a tool.
+USED_UP = TURNS, CALLS, SECONDS, OBSERVATION = "turns", "calls", "seconds", "observation"
 
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 class SampledText(str):
     """A response's text with the ids that it was decoded from, for a grader that counts tokens; else a plain text.
 
+    Of a dialog with tools it is the last turn, and ``record`` tells of the whole (:class:`~.records.Sample`).
+
     >>> text = SampledText("4", [52, 2])
     >>> import pickle
     >>> text == "4", list(pickle.loads(pickle.dumps(text)).token_ids)
@@ -34,14 +36,17 @@ class SampledText(str):
     """
 
     token_ids: array[int]
+    record: Mapping[str, Any] | None
 
-    def __new__(cls, text: str, token_ids: Iterable[int] | bytes = ()) -> SampledText:
+    def __new__(
+        cls, text: str, token_ids: Iterable[int] | bytes = (), record: Mapping[str, Any] | None = None
+    ) -> SampledText:
         made = super().__new__(cls, text)
-        made.token_ids = array("i", token_ids)
+        made.token_ids, made.record = array("i", token_ids), record
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SampledText, (str(self), self.token_ids.tobytes())
+        return SampledText, (str(self), self.token_ids.tobytes(), self.record)
 
 
 @runtime_checkable

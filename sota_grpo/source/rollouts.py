@@ -142,10 +142,12 @@ class Rollouts:
         """The rows are made here and not at the beginning: a group in flight is a few numbers."""
         move(SAMPLE, GRADE)
         try:
-            samples = sampled.result().samples
-            (row,) = prompt_rows(prompt.group_id, prompt.example, self.env.prompt_ids(prompt.example), repeats=1)
+            output = sampled.result()
+            samples, prompt_ids = output.samples, output.prompt_ids or self.env.prompt_ids(prompt.example)
+            (row,) = prompt_rows(prompt.group_id, prompt.example, prompt_ids, repeats=1)
             rows = finish_rows(row, samples, self.env.tokenizer)
-            said = [SampledText(row[keys.RESPONSE_TEXT], last_turn(one).tolist()) for row, one in zip(rows, samples)]
+            texts = [row[keys.RESPONSE_TEXT] for row in rows]
+            said = [SampledText(text, last_turn(one).tolist(), one.record) for text, one in zip(texts, samples)]
             scores = self.env.grader.scores([(text, prompt.example) for text in said])
             group = partial(Graded, prompt, samples, rows)
             scores.add_done_callback(lambda _: post(partial(self._graded, group, scores, graded, move)))

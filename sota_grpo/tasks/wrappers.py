@@ -1,4 +1,4 @@
-"""Tasks around a task: the user's own functions as its reward, and a dialog in which it asks to think again.
+"""Tasks around a task: the user's functions as its reward, what a dialog with tools earned, a request to think again.
 
 The functions are those written for verl or for TRL, unchanged. ``reward.path=reward_function.py`` names a Python file,
 ``reward.name`` a function in it or several. Two forms are told apart by their parameters, and both may be ``async``:
@@ -7,8 +7,9 @@ The functions are those written for verl or for TRL, unchanged. ``reward.path=re
   response. Of a dict, ``score`` is the reward; the other entries are kept beside it, numbers as metrics.
 - TRL's ``function(prompts, completions, **columns) -> list[float | None]``, called once with the whole group. Prompts
   and completions are text where the prompt is text, else lists of ``{"role", "content"}`` turns. None means that the
-  function does not apply. ``completion_ids``, ``log_extra`` and ``log_metric`` are passed; ``trainer_state``,
-  ``prompt_ids`` and ``environments`` are not, because graders read responses and nothing else.
+  function does not apply. Of a dialog with tools a completion is all its turns. ``completion_ids``, ``log_extra`` and
+  ``log_metric`` are passed; ``trainer_state``, ``prompt_ids`` and ``environments`` are not, because graders read
+  responses and nothing else.
 
 A function is given those keywords that it takes. ``builtin`` as a name is the task's own reward, to stand beside them.
 Functions can be passed as objects, too (:func:`sota_grpo.train`); the file is then one of pickled functions.
@@ -39,7 +40,7 @@ from sota_grpo.rewards.functions import (
     recognise,
     unpickled,
 )
-from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.records import USED_UP, Example, Score
 from sota_grpo.rl.task import (
     SampledText,
     Scorer,
@@ -107,8 +108,12 @@ def with_reward_functions(
 
 def _scored_by(score: Scorer, task: Task, **changes: Any) -> Task:
     """A copy of ``task`` that scores otherwise; what its benchmark counts does not hold for it."""
+    return _with_score(task, score, counts=None, **changes)
+
+
+def _with_score(task: Task, score: Scorer, **changes: Any) -> Task:
     wrapped = copy.copy(task)
-    vars(wrapped).update(score=score, counts=None, **changes)
+    vars(wrapped).update(score=score, **changes)
     return wrapped
 
 
@@ -219,9 +224,10 @@ class FunctionScorer:
 def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
     """What functions read of a response: the row of a table, or what another task's example holds."""
     ids = response.token_ids if isinstance(response, SampledText) else None
+    turns = (getattr(response, "record", None) or {}).get("messages")
     if isinstance(task, TableTask):
         extra, source = example.extra, source_of(example) or task.name
-        return RewardInputs(response, extra["prompt"], extra["ground_truth"], extra["columns"], source, ids)
+        return RewardInputs(response, extra["prompt"], extra["ground_truth"], extra["columns"], source, ids, turns)
     final = example.answer.rpartition("####")[2].strip().replace(",", "") if "####" in example.answer else None
     return RewardInputs(
         response=response,
@@ -230,6 +236,7 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
         columns={"question": example.query, "answer": example.answer, **example.extra},
         data_source=_SOURCES.get(task.name, task.name),
         completion_ids=ids,
+        turns=turns,
     )
 
 
@@ -259,6 +266,72 @@ def _joined_info(outputs: Mapping[str, RewardOutput]) -> dict[str, Any]:
     if len(outputs) == 1:
         return dict(next(iter(outputs.values())).info)
     return {f"{function}/{name}": value for function, one in outputs.items() for name, value in one.info.items()}
+
+
+ENVIRONMENT = "environment"  # the reward term of ``get_reward``
+_COUNTED = ("tool_calls", "tool_errors")
+
+
+def with_tools(task: Task, *, has_reward: bool, asks_task: bool, success_above: float = 0.0) -> Task:
+    """``task`` whose responses are dialogs with tools: their record is read, and counts beside their score.
+
+    The number of calls and of those that failed, and whether the dialog ended because something was used up, become
+    metrics. A dialog whose environment was lost has failed.
+
+    Args:
+        task: any task, its reward replaced by functions or not.
+        has_reward: the environment has ``get_reward``, which is the term ``environment``, of weight 1.
+        asks_task: the task's terms count, too; else the environment's reward is all, and above ``success_above`` it
+            is a success.
+
+    >>> from sota_grpo.tasks import make_task
+    >>> task = with_tools(make_task("arithmetic", num_train=1, num_heldout=1), has_reward=True, asks_task=False)
+    >>> record = {"tool_calls": 2, "tool_errors": 1, "ended": "answer", "reward": 0.5, "error": None}
+    >>> score = task.score(SampledText("Done.", record=record), task.train[0])
+    >>> score.terms, score.success, score.info["tool_calls"]
+    ({'environment': 0.5}, True, 2)
+    """
+    weights = {**(task.term_weights if asks_task else {}), **({ENVIRONMENT: 1.0} if has_reward else {})}
+    scorer = DialogScorer(scorer_of(task) if asks_task else None, weights, success_above)
+    if asks_task and not has_reward:
+        return _with_score(task, scorer)
+    return _scored_by(scorer, task, term_weights=weights, gold_response=_no_gold_response)
+
+
+class DialogScorer:
+    """The scorer of :func:`with_tools`; ``score`` is the task's, None where only the environment rewards."""
+
+    def __init__(self, score: Scorer | None, term_weights: Mapping[str, float], success_above: float) -> None:
+        self._score: Any = score
+        self._term_weights, self._success_above = dict(term_weights), success_above
+        if hasattr(score, "score_group"):
+            self.score_group = self._score_group
+
+    def __call__(self, response: str, example: Example) -> Score:
+        return self._joined(response, None if self._score is None else self._score(response, example))
+
+    def prepare(self) -> None:
+        """What the scorer does before its first response."""
+        if self._score is not None:
+            prepare(self._score)
+
+    def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
+        scores = self._score.score_group(pairs)
+        return [self._joined(response, score) for (response, _), score in zip(pairs, scores, strict=True)]
+
+    def _joined(self, response: str, score: Score | None) -> Score:
+        record = getattr(response, "record", None) or {}
+        error = record.get("error") or (None if score is None else score.error)
+        if error is not None:
+            return failed_score(self._term_weights, error)
+        reward = record.get("reward")
+        terms = {} if score is None else dict(score.terms)
+        if ENVIRONMENT in self._term_weights:
+            terms[ENVIRONMENT] = reward
+        info = {name: record[name] for name in _COUNTED if name in record}
+        info |= {f"ended_by_{name}": int(record["ended"] == name) for name in USED_UP if record}
+        own = reward is not None and reward > self._success_above
+        return Score(terms, own if score is None else score.success, info={**(score.info if score else {}), **info})
 
 
 MESSAGE = (

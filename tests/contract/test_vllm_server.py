@@ -20,7 +20,7 @@ from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.inference_server import ServerDied
 from sota_grpo.engines.server_engine import ServerEngine, server_engine
 from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
-from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, TurnTokens
 from sota_grpo.envs.task_env import last_turn
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sampling, Score
@@ -175,7 +175,8 @@ def test_every_token_of_a_dialog_has_the_trainers_log_prob(rig: Rig) -> None:
     """Before and after a push, which leaves nothing of the old weights in the prompts of later turns."""
     task, tokenizer = think_again(ArithmeticTask(num_train=6, num_heldout=1)), load_tokenizer("tiny")
     env, sampling = TaskEnv(task, tokenizer), Sampling(max_tokens=64, temperature=TEMPERATURE)
-    engine = DialogEngine(rig.engine, InProcess(task), TurnTokens(tokenizer), max_steps=MAX_STEPS)
+    turns = TurnTokens(tokenizer)
+    engine = DialogEngine(rig.engine, GradedTurns(InProcess(task), turns), turns, max_steps=MAX_STEPS)
     rig.engine.update_weights((own := load_model("tiny").eval()).state_dict().items(), rig.engine.version + 1)
     rig.model.load_state_dict(own.state_dict())  # one that says enough to be graded
     check(env, rig, list(engine.generate(requests(env), sampling)))

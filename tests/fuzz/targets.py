@@ -193,7 +193,7 @@ def check_template(drawn: tuple[str | None, str, str]) -> None:
     try:
         turns = TurnTokens(tokenizer)
         with contextlib.suppress(UserError):
-            turns.ids({"role": role, "content": said}, tokenizer.eos_token_id)
+            turns.ids([{"role": role, "content": said}], tokenizer.eos_token_id)
         example = Example(said or "?", "1")
         TaskEnv(GSM8KTask([example]), tokenizer).prompt_ids(example)
     finally:

@@ -166,9 +166,9 @@ def test_replies_of_graders_and_tools_are_text(template: str | None, role: str) 
     made = characters(template, end="<|im_end|>")
     turns, names = TurnTokens(made), names_of(made)
     special = set(made.convert_tokens_to_ids(names))
-    kept = [number for number in turns.ids({"role": role, "content": "9716"}, 0) if number in special]
+    kept = [number for number in turns.ids([{"role": role, "content": "9716"}], 0) if number in special]
     for name in names:
-        ids = turns.ids({"role": role, "content": f"9{name}7"}, 0)
+        ids = turns.ids([{"role": role, "content": f"9{name}7"}], 0)
         assert [number for number in ids if number in special] == kept
         assert f"9{name}7" in made.decode(list(ids))
 

@@ -16,7 +16,7 @@ import torch
 from sota_grpo.engines import Engine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import Streams
-from sota_grpo.envs.dialogs import DialogEngine
+from sota_grpo.envs.dialogs import DialogEngine, GradedTurns
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.workers.base import promised, resolve
 from sota_grpo.workers.rollout import RolloutWorker
@@ -32,7 +32,8 @@ class Words:
     def text(self, token_ids: torch.Tensor) -> str:
         return " ".join(map(str, token_ids.tolist()))
 
-    def ids(self, reply: dict[str, str], last_id: int) -> tuple[int, ...]:
+    def ids(self, replies: Sequence[dict[str, str]], last_id: int) -> tuple[int, ...]:
+        (reply,) = replies
         said = tuple(map(int, reply["content"].split()))
         return said if last_id == EOS else (EOS, *said)
 
@@ -113,7 +114,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def dialogs(engine: Engine, grader: Grader | None = None, **options) -> DialogEngine:
-    return DialogEngine(engine, grader or Grader(), Words(), **{"max_steps": MAX_STEPS, **options})
+    partner = GradedTurns(grader or Grader(), Words())
+    return DialogEngine(engine, partner, Words(), **{"max_steps": MAX_STEPS, **options})
 
 
 def of_kind(kind: str, grader: Grader | None = None) -> DialogEngine:

@@ -88,15 +88,15 @@ def test_what_stands_between_two_turns(template: str | None, end: str, reply: di
     made = tokenizer(template, end=end)
     turns = TurnTokens(made)
     ended = made.convert_tokens_to_ids(end)
-    assert decoded(made, turns.ids(reply, ended)) == between
+    assert decoded(made, turns.ids([reply], ended)) == between
     # a turn that ended otherwise is closed first, where the template closes turns
-    assert decoded(made, turns.ids(reply, made.convert_tokens_to_ids("x"))) == (end if template else "") + between
+    assert decoded(made, turns.ids([reply], made.convert_tokens_to_ids("x"))) == (end if template else "") + between
 
 
 def test_template_arguments_reach_the_next_turn() -> None:
     made = tokenizer(THINKING, end="<|im_end|>")
     turns = TurnTokens(made, {"enable_thinking": False})
-    assert decoded(made, turns.ids(REPLY, made.eos_token_id)).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert decoded(made, turns.ids([REPLY], made.eos_token_id)).endswith("assistant\n<think>\n\n</think>\n\n")
 
 
 @pytest.mark.parametrize("template", [MISTRAL, IGNORES_TOOLS], ids=["raises", "ignores"])
@@ -107,8 +107,8 @@ def test_a_template_without_tool_turns_gets_user_turns_and_says_so_once(
     turns = TurnTokens(made)
     with caplog.at_level(logging.INFO, logger="sota_grpo"):
         for content in ("9716", "12", "9716"):
-            as_user = turns.ids({"role": "user", "content": content}, 0)
-            assert turns.ids({"role": "tool", "content": content}, 0) == as_user
+            as_user = turns.ids([{"role": "user", "content": content}], 0)
+            assert turns.ids([{"role": "tool", "content": content}], 0) == as_user
             assert content in decoded(made, as_user)
     assert [record.message.partition(" (")[0] for record in caplog.records] == ["The chat template has no tool turns"]
 
@@ -118,9 +118,9 @@ def test_a_template_for_one_turn_only_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"cannot render a user turn after an assistant turn \(.*one turn\); use env.max_"
     ):
-        TurnTokens(tokenizer(single)).ids(TOOL, 0)
+        TurnTokens(tokenizer(single)).ids([TOOL], 0)
     with pytest.raises(ValueError, match="role 'system'; use user or tool"):
-        TurnTokens(tokenizer(CHATML)).ids({"role": "system", "content": "no"}, 0)
+        TurnTokens(tokenizer(CHATML)).ids([{"role": "system", "content": "no"}], 0)
 
 
 def conversation(rng: random.Random, num_turns: int) -> list[dict[str, str]]:
@@ -143,7 +143,7 @@ def test_a_dialog_decodes_to_the_templates_own_rendering(name: str) -> None:
         ids = list(render(messages[:1], tokenize=True, return_dict=True)["input_ids"])
         for said, reply in zip(messages[1::2], messages[2::2]):
             ids += [*made(said["content"], add_special_tokens=False)["input_ids"], made.eos_token_id]
-            ids += turns.ids(reply, ids[-1])
+            ids += turns.ids([reply], ids[-1])
         assert made.decode(ids) == render(messages, tokenize=False), f"seed {SEED}"
         assert ids == list(render(messages, tokenize=True, return_dict=True)["input_ids"])
 

@@ -1,0 +1,222 @@
+"""Dialogs with tools: the policy calls what an environment offers, and hears what comes of it.
+
+Every sample has an instance of the environment, in a process of its own (:mod:`sota_grpo.workers.instances`). What the
+policy says is read from the ids that it sampled; what a tool answers is a turn of the role ``tool``::
+
+    sampled      <tool_call>{"name": "multiply", "arguments": {"a": 347, "b": 28}}</tool_call> <|im_end|>
+    inserted     \\n  <|im_start|>tool  \\n  9716  <|im_end|>  \\n  <|im_start|>assistant  \\n
+    sampled      It is 9716. <|im_end|>
+
+A turn without a call is the answer and ends the dialog.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sota_grpo.envs.chat_tokens import Messages
+from sota_grpo.envs.dialogs import Talk, resolved
+from sota_grpo.envs.tool_calls import ToolCallReader
+from sota_grpo.errors import UserError
+from sota_grpo.rl.records import CALLS, OBSERVATION, SECONDS, TURNS, Example, GroupRequest, sample_seed
+from sota_grpo.rl.tool_schemas import ToolCall
+from sota_grpo.workers.base import promised, resolve
+from sota_grpo.workers.instances import Answer, InstanceLost, Instances, Opened
+
+#: How a dialog may end beside :data:`~sota_grpo.rl.records.USED_UP`: with an answer, cut, or without its instance.
+ANSWERED, TRUNCATED, LOST = "answer", "truncated", "lost"
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What a dialog may use beside its turns; None is no bound. What goes beyond ends it, and is not carried out.
+
+    Args:
+        max_calls: calls of tools.
+        max_seconds: from its beginning to a call.
+        max_observation_tokens: tokens of one answer of a tool.
+    """
+
+    max_calls: int | None = None
+    max_seconds: float | None = None
+    max_observation_tokens: int | None = None
+
+
+class ToolPartner:
+    """The environment's side of dialogs with tools (:class:`~sota_grpo.envs.dialogs.Partner`).
+
+    Contract. Consumes: groups with their examples. Produces: a dialog for each sample, over an instance of its own.
+    Waits for: the instance, which has a deadline per call. An instance that is late, dies, or cannot begin costs its
+    sample: the dialog ends, and its record says why.
+
+    Args:
+        reader: reads calls.
+        instances: of the environment.
+        row_of: what ``reset`` is given of an example.
+        prompt_ids: ``(example, observation) -> ids`` of the prompt at whose end ``observation`` stands.
+        count_tokens: of a text.
+        budgets: of a dialog.
+        clock: seconds, for ``budgets.max_seconds``.
+    """
+
+    def __init__(
+        self,
+        reader: ToolCallReader,
+        instances: Instances,
+        row_of: Callable[[Example], Mapping[str, Any]],
+        prompt_ids: Callable[[Example, str], tuple[int, ...]],
+        count_tokens: Callable[[str], int],
+        budgets: Budgets,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.reader, self.instances = reader, instances
+        self.count_tokens, self.budgets, self.clock = count_tokens, budgets, clock
+        self._row_of, self._prompt_ids = row_of, prompt_ids
+
+    def begin(self, request: GroupRequest, index: int) -> Future[Talk]:
+        """Once an instance is there and was reset.
+
+        Siblings are reset with the random numbers of their group, so that they begin alike, and have their own then.
+        """
+        example = request.example
+        assert example is not None
+        seeds = sample_seed(request.seed), sample_seed(request.seed, request.first_sample + index)
+        begun: Future[Talk] = promised()
+        self.instances.open(self._row_of(example), seeds).add_done_callback(
+            lambda opened: resolve(begun, lambda: self._begun(example, opened))
+        )
+        return begun
+
+    def _begun(self, example: Example, opened: Future[Opened]) -> Talk:
+        try:
+            there = opened.result()
+        except InstanceLost as error:
+            return ToolTalk(self, None, error=str(error))
+        if not there.observation:
+            return ToolTalk(self, there.key)
+        try:
+            return ToolTalk(self, there.key, self._prompt_ids(example, there.observation))
+        except UserError as error:  # it is the environment's text, not the user's: it costs the sample
+            self.instances.drop(there.key)
+            return ToolTalk(self, None, error=f"what reset returned cannot be said: {error}")
+
+
+class ToolTalk:
+    """One dialog with tools (:class:`~sota_grpo.envs.dialogs.Talk`).
+
+    Its record, which graders find in ``response.record``: ``messages`` as TRL writes them (``role``, ``content``,
+    ``tool_calls`` of the policy, ``name`` of a tool), ``tool_calls``, ``tool_errors``, ``ended`` (how), ``reward`` (of ``get_reward``, None without one) and ``error`` (why the instance was lost, else None).
+
+    Args:
+        partner: with what all dialogs share.
+        key: of the instance; None where there is none.
+        prompt_ids: of this dialog, where the environment added to its prompt.
+        error: why there is none.
+    """
+
+    def __init__(
+        self, partner: ToolPartner, key: int | None, prompt_ids: tuple[int, ...] | None = None, error: str | None = None
+    ) -> None:
+        self.prompt_ids = prompt_ids
+        self._partner, self._key, self._error = partner, key, error
+        self._since = partner.clock()
+        self._messages: list[dict[str, Any]] = []
+        self._num_calls = self._num_errors = 0
+        self._ended = ANSWERED if error is None else LOST
+
+    def answer(self, said: torch.Tensor) -> Future[Messages | None]:
+        """What the tools say that the turn calls; None where it calls none, or where a budget is used up."""
+        calls = self._heard(said)
+        if not calls or self._error is not None:
+            return resolved(None)
+        if (exceeded := self._exceeded(len(calls))) is not None:
+            self._ended = exceeded
+            return resolved(None)
+        self._num_calls += len(calls)
+        sound = [(call.name, call.arguments) for call in calls if call.error is None]
+        if not sound:
+            return resolved(self._replies(calls, []))
+        assert self._key is not None
+        answered: Future[Messages | None] = promised()
+        self._partner.instances.call(self._key, sound).add_done_callback(
+            lambda done: resolve(answered, lambda: self._answered(calls, done))
+        )
+        return answered
+
+    def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Future[Mapping[str, Any] | None]:
+        """The record, once the instance has said what the dialog was worth and is gone."""
+        calls = () if unanswered is None else self._heard(unanswered)
+        if truncated:
+            self._ended = TRUNCATED
+        elif calls:
+            self._ended = TURNS
+        key, self._key = self._key, None
+        if key is None:
+            return resolved(self._record(None))
+        ended: Future[Mapping[str, Any] | None] = promised()
+        self._partner.instances.finish(key).add_done_callback(
+            lambda done: resolve(ended, lambda: self._rewarded(done))
+        )
+        return ended
+
+    def leave(self) -> None:
+        """Nobody waits: the instance goes."""
+        key, self._key = self._key, None
+        if key is not None:
+            self._partner.instances.drop(key)
+
+    def _heard(self, said: torch.Tensor) -> tuple[ToolCall, ...]:
+        turn = self._partner.reader.read(said.tolist())
+        message: dict[str, Any] = {"role": "assistant", "content": turn.content}
+        if turn.calls:
+            asked = [{"name": call.name, "arguments": dict(call.arguments)} for call in turn.calls]
+            message["tool_calls"] = [{"type": "function", "function": each} for each in asked]
+        self._messages.append(message)
+        return turn.calls
+
+    def _exceeded(self, num_calls: int) -> str | None:
+        budgets = self._partner.budgets
+        if budgets.max_calls is not None and self._num_calls + num_calls > budgets.max_calls:
+            return CALLS
+        if budgets.max_seconds is not None and self._partner.clock() - self._since > budgets.max_seconds:
+            return SECONDS
+        return None
+
+    def _answered(self, calls: Sequence[ToolCall], done: Future[list[Answer]]) -> Messages | None:
+        try:
+            return self._replies(calls, done.result())
+        except InstanceLost as error:
+            self._key, self._error, self._ended = None, str(error), LOST
+            return None
+
+    def _replies(self, calls: Sequence[ToolCall], answers: Sequence[Answer]) -> Messages | None:
+        """A turn for each call, in order: what its tool said, or why it cannot be called."""
+        left, most = iter(answers), self._partner.budgets.max_observation_tokens
+        replies: list[dict[str, str]] = []
+        for call in calls:
+            answer = next(left) if call.error is None else Answer(f"error: {call.error}", is_error=True)
+            self._num_errors += answer.is_error
+            replies.append({"role": "tool", "name": call.name or "unknown", "content": answer.content})
+        self._messages += replies
+        if most is not None and any(self._partner.count_tokens(reply["content"]) > most for reply in replies):
+            self._ended = OBSERVATION
+            return None
+        return replies
+
+    def _rewarded(self, done: Future[float | None]) -> Mapping[str, Any]:
+        try:
+            return self._record(done.result())
+        except InstanceLost as error:
+            self._error = str(error)
+            return self._record(None)
+
+    def _record(self, reward: float | None) -> Mapping[str, Any]:
+        counts = {"tool_calls": self._num_calls, "tool_errors": self._num_errors}
+        ended = {"ended": self._ended, "reward": reward, "error": self._error}
+        return {"messages": self._messages, **counts, **ended}
