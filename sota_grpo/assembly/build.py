@@ -43,14 +43,17 @@ from sota_grpo.assembly.sampling import (
     make_grader,
     make_sampling,
     max_model_len,
+    rewarded_dialogs,
     start_engine,
+    start_instances,
     task_of,
+    tool_partner,
 )
 from sota_grpo.config import Config, model_name, responses_per_step
 from sota_grpo.config.validators import obstacles_to_a_broadcast
 from sota_grpo.engines import Engine, is_server
 from sota_grpo.envs import TaskEnv
-from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Partner, TurnTokens
 from sota_grpo.policy.causal import KNOWN_TO_PACK
 from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.lora import AdapterPack, base_pack, engine_weights, packed_weights
@@ -66,6 +69,7 @@ from sota_grpo.training.gate import Subject
 from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.workers.fleet import Fleet, replacements
+from sota_grpo.workers.instances import Instances
 from sota_grpo.workers.reference import ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
@@ -143,15 +147,17 @@ def build(
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     task = task_of(config, functions)
     with ExitStack() as opened:
-        # the last one closed: the others may wait for scores
+        # closed last: the others may wait for answers and scores
+        instances = start_instances(config, opened)
+        task = rewarded_dialogs(config, task, instances)
         grader = opened.enter_context(closing(make_grader(config, task)))
-        env = make_env(config, task, tokenizer, grader)
+        env = make_env(config, task, tokenizer, grader, instances.schemas if instances else ())
         torch.manual_seed(config.seed)
         if plan.workers:
             roles = _roles_in_workers(config, plan, env, tokenizer, run_dir, should_stop, opened)
         else:
             roles = _roles_here(config, plan, tokenizer, run_dir, opened)
-        rollouts, sampling = make_rollouts(config, env, roles.engine), make_sampling(config)
+        rollouts, sampling = make_rollouts(config, env, roles.engine, instances), make_sampling(config)
         source = RolloutSource(
             rollouts,
             sampling,
@@ -180,11 +186,13 @@ def build(
         )
 
 
-def make_rollouts(config: Config, env: TaskEnv, engine: Engine) -> Rollouts:
+def make_rollouts(config: Config, env: TaskEnv, engine: Engine, instances: Instances | None) -> Rollouts:
     """Over ``engine`` itself, or with ``env.max_steps`` above 1 over what samples whole dialogs with it."""
     if config.env.max_steps > 1:
         turns = TurnTokens(env.tokenizer, env.template_kwargs)
-        engine = DialogEngine(engine, GradedTurns(env.grader, turns), turns, max_steps=config.env.max_steps)
+        graded = instances is None
+        partner: Partner = GradedTurns(env.grader, turns) if graded else tool_partner(config, env, instances)
+        engine = DialogEngine(engine, partner, turns, max_steps=config.env.max_steps)
     return Rollouts(env, engine)
 
 

@@ -14,6 +14,7 @@ from sota_grpo.config.hints import no_option
 from sota_grpo.config.secrets import use_config_token, without_token
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
+from sota_grpo.rewards.functions import PICKLED
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.text import one_line
 from sota_grpo.untrusted import read_yaml, require_plain
@@ -31,10 +32,14 @@ PATH_OPTIONS = (
     "env.eval_path",
     "reward.path",
     "algorithm.objective",
+    "env.tools",
+    "env.environment",
 )  # of files, of folders, or of a hub
+#: Of these, options that name a file and what it defines.
+_DEFINED_IN_FILES = ("objective", "tools", "environment")
 #: Of :func:`needs_consent`, what is not used where no loss is computed, and where nothing is sampled or graded.
 UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective")
-UNUSED_WITHOUT_SAMPLES = ("ray.address", "reward.path", "engine.url")
+UNUSED_WITHOUT_SAMPLES = ("ray.address", "reward.path", "engine.url", "env.tools", "env.environment")
 _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # what Hydra proposes there, our schema refuses
 _NO_PRIMARY = re.compile(r"primary config '([^']+)'")
 _UNPARSED = re.compile(r"(mismatched|extraneous) input|Error parsing override|no viable alternative|token recognition")
@@ -222,8 +227,9 @@ def needs_consent(config: Config) -> dict[str, str]:
     acts = {}
     if config.reward.path is not None:
         acts["reward.path"] = f"run {one_line(config.reward.path)}"
-    if (own := in_file(config.algorithm.objective)) is not None:
-        acts["algorithm.objective"] = f"run {one_line(str(own[0]))}"
+    for section, option, value in _paths(config):
+        if option in _DEFINED_IN_FILES and (in_file(value) or value.endswith(PICKLED)):
+            acts[f"{section}.{option}"] = f"run {one_line(str((in_file(value) or [value])[0]))}"
     if config.model.trust_remote_code:
         acts["model.trust_remote_code"] = "run the Python files that its model brings along"
     if config.engine.url is not None:
@@ -277,16 +283,16 @@ def anchor_paths(config: Config) -> None:
     from sota_grpo.policy.load import SMOLLM2, TINY  # brings transformers
 
     for section, option, value in _paths(config):
-        own = in_file(value) if option == "objective" else None
+        own = in_file(value) if option in _DEFINED_IN_FILES else None
         path = Path(value).expanduser()
         if own is not None:
-            setattr(section, option, f"{own[0].absolute()}:{own[1]}")
+            setattr(getattr(config, section), option, f"{own[0].absolute()}:{own[1]}")
             continue
         is_here = (
             (path / "config.json").is_file() and value not in (TINY, SMOLLM2) if option == "name" else path.exists()
         )
         if is_here:
-            setattr(section, option, str(path.absolute()))
+            setattr(getattr(config, section), option, str(path.absolute()))
 
 
 def _find_inputs(config: Config, run_dir: Path) -> None:
@@ -294,15 +300,16 @@ def _find_inputs(config: Config, run_dir: Path) -> None:
     for section, option, value in _paths(config):
         moved = run_dir.absolute() / INPUTS / Path(value).name
         if Path(value).parent.name == INPUTS and not Path(value).exists() and moved.is_file():
-            setattr(section, option, str(moved))
+            setattr(getattr(config, section), option, str(moved))
 
 
-def _paths(config: Config) -> Iterator[tuple[Any, str, str]]:
+def _paths(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Section, option and value of each that is set."""
     for name in PATH_OPTIONS:
         section, _, option = name.partition(".")
         value = getattr(getattr(config, section), option)
         if value is not None:
-            yield getattr(config, section), option, value
+            yield section, option, value
 
 
 def _parsed(overrides: Sequence[str]) -> list[tuple[str, Any]]:

@@ -17,10 +17,17 @@ from sota_grpo.assembly.build import build, make_evaluator, make_publisher, make
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, compose, load_config, no_run_or_model
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
-from sota_grpo.assembly.sampling import heldout_task, make_env, make_grader, start_engine
+from sota_grpo.assembly.sampling import (
+    heldout_task,
+    make_env,
+    make_grader,
+    rewarded_dialogs,
+    start_engine,
+    start_instances,
+)
 from sota_grpo.config import AlgorithmConfig, Config, ModelConfig, changed_options, model_name, overrides_of
 from sota_grpo.config.secrets import use_config_token
-from sota_grpo.config.validators import READERS, validate
+from sota_grpo.config.validators import OF_TOOLS, READERS, validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
@@ -50,6 +57,7 @@ _PRESET_OF_MODEL = {TINY: "grpo_cpu", SMOLLM2: "smollm_ifeval"}
 _OF_ONE_TASK = (  # options that mean nothing to another task
     *READERS,
     *("reward.path", "reward.name", "reward.weights", "reward.success_above", "env.reasoning", "env.max_steps"),
+    *("env.tools", "env.environment", *OF_TOOLS),
 )
 
 
@@ -200,8 +208,10 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
         )
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_")))  # logs of servers
+        instances = start_instances(config, opened)
+        task = rewarded_dialogs(config, task, instances)
         grader = opened.enter_context(closing(make_grader(config, task)))
-        env = make_env(config, task, tokenizer, grader)
+        env = make_env(config, task, tokenizer, grader, instances.schemas if instances else ())
         base = None if target.checkpoint is None else make_model(config, torch.device("cpu"))
         engine = start_engine(config, device, tokenizer, base, scratch)  # it copies the model before that is adapted
         opened.callback(engine.close)
@@ -212,7 +222,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
             make_publisher(model, engine).publish(target.steps or 0)
         if isinstance(grader, GradingPool):
             grader.wait_ready()
-        yield make_evaluator(config, task, make_rollouts(config, env, engine))
+        yield make_evaluator(config, task, make_rollouts(config, env, engine, instances))
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""Rows and reward functions that a Python caller passes as objects (:func:`sota_grpo.train`).
+"""Rows, reward functions and tools that a Python caller passes as objects (:func:`sota_grpo.train`).
 
 The run writes them to its directory, where its config names them like a user's own files: whatever reads that config
 later (``sota-grpo eval``, a grader's process) finds them there. Until the run has a directory, the config says
@@ -22,11 +22,9 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import term_metric
 from sota_grpo.recording.run_files import INPUTS
-from sota_grpo.rewards.functions import PICKLED, Functions, RewardFunctionError, fingerprint, pickled, recognise
+from sota_grpo.rewards.functions import PASSED, PICKLED, Functions, RewardFunctionError, fingerprint, pickled, recognise
 from sota_grpo.tasks.table import plain_columns
 from sota_grpo.tasks.wrappers import BUILTIN
-
-PASSED = "(passed in Python)"
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +37,9 @@ class Passed:
     eval_rows: bytes | None = None
     functions: Functions | None = None  # by name; in this process they are called themselves
     reward_file: bytes | None = None  # the same for other processes; None where they cannot leave this one
+    tools: Functions | None = None  # functions by name, or under its own name the factory of environments
+    tools_file: bytes | None = None
+    tools_option: str = "tools"  # of env: tools or environment
     run_dir: Path | None = None  # the directory of the run, once it has one
 
     @property
@@ -48,6 +49,8 @@ class Passed:
         digests = {name: hashlib.sha256(rows).hexdigest() for name, rows in tables.items() if rows}
         if self.functions is not None:
             digests["reward"] = fingerprint(self.functions)
+        if self.tools is not None:
+            digests[self.tools_option] = fingerprint(self.tools)
         return {"passed": digests} if digests else {}
 
     def write(self, run_dir: Path, config: Config) -> None:
@@ -63,10 +66,20 @@ class Passed:
             config.env.eval_path = _write(folder / "eval.jsonl", self.eval_rows)
         if self.functions is not None:
             config.reward.path = _write(folder / f"reward{PICKLED}", self.reward_file)
+        if self.tools is not None:
+            path = _write(folder / f"{self.tools_option}{PICKLED}", self.tools_file)
+            setattr(config.env, self.tools_option, path)
 
 
 def take(
-    config: Config, overrides: Sequence[str], *, reward: Any = None, dataset: Any = None, eval_dataset: Any = None
+    config: Config,
+    overrides: Sequence[str],
+    *,
+    reward: Any = None,
+    dataset: Any = None,
+    eval_dataset: Any = None,
+    tools: Sequence[Any] | None = None,
+    environment: Any = None,
 ) -> Passed:
     """Make of the objects what a run can use, and set the options of ``config`` that they stand for.
 
@@ -75,7 +88,7 @@ def take(
     Args:
         config: changed in place.
         overrides: of the caller, who may want another task than ``table``, or another ``env.num_heldout``.
-        reward, dataset, eval_dataset: see :func:`sota_grpo.train`.
+        reward, dataset, eval_dataset, tools, environment: see :func:`sota_grpo.train`.
 
     Raises:
         UserError: something cannot be used; the message says what and why.
@@ -94,6 +107,8 @@ def take(
             logger.info("%d of %d rows are held out for evaluation.", config.env.num_heldout, count)
     if reward is not None:
         _take_functions(config, passed, reward)
+    if tools is not None or environment is not None:
+        _take_tools(config, passed, tools, environment)
     return passed
 
 
@@ -146,6 +161,21 @@ def _take_functions(config: Config, passed: Passed, reward: Any) -> None:
         if config.env.reward_workers:
             raise
     config.reward.path, config.reward.name = PASSED, list(named) if len(named) > 1 else next(iter(named), None)
+
+
+def _take_tools(config: Config, passed: Passed, tools: Any, environment: Any) -> None:
+    if tools is not None and environment is not None:
+        raise UserError("tools and environment are both passed: make the functions methods of the environment.")
+    option, given = ("tools", tools) if environment is None else ("environment", [environment])
+    _require_unset(getattr(config.env, option), f"env.{option}", option)
+    if not isinstance(given, (list, tuple)) or not given or not all(map(callable, given)):
+        kind = "a list of functions" if option == "tools" else "a class, or a function that makes objects"
+        raise UserError(f"{option} is {tools if environment is None else environment!r}; give {kind}.")
+    passed.tools, passed.tools_option = {_name_of(one): one for one in given}, option
+    if len(passed.tools) < len(given):
+        raise UserError(f"tools has the names {[*map(_name_of, given)]}; rename one of those that are alike.")
+    passed.tools_file = pickled(passed.tools, "tool", "make what it needs inside the function")
+    setattr(config.env, option, PASSED)
 
 
 def _named(reward: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from sota_grpo.assembly.passed import PASSED
 from sota_grpo.config import Config, model_name, num_steps, responses_per_step
 from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import validate
@@ -56,9 +55,11 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
     if wants_gpu and config.ray.address is None and has_no_gpu():
         raise UserError(needs_a_gpu(config))
     for path in (config.env.dataset_path, config.env.eval_path):
-        if path not in (None, PASSED) and ("source" in parameters(config.env.dataset) or dataset.is_file(path)):
+        if path not in (None, functions.PASSED) and (
+            "source" in parameters(config.env.dataset) or dataset.is_file(path)
+        ):
             dataset.require_file(Path(path).expanduser())
-    if config.reward.path not in (None, PASSED):
+    if config.reward.path not in (None, functions.PASSED):
         functions.require_file(Path(config.reward.path).expanduser())
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,20 @@ from sota_grpo.config.secrets import api_key
 from sota_grpo.config.validators import READERS
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
 from sota_grpo.envs import TaskEnv
+from sota_grpo.envs.agents import Budgets, ToolPartner
+from sota_grpo.envs.tool_calls import ToolCallReader
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import resolve_model_path
+from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader
-from sota_grpo.rl.records import Sampling
+from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.records import Example, Sampling
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks import make_task, parameters, task_class
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows, unique_examples
-from sota_grpo.tasks.wrappers import think_again, with_reward_functions
+from sota_grpo.tasks.wrappers import reward_inputs, think_again, with_reward_functions, with_tools
+from sota_grpo.workers.instances import Instances, InstanceSpec
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +103,66 @@ def make_grader(config: Config, task: Task) -> Grader:
     return GradingPool(scorer, weights, num_workers=count, timeout_s=config.env.reward_timeout_s)
 
 
-def make_env(config: Config, task: Task, tokenizer: Any, grader: Grader) -> TaskEnv:
-    """The environment, after a look at the longest prompt; see :class:`~sota_grpo.envs.TaskEnv`."""
+def start_instances(config: Config, opened: ExitStack) -> Instances | None:
+    """What the policy's tools live in, ready; None where it has none. Closed with ``opened``.
+
+    Raises:
+        UserError: what the config names cannot be loaded, or offers no tools.
+    """
+    value = config.env.tools or config.env.environment
+    if value is None:
+        return None
+    starting("Starting the tools")
+    kind = "functions" if config.env.tools is not None else "factory"
+    path, names = in_file(value) or (Path(value), "")
+    spec = InstanceSpec(path=str(path), names=tuple(names.split(",")) if names else (), kind=kind)
+    instances = opened.enter_context(closing(Instances(spec, timeout_s=config.env.tool_timeout_s)))
+    instances.wait_ready()
+    return instances
+
+
+def rewarded_dialogs(config: Config, task: Task, instances: Instances | None) -> Task:
+    """``task`` as dialogs with tools earn: an environment's reward for the task's, or beside that of functions."""
+    if instances is None:
+        return task
+    asks_task = config.reward.path is not None or not instances.has_reward
+    return with_tools(
+        task, has_reward=instances.has_reward, asks_task=asks_task, success_above=config.reward.success_above
+    )
+
+
+def tool_partner(config: Config, env: TaskEnv, instances: Instances) -> ToolPartner:
+    """What dialogs with tools need, of an environment whose prompts tell of them.
+
+    Raises:
+        UserError: the chat template has no tools.
+    """
+    schemas = env.template_kwargs["tools"]
+    kwargs = {name: value for name, value in env.template_kwargs.items() if name != "tools"}
+    return ToolPartner(
+        ToolCallReader(env.tokenizer, schemas, kwargs),
+        instances,
+        partial(_columns, env.task),
+        env.prompt_ids,
+        lambda text: len(env.tokenizer(text, add_special_tokens=False)["input_ids"]),
+        Budgets(config.env.max_tool_calls, config.env.max_dialog_s, config.env.max_observation_tokens),
+    )
+
+
+def _columns(task: Task, example: Example) -> dict[str, Any]:
+    """What ``reset`` is given: the columns of the row, under TRL's names."""
+    inputs = reward_inputs(task, "", example)
+    return {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}
+
+
+def make_env(
+    config: Config, task: Task, tokenizer: Any, grader: Grader, schemas: Sequence[Mapping[str, Any]] = ()
+) -> TaskEnv:
+    """The environment, after a look at the longest prompt; see :class:`~sota_grpo.envs.TaskEnv`.
+
+    Args:
+        schemas: of the tools that the prompts tell of.
+    """
     env = TaskEnv(
         task,
         tokenizer,
@@ -107,6 +173,7 @@ def make_env(config: Config, task: Task, tokenizer: Any, grader: Grader) -> Task
         max_prompt_tokens=max_model_len(config) - 1,
         grader=grader,
         multi_turn=config.env.max_steps > 1,
+        template_kwargs={"tools": list(schemas)} if schemas else None,
     )
     env.check_prompts()
     return env

@@ -113,7 +113,7 @@ class EnvConfig:
     tool_timeout_s: float = opt(30.0, "longest time for one call of a tool; then the sample's environment is ended")
     max_tool_calls: int | None = opt(None, "most calls of tools in a dialog; more end it")
     max_dialog_s: float | None = opt(None, "seconds after which a dialog that calls a tool ends")
-    max_observation_tokens: int | None = opt(None, "most tokens of what one call of a tool returns; more end the dialog")
+    max_observation_tokens: int | None = opt(None, "most tokens of what a tool returns; more end the dialog")
     reward_workers: int = opt(
         1, "processes that grade responses; 0: in the trainer, where a grader that hangs hangs the run"
     )

@@ -20,6 +20,7 @@ from sota_grpo.config import (
 from sota_grpo.engines import is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import readers
+from sota_grpo.rewards.functions import PASSED, PICKLED
 from sota_grpo.rl.objective_files import in_file, surrogate
 from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.wrappers import naming_faults
@@ -282,21 +283,21 @@ def offers_tools(config: Config) -> bool:
     return config.env.tools is not None or config.env.environment is not None
 
 
-_OF_TOOLS = ("env.tool_timeout_s", "env.max_tool_calls", "env.max_dialog_s", "env.max_observation_tokens")
+OF_TOOLS = ("env.tool_timeout_s", "env.max_tool_calls", "env.max_dialog_s", "env.max_observation_tokens")
 
 
 def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
     env = config.env
     if not offers_tools(config):
         for name, (value, default) in changed_options(config).items():
-            if name in _OF_TOOLS:
+            if name in OF_TOOLS:
                 left = "null" if default is None else default
                 yield f"{name}={value} belongs to tools; give env.tools or env.environment, or leave it at {left}."
         return
     option, value = ("env.tools", env.tools) if env.environment is None else ("env.environment", env.environment)
     if env.tools is not None and env.environment is not None:
         yield f"env.tools={env.tools} and env.environment={value}: make the functions methods of the environment."
-    if in_file(value) is None and not value.endswith(PICKLED) and value != PASSED:
+    if value is not None and in_file(value) is None and not value.endswith(PICKLED) and value != PASSED:
         yield f"{option}={value} is no FILE.py:NAME; name the file, a colon, and what it defines."
     if env.max_steps < 2:
         yield f"{option}={value} offers tools, and env.max_steps=1 leaves no turn to hear them; use 4."
@@ -308,7 +309,9 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
 def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
     reward = config.reward
     if reward.path is None:
-        options = {"name": reward.name, "weights": reward.weights, "success_above": reward.success_above or None}
+        options: dict[str, object] = {"name": reward.name, "weights": reward.weights}
+        if config.env.environment is None:  # whose get_reward does not say what is a success
+            options["success_above"] = reward.success_above or None
         for name, value in options.items():
             if value is not None:
                 yield f"reward.{name}={value} belongs to reward functions; give reward.path=FILE or leave it out."

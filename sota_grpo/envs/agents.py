@@ -111,7 +111,8 @@ class ToolTalk:
     """One dialog with tools (:class:`~sota_grpo.envs.dialogs.Talk`).
 
     Its record, which graders find in ``response.record``: ``messages`` as TRL writes them (``role``, ``content``,
-    ``tool_calls`` of the policy, ``name`` of a tool), ``tool_calls``, ``tool_errors``, ``ended`` (how), ``reward`` (of ``get_reward``, None without one) and ``error`` (why the instance was lost, else None).
+    ``tool_calls`` of the policy, ``name`` of a tool), ``tool_calls``, ``tool_errors``, ``ended`` (how), ``reward`` (of
+    ``get_reward``, None without one) and ``error`` (why the instance was lost, else None).
 
     Args:
         partner: with what all dialogs share.
@@ -160,9 +161,7 @@ class ToolTalk:
         if key is None:
             return resolved(self._record(None))
         ended: Future[Mapping[str, Any] | None] = promised()
-        self._partner.instances.finish(key).add_done_callback(
-            lambda done: resolve(ended, lambda: self._rewarded(done))
-        )
+        self._partner.instances.finish(key).add_done_callback(lambda done: resolve(ended, lambda: self._rewarded(done)))
         return ended
 
     def leave(self) -> None:

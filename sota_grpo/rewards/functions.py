@@ -32,6 +32,7 @@ from sota_grpo.text import sentence
 
 VERL, TRL = "verl", "trl"
 PICKLED = ".pkl"  # ending of a file of pickled functions
+PASSED = "(passed in Python)"  # the path of what was passed as an object, until the run has a directory
 VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL_PARAMETERS = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
 
@@ -366,8 +367,17 @@ def plain(value: Any) -> Any:
     return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
-def pickled(functions: Functions) -> bytes:
+def pickled(
+    functions: Functions,
+    kind: str = "reward function",
+    cure: str = "make what it needs inside the function, or grade in this process: env.reward_workers=0",
+) -> bytes:
     """The functions as they are written to a file; :func:`unpickled` is its other end.
+
+    Args:
+        functions: by name.
+        kind: what they are, and
+        cure: what to do, for the message.
 
     Raises:
         RewardFunctionError: one holds what cannot leave this process; the message names it and why.
@@ -385,8 +395,7 @@ def pickled(functions: Functions) -> bytes:
             cloudpickle.dumps(function)
         except Exception as error:  # whatever the objects that it holds raise
             raise RewardFunctionError(
-                f"the reward function {name} cannot be sent to the processes that grade ({sentence(error)}); "
-                "make what it needs inside the function, or grade in this process: env.reward_workers=0."
+                f"the {kind} {name} cannot be sent to another process ({sentence(error)}); {cure}."
             ) from error
     return cloudpickle.dumps(dict(functions))
 

@@ -187,6 +187,8 @@ def train(
     reward: Any = None,
     dataset: Any = None,
     eval_dataset: Any = None,
+    tools: Sequence[Any] | None = None,
+    environment: Any = None,
     overrides: Sequence[str] = (),
     run_dir: str | os.PathLike[str] | None = None,
 ) -> Result:
@@ -207,6 +209,10 @@ def train(
             Another task reads them under ``env.dataset=NAME``.
         eval_dataset: the same for the held-out rows. None holds ``env.num_heldout`` rows out of a path; of rows that
             are passed, a tenth at most.
+        tools: functions with type hints and docstrings, which the policy may call (docs/tasks.md); they run in
+            processes of their own. ``env.max_steps`` above 1 leaves turns to hear them.
+        environment: in their place a factory (a class, say) of TRL's protocol: an object with ``reset(**row)``, whose
+            public methods are the tools, and perhaps with ``get_reward()``; each sample has one of its own.
         overrides: options, as on the command line: ``["env.repeats=4", "mode=async", "train.resume=auto"]``.
         run_dir: where everything is written; None is ``outputs/DATE/TIME``.
 
@@ -228,7 +234,8 @@ def train(
     config = resumed_config(compose(config_name, list(overrides)), list(overrides))
     place = _fresh_dir() if run_dir is None else Path(run_dir)
     with _own_console(), Heartbeat():
-        passed = take(config, overrides, reward=reward, dataset=dataset, eval_dataset=eval_dataset)
+        objects = {"reward": reward, "dataset": dataset, "eval_dataset": eval_dataset}
+        passed = take(config, overrides, **objects, tools=tools, environment=environment)
         preflight(config, place)
         announce(config)
         with warnings.catch_warnings():

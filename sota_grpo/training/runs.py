@@ -53,6 +53,7 @@ FREE_OPTIONS = (
     ("check", "mode"),
 )
 FILES = (("env", "dataset_path"), ("env", "eval_path"), ("reward", "path"))
+_IN_FILES = (("algorithm", "objective"), ("env", "tools"), ("env", "environment"))  # FILE.py:NAME
 # Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
 # a sweep is continued as a whole (sota_grpo/sweeps.py), so that what it did stands in one place.
 _BY_THE_CLOCK = re.compile(r"(?<![^/])\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d$")
@@ -63,8 +64,8 @@ _TRIES = 5
 def signature(config: Mapping[str, Any]) -> str:
     """Digest of everything in ``config`` that changes what a step computes.
 
-    The engine counts by the name that ``auto`` stands for here; a file of data, of reward functions or of an objective
-    by what it holds. The length of the run counts only where the learning rate depends on it.
+    The engine counts by the name that ``auto`` stands for here; a file of data, of reward functions, of tools or of an
+    objective by what it holds. The length of the run counts only where the learning rate depends on it.
 
     >>> a, b = {"seed": 1, "train": {"resume": "auto"}}, {"seed": 1, "train": {"resume": None}}
     >>> signature(a) == signature(b), signature(a) == signature({"seed": 2, "train": {"resume": None}})
@@ -74,9 +75,10 @@ def signature(config: Mapping[str, Any]) -> str:
     for section, option in FILES:
         if section in kept and kept[section].get(option) is not None:
             kept[section][option] = _content(kept[section][option])
-    own = in_file(kept.get("algorithm", {}).get("objective", ""))
-    if own is not None:
-        kept["algorithm"]["objective"] = [_content(str(own[0])), own[1]]
+    for section, option in _IN_FILES:
+        own = in_file(kept.get(section, {}).get(option) or "")
+        if own is not None:
+            kept[section][option] = [_content(str(own[0])), own[1]]
     if kept.get("optimizer", {}).get("schedule") == "constant":
         kept["train"].pop("total_dialog_turns", None)
     if "engine" in kept:
