@@ -71,6 +71,7 @@ _DECLARED = (
     Metric("response_tokens/mean", "mean", "Mean length of a response, its EOS included.", "tokens"),
     Metric("response_tokens/max", "max", "Longest response, its EOS included.", "tokens"),
     Metric("turns/mean", "mean", "Mean number of turns that the policy has in a dialog.", "turns"),
+    Metric("turn_tokens/mean", "mean", "Mean length of one turn of the policy.", "tokens"),
     Metric("prompt_tokens/mean", "mean", "Mean length of a prompt.", "tokens"),
     Metric("truncated", "mean", "Share of responses that the engine stopped for length.", "share"),
     Metric("groups/zero_signal", "sum", "Groups whose rewards are all equal.", "groups"),

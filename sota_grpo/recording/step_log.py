@@ -227,6 +227,7 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
         "response_tokens/max": lengths.max(),
         "prompt_tokens/mean": prompts.mean(),
         "turns/mean": turns,
+        "turn_tokens/mean": lengths.mean() / turns,
         "policy_age/mean": age.mean(),
         "policy_age/max": age.max(),
     }

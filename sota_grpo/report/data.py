@@ -35,7 +35,7 @@ NUMBERS = 250_000  # of all curves of a page: 2 MB; beyond it steps are left out
 FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("What it learned", ("eval/accuracy", "reward", "success", "eval/avg_at_k", "eval/reward")),
     ("Policy", ("kl", "entropy", "clip_fraction", "ess", "mismatch_kl", "kl_approx", "correction_fraction")),
-    ("Responses", ("response_tokens/", "truncated", "turns/mean", "prompt_tokens/mean")),
+    ("Responses", ("response_tokens/", "truncated", "turns/mean", "turn_tokens/mean", "prompt_tokens/mean")),
     ("Rewards and advantages", ("reward/", "grader/", "advantage", "reward_errors", "reward_timeouts")),
     ("Groups, policy age and workers", ("groups/", "policy_age/", "workers/")),
     ("Optimisation", ("loss/", "grad_norm", "lr", "loss_scale", "skipped_steps", "packed")),

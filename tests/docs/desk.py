@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.docs.markdown import ROOT
+from tests.docs.markdown import ROOT, blocks
 from tests.docs.rules import OWN_MODELS
 
 ROWS = 600  # more than env.num_heldout
@@ -16,6 +16,14 @@ from sota_grpo.cli import main
 
 main()
 """
+
+
+def _shown(document: str, name: str) -> str:
+    """The file that a block of Python in ``docs/`` shows, which says its name in its first line."""
+    (block,) = [block for block in blocks(ROOT / "docs" / document) if block.text.startswith(f"# {name}\n")]
+    return block.text
+
+
 _REWARDS = {
     "reward_function.py": """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -25,6 +33,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def brief(completions, **columns):
     return [1 / (1 + len(completion[0]["content"])) for completion in completions]
 """,
+    "tools.py": _shown("tasks.md", "tools.py"),
+    "guess.py": _shown("tasks.md", "guess.py"),
 }
 
 

@@ -55,6 +55,7 @@ def test_four_rows() -> None:
         "response_tokens/max": 8,
         "prompt_tokens/mean": 4,
         "turns/mean": 1.25,
+        "turn_tokens/mean": 4,
         "policy_age/mean": 0.25,
         "policy_age/max": 1,
     }
