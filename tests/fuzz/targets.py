@@ -35,6 +35,7 @@ from sota_grpo.tasks.ifeval import IFEvalTask
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.training.checkpoint import CheckpointStore
 from tests.report_rigs import write_run
+from tests.unit import test_tool_calls as tool_calls
 from tests.unit.test_ifeval_checks import FLAT as INSTRUCTED
 
 
@@ -237,6 +238,30 @@ def check_answers(drawn: tuple[str, str]) -> None:
             extract_answer(answer, answer_format)
 
 
+# tool calls ----------------------------------------------------------------------------------------------------------
+
+_CALLED = st.tuples(
+    st.sampled_from(sorted(tool_calls.FORMATS)),
+    st.lists(
+        st.tuples(st.sampled_from(tool_calls.PIECES) | st.sampled_from(tool_calls.SPECIAL) | st.text(), st.booleans())
+        | st.integers(-9, 2**40)
+        | JSON.map(lambda value: (json.dumps(value), True)),
+        max_size=30,
+    ),
+    st.sampled_from((1, 1, 1, 50)),
+)
+
+
+def check_tool_calls(drawn: tuple[str, list[tuple[str, bool] | int], int]) -> None:
+    """Of texts, special tokens as they are or spelled, and any numbers, as they are or fifty times."""
+    name, said, times = drawn
+    tokenizer, reader = tool_calls.reader_of(name)
+    ids: list[int] = []
+    for piece in said:
+        ids += [piece] if isinstance(piece, int) else tool_calls.ids_of(tokenizer, piece[0], spelled=piece[1])
+    tool_calls.require_laws(reader, ids * times)
+
+
 TARGETS = {
     "options": Target(_OPTIONS, check_options),
     "tables": Target(_TABLE, check_table),
@@ -248,4 +273,5 @@ TARGETS = {
         st.tuples(st.lists(_CHECKED, max_size=3), st.just([]) | st.lists(JSON, max_size=1), _SAID), check_instructions
     ),
     "answers": Target(st.tuples(_FORMULA, _FORMULA), check_answers),
+    "tools": Target(_CALLED, check_tool_calls),
 }

@@ -1,0 +1,460 @@
+r"""How a chat template writes tool calls, and where they stand in what a policy said.
+
+A format is the tokenizer's own ``response_template``, or is read off what the template makes of two calls that are
+known. Around the calls ``a(x=1)`` and ``b()`` the templates of Qwen, Llama and Mistral write::
+
+    <tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\n<tool_call>\n{"name": "b", ..
+    {"name": "a", "parameters": {"x": 1}}
+    [TOOL_CALLS][{"name": "a", "arguments": {"x": 1}}, {"name": "b", ..}]
+
+Text is what :class:`~sota_grpo.envs.tool_calls.ToolCallReader` makes of ids: names of special tokens that count stand
+for tokens, characters that only spell them are broken by :data:`SPELLED`, other tokens are :data:`OTHER`. Both are
+halves of surrogate pairs, which no decoded text has.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import regex
+from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.content_parsers import parse_content, process_field
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from sota_grpo.rl.tool_schemas import MAX_NAME
+from sota_grpo.text import sentence
+
+SPELLED, OTHER = "\ud800", "\ud801"
+MAX_DEPTH = 64  # of arrays and objects in a call
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+TEMPLATE_SECONDS = 5.0  # for the regular expressions that came with a tokenizer
+
+_SPACE = re.compile(rf"[\s{OTHER}]*+")
+# strings as a whole, so that their brackets do not count; one without an end goes to the end, and is read once
+_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
+
+
+class SaidCall(NamedTuple):
+    """A call as it stands in the text; ``untyped`` where its format writes strings and numbers alike."""
+
+    name: str
+    arguments: Any
+    error: str | None = None
+    untyped: bool = False
+
+
+class Limits(NamedTuple):
+    """Of one turn: characters of one call, calls."""
+
+    chars: int
+    calls: int
+
+
+class CallFormat(Protocol):
+    """``scan`` never raises: what cannot be read is a call with an error."""
+
+    def scan(self, text: str, limits: Limits) -> tuple[str, list[SaidCall]]: ...
+
+
+def num_common(one: str, other: str) -> int:
+    """How many characters both begin with.
+
+    >>> num_common("<call>a", "<call>bc")
+    6
+    """
+    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+class BadCall(ValueError):
+    """A call that cannot be read; the message says why."""
+
+
+def read_json(text: str) -> Any:
+    """JSON to the letter: no NaN or infinity, no key twice, no half surrogates, at most :data:`MAX_DEPTH` deep.
+
+    Raises:
+        BadCall: it is none.
+
+    >>> read_json('{"a": [1, 2.5, "é"]}')
+    {'a': [1, 2.5, 'é']}
+    >>> read_json('{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    ...
+    sota_grpo.envs.call_formats.BadCall: it is not JSON (a key stands there twice)
+    """
+    _extent(text, 0)
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise BadCall(f"it is not JSON ({error.msg} at character {error.pos})") from None
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, too
+        raise BadCall(f"it is not JSON ({error})") from None
+    check_json(value)
+    return value
+
+
+def check_json(value: Any) -> None:
+    """Whether ``value`` can be written as JSON in UTF-8, and is no deeper than :data:`MAX_DEPTH`.
+
+    Raises:
+        BadCall: it cannot.
+    """
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError):
+        raise BadCall("it has a number that is not finite, or half of a surrogate pair") from None
+    _extent(text, 0)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _extent(text: str, start: int) -> int | None:
+    """Where the value that begins with a bracket at ``start`` ends; None where it does not.
+
+    Raises:
+        BadCall: too deep.
+    """
+    depth = 0
+    for found in _BRACKETS.finditer(text, start):
+        sign = text[found.start()]
+        if sign == '"':
+            continue
+        depth += 1 if sign in "[{" else -1
+        if depth <= 0:
+            return found.end()
+        if depth > MAX_DEPTH:
+            raise BadCall(f"it is nested deeper than {MAX_DEPTH}")
+    return None
+
+
+def _too_many(limits: Limits) -> str:
+    return f"a turn can have {limits.calls} calls; this and what follows is more"
+
+
+@dataclass(frozen=True)
+class MarkedCalls:
+    """Calls that are JSON, or a name and then JSON, behind an opening text.
+
+    Args:
+        opening: begins a call, or a list of them; empty where a call is the first thing that a turn says.
+        closing: ends it; may be empty.
+        keys: of the name and the arguments in the JSON object; None where the name stands before the arguments.
+        between: what stands between that name and the arguments.
+        listed: behind ``opening`` stands a list of calls.
+        specials: names of the special tokens that count.
+        thinks_until: ends the thinking that the generation prompt has begun; empty where it has begun none.
+    """
+
+    opening: str
+    closing: str
+    keys: tuple[str, str] | None
+    between: str
+    listed: bool
+    specials: tuple[str, ...]
+    thinks_until: str = ""
+
+    def scan(self, text: str, limits: Limits) -> tuple[str, list[SaidCall]]:
+        """What was said, and the calls. Every call is read once, their number is bounded: time is linear."""
+        said: list[str] = []
+        calls: list[SaidCall] = []
+        spoken = False
+        begins = self._begins()
+        position = _after(text, self.thinks_until, 0) if self.thinks_until else 0
+        while (found := begins.search(text, position)) is not None:
+            said.append(text[position : found.start()])
+            spoken = spoken or bool(said[-1].strip(f"{OTHER};, \t\r\n"))
+            if found.lastgroup != "call":
+                ends = dict(THINKING).get(found[0])
+                position = _after(text, ends, found.end()) if ends else found.end()
+            elif self.opening:
+                position = self._opened(text, found.end(), limits, calls)
+            elif spoken:  # an object in the middle of what is said
+                said.append(found[0])
+                position = found.end()
+            else:
+                position = self._opened(text, found.start(), limits, calls)
+        return "".join((*said, text[position:])), calls
+
+    def with_turn(self, specials: tuple[str, ...], thinks_until: str) -> MarkedCalls:
+        """The same in turns of which more is known."""
+        return replace(self, specials=specials, thinks_until=thinks_until)
+
+    def _begins(self) -> re.Pattern[str]:
+        """Whatever changes how the text behind it is read."""
+        call = re.escape(self.opening)
+        if not self.opening and self.keys is not None:
+            call = rf'\{{\s*+"{re.escape(self.keys[0])}"\s*+:'
+        marks = "|".join(re.escape(mark) for pair in THINKING for mark in pair)
+        return re.compile(f"(?P<call>{call})|{marks}")
+
+    def _opened(self, text: str, start: int, limits: Limits, calls: list[SaidCall]) -> int:
+        """Add the calls behind an opening text; where the text goes on behind them."""
+        position = _skip(text, start)
+        listed = self.listed and text.startswith("[", position)
+        try:
+            while True:
+                if len(calls) >= limits.calls:
+                    calls.append(
+                        SaidCall("", {}, f"a turn can have {limits.calls} calls; this and what follows is more")
+                    )
+                    return len(text)
+                call, position = self._call(text, position + listed, limits)
+                position = _skip(text, position)
+                if not listed:
+                    break
+                calls.append(call)
+                if text.startswith("]", position):
+                    position = _skip(text, position + 1)
+                    break
+                if not text.startswith(",", position):
+                    raise BadCall("the list of calls has no end")
+            position = self._closed(text, position)
+            if not listed:
+                calls.append(call)
+            return position
+        except BadCall as error:
+            calls.append(SaidCall("", {}, f"the call cannot be read: {error}"))
+            ends = text.find(self.closing, start) if self.closing else -1
+            return ends + len(self.closing) if ends >= 0 else len(text)
+
+    def _closed(self, text: str, position: int) -> int:
+        if not self.closing or text.startswith(self.closing, position):
+            return position + len(self.closing)
+        if re.compile(rf"(?:\s|{'|'.join((OTHER, *map(re.escape, self.specials)))})*+\Z").match(text, position):
+            return position  # the turn ends here, too
+        raise BadCall(f"behind its JSON stands no {self.closing}")
+
+    def _call(self, text: str, start: int, limits: Limits) -> tuple[SaidCall, int]:
+        """The call that begins at ``start``, and where it ends."""
+        name = ""
+        if self.keys is None:
+            ends = text.find(self.between or "{", start, start + MAX_NAME + max(1, len(self.between)))
+            if ends < 0:
+                raise BadCall("no arguments follow its name")
+            name, start = without_specials(text[start:ends], self.specials).strip(), ends + len(self.between)
+        start = _skip(text, start)
+        if not text.startswith("{", start):
+            raise BadCall("no JSON object follows")
+        end = _extent(text, start)
+        if end is None:
+            raise BadCall("it is not JSON (its object has no end)")
+        if end - start > limits.chars:
+            raise BadCall(f"it has {end - start} characters, more than {limits.chars}")
+        value = read_json(without_specials(text[start:end], self.specials))
+        if self.keys is None:
+            return SaidCall(name, value), end
+        name_key, arguments_key = self.keys
+        if name_key not in value or arguments_key not in value:
+            raise BadCall(f"its object needs the keys {name_key} and {arguments_key}")
+        return SaidCall(value[name_key], value[arguments_key]), end
+
+
+def without_specials(text: str, specials: Sequence[str]) -> str:
+    """What stands in a call, as it was spelled.
+
+    Raises:
+        BadCall: a special token stands in it.
+    """
+    if OTHER in text or any(name in text for name in specials):
+        raise BadCall("a special token stands in it")
+    return text.replace(SPELLED, "")
+
+
+def _skip(text: str, position: int) -> int:
+    found = _SPACE.match(text, position)
+    return found.end() if found else position
+
+
+def _after(text: str, ends: str, position: int) -> int:
+    """Behind the end of a thinking; one that does not end is all that follows."""
+    found = text.find(ends, position)
+    return found + len(ends) if found >= 0 else len(text)
+
+
+class TemplateCalls:
+    """Calls by the ``response_template`` of a tokenizer, which transformers reads.
+
+    Its regular expressions came with the model and may take any time, so they have :data:`TEMPLATE_SECONDS`. Every call
+    is read by itself: a broken one is an error of its own.
+
+    Args:
+        template: as transformers takes it.
+        prefix: a prompt, up to the policy's turn.
+        specials: names of the special tokens that count.
+
+    Raises:
+        ValueError: transformers cannot read it, or it has no ``tool_calls``.
+    """
+
+    def __init__(self, template: Mapping[str, Any], prefix: str, specials: tuple[str, ...]):
+        self._template = load_response_template(dict(template))
+        if "tool_calls" not in self._template.fields:
+            raise ValueError("it has no tool_calls")
+        self._prefix, self._specials = prefix, specials
+        self._calls = self._template.fields["tool_calls"]
+        groups = getattr(self._calls.open_re, "groupindex", {})
+        self._template.fields["tool_calls"] = replace(  # as it was said; see _call
+            self._calls,
+            content="text",
+            content_args={"strip": False},
+            transform={"body": "{content}", "captures": {name: f"{{{name}}}" for name in groups}},
+            transform_each=False,
+        )
+        parser = self._calls.content_args.get("value_parser") or {"name": "text"}
+        self._untyped = self._calls.content in ("xml-inline", "kv-lines") and parser.get("name", "text") == "text"
+
+    def scan(self, text: str, limits: Limits) -> tuple[str, list[SaidCall]]:
+        """As :meth:`MarkedCalls.scan`; a turn that the template cannot read at all is one call with an error."""
+        deadline = time.monotonic() + TEMPLATE_SECONDS
+        timed = copy.copy(self._template)
+        timed.fields = {
+            name: replace(entry, open_re=_timed(entry.open_re, deadline), close_re=_timed(entry.close_re, deadline))
+            for name, entry in self._template.fields.items()
+        }
+        try:
+            message = parse_response(text, timed, prefix=self._prefix)
+        except Exception as error:  # whatever text and template make of each other
+            return "", [SaidCall("", {}, f"the turn cannot be read: {sentence(error)}")]
+        said = message.get("content")
+        raw = message.get("tool_calls") or []
+        calls: list[SaidCall] = []
+        for entry in raw if isinstance(raw, list) else [raw]:
+            if len(calls) >= limits.calls:
+                calls.append(SaidCall("", {}, _too_many(limits)))
+                break
+            try:
+                calls += self._call(entry, limits, deadline)
+            except Exception as error:
+                calls.append(SaidCall("", {}, f"the call cannot be read: {sentence(error)}"))
+        return said if isinstance(said, str) else "", calls
+
+    def _call(self, entry: Mapping[str, Any], limits: Limits, deadline: float) -> list[SaidCall]:
+        body = without_specials(entry["body"], self._specials)
+        captures = {name: without_specials(said, self._specials) for name, said in entry["captures"].items()}
+        if len(body) > limits.chars:
+            raise BadCall(f"it has {len(body)} characters, more than {limits.chars}")
+        field = self._calls
+        if field.content == "xml-inline":
+            value: Any = self._tags(body, deadline)
+        elif field.content == "json" and not field.content_args:
+            value = read_json(body.strip())
+        else:
+            _extent(body, 0)
+            value = parse_content(body, field.content, field.content_args)
+        check_json(value)
+        plain = replace(field, content="json", content_args={})
+        made = process_field(json.dumps(value), plain, captures)
+        return [self._said(call) for call in (made if isinstance(made, list) else [made])]
+
+    def _said(self, call: Any) -> SaidCall:
+        function = call.get("function", call)
+        return SaidCall(function.get("name"), function.get("arguments"), untyped=self._untyped)
+
+    def _tags(self, body: str, deadline: float) -> dict[str, Any]:
+        """As transformers reads ``xml-inline``, in bounded time."""
+        arguments = self._calls.content_args
+        parser = arguments.get("value_parser") or {"name": "text"}
+        tags = regex.compile(arguments["tag_pattern"], regex.DOTALL)
+        found: dict[str, Any] = {}
+        for tag in tags.finditer(body, timeout=_left(deadline)):
+            if tag["key"] in found:
+                raise BadCall(f"the argument {tag['key'][:MAX_NAME]!r} stands there twice")
+            found[tag["key"]] = parse_content(tag["value"], parser.get("name", "text"), parser.get("args", {}))
+        return found
+
+
+class _Timed(NamedTuple):
+    """A regular expression that has until ``deadline``."""
+
+    pattern: Any
+    deadline: float
+
+    def search(self, text: str, position: int, **options: Any) -> Any:
+        return self.pattern.search(text, position, timeout=_left(self.deadline), **options)
+
+
+def _timed(pattern: Any, deadline: float) -> Any:
+    return None if pattern is None else _Timed(pattern, deadline)
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError(f"it takes longer than {TEMPLATE_SECONDS:g} s")
+    return left
+
+
+def derive(one: str, two: str | None, name: str, arguments: Mapping[str, Any], ending: str) -> MarkedCalls | None:
+    """The format of a template that was seen at work; None where its calls are not JSON.
+
+    Args:
+        one: the turn that the template makes of one call.
+        two: of this call twice; None where it writes only one.
+        name: of the tool that is called.
+        arguments: with which.
+        ending: what the template writes behind every turn.
+
+    >>> turn = '<call>{"name": "f", "arguments": {"x": 1}}</call>'
+    >>> derive(turn, turn + "\\n" + turn, "f", {"x": 1}, "").opening
+    '<call>'
+    """
+    found = _call_in(one, 0, name, arguments)
+    if found is None:
+        return None
+    start, end, keys = found
+    before, after = one[:start], one[end:].removesuffix(ending)
+    for _, thought in THINKING:
+        before = before[before.rfind(thought) + len(thought) :] if thought in before else before
+    between = ""
+    if keys is None:
+        before, _, between = before.rpartition(name)
+    listed = before.rstrip().endswith("[") and after.lstrip().startswith("]")
+    if listed:
+        before, after = before.rstrip()[:-1], after.lstrip()[1:]
+    elif two is not None and (second := _call_in(two, end, name, arguments)) is not None:
+        joint = two[end : second[0]]
+        if keys is None:
+            joint = joint.rpartition(name)[0]
+        before, after, joint = before.rstrip(), after.lstrip(), joint.strip()
+        before = before[len(before) - num_common(before[::-1], joint[::-1]) :]
+        after = after[: num_common(after, joint)]
+    return MarkedCalls(before.strip(), after.strip(), keys, between.strip(), listed, ())
+
+
+def _call_in(
+    text: str, start: int, name: str, arguments: Mapping[str, Any]
+) -> tuple[int, int, tuple[str, str] | None] | None:
+    """The first object from ``start`` on that is the call or its arguments: where, and the keys of the call."""
+    for opened in re.finditer(r"\{", text[start:]):
+        begin = start + opened.start()
+        try:
+            end = _extent(text, begin)
+            value = read_json(text[begin:end]) if end is not None else None
+        except BadCall:
+            continue
+        assert end is not None or value is None
+        if not isinstance(value, dict) or end is None:
+            continue
+        if value == arguments and name in text[start:begin]:
+            return begin, end, None
+        of_name = [key for key, item in value.items() if item == name]
+        of_arguments = [key for key, item in value.items() if item == arguments]
+        if of_name and of_arguments:
+            return begin, end, (of_name[0], of_arguments[0])
+    return None

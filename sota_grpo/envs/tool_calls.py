@@ -1,0 +1,321 @@
+"""The tool calls of a policy's turn, read from the ids that it sampled.
+
+Special tokens count where they were sampled as tokens: ``<|python_tag|>`` spelled in characters is text, and so is a
+call that is spelled in somebody's arguments. What was thought is no call. What cannot be called is a call with an
+error, so that the policy can be told; nothing is executed here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sota_grpo.envs.call_formats import (
+    OTHER,
+    SPELLED,
+    THINKING,
+    BadCall,
+    CallFormat,
+    Limits,
+    SaidCall,
+    TemplateCalls,
+    check_json,
+    derive,
+    num_common,
+    read_json,
+)
+from sota_grpo.errors import UserError
+from sota_grpo.rl.tool_schemas import (
+    NAME,
+    ToolCall,
+    argument_error,
+    function_schemas,
+    parameters_by_name,
+    quoted,
+)
+from sota_grpo.text import first_line, one_line
+
+__all__ = ["SpokenTurn", "ToolCall", "ToolCallReader", "function_schemas"]
+
+logger = logging.getLogger(__name__)
+
+_ASKED, _SAID, _RESULT = "whatwasasked", "whatwassaid", "whatthetoolsaid"  # plain letters, which no template changes
+_TOOL = "probe_tool"
+_QUESTION = {"role": "user", "content": _ASKED}
+_SIMPLE: dict[str, Any] = {"text": "probevalue", "number": 7}  # found wherever it stands
+_HARD: dict[str, Any] = {"text": 'é日 "x" \\ \n <b> {[', "items": [{"deep": [1, 2.5, None, True]}, []]}
+_PROBES = ([_SIMPLE], [_SIMPLE, _SIMPLE], [_HARD], [_SIMPLE, _HARD])
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "A probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "description": "A text."},
+                "number": {"type": "integer", "description": "A number."},
+                "items": {"type": "array", "description": "Anything."},
+            },
+            "required": ["text"],
+        },
+    },
+}
+_NEEDED = "use a model whose chat template is made for tools, or set the tokenizer's chat_template to one"
+
+
+@dataclass(frozen=True)
+class SpokenTurn:
+    """A turn of the policy.
+
+    Args:
+        content: what was said besides the calls and outside of thinking, without special tokens and without blanks
+            around it.
+        calls: in their order; those that cannot be called have an error.
+    """
+
+    content: str
+    calls: tuple[ToolCall, ...]
+
+
+class ToolCallReader:
+    """Reads turns of a policy that is told of tools by its tokenizer's chat template.
+
+    The tokenizer's own ``response_template`` says how calls are written; where it has none, or one that cannot read
+    what the template writes, the format is read off calls that the template is given to write.
+
+    Args:
+        tokenizer: of the policy.
+        schemas: of the tools (:func:`~sota_grpo.rl.tool_schemas.function_schemas`).
+        template_kwargs: further arguments of ``apply_chat_template``.
+        max_argument_chars: most characters of one call.
+        max_calls: most calls of one turn.
+
+    Raises:
+        UserError: the chat template does not write tools, calls or what tools answer, or its calls cannot be read back.
+
+    >>> from sota_grpo.policy.load import load_tokenizer
+    >>> def divide(dividend: int, divisor: int) -> str:
+    ...     '''Divide two numbers.
+    ...
+    ...     Args:
+    ...         dividend: What is divided.
+    ...         divisor: By what.
+    ...     '''
+    >>> tokenizer = load_tokenizer("tiny")
+    >>> reader = ToolCallReader(tokenizer, function_schemas([divide]))
+    >>> said = 'Let me see. <tool_call>{"name": "divide", "arguments": {"dividend": 6, "divisor": "2"}}</tool_call>'
+    >>> turn = reader.read(tokenizer(said)["input_ids"])
+    >>> turn.content, turn.calls[0].name, dict(turn.calls[0].arguments)
+    ('Let me see.', 'divide', {'dividend': 6, 'divisor': '2'})
+    >>> turn.calls[0].error
+    "the argument 'divisor' is a string, not an integer"
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        schemas: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        max_argument_chars: int = 32_768,
+        max_calls: int = 16,
+    ):
+        if max_argument_chars < 1 or max_calls < 1:
+            raise ValueError(f"max_argument_chars={max_argument_chars} and max_calls={max_calls} must be 1 or more.")
+        self._tools = parameters_by_name(schemas)
+        self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
+        self._limits = Limits(max_argument_chars, max_calls)
+        self._special = _special_names(tokenizer)
+        self._num_ids = len(tokenizer)
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError(f"the tokenizer has no chat template, so a policy cannot be told of tools; {_NEEDED}")
+        self._require_tools(schemas)
+        self._use_format()
+
+    def read(self, token_ids: Iterable[int]) -> SpokenTurn:
+        """What a turn says and calls. It never raises, and takes time in proportion to the turn.
+
+        Args:
+            token_ids: as they were sampled ``[R]``, special tokens included.
+        """
+        return self._read(token_ids, self._tools, self._limits)
+
+    def _read(self, token_ids: Iterable[int], tools: Mapping[str, Mapping[str, Any]], limits: Limits) -> SpokenTurn:
+        said, calls = self._format.scan(self._text(token_ids), limits)
+        content = self._marks.sub("", said).replace(OTHER, "").replace(SPELLED, "").strip()
+        return SpokenTurn(content, tuple(_checked(call, tools) for call in calls))
+
+    def _text(self, token_ids: Iterable[int]) -> str:
+        """Names for the special tokens that count, :data:`OTHER` for the others, broken names for spelled ones."""
+        parts: list[str] = []
+        plain: list[int] = []
+
+        def flush() -> None:
+            if plain:
+                text = self._tokenizer.decode(plain, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                parts.append(self._spelled.sub(rf"\1{SPELLED}", _HALVES.sub("\ufffd", text)))
+                plain.clear()
+
+        for number in map(int, token_ids):
+            if number not in self._special and 0 <= number < self._num_ids:
+                plain.append(number)
+            else:
+                flush()
+                name = self._special.get(number, OTHER)
+                parts.append(name if name in self._counting else OTHER)
+        flush()
+        return "".join(parts)
+
+    # what the template writes, at construction -----------------------------------------------------------------------
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], **options: Any) -> str:
+        return self._tokenizer.apply_chat_template(
+            [*messages], tools=[*tools] or None, tokenize=False, **{**self._template_kwargs, **options}
+        )
+
+    def _probe(self, what: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], **options: Any) -> str:
+        try:
+            return self._rendered(messages, tools, **options)
+        except Exception as error:  # a template is a program that came with the model: it raises what it likes
+            raise UserError(f"the chat template cannot write {what} ({first_line(error)}); {_NEEDED}") from error
+
+    def _require_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
+        bare, text = self._probe("a question", [_QUESTION], []), self._probe("tools", [_QUESTION], schemas)
+        missing = [name for name in self._tools if text.count(name) <= bare.count(name)]
+        if missing:
+            raise UserError(f"the chat template leaves tools out ({missing[0]} is not in the prompt); {_NEEDED}")
+        call = _turn([(_TOOL, _SIMPLE)])
+        if _TOOL not in self._probe("tool calls", [_QUESTION, call], []):
+            raise UserError(f"the chat template leaves out what tools are called; {_NEEDED}")
+        result = {"role": "tool", "name": _TOOL, "tool_call_id": _identity(0), "content": _RESULT}
+        if _RESULT not in self._probe("tool turns", [_QUESTION, call, result], [], add_generation_prompt=True):
+            raise UserError(f"the chat template leaves out what tools answer; {_NEEDED}")
+
+    def _use_format(self) -> None:
+        """Find the format that reads what the template writes."""
+        prompt = self._probe("a prompt", [_QUESTION], [_SCHEMA], add_generation_prompt=True)
+        one, two, hard, both = (self._written(prompt, said) for said in _PROBES)
+        own = getattr(self._tokenizer, "response_template", None)
+        told = json.dumps(own, ensure_ascii=False).replace("\\", "") if own else ""
+        marks = [*(mark for pair in THINKING for mark in pair), told, prompt, *filter(None, (one, two, hard, both))]
+        self._count({name for name in self._special.values() if len(name) > 1 and any(name in mark for mark in marks)})
+        turns = [(text, said) for text, said in zip((one, two, hard, both), _PROBES) if text is not None]
+        for candidate in self._candidates(own, prompt, one, two):
+            self._format = candidate
+            if all(self._reads(text, said) for text, said in turns):
+                return
+        raise UserError(
+            "the calls that the chat template writes cannot be read back, because they are not JSON behind a mark of "
+            "their own; use a model whose template writes JSON, or set the tokenizer's response_template"
+        )
+
+    def _written(self, prompt: str, said: Sequence[Mapping[str, Any]]) -> str | None:
+        """The policy's turn of calls with these arguments; None where the template takes only one call of a turn."""
+        turn = _turn([(_TOOL, arguments) for arguments in said])
+        try:
+            text = self._rendered([_QUESTION, turn], [_SCHEMA])
+        except Exception:  # as in _probe, which has seen one call
+            return None
+        return _behind(prompt, text) if text.count(_TOOL) - prompt.count(_TOOL) >= len(said) else None
+
+    def _count(self, names: set[str]) -> None:
+        """Name the special tokens that count."""
+        self._counting = names
+        either = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
+        self._marks = re.compile(either)
+        self._spelled = re.compile(f"(?={either})(.)", re.DOTALL)  # each, also where two overlap
+
+    def _candidates(self, own: Any, prompt: str, one: str | None, two: str | None) -> Iterator[CallFormat]:
+        specials = tuple(sorted(self._counting))
+        if own:
+            try:
+                yield TemplateCalls(own, prompt, specials)
+            except Exception as error:  # made by whoever made the tokenizer
+                logger.warning("The tokenizer's response_template is of no use: %s", first_line(error))
+        plain = self._probe("an answer", [_QUESTION, {"role": "assistant", "content": _SAID}], [])
+        found = one and derive(one, two, _TOOL, _SIMPLE, plain.rpartition(_SAID)[2])
+        if found:
+            behind = prompt.rpartition(_ASKED)[2]
+            begun = [ends for begins, ends in THINKING if behind.rfind(begins) > behind.rfind(ends)]
+            yield found.with_turn(specials, next(iter(begun), ""))
+
+    def _reads(self, text: str, said: Sequence[Mapping[str, Any]]) -> bool:
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        calls = self._read(ids, parameters_by_name([_SCHEMA]), Limits(10_000, 2)).calls
+        return calls == tuple(ToolCall(_TOOL, arguments) for arguments in said)
+
+
+_HALVES = re.compile("[\ud800-\udfff]")
+
+
+def _special_names(tokenizer: Any) -> dict[int, str]:
+    known = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {number for number, token in known.items() if token.special} | set(tokenizer.all_special_ids)
+    return {number: str(tokenizer.convert_ids_to_tokens(number)) for number in special}
+
+
+def _identity(number: int) -> str:
+    return f"call{number:05d}"  # nine letters and digits, as Mistral's templates want them
+
+
+def _turn(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """A turn of the policy that only calls."""
+    made = [
+        {"type": "function", "id": _identity(number), "function": {"name": name, "arguments": dict(arguments)}}
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def _behind(prompt: str, text: str) -> str:
+    """What the policy says behind a prompt, which may have begun a thinking that is written otherwise later."""
+    if text.startswith(prompt):
+        return text[len(prompt) :]
+    for begins, ends in THINKING:
+        head = prompt[: max(0, prompt.rfind(begins, prompt.rfind(_ASKED)))]
+        if head and text.startswith(head):
+            rest = text[len(head) :]
+            return rest.removeprefix(begins) if rest.startswith(begins) else ends + rest
+    asked, tail = prompt.rpartition(_ASKED)[1:]
+    if asked and tail.strip() and tail in text:  # something stands elsewhere than in the prompt
+        return text.rpartition(tail)[2]
+    return text[num_common(prompt, text) :]
+
+
+def _checked(said: SaidCall, tools: Mapping[str, Mapping[str, Any]]) -> ToolCall:
+    """The call, with the reason why it cannot be made."""
+    name, arguments, error, untyped = said
+    if error is not None:
+        return ToolCall("", {}, one_line(error, 300))
+    if not isinstance(name, str) or name not in tools:
+        known = ", ".join(tools)
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            return ToolCall("", {}, one_line(f"the call names no tool; there are: {known}"))
+        return ToolCall(name, {}, one_line(f"there is no tool {quoted(name)}; there are: {known}"))
+    if not isinstance(arguments, dict):
+        return ToolCall(name, {}, "the arguments are no JSON object")
+    if untyped:
+        properties = tools[name].get("properties", {})
+        arguments = {key: _typed(value, properties.get(key, {})) for key, value in arguments.items()}
+        try:
+            check_json(arguments)
+        except BadCall as bad:
+            return ToolCall(name, {}, str(bad))
+    reason = argument_error(tools[name], arguments)
+    return ToolCall(name, arguments, None if reason is None else one_line(reason))
+
+
+def _typed(value: Any, schema: Any) -> Any:
+    """An argument that its format writes as text: it stays a text where the tool takes one, else it is JSON."""
+    if not isinstance(value, str) or argument_error({"properties": {"it": schema}}, {"it": value}) is None:
+        return value
+    try:
+        return read_json(value.strip())
+    except BadCall:
+        return value

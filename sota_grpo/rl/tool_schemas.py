@@ -1,0 +1,268 @@
+"""Tools as a policy is told of them: functions as JSON schemas, its calls, and whether the arguments fit.
+
+Importing it costs neither torch nor transformers; :func:`function_schemas` imports both.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from sota_grpo.errors import UserError
+from sota_grpo.text import first_line, one_line
+
+MAX_NAME = 128  # characters of a tool's or an argument's name
+NAME = re.compile(rf"[A-Za-z_][\w.-]{{0,{MAX_NAME - 1}}}", re.ASCII)
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+_JSON_HINTS = (int, float, str, bool, list, tuple, dict, type(None), Any)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """What a policy asks for.
+
+    Args:
+        name: of the tool; empty where it could not be read.
+        arguments: by name, JSON-serialisable; empty where they could not be read.
+        error: why it cannot be called, as one line; None where it can.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+def function_schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+    """The JSON schemas of plain functions, as ``apply_chat_template(tools=..)`` takes them.
+
+    Args:
+        functions: each has a name of its own, a docstring in Google's style that describes every argument, and type
+            hints that JSON has values for (``int``, ``float``, ``str``, ``bool``, ``None``, ``list``, ``tuple``,
+            ``dict``, ``Literal``, ``Any`` and unions of them).
+
+    Raises:
+        UserError: a function has not; the sentence names it, and what to write.
+
+    >>> def divide(dividend: int, divisor: int) -> str:
+    ...     '''Divide two numbers.
+    ...
+    ...     Args:
+    ...         dividend: What is divided.
+    ...         divisor: By what.
+    ...     '''
+    >>> (schema,) = function_schemas([divide])
+    >>> schema["function"]["name"], schema["function"]["parameters"]["properties"]["divisor"]
+    ('divide', {'type': 'integer', 'description': 'By what.'})
+    >>> function_schemas([lambda x: x])
+    Traceback (most recent call last):
+    ...
+    sota_grpo.errors.UserError: the tool '<lambda>' has no name that a call could give; define it with def, under a \
+name of letters, digits and underscores
+    """
+    schemas: list[dict[str, Any]] = []
+    names: set[str] = set()
+    for function in functions:
+        schema = _schema(function)
+        name = schema["function"]["name"]
+        if name in names:
+            raise UserError(f"two tools are called {name!r}; rename one")
+        names.add(name)
+        schemas.append(schema)
+    return schemas
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import get_json_schema  # a second, and torch once it is called
+
+    name = getattr(function, "__name__", type(function).__name__)
+    if not (inspect.isfunction(function) or inspect.ismethod(function)) or not NAME.fullmatch(name):
+        raise UserError(
+            f"the tool {name!r} has no name that a call could give; define it with def, under a name of letters, "
+            "digits and underscores"
+        )
+    if not inspect.getdoc(function):
+        raise UserError(f"the tool {name} has no docstring; write one that says what it does, with Args: if it has any")
+    for argument in inspect.signature(function).parameters.values():
+        if argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
+            raise UserError(
+                f"the tool {name} takes {argument}, which no call can give; write out its arguments by name"
+            )
+        if argument.annotation is argument.empty:
+            raise UserError(
+                f"the argument {argument.name!r} of the tool {name} has no type hint; write {argument.name}: str, or "
+                "what it is"
+            )
+    try:
+        hints = get_type_hints(function)
+        schema = get_json_schema(function)
+    except Exception as error:  # a name in a hint, a docstring that cannot be read: transformers says which
+        reason = first_line(error)
+        if "no description for the argument" in reason:
+            reason = f"its docstring does not describe {reason.rpartition(' ')[2]}"
+        raise UserError(
+            f"the tool {name} makes no JSON schema ({reason}); hint types that JSON has, and describe every argument "
+            "under Args: in its docstring, as in 'city: Where to look.'"
+        ) from error
+    for label, hint in hints.items():
+        if label != "return" and not _is_json(hint):
+            raise UserError(
+                f"the argument {label!r} of the tool {name} has the type {hint!r}, which JSON has no values for; "
+                "use int, float, str, bool, list, dict, Literal or a union of them"
+            )
+    return schema
+
+
+def _is_json(hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is None:
+        return any(hint is known for known in _JSON_HINTS)
+    if origin is Literal:
+        return True
+    return origin in (list, tuple, dict, Union, types.UnionType) and all(map(_is_json, get_args(hint)))
+
+
+def parameters_by_name(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The schema of each tool's arguments.
+
+    Args:
+        schemas: as of :func:`function_schemas`, or what stands in their ``function``.
+
+    Raises:
+        UserError: none at all, one without a name or arguments, two of one name.
+
+    >>> parameters_by_name([{"name": "now", "description": "The time.", "parameters": {"type": "object"}}])
+    {'now': {'type': 'object'}}
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for number, schema in enumerate(schemas):
+        function = schema.get("function", schema) if isinstance(schema, Mapping) else {}
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise UserError(f"the schema of tool {number} has no name that a call could give; write a name of letters")
+        parameters = function.get("parameters", {})
+        if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
+            raise UserError(f"the schema of the tool {name} has no object of parameters; make it with function_schemas")
+        if name in found:
+            raise UserError(f"two tools are called {name!r}; rename one")
+        found[name] = parameters
+    if not found:
+        raise UserError("there are no tools; give at least one function")
+    return found
+
+
+def argument_error(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
+    """Why the arguments do not fit the schema, as one line; None where they do.
+
+    Read of the schema are ``type``, ``nullable``, ``enum``, ``const``, ``anyOf``, ``oneOf``, ``items``,
+    ``prefixItems``, ``properties``, ``required`` and ``additionalProperties``. Nothing is coerced: ``"7"`` and ``7.0``
+    are no integers, ``true`` is no number, ``7`` is a number.
+
+    Args:
+        parameters: the schema of a tool's arguments.
+        arguments: by name, as JSON gave them.
+
+    >>> parameters = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
+    >>> argument_error(parameters, {"days": 3})
+    >>> argument_error(parameters, {})
+    "the argument 'days' is missing"
+    >>> argument_error(parameters, {"days": "3"})
+    "the argument 'days' is a string, not an integer"
+    >>> argument_error(parameters, {"days": 3, "city": "Oslo"})
+    "there is no argument 'city'; there are: days"
+    """
+    properties = parameters.get("properties", {})
+    for name in parameters.get("required", ()):
+        if name not in arguments:
+            return f"the argument {name!r} is missing"
+    for name, value in arguments.items():
+        if name in properties:
+            reason = _misfit(properties[name], value)
+        elif parameters.get("additionalProperties"):
+            reason = _misfit(parameters["additionalProperties"], value)
+        else:
+            return f"there is no argument {quoted(name)}; there are: {', '.join(properties) or 'none'}"
+        if reason is not None:
+            return f"the argument {quoted(name)} {reason}"
+    return None
+
+
+def quoted(text: str) -> str:
+    """What a model wrote, on one line and short.
+
+    >>> quoted("a\\nb" * 99)
+    "'a\\\\nba\\\\nba\\\\nba\\\\nba\\\\nba\\\\nba\\\\nba\\\\nba\\\\nba\\\\nba\\\\nba\\\\nba\\\\nba..'"
+    """
+    return f"'{one_line(text[:40], None)}{'..' if len(text) > 40 else ''}'"
+
+
+def _misfit(schema: Any, value: Any) -> str | None:
+    """Why ``value`` does not fit, as what follows the name of an argument."""
+    if not isinstance(schema, Mapping):  # true is everything, false nothing
+        return None if schema else "is not allowed"
+    if value is None and schema.get("nullable"):
+        return None
+    for union in ("anyOf", "oneOf"):
+        if union in schema and all(_misfit(choice, value) is not None for choice in schema[union]):
+            return f"is {_kind(value)}, which fits none of the types that it may have"
+    types_of = schema.get("type", ())
+    allowed = [types_of] if isinstance(types_of, str) else [*types_of]
+    if allowed and not any(_is_a(name, value) for name in allowed):
+        return f"is {_kind(value)}, not {' or '.join(map(_article, allowed))}"
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if choices is not None and not any(type(choice) is type(value) and choice == value for choice in choices):
+        return f"is {quoted(json.dumps(value))}, not one of {', '.join(map(json.dumps, choices))}"
+    if isinstance(value, list):
+        return _misfit_in_list(schema, value)
+    if isinstance(value, dict):
+        return _misfit_in_object(schema, value)
+    return None
+
+
+def _misfit_in_list(schema: Mapping[str, Any], value: list[Any]) -> str | None:
+    prefix = schema.get("prefixItems")
+    if prefix is not None and len(value) != len(prefix):
+        return f"has {len(value)} items, not {len(prefix)}"
+    for index, item in enumerate(value):
+        reason = _misfit(prefix[index] if prefix is not None else schema.get("items", True), item)
+        if reason is not None:
+            return f"has an item, number {index}, that {reason}"
+    return None
+
+
+def _misfit_in_object(schema: Mapping[str, Any], value: dict[str, Any]) -> str | None:
+    properties = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        if name not in value:
+            return f"has no entry {name!r}"
+    for name, item in value.items():
+        reason = _misfit(properties[name] if name in properties else schema.get("additionalProperties", True), item)
+        if reason is not None:
+            return f"has an entry {quoted(name)} that {reason}"
+    return None
+
+
+def _is_a(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return name == "boolean"
+    return isinstance(value, _PYTHON_TYPES.get(name, ()))
+
+
+def _kind(value: Any) -> str:
+    return next((_article(name) for name in _PYTHON_TYPES if _is_a(name, value)), type(value).__name__)
+
+
+def _article(name: str) -> str:
+    return "null" if name == "null" else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
