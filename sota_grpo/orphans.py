@@ -32,6 +32,17 @@ def die_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def adopt_orphans() -> None:
+    """Linux: a process that descends from this one becomes its child, not init's, when its parent ends."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> list[int]:
+    """The processes that the main thread of this one has started or adopted; ``OSError`` elsewhere than on Linux."""
+    return [*map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())]
+
+
 def end_group_with(owner: int) -> None:
     """End with the process ``owner``, whatever this one is at; so does its process group."""
     die_with_parent()
@@ -61,7 +72,7 @@ def shepherd() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -89,11 +100,11 @@ def _leave(number: int, frame: object) -> None:
 
 def _end_descendants() -> None:
     """Kill and reap all children of this process, a subreaper, until there are none: theirs become its own."""
-    children, deadline = Path(f"/proc/self/task/{os.getpid()}/children"), time.monotonic() + _GRACE_S
+    deadline = time.monotonic() + _GRACE_S
     with contextlib.suppress(OSError):  # ChildProcessError: there are none any more
         while time.monotonic() < deadline:
-            for pid in children.read_text().split():
-                os.kill(int(pid), signal.SIGKILL)
+            for pid in children():
+                os.kill(pid, signal.SIGKILL)
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             time.sleep(0.001)
@@ -154,8 +165,7 @@ def _handles(pids: Iterable[int]) -> list[int]:
 def _launch(parent: int, scratch: str, *command: str) -> None:
     asked_to_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_end.append(number))
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     while server.poll() is None and not asked_to_end and os.getppid() == parent:
         time.sleep(_LOOK_EVERY_S)

@@ -74,6 +74,8 @@ def gathered(futures: Sequence[Future[Result]]) -> Future[list[Result]]:
     ['a', 'b']
     """
     both, left = promised(), itertools.count(len(futures) - 1, -1)  # a count is taken by one thread at a time
+    if not futures:
+        both.set_result([])
 
     def one_is_done(_: Future[Result]) -> None:
         if next(left) == 0:

@@ -1,0 +1,174 @@
+"""What an instance is made of: plain typed functions as tools, or an environment of TRL's protocol.
+
+The file is the user's own code, named by an explicit path; what the model writes only ever comes here as the name of a
+tool and its arguments. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.errors import UserError
+from sota_grpo.files import error_line, run_python
+from sota_grpo.rewards.functions import PICKLED
+from sota_grpo.text import sentence
+from sota_grpo.workers.instances import InstanceSpec
+
+_NO_TOOLS = ("reset", "get_reward")  # methods that are the trainer's, not the policy's
+
+
+class ToolboxError(UserError, ValueError):
+    """A file of tools or of an environment that cannot be used; the message says which and what to change."""
+
+
+def load(spec: InstanceSpec) -> Callable[[], Any]:
+    """What makes one instance, once the file of ``spec`` has been run.
+
+    Raises:
+        ToolboxError: no such file or name, or an import that fails (with its line).
+
+    >>> path = getfixture("tmp_path") / "tools.py"
+    >>> size = path.write_text("def add(a: int, b: int) -> int:\\n    return a + b")
+    >>> make = load(InstanceSpec("functions", str(path), ("add",)))
+    >>> make().call("add", {"a": 2, "b": 3})
+    5
+    """
+    if ":" in spec.kind:
+        module, _, function = spec.kind.partition(":")
+        return partial(getattr(import_module(module), function), **spec.options)
+    members = _members(Path(spec.path).expanduser())
+    callables = [_member(members, name, spec) for name in spec.names]
+    if spec.kind == "functions":
+        return partial(Toolbox, callables)
+    (factory,) = callables
+    return lambda: Environment(factory())
+
+
+def _members(path: Path) -> Mapping[str, Any]:
+    """What a file holds, by name; of a Python file what stands at its top when it has been run."""
+    if not path.is_file():
+        raise ToolboxError(f"there is no file {path}; correct the path (now in {Path.cwd()}).")
+    try:
+        return pickle.loads(path.read_bytes()) if path.suffix == PICKLED else vars(run_python(path))
+    except (Exception, SystemExit) as error:
+        line = error_line(path, error)
+        place = f"{path}" if line is None else f"{path}, line {line}"
+        raise ToolboxError(f"{place}: it cannot be imported ({sentence(error)}); mend it there.") from error
+
+
+def _member(members: Mapping[str, Any], name: str, spec: InstanceSpec) -> Callable[..., Any]:
+    member = members.get(name)
+    if not callable(member):
+        is_one = inspect.isfunction if spec.kind == "functions" else callable
+        own = members.get("__name__")  # what a file has imported is not what it offers
+        names = [
+            other
+            for other, value in members.items()
+            if not other.startswith("_") and is_one(value) and getattr(value, "__module__", None) in (own, "__main__")
+        ]
+        what = "function" if spec.kind == "functions" else "class or function"
+        raise ToolboxError(
+            f"{spec.path} has no {what} {name!r}; it has {', '.join(names) or 'none'}: correct the name."
+        )
+    return member
+
+
+class Toolbox:
+    """Functions as tools: an environment without state.
+
+    Args:
+        tools: functions with typed parameters and Google-style docstrings, plain or ``async``.
+
+    >>> def double(number: int) -> int:
+    ...     '''Double a number.
+    ...
+    ...     Args:
+    ...         number: any
+    ...     '''
+    ...     return 2 * number
+    >>> toolbox = Toolbox([double])
+    >>> toolbox.call("double", {"number": 4}), toolbox.schemas[0]["function"]["parameters"]["required"]
+    (8, ['number'])
+    """
+
+    def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
+        self._tools = {tool.__name__: tool for tool in tools}
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of the tools, as chat templates take them."""
+        from transformers.utils import get_json_schema  # a second and 40 MB, only where it is asked for
+
+        return [get_json_schema(tool) for tool in self._tools.values()]
+
+    def reset(self, **row: Any) -> Any:
+        """Nothing is to be reset."""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """What the tool returns, or raises; ``LookupError`` where there is none of that name."""
+        if name not in self._tools:
+            raise LookupError(f"there is no tool {name!r}; the tools are {', '.join(self._tools) or 'none'}")
+        return self._tools[name](**arguments)
+
+
+class Environment(Toolbox):
+    """An object of TRL's protocol: its public methods are the tools, but for ``reset`` and ``get_reward``.
+
+    Args:
+        environment: what the user's factory returned.
+
+    Raises:
+        ToolboxError: it has no method ``reset``.
+
+    >>> class Counter:
+    ...     def reset(self, start: int = 0) -> str:
+    ...         self.count = start
+    ...         return f"The count is {start}."
+    ...     def add(self, number: int) -> int:
+    ...         self.count += number
+    ...         return self.count
+    ...     def get_reward(self) -> float:
+    ...         return float(self.count == 4)
+    >>> counter = Environment(Counter())
+    >>> counter.reset(start=3, answer="4"), counter.call("add", {"number": 1}), counter.get_reward()
+    ('The count is 3.', 4, 1.0)
+    """
+
+    def __init__(self, environment: Any) -> None:
+        methods = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+        if "reset" not in methods:
+            raise ToolboxError(
+                f"a {type(environment).__name__} has no method reset; an environment has reset(self, **row), whose "
+                "keywords are the columns of a row."
+            )
+        super().__init__(
+            [getattr(environment, name) for name in methods if not name.startswith("_") and name not in _NO_TOOLS]
+        )
+        self._reset = environment.reset
+        if "get_reward" in methods:
+            self.get_reward = environment.get_reward
+
+    def reset(self, **row: Any) -> Any:
+        """What the environment's own returns, given those columns of the row that it takes.
+
+        Raises:
+            ToolboxError: it asks for one that the row lacks.
+        """
+        parameters = inspect.signature(self._reset).parameters.values()
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        missing = [p.name for p in named if p.default is p.empty and p.name not in row]
+        if missing:
+            columns = ", ".join(map(str, row)) or "none"
+            raise ToolboxError(
+                f"reset asks for {', '.join(missing)}, which the row lacks (its columns are {columns}); rename the "
+                "column, or give the parameter a default value."
+            )
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            row = {p.name: row[p.name] for p in named if p.name in row}
+        return self._reset(**row)

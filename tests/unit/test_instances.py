@@ -1,0 +1,454 @@
+"""Instances keep their state to themselves; one that misbehaves costs itself; nothing is left of any of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sota_grpo.errors import UserError
+from sota_grpo.workers.base import WorkerDied
+from sota_grpo.workers.instances import Answer, InstanceLost, Instances, InstanceSpec
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+SEED = random.SystemRandom().randrange(1 << 30)
+WAIT_S = 60.0
+ENVIRONMENTS = Path(__file__).parent / "environments"
+MOODY = InstanceSpec("factory", str(ENVIRONMENTS / "moody.py"), ("Moody",))
+
+
+@pytest.fixture(scope="module")
+def steady() -> Iterator[Instances]:
+    """Instances that none of its tests takes the host of."""
+    instances = Instances(MOODY, timeout_s=WAIT_S, max_chars=1000)
+    yield instances
+    instances.close()
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Instances]]:
+    """Makes instances whose processes are known by a variable; when they are closed, no process is left."""
+    marker, made = secrets.token_hex(16), list[Instances]()
+    monkeypatch.setenv("SOTA_GRPO_TEST_MARKER", marker)
+
+    def start(spec: InstanceSpec = MOODY, timeout_s: float = WAIT_S, **options: Any) -> Instances:
+        made.append(Instances(spec, timeout_s=timeout_s, **options))
+        return made[-1]
+
+    yield start
+    for instances in made:
+        instances.close()
+    assert marked(marker) == []
+
+
+def marked(marker: str) -> list[int]:
+    """The processes that have inherited the variable, however they were started."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            environment = Path(f"/proc/{name}/environ").read_bytes()
+        except OSError:
+            continue
+        if f"SOTA_GRPO_TEST_MARKER={marker}".encode() in environment:
+            found.append(int(name))
+    return found
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"
+
+
+def act(instances: Instances, key: int, *moods: str) -> list[Answer]:
+    return instances.call(key, [("act", {"mood": mood}) for mood in moods]).result(WAIT_S)
+
+
+def opened(instances: Instances, **row: Any) -> int:
+    return instances.open(row).result(WAIT_S).key
+
+
+def reason(future: Future[Any]) -> str:
+    error = future.exception(WAIT_S)
+    assert isinstance(error, InstanceLost), error
+    return str(error)
+
+
+def test_no_state_is_shared_whatever_the_order_of_the_calls(steady: Instances) -> None:
+    """Against numbers in this process: the object's, the class's, the module's, the environment's, a database's."""
+    rng = random.Random(SEED)
+    models: dict[int, list[int]] = {}  # the number that it was reset to, and all that were added
+    asked: list[tuple[Future[Any], Any]] = []
+    for _ in range(300):
+        kind = rng.choice(("open", "add", "add", "add", "add", "finish", "drop"))
+        if kind == "open" or not models:
+            start = rng.randrange(100)
+            models[opened(steady, start=start)] = [start]
+            continue
+        key = rng.choice(list(models))
+        if kind == "add":
+            numbers = [rng.randrange(1, 100) for _ in range(rng.randint(1, 3))]
+            answers = []
+            for number in numbers:
+                models[key].append(number)
+                own, rest = sum(models[key]), sum(models[key][1:])
+                answers.append(Answer(json.dumps([own, rest, rest, rest, rest, rest]), False))
+            asked.append((steady.call(key, [("add", {"number": number}) for number in numbers]), answers))
+        elif kind == "finish":
+            asked.append((steady.finish(key), float(sum(models.pop(key)))))
+        else:
+            steady.drop(key)
+            del models[key]
+    for future, expected in asked:
+        if isinstance(future.exception(WAIT_S), InstanceLost):  # it was dropped before it had answered
+            assert "dropped" in str(future.exception())
+        else:
+            assert future.result() == expected, SEED
+    finished = [(steady.finish(key), sum(numbers)) for key, numbers in models.items()]
+    assert [future.result(WAIT_S) for future, _ in finished] == [total for _, total in finished]
+
+
+def test_what_the_file_has_made_is_there_and_chance_is_not_shared(steady: Instances) -> None:
+    answers = [act(steady, opened(steady), "main", "random", "files") for _ in range(3)]
+    assert {main.content for main, _, _ in answers} == {"true"}
+    assert len({chance.content for _, chance, _ in answers}) == 3
+    assert {int(files.content) for _, _, files in answers} == {6}, "three, one's own, the file's, the listing's"
+
+
+MISTAKES = {
+    "raise no\nreally": "error: ValueError: no",
+    "leave 3": "error: SystemExit: 3",
+    "interrupt": "error: KeyboardInterrupt",
+    "rude": "error: Rude",
+    "dig": "error: RecursionError: maximum recursion depth exceeded",
+    "odd": "error: ValueError: no picture of me",
+    "deep": "error: RecursionError: ",
+}
+
+
+@pytest.mark.parametrize("mood", MISTAKES)
+def test_a_tool_that_fails_tells_the_policy_and_the_instance_goes_on(steady: Instances, mood: str) -> None:
+    key = opened(steady, start=1)
+    answers = steady.call(key, [("act", {"mood": mood}), ("add", {"number": 2})]).result(WAIT_S)
+    assert answers[0].content.startswith(MISTAKES[mood])
+    assert "\n" not in answers[0].content
+    assert [answer.is_error for answer in answers] == [True, False]
+    assert steady.finish(key).result(WAIT_S) == 3
+
+
+def test_calls_that_fit_no_tool_are_told_too(steady: Instances) -> None:
+    key = opened(steady)
+    calls = [
+        ("reset", {}),
+        ("_private", {}),
+        ("get_reward", {}),
+        ("add", {}),
+        ("add", {"x": 1}),
+        ("add", {"number": "1"}),
+    ]
+    answers = steady.call(key, calls).result(WAIT_S)
+    assert all(answer.is_error for answer in answers)
+    assert answers[0].content == "error: LookupError: there is no tool 'reset'; the tools are act, add, later"
+    assert "TypeError" in answers[4].content
+
+
+def test_values_become_text_of_bounded_length(steady: Instances) -> None:
+    values = {"list": '[1, {"a": null}]', "none": "null", "nan": "nan", "bytes": r"b'\xff'", "half": "?", "é": "é"}
+    values |= {"cycle": "[1, [...]]", "long 1000": "é" * 1000}
+    answers = act(steady, opened(steady), *values, "long 30000000")
+    assert [answer.content for answer in answers[:-1]] == list(values.values())
+    assert 990 <= len(answers[-1].content) <= 1000
+    assert answers[-1].content.endswith("of 30000000 characters shown]")
+    assert not any(answer.is_error for answer in answers)
+
+
+def test_calls_of_one_turn_are_answered_in_their_order(steady: Instances) -> None:
+    key = opened(steady)
+    calls = [("later", {"number": 1}), ("add", {"number": 1}), ("nothing", {}), ("add", {"number": 1})]
+    answers = steady.call(key, calls).result(WAIT_S)
+    assert [answer.content[:2] for answer in answers] == ["1", "[1", "er", "[2"]
+    assert steady.call(key, []).result(WAIT_S) == []
+
+
+def test_coroutines_share_one_loop_that_goes_on(steady: Instances) -> None:
+    key = opened(steady)
+    answers = steady.call(key, [("later", {"number": 1}), ("later", {"number": -3}), ("later", {"number": 2})])
+    contents = [answer.content for answer in answers.result(WAIT_S)]
+    assert (contents[0], contents[2]) == ("1", "2")
+    assert contents[1].startswith("error: ")
+    assert "SystemExit" in contents[1]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"mood": "raise no"}, "reset raised ValueError: no"),
+        ({"mood": "list"}, "reset returned a list; it returns a str or None"),
+        ({"start": {1, 2}}, "what open is given is no JSON: "),
+    ],
+)
+def test_an_instance_that_cannot_be_reset_is_lost(steady: Instances, row: dict[str, Any], expected: str) -> None:
+    assert reason(steady.open(row)).startswith(expected)
+
+
+def test_a_reset_gives_what_it_says(steady: Instances) -> None:
+    assert steady.open({"mood": "hello", "unknown": 1}).result(WAIT_S).observation == "hello"
+    assert steady.open({}).result(WAIT_S).observation is None
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (None, None),
+        ("nan", "get_reward returned nan, not a number that is finite in float32"),
+        ("list", "get_reward returned a list, not a number"),
+        ("4", "get_reward returned a str, not a number"),
+        ("raise no", "get_reward raised ValueError: no"),
+        ("exit 3", "WorkerDied: its process ended with exit code 3"),
+    ],
+)
+def test_a_reward_is_a_number_or_none_and_ends_the_instance(
+    steady: Instances, reward: str | None, expected: str | None
+) -> None:
+    key = opened(steady, reward=reward)
+    pid = int(act(steady, key, "pid")[0].content)
+    future = steady.finish(key)
+    if expected is None:
+        assert future.result(WAIT_S) is None
+    else:
+        assert reason(future).startswith(expected)
+    until(lambda: is_gone(pid))
+    assert "finished" in reason(steady.finish(key))
+
+
+LATE = "TimeoutError: no answer within 2 s"
+FATES = {
+    "hang": LATE,
+    "spin": LATE,
+    "stop": LATE,
+    "deaf": LATE,
+    "flood": LATE,
+    "exit": "WorkerDied: its process ended with exit code 0",
+    "exit 7": "WorkerDied: its process ended with exit code 7",
+    "shot": "WorkerDied: its process was ended by SIGKILL",
+    "fault": "WorkerDied: its process was ended by SIGSEGV",
+    "shut": "WorkerDied: its process ended with exit code 1",
+    "forge \x00\x00\x00\x02[]": "it answered what no instance answers",
+    'forge \x00\x00\x00\x0d["ok", [1, 2]]': "it answered what no instance answers",
+    "forge \xff\xff\xff\xff": "its answer has 4294967295 bytes, more than it may",
+    'forge \x00\x00\x00\x15["ok", ["hi", false]]x\x00\x00\x00': "it sent what nobody had asked for",
+}
+
+
+def test_one_that_misbehaves_costs_itself_and_nobody_waits_for_it(
+    make: Callable[..., Instances], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All at once, each beside its own sibling."""
+    instances = make(timeout_s=2.0)
+    keys = {fate: (opened(instances), opened(instances, start=1)) for fate in FATES}
+    pids = {fate: int(act(instances, bad, "pid")[0].content) for fate, (bad, _) in keys.items()}
+    lost = {fate: instances.call(bad, [("act", {"mood": fate})]) for fate, (bad, _) in keys.items()}
+    behind = {fate: instances.call(bad, [("act", {"mood": "pid"})]) for fate, (bad, _) in keys.items()}
+    for fate, (_, good) in keys.items():
+        assert instances.call(good, [("add", {"number": 1})]).result(WAIT_S)[0].content.startswith("[2, 1, 1"), fate
+    for fate, expected in FATES.items():
+        if "asked for" in expected:  # the forged answer counts: a process can say what it likes, once
+            assert lost[fate].result(WAIT_S) == [Answer("hi", False)]
+        else:
+            assert reason(lost[fate]).startswith(expected), fate
+        until(lambda pid=pids[fate]: is_gone(pid))
+        assert reason(behind[fate]), fate
+    assert [instances.finish(good).result(WAIT_S) for _, good in keys.values()] == [2.0] * len(keys)
+    assert instances.fleet.restarts == 0
+    printed = capfd.readouterr().err
+    assert "\x1b" not in printed
+    assert len(printed) < 1 << 18, "of a flood only the beginning is shown"
+
+
+def test_one_that_dies_between_two_calls_tells_the_next(steady: Instances) -> None:
+    key = opened(steady)
+    pid = int(act(steady, key, "pid")[0].content)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: is_gone(pid))
+    assert reason(steady.call(key, [("add", {"number": 1})])).startswith("WorkerDied: its process was ended by SIGKILL")
+
+
+@pytest.mark.parametrize("then", ["none", "exit 1", "hang"])
+def test_what_an_instance_leaves_behind_ends_with_it(steady: Instances, tmp_path: Path, then: str) -> None:
+    note, key = tmp_path / "pid", opened(steady)
+    future = steady.call(key, [("act", {"mood": f"away {note} {then}"})])
+    until(note.exists)
+    pid = int(note.read_text())
+    if then == "none":
+        future.result(WAIT_S)
+        assert not is_gone(pid), "its instance still lives"
+        steady.finish(key)
+    elif then == "hang":
+        steady.drop(key)
+        assert reason(future) == "it was dropped"
+    else:
+        assert "exit code 1" in reason(future)
+    until(lambda: is_gone(pid))
+
+
+@pytest.mark.parametrize("pending", ["hang", "away", "none"])
+def test_closing_ends_everything_at_once(make: Callable[..., Instances], tmp_path: Path, pending: str) -> None:
+    instances, note = make(), tmp_path / "pid"
+    keys = [opened(instances) for _ in range(3)]
+    moods = {"hang": "deaf", "away": f"away {note} hang", "none": "none"}
+    futures = [instances.call(key, [("act", {"mood": moods[pending]})]) for key in keys]
+    if pending == "away":
+        until(note.exists)
+    late = instances.open({})
+    instances.close()
+    instances.close()
+    for future in (*futures, late, instances.open({}), instances.finish(keys[0])):
+        assert future.done()
+        assert future.exception() is None or isinstance(future.exception(), (WorkerDied, InstanceLost))
+    assert isinstance(instances.open({}).exception(), WorkerDied)
+    instances.drop(keys[0])
+
+
+def test_a_host_that_dies_costs_its_instances_and_is_replaced(make: Callable[..., Instances]) -> None:
+    instances = make()
+    keys = [opened(instances) for _ in range(3)]
+    pids = [int(act(instances, key, "pid")[0].content) for key in keys]
+    waiting = instances.call(keys[0], [("act", {"mood": "hang"})])
+    (host,) = instances.fleet.pids
+    assert host is not None
+    os.kill(host, signal.SIGKILL)
+    assert "SIGKILL" in reason(waiting)
+    key = opened(instances, start=5)
+    assert "lost with its host" in reason(instances.finish(keys[1]))
+    assert instances.finish(key).result(WAIT_S) == 5
+    assert instances.fleet.restarts == 1
+    assert all(map(is_gone, pids))
+
+
+def test_nothing_outlives_a_trainer_that_is_killed(make: Callable[..., Instances], tmp_path: Path) -> None:
+    make().close()  # for the variable
+    script, note = tmp_path / "trainer.py", tmp_path / "pid"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, signal
+        from sota_grpo.workers.instances import Instances, InstanceSpec
+        instances = Instances(InstanceSpec("factory", {MOODY.path!r}, ("Moody",)), timeout_s=60)
+        keys = [instances.open({{}}).result().key for _ in range(3)]
+        instances.call(keys[0], [("act", {{"mood": "away {note} none"}})]).result()
+        instances.call(keys[1], [("act", {{"mood": "deaf"}})])
+        os.kill(os.getpid(), signal.SIGKILL)
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run([sys.executable, script], env=environment, timeout=WAIT_S).returncode == -signal.SIGKILL
+    assert note.exists()
+    until(lambda: marked(os.environ["SOTA_GRPO_TEST_MARKER"]) == [])
+
+
+def test_two_hundred_at_once(make: Callable[..., Instances]) -> None:
+    rng, instances = random.Random(SEED), make()
+    starts = [rng.randrange(1000) for _ in range(200)]
+    keys = [future.result(WAIT_S).key for future in [instances.open({"start": start}) for start in starts]]
+    order = rng.sample(range(200), 200)
+    calls = {index: instances.call(keys[index], [("add", {"number": index})]) for index in order}
+    assert all(
+        calls[index].result(WAIT_S)[0].content.startswith(f"[{starts[index] + index}, {index},") for index in calls
+    )
+    rewards = {index: instances.finish(keys[index]) for index in order}
+    assert [rewards[index].result(WAIT_S) for index in range(200)] == [start + i for i, start in enumerate(starts)]
+
+
+def test_described_before_the_first_sample(make: Callable[..., Instances]) -> None:
+    instances = make()
+    instances.wait_ready()
+    assert [schema["function"]["name"] for schema in instances.schemas] == ["act", "add", "later"]
+    assert instances.has_reward
+    plain = make(InstanceSpec("functions", MOODY.path, ("do",)))
+    plain.wait_ready()
+    assert [schema["function"]["name"] for schema in plain.schemas] == ["do"]
+    assert not plain.has_reward
+    key = opened(plain, anything=1)
+    assert plain.call(key, [("do", {"mood": "hello"})]).result(WAIT_S) == [Answer("hello", False)]
+    assert plain.finish(key).result(WAIT_S) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import nowhere", r"env.py, line 1: it cannot be imported \(ModuleNotFoundError: .*mend it there"),
+        ("", r"env.py has no class or function 'Env'; it has none: correct the name."),
+        ("class Env: ...", r"env.py:Env cannot be used: a Env has no method reset"),
+        ("def Env(): raise OSError('offline')", r"cannot be used: its construction raised OSError: offline"),
+        ("import os\nclass Env:\n  def __init__(self): os._exit(3)", "its process ended with exit code 3"),
+        (
+            "class Env:\n  def reset(self): ...\n  def tool(self): ...",
+            "making the schemas of its tools raised Docstring",
+        ),
+        ("import os; os._exit(3)", "exit code 3"),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(
+    make: Callable[..., Instances], tmp_path: Path, text: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sota_grpo.workers.fleet._FIRST_PAUSE_S", 0.0)
+    path = tmp_path / "env.py"
+    path.write_text(text)
+    instances = make(InstanceSpec("factory", str(path), ("Env",)))
+    with pytest.raises(UserError, match=expected) as raised:
+        instances.wait_ready()
+    assert "\n" not in str(raised.value)
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_an_environment_of_trl_runs_unchanged(make: Callable[..., Instances]) -> None:
+    instances = make(InstanceSpec("factory", str(ENVIRONMENTS / "guess.py"), ("Guess",)))
+    instances.wait_ready()
+    assert [schema["function"]["name"] for schema in instances.schemas] == ["guess", "hint"]
+    river = instances.open({"word": "river", "prompt": [{"role": "user", "content": "Play."}]}).result(WAIT_S)
+    assert river.observation == "Guess a word of 5 letters."
+    calls = [("guess", {"word": word}) for word in ("rover", "x", "river", "river")]
+    assert instances.call(river.key, [*calls, ("hint", {"position": 1})]).result(WAIT_S) == [
+        Answer("r.ver", False),
+        Answer("error: ValueError: The word has 5 letters, yours has 1.", True),
+        Answer("river", False),
+        Answer("error: ValueError: Game over.", True),
+        Answer("i", False),
+    ]
+    assert instances.finish(river.key).result(WAIT_S) == 0.5
+    assert instances.finish(opened(instances, word="stone")).result(WAIT_S) == 0.0
+
+
+def test_an_adapter_may_be_asynchronous_throughout_and_is_closed(
+    make: Callable[..., Instances], tmp_path: Path
+) -> None:
+    note = tmp_path / "note"
+    instances = make(InstanceSpec("tests.unit.environments.adapter:Adapter", options={"note": str(note)}))
+    key = instances.open({"b": 1, "a": 2}).result(WAIT_S)
+    assert key.observation == "['a', 'b']"
+    assert [one.is_error for one in instances.call(key.key, [("shout", {"word": "x"})] * 3).result(WAIT_S)] == [
+        False
+    ] * 3
+    assert instances.finish(key.key).result(WAIT_S) == 0.25
+    until(note.exists)
