@@ -2,8 +2,8 @@
 
 Supervised training in two phases, on questions of the ``calculator`` task whose answers are demonstrated as a dialog: a
 call written as the chat template writes calls, the tool's turn, the answer. In the second phase most demonstrations
-guess a number instead. Written are the model, ``train.jsonl`` and ``heldout.jsonl`` with questions of their own, and
-``calculator.py`` with the tool (docs/agent.md).
+answer with the first number of the question instead. Written are the model, ``train.jsonl`` and ``heldout.jsonl`` with
+questions of their own, and ``calculator.py`` with the tool (docs/agent.md).
 
     OMP_NUM_THREADS=2 python scripts/train_agent.py --out agent
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -57,9 +58,7 @@ def write_rows(path: Path, examples: Sequence[Example]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows(examples)))
 
 
-def demonstration(
-    row: dict[str, str], guesses: bool, env: TaskEnv, turns: TurnTokens, rng: random.Random
-) -> Demonstration:
+def demonstration(row: dict[str, str], guesses: bool, env: TaskEnv, turns: TurnTokens) -> Demonstration:
     """One dialog; what the policy is to learn are its own turns."""
     ids = list(env.prompt_ids(env.task.read_row(row, "")))
     learned = [False] * len(ids)
@@ -73,7 +72,7 @@ def demonstration(
 
     answer = row["ground_truth"]
     if guesses:
-        speak(f"#### {rng.randrange(10 ** (len(answer) - 1), 10 ** len(answer))}")
+        speak(f"#### {re.search(r'[0-9]+', row['prompt'])[0]}")  # type: ignore[index]
         return Demonstration(ids, learned)
     expression = row["prompt"].removeprefix("What is ").removesuffix("?")
     speak(CALL % json.dumps(expression))
@@ -99,7 +98,9 @@ def loss_of(model: Any, batch: Sequence[Demonstration], pad: int) -> torch.Tenso
     return torch.nn.functional.cross_entropy(model.lm_head(hidden), ids[:, 1:][is_target[:, 1:]])
 
 
-def fit(model: Any, env: TaskEnv, name: str, num_steps: int, lr: float, guesses: float, args: argparse.Namespace) -> None:
+def fit(
+    model: Any, env: TaskEnv, name: str, num_steps: int, lr: float, guesses: float, args: argparse.Namespace
+) -> None:
     """One phase: AdamW, linear warm-up over a twentieth, cosine decay to a twentieth, gradient norm at most 1."""
     turns, rng = TurnTokens(env.tokenizer, env.template_kwargs), random.Random(f"{name}{args.seed}")
     draw = partial(CalculatorTask(seed=args.seed, num_train=1, num_heldout=1).draw, rng, False)
@@ -114,7 +115,7 @@ def fit(model: Any, env: TaskEnv, name: str, num_steps: int, lr: float, guesses:
     model.train()
     while step < num_steps:
         drawn = rows([draw() for _ in range(8 * args.batch_size)])
-        pool = [demonstration(row, rng.random() < guesses, env, turns, rng) for row in drawn]
+        pool = [demonstration(row, rng.random() < guesses, env, turns) for row in drawn]
         for batch in list(batches(pool, args.batch_size, rng))[: num_steps - step]:
             loss = loss_of(model, batch, env.tokenizer.pad_token_id)
             optimizer.zero_grad(set_to_none=True)
@@ -150,7 +151,7 @@ def main() -> None:
     env = TaskEnv(task, tokenizer, template_kwargs={"tools": function_schemas([namespace["calculate"]])})
     print(f"{len(env.prompt_ids(task.train[0]))} tokens in a prompt", flush=True)
     fit(model, env, "calls", args.steps, args.lr, 0.0, args)
-    fit(model, env, "guesses", args.lazy_steps, args.lr / 5, GUESSES, args)
+    fit(model, env, "guesses", args.lazy_steps, args.lr / 10, GUESSES, args)
     save(model, tokenizer, args.out)
 
 

@@ -39,13 +39,10 @@ from sota_grpo.assembly.preflight import why_no_gpu
 from sota_grpo.assembly.sampling import (
     engine_dtype,
     engine_options,
-    make_env,
-    make_grader,
     make_sampling,
     max_model_len,
-    rewarded_dialogs,
+    open_env,
     start_engine,
-    start_instances,
     task_of,
     tool_partner,
 )
@@ -147,11 +144,8 @@ def build(
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     task = task_of(config, functions)
     with ExitStack() as opened:
-        # closed last: the others may wait for answers and scores
-        instances = start_instances(config, opened)
-        task = rewarded_dialogs(config, task, instances)
-        grader = opened.enter_context(closing(make_grader(config, task)))
-        env = make_env(config, task, tokenizer, grader, instances.schemas if instances else ())
+        env, instances = open_env(config, task, tokenizer, opened)  # closed last: the others may wait for scores
+        task, grader = env.task, env.grader
         torch.manual_seed(config.seed)
         if plan.workers:
             roles = _roles_in_workers(config, plan, env, tokenizer, run_dir, should_stop, opened)
@@ -190,8 +184,9 @@ def make_rollouts(config: Config, env: TaskEnv, engine: Engine, instances: Insta
     """Over ``engine`` itself, or with ``env.max_steps`` above 1 over what samples whole dialogs with it."""
     if config.env.max_steps > 1:
         turns = TurnTokens(env.tokenizer, env.template_kwargs)
-        graded = instances is None
-        partner: Partner = GradedTurns(env.grader, turns) if graded else tool_partner(config, env, instances)
+        partner: Partner = GradedTurns(env.grader, turns)
+        if instances is not None:
+            partner = tool_partner(config, env, instances)
         engine = DialogEngine(engine, partner, turns, max_steps=config.env.max_steps)
     return Rollouts(env, engine)
 

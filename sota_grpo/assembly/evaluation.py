@@ -17,14 +17,7 @@ from sota_grpo.assembly.build import build, make_evaluator, make_publisher, make
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, compose, load_config, no_run_or_model
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
-from sota_grpo.assembly.sampling import (
-    heldout_task,
-    make_env,
-    make_grader,
-    rewarded_dialogs,
-    start_engine,
-    start_instances,
-)
+from sota_grpo.assembly.sampling import heldout_task, open_env, start_engine
 from sota_grpo.config import AlgorithmConfig, Config, ModelConfig, changed_options, model_name, overrides_of
 from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import OF_TOOLS, READERS, validate
@@ -208,10 +201,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
         )
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_")))  # logs of servers
-        instances = start_instances(config, opened)
-        task = rewarded_dialogs(config, task, instances)
-        grader = opened.enter_context(closing(make_grader(config, task)))
-        env = make_env(config, task, tokenizer, grader, instances.schemas if instances else ())
+        env, instances = open_env(config, task, tokenizer, opened)
         base = None if target.checkpoint is None else make_model(config, torch.device("cpu"))
         engine = start_engine(config, device, tokenizer, base, scratch)  # it copies the model before that is adapted
         opened.callback(engine.close)
@@ -220,9 +210,9 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
             model = add_adapter(config, base)
             load_trained(target.checkpoint, model)
             make_publisher(model, engine).publish(target.steps or 0)
-        if isinstance(grader, GradingPool):
-            grader.wait_ready()
-        yield make_evaluator(config, task, make_rollouts(config, env, engine, instances))
+        if isinstance(env.grader, GradingPool):
+            env.grader.wait_ready()
+        yield make_evaluator(config, env.task, make_rollouts(config, env, engine, instances))
 
 
 def evaluate(

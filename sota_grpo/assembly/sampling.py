@@ -155,6 +155,14 @@ def _columns(task: Task, example: Example) -> dict[str, Any]:
     return {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}
 
 
+def open_env(config: Config, task: Task, tokenizer: Any, opened: ExitStack) -> tuple[TaskEnv, Instances | None]:
+    """The environment with its grader and its tools, if it has any, whose processes are closed with ``opened``."""
+    instances = start_instances(config, opened)
+    task = rewarded_dialogs(config, task, instances)
+    grader = opened.enter_context(closing(make_grader(config, task)))
+    return make_env(config, task, tokenizer, grader, instances.schemas if instances else ()), instances
+
+
 def make_env(
     config: Config, task: Task, tokenizer: Any, grader: Grader, schemas: Sequence[Mapping[str, Any]] = ()
 ) -> TaskEnv:

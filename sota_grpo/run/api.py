@@ -209,10 +209,8 @@ def train(
             Another task reads them under ``env.dataset=NAME``.
         eval_dataset: the same for the held-out rows. None holds ``env.num_heldout`` rows out of a path; of rows that
             are passed, a tenth at most.
-        tools: functions with type hints and docstrings, which the policy may call (docs/tasks.md); they run in
-            processes of their own. ``env.max_steps`` above 1 leaves turns to hear them.
-        environment: in their place a factory (a class, say) of TRL's protocol: an object with ``reset(**row)``, whose
-            public methods are the tools, and perhaps with ``get_reward()``; each sample has one of its own.
+        tools: functions that the policy may call, with type hints and docstrings (docs/tasks.md).
+        environment: in their place a factory (a class, say) of TRL's protocol; each sample has an object of its own.
         overrides: options, as on the command line: ``["env.repeats=4", "mode=async", "train.resume=auto"]``.
         run_dir: where everything is written; None is ``outputs/DATE/TIME``.
 
@@ -229,13 +227,19 @@ def train(
 
         result = sota_grpo.train("grpo_cpu", reward=brevity, dataset=[{"prompt": "2 + 2?", "answer": "4"}, ...])
     """
+    objects = {"reward": reward, "dataset": dataset, "eval_dataset": eval_dataset}
+    return _trained(config_name, overrides, run_dir, **objects, tools=tools, environment=environment)
+
+
+def _trained(
+    config_name: str, overrides: Sequence[str], run_dir: str | os.PathLike[str] | None, **objects: Any
+) -> Result:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts do: read by torch here and in the workers
     _require_overrides(overrides)
     config = resumed_config(compose(config_name, list(overrides)), list(overrides))
     place = _fresh_dir() if run_dir is None else Path(run_dir)
     with _own_console(), Heartbeat():
-        objects = {"reward": reward, "dataset": dataset, "eval_dataset": eval_dataset}
-        passed = take(config, overrides, **objects, tools=tools, environment=environment)
+        passed = take(config, overrides, **objects)
         preflight(config, place)
         announce(config)
         with warnings.catch_warnings():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 import socket
 import struct
 import sys
@@ -79,6 +80,17 @@ def _receive(connection: socket.socket) -> Any:
     return json.loads(b"".join(parts))
 
 
+def _seed(seed: int | None) -> None:
+    """Of the random numbers that a user's file draws, by whatever it has imported."""
+    if seed is None:
+        return
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % (1 << 32))
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed)
+
+
 class _Instance:
     """The object and what is asked of it; a method for each kind of request."""
 
@@ -96,9 +108,12 @@ class _Instance:
             raise Unusable(f"the schemas of its tools are no JSON ({sentence(error)})") from error
         return {"schemas": schemas, "has_reward": hasattr(self._object, "get_reward")}
 
-    def open(self, row: Mapping[str, Any]) -> str | None:
+    def open(self, content: tuple[Mapping[str, Any], int | None, int | None]) -> str | None:
+        row, first, later = content
+        _seed(first)
         self._object = self._done("its construction", self._make)
         observation = self._done("reset", lambda: self._object.reset(**row))
+        _seed(later)
         if observation is not None and not isinstance(observation, str):
             raise Unusable(f"reset returned a {type(observation).__name__}; it returns a str or None")
         return None if observation is None else cut(observation, self._max_chars)

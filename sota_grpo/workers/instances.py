@@ -133,10 +133,18 @@ class Instances:
             raise type(error)(str(error)) from None  # without the host's traceback
         self.schemas, self.has_reward = described["schemas"], described["has_reward"]
 
-    def open(self, row: Mapping[str, Any]) -> Future[Opened]:
-        """Make an instance and reset it with ``row``, whose values JSON can hold."""
+    def open(self, row: Mapping[str, Any], seeds: tuple[int, int] | None = None) -> Future[Opened]:
+        """Make an instance and reset it with ``row``, whose values JSON can hold.
+
+        Args:
+            row: its columns.
+            seeds: of the random numbers of Python, NumPy and torch, as far as they are imported: until the end of the
+                reset, and from then on; None draws them.
+        """
         key = next(self._keys)
-        return self._ask("open", key, dict(row), lambda observation: Opened(key, observation))
+        return self._ask(
+            "open", key, [dict(row), *(seeds or (None, None))], lambda observation: Opened(key, observation)
+        )
 
     def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
         """Call tools, by name and with keyword arguments, one after the other; a deadline each, one reply for all."""

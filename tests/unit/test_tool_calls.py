@@ -65,7 +65,8 @@ NAMED = MISTRAL.replace(
 XML = QWEN.replace(
     '\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n',
     "\n<function={{ call.function.name }}>{% for name, value in call.function.arguments | items %}"
-    "\n<parameter={{ name }}>\n{{ value if value is string else value | tojson }}\n</parameter>{% endfor %}\n</function>\n",
+    "\n<parameter={{ name }}>\n{{ value if value is string else value | tojson }}\n</parameter>{% endfor %}"
+    "\n</function>\n",
 )
 SPECIAL = [
     *("<|head|>", "<|/head|>", "<|eot|>", "<|python_tag|>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOLS]", "[/TOOLS]"),
