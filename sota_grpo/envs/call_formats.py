@@ -22,11 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-import regex
-from transformers.utils.chat_parsing import parse_response
-from transformers.utils.chat_parsing.content_parsers import parse_content, process_field
-from transformers.utils.chat_parsing.response_templates import load_response_template
-
 from sota_grpo.rl.tool_schemas import MAX_NAME
 from sota_grpo.text import sentence
 
@@ -184,12 +179,16 @@ class MarkedCalls:
                 position = _after(text, ends, found.end()) if ends else found.end()
             elif self.opening:
                 position = self._opened(text, found.end(), limits, calls)
-            elif spoken:  # an object in the middle of what is said
+            elif spoken or not self._is_call(text, found.start()):  # an object that is said
                 said.append(found[0])
-                position = found.end()
+                spoken, position = True, found.end()
             else:
                 position = self._opened(text, found.start(), limits, calls)
         return "".join((*said, text[position:])), calls
+
+    def _is_call(self, text: str, start: int) -> bool:
+        """Whether an object that no opening text announces has arguments."""
+        return self.keys is not None and text.find(f'"{self.keys[1]}"', start) >= 0
 
     def with_turn(self, specials: tuple[str, ...], thinks_until: str) -> MarkedCalls:
         """The same in turns of which more is known."""
@@ -303,6 +302,8 @@ class TemplateCalls:
     """
 
     def __init__(self, template: Mapping[str, Any], prefix: str, specials: tuple[str, ...]):
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
         self._template = load_response_template(dict(template))
         if "tool_calls" not in self._template.fields:
             raise ValueError("it has no tool_calls")
@@ -321,6 +322,8 @@ class TemplateCalls:
 
     def scan(self, text: str, limits: Limits) -> tuple[str, list[SaidCall]]:
         """As :meth:`MarkedCalls.scan`; a turn that the template cannot read at all is one call with an error."""
+        from transformers.utils.chat_parsing import parse_response
+
         deadline = time.monotonic() + TEMPLATE_SECONDS
         timed = copy.copy(self._template)
         timed.fields = {
@@ -345,6 +348,8 @@ class TemplateCalls:
         return said if isinstance(said, str) else "", calls
 
     def _call(self, entry: Mapping[str, Any], limits: Limits, deadline: float) -> list[SaidCall]:
+        from transformers.utils.chat_parsing.content_parsers import parse_content, process_field
+
         body = without_specials(entry["body"], self._specials)
         captures = {name: without_specials(said, self._specials) for name, said in entry["captures"].items()}
         if len(body) > limits.chars:
@@ -368,6 +373,9 @@ class TemplateCalls:
 
     def _tags(self, body: str, deadline: float) -> dict[str, Any]:
         """As transformers reads ``xml-inline``, in bounded time."""
+        import regex  # transformers' own, whose searches have a timeout
+        from transformers.utils.chat_parsing.content_parsers import parse_content
+
         arguments = self._calls.content_args
         parser = arguments.get("value_parser") or {"name": "text"}
         tags = regex.compile(arguments["tag_pattern"], regex.DOTALL)

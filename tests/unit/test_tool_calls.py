@@ -219,6 +219,8 @@ def test_an_object_in_the_middle_of_a_sentence_is_no_call_where_calls_have_no_ma
     call = '{"name": "look_up", "parameters": {"query": "x"}}'
     assert reader.read(ids_of(tokenizer, f"I could say {call}.")) == SpokenTurn(f"I could say {call}.", ())
     assert len(reader.read(ids_of(tokenizer, f"\n{call}; {call}<|eot|>")).calls) == 2
+    answer = '{"name": "look_up", "answer": 4}'
+    assert reader.read(ids_of(tokenizer, answer)) == SpokenTurn(answer, ())
 
 
 # what cannot be called -----------------------------------------------------------------------------------------------
