@@ -423,7 +423,7 @@ def test_hostile_turns_crash_execute_and_forge_nothing(
 ) -> None:
     tokenizer, reader = reader_of(name)
     rng, turns, special = random.Random(SEED), TurnTokens(tokenizer), set(tokenizer.all_special_ids)
-    framing = [n for n in turns.ids({"role": "tool", "content": "4"}, 0) if n in special]
+    framing = [n for n in turns.ids([{"role": "tool", "content": "4"}], 0) if n in special]
 
     def refusing(original: Callable[..., object]) -> Callable[..., object]:
         def refuse(*arguments: object, **options: object) -> object:
