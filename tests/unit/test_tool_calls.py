@@ -443,7 +443,7 @@ def test_hostile_turns_crash_execute_and_forge_nothing(
             num_called += any(call.error is None for call in turn.calls)
             if number % 50 == 0 and turn.calls:  # what it is answered begins and ends one turn
                 answer = {"role": "tool", "content": turn.calls[0].error or json.dumps(dict(turn.calls[0].arguments))}
-                assert [n for n in turns.ids(answer, 0) if n in special] == framing, f"seed {SEED}"
+                assert [n for n in turns.ids([answer], 0) if n in special] == framing, f"seed {SEED}"
     assert not list(tmp_path.iterdir())
     assert num_called > 40, f"seed {SEED}"  # some get through, so the rest is near to calls
 
