@@ -70,8 +70,8 @@ def gathered(futures: Sequence[Future[Result]]) -> Future[list[Result]]:
     >>> parts[1].set_result("b"), both.done()
     (None, False)
     >>> parts[0].set_result("a")
-    >>> both.result()
-    ['a', 'b']
+    >>> both.result(), gathered([]).result()
+    (['a', 'b'], [])
     """
     both, left = promised(), itertools.count(len(futures) - 1, -1)  # a count is taken by one thread at a time
     if not futures:

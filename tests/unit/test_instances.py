@@ -256,7 +256,7 @@ FATES = {
     "fault": "WorkerDied: its process was ended by SIGSEGV",
     "shut": "WorkerDied: its process ended with exit code 1",
     "forge \x00\x00\x00\x02[]": "it answered what no instance answers",
-    'forge \x00\x00\x00\x0d["ok", [1, 2]]': "it answered what no instance answers",
+    'forge \x00\x00\x00\x0e["ok", [1, 2]]': "it answered what no instance answers",
     "forge \xff\xff\xff\xff": "its answer has 4294967295 bytes, more than it may",
     'forge \x00\x00\x00\x15["ok", ["hi", false]]x\x00\x00\x00': "it sent what nobody had asked for",
 }
