@@ -17,6 +17,7 @@ from typing import Any
 from sota_grpo.errors import UserError
 from sota_grpo.files import error_line, run_python
 from sota_grpo.rewards.functions import PICKLED
+from sota_grpo.rl.tool_schemas import function_schemas
 from sota_grpo.text import sentence
 from sota_grpo.workers.instances import InstanceSpec
 
@@ -43,7 +44,7 @@ def load(spec: InstanceSpec) -> Callable[[], Any]:
         module, _, function = spec.kind.partition(":")
         return partial(getattr(import_module(module), function), **spec.options)
     members = _members(Path(spec.path).expanduser())
-    callables = [_member(members, name, spec) for name in spec.names]
+    callables = [_member(members, name, spec) for name in spec.names or members]
     if spec.kind == "functions":
         return partial(Toolbox, callables)
     (factory,) = callables
@@ -103,9 +104,7 @@ class Toolbox:
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """Of the tools, as chat templates take them."""
-        from transformers.utils import get_json_schema  # a second and 40 MB, only where it is asked for
-
-        return [get_json_schema(tool) for tool in self._tools.values()]
+        return function_schemas([*self._tools.values()])
 
     def reset(self, **row: Any) -> Any:
         """Nothing is to be reset."""

@@ -35,7 +35,7 @@ class InstanceSpec:
         kind: ``functions`` (plain tools), ``factory`` (TRL's protocol), or ``package.module:function`` of an adapter:
             called with ``options`` in the instance's process, it returns what :func:`~.instance_process.live` takes.
         path: of the user's file, or of a pickle of functions and factories that were passed in Python.
-        names: of the functions in it, or of the one factory.
+        names: of the functions in it, or of the one factory; of a pickle none are all.
         options: of an adapter.
     """
 

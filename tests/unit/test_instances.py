@@ -404,7 +404,7 @@ def test_described_before_the_first_sample(make: Callable[..., Instances]) -> No
         ("import os\nclass Env:\n  def __init__(self): os._exit(3)", "its process ended with exit code 3"),
         (
             "class Env:\n  def reset(self): ...\n  def tool(self): ...",
-            "making the schemas of its tools raised Docstring",
+            "the tool tool has no docstring",
         ),
         ("import os; os._exit(3)", "exit code 3"),
     ],
