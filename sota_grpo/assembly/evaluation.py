@@ -174,6 +174,7 @@ def load_trained(checkpoint: Path, model: nn.Module) -> None:
     scorer = CausalPolicy(model, shared_prompt=False).scorer  # its names are those of checkpoints
     mine = {name: value for name, value in scorer.named_parameters() if value.requires_grad}
     odd = mine.keys() ^ saved.keys()
+    odd |= {name for name in mine.keys() & saved.keys() if mine[name].shape != saved[name].shape}
     if odd:
         raise UserError(
             f"{checkpoint} and the model differ in {len(odd)} trainable parameters, for example {min(odd)}; leave "

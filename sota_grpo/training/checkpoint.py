@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from sota_grpo.errors import RunFailed
 from sota_grpo.files import atomic_file, drop_leftovers
 from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
-from sota_grpo.untrusted import open_file
+from sota_grpo.untrusted import TensorFileError, load_tensors, open_file
 
 _MAGIC = b"SGRPOck1"
 _FOOTER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
@@ -142,9 +142,7 @@ class CheckpointStore:
         """
         try:
             with open_file(path, levels=2) as file:
-                _require_intact(file, path)
-                file.seek(0)
-                state = torch.load(file, map_location="cpu", weights_only=True)
+                state = load_tensors(file, _require_intact(file, path))
             if not isinstance(state, dict) or not state.keys() >= set(parts):
                 raise TypeError(state)
             return state
@@ -152,6 +150,8 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror or error}") from error
         except CheckpointError:
             raise
+        except TensorFileError as error:
+            raise CheckpointError(f"checkpoint {path} is no checkpoint of this program: {error}") from None
         except _NOT_OURS as error:  # torch's text advises to load it with weights_only=False, which would run its code
             what = f"{type(error).__name__}; no code in it was run"
             raise CheckpointError(f"checkpoint {path} is no checkpoint of this program ({what})") from None
@@ -341,7 +341,8 @@ def _write(path: Path, state: dict[str, Any]) -> None:
         file.write(_MAGIC + writer.digest())
 
 
-def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:
+def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> int:
+    """Bytes of the archive, once they are known to be those that were written."""
     size = os.fstat(file.fileno()).st_size
     remaining = size - _FOOTER_BYTES
     digest = hashlib.sha256()
@@ -353,6 +354,7 @@ def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"checkpoint {path} is truncated or was not written by this program ({size} bytes)")
     if footer[len(_MAGIC) :] != digest.digest():
         raise CheckpointError(f"checkpoint {path} is damaged: its SHA-256 does not match its {size} bytes")
+    return size - _FOOTER_BYTES
 
 
 def _require_loadable(value: Any, where: str) -> None:
