@@ -4,6 +4,7 @@ comes with its card."""
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -23,6 +24,7 @@ from sota_grpo.assembly.compose import (
     UNUSED_WITHOUT_SAMPLES,
     compose,
     load_config,
+    require_consent,
 )
 from sota_grpo.assembly.evaluation import PRESET_OF, exported_steps, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
@@ -42,6 +44,9 @@ from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, read_ev
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks import task_class
+from sota_grpo.text import one_line
+
+logger = logging.getLogger(__name__)
 
 _VERL_REWARD = '''"""The reward of {name}: sota_grpo's own grader, as verl calls it."""
 
@@ -67,6 +72,9 @@ def write_hf(run_dir: Path, out: Path, *, step: int | None = None, adapter: bool
         raise UserError(f"{run_dir} trained all weights, so there is no adapter; leave --adapter out.")
     exported = exported_steps(run_dir, config) if step is None and not adapter else None
     steps, checkpoint = (exported, None) if exported is not None else find_checkpoint(run_dir, step)
+    merges = checkpoint is not None and config.train_model.lora.enabled and not adapter
+    if merges and Path(model_name(config)).expanduser().is_dir():
+        _copy(config, run_dir, trust, "weights", "model.name")
     with _new_folder(out, run_dir) as folder:
         if checkpoint is None:
             shutil.copytree(run_dir / EXPORTED, folder, dirs_exist_ok=True)
@@ -133,6 +141,7 @@ def write_trl(run_dir: Path, out: Path, *, trust: bool = False) -> None:
 def _opened(run_dir: Path, trust: bool) -> tuple[Config, Task, Facts]:
     """The config, the task with its data, and what else a translation asks for."""
     config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_LOSS)
+    _copy(config, run_dir, trust, "rows", "env.dataset_path", "env.eval_path")
     task = task_of(config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     env = make_env(config, task, tokenizer, LocalGrader(task.score, task.term_weights))
@@ -140,6 +149,20 @@ def _opened(run_dir: Path, trust: bool) -> tuple[Config, Task, Facts]:
     if Path(model).is_dir():
         model = str(Path(model).resolve())
     return config, task, Facts(model, script_name(run_dir), env.check_prompts(), len(task.train))
+
+
+def _copy(config: Config, run_dir: Path, trust: bool, what: str, *options: str) -> None:
+    """Ask for consent to copy what is not in the run: whoever wrote its config may have named files of this machine."""
+    home = run_dir.resolve()
+    acts = [
+        f"copy the {what} of {one_line(path)} into the export ({name})"
+        for name, _, path in walk(config)
+        if name in options and path and not Path(path).expanduser().resolve().is_relative_to(home)
+    ]
+    if not trust:
+        require_consent(run_dir, acts)
+    for act in acts:
+        logger.info("--trust-run: the run's config may %s.", act)
 
 
 def script_name(run_dir: Path) -> str:

@@ -23,7 +23,7 @@ from sota_grpo.config import Config
 from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_file
 from sota_grpo.migration.data import Facts
-from sota_grpo.migration.export import _new_folder, script_name, write_hf, write_verl
+from sota_grpo.migration.export import _new_folder, script_name, write_hf, write_trl, write_verl
 from sota_grpo.migration.trl import trl_script
 from sota_grpo.migration.verl import verl_options, verl_script
 from sota_grpo.recording import run_files
@@ -134,6 +134,28 @@ def test_an_evaluation_on_another_task_needs_no_consent_to_a_reward_that_it_leav
     saved(run_dir, "model: {name: tiny}\nreward: {path: /nowhere/inputs/reward.pkl}")
     with pytest.raises(UserError, match="has saved no checkpoint"):
         find_target(str(run_dir), task="arithmetic")
+
+
+@pytest.mark.parametrize("option", ["dataset_path", "eval_path"])
+def test_an_export_copies_no_rows_of_this_machine_unasked(option: str, run_dir: Path) -> None:
+    private, own, out = run_dir.parent / "diary.jsonl", run_dir / "inputs" / "train.jsonl", run_dir.parent / "out"
+    for path in (private, own):
+        path.write_text("".join(json.dumps({"prompt": f"{path.stem} {i}", "answer": "4"}) + "\n" for i in range(9)))
+    paths = {"dataset_path": str(own), "eval_path": str(own), option: str(private)}
+    env = {"dataset": "table", "num_heldout": 2} | paths
+    saved(run_dir, json.dumps({"model": {"name": "tiny"}, "env": env}))
+    for write in (write_verl, write_trl):
+        with pytest.raises(UserError, match=rf"copy the rows of {private} into the export \(env.{option}\)"):
+            write(run_dir, out)
+    assert not out.exists()
+    saved(run_dir, json.dumps({"model": {"name": "tiny"}, "env": env | {"dataset_path": str(own), "eval_path": None}}))
+    write_trl(run_dir, out)
+    assert "diary" not in (out / "train.jsonl").read_text()
+    saved(
+        run_dir, json.dumps({"model": {"name": "tiny"}, "env": env | {"dataset_path": str(private), "eval_path": None}})
+    )
+    write_trl(run_dir, out / "again", trust=True)
+    assert "diary" in (out / "again" / "train.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

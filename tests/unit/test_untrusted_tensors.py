@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import zipfile
@@ -52,9 +53,8 @@ def overlapping() -> bytes:
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("a/data.pkl", bytes(10_000))
         for number in range(50):
-            again = zipfile.ZipInfo(f"a/data/{number}")
-            again.file_size = again.compress_size = 10_000
-            archive.filelist.append(again)
+            archive.filelist.append(copy.copy(archive.filelist[0]))
+            archive.filelist[-1].filename = f"a/data/{number}"
     return file.getvalue()
 
 
