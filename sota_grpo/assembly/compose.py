@@ -39,7 +39,10 @@ PATH_OPTIONS = (
 _DEFINED_IN_FILES = ("objective", "tools", "environment")
 #: Of :func:`needs_consent`, what is not used where no loss is computed, and where nothing is sampled or graded.
 UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective")
-UNUSED_WITHOUT_SAMPLES = ("ray.address", "reward.path", "engine.url", "env.tools", "env.environment")
+UNUSED_WITHOUT_SAMPLES = (
+    *("ray.address", "reward.path", "engine.url", "inference_model.engine_kwargs"),
+    *("env.tools", "env.environment"),
+)
 _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # what Hydra proposes there, our schema refuses
 _NO_PRIMARY = re.compile(r"primary config '([^']+)'")
 _UNPARSED = re.compile(r"(mismatched|extraneous) input|Error parsing override|no viable alternative|token recognition")
@@ -232,6 +235,12 @@ def needs_consent(config: Config) -> dict[str, str]:
             acts[f"{section}.{option}"] = f"run {one_line(str((in_file(value) or [value])[0]))}"
     if config.model.trust_remote_code:
         acts["model.trust_remote_code"] = "run the Python files that its model brings along"
+    for option, passed in (
+        ("inference_model.engine_kwargs", config.inference_model.engine_kwargs),
+        ("model.load_kwargs", config.model.load_kwargs),
+    ):
+        if passed:  # vLLM and transformers have arguments that name plugins, files and hosts
+            acts[option] = f"load its model with {one_line(str(passed))}"
     if config.engine.url is not None:
         acts["engine.url"] = f"send prompts and weights to {one_line(config.engine.url)}"
     if config.ray.address is not None:

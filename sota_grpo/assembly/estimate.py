@@ -232,8 +232,17 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
         guess = max(len(text.encode()) for text in texts) // _BYTES_PER_TOKEN + 32
         return guess, "from the length of its text, the tokenizer is not here", count
     repeats, several = config.env.repeats, config.env.max_steps > 1
-    env = TaskEnv(task, tokenizer, num_envs=repeats, repeats=repeats, multi_turn=several, max_prompt_tokens=context - 1)
-    return env.check_prompts(), f"the longest of {len(task.train) + len(task.heldout):,} prompts", count
+    env = TaskEnv(
+        task,
+        tokenizer,
+        num_envs=repeats,
+        repeats=repeats,
+        multi_turn=several,
+        max_prompt_tokens=context - 1,
+        template_kwargs=config.env.chat_template_kwargs,
+    )
+    longest = env.check_prompts(skip=config.env.skip_unreadable)
+    return longest, f"the longest of {len(task.train) + len(task.heldout):,} prompts", len(task.train)
 
 
 def smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any] | None:

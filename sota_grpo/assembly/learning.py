@@ -49,6 +49,7 @@ def make_model(config: Config, device: torch.device, *, weights: bool = True) ->
             gradient_checkpointing=part.gradient_checkpointing,
             device=device,
             weights=weights,
+            load_kwargs=config.model.load_kwargs,
         )
     except (ValueError, ImportError) as error:
         if attention is None or not (isinstance(error, ImportError) or "attn_implementation" in str(error)):
@@ -105,9 +106,9 @@ def make_reference(
     if config.ref_model.process:
         options |= {"model_name": model_name(config), "num_threads": 1}
         return ReferenceService.start(ProcessLauncher(), options, timeout_s=config.ref_model.timeout_s)
-    loading = {name: options[name] for name in ("dtype", "attn_implementation", "trust_remote_code", "device")}
+    loading = ("dtype", "attn_implementation", "trust_remote_code", "load_kwargs", "device")
     return FrozenReference(
-        load_model(model_name(config), **loading),
+        load_model(model_name(config), **{name: options[name] for name in loading}),
         temperature=options["temperature"],
         shared_prompt=config.model.attn_implementation is None,
         fused=options["fused"],
@@ -122,6 +123,7 @@ def reference_options(config: Config, device: str) -> dict[str, Any]:
         "dtype": reference_dtype(config),
         "attn_implementation": config.model.attn_implementation,
         "trust_remote_code": config.model.trust_remote_code,
+        "load_kwargs": config.model.load_kwargs,
         "device": device,
         "temperature": config.inference_model.temperature,
         "precision": trainer_precision(config, device_type),

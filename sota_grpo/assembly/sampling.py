@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -51,7 +52,8 @@ def heldout_task(config: Config) -> Task:
         return task_of(config)
     task = task_of(config, bare=True)
     rows = load_rows(config.env.dataset, path=path)
-    examples = [task.read_row(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
+    places = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
+    examples = [replace(task.read_row(row, place), place=place) for row, place in zip(rows, places, strict=True)]
     if not all(example.query.strip() for example in examples):
         raise DatasetError(f"{path}: a row of {config.env.dataset} has no question; mend or remove it.")
     task.train = task.heldout = unique_examples(examples)
@@ -171,6 +173,7 @@ def make_env(
     Args:
         schemas: of the tools that the prompts tell of.
     """
+    _require_readers(config, tokenizer)
     env = TaskEnv(
         task,
         tokenizer,
@@ -181,10 +184,21 @@ def make_env(
         max_prompt_tokens=max_model_len(config) - 1,
         grader=grader,
         multi_turn=config.env.max_steps > 1,
-        template_kwargs={"tools": list(schemas)} if schemas else None,
+        template_kwargs=(config.env.chat_template_kwargs or {}) | ({"tools": list(schemas)} if schemas else {}),
     )
-    env.check_prompts()
+    env.check_prompts(skip=config.env.skip_unreadable)
     return env
+
+
+def _require_readers(config: Config, tokenizer: Any) -> None:
+    """Refuse arguments that the chat template does not read: a typing error would change nothing, and say nothing."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    for name in config.env.chat_template_kwargs or ():
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise UserError(
+                f"env.chat_template_kwargs has {name}, which the chat template of {model_name(config)} does not read; "
+                "leave it out."
+            )
 
 
 def max_model_len(config: Config) -> int:
@@ -274,7 +288,15 @@ def engine_options(
         tensor_parallel_size=part.tensor_parallel_size,
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,
+        stop=tuple(part.stop),
+        engine_kwargs=part.engine_kwargs or {},
     )
+    if options.engine_kwargs:
+        from sota_grpo.engines.vllm_server import refuse_arguments
+
+        if not ENGINES[engine].takes_kwargs:  # what engine=auto is
+            raise UserError(f"inference_model.engine_kwargs has no effect on engine={engine}; leave it out.")
+        refuse_arguments(options, on_cpu=device_type == "cpu")
     if not is_server(engine):
         return options
     return replace(

@@ -11,6 +11,7 @@ key fails before anything else happens. Rules that involve several options are i
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import reduce
@@ -103,6 +104,12 @@ class EnvConfig:
         None, "reward for an answer in the asked form, beside the 1.0 for a right one; null: the task's own"
     )
     system_prompt: str | None = opt(None, "replaces the task's own system prompt; an empty text leaves it out")
+    chat_template_kwargs: Any = opt(
+        None, "further arguments of the model's chat template, such as {enable_thinking: false}"
+    )
+    skip_unreadable: bool = opt(
+        False, "leave out prompts that are too long, or that the chat template cannot take; false: they end the run"
+    )
     difficulty: int = opt(4, "arithmetic only: most steps of a problem, 1 to 4")
     reasoning: bool = opt(False, "a wrong response is asked to think again, up to env.max_steps turns in all")
     max_steps: int = opt(1, "most turns of a dialog; inference_model.max_tokens is the length of one turn")
@@ -197,6 +204,9 @@ class ModelConfig:
         None, "token for gated models, never logged nor saved; null: HF_TOKEN, or the hub login"
     )
     attn_implementation: str | None = opt(None, "sdpa, eager, ..: padded rows; null: packed, shared prompts, if it can")
+    load_kwargs: Any = opt(
+        None, "further arguments of from_pretrained for the learner and the reference, such as {use_safetensors: true}"
+    )
     trust_remote_code: bool = opt(False, "run Python code that ships with the model")
 
 
@@ -256,6 +266,8 @@ class InferenceModelConfig:
     temperature: float = opt(1.0, "sampling temperature; the learner divides its logits by it too")
     top_p: float = opt(1.0, "nucleus sampling; below 1 the ratio is biased, so training refuses it")
     top_k: int = opt(0, "top-k sampling; above 0 the ratio is biased, so training refuses it")
+    stop: list[str] = part(list, "texts that end a response; the token that completes one is kept")
+    engine_kwargs: Any = opt(None, "vLLM: further arguments, such as {max_num_batched_tokens: 8192}")
     ignore_eos: bool = opt(False, "sample to max_tokens even after the end (benchmarks)")
 
 
@@ -431,14 +443,30 @@ def overrides_of(options: Mapping[str, Any]) -> list[str]:
 
     >>> overrides_of({"train.resume": None, "train.export_hf": False, "reward.name": ["near", "brief"]})
     ['train.resume=null', 'train.export_hf=false', 'reward.name=[near,brief]']
+    >>> overrides_of({"env.chat_template_kwargs": {"enable_thinking": False, "date": "1 May"}})
+    ["env.chat_template_kwargs={enable_thinking:false,date:'1 May'}"]
     """
     return [f"{name}={_word(value)}" for name, value in options.items()]
 
 
 def _word(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_word, value))}]"
+        return f"[{','.join(map(_quoted, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{_quoted(item)}' for name, item in value.items())}}}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_NO_TEXTS = ("true", "false", "null", "nan", "inf")  # in Hydra's grammar
+
+
+def _quoted(value: Any) -> str:
+    """A value within others; a text that would end there, or be something else, in quotes."""
+    if not isinstance(value, str):
+        return _word(value)
+    if re.fullmatch(r"[\w./@-]*[A-Za-z][\w./@-]*", value) and value.lower() not in _NO_TEXTS:
+        return value
+    return "'" + re.sub(r"(\\*)('|$)", lambda at: 2 * at[1] + at[2].replace("'", "\\'"), value) + "'"
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

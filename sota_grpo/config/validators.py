@@ -5,7 +5,7 @@ A rule yields a sentence for what breaks it, with the values involved and the sm
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from inspect import isgeneratorfunction
 
 from sota_grpo.config import (
@@ -17,7 +17,7 @@ from sota_grpo.config import (
     reward_names,
     walk,
 )
-from sota_grpo.engines import is_server
+from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import readers
 from sota_grpo.rewards.functions import PASSED, PICKLED
@@ -435,6 +435,68 @@ def obstacles_to_a_broadcast(config: Config) -> Iterator[str]:
             f"train_model.timeout_s={config.train_model.timeout_s} must be above inference_model.timeout_s="
             f"{part.timeout_s}, the longest that a rank waits for an engine in a broadcast."
         )
+
+
+_MAPPINGS = ("env.chat_template_kwargs", "inference_model.engine_kwargs", "model.load_kwargs")
+
+
+def arguments_are_passed_on_by_name(config: Config) -> Iterator[str]:
+    for name, _, value in walk(config):
+        is_named = isinstance(value, Mapping) and all(isinstance(one, str) for one in value)
+        if name in _MAPPINGS and value is not None and not is_named:
+            yield f"{name}={value} is no mapping of names; write {name}={{NAME: VALUE}}."
+
+
+_OF_TEMPLATES = (  # what this program gives to apply_chat_template, or what changes what that returns
+    *("conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("tokenizer_kwargs", "tools", "documents", "processor_kwargs"),
+)
+
+
+def a_chat_template_is_given_nothing_of_ours(config: Config) -> Iterator[str]:
+    for name in config.env.chat_template_kwargs or ():
+        if name in _OF_TEMPLATES or name.endswith("_token"):
+            yield (
+                f"env.chat_template_kwargs has {name}, which prompts are made with here; leave it out (tools are "
+                "offered by tasks)."
+            )
+
+
+def every_stop_string_is_text(config: Config) -> Iterator[str]:
+    stop = config.inference_model.stop
+    if not all(stop) or len(set(stop)) < len(stop):
+        yield f"inference_model.stop={list(stop)} has an empty text, or one twice; leave that out."
+
+
+def further_arguments_go_to_a_vllm_that_is_started_here(config: Config) -> Iterator[str]:
+    name = config.engine.name
+    if not config.inference_model.engine_kwargs:
+        return
+    if name in ENGINES and not ENGINES[name].takes_kwargs:
+        others = ", ".join(one for one, kind in ENGINES.items() if kind.takes_kwargs)
+        yield f"inference_model.engine_kwargs has no effect on engine={name}; leave it out or use {others}."
+    if config.engine.url is not None:
+        yield "inference_model.engine_kwargs has no effect on a server that runs already (engine.url); leave it out."
+
+
+_OF_LOADING = {  # arguments of from_pretrained that have no effect or a wrong one, and what stands for them
+    **dict.fromkeys(("config", "state_dict", "output_loading_info"), "the model is loaded as it was saved"),
+    **dict.fromkeys(("dtype", "torch_dtype"), "use train_model.torch_dtype and ref_model.torch_dtype"),
+    **{"trust_remote_code": "use model.trust_remote_code", "attn_implementation": "use model.attn_implementation"},
+    **dict.fromkeys(("device_map", "device_mesh", "max_memory"), "use train_model.num_devices"),
+    **dict.fromkeys(("tp_plan", "tp_size", "offload_folder"), "use train_model.num_devices"),
+    **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit", "gguf_file"), "weights are trained whole"),
+    **dict.fromkeys(("revision", "code_revision", "subfolder"), "engine and tokenizer need it too: give the folder"),
+    **dict.fromkeys(("token", "use_auth_token"), "it would be saved with the run; use HF_TOKEN"),
+    "weights_only": "a pickle is code",
+}
+
+
+def a_model_is_loaded_with_nothing_of_ours(config: Config) -> Iterator[str]:
+    for name in config.model.load_kwargs or ():
+        if name in _OF_LOADING:
+            yield f"model.load_kwargs has {name}: {_OF_LOADING[name]}; leave it out."
 
 
 _GENERATORS = [rule for rule in [*globals().values()] if isgeneratorfunction(rule) and rule.__module__ == __name__]

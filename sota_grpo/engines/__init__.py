@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
@@ -78,6 +78,8 @@ class EngineOptions:
         deadlines: of every wait for a server.
         script: what the scripted engine says; None: random tokens.
         duration_s: how long it takes.
+        stop: texts that end a response, beside the end tokens (:mod:`sota_grpo.engines.stop_strings`).
+        engine_kwargs: further arguments of vLLM (in this process, or of the server that is started).
     """
 
     model_path: str
@@ -103,6 +105,8 @@ class EngineOptions:
     deadlines: Deadlines = field(default_factory=Deadlines)
     script: Script | None = None
     duration_s: Duration = 0.0
+    stop: Sequence[str] = ()
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def is_eager(self, *, on_cpu: bool) -> bool:
         """Whether nothing is captured: as ``enforce_eager`` says, else on a CPU."""
@@ -174,6 +178,7 @@ class Kind:
         memory: whose formula says what it holds: ``vllm`` (a share of the device), ``transformers``, or ``none``.
         server: samples in a process of its own, started here or reached by ``engine.url``.
         expandable_segments: takes memory that torch can grow, on a GPU.
+        takes_kwargs: is vLLM, whose further arguments are ``inference_model.engine_kwargs``.
         verl, trl: what these call it; None: they have no such engine.
     """
 
@@ -181,16 +186,19 @@ class Kind:
     memory: str
     server: bool = False
     expandable_segments: bool = True
+    takes_kwargs: bool = False
     verl: str | None = None
     trl: str | None = None
 
 
 #: By the name that ``engine=`` takes; each has a preset in ``config/engine/``.
 ENGINES: Mapping[str, Kind] = {
-    "vllm": Kind("vllm_engine:VLLMEngine", "vllm", verl="vllm", trl="colocate"),
+    "vllm": Kind("vllm_engine:VLLMEngine", "vllm", takes_kwargs=True, verl="vllm", trl="colocate"),
     "transformers": Kind("transformers_engine:transformers_engine", "transformers", trl="transformers"),
     "scripted": Kind("scripted:scripted_engine", "none"),
-    "vllm_server": Kind("server_engine:server_engine", "vllm", server=True, verl="vllm", trl="server"),
+    "vllm_server": Kind(
+        "server_engine:server_engine", "vllm", server=True, takes_kwargs=True, verl="vllm", trl="server"
+    ),
     "sglang_server": Kind("server_engine:server_engine", "vllm", server=True, expandable_segments=False, verl="sglang"),
 }
 
@@ -243,4 +251,12 @@ def make_engine(options: EngineOptions) -> SteppingEngine:
     """
     name = resolve_engine_name(options.engine, device=options.device)
     module, _, builder = ENGINES[name].builder.partition(":")
-    return getattr(import_module(f"{__name__}.{module}"), builder)(replace(options.resolved(), engine=name))
+    options = replace(options.resolved(), engine=name)
+    engine: SteppingEngine = getattr(import_module(f"{__name__}.{module}"), builder)(options)
+    if options.stop:
+        from sota_grpo.engines.stop_strings import StopStrings
+        from sota_grpo.policy.load import load_tokenizer
+
+        tokenizer = load_tokenizer(options.model_path, trust_remote_code=options.trust_remote_code)
+        engine.stops = StopStrings(tokenizer, options.stop)
+    return engine

@@ -21,6 +21,8 @@ from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from sota_grpo.engines.stop_strings import StopStrings
+
 Result = TypeVar("Result")
 _IDLE_S = 0.005  # an engine without work is asked again so soon: another thread may have submitted some
 
@@ -171,6 +173,7 @@ class SteppingEngine(Streams, ABC):
     stepwise = True
     device = torch.device("cpu")  # where this process can compute with weights before it pushes them
     weight_dtype: torch.dtype | None = None  # see :class:`~sota_grpo.engines.Engine`
+    stops: StopStrings | None = None  # what ends a response beside the end tokens
     _can_sleep = False
 
     def __init__(self) -> None:
@@ -330,8 +333,12 @@ class SteppingEngine(Streams, ABC):
                 self._start_together([flight])
 
     def _land(self, ended: Iterable[tuple[int, GroupOutput]]) -> None:
-        """What a step has ended waits for the end of the turn."""
-        self._ended.extend((self._flights.pop(ticket), output) for ticket, output in ended)
+        """What a step has ended waits for the end of the turn.
+
+        Here every response ends where its stop strings say, whether or not the engine itself has gone on.
+        """
+        cut = self.stops.cut if self.stops is not None else lambda output: output
+        self._ended.extend((self._flights.pop(ticket), cut(output)) for ticket, output in ended)
 
     def _resolve_ended(self) -> bool:
         any_resolved = False

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.decode_attention import GroupCache, RepeatedPrompts, SharedPrompts, use_decode_attention
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, matrix_dtype, tied_names
+from sota_grpo.engines.stop_strings import StopStrings
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
 _SHRINK_BELOW = 0.9  # the batch is compacted when less than this share of its rows is still alive
@@ -153,6 +154,7 @@ class GroupDecoder:
         pad_token_id: fills the unused cells of the prefill; no output depends on it.
         shared: keep each prompt's keys and values once for its rows; the model's attention is then
             :data:`~sota_grpo.engines.decode_attention.DECODE_ATTENTION`.
+        stops: what ends a response beside these tokens.
     """
 
     def __init__(
@@ -165,6 +167,7 @@ class GroupDecoder:
         pad_token_id: int,
         *,
         shared: bool,
+        stops: StopStrings | None = None,
     ):
         device = model.device
         counts = torch.tensor([request.num_samples for request in requests])
@@ -178,6 +181,7 @@ class GroupDecoder:
         num_rows, horizon = len(seeds), max(rooms)
         self._model = model
         self._requests = list(requests)
+        self._stops = stops
         self._cache: GroupCache | None = None
         self._make_cache = functools.partial(
             SharedPrompts if shared else RepeatedPrompts,
@@ -251,6 +255,9 @@ class GroupDecoder:
         at_eos = torch.isin(tokens, self._eos_token_ids)
         if self._sampling.ignore_eos:
             at_eos = torch.zeros_like(at_eos)
+        if self._stops is not None:
+            tails = self._tokens[self._rows, max(0, length - self._stops.window) : length].tolist()
+            at_eos |= torch.tensor([self._stops.completed(tail) for tail in tails], device=at_eos.device)
         stops = self._living & (at_eos | (self._rooms[self._rows] == length))
         rows = self._rows[stops]
         if not len(rows):
@@ -428,6 +435,7 @@ class TransformersEngine(SteppingEngine):
                 self._eos_token_ids,
                 self._pad_token_id,
                 shared=self._shares_prompts,
+                stops=self.stops,
             )
             self._running.append((list(batch), decoder))
             num_rows += decoder.num_rows

@@ -90,6 +90,9 @@ class VLLMEngine(SteppingEngine):
         self._on_cpu = not torch.cuda.is_available()
         self._can_sleep = not self._on_cpu  # vLLM cannot on a CPU
         self._eos_token_ids = sorted(options.eos_token_ids)
+        # the text that vLLM ends a response by; where that is to be cut is said in one place for all engines
+        stop = {"stop": list(options.stop), "include_stop_str_in_output": True, "detokenize": True}
+        self._stop = stop | {"skip_special_tokens": False} if options.stop else {}
         self._requests: dict[int, GroupRequest] = {}  # in flight, by ticket; vLLM knows them as str(ticket)
         self._tensor_parallel_size = options.tensor_parallel_size
         if not self._on_cpu and options.tensor_parallel_size == 1:
@@ -114,7 +117,7 @@ class VLLMEngine(SteppingEngine):
         for ticket, (request, room, sampling, _) in flights.items():
             self._requests[ticket] = request
             params = SamplingParams(
-                **sampling_parameters(request, sampling, room, self._eos_token_ids),
+                **sampling_parameters(request, sampling, room, self._eos_token_ids) | self._stop,
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
@@ -211,7 +214,8 @@ def _start(options: EngineOptions, *, on_cpu: bool) -> Any:
         from vllm import LLM
 
         # ids in, ids out
-        arguments = engine_arguments(options, on_cpu=on_cpu) | {"skip_tokenizer_init": True, "use_tqdm_on_load": False}
+        quiet = {"skip_tokenizer_init": not options.stop, "use_tqdm_on_load": False}
+        arguments = engine_arguments(options, on_cpu=on_cpu) | quiet
         if on_cpu:
             arguments["ir_op_priority"] = cpu_norms()
         return LLM(options.model_path, **arguments)

@@ -11,9 +11,13 @@ who reach it; ``VLLM_API_KEY`` with ``--middleware sota_grpo.engines.vllm_server
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from importlib.util import find_spec
 from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
@@ -130,8 +134,77 @@ def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut in pieces, which CPU generators
         # do not support: the prefill of a prompt stays whole.
-        return arguments | {"enable_chunked_prefill": False, "block_size": _CPU_BLOCK_TOKENS}
-    return arguments | {"enable_sleep_mode": True}
+        arguments |= {"enable_chunked_prefill": False, "block_size": _CPU_BLOCK_TOKENS}
+    else:
+        arguments["enable_sleep_mode"] = True
+    return arguments | {name: value for name, value in options.engine_kwargs.items() if name not in arguments}
+
+
+_OURS = ("model", "skip_tokenizer_init", "use_tqdm_on_load", "ir_op_priority", "tokens_only", "runner", "convert")
+_REFUSED = {  # beginnings of names of vLLM's arguments, and why they are not passed on
+    **dict.fromkeys(
+        ("speculative_", "spec_"),
+        "several tokens come of one step then, and neither their seeds nor their versions of the weights are known",
+    ),
+    **dict.fromkeys(
+        ("logits_processors", "override_generation_config", "watermark_config", "diffusion_config"),
+        "responses would be drawn from another distribution than the learner's, which biases every ratio",
+    ),
+    **dict.fromkeys(
+        ("quantization", "allow_deprecated_quantization", "model_", "hf_config_path", "hf_overrides", "config_format"),
+        "it has to be the learner's model, whose weights it is given by their names",
+    ),
+    **dict.fromkeys(
+        ("revision", "code_revision", "tokenizer"),
+        "learner, tokenizer and engine have to be of one revision: give its folder as model.name",
+    ),
+    **dict.fromkeys(
+        ("data_parallel", "pipeline_parallel", "prefill_context", "decode_context", "dcp_", "nnodes", "node_rank"),
+        "devices are given by inference_model.num_devices, devices and tensor_parallel_size",
+    ),
+    **dict.fromkeys(
+        ("master_", "device_ids"),
+        "devices are given by inference_model.num_devices, devices and tensor_parallel_size",
+    ),
+    **dict.fromkeys(
+        ("enable_lora", "max_lora", "default_mm_loras"), "adapters are merged before they are given to an engine"
+    ),
+    **dict.fromkeys(
+        ("worker_cls", "worker_extension_cls", "scheduler_cls", "weight_transfer_config"),
+        "weights and versions are given to vLLM's own workers and scheduler",
+    ),
+    "hf_token": "it would be saved with the run; set HF_TOKEN",
+}
+
+
+def refuse_arguments(options: EngineOptions, *, on_cpu: bool) -> None:
+    """Check ``options.engine_kwargs`` before anything is started.
+
+    Raises:
+        UserError: an argument that is set here, that would make what is sampled wrong, or that vLLM has not.
+    """
+    ours = engine_arguments(replace(options, engine_kwargs={}, tensor_parallel_size=2), on_cpu=on_cpu)
+    for name in options.engine_kwargs:
+        said = f"inference_model.engine_kwargs has {name}"
+        if name in ours or name in _OURS:
+            raise UserError(f"{said}, which follows from other options here; leave it out.")
+        for beginning, reason in _REFUSED.items():
+            if name.startswith(beginning):
+                raise UserError(f"{said}: {reason}; leave it out.")
+    if find_spec("vllm") is None or not options.engine_kwargs:
+        return
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = [one.name for one in fields(EngineArgs) if not one.name.startswith("_")]
+    for name in options.engine_kwargs:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = (
+                f"did you mean {near[0]}?" if near else "its names are the fields of vllm.engine.arg_utils.EngineArgs."
+            )
+            raise UserError(f"vLLM has no argument {name} (inference_model.engine_kwargs); {hint}")
 
 
 def _flag(name: str, value: Any) -> tuple[str, ...]:
@@ -139,10 +212,16 @@ def _flag(name: str, value: Any) -> tuple[str, ...]:
 
     >>> _flag("block_size", 32), _flag("enforce_eager", False), _flag("max_model_len", None)
     (('--block-size', '32'), ('--no-enforce-eager',), ())
+    >>> _flag("compilation_config", {"level": 0}), _flag("ignore_patterns", ["a", "b"])
+    (('--compilation-config', '{"level": 0}'), ('--ignore-patterns', 'a', 'b'))
     """
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return (f"--{flag}" if value else f"--no-{flag}",)
+    if isinstance(value, Mapping):
+        return (f"--{flag}", json.dumps(value))
+    if isinstance(value, (list, tuple)):
+        return (f"--{flag}", *map(str, value))
     return () if value is None else (f"--{flag}", str(value))
 
 

@@ -19,6 +19,7 @@ In a dialog of two turns, whose user turn ``u`` stands between what the policy s
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -35,6 +36,11 @@ from sota_grpo.rewards.grading import Grader, LocalGrader
 from sota_grpo.rl.records import Example, Sample, sample_seed
 from sota_grpo.rl.task import SampledText, Task
 from sota_grpo.rl.transforms import graded_texts, write_scores
+from sota_grpo.text import one_line
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 10  # prompts that are left out are named up to so many
 
 
 class PromptStream:
@@ -303,6 +309,22 @@ def complete_rows(rows: TensorDictBase) -> TensorDictBase:
     return rows
 
 
+def _named(example: Example) -> str:
+    """A problem as messages name it."""
+    place = f" ({one_line(example.place)})" if example.place else ""
+    return f"{example.query[:60]!r}{place}"
+
+
+def _tell_of(left_out: Sequence[Example], error: UserError) -> None:
+    rows: dict[str, list[str]] = {}  # by file
+    for example in left_out[:_NAMED]:
+        file, mark, row = example.place.rpartition(", row ")
+        rows.setdefault(one_line(file) + mark, []).append(row or repr(example.query[:60]))
+    names = "; ".join(file + ", ".join(numbers) for file, numbers in rows.items())
+    more = ", .." if len(left_out) > _NAMED else ""
+    logger.warning("%d prompts are left out (%s%s). The first: %s", len(left_out), names, more, error)
+
+
 _DRAWN = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.GROUP_ID, keys.SAMPLE_ID)  # written by reset, kept by step
 
 
@@ -394,12 +416,12 @@ class TaskEnv(EnvBase):
             try:
                 ids = self._chat.ids([*before, {**last, "content": last["content"] + observation}])
             except UserError as error:
-                raise UserError(f"the prompt of {example.query[:60]!r}: {error}") from error
+                raise UserError(f"the prompt of {_named(example)}: {error}") from error
             if not observation:
                 self._prompt_ids[key] = ids
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             raise UserError(
-                f"the prompt of {example.query[:60]!r} has {len(ids)} tokens and at most {self.max_prompt_tokens} fit; "
+                f"the prompt of {_named(example)} has {len(ids)} tokens and at most {self.max_prompt_tokens} fit; "
                 f"raise inference_model.max_model_len where the model allows more, or take the problem out."
             )
         return ids
@@ -411,13 +433,33 @@ class TaskEnv(EnvBase):
             list(messages), add_generation_prompt=True, tokenize=False, **self.template_kwargs
         )
 
-    def check_prompts(self) -> int:
+    def check_prompts(self, *, skip: bool = False) -> int:
         """Tokenise every prompt of the task before training starts; the longest, in tokens.
 
+        Args:
+            skip: take those that :meth:`prompt_ids` refuses out of the task and of the stream, and say which. What is
+                held out was chosen before, from all problems.
+
         Raises:
-            UserError: one is longer than ``max_prompt_tokens``.
+            UserError: one is refused; with ``skip``, all of those to train on, or all of those held out, are.
         """
-        return max(len(self.prompt_ids(example)) for part in (self.task.train, self.task.heldout) for example in part)
+        longest, left_out = 0, []
+        for part in ("train", "heldout"):
+            examples, kept = getattr(self.task, part), []
+            for example in examples:
+                try:
+                    longest = max(longest, len(self.prompt_ids(example)))
+                    kept.append(example)
+                except UserError as error:
+                    if not skip or (not kept and example is examples[-1]):
+                        raise
+                    left_out.append((example, error))
+            if len(kept) < len(examples):
+                setattr(self.task, part, kept)
+        if left_out:
+            self.stream = PromptStream(self.task.train, seed=self.stream.seed, shuffle=self.stream.shuffle)
+            _tell_of([example for example, _ in left_out], left_out[0][1])
+        return longest
 
     def decode(self, token_ids: torch.Tensor) -> str:
         """The text that the grader reads: special tokens left out."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
@@ -102,6 +102,7 @@ def load_model(
     gradient_checkpointing: bool = False,
     device: torch.device | str = "cpu",
     weights: bool = True,
+    load_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model for training: every dropout at 0, in training mode, on ``device``.
 
@@ -118,8 +119,10 @@ def load_model(
         device: where the parameters go.
         weights: False reads none: every number of a parameter is the same one, which takes no memory, for a rank that
             is sent its part of them (:func:`sota_grpo.policy.sharding.shard`).
+        load_kwargs: further arguments of ``from_pretrained``, where weights are read.
 
     Raises:
+        UserError: ``load_kwargs`` has one that the model does not take.
         ModelNotFoundError: missing folder, damaged folder, or a hub that does not answer.
         ValueError: an unknown ``dtype``, or a model that cannot checkpoint activations.
     """
@@ -132,7 +135,7 @@ def load_model(
         options["attn_implementation"] = attn_implementation
     with MODEL_LOCK:
         if weights:
-            model = from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options)
+            model = _loaded(name, options, load_kwargs or {})
         else:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(**options)
@@ -140,6 +143,15 @@ def load_model(
     if gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model.to(device).train()
+
+
+def _loaded(name: str, options: dict[str, Any], load_kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options, **load_kwargs)
+    except TypeError as error:
+        if not load_kwargs:
+            raise
+        raise UserError(f"model.load_kwargs={dict(load_kwargs)} does not fit this model: {error}.") from error
 
 
 def _fill(model: nn.Module) -> None:

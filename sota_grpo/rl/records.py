@@ -12,11 +12,15 @@ if TYPE_CHECKING:  # named in annotations only: a grader's process lives without
 
 @dataclass(frozen=True)
 class Example:
-    """One problem: the raw question, the raw gold answer, and what else the scorer needs (JSON-serialisable)."""
+    """One problem: the raw question, the raw gold answer, and what else the scorer needs (JSON-serialisable).
+
+    ``place`` names its file and row in messages; it is no part of the problem.
+    """
 
     query: str
     answer: str
     extra: Mapping[str, Any] = field(default_factory=dict)
+    place: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True)

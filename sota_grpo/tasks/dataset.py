@@ -362,7 +362,8 @@ class QuestionTask:
         task, source, config = cls(**options), source or cls.hub_name, cls.hub_config
 
         def read(rows: Sequence[Row], place: str) -> list[Example]:
-            return [task.read_problem(row, f"{place}, row {number}") for number, row in enumerate(rows, start=1)]
+            places = [f"{place}, row {number}" for number in range(1, len(rows) + 1)]
+            return [replace(task.read_problem(row, at), place=at) for row, at in zip(rows, places, strict=True)]
 
         place, heldout = path or f"{source} (train)", None
         train = read(load_rows(source, path=path, config=config), place)

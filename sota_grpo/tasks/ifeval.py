@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sota_grpo.rewards.ifeval import (
@@ -187,10 +188,11 @@ class IFEvalTask:
         rows, examples, broken = load_named(name), [], []
         for number, row in enumerate(rows, start=1):
             try:
-                example = self.read_row(row, f"{name}, row {number}")
+                place = f"{name}, row {number}"
+                example = self.read_row(row, place)
                 if not example.query.strip():
-                    raise DatasetError(f"{name}, row {number}: there is no prompt; mend or remove the row.")
-                examples.append(example)
+                    raise DatasetError(f"{place}: there is no prompt; mend or remove the row.")
+                examples.append(replace(example, place=place))
             except DatasetError as error:
                 if is_file(name):
                     raise

@@ -268,7 +268,7 @@ class TableTask:
                     f"{place}: column {self.prompt_column!r} holds no prompt; the columns found are "
                     f"{', '.join(map(repr, row))}: set env.prompt_column, or remove the row."
                 )
-            examples.append(self._example({**missing, **row}, place, columns))
+            examples.append(replace(self._example({**missing, **row}, place, columns), place=place))
         return examples
 
     def _example(self, row: Row, place: str, answer_columns: Sequence[str]) -> Example:

@@ -90,6 +90,7 @@ def reference_worker(
     dtype: DType = "float32",
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    load_kwargs: Mapping[str, Any] | None = None,
     device: str = "cpu",
     num_threads: int | None = None,
     **options: Any,
@@ -97,7 +98,7 @@ def reference_worker(
     """Load the model and serve it: the factory of a :class:`~sota_grpo.workers.base.WorkerSpec`.
 
     Args:
-        model_name: as :func:`sota_grpo.policy.load.load_model` takes it; so are the next four.
+        model_name: as :func:`sota_grpo.policy.load.load_model` takes it; so are the next five.
         num_threads: CPU threads of this process; None leaves them.
         options: of :class:`ReferenceWorker`.
     """
@@ -108,6 +109,7 @@ def reference_worker(
         dtype=dtype,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
+        load_kwargs=load_kwargs,
         device=device,
     )
     return ReferenceWorker(model, shared_prompt=attn_implementation is None, **options)

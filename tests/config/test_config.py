@@ -292,6 +292,23 @@ BROKEN = [
         "reward.weights has 1 entries for 2 functions (a, b)",
     ),
     ("every_amount_is_positive", ["env.max_steps=0"], "env.max_steps=0"),
+    ("arguments_are_passed_on_by_name", ["model.load_kwargs=[a]"], "write model.load_kwargs={NAME: VALUE}"),
+    ("arguments_are_passed_on_by_name", ["env.chat_template_kwargs={1: a}"], "no mapping of names"),
+    ("a_chat_template_is_given_nothing_of_ours", ["env.chat_template_kwargs={tools: []}"], "has tools"),
+    ("a_chat_template_is_given_nothing_of_ours", ["env.chat_template_kwargs={eos_token: a}"], "has eos_token"),
+    ("every_stop_string_is_text", ["inference_model.stop=[a,'']"], "an empty text, or one twice"),
+    ("every_stop_string_is_text", ["inference_model.stop=[a,a]"], "an empty text, or one twice"),
+    (
+        "further_arguments_go_to_a_vllm_that_is_started_here",
+        ["engine=transformers", "inference_model.engine_kwargs={block_size: 8}"],
+        "no effect on engine=transformers; leave it out or use vllm, vllm_server",
+    ),
+    (
+        "further_arguments_go_to_a_vllm_that_is_started_here",
+        ["engine=vllm_server", "engine.url=http://h:1", "inference_model.engine_kwargs={max_logprobs: 8}"],
+        "a server that runs already",
+    ),
+    ("a_model_is_loaded_with_nothing_of_ours", ["model.load_kwargs={load_in_4bit: true}"], "weights are trained whole"),
 ]
 
 
@@ -322,6 +339,8 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
         ["reward.path=r.py", "reward.name=[a,b]", "reward.weights=[1.0,-0.5]"],
         ["env.dataset=math", "reward.path=r.py", "reward.name=[a,builtin]", "reward.wrong=-2"],
         ["model.name=null", "model.size=3B"],
+        ["env.chat_template_kwargs={enable_thinking: false}", "model.load_kwargs={use_safetensors: true}"],
+        ["engine=vllm", "inference_model.engine_kwargs={max_logprobs: 8}", "inference_model.stop=[a,'b c']"],
         ["engine=vllm_server", "ray.address=auto", "device=cpu"],
         ["engine=vllm_server", "ray.address=auto", "device=cuda", "engine.url=http://127.0.0.1:1"],
     ],

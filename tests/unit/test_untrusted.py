@@ -19,7 +19,7 @@ from sota_grpo import Result
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, UNUSED_WITHOUT_SAMPLES, compose, load_config
 from sota_grpo.assembly.evaluation import find_target
 from sota_grpo.cli import main
-from sota_grpo.config import Config
+from sota_grpo.config import Config, overrides_of
 from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_file
 from sota_grpo.migration.data import Facts
@@ -42,8 +42,14 @@ ASKS = {
     "algorithm.objective": ("algorithm: {objective: /nowhere/mine.py:fn}", "run /nowhere/mine.py"),
     "model.trust_remote_code": ("model: {name: tiny, trust_remote_code: true}", "run the Python files that its model"),
     "engine.url": ("engine: {name: vllm_server, url: 'http://h:1'}", "send prompts and weights to http://h:1"),
+    "inference_model.engine_kwargs": (
+        "inference_model: {engine_kwargs: {kv_transfer_config: {kv_ip: 1.2.3.4}}}",
+        "load its model with {'kv_transfer_config': {'kv_ip': '1.2.3.4'}}",
+    ),
+    "model.load_kwargs": ("model: {load_kwargs: {use_kernels: true}}", "load its model with {'use_kernels': True}"),
     "ray.address": ("ray: {address: 'h:6379'}", "join the Ray cluster h:6379"),
 }
+MUCH = "\n".join(text for option, (text, _) in ASKS.items() if option not in ("engine.url", "model.load_kwargs"))
 
 
 class Attack:
@@ -79,11 +85,10 @@ def test_what_a_config_asks_for_needs_trust_or_to_be_given_again(option: str, ru
         load_config(run_dir, ["seed=3"])
     assert f"asks to {deed}" in str(refused.value)
     assert f"({option})" in str(refused.value)
-    values = {"reward.path": f"{run_dir}/inputs/reward.pkl", "algorithm.objective": "/nowhere/mine.py:fn"}
-    again = (values | {"engine.url": "http://h:1", "ray.address": "h:6379"}).get(option, "true")
-    for config in (load_config(run_dir, trust=True), load_config(run_dir, [f"{option}={again}"])):
-        section, _, name = option.partition(".")
-        assert str(getattr(getattr(config, section), name)).lower() == again.lower()
+    section, _, name = option.partition(".")
+    value = getattr(getattr(load_config(run_dir, trust=True), section), name)
+    again = load_config(run_dir, overrides_of({option: value}))
+    assert value == getattr(getattr(again, section), name)
     for other in ("reward.name=f", "model.name=smollm2", "engine=vllm_server"):
         if not (
             option == "engine.url" and other.startswith("engine")
@@ -106,7 +111,7 @@ def test_a_replay_needs_consent_to_the_objective_that_it_computes(run_dir: Path,
 def test_every_command_refuses_before_anything_of_the_run_is_executed(
     command: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved(run_dir, "\n".join(text for option, (text, _) in ASKS.items() if option != "engine.url"))
+    saved(run_dir, MUCH)
     with pytest.raises(SystemExit) as ended:
         main(command.replace("RUN", str(run_dir)).split())
     assert ended.value.code == 2
@@ -117,7 +122,7 @@ def test_every_command_refuses_before_anything_of_the_run_is_executed(
 
 
 def test_the_functions_behind_the_commands_refuse_as_well(run_dir: Path, tmp_path: Path) -> None:
-    saved(run_dir, "\n".join(text for option, (text, _) in ASKS.items() if option != "engine.url"))
+    saved(run_dir, MUCH)
     (run_dir / "hf").mkdir()
     for act in (
         lambda: find_target(str(run_dir)),

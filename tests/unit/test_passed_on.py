@@ -1,0 +1,180 @@
+"""Options that are passed on: to the chat template, to vLLM, to from_pretrained; and prompts that are left out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sota_grpo.assembly.learning import make_model, reference_options
+from sota_grpo.assembly.sampling import engine_options, make_env, task_of
+from sota_grpo.config import Config
+from sota_grpo.engines import EngineOptions
+from sota_grpo.engines.vllm_server import engine_arguments, refuse_arguments
+from sota_grpo.envs.dialogs import TurnTokens
+from sota_grpo.errors import UserError
+from sota_grpo.policy.load import TINY, load_tokenizer
+from sota_grpo.rewards.grading import LocalGrader
+from tests.config.test_config import composed
+
+THINKS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{%- endif -%}"""
+
+
+def thinking_tokenizer() -> Any:
+    """With a switch of thinking, as Qwen3's template has."""
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.chat_template = THINKS
+    return tokenizer
+
+
+def env_of(config: Config, tokenizer: Any = None) -> Any:
+    task = task_of(config)
+    grader = LocalGrader(task.score, task.term_weights)
+    return make_env(config, task, tokenizer or load_tokenizer(TINY), grader)
+
+
+def test_the_template_is_given_them_in_prompts_and_between_turns() -> None:
+    tokenizer, off = thinking_tokenizer(), {"enable_thinking": False}
+    prompts = []
+    for given in (None, off):
+        config = composed("grpo_cpu", "env.num_heldout=8", "env.max_samples=8")
+        config.env.chat_template_kwargs = given
+        env = env_of(config, tokenizer)
+        prompts.append(tokenizer.decode(env.prompt_ids(env.task.train[0])))
+        reply = TurnTokens(tokenizer, env.template_kwargs).ids({"role": "user", "content": "Again?"}, -1)
+        assert tokenizer.decode(reply).endswith("<think></think>") == (given is off)
+    assert prompts[1] == prompts[0] + "<think></think>"
+
+
+def test_what_a_template_does_not_read_is_refused() -> None:
+    config = composed("grpo_cpu")
+    config.env.chat_template_kwargs = {"enable_thinkin": False}
+    with pytest.raises(UserError, match="has enable_thinkin, which the chat template of tiny does not read"):
+        env_of(config, thinking_tokenizer())
+
+
+LONG = "long " * 300
+
+
+def table(path: Path, prompts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": one, "answer": "4"}) + "\n" for one in prompts))
+    return path
+
+
+@pytest.fixture
+def long_rows(tmp_path: Path) -> Path:
+    """Forty rows, of which those numbered 3, 10, 17, ... are too long for a context of 128 tokens."""
+    return table(tmp_path / "rows.jsonl", [f"{LONG if i % 7 == 2 else ''}row {i}?" for i in range(40)])
+
+
+def of_table(path: Path, *more: str) -> Config:
+    few = ("env.dataset=table", f"env.dataset_path={path}", "env.num_heldout=8", "inference_model.max_model_len=128")
+    return composed("grpo_cpu", *few, *more)
+
+
+def test_a_prompt_that_cannot_be_used_names_its_row(long_rows: Path) -> None:
+    with pytest.raises(UserError, match=rf"^the prompt of 'long long .*' \({long_rows}, row \d+\) has \d+ tokens"):
+        env_of(of_table(long_rows))
+
+
+def test_rows_that_cannot_be_used_are_left_out_of_both_sides_where_they_stood(
+    long_rows: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = task_of(of_table(long_rows))
+    with caplog.at_level(logging.WARNING):
+        env = env_of(of_table(long_rows, "env.skip_unreadable=true"))
+    for name in ("train", "heldout"):
+        kept = [example for example in getattr(whole, name) if not example.query.startswith("long")]
+        assert getattr(env.task, name) == kept
+    assert {example.query for _, example in env.stream.draw(40)} <= {example.query for example in env.task.train}
+    again = env_of(of_table(long_rows, "env.skip_unreadable=true"))
+    again.stream.load_state_dict(env.stream.state_dict())
+    assert again.stream.draw(30) == env.stream.draw(30)
+    told = caplog.records[0].getMessage()
+    start, rows = re.match(r"6 prompts are left out \((.*), row ([\d, ]+)\)\. The first: the prompt of", told).groups()
+    assert start == str(long_rows)
+    assert sorted(map(int, rows.split(", "))) == [3, 10, 17, 24, 31, 38]
+
+
+def test_a_side_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
+    path = table(tmp_path / "rows.jsonl", [f"{LONG} {i}" for i in range(20)])
+    with pytest.raises(UserError, match="tokens and at most 127 fit"):
+        env_of(of_table(path, "env.skip_unreadable=true"))
+
+
+def test_vllm_is_given_what_is_no_option_here() -> None:
+    options = EngineOptions("m", eos_token_ids=[1], engine_kwargs={"max_num_batched_tokens": 4096})
+    for on_cpu in (True, False):
+        refuse_arguments(options, on_cpu=on_cpu)
+        assert engine_arguments(options, on_cpu=on_cpu)["max_num_batched_tokens"] == 4096
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_vllm_is_given_nothing_that_is_set_here(on_cpu: bool) -> None:
+    plain = EngineOptions("m", eos_token_ids=[1], tensor_parallel_size=2)
+    for name in engine_arguments(plain, on_cpu=on_cpu):
+        with pytest.raises(UserError, match=f"has {name}, which follows from other options"):
+            refuse_arguments(replace(plain, tensor_parallel_size=1, engine_kwargs={name: 1}), on_cpu=on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("speculative_config", "several tokens come of one step"),
+        ("spec_tokens", "several tokens come of one step"),
+        ("logits_processors", "another distribution"),
+        ("override_generation_config", "another distribution"),
+        ("quantization", "the learner's model"),
+        ("hf_overrides", "the learner's model"),
+        ("data_parallel_size", "inference_model.num_devices"),
+        ("enable_lora", "adapters are merged"),
+        ("worker_extension_cls", "vLLM's own workers"),
+        ("hf_token", "it would be saved"),
+    ],
+)
+def test_vllm_is_given_nothing_that_would_make_samples_wrong(name: str, reason: str) -> None:
+    with pytest.raises(UserError, match=f"inference_model.engine_kwargs has {name}.*{reason}.*; leave it out"):
+        refuse_arguments(EngineOptions("m", eos_token_ids=[1], engine_kwargs={name: 1}), on_cpu=False)
+
+
+def test_an_argument_that_vllm_has_not_is_told_with_one_that_it_has() -> None:
+    pytest.importorskip("vllm")
+    options = EngineOptions("m", eos_token_ids=[1], engine_kwargs={"max_num_batched_token": 1})
+    with pytest.raises(UserError, match=r"no argument max_num_batched_token .*did you mean max_num_batched_tokens\?"):
+        refuse_arguments(options, on_cpu=True)
+
+
+def test_an_engine_that_auto_stands_for_refuses_them_too(tmp_path: Path) -> None:
+    config = composed("grpo_cpu", "inference_model.engine_kwargs={max_logprobs: 8}")
+    with pytest.raises(UserError, match="no effect on engine=transformers"):
+        engine_options(config, "transformers", "cpu", load_tokenizer(TINY), tmp_path)
+
+
+def test_learner_and_reference_are_loaded_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    given: list[Any] = []
+    load = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: given.append(k["use_safetensors"]) or load(*a, **k)
+    )
+    config = composed("grpo_cpu", "model.load_kwargs={use_safetensors: true}")
+    make_model(config, torch.device("cpu"))
+    assert given == [True]
+    assert reference_options(config, "cpu")["load_kwargs"] == {"use_safetensors": True}
+
+
+def test_an_argument_that_the_model_does_not_take_is_a_sentence() -> None:
+    config = composed("grpo_cpu", "model.load_kwargs={use_safetensor: true}")
+    with pytest.raises(UserError, match=r"model.load_kwargs=.*does not fit this model: .*use_safetensor"):
+        make_model(config, torch.device("cpu"))

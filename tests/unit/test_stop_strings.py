@@ -1,0 +1,99 @@
+"""Stop strings: every response is the one without them, cut behind the token that completes the first of them."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sota_grpo.engines import EngineOptions, make_engine
+from sota_grpo.engines.stepping import SteppingEngine
+from sota_grpo.engines.stop_strings import StopStrings
+from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
+from sota_grpo.policy.load import TINY, load_tokenizer
+from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
+
+TOKENIZER = load_tokenizer(TINY)
+EOS = TOKENIZER.eos_token_id
+
+
+def engine_with(*stop: str, name: str = "transformers", **options: object) -> SteppingEngine:
+    return make_engine(EngineOptions(TINY, engine=name, device="cpu", eos_token_ids=[EOS], stop=stop, **options))
+
+
+def some_requests(count: int = 4) -> list[GroupRequest]:
+    stream = random.SystemRandom()
+    texts = [f"{stream.randrange(100)} apples and {stream.randrange(100)} pears are" for _ in range(count)]
+    prompts = [tuple(TOKENIZER(text)["input_ids"]) for text in texts]
+    return [GroupRequest(i, ids, 6, stream.getrandbits(40)) for i, ids in enumerate(prompts)]
+
+
+def sampled(engine: SteppingEngine, requests: list[GroupRequest], sampling: Sampling) -> dict[int, GroupOutput]:
+    return {output.group_id: output for output in engine.generate(requests, sampling)}
+
+
+def plain_cut(sample: Sample, stop: tuple[str, ...]) -> tuple[list[int], list[float], bool]:
+    """By looking at every beginning, the shortest first."""
+    ids, log_probs = sample.token_ids.tolist(), sample.log_probs.tolist()
+    for length in range(1, len(ids) + 1):
+        if any(text in TOKENIZER.decode(ids[:length]) for text in stop):
+            return ids[:length], log_probs[:length], False
+    return ids, log_probs, sample.truncated
+
+
+@pytest.mark.parametrize(("name", "ignore_eos"), [("transformers", False), ("transformers", True), ("scripted", False)])
+def test_a_response_is_the_one_without_them_cut_at_the_first(name: str, ignore_eos: bool) -> None:
+    requests, sampling = some_requests(), Sampling(max_tokens=24, temperature=1.5, ignore_eos=ignore_eos)
+    whole = sampled(engine_with(name=name), requests, sampling)
+    said = [TOKENIZER.decode(sample.token_ids[2:-1]) for output in whole.values() for sample in output.samples]
+    stop = tuple(
+        {text[at : at + 2] for text, at in zip(random.sample([one for one in said if len(one) > 6], 3), (1, 2, 4))}
+    )
+    ended = sampled(engine_with(*stop, name=name), requests, sampling)
+    num_cut = 0
+    for group, output in whole.items():
+        for before, after in zip(output.samples, ended[group].samples, strict=True):
+            ids, log_probs, truncated = plain_cut(before, stop)
+            assert after.token_ids.tolist() == ids
+            assert after.truncated == truncated
+            assert len(after.versions) == len(ids)
+            torch.testing.assert_close(after.log_probs, torch.tensor(log_probs))
+            num_cut += len(ids) < len(before.token_ids)
+    assert num_cut
+
+
+def test_the_embedded_engine_samples_nothing_behind_them() -> None:
+    engine = engine_with("e")
+    steps, step = [], engine._step
+    engine._step = lambda: steps.append(1) or step()  # type: ignore[method-assign]
+    outputs = sampled(engine, some_requests(1), Sampling(max_tokens=64, ignore_eos=True))
+    assert len(steps) == max(len(sample.token_ids) for sample in outputs[0].samples)
+
+
+def test_a_text_of_several_tokens_and_of_half_ones_is_seen_when_its_last_token_comes() -> None:
+    for text in ("</answer>", "\n\n", "42.", "é€", "<|im_end|>", "a" * 40):
+        stops, ids = StopStrings(TOKENIZER, ["never said", text]), TOKENIZER(f"so {text} and on")["input_ids"]
+        seen = [stops.completed(ids[:length]) for length in range(1, len(ids) + 1)]
+        assert stops.end(ids) == seen.index(True) + 1
+        assert text in TOKENIZER.decode(ids[: stops.end(ids)])
+        assert text not in TOKENIZER.decode(ids[: stops.end(ids) - 1])
+    assert StopStrings(TOKENIZER, ["x"]).end(TOKENIZER("so")["input_ids"]) is None
+
+
+def test_a_turn_that_they_end_gets_its_end_token_from_the_template() -> None:
+    """A tool's answer is a reply like any other: between the turns stands all that the template writes there."""
+    said = TOKENIZER("call 7!", add_special_tokens=False)["input_ids"]
+    engine = engine_with("7!", name="scripted", script=lambda request, sample, version: said)
+    reply = {"role": "user", "content": "Again?"}
+    graded: Future[list[Score]] = Future()
+    graded.set_result([Score({}, False, reply=reply)])
+    dialogs = DialogEngine(engine, SimpleNamespace(scores=lambda pairs: graded), TurnTokens(TOKENIZER), max_steps=2)
+    request = GroupRequest(0, (5, 6), num_samples=1, seed=0, example=Example("?", "!"))
+    ((sample,),) = [output.samples for output in dialogs.generate([request], Sampling(max_tokens=40))]
+    heard = sample.token_ids[~sample.assistant_mask]
+    assert TOKENIZER.decode(heard) == "<|im_end|>\n<|im_start|>user\nAgain?<|im_end|>\n<|im_start|>assistant\n"
+    assert sample.token_ids[sample.assistant_mask].tolist() == 2 * said
+    assert not sample.truncated
