@@ -123,7 +123,7 @@ def _imports(body: str) -> list[str]:
 
 def _python(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f'"{name}": {_python(item)}' for name, item in value.items()) + "}"
+        return "{" + ", ".join(f"{json.dumps(name)}: {_python(item)}" for name, item in value.items()) + "}"
     if isinstance(value, str) and not isinstance(value, Code):
         return json.dumps(value, ensure_ascii=False)
     return str(value)
@@ -157,6 +157,7 @@ def _amounts(config: Config, ours: Account) -> dict[str, Any]:
         "max_steps": steps * steps_per_publish(config),
         "shuffle_dataset": ours["env.shuffle"],
         "seed": ours["seed"],
+        **({"chat_template_kwargs": template} if (template := ours["env.chat_template_kwargs"]) else {}),
     }
 
 

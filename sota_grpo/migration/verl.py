@@ -212,7 +212,9 @@ def _data(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
         ours.remark("env.max_steps", "verl's dialogs need an agent loop of your own; each response is one turn here.")
     if ours["env.reasoning"]:
         ours.remark("env.reasoning", "nobody is asked to think again there.")
+    template = ours["env.chat_template_kwargs"]
     return {
+        **({"++data.apply_chat_template_kwargs": template} if template else {}),
         "data.train_files": Beside("$HERE/train.parquet"),
         "data.val_files": Beside("$HERE/heldout.parquet"),
         "data.train_batch_size": responses_per_step(config) // ours["env.repeats"],

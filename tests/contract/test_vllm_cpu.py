@@ -7,6 +7,7 @@ import functools
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from sota_grpo.engines import EngineOptions
+from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.vllm_engine import PROVIDER
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
@@ -301,3 +302,28 @@ def test_a_rollout_worker_pushes_under_a_running_group(rig: Rig, monkeypatch: py
         assert int(running.result(60.0).samples[0].versions[-1]) == new
     finally:
         worker.close()
+
+
+def test_stop_strings_and_further_arguments(tmp_path: Path) -> None:
+    """vLLM ends a response itself; what it would have said without them, up to there, is what comes out."""
+    argument = {"max_num_batched_tokens": 512}
+    stop = ("e", "11")
+    options = EngineOptions(
+        "tiny", engine="vllm", eos_token_ids=[2], stop=stop, engine_kwargs=argument, max_model_len=256
+    )
+    engine = make_engine(options)
+    try:
+        assert engine._engine.vllm_config.scheduler_config.max_num_batched_tokens == 512
+        requests = [replace(one, num_samples=8) for one in ragged_requests(3)]
+        sampling = Sampling(max_tokens=48, temperature=1.5, ignore_eos=True)
+        ended = generate(engine, requests, sampling)
+        stops, engine.stops, engine._stop = engine.stops, None, {}
+        own = {group: stops.cut(output) for group, output in generate(engine, requests, sampling).items()}
+        assert any(not sample.truncated for output in own.values() for sample in output.samples)
+        for group, output in own.items():
+            for one, other in zip(output.samples, ended[group].samples, strict=True):
+                assert one.token_ids.tolist() == other.token_ids.tolist()
+                assert (one.truncated, len(one.versions)) == (other.truncated, len(other.versions))
+                torch.testing.assert_close(one.log_probs, other.log_probs, rtol=1e-3, atol=1e-3)
+    finally:
+        engine.close()

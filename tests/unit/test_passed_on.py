@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.vllm_server import engine_arguments, refuse_arguments
 from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.errors import UserError
+from sota_grpo.migration.data import Facts
+from sota_grpo.migration.trl import trl_script
+from sota_grpo.migration.verl import verl_options, verl_script
 from sota_grpo.policy.load import TINY, load_tokenizer
 from sota_grpo.rewards.grading import LocalGrader
 from tests.config.test_config import composed
@@ -178,3 +183,21 @@ def test_an_argument_that_the_model_does_not_take_is_a_sentence() -> None:
     config = composed("grpo_cpu", "model.load_kwargs={use_safetensor: true}")
     with pytest.raises(UserError, match=r"model.load_kwargs=.*does not fit this model: .*use_safetensor"):
         make_model(config, torch.device("cpu"))
+
+
+def test_exports_take_the_templates_arguments_along_whatever_they_are_called() -> None:
+    facts = Facts(TINY, "run", longest_prompt=10, num_train=64)
+    given = {"enable_thinking": False, 'a": __import__("os").abort(), "b': "x'$(touch PWNED)\n"}
+    config = Config()
+    config.env.chat_template_kwargs = given
+    options, ours = verl_options(config, facts)
+    script = verl_script(options, ours, ["A heading."])
+    (word,) = [one for one in shlex.split(script.partition("main_ppo")[2]) if "apply_chat_template_kwargs" in one]
+    assert word.startswith("++data.apply_chat_template_kwargs={enable_thinking:false,")
+    tree = ast.parse(trl_script(config, facts, ["A heading."]))
+    (kept,) = [
+        one.value for one in ast.walk(tree) if isinstance(one, ast.keyword) and one.arg == "chat_template_kwargs"
+    ]
+    assert ast.literal_eval(kept) == given
+    config.env.chat_template_kwargs = None
+    assert "template_kwargs=" not in verl_script(*verl_options(config, facts), []) + trl_script(config, facts, [])
