@@ -110,6 +110,10 @@ class EnvConfig:
     skip_unreadable: bool = opt(
         False, "leave out prompts that are too long, or that the chat template cannot take; false: they end the run"
     )
+    tasks: Any = opt(  # a typed dict would not take new keys from Hydra
+        None,
+        "reasoning_gym: weight of each task by name, or a dict of its weight, level and options; 0 leaves one out",
+    )
     difficulty: int = opt(4, "arithmetic only: most steps of a problem, 1 to 4")
     reasoning: bool = opt(False, "a wrong response is asked to think again, up to env.max_steps turns in all")
     max_steps: int = opt(1, "most turns of a dialog; inference_model.max_tokens is the length of one turn")
@@ -445,6 +449,8 @@ def overrides_of(options: Mapping[str, Any]) -> list[str]:
     ['train.resume=null', 'train.export_hf=false', 'reward.name=[near,brief]']
     >>> overrides_of({"env.chat_template_kwargs": {"enable_thinking": False, "date": "1 May"}})
     ["env.chat_template_kwargs={enable_thinking:false,date:'1 May'}"]
+    >>> overrides_of({"env.tasks": {"chain_sum": 2, "gcd": {"level": 1}}})
+    ['env.tasks={chain_sum:2,gcd:{level:1}}']
     """
     return [f"{name}={_word(value)}" for name, value in options.items()]
 

@@ -23,6 +23,7 @@ from sota_grpo.functional.surrogates import readers
 from sota_grpo.rewards.functions import PASSED, PICKLED
 from sota_grpo.rl.objective_files import in_file, surrogate
 from sota_grpo.tasks import TASKS, parameters, task_class
+from sota_grpo.tasks.reasoning_gym import task_faults
 from sota_grpo.tasks.wrappers import naming_faults
 
 
@@ -217,7 +218,7 @@ def the_loss_scaler_has_float32_gradients(config: Config) -> Iterator[str]:
 
 READERS = {  # options of some tasks only, by the parameter of a task that reads it; the others refuse them
     **{"env.dataset_path": "path", "env.difficulty": "max_steps"},
-    **{f"env.{name}": name for name in ("eval_path", "system_prompt", "prompt_column", "answer_column")},
+    **{f"env.{name}": name for name in ("eval_path", "system_prompt", "prompt_column", "answer_column", "tasks")},
     **{f"env.{name}": name for name in ("answer_format", "format_weight")},
     **{f"reward.{name}": name for name in ("correct", "wrong", "no_answer", "instructions_weight", "all_weight")},
     **{f"reward.{name}": name for name in ("thinking_weight", "min_think_words")},
@@ -263,6 +264,11 @@ def a_table_has_a_place(config: Config) -> Iterator[str]:
     is_made_up = "path" not in parameters(name)
     if config.env.dataset_path is None and not is_made_up and not hasattr(task_class(name), "hub_name"):
         yield f"env.dataset={name} is your own data; give env.dataset_path=FILE (or a name on the hub)."
+
+
+def a_mixture_names_its_tasks(config: Config) -> Iterator[str]:
+    if "tasks" in parameters(config.env.dataset):
+        yield from task_faults(config.env.tasks)
 
 
 def several_turns_have_something_to_say(config: Config) -> Iterator[str]:

@@ -24,6 +24,7 @@ _CLASSES = {
     "arithmetic": "arithmetic:ArithmeticTask",
     "countdown": "countdown:CountdownTask",
     "calculator": "calculator:CalculatorTask",
+    "reasoning_gym": "reasoning_gym:ReasoningGymTask",
 }
 TASKS = _CLASSES.keys()
 

@@ -259,6 +259,7 @@ BROKEN = [
             "env.answer_format=boxed",
             "env.format_weight=0.1",
             "env.system_prompt=Hi",
+            "env.tasks={gcd: 1}",
         )
     ),
     (
@@ -279,6 +280,15 @@ BROKEN = [
     ("a_size_chooses_a_model_that_has_no_name", ["model.size=3B"], "no effect beside model.name=tiny"),
     ("several_turns_have_something_to_say", ["env.dataset=calculator"], "leaves no turn to answer it"),
     ("every_reward_function_has_a_weight", ["reward.path=r.py", "reward.name=builtin"], "leave both out"),
+    *(
+        ("a_mixture_names_its_tasks", ["env.dataset=reasoning_gym", *more], said)
+        for more, said in (
+            ([], "env.tasks={chain_sum: 1}"),
+            (["env.tasks={chain_sum: 1, codeio: 1}"], "codeio, which is refused"),
+            (["env.tasks={chain_sum: {weight: 0.5}}"], "the weight 0.5"),
+            (["env.tasks={chain_sum: {seed: 5}}"], "use seed=N"),
+        )
+    ),
     ("a_table_has_a_place", ["env.dataset=table"], "env.dataset_path=FILE"),
     ("several_turns_have_something_to_say", ["env.reasoning=true"], "env.max_steps=1 leaves no turn"),
     ("several_turns_have_something_to_say", ["env.max_steps=3"], "env.reasoning=true"),
@@ -348,6 +358,7 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
         ["env.dataset=countdown", "env.max_steps=3"],
         ["env.dataset=instructions", "env.eval_path=x.jsonl", "env.system_prompt=Hi", "reward.all_weight=1"],
         ["env.dataset=math", "reward.wrong=-2", "env.answer_format=tags"],
+        ["env.dataset=reasoning_gym", "env.tasks={chain_sum: 2, gcd: {weight: 1, level: 2, max_value: 50}, lcm: 0}"],
         ["env.dataset=table", "env.dataset_path=x.parquet", "reward.path=r.py", "reward.name=fn"],
         ["reward.path=r.py", "reward.name=[a,b]", "reward.weights=[1.0,-0.5]"],
         ["env.dataset=math", "reward.path=r.py", "reward.name=[a,builtin]", "reward.wrong=-2"],

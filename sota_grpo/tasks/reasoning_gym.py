@@ -1,0 +1,345 @@
+"""Tasks of the package reasoning-gym (Apache-2.0), several in one run: made from the seed, scored by its scorers.
+
+Its scorers read the model's text, so those that execute it are left out, and so is what would break the promises of a
+run (:data:`REFUSED`). What is left was tried on hostile answers, with version 0.1.25.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from sota_grpo.errors import UserError
+from sota_grpo.rewards.extract import extract_answer
+from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.task import chat
+from sota_grpo.tasks.dataset import DatasetError, Row, answering, normalised
+from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
+
+_EXECUTES = "its scorer executes the model's text (eval or SymPy's parser)"
+_EXECUTES_ITEM = "its scorer executes a text of the problem, which a file of rows may bring along"
+_UNSTABLE = "its problems change with Python's hash seed, so a run could not be repeated"
+#: Tasks that are not offered, and why.
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("binary_matrix", "countdown", "intermediate_integration", "n_queens"), _EXECUTES),
+    **dict.fromkeys(("polynomial_multiplication", "puzzle24", "simple_integration"), _EXECUTES),
+    **dict.fromkeys(("spiral_matrix", "string_insertion"), _EXECUTES),
+    **dict.fromkeys(("bitwise_arithmetic", "number_sorting"), _EXECUTES_ITEM),
+    **dict.fromkeys(("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder"), _UNSTABLE),
+    "codeio": "it executes bundled programs, and its problems differ from call to call",
+    "coin_flip": "its scorer gives the answer 0 the full score wherever the right one is below 1",
+    "complex_arithmetic": "its scorer gives the answer nan the full score",
+    "game_of_life_halting": "its scorer gives any answer the full score",
+    "propositional_logic": "the answer ¬¬P has the full score in most of its problems",
+    "rubiks_cube": "a short answer such as R999999999 fills the memory of its scorer",
+    "composite": "it is a mixture of the others; name them in env.tasks",
+}
+#: Tasks whose problems depend on how many there are, and that many; the others have as many as there are numbers.
+_SIZES = {"acre": 1000, "gsm_symbolic": 10_000, "list_functions": 10_000}
+_SIZE = 1 << 30
+_DRAWS = 1000  # at most, for a problem of the side that is asked for
+_MAX_ANSWER_CHARS = 8192  # some scorers take quadratic time
+_TOO_MUCH = {"rush_hour": re.compile(r"\d{2}", re.ASCII)}  # a move by so many fields, which is made one by one
+_TUPLES = ("arc_agi", "rearc")  # whose metadata JSON made lists of
+_FORMATS = ("tags", "boxed", "any")
+_OURS = {"seed": "seed=N", "size": "env.max_samples=N"}  # options that the run decides
+SYSTEM_PROMPT = (
+    "Solve the problem step by step. Then write the final answer alone {}, in the form of the problem's example where "
+    "it has one."
+)
+_PLACES = {"tags": "between <answer> and </answer>", "boxed": "in \\boxed{}"}
+_LOCK = threading.Lock()  # two of its tasks draw from the process's global random numbers
+
+
+def task_faults(tasks: Any) -> Iterator[str]:
+    """What is wrong with ``env.tasks``, as far as that can be told without the package.
+
+    >>> list(task_faults({"chain_sum": 2, "leg_counting": {"weight": 1, "max_animals": 4}}))
+    []
+    >>> next(task_faults({"codeio": 1}))
+    'env.tasks names codeio, which is refused: it executes bundled programs, and its problems differ from call to call.'
+    """
+    if not tasks or not isinstance(tasks, Mapping):
+        yield "env.dataset=reasoning_gym draws its problems from env.tasks; give for example env.tasks={chain_sum: 1}."
+        return
+    for name, given in tasks.items():
+        if name in REFUSED:
+            yield f"env.tasks names {name}, which is refused: {REFUSED[name]}."
+        options = given if isinstance(given, Mapping) else {"weight": given}
+        weight, level = options.get("weight", 1), options.get("level", 0)
+        if type(weight) is not int or weight < 0:
+            yield f"env.tasks.{name} has the weight {weight}, which must be a whole number of parts, 0 or more."
+        if type(level) is not int or level < 0:
+            yield f"env.tasks.{name} has the level {level}, which must be a whole number, 0 or more."
+        for option in options.keys() & _OURS.keys():
+            yield f"env.tasks.{name} has the option {option}, which the run decides; use {_OURS[option]}."
+    if not any(given.get("weight", 1) if isinstance(given, Mapping) else given for given in tasks.values()):
+        yield "env.tasks gives every task the weight 0; give one of them a part."
+
+
+class ReasoningGymTask:
+    """Problems of several tasks of reasoning-gym, each in proportion to its weight.
+
+    ``reward = correct``, the score in [0, 1] that the task's own scorer gives the answer; the success is a score of 1.
+    A scorer that fails on a text, or gives it a number outside [0, 1], says that it is wrong. ``info`` has the name of
+    the task, and the score by that name, so that every task has its own metric; evaluations have its accuracy
+    (:meth:`counts`). A problem is held out by its text, whatever the seed.
+
+    Args:
+        train, heldout: examples to train on, and to evaluate on, as :meth:`load` draws them.
+        tasks: by name the weight of a task (a whole number of parts; 0 leaves it out), or a dict of ``weight``,
+            ``level`` (of its curriculum) and options of its config class, which come before the level's.
+        system_prompt: replaces the task's own; an empty text is no system turn.
+        answer_format: where the answer stands: ``tags``, ``boxed`` or ``any``.
+
+    Raises:
+        ValueError: another answer format.
+        UserError: the package is missing, a task is unknown or refused, or it does not take an option.
+
+    Example::
+
+        task = ReasoningGymTask.load(tasks={"chain_sum": 2, "leg_counting": {"weight": 1, "max_animals": 4}})
+        task.score("<answer>12</answer>", task.train[0]).terms  # {'correct': 0.0}
+    """
+
+    name = "reasoning_gym"
+    term_weights: Mapping[str, float] = {"correct": 1.0}
+
+    def __init__(
+        self,
+        train: Sequence[Example] = (),
+        heldout: Sequence[Example] = (),
+        *,
+        tasks: Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+        answer_format: str = "tags",
+    ):
+        if answer_format not in _FORMATS:
+            raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(_FORMATS)}.")
+        self.train, self.heldout = train, heldout
+        self.answer_format = answer_format
+        self._asked_format = "tags" if answer_format == "any" else answer_format
+        default = SYSTEM_PROMPT.format(_PLACES[self._asked_format])
+        self.system_prompt = default if system_prompt is None else system_prompt
+        self._weights: dict[str, int] = {}
+        self._options: dict[str, str] = {}  # as JSON, by which a dataset is kept
+        for sentence in task_faults(tasks) if tasks is not None else ():
+            raise UserError(sentence)
+        for name, given in (tasks or {}).items():
+            options = dict(given) if isinstance(given, Mapping) else {"weight": given}
+            self._weights[name] = options.pop("weight", 1)
+            self._options[name] = json.dumps(options, sort_keys=True)
+            _source(name, self._options[name])
+
+    @classmethod
+    def load(
+        cls, *, tasks: Mapping[str, Any], seed: int = 0, num_train: int = 8192, num_heldout: int = 256, **options: Any
+    ) -> ReasoningGymTask:
+        """With problems to train on and to evaluate on, which are made when they are asked for.
+
+        Args:
+            seed: of the draws; example ``i`` of a side depends on it, on ``tasks`` and on ``i`` only.
+            num_train, num_heldout: how many; one may come twice.
+            tasks, options: of the class.
+
+        Raises:
+            ValueError: a split without examples.
+            UserError: as the class.
+        """
+        task = cls(tasks=tasks, **options)
+        if not task._weights:
+            raise UserError(next(task_faults({})))
+        task.train = DrawnExamples(task.draw, seed, False, num_train)
+        task.heldout = DrawnExamples(task.draw, seed, True, num_heldout)
+        return task
+
+    def draw(self, rng: random.Random, heldout: bool) -> Example:
+        """A problem of one side of the split: a task by its weight, then its problems until one is of this side.
+
+        Raises:
+            UserError: the task makes no such problem.
+        """
+        names, weights = zip(*self._weights.items())
+        (name,) = rng.choices(names, weights)
+        failure: Exception | None = None
+        for _ in range(_DRAWS):
+            try:
+                item = _item(name, self._options[name], rng.randrange(_SIZES.get(name, _SIZE)))
+            except Exception as error:  # some tasks make no problem of some numbers
+                failure = error
+                continue
+            if is_heldout(normalised(item["question"])) == heldout:
+                extra = {"task": name, "metadata": item["metadata"]}
+                return Example(item["question"], item["answer"] or "", extra)
+        reason = f" ({failure})" if failure else ""
+        side = "held-out problem" if heldout else "problem to train on"
+        raise UserError(
+            f"{_DRAWS} draws from {name} made no {side}{reason}; give env.tasks.{name} options with more problems."
+        )
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        """A system turn, unless the system prompt is empty, and the question."""
+        return chat(self.system_prompt, example.query)
+
+    def prepare(self) -> None:
+        """Import the package and read its data now: no response's deadline should pay for it."""
+        _package()
+        for name, options in self._options.items():
+            _source(name, options)
+
+    def score(self, response: str, example: Example) -> Score:
+        """Ask the scorer of the example's task; see the class."""
+        name = example.extra["task"]
+        answer = extract_answer(response, self.answer_format)
+        value = 0.0 if answer is None else self._value(name, answer, example)
+        return Score({"correct": value}, success=value == 1.0, info={"task": name, name: value})
+
+    def _value(self, name: str, answer: str, example: Example) -> float:
+        bound = _TOO_MUCH.get(name)
+        if len(answer) > _MAX_ANSWER_CHARS or (bound is not None and bound.search(answer)):
+            return 0.0
+        metadata = json.loads(json.dumps(example.extra["metadata"]))  # a copy: some scorers write into it
+        if name in _TUPLES:
+            metadata["output"] = tuple(map(tuple, metadata["output"]))
+        entry = {"question": example.query, "answer": example.answer, "metadata": metadata}
+        source = _source(name, self._options.get(name, "{}"))
+        try:
+            value = float(source.score_answer(answer, entry))
+        except Exception:  # what the text of a model makes a scorer raise: it is no answer
+            return 0.0
+        return value if 0.0 <= value <= 1.0 else 0.0  # one of them has scores above 1 for wrong answers
+
+    def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
+        """Of each task its accuracy: a success or none, in one trial.
+
+        >>> example = Example("How many legs?", "4", {"task": "leg_counting", "metadata": {}})
+        >>> ReasoningGymTask().counts(Score({"correct": 1.0}, success=True), example)
+        {'leg_counting': (1, 1)}
+        """
+        return {example.extra["task"]: (int(score.success), 1)}
+
+    def gold_response(self, example: Example) -> str | None:
+        """The task's own answer where the answer is looked for; None of tasks that bring none."""
+        return answering(self._asked_format, example.answer) if example.answer else None
+
+    def read_row(self, row: Row, place: str) -> Example:
+        """Of an item as the package makes it: ``metadata`` with ``source_dataset``, ``answer``, perhaps ``question``.
+
+        Raises:
+            DatasetError: no such item, or one of a task that is refused.
+        """
+        metadata, answer = row.get("metadata"), row.get("answer")
+        name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
+        if not isinstance(metadata, Mapping) or not isinstance(name, str):
+            raise DatasetError(f"{place}: there is no metadata with source_dataset; give items of reasoning-gym.")
+        if answer is not None and not isinstance(answer, str):
+            raise DatasetError(f"{place}: column 'answer' holds {type(answer).__name__}, not text.")
+        try:
+            _require_known(name)
+        except UserError as error:
+            raise DatasetError(f"{place}: {error}") from error
+        return Example(str(row.get("question", "")), answer or "", {"task": name, "metadata": dict(metadata)})
+
+
+def _package() -> Any:
+    """The package's registry of tasks, which takes seconds to import.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import reasoning_gym.factory as factory
+    except ImportError as error:
+        raise UserError(
+            "env.dataset=reasoning_gym needs the package reasoning-gym; install it with "
+            f"pip install -e '.[reasoning-gym]' ({error})."
+        ) from error
+    return factory
+
+
+def _require_known(name: str) -> None:
+    if name in REFUSED:
+        raise UserError(f"{name} is refused: {REFUSED[name]}.")
+    known = sorted(_package().DATASETS.keys() - REFUSED.keys())
+    if name not in known:
+        near = get_close_matches(name, known, n=3)
+        raise UserError(
+            f"There is no task {name} in reasoning-gym"
+            + (f"; did you mean {' or '.join(near)}?" if near else f"; the tasks are {', '.join(known)}.")
+        )
+
+
+@cache
+def _source(name: str, options: str) -> Any:
+    """What makes and scores the problems of a task: its dataset, from which any number can be asked.
+
+    Args:
+        options: of its config class, and ``level``, as JSON.
+
+    Raises:
+        UserError: there is no such task, option or level, or the task refuses a value.
+    """
+    _require_known(name)
+    factory, given = _package(), json.loads(options)
+    kind, config_class = factory.DATASETS[name]
+    level = given.pop("level", None)
+    known = config_class.__dataclass_fields__.keys() - _OURS.keys()
+    for option in given.keys() - known:
+        takes = ", ".join(sorted(["weight", *(["level"] if name in factory.CURRICULA else []), *known]))
+        raise UserError(f"env.tasks.{name} has no option {option}; it takes {takes}.")
+    values = {} if level is None else _values_of_level(name, level)
+    values |= given | {"seed": 0, "size": _SIZES.get(name, _SIZE)}
+    try:
+        return kind(config=config_class(**values))
+    except Exception as error:  # assertions and type errors of the config class
+        what = f"level={level} " if level is not None else ""
+        raise UserError(
+            f"env.tasks.{name} cannot be made with {what}{given or ''} ({type(error).__name__}: {error}); choose other "
+            "values."
+        ) from error
+
+
+def _values_of_level(name: str, level: int) -> dict[str, Any]:
+    """The options that the curriculum of a task gives a level; an attribute with fewer levels has its last one."""
+    factory = _package()
+    if name not in factory.CURRICULA:
+        raise UserError(f"env.tasks.{name} has level={level}, and this task has no curriculum; leave it out.")
+    curriculum = factory.create_curriculum(name)
+    highest = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+    if level > highest:
+        raise UserError(f"env.tasks.{name} has level={level}, and its curriculum ends at level={highest}.")
+    curriculum.set_global_level(level)
+    made = curriculum.generate_configuration()
+    return {field: getattr(made, field) for field in made.__dataclass_fields__}
+
+
+def _item(name: str, options: str, index: int) -> dict[str, Any]:
+    """Problem ``index`` of a task as JSON has it: question, answer (perhaps None) and metadata."""
+    source = _source(name, options)
+    printed = contextlib.redirect_stdout(io.StringIO()) if name == "bf" else contextlib.nullcontext()  # a dot each
+    with _global_random_numbers(index), printed:
+        item = source[index]
+    return json.loads(json.dumps(item, default=str))  # fractions become text; no scorer reads them
+
+
+@contextlib.contextmanager
+def _global_random_numbers(seed: int) -> Iterator[None]:
+    """Python's and NumPy's global random numbers start at ``seed``, and go on afterwards as if nobody had drawn."""
+    import numpy
+
+    with _LOCK:
+        before, before_numpy = random.getstate(), numpy.random.get_state()
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            numpy.random.set_state(before_numpy)

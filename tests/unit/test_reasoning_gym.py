@@ -1,0 +1,299 @@
+"""Tasks of reasoning-gym: who is refused and why, what the others score, and that nothing depends on the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sota_grpo.errors import UserError
+from sota_grpo.migration.data import example_columns, example_of
+from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import guarded_score, scorer_of
+from sota_grpo.tasks import make_scorer, make_task
+from sota_grpo.tasks.dataset import DatasetError, normalised
+from sota_grpo.tasks.reasoning_gym import REFUSED, ReasoningGymTask, task_faults
+
+factory = pytest.importorskip("reasoning_gym.factory", reason="the extra reasoning-gym is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+SEED = random.SystemRandom().randrange(1 << 30)
+ALLOWED = sorted(factory.DATASETS.keys() - REFUSED.keys())
+NO_GOLD = {"boxnet", "graph_color", "rush_hour"}
+TWENTY = random.Random(SEED).sample(
+    sorted(set(ALLOWED) - {"zebra_puzzles", "futoshiki"}), 20
+)  # these take half a second
+
+
+def one_task(name: str, num: int, **options: object) -> ReasoningGymTask:
+    return ReasoningGymTask.load(tasks={name: {"weight": 1, **options}}, seed=SEED, num_train=num)
+
+
+EXAMPLES = {name: one_task(name, 3).train[:] for name in ALLOWED}
+TASK = ReasoningGymTask()
+
+
+def entry_of(name: str) -> tuple[object, dict]:
+    source = factory.create_dataset(name, seed=SEED, size=500)
+    return source, source[0]
+
+
+def test_all_tasks_but_those_refused_are_offered() -> None:
+    assert set(factory.DATASETS) >= set(REFUSED)
+    assert len(ALLOWED) == 106 - len(REFUSED) == 84
+
+
+@pytest.mark.parametrize("name", [name for name, why in REFUSED.items() if "executes the model's text" in why])
+def test_scorers_that_are_refused_execute_what_they_are_given(name: str, tmp_path: Path) -> None:
+    """Were one of them mended, it could be offered."""
+    touched = tmp_path / "touched"
+    source, entry = entry_of(name)
+    source.score_answer(f"__import__('pathlib').Path('{touched}').touch()", entry)
+    assert touched.exists()
+
+
+def test_scorers_that_are_offered_execute_nothing(tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    touch = f"__import__('pathlib').Path('{touched}').touch()"
+    for name in ALLOWED:
+        for answer in (touch, f"[{touch}]", f'{{"a": {touch}}}', f"({touch}, 1)", f"x = {touch}", f"$({touch})"):
+            assert not TASK.score(f"<answer>{answer}</answer>", EXAMPLES[name][0]).success
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "options"),
+    [
+        ("complex_arithmetic", "nan", {}),
+        ("game_of_life_halting", "no idea", {}),
+        ("coin_flip", "0", {}),
+        ("number_sorting", "[NaN, NaN, NaN]", {"min_numbers": 3, "max_numbers": 3}),
+        ("propositional_logic", "¬¬P", {}),
+    ],
+)
+def test_scorers_that_any_answer_wins_are_refused(name: str, answer: str, options: dict) -> None:
+    source = factory.create_dataset(name, seed=SEED, size=500, **options)
+    won = sum(source.score_answer(answer, source[i]) == 1.0 for i in range(40))
+    assert name in REFUSED
+    assert won >= 15, "the text is no answer to anything"
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_gold_answers_earn_the_full_reward_and_travel_as_json(name: str) -> None:
+    for example in EXAMPLES[name]:
+        sent = example_of(json.loads(json.dumps(example_columns(example))))
+        assert sent == example
+        response = TASK.gold_response(sent)
+        assert (response is None) == (name in NO_GOLD)
+        if response is not None:
+            score = TASK.score(f"<think><answer>no</answer></think>So: {response}", sent)
+            assert score.success, (SEED, example)
+            assert score.terms == {"correct": 1.0}
+            assert score.info == {"task": name, name: 1.0}
+            assert TASK.counts(score, sent) == {name: (1, 1)}
+            boxed = make_scorer("reasoning_gym", answer_format="any")
+            assert boxed.score(response, sent).success
+        assert not TASK.score("I give up.", sent).success
+        assert example == TASK.read_row(
+            {"question": example.query, "answer": example.answer or None, "metadata": example.extra["metadata"]}, "here"
+        )
+
+
+HOSTILE = {
+    "digits": "9" * 8000,
+    "exponent": "1e999999999",
+    "negative exponent": "-1E-99999999999",
+    "fraction": "1/1e99999999",
+    "power": "9**9**9**9",
+    "not a number": "nan",
+    "numbers that are none": "[NaN, NaN, NaN]",
+    "infinite": "-inf",
+    "nested lists": "[" * 8000,
+    "nested dicts": '{"a":' * 1600,
+    "nested brackets": "(" * 4000 + "A" + ")" * 4000,
+    "negations": "¬" * 8000 + "P",
+    "many moves": "R999999999",
+    "long moves": "A+999999999 B-999999999",
+    "commas": "," * 8000,
+    "equations": "A=1," * 2000,
+    "spaces": "x" + " " * 8000 + "x",
+    "lines": "x" + "\n" * 8000 + "x",
+    "factors": "×".join(["9" * 2000] * 4),
+    "bytes": "\0\ud800\x1b[2J",
+    "an object": '{"__class__": "x"}',
+    "null": "null",
+    "empty": "[[]]",
+    "too long": "1" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_scorers_survive_hostile_answers(what: str) -> None:
+    rng = random.Random(SEED)
+    odd = "".join(chr(rng.choice([rng.randrange(32, 0xD800), rng.randrange(32, 127)])) for _ in range(3000))
+    for name in ALLOWED:
+        for answer in (HOSTILE[what], HOSTILE[what] + odd):
+            score = guarded_score(TASK.score, ["correct"], f"<answer>{answer}</answer>", EXAMPLES[name][1])
+            assert score.error is None, (name, SEED)
+            assert not score.success, (name, SEED)
+            assert 0 <= score.terms["correct"] < 1, (name, SEED)
+
+
+def test_no_text_wins_every_problem_of_a_task() -> None:
+    texts = [*HOSTILE.values(), "0", "1", "-1", "x", "A", "True", "[]", "{}", "()", "no", ""]
+    for name in set(ALLOWED) - {"zebra_puzzles", "futoshiki"}:
+        examples = one_task(name, 12).train[:]
+        for text in texts:
+            wins = [one for one in examples if TASK.score(f"<answer>{text}</answer>", one).success]
+            assert len(wins) < 12 or all(one.answer == text for one in wins), (name, text[:40], SEED)
+
+
+def test_a_score_above_one_is_no_success() -> None:
+    """calendar_arithmetic: the relative error of a wrong number where the right one is negative."""
+    source = factory.create_dataset("calendar_arithmetic", seed=0, size=500)
+    entry = {"question": "", "answer": "-1", "metadata": {"task": "count_days"}}
+    assert source.score_answer("0", entry) > 100
+    example = Example("", "-1", {"task": "calendar_arithmetic", "metadata": entry["metadata"]})
+    assert TASK.score("<answer>0</answer>", example).terms == {"correct": 0.0}
+
+
+_DRAWN = """
+import hashlib, json, random, sys
+from sota_grpo.tasks.reasoning_gym import ReasoningGymTask
+random.seed()  # problems must not depend on the process's random numbers
+names, seed, order = json.loads(sys.argv[1])
+drawn = {}
+for name in names[::order]:
+    task = ReasoningGymTask.load(tasks={name: 1}, seed=seed, num_train=4)
+    places = [0, 3] if name in ("zebra_puzzles", "futoshiki") else [0, 1, 2, 3]
+    drawn[name] = [hashlib.md5(repr(task.train[place]).encode()).hexdigest() for place in places[::order]][::order]
+print(json.dumps(drawn, sort_keys=True))
+"""
+
+
+def test_problems_are_the_same_whatever_the_hash_seed_and_the_order() -> None:
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _DRAWN, json.dumps([ALLOWED, SEED, order])],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed, order in (("1", 1), ("2", -1))
+    ]
+    first, second = (json.loads(process.communicate()[0]) for process in started)
+    assert [name for name in ALLOWED if first[name] != second[name]] == [], SEED
+
+
+def test_twenty_tasks_at_once_come_by_their_weights_and_are_held_out_by_text() -> None:
+    weights = {name: 1 + place % 3 for place, name in enumerate(TWENTY)}
+    tasks = [
+        ReasoningGymTask.load(tasks=weights, seed=seed, num_train=400, num_heldout=60) for seed in (SEED, SEED + 1)
+    ]
+    train = tasks[0].train[:]
+    drawn = [example.extra["task"] for example in train]
+    assert set(drawn) == set(TWENTY), SEED
+    heavy = sum(weights[name] == 3 for name in drawn) / 400
+    assert heavy == pytest.approx(18 / 39, abs=0.15)  # 6 standard errors
+    trained = {normalised(example.query) for example in train}
+    held = {normalised(example.query) for task in tasks for example in task.heldout}
+    assert not trained & held, SEED
+    assert tasks[0].train[:5] != tasks[1].train[:5]
+    sent = pickle.loads(pickle.dumps(tasks[0]))
+    assert sent.train[7] == train[7]
+    scorer = pickle.dumps(scorer_of(tasks[0]))
+    assert len(scorer) < 3000, "without examples and datasets"
+    golden = next(one for one in train if one.answer)
+    assert pickle.loads(scorer)(tasks[0].gold_response(golden), golden).success
+
+
+def test_other_peoples_random_numbers_are_left_as_they_were() -> None:
+    numpy = pytest.importorskip("numpy")
+    task = ReasoningGymTask.load(tasks={"pool_matrix": 1, "list_functions": 1}, num_train=40)
+    random.seed(1)
+    numpy.random.seed(1)
+    expected = random.random(), numpy.random.random()
+    random.seed(1)
+    numpy.random.seed(1)
+    assert len(task.train[:]) == 40
+    assert (random.random(), numpy.random.random()) == expected
+
+
+def test_options_and_levels_of_a_task_count_and_an_option_comes_before_its_level() -> None:
+    terms = {e.extra["metadata"]["num_terms"] for e in one_task("chain_sum", 60, min_terms=3, max_terms=4).train[:]}
+    assert terms == {3, 4}, SEED
+    curriculum = factory.create_curriculum("chain_sum")
+    curriculum.set_global_level(3)
+    made = curriculum.generate_configuration()
+    levelled = one_task("chain_sum", 300, level=3, max_digits=1, min_digits=1).train[:]
+    drawn = {example.extra["metadata"]["num_terms"] for example in levelled}
+    assert (min(drawn), max(drawn)) == (made.min_terms, made.max_terms), SEED
+    assert {example.extra["metadata"]["num_digits"] for example in levelled} == {1}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "sentence"),
+    [
+        ({}, r"give for example env\.tasks=\{chain_sum: 1\}"),
+        (None, r"give for example env\.tasks=\{chain_sum: 1\}"),
+        ({"chain_sun": 1}, "no task chain_sun in reasoning-gym; did you mean chain_sum"),
+        ({"frobnicate": 1}, r"no task frobnicate in reasoning-gym; the tasks are ab, acre"),
+        ({"chain_sum": 0, "gcd": {"weight": 0}}, "every task the weight 0"),
+        ({"chain_sum": 1.5}, "has the weight 1.5, which must be a whole number"),
+        ({"chain_sum": True}, "has the weight True"),
+        ({"chain_sum": {"level": -1}}, "has the level -1"),
+        ({"chain_sum": {"level": 99}}, r"level=99, and its curriculum ends at level=\d+\."),
+        ({"acre": {"level": 1}}, "this task has no curriculum"),
+        ({"chain_sum": {"seed": 3}}, r"which the run decides; use seed=N\."),
+        ({"chain_sum": {"size": 3}}, r"use env\.max_samples=N\."),
+        ({"chain_sum": {"terms": 3}}, "no option terms; it takes allow_negation, level, max_digits, .*, weight"),
+        ({"chain_sum": {"min_terms": 0}}, r"cannot be made with .*min_terms must be positive"),
+        ({"chain_sum": {"min_terms": "few"}}, r"cannot be made with .*TypeError"),
+        *(({name: 1}, f"env.tasks names {name}, which is refused: ") for name in REFUSED),
+    ],
+)  # fmt: skip
+def test_tasks_and_options_that_make_no_sense_are_refused(tasks: dict | None, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        make_task("reasoning_gym", tasks=tasks)
+
+
+def test_a_task_with_too_few_problems_is_told() -> None:
+    few = {"leg_counting": {"min_animals": 1, "max_animals": 1, "min_instances": 1, "max_instances": 1}}
+    task = ReasoningGymTask.load(tasks=few, num_train=5, num_heldout=5)
+    asked = {example.query for example in task.train} | {example.query for example in task.heldout}
+    assert 2 <= len(asked) <= 10
+    one = {"count_bits": {"min_n": 5, "max_n": 5}}
+    both = ReasoningGymTask.load(tasks=one, num_train=1, num_heldout=1)
+    with pytest.raises(UserError, match=r"1000 draws from count_bits made no .*give env\.tasks\.count_bits options"):
+        _ = both.train[0], both.heldout[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"answer": "4"}, "there is no metadata with source_dataset"),
+        ({"answer": "4", "metadata": "text"}, "there is no metadata with source_dataset"),
+        ({"answer": 4, "metadata": {"source_dataset": "gcd"}}, "'answer' holds int"),
+        ({"answer": "4", "metadata": {"source_dataset": "bitwise_arithmetic", "problem": "1"}}, "is refused"),
+        ({"answer": "4", "metadata": {"source_dataset": "gdc"}}, "did you mean gcd"),
+    ],
+)
+def test_rows_that_are_no_items_are_refused(row: dict, sentence: str) -> None:
+    with pytest.raises(DatasetError, match=f"here: .*{sentence}"):
+        TASK.read_row(row, "here")
+
+
+def test_faults_of_the_config_need_no_package() -> None:
+    code = (
+        "import sys; from sota_grpo.tasks.reasoning_gym import task_faults;"
+        "print(list(task_faults({'codeio': 1})), 'reasoning_gym' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == f"{list(task_faults({'codeio': 1}))} False False"
