@@ -307,9 +307,11 @@ def anchor_paths(config: Config) -> None:
 def _find_inputs(config: Config, run_dir: Path) -> None:
     """What was passed in Python moves with the directory of the run."""
     for section, option, value in _paths(config):
-        moved = run_dir.absolute() / INPUTS / Path(value).name
-        if Path(value).parent.name == INPUTS and not Path(value).exists() and moved.is_file():
-            setattr(getattr(config, section), option, str(moved))
+        own = in_file(value) if option in _DEFINED_IN_FILES else None
+        path, function = (Path(value), "") if own is None else (own[0], f":{own[1]}")
+        moved = run_dir.absolute() / INPUTS / path.name
+        if path.parent.name == INPUTS and not path.exists() and moved.is_file():
+            setattr(getattr(config, section), option, f"{moved}{function}")
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str, str]]:

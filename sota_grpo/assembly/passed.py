@@ -12,8 +12,11 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,22 @@ from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import term_metric
 from sota_grpo.recording.run_files import INPUTS
 from sota_grpo.rewards.functions import PASSED, PICKLED, Functions, RewardFunctionError, fingerprint, pickled, recognise
+from sota_grpo.rl.objective_files import TERMS, surrogate
 from sota_grpo.tasks.table import plain_columns
 from sota_grpo.tasks.wrappers import BUILTIN
+from sota_grpo.text import sentence
+
+_OBJECTIVE = '''"""An objective that was passed in Python; what it computes is in objective.pkl."""
+
+import pickle
+from pathlib import Path
+
+_PASSED = pickle.loads(Path(__file__).with_name("objective.pkl").read_bytes())
+
+
+def {name}({read}):
+    return _PASSED({given})
+'''
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +57,7 @@ class Passed:
     tools: Functions | None = None  # functions by name, or under its own name the factory of environments
     tools_file: bytes | None = None
     tools_option: str = "tools"  # of env: tools or environment
+    objective: PassedObjective | None = None
     run_dir: Path | None = None  # the directory of the run, once it has one
 
     @property
@@ -51,6 +69,8 @@ class Passed:
             digests["reward"] = fingerprint(self.functions)
         if self.tools is not None:
             digests[self.tools_option] = fingerprint(self.tools)
+        if self.objective is not None:
+            digests["objective"] = fingerprint({self.objective.name: self.objective.function})
         return {"passed": digests} if digests else {}
 
     def write(self, run_dir: Path, config: Config) -> None:
@@ -69,6 +89,50 @@ class Passed:
         if self.tools is not None:
             path = _write(folder / f"{self.tools_option}{PICKLED}", self.tools_file)
             setattr(config.env, self.tools_option, path)
+        if self.objective is not None:
+            config.algorithm.objective = self.objective.write(folder)
+
+
+class PassedObjective:
+    """A surrogate that was passed, as two files: its pickle, and a Python file whose function has its parameters.
+
+    So a config names it like an objective in a file of the user's, and what is known of those by reading holds for it.
+    Until the run has a directory, the files are in a temporary one.
+
+    Args:
+        function: the surrogate.
+
+    Raises:
+        UserError: it reads what no surrogate is given, or cannot be written to a file.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        import cloudpickle
+
+        surrogate(function)  # its parameters are those of one
+        name = _name_of(function)
+        self.function, self.name = function, name if name.isidentifier() and not iskeyword(name) else "objective"
+        try:
+            self._pickle = cloudpickle.dumps(function)
+        except Exception as error:  # whatever the objects that it holds raise
+            raise UserError(
+                f"the objective {self.name} cannot be written to the run ({sentence(error)}); make what it needs "
+                "inside the function."
+            ) from error
+        read = ", ".join(name for name in TERMS if name in signature(function).parameters)
+        given = ", ".join(f"{name}={name}" for name in read.split(", "))
+        self._text = _OBJECTIVE.format(name=self.name, read=read, given=given)
+        self._scratch = tempfile.TemporaryDirectory(prefix="sota_grpo_")
+        self.option = self.write(Path(self._scratch.name))
+
+    def write(self, folder: Path) -> str:
+        """Write both files; the value of ``algorithm.objective``.
+
+        Raises:
+            RunFailed: the disk is full, or may not be written.
+        """
+        _write(folder / f"objective{PICKLED}", self._pickle)
+        return f"{_write(folder / 'objective.py', self._text.encode())}:{self.name}"
 
 
 def take(
@@ -80,6 +144,7 @@ def take(
     eval_dataset: Any = None,
     tools: Sequence[Any] | None = None,
     environment: Any = None,
+    objective: Any = None,
 ) -> Passed:
     """Make of the objects what a run can use, and set the options of ``config`` that they stand for.
 
@@ -88,7 +153,7 @@ def take(
     Args:
         config: changed in place.
         overrides: of the caller, who may want another task than ``table``, or another ``env.num_heldout``.
-        reward, dataset, eval_dataset, tools, environment: see :func:`sota_grpo.train`.
+        reward, dataset, eval_dataset, tools, environment, objective: see :func:`sota_grpo.train`.
 
     Raises:
         UserError: something cannot be used; the message says what and why.
@@ -109,6 +174,16 @@ def take(
         _take_functions(config, passed, reward)
     if tools is not None or environment is not None:
         _take_tools(config, passed, tools, environment)
+    if objective is not None:
+        if "algorithm.objective" in given:
+            _require_unset(config.algorithm.objective, "algorithm.objective", "objective")
+        if not callable(objective):
+            raise UserError(
+                f"objective is {objective!r}, which is no function; one that has a name is chosen by "
+                "overrides=['algorithm.objective=NAME']."
+            )
+        passed.objective = PassedObjective(objective)
+        config.algorithm.objective = passed.objective.option
     return passed
 
 

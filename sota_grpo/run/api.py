@@ -189,6 +189,7 @@ def train(
     eval_dataset: Any = None,
     tools: Sequence[Any] | None = None,
     environment: Any = None,
+    objective: Any = None,
     overrides: Sequence[str] = (),
     run_dir: str | os.PathLike[str] | None = None,
 ) -> Result:
@@ -201,9 +202,8 @@ def train(
     Args:
         config_name: a preset.
         reward: a function of verl's or TRL's form (docs/tasks.md), or a list of them, or a dict of them by name, in
-            place of the task's own reward; ``"builtin"`` in a list is that one, to stand beside them. They are sent to
-            the processes that grade: those of a notebook or script as code with the globals that they read. What cannot
-            be sent can grade in this process, under ``env.reward_workers=0``.
+            place of the task's own reward; ``"builtin"`` in a list is that one, beside them. They are sent to the
+            processes that grade, those of a script as code; what cannot be grades here under ``env.reward_workers=0``.
         dataset: a ``datasets.Dataset``, a list of dicts, a DataFrame, or a path of a file; rows as the task ``table``
             reads them: ``prompt`` (text or a chat), ``ground_truth`` or ``answer``, and whatever functions ask for.
             Another task reads them under ``env.dataset=NAME``.
@@ -211,6 +211,7 @@ def train(
             are passed, a tenth at most.
         tools: functions that the policy may call, with type hints and docstrings (docs/tasks.md).
         environment: in their place a factory (a class, say) of TRL's protocol; each sample has an object of its own.
+        objective: a surrogate, as ``algorithm.objective`` takes it from a file (docs/extending.md).
         overrides: options, as on the command line: ``["env.repeats=4", "mode=async", "train.resume=auto"]``.
         run_dir: where everything is written; None is ``outputs/DATE/TIME``.
 
@@ -220,15 +221,14 @@ def train(
 
     Example::
 
-        import sota_grpo
-
         def brevity(completions, **columns):
             return [1 / (1 + len(text)) for text in completions]
 
         result = sota_grpo.train("grpo_cpu", reward=brevity, dataset=[{"prompt": "2 + 2?", "answer": "4"}, ...])
     """
     objects = {"reward": reward, "dataset": dataset, "eval_dataset": eval_dataset}
-    return _trained(config_name, overrides, run_dir, **objects, tools=tools, environment=environment)
+    objects |= {"tools": tools, "environment": environment, "objective": objective}
+    return _trained(config_name, overrides, run_dir, **objects)
 
 
 def _trained(
