@@ -35,8 +35,10 @@ PATH_OPTIONS = (
     "env.tools",
     "env.environment",
 )  # of files, of folders, or of a hub
+#: The same of each entry of env.mixture.
+ENTRY_PATHS = ("dataset_path", "eval_path", "reward_path")
 #: Of these, options that name a file and what it defines.
-_DEFINED_IN_FILES = ("objective", "tools", "environment")
+_DEFINED_IN_FILES = ("algorithm.objective", "env.tools", "env.environment")
 #: Of :func:`needs_consent`, what is not used where no loss is computed, and where nothing is sampled or graded.
 UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective")
 UNUSED_WITHOUT_SAMPLES = (
@@ -213,8 +215,12 @@ def load_config(
         _find_inputs(one, run_dir)
     if not trust:
         left = sorted(needs_consent(config).items() - needs_consent(given).items())
-        require_consent(run_dir, [f"{act} ({option})" for option, act in left if option not in unused])
+        require_consent(run_dir, [f"{act} ({one_line(option)})" for option, act in left if not _unread(option, unused)])
     return config
+
+
+def _unread(option: str, unused: Collection[str]) -> bool:
+    return option in unused or (option.endswith(".reward_path") and "reward.path" in unused)
 
 
 def needs_consent(config: Config) -> dict[str, str]:
@@ -228,11 +234,11 @@ def needs_consent(config: Config) -> dict[str, str]:
     {'reward.path': 'run reward.py'}
     """
     acts = {}
-    if config.reward.path is not None:
-        acts["reward.path"] = f"run {one_line(config.reward.path)}"
-    for section, option, value in _paths(config):
-        if option in _DEFINED_IN_FILES and (in_file(value) or value.endswith(PICKLED)):
-            acts[f"{section}.{option}"] = f"run {one_line(str((in_file(value) or [value])[0]))}"
+    for name, value in _paths(config):
+        if name == "reward.path" or name.endswith(".reward_path"):
+            acts[name] = f"run {one_line(value)}"
+        elif name in _DEFINED_IN_FILES and (in_file(value) or value.endswith(PICKLED)):
+            acts[name] = f"run {one_line(str((in_file(value) or [value])[0]))}"
     if config.model.trust_remote_code:
         acts["model.trust_remote_code"] = "run the Python files that its model brings along"
     for option, passed in (
@@ -291,36 +297,52 @@ def anchor_paths(config: Config) -> None:
     """Write the files and folders that ``config`` names in full, so that it means the same in any current directory."""
     from sota_grpo.policy.load import SMOLLM2, TINY  # brings transformers
 
-    for section, option, value in _paths(config):
-        own = in_file(value) if option in _DEFINED_IN_FILES else None
+    for name, value in list(_paths(config)):
+        own = in_file(value) if name in _DEFINED_IN_FILES else None
         path = Path(value).expanduser()
         if own is not None:
-            setattr(getattr(config, section), option, f"{own[0].absolute()}:{own[1]}")
+            _set(config, name, f"{own[0].absolute()}:{own[1]}")
             continue
         is_here = (
-            (path / "config.json").is_file() and value not in (TINY, SMOLLM2) if option == "name" else path.exists()
+            (path / "config.json").is_file() and value not in (TINY, SMOLLM2) if name == "model.name" else path.exists()
         )
         if is_here:
-            setattr(getattr(config, section), option, str(path.absolute()))
+            _set(config, name, str(path.absolute()))
 
 
 def _find_inputs(config: Config, run_dir: Path) -> None:
     """What was passed in Python moves with the directory of the run."""
-    for section, option, value in _paths(config):
-        own = in_file(value) if option in _DEFINED_IN_FILES else None
+    for name, value in list(_paths(config)):
+        own = in_file(value) if name in _DEFINED_IN_FILES else None
         path, function = (Path(value), "") if own is None else (own[0], f":{own[1]}")
         moved = run_dir.absolute() / INPUTS / path.name
         if path.parent.name == INPUTS and not path.exists() and moved.is_file():
-            setattr(getattr(config, section), option, f"{moved}{function}")
+            _set(config, name, f"{moved}{function}")
 
 
-def _paths(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Section, option and value of each that is set."""
+def _paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Name and value of each that is set, those of a mixture's entries included; nobody has judged these yet."""
     for name in PATH_OPTIONS:
         section, _, option = name.partition(".")
         value = getattr(getattr(config, section), option)
         if value is not None:
-            yield section, option, value
+            yield name, value
+    mixture = config.env.mixture
+    for task, entry in mixture.items() if isinstance(mixture, dict) else ():
+        for option in ENTRY_PATHS if isinstance(entry, dict) else ():
+            if entry.get(option) is not None:
+                yield f"env.mixture.{task}.{option}", str(entry[option])
+
+
+def _set(config: Config, name: str, value: str) -> None:
+    """Set a path by its name; a mixture is replaced, not changed."""
+    section, option, *inner = name.split(".", 3)
+    if inner:
+        task, option = name.removeprefix("env.mixture.").rsplit(".", 1)
+        mixture = dict(config.env.mixture or {})
+        config.env.mixture = mixture | {task: {**mixture[task], option: value}}
+    else:
+        setattr(getattr(config, section), option, value)
 
 
 def _parsed(overrides: Sequence[str]) -> list[tuple[str, Any]]:
@@ -349,7 +371,8 @@ def _overridden(node: Any, key: str, value: Any) -> Any:
 
     group = CONFIG_DIR / key
     if not group.is_dir():
-        if not any(f"{option}.".startswith(f"{key}.") for option, _, _ in walk()):
+        known = any(f"{option}.".startswith(f"{key}.") for option, _, _ in walk())
+        if not known and not key.startswith("env.mixture."):
             raise UserError(no_option(key))
         OmegaConf.update(node, key, value, merge=True)
         return node

@@ -32,6 +32,7 @@ from sota_grpo.config import (
     overrides_of,
     responses_per_step,
 )
+from sota_grpo.config.mixture import task_configs
 from sota_grpo.config.validators import validate
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv
@@ -212,7 +213,8 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
     try:
         task = task_of(config)
     except DatasetError:
-        if (config.env.dataset_path, config.env.eval_path) != (None, None):
+        named = ((each.env.dataset_path, each.env.eval_path) for each in task_configs(config).values())
+        if any(paths != (None, None) for paths in named):
             raise
     count = None if task is None else len(task.train)
     if prompt_tokens is not None:

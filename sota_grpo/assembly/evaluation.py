@@ -19,6 +19,7 @@ from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import heldout_task, open_env, start_engine
 from sota_grpo.config import AlgorithmConfig, Config, ModelConfig, changed_options, model_name, overrides_of
+from sota_grpo.config.mixture import entry_faults, task_configs, tasks_named
 from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import OF_TOOLS, READERS, validate
 from sota_grpo.errors import UserError
@@ -50,7 +51,7 @@ _PRESET_OF_MODEL = {TINY: "grpo_cpu", SMOLLM2: "smollm_ifeval"}
 _OF_ONE_TASK = (  # options that mean nothing to another task
     *READERS,
     *("reward.path", "reward.name", "reward.weights", "reward.success_above", "env.reasoning", "env.max_steps"),
-    *("env.tools", "env.environment", *OF_TOOLS),
+    *("env.tools", "env.environment", *OF_TOOLS, "env.mixture"),
 )
 
 
@@ -83,7 +84,7 @@ def find_target(
         overrides: as ``grpo.py`` takes them.
         config_name: preset for a model; None: that of the task, else the model's own (``tiny``, ``smollm2``).
         task: what to evaluate on; None: the run's task, or the preset's. With another one than the run's, the options
-            of the run's task are left behind.
+            of the run's task are left behind. Of a mixture one task by its name there.
         step: take the checkpoint that the run saved after so many training steps.
         trust: run the code and ask the servers that the run's config names; else these options have to be given again.
 
@@ -128,10 +129,17 @@ def _run_target(
     name: str, run_dir: Path, overrides: Sequence[str], task: str | None, step: int | None, trust: bool
 ) -> Target:
     config = load_config(run_dir, trust=True)  # nothing is done with it
-    if task not in (None, config.env.dataset):  # the options of the run's own task are left behind
+    is_entry = task in (config.env.mixture or ())
+    is_own = task == config.env.dataset and config.env.mixture is None
+    if task is not None and not is_own and not is_entry:  # the options of the run's own task are left behind
         stale = {name: default for name, (_, default) in changed_options(config).items() if name in _OF_ONE_TASK}
         overrides = [f"env.dataset={task}", *overrides_of(stale), *overrides]
     config = load_config(run_dir, overrides, trust=trust, unused=UNUSED_WITHOUT_LOSS)
+    if is_entry:
+        assert task is not None
+        for sentence in entry_faults(config):
+            raise UserError(sentence)
+        config = task_configs(config)[task]
     exported = exported_steps(run_dir, config)
     if step is None and exported is not None:
         config.model.name, config.model.size = str(run_dir / EXPORTED), ModelConfig().size
@@ -198,7 +206,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
     task = heldout_task(config)
     if not task.heldout:
         raise UserError(
-            f"env.dataset={config.env.dataset} holds no problems out; give env.eval_path or env.num_heldout."
+            f"env.dataset={tasks_named(config)} holds no problems out; give env.eval_path or env.num_heldout."
         )
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_")))  # logs of servers

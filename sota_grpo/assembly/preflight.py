@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sota_grpo.config import Config, model_name, num_steps, responses_per_step
+from sota_grpo.config.mixture import task_configs, tasks_named
 from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
@@ -54,6 +55,11 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
     wants_gpu = config.device == "cuda" or (config.device == "auto" and is_on_the_hub(model_name(config)))
     if wants_gpu and config.ray.address is None and has_no_gpu():
         raise UserError(needs_a_gpu(config))
+    for each in task_configs(config).values():
+        _require_files(each)
+
+
+def _require_files(config: Config) -> None:
     for path in (config.env.dataset_path, config.env.eval_path):
         if path not in (None, functions.PASSED) and (
             "source" in parameters(config.env.dataset) or dataset.is_file(path)
@@ -67,7 +73,7 @@ def announce(config: Config) -> None:
     """The first words of a run that may start, before what takes longest to import is imported."""
     logger.info(
         "Starting to train %s on %s (mode=%s, engine=%s, device=%s): %d steps of %d responses.",
-        *(model_name(config), config.env.dataset, config.mode, config.engine.name, config.device),
+        *(model_name(config), tasks_named(config), config.mode, config.engine.name, config.device),
         *(num_steps(config), responses_per_step(config)),
     )
     starting("Importing PyTorch and the libraries on it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -14,8 +14,8 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from sota_grpo.config import Config, model_name, reward_names, walk
+from sota_grpo.config.mixture import READERS, task_configs, weights
 from sota_grpo.config.secrets import api_key
-from sota_grpo.config.validators import READERS
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.agents import Budgets, ToolPartner
@@ -30,6 +30,7 @@ from sota_grpo.rl.records import Example, Sampling
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks import make_task, parameters, task_class
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows, unique_examples
+from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.wrappers import reward_inputs, think_again, with_reward_functions, with_tools
 from sota_grpo.workers.instances import Instances, InstanceSpec
 
@@ -46,6 +47,8 @@ def heldout_task(config: Config) -> Task:
     Raises:
         UserError: its data or its reward functions cannot be used.
     """
+    if config.env.mixture is not None:
+        return _mixed(config, heldout_task)
     path = config.env.eval_path
     is_file = path is not None and Path(path).suffix in SUFFIXES
     if not is_file or config.env.dataset_path is not None or "path" not in parameters(config.env.dataset):
@@ -75,6 +78,9 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     True
     """
     env, reward = config.env, config.reward
+    if env.mixture is not None:
+        passed = reward.path  # an entry may have functions of its own
+        return _mixed(config, lambda each: task_of(each, functions if each.reward.path == passed else None, bare=bare))
     names = reward_names(config)
     values = {option: value for option, _, value in walk(config)}
     options: dict[str, Any] = {parameter: values[option] for option, parameter in READERS.items()}
@@ -95,6 +101,19 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
             task, reward.path, names, reward.weights, success_above=reward.success_above, functions=functions
         )
     return think_again(task) if env.reasoning else task
+
+
+def _mixed(config: Config, make: Callable[[Config], Task]) -> Task:
+    """The tasks of ``env.mixture``, each made by the config of its entry."""
+    tasks, limits = {}, {}
+    for name, each in task_configs(config).items():
+        try:
+            tasks[name] = make(each)
+        except UserError as error:
+            raise type(error)(f"env.mixture.{name}: {error}") from error
+        if each.inference_model.max_tokens < config.inference_model.max_tokens:
+            limits[name] = each.inference_model.max_tokens
+    return MixtureTask(tasks, weights(config), limits)
 
 
 def make_grader(config: Config, task: Task) -> Grader:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from sota_grpo.cli import above_zero, add_parser, add_trust, tell_trust, whole
 from sota_grpo.cli.score import STANDARD, graded_row, row_writer
+from sota_grpo.config.mixture import tasks_named
 from sota_grpo.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
@@ -46,7 +47,10 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("target", metavar="MODEL_OR_RUN", help="a run directory, the folder of a model, its hub name, or tiny")
     add("overrides", metavar="OPTION=VALUE", nargs="*", help="options of the run or of the preset")
-    add("--task", help="what to evaluate on (env.dataset); default: the run's own, or gsm8k")
+    add(
+        "--task",
+        help="what to evaluate on (env.dataset, or a task of the run's mixture); default: the run's own, or gsm8k",
+    )
     add("--config-name", "-cn", metavar="NAME", help="preset for a model; default: that of the task")
     number = whole("a whole number", least=0)
     add("--k", metavar="K", type=number, help="samples per problem; 0: greedy only; default: eval.avg_at_k")
@@ -163,7 +167,7 @@ def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
     return {
         "model": target.name,
         "turns": target.steps,
-        "task": target.config.env.dataset,
+        "task": tasks_named(target.config),
         "engine": evaluator.rollouts.engine.name,
         "max_tokens": evaluator.max_tokens,
         "seed": evaluator.seed,

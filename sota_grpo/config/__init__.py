@@ -81,6 +81,10 @@ class EnvConfig:
     """The task, its data, and how many dialogs run at once."""
 
     dataset: str = opt("gsm8k", "task to train on; table is your own data", TASKS)
+    mixture: Any = opt(
+        None,
+        "several tasks at once, {NAME: {dataset: .., weight: ..}, ..}: options of each that differ from the run's own",
+    )
     dataset_path: str | None = opt(
         None,
         "local .jsonl/.json/.parquet/.csv with the task's columns, or (table) a hub name; null: the task's own hub",
@@ -451,6 +455,8 @@ def overrides_of(options: Mapping[str, Any]) -> list[str]:
     ["env.chat_template_kwargs={enable_thinking:false,date:'1 May'}"]
     >>> overrides_of({"env.tasks": {"chain_sum": 2, "gcd": {"level": 1}}})
     ['env.tasks={chain_sum:2,gcd:{level:1}}']
+    >>> overrides_of({"env.mixture": {"sums": {"dataset": "arithmetic", "system_prompt": "Think, then say it."}}})
+    ["env.mixture={sums:{dataset:arithmetic,system_prompt:'Think, then say it.'}}"]
     """
     return [f"{name}={_word(value)}" for name, value in options.items()]
 

@@ -17,6 +17,7 @@ from sota_grpo.config import (
     reward_names,
     walk,
 )
+from sota_grpo.config.mixture import READERS, entry_faults, replies, task_configs, unread_options
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import readers
@@ -25,6 +26,10 @@ from sota_grpo.rl.objective_files import in_file, surrogate
 from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.reasoning_gym import task_faults
 from sota_grpo.tasks.wrappers import naming_faults
+
+
+def a_mixture_names_tasks_and_their_options(config: Config) -> Iterator[str]:
+    yield from entry_faults(config)
 
 
 def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
@@ -216,16 +221,9 @@ def the_loss_scaler_has_float32_gradients(config: Config) -> Iterator[str]:
         )
 
 
-READERS = {  # options of some tasks only, by the parameter of a task that reads it; the others refuse them
-    **{"env.dataset_path": "path", "env.difficulty": "max_steps"},
-    **{f"env.{name}": name for name in ("eval_path", "system_prompt", "prompt_column", "answer_column", "tasks")},
-    **{f"env.{name}": name for name in ("answer_format", "format_weight")},
-    **{f"reward.{name}": name for name in ("correct", "wrong", "no_answer", "instructions_weight", "all_weight")},
-    **{f"reward.{name}": name for name in ("thinking_weight", "min_think_words")},
-}
-
-
 def options_that_the_task_does_not_read_keep_their_default(config: Config) -> Iterator[str]:
+    if config.env.mixture is not None:  # asked of each of its tasks
+        return
     for name, (value, default) in changed_options(config).items():
         parameter = READERS.get(name)
         if parameter is not None and parameter not in parameters(config.env.dataset):
@@ -241,7 +239,7 @@ OWN_TERMS = tuple(name for name in READERS if name.startswith("reward.") or name
 
 
 def reward_functions_replace_the_tasks_own_terms(config: Config) -> Iterator[str]:
-    if config.reward.path is None or "builtin" in reward_names(config):
+    if config.reward.path is None or "builtin" in reward_names(config) or config.env.mixture is not None:
         return
     for name, (value, _) in changed_options(config).items():
         if name in OWN_TERMS:
@@ -260,6 +258,8 @@ def a_size_chooses_a_model_that_has_no_name(config: Config) -> Iterator[str]:
 
 
 def a_table_has_a_place(config: Config) -> Iterator[str]:
+    if config.env.mixture is not None:
+        return
     name = config.env.dataset
     is_made_up = "path" not in parameters(name)
     if config.env.dataset_path is None and not is_made_up and not hasattr(task_class(name), "hub_name"):
@@ -275,9 +275,16 @@ def several_turns_have_something_to_say(config: Config) -> Iterator[str]:
     env, task = config.env, task_class(config.env.dataset)
     if env.reasoning and env.max_steps < 2:
         yield "env.reasoning=true asks again after a wrong response, and env.max_steps=1 leaves no turn for it; use 2."
+    if env.mixture is not None:  # of which one task may, and another may not
+        if env.max_steps > 1 and all(each.env.max_steps == 1 for each in task_configs(config).values()):
+            yield (
+                f"env.max_steps={env.max_steps} has no effect on any task of env.mixture, which say nothing after a "
+                "response; add env.reasoning=true, which asks to think again, or leave it at 1."
+            )
+        return
     if env.max_steps < 2 and getattr(task, "calls_tools", False):
         yield f"env.dataset={env.dataset} offers a tool, and env.max_steps=1 leaves no turn to answer it; use 3."
-    if env.max_steps > 1 and not env.reasoning and not getattr(task, "replies", False) and not offers_tools(config):
+    if env.max_steps > 1 and not env.reasoning and not replies(config) and not offers_tools(config):
         yield (
             f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which says nothing after a "
             "response; add env.reasoning=true, which asks to think again, or leave it at 1."
@@ -307,7 +314,7 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
         yield f"{option}={value} is no FILE.py:NAME; name the file, a colon, and what it defines."
     if env.max_steps < 2:
         yield f"{option}={value} offers tools, and env.max_steps=1 leaves no turn to hear them; use 4."
-    if env.reasoning or getattr(task_class(env.dataset), "replies", False):
+    if env.reasoning or (env.mixture is None and replies(config)):
         answers = "env.reasoning=true" if env.reasoning else f"env.dataset={env.dataset}"
         yield f"{option}={value} answers the calls of tools, and {answers} answers every response; use one of them."
 
@@ -503,6 +510,37 @@ def a_model_is_loaded_with_nothing_of_ours(config: Config) -> Iterator[str]:
     for name in config.model.load_kwargs or ():
         if name in _OF_LOADING:
             yield f"model.load_kwargs has {name}: {_OF_LOADING[name]}; leave it out."
+
+
+def tasks_of_a_mixture_keep_the_rules(config: Config) -> Iterator[str]:
+    if config.env.mixture is None:
+        return
+    for name, each in task_configs(config).items():
+        yield from (f"env.mixture.{name}: {sentence}" for rule in RULES for sentence in rule(each))
+
+
+def options_beside_a_mixture_are_read_by_one_of_its_tasks(config: Config) -> Iterator[str]:
+    for name, value, default in unread_options(config):
+        yield (
+            f"{name}={value} has no effect on any task of env.mixture; leave it at "
+            f"{'null' if default is None else default}, or give it to a task that reads it."
+        )
+
+
+def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[str]:
+    most, buffer = config.inference_model.max_tokens, config.algorithm.overlong_buffer
+    for name, each in task_configs(config).items() if config.env.mixture is not None else ():
+        limit = each.inference_model.max_tokens
+        if limit > most:
+            yield (
+                f"env.mixture.{name}.max_tokens={limit} is more than inference_model.max_tokens={most}, the "
+                f"most of any task; use inference_model.max_tokens={limit}."
+            )
+        if limit < most and buffer:
+            yield (
+                f"algorithm.overlong_buffer={buffer} counts back from inference_model.max_tokens={most}, which "
+                f"env.mixture.{name}.max_tokens={limit} does not reach; leave one of them out."
+            )
 
 
 _GENERATORS = [rule for rule in [*globals().values()] if isgeneratorfunction(rule) and rule.__module__ == __name__]

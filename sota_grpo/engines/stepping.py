@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -154,6 +155,15 @@ class Flight(NamedTuple):
     future: Future[GroupOutput]
 
 
+def are_drawn_alike(one: Sampling, other: Sampling) -> bool:
+    """Whether responses can be drawn together; how long they may be is each flight's ``room``.
+
+    >>> are_drawn_alike(Sampling(max_tokens=8), Sampling(max_tokens=9))
+    True
+    """
+    return replace(one, max_tokens=other.max_tokens) == other
+
+
 class SteppingEngine(Streams, ABC):
     """An engine that says how to start, step and drop groups, which have tickets.
 
@@ -197,7 +207,7 @@ class SteppingEngine(Streams, ABC):
 
     @abstractmethod
     def _start(self, flights: Mapping[int, Flight]) -> None:
-        """Take groups in, by ticket; all have one sampling."""
+        """Take groups in, by ticket; all have one sampling but for its ``max_tokens``, for which each has a room."""
 
     @abstractmethod
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
@@ -311,7 +321,7 @@ class SteppingEngine(Streams, ABC):
         """Start what was submitted, neighbours of one sampling together."""
         while self._submitted:
             sampling, flights = self._submitted[0].sampling, []
-            while self._submitted and self._submitted[0].sampling == sampling:
+            while self._submitted and are_drawn_alike(self._submitted[0].sampling, sampling):
                 flights.append(self._submitted.popleft())
             if flights := [flight for flight in flights if not flight.future.cancelled()]:
                 self._start_together(flights)

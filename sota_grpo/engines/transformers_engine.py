@@ -19,7 +19,14 @@ from transformers import PreTrainedModel
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.decode_attention import GroupCache, RepeatedPrompts, SharedPrompts, use_decode_attention
-from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, matrix_dtype, tied_names
+from sota_grpo.engines.stepping import (
+    Flight,
+    SteppingEngine,
+    are_drawn_alike,
+    checked_weights,
+    matrix_dtype,
+    tied_names,
+)
 from sota_grpo.engines.stop_strings import StopStrings
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
@@ -423,7 +430,7 @@ class TransformersEngine(SteppingEngine):
                 return
             self._waiting.popleft()
             sampling = _sampling(batch)
-            while self._waiting and _sampling(self._waiting[0]) == sampling:
+            while self._waiting and are_drawn_alike(_sampling(self._waiting[0]), sampling):
                 if num_rows + _num_rows(batch) + _num_rows(self._waiting[0]) > self._max_rows:
                     break
                 batch |= self._waiting.popleft()

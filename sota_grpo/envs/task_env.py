@@ -18,6 +18,7 @@ In a dialog of two turns, whose user turn ``u`` stands between what the policy s
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ from sota_grpo.rewards.grading import Grader, LocalGrader
 from sota_grpo.rl.records import Example, Sample, sample_seed
 from sota_grpo.rl.task import SampledText, Task
 from sota_grpo.rl.transforms import graded_texts, write_scores
+from sota_grpo.tasks.mixture import MixedExamples
 from sota_grpo.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,9 @@ class PromptStream:
 
     Draw ``k`` is element ``k mod n`` of the permutation of ``n`` examples that ``(seed, k div n)`` gives, so it depends
     on nothing but the seed and ``k``. Group ids count draws: the same example drawn twice has two.
+
+    Of :class:`~sota_grpo.tasks.mixture.MixedExamples` it is so within each task, whose draws are those that its weight
+    gives it, under a seed of its own.
 
     Args:
         examples: what to draw from.
@@ -67,7 +72,7 @@ class PromptStream:
     """
 
     def __init__(self, examples: Sequence[Example], *, seed: int = 0, shuffle: bool = True):
-        if not len(examples):
+        if not len(examples) or (isinstance(examples, MixedExamples) and not all(map(len, examples.parts.values()))):
             raise ValueError("there are no examples to draw prompts from; give a task with at least one.")
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
         self.next_group_id = 0
@@ -90,44 +95,55 @@ class PromptStream:
                 f"group {group_id} is not of this stream: under its seed it has drawn the groups "
                 f"{self._first_group_id} to {self.next_group_id - 1}."
             )
-        epoch, position = self._place_of(group_id)
-        order = _permutation(len(self.examples), self.seed, epoch) if self.shuffle else range(len(self.examples))
-        return self.examples[order[position]]
+        if not isinstance(self.examples, MixedExamples):
+            return self.examples[self._index(group_id - self._first_group_id, len(self.examples), self.seed)]
+        name, draw = self.examples.drawn(group_id - self._first_group_id)
+        own_seed = sample_seed(self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
+        return self.examples.example(name, self._index(draw, len(self.examples.parts[name]), own_seed))
 
     def reseed(self, seed: int) -> None:
         """Start over with another seed; group ids go on, so that they stay unique."""
         self.seed = seed
         self._first_group_id = self.next_group_id
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the stream stands, as plain integers."""
-        epoch, position = self._place_of(self.next_group_id)
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, as plain integers; of a mixture also what it is made of."""
+        epoch, position = divmod(self.next_group_id - self._first_group_id, len(self.examples))
         place = {"epoch": epoch, "position": position, "next_group_id": self.next_group_id}
-        return {"seed": self.seed, "num_examples": len(self.examples)} | place
+        return {"seed": self.seed, "num_examples": len(self.examples), **self._mixture()} | place
 
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken.
 
         Raises:
-            ValueError: the state is of a stream over another number of examples or with another seed: its position
-                would mean other prompts here.
+            ValueError: the state is of a stream over another number of examples, with another seed or another mixture:
+                its position would mean other prompts here.
         """
-        for name, own in (("num_examples", len(self.examples)), ("seed", self.seed)):
-            if state_dict[name] != own:
+        own = {"mixture": None, "num_examples": len(self.examples), "seed": self.seed, **self._mixture()}
+        for name, value in own.items():
+            if state_dict.get(name) != value:
                 raise ValueError(
-                    f"the saved stream of prompts has {name}={state_dict[name]} and this one {name}={own}; resume "
-                    "with the dataset and the seed of the saved run."
+                    f"the saved stream of prompts has {name}={state_dict.get(name)} and this one {name}={value}; "
+                    "resume with the dataset and the seed of the saved run."
                 )
         self.next_group_id = state_dict["next_group_id"]
         drawn = state_dict["epoch"] * len(self.examples) + state_dict["position"]
         self._first_group_id = self.next_group_id - drawn
 
-    def _place_of(self, group_id: int) -> tuple[int, int]:
-        """Epoch and position in it."""
-        return divmod(group_id - self._first_group_id, len(self.examples))
+    def _index(self, draw: int, count: int, seed: int) -> int:
+        """Which of ``count`` examples their draw ``draw`` gives."""
+        epoch, position = divmod(draw, count)
+        return _permutation(count, seed, epoch)[position] if self.shuffle else position
+
+    def _mixture(self) -> dict[str, Any]:
+        """Of a mixture, the number of examples of each task and its weight."""
+        if not isinstance(self.examples, MixedExamples):
+            return {}
+        parts, weights = self.examples.parts, self.examples.weights
+        return {"mixture": {name: [len(part), str(weights[name])] for name, part in parts.items()}}
 
 
-@lru_cache(maxsize=8)  # groups in flight reach into the epoch before
+@lru_cache(maxsize=32)  # groups in flight reach into the epoch before, and each task of a mixture has one
 def _permutation(count: int, seed: int, epoch: int) -> list[int]:
     generator = torch.Generator().manual_seed(sample_seed(seed, epoch))
     return torch.randperm(count, generator=generator).tolist()

@@ -19,6 +19,7 @@ import torch
 
 from sota_grpo.assembly.compose import (
     DEFAULT_CONFIG,
+    ENTRY_PATHS,
     PATH_OPTIONS,
     UNUSED_WITHOUT_LOSS,
     UNUSED_WITHOUT_SAMPLES,
@@ -30,6 +31,7 @@ from sota_grpo.assembly.evaluation import PRESET_OF, exported_steps, find_checkp
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import make_env, task_of
 from sota_grpo.config import SECRETS, Config, changed_options, model_name, overrides_of, responses_per_step, walk
+from sota_grpo.config.mixture import task_configs, tasks_named
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_folder
 from sota_grpo.migration.data import Account, Facts, trl_rows, verl_rows, write_parquet
@@ -142,6 +144,11 @@ def _opened(run_dir: Path, trust: bool) -> tuple[Config, Task, Facts]:
     """The config, the task with its data, and what else a translation asks for."""
     config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_LOSS)
     _copy(config, run_dir, trust, "rows", "env.dataset_path", "env.eval_path")
+    if config.env.mixture is not None:
+        raise UserError(
+            f"{run_dir} trained on a mixture ({tasks_named(config)}), whose order and token limits have no counterpart "
+            "there; only --to hf exports it."
+        )
     task = task_of(config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     env = make_env(config, task, tokenizer, LocalGrader(task.score, task.term_weights))
@@ -288,11 +295,11 @@ def model_card(
     shown = [(name, value) for name, _, value in walk(public) if name.startswith(_SHOWN) or name in named]
     return _TEXT.format(
         front="\n".join(_front(config, is_adapter)),
-        title=f"{base.rpartition('/')[2]} trained by {config.algorithm.name} on {config.env.dataset}",
+        title=f"{base.rpartition('/')[2]} trained by {config.algorithm.name} on {tasks_named(config)}",
         base=base,
         steps=steps,
         algorithm=config.algorithm.name,
-        task=public.env.dataset + ("" if public.env.dataset_path is None else f" ({public.env.dataset_path})"),
+        task=_data_of(public),
         measuring=_measuring(config),
         responses=steps * responses_per_step(config),
         version=_versions()["sota_grpo"],
@@ -307,7 +314,8 @@ def model_card(
 
 def _measuring(config: Config) -> str:
     """The command that measures the model on the same problems, where its files are."""
-    named = (config.env.dataset_path, config.env.eval_path, config.reward.path)
+    configs = task_configs(config).values()
+    named = (path for one in configs for path in (one.env.dataset_path, one.env.eval_path, one.reward.path))
     files = [value for value in named if value is not None]
     if any(Path(file).parent.name == INPUTS for file in files):
         return "What it was measured on was passed in Python: `sota-grpo eval RUN` does it again, where the run is."
@@ -317,9 +325,17 @@ def _measuring(config: Config) -> str:
         for (name, _, value), (_, _, before) in zip(walk(published(config)), walk(of_preset))
         if value != before and name.startswith(_OF_MEASURING) and name not in _NOT_OF_MEASURING
     }
-    command = shlex.join(["sota-grpo", "eval", "FOLDER", "--task", config.env.dataset, *overrides_of(options)])
+    task = ["--task", config.env.dataset] if config.env.mixture is None else [f"env.dataset={config.env.dataset}"]
+    command = shlex.join(["sota-grpo", "eval", "FOLDER", *task, *overrides_of(options)])
     where = ", where the files that it names are in the current folder" if files else ""
     return f"It is measured again with this{where}:\n\n```bash\n{command}\n```"
+
+
+def _data_of(config: Config) -> str:
+    """The tasks and the files of their data."""
+    if config.env.mixture is not None:
+        return tasks_named(config)
+    return config.env.dataset + ("" if config.env.dataset_path is None else f" ({config.env.dataset_path})")
 
 
 def published(config: Config) -> Config:
@@ -338,13 +354,18 @@ def published(config: Config) -> Config:
             OmegaConf.update(node, name, item.default)
         elif name in _PATHS and isinstance(value, str) and Path(value).is_absolute():
             OmegaConf.update(node, name, Path(value).name)
+    for task, entry in (config.env.mixture or {}).items():
+        for option in ENTRY_PATHS:
+            if Path(str(entry.get(option) or "")).is_absolute():
+                node.env.mixture[task][option] = Path(entry[option]).name
     copy = OmegaConf.to_object(node)
     assert isinstance(copy, Config)
     return copy
 
 
 def _front(config: Config, is_adapter: bool) -> list[str]:
-    name, data = model_name(config), getattr(task_class(config.env.dataset), "hub_name", None)
+    name, configs = model_name(config), task_configs(config).values()
+    data = [getattr(task_class(one.env.dataset), "hub_name", None) for one in configs if one.env.dataset_path is None]
     lines = [
         f"library_name: {'peft' if is_adapter else 'transformers'}",
         "pipeline_tag: text-generation",
@@ -353,8 +374,8 @@ def _front(config: Config, is_adapter: bool) -> list[str]:
     base = HUB_NAME if name == SMOLLM2 else name
     if base != TINY and not Path(base).expanduser().is_dir():
         lines += [f"base_model: {base}", f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"]
-    if data is not None and config.env.dataset_path is None:
-        lines.append(f"datasets: [{data}]")
+    if any(data):
+        lines.append(f"datasets: [{', '.join(dict.fromkeys(filter(None, data)))}]")
     return lines
 
 

@@ -31,12 +31,15 @@ _TERM = "reward/<term>"
 _INFO = "grader/<name>"
 _EVAL_TERM = "eval/reward/<term>"
 _TASK, _TASK_ERROR = "eval/task/<name>", "eval/task_stderr/<name>"
+#: Of each task of a mixture, whose name stands before those of its terms, numbers and accuracies, too.
+OF_TASK = ("reward", "success", "truncated", "response_tokens", "responses")
 _PATTERNS = {
-    _TERM: re.compile(r"reward/[A-Za-z_][\w.-]*", re.ASCII),
-    _EVAL_TERM: re.compile(r"eval/reward/[A-Za-z_][\w.-]*", re.ASCII),
-    _INFO: re.compile(r"grader/[\w.-]+", re.ASCII),
-    _TASK: re.compile(r"eval/task/\w+", re.ASCII),
-    _TASK_ERROR: re.compile(r"eval/task_stderr/\w+", re.ASCII),
+    _TERM: re.compile(r"reward/([A-Za-z_][\w-]*/)?[A-Za-z_][\w.-]*", re.ASCII),
+    _EVAL_TERM: re.compile(r"eval/reward/([A-Za-z_][\w-]*/)?[A-Za-z_][\w.-]*", re.ASCII),
+    _INFO: re.compile(r"grader/([A-Za-z_][\w-]*/)?[\w.-]+", re.ASCII),
+    _TASK: re.compile(r"eval/task/([A-Za-z_][\w-]*/)?[\w-]+", re.ASCII),
+    _TASK_ERROR: re.compile(r"eval/task_stderr/([A-Za-z_][\w-]*/)?[\w-]+", re.ASCII),
+    **{f"task/<task>/{name}": re.compile(rf"task/[A-Za-z_][\w-]*/{name}", re.ASCII) for name in OF_TASK},
 }
 
 _DECLARED = (
@@ -52,6 +55,11 @@ _DECLARED = (
     Metric(_TERM, "mean", "Mean of one reward term before its weight."),
     Metric("success", "mean", "Share of responses with the right answer.", "share"),
     Metric(_INFO, "mean", "Mean of a number that the grader gave beside the terms, over the responses that have it."),
+    Metric("task/<task>/reward", "mean", "Mean reward of the responses to one task of a mixture."),
+    Metric("task/<task>/success", "mean", "Share of its responses with the right answer.", "share"),
+    Metric("task/<task>/truncated", "mean", "Share of its responses that the engine stopped for length.", "share"),
+    Metric("task/<task>/response_tokens", "mean", "Mean length of its responses, their EOS included.", "tokens"),
+    Metric("task/<task>/responses", "sum", "Its responses in the batch.", "responses"),
     Metric("reward_errors", "sum", "Responses whose grader failed or timed out.", "responses"),
     Metric("reward_timeouts", "sum", "Responses whose grader timed out.", "responses"),
     Metric("advantage", "mean", "Mean absolute advantage of the batch's responses."),
@@ -96,7 +104,9 @@ _DECLARED = (
     Metric("eval/reward", "last", "Mean reward of the greedy responses to held-out problems."),
     Metric("eval/reward_stderr", "last", "Standard error of eval/reward over problems."),
     Metric(_EVAL_TERM, "last", "Mean of one reward term of those responses, before its weight."),
-    Metric(_TASK, "last", "An accuracy of the task's benchmark, greedy (ifeval: prompts, instructions).", "share"),
+    Metric(
+        _TASK, "last", "An accuracy of the task's benchmark, greedy (ifeval: prompts); of a mixture, a task's.", "share"
+    ),
     Metric(_TASK_ERROR, "last", "Standard error of that accuracy over problems.", "share"),
     Metric("eval/grader_errors", "sum", "Evaluated responses whose grader failed or timed out.", "responses"),
     Metric("eval/num_samples", "last", "Held-out problems measured.", "problems"),
@@ -158,13 +168,17 @@ def term_metric(term: str) -> str:
     return name
 
 
-def info_metric(name: str) -> str:
+def info_metric(name: str, task: str | None = None) -> str:
     """The metric's name for a number that a grader gave beside its terms; odd characters become ``_``.
 
-    >>> info_metric("acc"), info_metric("pass rate")
-    ('grader/acc', 'grader/pass_rate')
+    Args:
+        name: of the number.
+        task: of the mixture, whose it is; None outside of mixtures.
+
+    >>> info_metric("acc"), info_metric("pass rate", "maths")
+    ('grader/acc', 'grader/maths/pass_rate')
     """
-    return "grader/" + (re.sub(r"[^\w.-]", "_", name, flags=re.ASCII) or "_")
+    return ("grader/" if task is None else f"grader/{task}/") + (re.sub(r"[^\w.-]", "_", name, flags=re.ASCII) or "_")
 
 
 def is_number(value: object) -> bool:

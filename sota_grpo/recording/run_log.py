@@ -356,6 +356,8 @@ def _quoted(text: str) -> str:
 def _reward_lines(row: Row, term_weights: Mapping[str, float]) -> list[str]:
     """A line per term: value, weight, contribution; then what else changed the reward, and the total."""
     terms = dict.fromkeys(term_weights) | dict(row["reward_terms"])
+    tasks = {name.partition("/")[0] for name in row["reward_terms"] if "/" in name}  # of a mixture: one
+    terms = {name: value for name, value in terms.items() if "/" not in name or name.partition("/")[0] in tasks}
     lines, total = [], 0.0
     for name, value in terms.items():
         weight = term_weights.get(name, 1.0)

@@ -24,6 +24,7 @@ from sota_grpo.recording.progress import in_notebook, is_terminal
 from sota_grpo.recording.run_log import ExamineLog, RunLog
 from sota_grpo.recording.stored_steps import Origin, StoredStep, save_step, text_pieces
 from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.records import task_of_example
 from sota_grpo.text import duration
 
 if TYPE_CHECKING:
@@ -232,10 +233,30 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
         "policy_age/max": age.max(),
     }
     means = {name: float(value) for name, value in values.items()}
-    terms = [_terms(row) for row in rows]
-    numbers = [{name: value for name, value in _info(row).items() if is_number(value)} for row in rows]
+    terms, tasks = [_terms(row) for row in rows], _tasks(rows)
+    numbers = [
+        {info_metric(name, task): value for name, value in _info(row).items() if is_number(value)}
+        for row, task in zip(rows, tasks, strict=True)
+    ]
     means |= {term_metric(name): value for name, value in _means(terms).items()}
-    return means | {info_metric(name): value for name, value in _means(numbers).items()}
+    means |= _means(numbers)
+    own = {
+        "reward": reward,
+        "success": _column(batch, keys.SUCCESS),
+        "truncated": _column(batch, keys.TRUNCATED),
+        "response_tokens": lengths,
+    }
+    for task in sorted({task for task in tasks if task is not None}):
+        mask = torch.tensor([each == task for each in tasks])
+        means |= {f"task/{task}/{name}": float(column[mask].mean()) for name, column in own.items()}
+        means[f"task/{task}/responses"] = float(mask.sum())
+    return means
+
+
+def _tasks(rows: Sequence[TensorDictBase]) -> list[str | None]:
+    """The task of each row, where it is of a mixture; siblings have one text, which is read once."""
+    read = lru_cache(maxsize=1)(lambda extra: task_of_example(json.loads(extra)))
+    return [read(row[keys.EXTRA]) if keys.EXTRA in row.keys() else None for row in rows]  # noqa: SIM118
 
 
 def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:

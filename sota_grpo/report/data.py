@@ -37,6 +37,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Policy", ("kl", "entropy", "clip_fraction", "ess", "mismatch_kl", "kl_approx", "correction_fraction")),
     ("Responses", ("response_tokens/", "truncated", "turns/mean", "turn_tokens/mean", "prompt_tokens/mean")),
     ("Rewards and advantages", ("reward/", "grader/", "advantage", "reward_errors", "reward_timeouts")),
+    ("Tasks of the mixture", ("task/",)),
     ("Groups, policy age and workers", ("groups/", "policy_age/", "workers/")),
     ("Optimisation", ("loss/", "grad_norm", "lr", "loss_scale", "skipped_steps", "packed")),
     ("Evaluation beside its accuracy", ("eval/",)),

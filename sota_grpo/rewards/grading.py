@@ -258,7 +258,7 @@ class GradingPool:
             died = f"WorkerDied: {error.__cause__ or error}"
             reason = f"TimeoutError: no score within {self._timeout_s:g} s" if late else died
             failed = promised()
-            failed.set_result([self._failures.add(failed_score(self._term_names, reason))])
+            failed.set_result([self._failures.add(failed_score(self._term_names, reason, asked[at][1]))])
         else:
             failed = self._grade([asked[at]], is_suspect=True)
         return [self._grade(asked[:at]), failed, self._grade(asked[at + 1 :])]

@@ -23,6 +23,19 @@ class Example:
     place: str = field(default="", compare=False, repr=False)
 
 
+#: In ``Example.extra`` of a mixture of tasks: the name of the example's task.
+TASK = "mixture/task"
+
+
+def task_of_example(extra: Mapping[str, Any]) -> str | None:
+    """The task of a mixture that an example belongs to, by its ``extra``; None outside of mixtures.
+
+    >>> task_of_example({TASK: "maths", "level": 3})
+    'maths'
+    """
+    return extra.get(TASK)
+
+
 @dataclass(frozen=True)
 class Score:
     """The graded response.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
-from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.records import Example, Score, task_of_example
 from sota_grpo.text import one_line
 
 Scorer = Callable[[str, Example], Score]
@@ -61,7 +61,8 @@ class Task(Protocol):
     raises on a row that it cannot read.
 
     A task whose benchmark has accuracies beside the success has a method ``counts(score, example)``, too: by name, hits
-    and trials of the response (:meth:`sota_grpo.tasks.ifeval.IFEvalTask.counts`).
+    and trials of the response (:meth:`sota_grpo.tasks.ifeval.IFEvalTask.counts`). One whose responses may not all be as
+    long has ``max_tokens(example)``, most tokens of a response (:class:`sota_grpo.tasks.mixture.MixtureTask`).
     """
 
     name: str
@@ -140,11 +141,11 @@ def guarded_score(score: Scorer, term_names: Collection[str], response: str, exa
     {'ratio': 0.0}
     """
     try:
-        return _checked(score(response, example), term_names)
+        return _checked(score(response, example), term_names, example)
     except WrongTerms:
         raise
     except BaseException as error:  # whatever the model's text makes a grader do must not end the run
-        return failed_score(term_names, graders_error(error))
+        return failed_score(term_names, graders_error(error), example)
 
 
 def guarded_scores(
@@ -177,7 +178,7 @@ def guarded_scores(
     score_group = getattr(score, "score_group", None)
     if score_group is not None and pairs:
         try:
-            found = _checked_group(score_group(pairs), term_names, len(pairs))
+            found = _checked_group(score_group(pairs), term_names, [example for _, example in pairs])
             tick()
             return found
         except WrongTerms:
@@ -192,16 +193,16 @@ def guarded_scores(
     return scores
 
 
-def _checked_group(found: Sequence[Score], term_names: Collection[str], num_responses: int) -> list[Score]:
-    if len(found) != num_responses:
-        reason = f"ValueError: the grader returned {len(found)} scores for {num_responses} responses"
-        return [failed_score(term_names, reason)] * num_responses
-    return [_checked(one, term_names) for one in found]
+def _checked_group(found: Sequence[Score], term_names: Collection[str], examples: Sequence[Example]) -> list[Score]:
+    if len(found) != len(examples):
+        reason = f"ValueError: the grader returned {len(found)} scores for {len(examples)} responses"
+        return [failed_score(term_names, reason, example) for example in examples]
+    return [_checked(one, term_names, example) for one, example in zip(found, examples, strict=True)]
 
 
-def _checked(found: Score, term_names: Collection[str]) -> Score:
+def _checked(found: Score, term_names: Collection[str], example: Example) -> Score:
     if found.error is not None:
-        return failed_score(term_names, found.error)
+        return failed_score(term_names, found.error, example)
     if set(found.terms) != set(term_names):
         raise WrongTerms(
             f"the grader returned the terms {sorted(found.terms)} but term_weights names {sorted(term_names)}; "
@@ -209,18 +210,22 @@ def _checked(found: Score, term_names: Collection[str]) -> Score:
         )
     terms = {name: None if value is None else float(value) for name, value in found.terms.items()}
     if not all(value is None or abs(value) <= LARGEST for value in terms.values()):
-        return failed_score(term_names, f"ValueError: a term is not finite in float32: {terms}")
+        return failed_score(term_names, f"ValueError: a term is not finite in float32: {terms}", example)
     info = json.loads(json.dumps(dict(found.info))) if found.info else {}
     return replace(found, terms=terms, success=bool(found.success), info=info)
 
 
-def failed_score(term_names: Collection[str], error: str) -> Score:
+def failed_score(term_names: Collection[str], error: str, example: Example | None = None) -> Score:
     """The score of a response whose grader failed: every term 0, no success, the reason beside it.
+
+    Of an ``example`` of a mixture, the terms of the other tasks do not apply.
 
     >>> failed_score(["right"], "TimeoutError: 5 s")
     Score(terms={'right': 0.0}, success=False, error='TimeoutError: 5 s', info={}, reply=None)
     """
-    return Score(dict.fromkeys(term_names, 0.0), False, one_line(error))
+    task = None if example is None else task_of_example(example.extra)
+    terms = {name: 0.0 if task is None or name.startswith(f"{task}/") else None for name in term_names}
+    return Score(terms, False, one_line(error))
 
 
 def graders_error(error: BaseException) -> str:

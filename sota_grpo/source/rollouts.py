@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from tensordict import TensorDictBase, lazy_stack
@@ -121,20 +121,25 @@ class Rollouts:
 
         Args:
             prompt: of the group.
-            sampling: how a response is drawn.
+            sampling: how a response is drawn; the task may bound its length further.
             post: has what follows a future done, on the caller's thread (:meth:`.Inbox.post`).
             clock: is told of the stages.
 
         Raises:
             ValueError: the prompt leaves no room for a response.
         """
-        sampled = self.engine.submit(self.request(prompt), sampling)
+        sampled = self.engine.submit(self.request(prompt), self._limited(prompt, sampling))
         graded: Future[Graded] = Future()
         graded.add_done_callback(lambda graded: sampled.cancel() if graded.cancelled() else None)
         move = (clock or StageClock()).move
         move(None, SAMPLE)
         sampled.add_done_callback(lambda _: post(partial(self._sampled, prompt, sampled, graded, post, move)))
         return graded
+
+    def _limited(self, prompt: Prompt, sampling: Sampling) -> Sampling:
+        """With the token limit of the prompt's task, where that is lower."""
+        limit = getattr(self.env.task, "max_tokens", lambda _: sampling.max_tokens)(prompt.example)
+        return replace(sampling, max_tokens=min(limit, sampling.max_tokens))
 
     def _sampled(
         self, prompt: Prompt, sampled: Future[GroupOutput], graded: Future[Graded], post: Post, move: Move

@@ -52,6 +52,7 @@ from sota_grpo.rl.task import (
     total_reward,
     without_examples,
 )
+from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.table import TableTask, source_of
 
 DEFAULT_NAME = "compute_score"  # verl's
@@ -223,6 +224,8 @@ class FunctionScorer:
 
 def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
     """What functions read of a response: the row of a table, or what another task's example holds."""
+    if isinstance(task, MixtureTask):
+        _, task, example = task.own(example)
     ids = response.token_ids if isinstance(response, SampledText) else None
     turns = (getattr(response, "record", None) or {}).get("messages")
     if isinstance(task, TableTask):

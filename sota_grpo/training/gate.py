@@ -54,7 +54,7 @@ from sota_grpo.files import write_json
 from sota_grpo.functional.divergences import mean_ratio, temperature_slope
 from sota_grpo.recording.run_files import GATE_FILE
 from sota_grpo.rl.collate import row_list
-from sota_grpo.rl.records import Example, Sampling, Score, sample_seed
+from sota_grpo.rl.records import Example, Sampling, Score, sample_seed, task_of_example
 from sota_grpo.rl.task import SampledText, Task, total_reward
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.dataset import normalised
@@ -273,14 +273,20 @@ def gold_answers_earn_the_full_reward(subject: Subject) -> Check:
         lost += len(failures) if siblings == 1 else len(failures) == siblings
         if lost >= ENOUGH or (not graded and any("TimeoutError" in failure for failure in failures)):
             break  # each may have cost the grader's whole deadline
-    full = max((_reward(task, right) for *_, right in known), default=0.0)
+    full: dict[str | None, float] = {}  # of each task of a mixture
+    for example, _, right in known:
+        name = task_of_example(example.extra)
+        full[name] = max(full.get(name, -math.inf), _reward(task, right))
     bad = [
         example
         for example, nothing, right in known
-        if not right.success or _reward(task, right) < full or _reward(task, nothing) >= _reward(task, right)
+        if not right.success
+        or _reward(task, right) < full[task_of_example(example.extra)]
+        or _reward(task, nothing) >= _reward(task, right)
     ]
+    most = ", ".join(f"{full[each]:g}" + ("" if each is None else f" ({each})") for each in full)
     name = "gold answers earn the full reward"
-    sentence = f"{len(known) - len(bad)} of {len(known)} gold answers earn the full reward of {full:g}"
+    sentence = f"{len(known) - len(bad)} of {len(known)} gold answers earn the full reward of {most}"
     if not known:
         name = "responses can be graded"
         sentence = "not checked against gold answers, of which the task knows none"
@@ -302,7 +308,8 @@ def _examples(subject: Subject) -> Iterator[tuple[Example, int]]:
     """The examples whose answers are graded, each with the number of its siblings."""
     task = subject.task
     if hasattr(task.score, "score_group"):
-        yield from ((example, subject.rollouts.env.repeats) for example in task.train[:NUM_GROUPS])
+        count = max(NUM_GROUPS, len(getattr(task, "tasks", ())))  # of a mixture each task once
+        yield from ((example, subject.rollouts.env.repeats) for example in task.train[:count])
     else:
         yield from ((example, 1) for example in [*task.train[:NUM_GRADED], *task.heldout[:NUM_GRADED]])
 

@@ -53,6 +53,7 @@ FREE_OPTIONS = (
     ("check", "mode"),
 )
 FILES = (("env", "dataset_path"), ("env", "eval_path"), ("reward", "path"))
+FILES_OF_ENTRIES = ("dataset_path", "eval_path", "reward_path")  # of env.mixture
 _IN_FILES = (("algorithm", "objective"), ("env", "tools"), ("env", "environment"))  # FILE.py:NAME
 # Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
 # a sweep is continued as a whole (sota_grpo/sweeps.py), so that what it did stands in one place.
@@ -75,6 +76,9 @@ def signature(config: Mapping[str, Any]) -> str:
     for section, option in FILES:
         if section in kept and kept[section].get(option) is not None:
             kept[section][option] = _content(kept[section][option])
+    for name, entry in (kept.get("env", {}).get("mixture") or {}).items():
+        files = {option: _content(entry[option]) for option in FILES_OF_ENTRIES if entry.get(option) is not None}
+        kept["env"]["mixture"] = {**kept["env"]["mixture"], name: {**entry, **files}}
     for section, option in _IN_FILES:
         own = in_file(kept.get(section, {}).get(option) or "")
         if own is not None:

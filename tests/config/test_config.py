@@ -332,6 +332,24 @@ BROKEN = [
         "a server that runs already",
     ),
     ("a_model_is_loaded_with_nothing_of_ours", ["model.load_kwargs={load_in_4bit: true}"], "weights are trained whole"),
+    ("a_mixture_names_tasks_and_their_options", ["env.mixture={a: {weight: 0}}"], "env.mixture.a.weight=0"),
+    ("tasks_of_a_mixture_keep_the_rules", ["env.mixture={a: {difficulty: 5}}"], "env.mixture.a: env.difficulty=5"),
+    (
+        "options_beside_a_mixture_are_read_by_one_of_its_tasks",
+        ["env.mixture={a: {difficulty: 1}}", "env.difficulty=2"],
+        "env.difficulty=2 has no effect on any task of env.mixture; leave it at 4",
+    ),
+    (
+        "token_limits_of_a_mixture_are_within_the_runs",
+        ["env.mixture={a: {max_tokens: 65}}"],
+        "use inference_model.max_tokens=65",
+    ),
+    (
+        "token_limits_of_a_mixture_are_within_the_runs",
+        ["env.mixture={a: {max_tokens: 60}}", "algorithm.overlong_buffer=8"],
+        "leave one of them out",
+    ),
+    ("several_turns_have_something_to_say", ["env.mixture={a: {}}", "env.max_steps=3"], "on any task of env.mixture"),
 ]
 
 

@@ -6,10 +6,11 @@ import json
 import random
 from pathlib import Path
 
+from sota_grpo.config import overrides_of
 from sota_grpo.run.app import train
 from sota_grpo.tasks import make_task
 from tests.config.test_config import composed
-from tests.e2e.conftest import SMALL, metrics
+from tests.e2e.conftest import SMALL, metrics, without_clock
 
 SEED = 20261121
 TINY = (
@@ -126,3 +127,33 @@ def test_verls_parquet_and_reward_functions_of_both_forms_run_unchanged(tmp_path
     assert any("brief" not in row["reward_terms"] for row in rollouts)
     for row in rollouts:
         assert row["reward"] == row["reward_terms"]["compute_score"] + 0.5 * row["reward_terms"].get("brief", 0.0)
+
+
+def test_a_mixture_is_trained_and_goes_on_where_it_stood(tmp_path: Path) -> None:
+    """Four tasks, one of them with functions of its own and one with a token limit; cut in two it is the same run."""
+    rows = [{"prompt": row["question"], "ground_truth": row["number"]} for row in problems()]
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    mixture = {
+        "maths": {"dataset": "gsm8k", "dataset_path": write(tmp_path / "maths.jsonl", problems()), "weight": 2},
+        "sums": {"difficulty": 1},
+        "numbers": {"dataset": "countdown", "max_tokens": 9},
+        "mine": {"dataset": "table", "dataset_path": write(tmp_path / "rows.jsonl", rows), "reward_name": "brief"},
+    }
+    mixture["mine"]["reward_path"] = str(tmp_path / "rewards.py")
+    given = (*overrides_of({"env.mixture": mixture}), "env.max_samples=30", "train.checkpoint_frequency=1")
+    steps, rollouts = run(tmp_path, "grpo_cpu", *given)
+    for row in steps:
+        responses = {name: row.get(f"task/{name}/responses", 0) for name in mixture}
+        assert sum(responses.values()) == 16
+        assert responses["maths"] in (4, 8)  # two fifths of four groups
+        assert row["task/numbers/response_tokens"] <= 9 if responses["numbers"] else True
+    assert {name.partition("/")[0] for row in rollouts for name in row["reward_terms"]} == set(mixture)
+    (first, *_, last) = [row for row in metrics(tmp_path / "run") if "eval/accuracy" in row]
+    for row in (first, last):
+        assert {f"eval/task/{name}" for name in mixture} <= row.keys()
+    half = tmp_path / "half"
+    options = (*TINY, *given, "logging.store_steps=false")
+    assert train(composed("grpo_cpu", *options, "train.total_dialog_turns=16"), half) == 1
+    assert train(composed("grpo_cpu", *options, f"train.resume={half}"), half) == 2
+    both = [[row for row in metrics(place) if "grad_norm" in row] for place in (tmp_path / "run", half)]
+    assert without_clock(both[0]) == without_clock(both[1])

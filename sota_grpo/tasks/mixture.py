@@ -1,0 +1,229 @@
+"""Several tasks as one: whose prompt comes next, and who grades a response.
+
+Which task a draw is of depends on the weights and the number of the draw alone; which of its examples, on the seed and
+the draws of that task so far. So an order can be entered anywhere, and another task's data change nothing in it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from sota_grpo.rl.records import TASK, Example, Score
+from sota_grpo.rl.task import Task, guarded_score, prepare, without_examples
+from sota_grpo.tasks.dataset import DatasetError
+
+Counts = Mapping[str, tuple[float, float]]
+
+
+def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
+    """Which task draw ``draw`` is of, and how many draws of that task came before it, in time of order ``T``.
+
+    The first task leaves the share ``r = 1 - w_0 / sum(w)`` of the draws to the others: of the first ``n`` that is
+    ``R(n) = floor(r n + 1/2)``. So draw ``n`` is left to them where ``R(n + 1) = R(n) + 1``, as number ``R(n)`` of
+    theirs, and so on among them; else it is draw ``n - R(n)`` of the first task. ``R`` never steps by more than 1, so
+    nothing is left out and nothing comes twice, and each rounding is off by at most 1/2: after ``n`` draws a task of
+    ``T`` has had ``n w / sum(w)`` to within ``(T - 1) / 2``. A batch is therefore mixed as its weights say.
+
+    Args:
+        weights: of the ``T`` tasks, above 0; only their ratios count.
+        draw: counted from 0.
+
+    >>> [task_of_draw([Fraction(2), Fraction(1)], draw) for draw in range(6)]
+    [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
+    """
+    rest = sum(weights)
+    for index, weight in enumerate(weights[:-1]):
+        left = (rest - weight) / rest
+        before, after = (math.floor(left * number + Fraction(1, 2)) for number in (draw, draw + 1))
+        if before == after:
+            return index, draw - before
+        draw, rest = before, rest - weight
+    return len(weights) - 1, draw
+
+
+def place_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
+    """Which part element ``index`` is of, and its place there, where parts take turns and those that are used up pass.
+
+    Raises:
+        IndexError: there are not so many elements.
+
+    >>> [place_in_rounds([1, 3], index) for index in range(4)]
+    [(0, 0), (1, 0), (1, 1), (1, 2)]
+    """
+    rounds = 0
+    for size in sorted(set(sizes)) if index >= 0 else ():
+        waiting = [part for part, length in enumerate(sizes) if length >= size]
+        here = (size - rounds) * len(waiting)
+        if index < here:
+            turn, which = divmod(index, len(waiting))
+            return waiting[which], rounds + turn
+        index, rounds = index - here, size
+    raise IndexError(f"there are {sum(sizes)} elements.")
+
+
+class MixedExamples(Sequence[Example]):
+    """The examples of several tasks, tagged with their task's name; as a sequence the tasks take turns.
+
+    So the first examples, which are held out, checked or shown, are equally many of each task that has so many.
+
+    Args:
+        parts: the examples of each task.
+        weights: of each task, above 0: how often it is drawn.
+
+    >>> parts = {"a": [Example("a0", "")], "b": [Example("b0", ""), Example("b1", "")]}
+    >>> mixed = MixedExamples(parts, {"a": Fraction(1), "b": Fraction(1)})
+    >>> [example.query for example in mixed], mixed.drawn(2)
+    (['a0', 'b0', 'b1'], ('a', 1))
+    """
+
+    def __init__(self, parts: Mapping[str, Sequence[Example]], weights: Mapping[str, Fraction]) -> None:
+        self.parts = dict(parts)
+        self.weights = {name: weights[name] for name in parts}
+        self._names, self._sizes = list(parts), [len(part) for part in parts.values()]
+
+    def __len__(self) -> int:
+        return sum(self._sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        position = operator.index(index)
+        which, place = place_in_rounds(self._sizes, position + len(self) if position < 0 else position)
+        return self.example(self._names[which], place)
+
+    def example(self, name: str, index: int) -> Example:
+        """Example ``index`` of the task called ``name``."""
+        example = self.parts[name][index]
+        return replace(example, extra={TASK: name, **example.extra})
+
+    def drawn(self, draw: int) -> tuple[str, int]:
+        """The name of the task that draw ``draw`` is of, and the draws of that task before it."""
+        which, count = task_of_draw(list(self.weights.values()), draw)
+        return self._names[which], count
+
+
+class MixtureTask:
+    """Several tasks in one run: each example knows its task, which asks it, grades it and knows its answer.
+
+    A term ``correct`` of the task ``maths`` is ``maths/correct``, with its weight there; to responses of other tasks it
+    does not apply.
+
+    Args:
+        tasks: by name; a name is what metrics are called by.
+        weights: how often each is drawn, against the others; None: equally often.
+        max_tokens: most tokens of a response, of the tasks that have a limit of their own.
+
+    >>> from sota_grpo.tasks import make_task
+    >>> sums = make_task("arithmetic", num_train=2, num_heldout=1)
+    >>> task = MixtureTask({"sums": sums, "cd": make_task("countdown", num_train=2, num_heldout=1)})
+    >>> example = task.train[1]
+    >>> task.score(task.gold_response(example), example).terms
+    {'cd/correct': None, 'cd/format': None, 'sums/correct': 1.0}
+    """
+
+    name = "mixture"
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Task],
+        weights: Mapping[str, Fraction] | None = None,
+        max_tokens: Mapping[str, int] | None = None,
+    ) -> None:
+        names = sorted(tasks)  # whatever the order in which a file or a command has them
+        shares = dict.fromkeys(names, Fraction(1)) | dict(weights or {})
+        self.tasks = {name: without_examples(tasks[name]) for name in names}
+        self.train: Sequence[Example] = MixedExamples({name: tasks[name].train for name in names}, shares)
+        self.heldout: Sequence[Example] = MixedExamples({name: tasks[name].heldout for name in names}, shares)
+        self.term_weights: Mapping[str, float] = {
+            f"{name}/{term}": weight for name, task in self.tasks.items() for term, weight in task.term_weights.items()
+        }
+        self.score = MixtureScorer(self.tasks, self.term_weights)
+        self._max_tokens = dict(max_tokens or {})
+
+    def own(self, example: Example) -> tuple[str, Task, Example]:
+        """Name and task of an example, and the example as that task made it."""
+        return _own(self.tasks, example)
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        """The chat of the example's task."""
+        _, task, example = self.own(example)
+        return task.messages(example)
+
+    def gold_response(self, example: Example) -> str | None:
+        """That of the example's task."""
+        _, task, example = self.own(example)
+        return task.gold_response(example)
+
+    def max_tokens(self, example: Example) -> int | float:
+        """Most tokens of a response; infinity where the task of the example has no limit of its own."""
+        return self._max_tokens.get(self.own(example)[0], math.inf)
+
+    def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
+        """Hits and trials of the example's task, under its name, and what its benchmark counts, below it."""
+        name, task, example = self.own(example)
+        count = getattr(task, "counts", None)
+        terms = {term: score.terms.get(f"{name}/{term}") for term in task.term_weights}
+        counted: Counts = {} if count is None else count(replace(score, terms=terms), example)
+        return {name: (float(score.success), 1.0), **{f"{name}/{each}": pair for each, pair in counted.items()}}
+
+    def read_row(self, row: Mapping[str, Any], place: str) -> Example:
+        """A row that says in the column ``mixture/task`` whose it is, as that task reads it.
+
+        Raises:
+            DatasetError: it does not, or that task cannot read it.
+        """
+        name = row.get(TASK)
+        if name not in self.tasks:
+            raise DatasetError(f"{place}: {TASK}={name} is not one of {', '.join(self.tasks)}; mend or remove the row.")
+        example = self.tasks[name].read_row(row, place)
+        return replace(example, extra={TASK: name, **example.extra})
+
+
+def _own(tasks: Mapping[str, Task], example: Example) -> tuple[str, Task, Example]:
+    name = example.extra[TASK]
+    return name, tasks[name], replace(example, extra={key: v for key, v in example.extra.items() if key != TASK})
+
+
+class MixtureScorer:
+    """The scorer of :class:`MixtureTask`; it has ``score_group`` where one of the tasks has.
+
+    A group is of one prompt, and so of one task.
+    """
+
+    def __init__(self, tasks: Mapping[str, Task], term_names: Iterable[str]) -> None:
+        self._tasks, self._term_names = dict(tasks), tuple(term_names)
+        if any(hasattr(task.score, "score_group") for task in self._tasks.values()):
+            self.score_group = self._score_group
+
+    def __call__(self, response: str, example: Example) -> Score:
+        name, task, own = _own(self._tasks, example)
+        return self._joined(name, task.score(response, own))
+
+    def prepare(self) -> None:
+        """What the scorers of the tasks do before their first response."""
+        for task in self._tasks.values():
+            prepare(task.score)
+
+    def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
+        by_task: dict[str, list[int]] = {}
+        for index, (_, example) in enumerate(pairs):
+            by_task.setdefault(example.extra[TASK], []).append(index)
+        scores: dict[int, Score] = {}
+        for name, indexes in by_task.items():
+            task, asked = self._tasks[name], [(pairs[at][0], _own(self._tasks, pairs[at][1])[2]) for at in indexes]
+            score_group = getattr(task.score, "score_group", None)
+            if score_group is None:
+                found = [guarded_score(task.score, task.term_weights, *pair) for pair in asked]
+            else:
+                found = score_group(asked)
+            scores |= {at: self._joined(name, score) for at, score in zip(indexes, found, strict=True)}
+        return [scores[at] for at in range(len(pairs))]
+
+    def _joined(self, name: str, score: Score) -> Score:
+        own = {f"{name}/{term}": value for term, value in score.terms.items()}
+        return replace(score, terms=dict.fromkeys(self._term_names) | own)

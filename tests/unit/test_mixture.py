@@ -1,0 +1,408 @@
+"""Several tasks in one run: the order of their prompts, who grades what, and what is written of each."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict, lazy_stack
+
+from sota_grpo.assembly.compose import anchor_paths, compose, load_config, needs_consent
+from sota_grpo.assembly.sampling import heldout_task, task_of
+from sota_grpo.config import overrides_of
+from sota_grpo.config.mixture import task_configs, weights
+from sota_grpo.config.validators import ConfigError, validate
+from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.envs import PromptStream, TaskEnv
+from sota_grpo.errors import UserError
+from sota_grpo.migration.export import published
+from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.recording.metrics import OF_TASK, declared
+from sota_grpo.recording.step_log import batch_metrics
+from sota_grpo.rewards.grading import LocalGrader
+from sota_grpo.rl.records import TASK, Example, Sampling, Score
+from sota_grpo.rl.task import guarded_scores, scorer_of, total_reward
+from sota_grpo.source.rollouts import Prompt, Rollouts
+from sota_grpo.tasks import make_task
+from sota_grpo.tasks.dataset import DatasetError
+from sota_grpo.tasks.mixture import MixedExamples, MixtureTask, place_in_rounds, task_of_draw
+from sota_grpo.tasks.wrappers import with_tools
+from sota_grpo.training.evaluate import Evaluator
+from sota_grpo.training.runs import signature
+
+SEED = random.SystemRandom().randrange(1 << 30)
+RNG = random.Random(SEED)
+
+
+def examples(name: str, count: int) -> list[Example]:
+    return [Example(f"{name}{index}", "", {"level": index}) for index in range(count)]
+
+
+def mixed(sizes: dict[str, int], shares: dict[str, str] | None = None) -> MixedExamples:
+    parts = {name: examples(name, count) for name, count in sizes.items()}
+    return MixedExamples(parts, {name: Fraction((shares or {}).get(name, "1")) for name in parts})
+
+
+def queries(stream: PromptStream, count: int) -> list[str]:
+    return [example.query for _, example in stream.draw(count)]
+
+
+def some_weights() -> list[Fraction]:
+    return [Fraction(RNG.randint(1, 60), RNG.randint(1, 9)) for _ in range(RNG.randint(1, 7))]
+
+
+@pytest.mark.parametrize("shares", [some_weights() for _ in range(6)], ids=str)
+def test_draws_are_numbered_without_gaps_and_follow_the_weights_at_every_moment(shares: list[Fraction]) -> None:
+    seen, total = [0] * len(shares), sum(shares)
+    for draw in range(400):
+        task, number = task_of_draw(shares, draw)
+        assert number == seen[task]
+        seen[task] += 1
+        worst = max(abs(count - (draw + 1) * share / total) for count, share in zip(seen, shares))
+        assert worst <= Fraction(len(shares) - 1, 2)
+
+
+def test_a_batch_of_as_many_draws_as_whole_weights_add_up_to_has_just_these() -> None:
+    whole = [RNG.randint(1, 9) for _ in range(4)]
+    for batch in range(5):
+        draws = range(batch * sum(whole), (batch + 1) * sum(whole))
+        counted = Counter(task_of_draw([Fraction(weight, 7) for weight in whole], draw)[0] for draw in draws)
+        assert [counted[task] for task in range(4)] == whole
+
+
+def test_parts_take_turns_and_those_that_are_used_up_pass() -> None:
+    sizes = [RNG.randint(0, 6) for _ in range(5)]
+    naive = [(part, turn) for turn in range(6) for part, size in enumerate(sizes) if turn < size]
+    assert [place_in_rounds(sizes, index) for index in range(sum(sizes))] == naive
+    for outside in (-1, sum(sizes)):
+        with pytest.raises(IndexError):
+            place_in_rounds(sizes, outside)
+    mixture = mixed({"a": 1, "b": 3})
+    assert [one.query for one in mixture] == ["a0", "b0", "b1", "b2"] == [one.query for one in mixture[:9]]
+    assert (mixture[-1].query, mixture[0].extra) == ("b2", {TASK: "a", "level": 0})
+
+
+def test_each_task_draws_all_of_its_examples_once_an_epoch_in_an_order_that_is_its_own() -> None:
+    shares = {"a": "2", "b": "0.5", "c": "1.5"}
+    drawn = queries(PromptStream(mixed({"a": 7, "b": 3, "c": 5}, shares), seed=SEED), 200)
+    by_task = {name: [query for query in drawn if query.startswith(name)] for name in shares}
+    for name, size in (("a", 7), ("b", 3), ("c", 5)):
+        own = by_task[name]
+        epochs = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
+        assert len(epochs) > 1
+        assert all(sorted(epoch) == [f"{name}{index}" for index in range(size)] for epoch in epochs)
+    assert len({tuple(by_task["a"][start : start + 7]) for start in range(0, 70, 7)}) > 1
+    larger = queries(PromptStream(mixed({"a": 7, "b": 4, "c": 99}, shares), seed=SEED), 200)
+    assert [query for query in larger if query.startswith("a")] == by_task["a"]  # whatever the others have
+    assert [query[0] for query in larger] == [query[0] for query in drawn]
+    in_order = PromptStream(mixed({"a": 2, "b": 2}), shuffle=False)
+    assert sorted(queries(in_order, 4)[::2]) in (["a0", "a1"], ["b0", "b1"])
+
+
+@pytest.mark.parametrize("before", [0, 1, 17, 64])
+def test_resume_at_any_draw_equals_uninterrupted(before: int) -> None:
+    sizes, shares = {"a": 5, "b": 11, "c": 2}, {"a": "0.1", "b": "3"}
+    stream, resumed = (PromptStream(mixed(sizes, shares), seed=SEED) for _ in range(2))
+    stream.draw(before)
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed.draw(3)
+    resumed.load_state_dict(state)
+    assert resumed.draw(40) == stream.draw(40)
+    assert resumed.example_of(before + 3) == stream.example_of(before + 3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares"),
+    [({"a": 5, "b": 3}, {"a": "2"}), ({"a": 4, "b": 4}, {}), ({"a": 5, "d": 3}, {}), ({"a": 8}, {})],
+)
+def test_the_state_of_another_mixture_is_refused(sizes: dict, shares: dict) -> None:
+    state = PromptStream(mixed({"a": 5, "b": 3}), seed=SEED).state_dict()
+    with pytest.raises(ValueError, match=r"has mixture=\{'a': \[5, '1'\], 'b': \[3, '1'\]\} and this one"):
+        PromptStream(mixed(sizes, shares), seed=SEED).load_state_dict(state)
+    with pytest.raises(ValueError, match="this one mixture=None"):
+        PromptStream(examples("a", 8), seed=SEED).load_state_dict(state)
+    with pytest.raises(ValueError, match="no examples"):
+        PromptStream(mixed({"a": 5, "b": 0}))
+
+
+class Shortest:
+    """A grader of groups, which fails at a response that says so."""
+
+    name = "shortest"
+    train: Sequence[Example] = ()
+    heldout: Sequence[Example] = ()
+
+    def __init__(self) -> None:
+        self.term_weights = {"short": 2.0}
+        self.score = GroupScorer()
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"Be brief: {example.query}"}]
+
+    def gold_response(self, example: Example) -> None: ...
+
+    def read_row(self, row, place: str) -> Example:
+        return Example(row["question"], "")
+
+
+class GroupScorer:
+    def __call__(self, response: str, example: Example) -> Score:
+        return self.score_group([(response, example)])[0]
+
+    def score_group(self, pairs) -> list[Score]:
+        assert all(TASK not in example.extra for _, example in pairs), "a task sees its own examples"
+        if any(response == "fail" for response, _ in pairs):
+            raise OSError("no judge")
+        least = min(len(response) for response, _ in pairs)
+        return [Score({"short": float(len(response) == least)}, len(response) == least) for response, _ in pairs]
+
+
+def mixture_task(**options) -> MixtureTask:
+    tasks = {name: make_task(name, seed=SEED, num_train=6, num_heldout=3) for name in ("countdown", "arithmetic")}
+    brief = Shortest()
+    brief.train = brief.heldout = examples("brief", 4)
+    return MixtureTask({"sums": tasks["arithmetic"], "cd": tasks["countdown"], "brief": brief}, **options)
+
+
+def test_each_response_is_graded_by_the_task_of_its_prompt_alone() -> None:
+    task = mixture_task()
+    assert list(task.term_weights) == ["brief/short", "cd/correct", "cd/format", "sums/correct"]
+    scorer = pickle.loads(pickle.dumps(scorer_of(task)))
+    for example in task.train[:12]:
+        name, own_task, own = task.own(example)
+        gold = task.gold_response(example)
+        assert task.messages(example) == own_task.messages(own)
+        (found,) = guarded_scores(scorer, task.term_weights, [(gold or "ok", example)])
+        applies = {term for term, value in found.terms.items() if value is not None}
+        assert applies == {f"{name}/{term}" for term in own_task.term_weights}
+        expected = own_task.score(gold or "ok", own)
+        assert total_reward(found.terms, task.term_weights) == total_reward(expected.terms, own_task.term_weights)
+        assert found.success is expected.success is True
+
+
+def test_a_group_is_given_to_a_grader_of_groups_and_a_failure_costs_its_own_task_alone() -> None:
+    task = mixture_task()
+    brief, cd = task.train[0], task.train[1]
+    found = guarded_scores(task.score, task.term_weights, [("one", brief), ("three", brief)])
+    assert [score.terms["brief/short"] for score in found] == [1.0, 0.0]
+    found = guarded_scores(task.score, task.term_weights, [("one", brief), ("fail", brief), ("three", brief)])
+    assert [score.error for score in found] == [None, "OSError: no judge", None]
+    assert found[1].terms == {"brief/short": 0.0, "cd/correct": None, "cd/format": None, "sums/correct": None}
+    both = guarded_scores(task.score, task.term_weights, [("x", cd), ("x", brief), (task.gold_response(cd), cd)])
+    assert [score.success for score in both] == [False, True, True]
+
+
+def test_dialogs_with_tools_and_reward_functions_see_the_tasks_own_columns(tmp_path: Path) -> None:
+    task = with_tools(mixture_task(), has_reward=False, asks_task=True)
+    (found,) = guarded_scores(task.score, task.term_weights, [(task.gold_response(task.train[1]), task.train[1])])
+    assert found.success
+    (tmp_path / "r.py").write_text(
+        "def near(prompts, completions, ground_truth, **columns):\n"
+        "    assert not any('mixture' in name for name in columns)\n"
+        "    return [float(len(text)) for text, truth in zip(completions, ground_truth)]\n"
+    )
+    entries = {"mine": {"reward_path": str(tmp_path / "r.py"), "reward_name": "near"}, "sums": {}}
+    config = compose("grpo_cpu", ["env.max_samples=4", "env.num_heldout=2"])
+    config.env.mixture = entries
+    task = task_of(config)
+    mine, sums = task.train[:2]
+    found = [score.terms for score in guarded_scores(task.score, task.term_weights, [("ab", mine), ("ab", mine)])]
+    assert found == [{"mine/near": 1.0, "sums/correct": None}] * 2  # one turn of a chat
+    assert guarded_scores(task.score, task.term_weights, [("ab", sums)])[0].terms["sums/correct"] == 0.0
+
+
+def env_of(task: MixtureTask) -> TaskEnv:
+    return TaskEnv(task, load_tokenizer("tiny"), grader=LocalGrader(task.score, task.term_weights))
+
+
+def test_a_task_has_a_token_limit_of_its_own_in_training_and_evaluation() -> None:
+    task = mixture_task(max_tokens={"cd": 3, "sums": 100})
+    env = env_of(task)
+    engine = ScriptedEngine(lambda *_: [7] * 50, eos_token_id=env.tokenizer.eos_token_id, max_model_len=2048)
+    prompts = [Prompt(index, example, 2, index) for index, example in enumerate(task.train[:6])]
+    for group in Rollouts(env, engine).stream(prompts, Sampling(max_tokens=9)):
+        limit = 3 if group.prompt.example.extra[TASK] == "cd" else 9  # a task's own may only be lower
+        assert [len(sample.token_ids) for sample in group.samples] == [limit] * 2
+        assert all(sample.truncated for sample in group.samples)
+    rows = env_of(mixture_task()).reset()
+    assert len(rows) == 1
+
+
+def test_an_evaluation_measures_each_task() -> None:
+    task = mixture_task()
+    env = env_of(task)
+    gold = {env.prompt_ids(example): task.gold_response(example) for example in task.heldout}
+
+    def say(request, index: int, version: int) -> list[int]:
+        right = gold[request.prompt_ids] if request.group_id % 2 else "no"
+        return env.tokenizer(right or "no")["input_ids"]
+
+    engine = ScriptedEngine(say, eos_token_id=env.tokenizer.eos_token_id, max_model_len=2048)
+    held = task.heldout[:9]
+    assert Counter(example.extra[TASK] for example in held) == {"brief": 3, "cd": 3, "sums": 3}
+    found = Evaluator(Rollouts(env, engine), held, max_tokens=99, avg_at_k=0, seed=SEED).measure()
+    assert found["eval/task/brief"] == 1.0  # alone, each is the shortest
+    right = {name: [index % 2 for index, one in enumerate(held) if one.extra[TASK] == name] for name in ("cd", "sums")}
+    assert [found[f"eval/task/{name}"] for name in right] == [pytest.approx(sum(r) / 3) for r in right.values()]
+    assert {"eval/task_stderr/cd", "eval/reward/brief/short", "eval/reward/sums/correct"} <= found.keys()
+    assert all(declared(name) for name in found)
+
+
+def test_what_a_benchmark_counts_stands_below_its_task() -> None:
+    chat = make_task("instructions", seed=SEED, num_train=2, num_heldout=2)
+    task = MixtureTask({"chat": chat})
+    example, own = task.heldout[0], chat.heldout[0]
+    counted = chat.counts(chat.score("a, b", own), own)
+    assert len(counted) == 4
+    found = task.counts(task.score("a, b", example), example)
+    assert found == {"chat": (counted["prompt_strict"][0], 1.0), **{f"chat/{name}": counted[name] for name in counted}}
+
+
+def test_metrics_of_a_batch_by_task() -> None:
+    def row(task: str, term: str, value: float, length: int) -> TensorDict:
+        after = {
+            "reward": torch.tensor([value]),
+            "reward_terms": {f"{task}/{term}": torch.tensor([value])},
+            "success": torch.tensor([value > 0]),
+            **{name: torch.tensor([False]) for name in ("reward_error", "reward_timeout")},
+            "reward_info": NonTensorData(json.dumps({"acc": value})),
+            "truncated": torch.tensor([length > 3]),
+            "policy_version": torch.tensor(0),
+        }
+        entries = {
+            "extra": NonTensorData(json.dumps({TASK: task})),
+            "tokens": {"prompt": torch.zeros(2, dtype=torch.long)},
+            "masks": {"all_assistant_mask": torch.arange(2 + length) >= 2},
+            "advantage": torch.tensor([[0.0]]),
+            "next": after,
+        }
+        return TensorDict(entries)
+
+    rows = [row("a", "right", 1.0, 2), row("a", "right", 0.0, 4), row("b-2", "right", -1.0, 6)]
+    found = batch_metrics(lazy_stack(rows), version=0)
+    assert all(declared(name) for name in found)
+    assert {name: found[f"task/a/{name}"] for name in OF_TASK} == {
+        **{"reward": 0.5, "success": 0.5, "truncated": 0.5, "response_tokens": 3.0, "responses": 2.0}
+    }
+    assert (found["task/b-2/reward"], found["reward/a/right"], found["reward/b-2/right"]) == (-1.0, 0.5, -1.0)
+    assert (found["grader/a/acc"], found["grader/b-2/acc"]) == (0.5, -1.0)
+
+
+def configured(*overrides: str):
+    return compose("grpo_cpu", list(overrides))
+
+
+def test_a_task_has_the_runs_options_but_for_its_own() -> None:
+    config = configured(
+        "env.mixture={hard: {difficulty: 4}, maths: {dataset: gsm8k, weight: 0.1, max_tokens: 9}, "
+        "own: {reward_path: a}}",
+        *("env.difficulty=2", "reward.path=b", "reward.name=f", "reward.success_above=1"),
+    )
+    validate(config)
+    found = task_configs(config)
+    assert {name: (one.env.dataset, one.env.difficulty) for name, one in found.items()} == {
+        **{"hard": ("arithmetic", 4), "maths": ("gsm8k", 4), "own": ("arithmetic", 2)}
+    }
+    assert [found["maths"].inference_model.max_tokens, found["hard"].inference_model.max_tokens] == [9, 64]
+    functions = [(one.reward.path, one.reward.name, one.reward.success_above) for one in found.values()]
+    assert functions == [("b", "f", 1.0), ("b", "f", 1.0), ("a", None, 0.0)]
+    assert weights(config) == {"hard": 1, "maths": Fraction(1, 10), "own": 1}
+    assert config.env.mixture["maths"]["weight"] == 0.1  # nothing was changed
+
+
+@pytest.mark.parametrize(
+    ("mixture", "sentence"),
+    [
+        ("{}", "env.mixture={} names no task"),
+        ("5", "env.mixture=5 names no task"),
+        ("{a: 5}", "env.mixture.a=5 is no mapping"),
+        ("{a: {datset: gsm8k}}", "env.mixture.a.datset is no option of a task; did you mean dataset?"),
+        ("{a: {env: {}}}", "there are weight, dataset_path, "),
+        ("{a: {dataset: nope}}", "env.mixture.a.dataset=nope is not one of gsm8k, "),
+        ("{a: {weight: 0}}", "env.mixture.a.weight=0 must be a number above 0."),
+        ("{a: {weight: .inf}}", "weight=.inf must be a number"),
+        ("{a/b: {}}", "rename it"),
+        ("{a: {difficulty: hard}}", "env.mixture.a: Value 'hard' of type 'str' could not be converted to Integer."),
+        ("{a: {difficulty: 7}}", "env.mixture.a: env.difficulty=7 must be 1, 2, 3 or 4."),
+        ("{a: {dataset: table}}", "env.mixture.a: env.dataset=table is your own data"),
+        ("{a: {answer_format: boxed}}", "env.mixture.a: env.answer_format=boxed has no effect on env.dataset="),
+    ],
+)
+def test_an_entry_that_cannot_be_is_told_in_one_sentence(mixture: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate(configured(f"env.mixture={mixture}"))
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["env.mixture={a: {}, c: {dataset: calculator}}", "env.max_steps=3"],
+        ["env.mixture={a: {dataset: gsm8k}, b: {}}", "env.difficulty=2"],
+        ["env.mixture={a: {}}", "env.reasoning=true", "env.max_steps=2"],
+        ["env.mixture={a: {dataset: table, dataset_path: x.jsonl, reward_path: r.py, reward_name: [f, g]}}"],
+    ],
+)
+def test_rules_let_pass_a_mixture_that_works(overrides: list[str]) -> None:
+    validate(configured(*overrides))
+
+
+def test_files_of_a_mixture_are_the_runs_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anchored, signed by their contents, shown without their folders; functions need consent."""
+    for name in ("rows.jsonl", "r.py"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+    given = ["env.mixture={mine: {dataset: table, dataset_path: rows.jsonl, reward_path: r.py}, a: {}}"]
+    config = compose("grpo_cpu", given)
+    anchor_paths(config)
+    paths = {option: config.env.mixture["mine"][option] for option in ("dataset_path", "reward_path")}
+    assert paths == {"dataset_path": str(tmp_path / "rows.jsonl"), "reward_path": str(tmp_path / "r.py")}
+    assert published(config).env.mixture["mine"] == {
+        **{"dataset": "table", "dataset_path": "rows.jsonl", "reward_path": "r.py"}
+    }
+    assert needs_consent(config) == {"env.mixture.mine.reward_path": f"run {tmp_path / 'r.py'}"}
+    before = signature(asdict(config))
+    moved = asdict(config)
+    moved["env"]["mixture"] = dict(reversed(moved["env"]["mixture"].items()))  # no order
+    assert signature(moved) == before
+    for name in ("rows.jsonl", "r.py"):
+        (tmp_path / name).write_text("other")
+        assert signature(asdict(config)) != before
+        (tmp_path / name).write_text(name)
+    assert config.env.mixture["mine"]["dataset_path"] == str(tmp_path / "rows.jsonl")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("env: {mixture: {mine: {dataset: table, reward_path: /nowhere/r.py}}}")
+    with pytest.raises(UserError, match=r"asks to run /nowhere/r.py \(env.mixture.mine.reward_path\); if you trust"):
+        load_config(run_dir)
+    again = load_config(run_dir, ["env.mixture.mine.reward_path=/nowhere/r.py", "env.mixture.mine.weight=2"])
+    assert again.env.mixture == {"mine": {"dataset": "table", "reward_path": "/nowhere/r.py", "weight": 2}}
+    load_config(run_dir, unused=["reward.path"])
+    load_config(run_dir, trust=True)
+
+
+def test_data_that_cannot_be_read_are_told_with_the_name_of_the_task(tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?"}\n')
+    config = configured(f"env.mixture={{m: {{dataset: gsm8k, dataset_path: {tmp_path / 'bad.jsonl'}}}}}")
+    with pytest.raises(DatasetError, match=r"env\.mixture\.m: "):
+        task_of(config)
+    config = configured(f"env.mixture={{m: {{dataset: gsm8k, eval_path: {tmp_path / 'held.jsonl'}}}, a: {{}}}}")
+    assert [one.query for one in heldout_task(config).heldout if one.extra[TASK] == "m"] == ["1 + 1?"]
+
+
+def test_a_mixture_is_written_on_the_command_line_as_it_is() -> None:
+    mixture = {
+        "a": {"dataset": "table", "dataset_path": "/my files/rows, 2.jsonl", "reward_name": ["f", "g"], "weight": 0.5},
+        "b-1": {"system_prompt": 'It\'s \\ {so}: "null", 5 = x\\', "answer_column": "null", "max_samples": 5},
+        "c": {"system_prompt": "", "prompt_column": "7", "eval_path": None},
+    }
+    assert compose("grpo_cpu", overrides_of({"env.mixture": mixture})).env.mixture == mixture
