@@ -15,6 +15,7 @@ from sota_grpo.config.secrets import use_config_token, without_token
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
 from sota_grpo.rewards.functions import PICKLED
+from sota_grpo.rewards.sandbox import is_url
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.text import one_line
 from sota_grpo.untrusted import read_yaml, require_plain
@@ -43,7 +44,7 @@ _DEFINED_IN_FILES = ("algorithm.objective", "env.tools", "env.environment")
 UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective")
 UNUSED_WITHOUT_SAMPLES = (
     *("ray.address", "reward.path", "engine.url", "inference_model.engine_kwargs"),
-    *("env.tools", "env.environment"),
+    *("env.tools", "env.environment", "env.sandbox"),
 )
 _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # what Hydra proposes there, our schema refuses
 _NO_PRIMARY = re.compile(r"primary config '([^']+)'")
@@ -249,6 +250,9 @@ def needs_consent(config: Config) -> dict[str, str]:
             acts[option] = f"load its model with {one_line(str(passed))}"
     if config.engine.url is not None:
         acts["engine.url"] = f"send prompts and weights to {one_line(config.engine.url)}"
+    for name, value in (("env.sandbox", config.env.sandbox), *_of_entries(config, ("sandbox",))):
+        if is_url(value):
+            acts[name] = f"send responses to {one_line(value)}"
     if config.ray.address is not None:
         acts["ray.address"] = f"join the Ray cluster {one_line(config.ray.address)}, which may run code here"
     return acts
@@ -327,9 +331,14 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
         value = getattr(getattr(config, section), option)
         if value is not None:
             yield name, value
+    yield from _of_entries(config, ENTRY_PATHS)
+
+
+def _of_entries(config: Config, options: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Name and value of each of these options that an entry of a mixture gives."""
     mixture = config.env.mixture
     for task, entry in mixture.items() if isinstance(mixture, dict) else ():
-        for option in ENTRY_PATHS if isinstance(entry, dict) else ():
+        for option in options if isinstance(entry, dict) else ():
             if entry.get(option) is not None:
                 yield f"env.mixture.{task}.{option}", str(entry[option])
 

@@ -118,6 +118,9 @@ class EnvConfig:
         None,
         "reasoning_gym: weight of each task by name, or a dict of its weight, level and options; 0 leaves one out",
     )
+    sandbox: str = opt(
+        "auto", "code: where programs of the model run: bwrap (auto is the same), or the URL of a SandboxFusion server"
+    )
     difficulty: int = opt(4, "arithmetic only: most steps of a problem, 1 to 4")
     reasoning: bool = opt(False, "a wrong response is asked to think again, up to env.max_steps turns in all")
     max_steps: int = opt(1, "most turns of a dialog; inference_model.max_tokens is the length of one turn")

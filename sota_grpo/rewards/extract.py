@@ -156,6 +156,25 @@ def last_tagged(text: str, tag: re.Pattern[str] = _TAG) -> str | None:
     return inside
 
 
+def last_code_block(text: str) -> str | None:
+    """What stands in the last closed code block (between lines that begin with three backticks), or None.
+
+    >>> last_code_block("First:\\n```python\\nx = 1\\n```\\nor\\n```\\nx = 2\\n```\\nNot closed:\\n```\\nx = 3")
+    'x = 2'
+    """
+    block: list[str] | None = None
+    last = None
+    for line in text.split("\n"):
+        if line.strip().startswith("```"):
+            if block is None:
+                block = []
+            else:
+                last, block = "\n".join(block), None
+        elif block is not None:
+            block.append(line)
+    return last
+
+
 class _Span(NamedTuple):
     """A part of a text that says an answer; ``words`` are its parts and what joins them."""
 

@@ -21,6 +21,7 @@ _CLASSES = {
     "instructions": "instructions:InstructionsTask",
     "reasoning": "reasoning:ReasoningTask",
     "table": "table:TableTask",
+    "code": "code:CodeTask",
     "arithmetic": "arithmetic:ArithmeticTask",
     "countdown": "countdown:CountdownTask",
     "calculator": "calculator:CalculatorTask",

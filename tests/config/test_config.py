@@ -260,6 +260,7 @@ BROKEN = [
             "env.format_weight=0.1",
             "env.system_prompt=Hi",
             "env.tasks={gcd: 1}",
+            "env.sandbox=bwrap",
         )
     ),
     (
@@ -290,6 +291,7 @@ BROKEN = [
         )
     ),
     ("a_table_has_a_place", ["env.dataset=table"], "env.dataset_path=FILE"),
+    ("a_table_has_a_place", ["env.dataset=code"], "env.dataset_path=FILE"),
     ("several_turns_have_something_to_say", ["env.reasoning=true"], "env.max_steps=1 leaves no turn"),
     ("several_turns_have_something_to_say", ["env.max_steps=3"], "env.reasoning=true"),
     ("tools_have_turns_to_answer_in", ["env.tools=t.py:f"], "env.max_steps=1 leaves no turn to hear them"),

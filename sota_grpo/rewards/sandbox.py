@@ -1,0 +1,322 @@
+"""Runs programs that a model wrote where they can do no harm: in bubblewrap, or on a SandboxFusion server.
+
+Nothing that a model wrote is executed in this process. What a program prints is data of bounded size.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import platform
+import secrets
+import selectors
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
+
+from sota_grpo.errors import UserError
+
+MAX_OUTPUT_BYTES = 1 << 20
+MEBIBYTE = 1 << 20
+_SETTLE_S = 5.0  # after its deadline, until a sandbox that was killed is gone
+# what a sandbox starts with: limits that nobody in it can raise, then the program as a main module
+_START = """
+import resource, sys
+for name, most in (("AS", {memory}), ("CPU", {cpu}), ("FSIZE", {file}), ("CORE", 0), ("NOFILE", 64)):
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
+with open("/program.py", encoding="utf-8", errors="surrogateescape") as file:
+    source = file.read()
+exec(compile(source, "/program.py", "exec"), {{"__name__": "__main__"}})
+"""
+# what runs a program and then tests on what it defined: marks say which passed; the program's own prints go nowhere
+_TESTING = """
+import json, os, sys
+job = json.loads(sys.stdin.read())
+told = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+space = {"__name__": "program"}
+steps = [(mark, compile(step, "test", "exec")) for mark, step in job.pop("steps")]
+run, write, leave = exec, os.write, os._exit  # before the program can replace them
+try:
+    run(compile(job.pop("code"), "program", "exec"), space)
+    for mark, step in steps:
+        try:
+            run(step, space)
+        except AssertionError:
+            continue
+        write(told, (mark + "\\n").encode())
+finally:
+    leave(0)
+"""
+
+
+class Ran(NamedTuple):
+    """How a program ended: what it printed, and whether it ended by itself, without an error."""
+
+    stdout: str
+    ended: bool
+
+
+class Runner(Protocol):
+    """Runs a Python program on an input; raises ``OSError`` where the sandbox itself fails."""
+
+    def run(self, code: str, stdin: str) -> Ran: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may take; of one run, not of all tests together."""
+
+    wall_s: float = 8.0
+    cpu_s: int = 6
+    memory_mb: int = 512
+    file_mb: int = 16
+
+
+@dataclass(frozen=True)
+class BwrapRunner:
+    """bubblewrap: namespaces of its own without network, a root of Python and the system's libraries only, all of it
+    read-only, a ``/tmp`` in memory, no process beside the one that runs, and the limits.
+
+    >>> isinstance(BwrapRunner(Limits(wall_s=2.0)).limits.memory_mb, int)
+    True
+    """
+
+    limits: Limits = Limits()
+
+    def run(self, code: str, stdin: str) -> Ran:
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as rules:
+            for file, content in ((given, _bytes(stdin)), (program, _bytes(code)), (rules, _no_processes())):
+                file.write(content)
+                file.seek(0)
+            kept = (program.fileno(), rules.fileno())
+            process = subprocess.Popen(
+                self._command(*kept),
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=kept,
+                start_new_session=True,
+                env={},
+            )
+            try:
+                assert process.stdout is not None
+                printed, whole = _read(process.stdout, time.monotonic() + self.limits.wall_s)
+                ended = whole and process.wait(_SETTLE_S) == 0
+            except subprocess.TimeoutExpired:
+                ended = False
+            finally:  # with the first process of its namespace all others die
+                process.kill()
+                process.wait()
+                process.stdout.close()  # type: ignore[union-attr]
+        return Ran(printed.decode("utf-8", "replace"), ended)
+
+    def _command(self, program: int, rules: int) -> list[str]:
+        limits = self.limits
+        start = _START.format(
+            memory=limits.memory_mb * MEBIBYTE, cpu=max(1, limits.cpu_s), file=limits.file_mb * MEBIBYTE
+        )
+        words = [_bwrap() or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        words += ["--clearenv", "--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp", "--hostname", "sandbox"]
+        for name in _libraries():
+            words += ["--ro-bind", name, name]
+        for name in ("/bin", "/lib", "/lib32", "/lib64"):  # links of today's distributions, folders of others
+            if os.path.islink(name):
+                words += ["--symlink", os.readlink(name), name]
+        words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+        words += ["--size", str(limits.memory_mb * MEBIBYTE // 4), "--tmpfs", "/tmp"]
+        words += ["--ro-bind-data", str(program), "/program.py", "--remount-ro", "/", "--seccomp", str(rules)]
+        return [*words, "--chdir", "/tmp", os.path.realpath(sys.executable), "-I", "-S", "-c", start]
+
+
+@dataclass(frozen=True)
+class FusionRunner:
+    """A server that speaks SandboxFusion's ``POST /run_code``, whose own limits hold beside the times given here."""
+
+    url: str
+    limits: Limits = Limits()
+
+    def run(self, code: str, stdin: str) -> Ran:
+        import urllib3
+
+        body = {
+            "code": code,
+            "language": "python",
+            "stdin": stdin,
+            "compile_timeout": self.limits.wall_s,
+            "run_timeout": self.limits.wall_s,
+            "memory_limit_MB": self.limits.memory_mb,
+        }
+        try:
+            with urllib3.PoolManager(retries=False, timeout=self.limits.wall_s + _SETTLE_S) as pool:
+                answer = pool.request(
+                    "POST", f"{self.url.rstrip('/')}/run_code", json=body, preload_content=False, redirect=False
+                )
+                text = answer.read(8 * MAX_OUTPUT_BYTES)
+                if answer.status != 200:
+                    raise OSError(f"the sandbox {self.url} answered {answer.status}")
+                found = json.loads(text)
+        except (urllib3.exceptions.HTTPError, ValueError, RecursionError) as error:
+            raise OSError(f"the sandbox {self.url} gave no answer ({type(error).__name__})") from error
+        if not isinstance(found, dict) or found.get("status") == "SandboxError":
+            raise OSError(f"the sandbox {self.url} failed")
+        result = found.get("run_result")
+        result = result if isinstance(result, dict) else {}
+        ended = result.get("status") == "Finished" and result.get("return_code") == 0
+        return Ran(str(result.get("stdout") or "")[:MAX_OUTPUT_BYTES], ended)
+
+
+def is_url(sandbox: str) -> bool:
+    """Whether ``env.sandbox`` names a server."""
+    return sandbox.startswith(("http://", "https://"))
+
+
+def make_runner(sandbox: str, limits: Limits = Limits()) -> Runner:
+    """The runner that ``env.sandbox`` names: ``auto`` and ``bwrap`` are bubblewrap, a URL is a SandboxFusion server.
+
+    Raises:
+        UserError: bubblewrap is not there, or this machine does not let it work; or it is neither.
+
+    >>> make_runner("http://127.0.0.1:8080").url
+    'http://127.0.0.1:8080'
+    """
+    if is_url(sandbox):
+        return FusionRunner(sandbox, limits)
+    if sandbox not in ("auto", "bwrap"):
+        raise UserError(f"env.sandbox={sandbox} is not one of auto, bwrap or the URL of a SandboxFusion server.")
+    reason = why_no_bwrap()
+    if reason is not None:
+        raise UserError(
+            f"Programs of the model are run in a sandbox only, and {reason}; install bubblewrap (apt-get install "
+            "bubblewrap) where user namespaces are allowed, or give env.sandbox=URL of a SandboxFusion server."
+        )
+    return BwrapRunner(limits)
+
+
+@cache
+def why_no_bwrap() -> str | None:
+    """Why bubblewrap cannot be used here, None where it can: a program is run once."""
+    if sys.platform != "linux" or platform.machine() not in _CALLS:
+        return f"bubblewrap is not used on {sys.platform} {platform.machine()}"
+    if _bwrap() is None:
+        return "bubblewrap (bwrap) is not installed"
+    token = secrets.token_hex(8)
+    try:
+        ran = BwrapRunner(Limits(wall_s=30.0)).run(f"print({token!r})", "")
+    except OSError as error:
+        return f"bubblewrap does not start ({error.strerror})"
+    return None if ran == Ran(f"{token}\n", True) else "bubblewrap does not work here (user namespaces may be off)"
+
+
+def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[bool]:
+    """Which tests a program passes.
+
+    Args:
+        tests: Python code whose assertions at the top level are a test each (as a whole one test, where it has none),
+            or a list of such code and of ``{"stdin", "stdout"}`` pairs. Of a pair the program is given the input, and
+            passes where it prints the output, white space at the ends of lines and of the whole aside.
+
+    Raises:
+        OSError: the sandbox itself fails.
+        SyntaxError: tests that are no Python.
+    """
+    passed: list[bool] = []
+    for test in [tests] if isinstance(tests, str) else tests:
+        if isinstance(test, Mapping):
+            ran = runner.run(program, str(test.get("stdin", "")))
+            passed.append(ran.ended and _lines(ran.stdout) == _lines(str(test["stdout"])))
+        else:
+            passed += _run_assertions(runner, program, test)
+    return passed
+
+
+def _run_assertions(runner: Runner, program: str, tests: str) -> list[bool]:
+    """All in one run. A program cannot guess the marks, but one that searches its process for them finds them, and an
+    object that equals everything passes every comparison: only the outputs of pairs are compared outside.
+    """
+    steps = []
+    body = ast.parse(tests).body
+    asserted = [node for node in body if isinstance(node, ast.Assert)]
+    counted = asserted or body[-1:]
+    marks = {id(node): secrets.token_hex(16) for node in counted}
+    for node in body:
+        steps.append((marks.get(id(node), ""), ast.unparse(node)))
+    ran = runner.run(_TESTING, json.dumps({"code": program, "steps": steps}))
+    told = set(ran.stdout.split())
+    return [mark in told for mark in marks.values()]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _read(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
+    """What comes until the end, and whether that came before the deadline and the bound."""
+    found = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while len(found) <= MAX_OUTPUT_BYTES:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                return bytes(found), False
+            piece = os.read(stream.fileno(), 1 << 16)
+            if not piece:
+                return bytes(found), True
+            found += piece
+    return bytes(found[:MAX_OUTPUT_BYTES]), False
+
+
+@cache
+def _bwrap() -> str | None:
+    return shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
+
+
+@cache
+def _libraries() -> list[str]:
+    """Folders that Python needs: its own, and those of the system's libraries; no site-packages of this run."""
+    wanted = ["/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/bin", "/etc/ld.so.cache", sys.base_prefix]
+    wanted += [name for name in ("/lib", "/lib64") if not os.path.islink(name)]
+    kept: list[str] = []
+    for name in wanted:
+        if Path(name).exists() and not any(Path(name).is_relative_to(other) for other in kept):
+            kept.append(name)
+    return kept
+
+
+#: By machine: its number in seccomp, and its system calls fork and vfork (None: it has none) and clone.
+_CALLS: Mapping[str, tuple[int, tuple[int, ...], int]] = {
+    "x86_64": (0xC000003E, (57, 58), 56),
+    "aarch64": (0xC00000B7, (), 220),
+}
+_CLONE3, _CLONE_THREAD, _X32 = 435, 0x10000, 0x40000000
+_LOAD, _EQUAL, _AT_LEAST, _SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _REFUSE, _NO_SUCH_CALL = 0x7FFF0000, 0x00050001, 0x00050026  # EPERM, ENOSYS
+
+
+def _no_processes() -> bytes:
+    """A seccomp filter under which threads can be started, which the limit of memory bounds, and no processes.
+
+    The limit of processes (RLIMIT_NPROC) would hold for all that this user runs, and for root not at all.
+    """
+    machine, forks, clone = _CALLS[platform.machine()]
+    # (operation, value, how many lines further where it holds, where it does not)
+    checks = [(_LOAD, 4, 0, 0), (_EQUAL, machine, 1, 0), (_RETURN, _REFUSE, 0, 0), (_LOAD, 0, 0, 0)]
+    for number in forks:
+        checks += [(_EQUAL, number, 0, 1), (_RETURN, _REFUSE, 0, 0)]
+    checks += [(_EQUAL, _CLONE3, 0, 1), (_RETURN, _NO_SUCH_CALL, 0, 0)]  # then the C library asks for clone
+    checks += [(_AT_LEAST, _X32, 0, 1), (_RETURN, _REFUSE, 0, 0)]
+    checks += [(_EQUAL, clone, 0, 3), (_LOAD, 16, 0, 0), (_SET, _CLONE_THREAD, 1, 0), (_RETURN, _REFUSE, 0, 0)]
+    checks += [(_RETURN, _ALLOW, 0, 0)]
+    return b"".join(struct.pack("=HBBI", code, yes, no, value) for code, value, yes, no in checks)

@@ -1,0 +1,251 @@
+"""Programs of a model: what tests decide, what a sandbox lets them do, and what a server of SandboxFusion is asked."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from sota_grpo.assembly.compose import needs_consent
+from sota_grpo.config import Config
+from sota_grpo.errors import UserError
+from sota_grpo.rewards import sandbox
+from sota_grpo.rewards.extract import last_code_block
+from sota_grpo.rewards.sandbox import BwrapRunner, FusionRunner, Limits, Ran, make_runner, run_tests, why_no_bwrap
+from sota_grpo.rl.task import guarded_score, scorer_of
+from sota_grpo.tasks.code import CodeTask
+from sota_grpo.tasks.dataset import DatasetError
+
+NOWHERE = "http://127.0.0.1:9"
+needs_bwrap = pytest.mark.skipif(why_no_bwrap() is not None, reason=why_no_bwrap() or "it works")
+RUNNER = BwrapRunner(Limits(wall_s=60.0, cpu_s=30, memory_mb=256))
+SHORT = BwrapRunner(Limits(wall_s=2.0, cpu_s=30, memory_mb=256))
+
+
+def printed(code: str, stdin: str = "") -> str:
+    ran = RUNNER.run(code, stdin)
+    assert ran.ended, ran
+    return ran.stdout
+
+
+def tried(*lines: str) -> list[str]:
+    """What each line of a program raises inside, or done."""
+    code = "import os, signal, socket, resource, subprocess\n"
+    for line in lines:
+        code += f"try:\n    {line}\n    print('done')\nexcept BaseException as error: print(type(error).__name__)\n"
+    return printed(code).split()
+
+
+@needs_bwrap
+def test_a_program_reads_its_input_and_prints() -> None:
+    assert printed("print(input()[::-1])", "abc\n") == "cba\n"
+    assert printed("print('é', __name__)") == "é __main__\n"
+    assert not RUNNER.run("raise SystemExit(3)", "").ended
+    assert not RUNNER.run("1 +", "").ended
+
+
+@needs_bwrap
+def test_a_program_sees_neither_files_nor_variables_nor_the_network(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    ways = tried(
+        f"open({str(secret)!r})",
+        "open('/etc/passwd')",
+        "open('/etc/shadow')",
+        f"os.listdir({str(Path.cwd())!r})",
+        "socket.create_connection(('127.0.0.1', 22), 2)",
+        "socket.create_connection(('192.0.2.1', 80), 2)",
+    )
+    assert "done" not in ways
+    assert set(json.loads(printed("import json, os; print(json.dumps(dict(os.environ)))"))) <= {
+        "PATH", "HOME", "PWD", "LC_CTYPE"
+    }  # fmt: skip
+    assert printed("import os; print(sorted(os.listdir('/tmp')), os.listdir('/dev/shm'))") == "[] []\n"
+
+
+@needs_bwrap
+def test_a_program_writes_in_its_own_folder_only_and_nothing_stays() -> None:
+    places = ["/x", "/usr/x", "/usr/lib/x", "/program.py", "/dev/x", "/dev/shm/x", "/etc/x", "/proc/x"]
+    assert "done" not in tried(*(f"open({place!r}, 'w').write('x')" for place in places))
+    assert tried("open('/tmp/x', 'w').write('x')") == ["done"]
+    assert not Path("/tmp/x").exists() or Path("/tmp/x").read_text() != "x"
+    assert tried("open('/tmp/x')") == ["FileNotFoundError"], "another run has another folder"
+    assert not RUNNER.run("open('/tmp/x', 'wb').write(b'x' * (17 << 20))", "").ended
+    many = "for i in range(40): open(f'/tmp/{i}', 'wb').write(b'x' * (4 << 20))"
+    assert tried(many) == ["OSError"], "the folder has a size"
+
+
+@needs_bwrap
+def test_a_program_starts_no_process_and_reaches_none() -> None:
+    assert tried("os.fork()", "subprocess.run(['/usr/bin/env'])", "os.system('true') and 1 / 0") == [
+        "PermissionError", "PermissionError", "ZeroDivisionError"
+    ]  # fmt: skip
+    threads = "import threading; t = threading.Thread(target=print, args=(1,)); t.start(); t.join()"
+    assert printed(threads) == "1\n"
+    own = threading.get_native_id()
+    assert tried(f"os.kill({own}, 9)", "os.kill(-1, 9)") == ["ProcessLookupError", "ProcessLookupError"]
+    assert tried("resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))") == ["ValueError"]
+    bomb = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
+    assert not RUNNER.run(bomb, "").ended
+
+
+@needs_bwrap
+def test_a_program_is_ended_at_its_limits() -> None:
+    assert tried("bytearray(1 << 30)") == ["MemoryError"]
+    assert not SHORT.run("while True: pass", "").ended
+    assert not SHORT.run("import time; time.sleep(1000)", "").ended
+    assert not BwrapRunner(Limits(wall_s=60.0, cpu_s=1)).run("while True: pass", "").ended
+    loud = RUNNER.run("while True: print('x' * 1000)", "")
+    assert (len(loud.stdout), loud.ended) == (sandbox.MAX_OUTPUT_BYTES, False)
+    quiet = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.close(1); time.sleep(1000)"
+    assert not SHORT.run(quiet, "").ended, "its output has ended, it has not"
+
+
+@needs_bwrap
+def test_assertions_and_pairs_are_a_test_each() -> None:
+    program = "import sys\nprint('noise')\nprint('more', file=sys.stderr)\ndef f(x): return x + 1"
+    tests = "import math\nassert f(1) == 2\nassert f(2) == 4, 'no'\nk = 4\nassert f(3) == k\nassert f('x')"
+    assert run_tests(RUNNER, program, tests) == [True, False, True, False]
+    assert run_tests(RUNNER, program, ["assert f(1) == 2", "def check(g):\n    assert g(0) == 1\ncheck(f)"]) == [
+        True,
+        True,
+    ]
+    double = "print(int(input()) * 2)"
+    pairs = [{"stdin": "4\n", "stdout": "8"}, {"stdin": "5", "stdout": "11"}, {"stdin": "x", "stdout": ""}]
+    assert run_tests(RUNNER, double, pairs) == [True, False, False]
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "raise SystemExit",
+        "print('1' * 32)",
+        "f = lambda x: 1 / 0",
+        "class E:\n    def __eq__(self, o): raise AssertionError\nf = lambda x: E()",
+        "import builtins\nbuiltins.exec = builtins.compile = print\ndef f(x): return 7",
+        "def f(x):\n    import os\n    os._exit(0)",
+        "open('/proc/self/fd/1', 'w').write('passed')",
+    ],
+)  # fmt: skip
+def test_a_program_that_does_not_do_what_is_asked_passes_nothing(program: str) -> None:
+    assert run_tests(RUNNER, program, "assert f(1) == 2") == [False]
+
+
+class _Fusion(BaseHTTPRequestHandler):
+    """A server that answers as SandboxFusion does; it runs nothing."""
+
+    asked: list[dict] = []  # noqa: RUF012
+    answer: object = {}
+    status = 200
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append({"path": self.path, **body})
+        content = json.dumps(type(self).answer).encode()
+        self.send_response(type(self).status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def fusion() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Fusion)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    _Fusion.asked, _Fusion.status = [], 200
+    yield f"http://127.0.0.1:{server.server_address[1]}/"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def finished(stdout: object, code: int = 0, status: str = "Finished") -> dict:
+    result = {"status": status, "execution_time": 0.1, "return_code": code, "stdout": stdout, "stderr": ""}
+    return {"status": "Success", "message": "", "compile_result": None, "run_result": result, "files": {}}
+
+
+def test_a_server_is_asked_in_sandbox_fusions_form(fusion: str) -> None:
+    runner = FusionRunner(fusion, Limits(wall_s=3.0, memory_mb=100))
+    _Fusion.answer = finished("8\n")
+    assert run_tests(runner, "print(8)", [{"stdin": "4", "stdout": "8 \n"}]) == [True]
+    assert _Fusion.asked == [
+        {"path": "/run_code", "code": "print(8)", "language": "python", "stdin": "4", "compile_timeout": 3.0,
+         "run_timeout": 3.0, "memory_limit_MB": 100}
+    ]  # fmt: skip
+    for answer in (finished("8\n", 1), finished("8\n", 0, "TimeLimitExceeded"), finished(None), finished("9")):
+        _Fusion.answer = answer | {"status": "Failed"}
+        assert run_tests(runner, "", [{"stdin": "4", "stdout": "8"}]) == [False]
+    _Fusion.answer = {"status": "Failed", "run_result": None}
+    assert runner.run("", "") == Ran("", False)
+
+
+def test_a_server_that_fails_is_an_error_of_the_grader_and_no_wrong_answer(fusion: str) -> None:
+    task = CodeTask(sandbox=fusion)
+    example = task.read_row({"tests": "assert f(1) == 2"}, "here")
+    for status, answer in ((500, {}), (200, {"status": "SandboxError"}), (200, [1]), (302, {})):
+        _Fusion.status, _Fusion.answer = status, answer
+        score = guarded_score(task.score, ["tests"], "```\nx = 1\n```", example)
+        assert score.error.startswith("OSError: the sandbox http://127.0.0.1")
+    assert "OSError" in guarded_score(CodeTask(sandbox=NOWHERE).score, ["tests"], "```\n\n```", example).error
+
+
+def test_what_has_no_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "why_no_bwrap", lambda: "bubblewrap (bwrap) is not installed")
+    for name in ("auto", "bwrap"):
+        with pytest.raises(UserError, match=r"bwrap\) is not installed; install bubblewrap \(apt-get install"):
+            CodeTask(sandbox=name)
+    with pytest.raises(UserError, match=r"env\.sandbox=docker is not one of auto, bwrap or the URL"):
+        make_runner("docker")
+
+
+def test_a_server_in_somebody_elses_run_needs_consent() -> None:
+    config = Config()
+    config.env.sandbox = NOWHERE
+    assert needs_consent(config) == {"env.sandbox": f"send responses to {NOWHERE}"}
+    config.env.sandbox = "bwrap"
+    assert needs_consent(config) == {}
+
+
+def test_the_last_closed_block_outside_the_thinking_is_the_program() -> None:
+    assert last_code_block("```python\na\n\n b\n```") == "a\n\n b"
+    assert last_code_block("```\na\n```\n```py\nb\n```\n```\nc") == "b"
+    assert last_code_block("no ``` block ```") is None
+    assert last_code_block("```\n" * 300_001) == ""
+
+
+@needs_bwrap
+def test_the_reward_is_the_share_and_the_gold_program_earns_all(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"f(x) is x + {n}.", "tests": f"assert f(0) == {n}\nassert f(1) == {n + 1}",
+         "answer": f"def f(x):\n    return x + {n}"}
+        for n in range(6)
+    ]  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    task = CodeTask.load(path=str(path), num_heldout=2, max_samples=3)
+    assert (len(task.train), len(task.heldout)) == (3, 2)
+    example = task.train[0]
+    score = pickle.loads(pickle.dumps(scorer_of(task)))
+    assert score(task.gold_response(example), example).success
+    half = score(f"<think>```\n1\n```</think>```python\ndef f(x): return {example.query[-2]}\n```", example)
+    assert (half.terms, half.success, half.info) == ({"tests": 0.5}, False, {"num_tests": 2, "num_passed": 1})
+    assert score("def f(x): return 1", example).terms == {"tests": 0.0}
+    assert task.messages(example)[-1] == {"role": "user", "content": example.query}
+
+
+@pytest.mark.parametrize("tests", [None, "", "# nothing", "assert (", 7, [], [7], [{"stdin": "1"}], ["x = 1", {}]])
+def test_rows_without_tests_are_refused(tests: object) -> None:
+    with pytest.raises(DatasetError, match="here: "):
+        CodeTask(sandbox=NOWHERE).read_row({"prompt": "?", "tests": tests}, "here")
