@@ -462,16 +462,17 @@ class TaskEnv(EnvBase):
         longest, left_out = 0, []
         for part in ("train", "heldout"):
             examples, kept = getattr(self.task, part), []
-            for example in examples:
+            for number, example in enumerate(examples, start=1):
                 try:
                     longest = max(longest, len(self.prompt_ids(example)))
                     kept.append(example)
                 except UserError as error:
-                    if not skip or (not kept and example is examples[-1]):
+                    if not skip or (not kept and number == len(examples)):
                         raise
                     left_out.append((example, error))
             if len(kept) < len(examples):
-                setattr(self.task, part, kept)
+                is_mixed = isinstance(examples, MixedExamples)
+                setattr(self.task, part, examples.only(kept, may_be_empty=part == "heldout") if is_mixed else kept)
         if left_out:
             self.stream = PromptStream(self.task.train, seed=self.stream.seed, shuffle=self.stream.shuffle)
             _tell_of([example for example, _ in left_out], left_out[0][1])

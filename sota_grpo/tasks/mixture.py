@@ -101,6 +101,20 @@ class MixedExamples(Sequence[Example]):
         example = self.parts[name][index]
         return replace(example, extra={TASK: name, **example.extra})
 
+    def only(self, examples: Iterable[Example], *, may_be_empty: bool) -> MixedExamples:
+        """With these of its examples alone.
+
+        Raises:
+            DatasetError: none of a task is among them, and ``may_be_empty`` does not allow that.
+        """
+        parts: dict[str, list[Example]] = {name: [] for name in self.parts}
+        for example in examples:
+            name, own = _untagged(example)
+            parts[name].append(own)
+        for name in () if may_be_empty else [name for name, part in parts.items() if not part]:
+            raise DatasetError(f"No problem of env.mixture.{name} is left to train on; mend its data or leave it out.")
+        return MixedExamples(parts, self.weights)
+
     def drawn(self, draw: int) -> tuple[str, int]:
         """The name of the task that draw ``draw`` is of, and the draws of that task before it."""
         which, count = task_of_draw(list(self.weights.values()), draw)
@@ -184,9 +198,14 @@ class MixtureTask:
         return replace(example, extra={TASK: name, **example.extra})
 
 
+def _untagged(example: Example) -> tuple[str, Example]:
+    extra = {name: value for name, value in example.extra.items() if name != TASK}
+    return example.extra[TASK], replace(example, extra=extra)
+
+
 def _own(tasks: Mapping[str, Task], example: Example) -> tuple[str, Task, Example]:
-    name = example.extra[TASK]
-    return name, tasks[name], replace(example, extra={key: v for key, v in example.extra.items() if key != TASK})
+    name, own = _untagged(example)
+    return name, tasks[name], own
 
 
 class MixtureScorer:

@@ -407,3 +407,22 @@ def test_a_mixture_is_written_on_the_command_line_as_it_is() -> None:
         "c": {"system_prompt": "", "prompt_column": "7", "eval_path": None},
     }
     assert compose("grpo_cpu", overrides_of({"env.mixture": mixture})).env.mixture == mixture
+
+
+def test_prompts_that_do_not_fit_are_left_out_of_their_task() -> None:
+    tasks = {"a": Shortest(), "b": Shortest()}
+    tasks["a"].train = [Example("short", ""), Example(200 * "long ", "")]
+    tasks["b"].train = tasks["b"].heldout = [Example("brief", ""), Example("terse", "")]
+    tasks["a"].heldout = [Example(200 * "held ", "")]
+    task = MixtureTask(tasks)
+    examples = task.train
+    env = TaskEnv(task, load_tokenizer("tiny"), max_prompt_tokens=100, seed=SEED)
+    with pytest.raises(UserError, match="at most 100 fit"):
+        env.check_prompts()
+    env.check_prompts(skip=True)
+    assert [(one.extra[TASK], one.query) for one in task.train] == [("a", "short"), ("b", "brief"), ("b", "terse")]
+    assert [one.query for one in task.heldout] == ["brief", "terse"]
+    assert Counter(one.query for _, one in env.stream.draw(8)) == {"short": 4, "brief": 2, "terse": 2}
+    assert isinstance(examples, MixedExamples)
+    with pytest.raises(DatasetError, match=r"No problem of env\.mixture\.b is left to train on"):
+        examples.only([one for one in examples if one.extra[TASK] == "a"], may_be_empty=False)

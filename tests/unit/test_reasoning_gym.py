@@ -136,7 +136,8 @@ HOSTILE = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_scorers_survive_hostile_answers(what: str) -> None:
     rng = random.Random(SEED)
-    odd = "".join(chr(rng.choice([rng.randrange(32, 0xD800), rng.randrange(32, 127)])) for _ in range(3000))
+    drawn = (chr(rng.choice([rng.randrange(32, 0xD800), rng.randrange(32, 127)])) for _ in range(3000))
+    odd = "".join(letter for letter in drawn if not letter.isnumeric())  # one digit may be the right answer
     for name in ALLOWED:
         for answer in (HOSTILE[what], HOSTILE[what] + odd):
             score = guarded_score(TASK.score, ["correct"], f"<answer>{answer}</answer>", EXAMPLES[name][1])
