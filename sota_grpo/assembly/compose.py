@@ -52,6 +52,7 @@ _UNPARSED = re.compile(r"(mismatched|extraneous) input|Error parsing override|no
 _BARE = re.compile(r"override '(\w+)' missing EQUAL")
 _NO_PRESET = re.compile(r"Could not find '(\w+)/([^']+)'")
 _NO_SECRETS = {"model": {"hub_token": None}, "engine": {"api_key": None}}  # of a saved config
+_TRUST = "add --trust-run (in Python trust=True), or give the same option again where options are taken"
 _NO_NAME = "Config group override must be a string"
 _GLOBAL_PACKAGE = "@package _global_"  # a group whose options stand outside its own section
 
@@ -160,7 +161,12 @@ def require_known(composed: Any) -> None:
 
 
 def load_config(
-    run_dir: Path, overrides: Sequence[str] = (), *, trust: bool = False, unused: Collection[str] = ()
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    *,
+    trust: bool = False,
+    unused: Collection[str] = (),
+    remedy: str = _TRUST,
 ) -> Config:
     """The config of the run in ``run_dir``, its ``config.yaml``, under ``overrides`` as ``grpo.py`` takes them.
 
@@ -175,6 +181,7 @@ def load_config(
         overrides: such as ``["env.repeats=4", "algorithm=dapo"]``.
         trust: consent to all of it, whoever made the run.
         unused: options that the caller only shows, and which need no consent therefore.
+        remedy: how a user of the caller consents.
 
     Raises:
         UserError: there is no run, its config has an option that no longer exists, or an override does not fit; or it
@@ -190,25 +197,10 @@ def load_config(
     Traceback (most recent call last):
     sota_grpo.errors.UserError: There is no option env.repeat; did you mean env.repeats?
     """
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise UserError(f"There is no run in {run_dir} ({CONFIG_FILE} is missing); give the directory of a run.")
-    kept = without_token(overrides)
-    try:
-        saved = read_yaml(path)
-        _require_values(saved, path)
-        default = OmegaConf.structured(Config)
-        config = _with_overrides(OmegaConf.merge(default, saved, _NO_SECRETS), kept)
-        given = _with_overrides(default, kept)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+    config, given = _saved(path, without_token(overrides))
     use_config_token(given)
     for part in (EXPORTED, INPUTS):
         require_plain(run_dir / part, run_dir)
@@ -216,12 +208,33 @@ def load_config(
         _find_inputs(one, run_dir)
     if not trust:
         left = sorted(needs_consent(config).items() - needs_consent(given).items())
-        require_consent(run_dir, [f"{act} ({one_line(option)})" for option, act in left if not _unread(option, unused)])
+        require_consent(
+            run_dir, [f"{act} ({one_line(option)})" for option, act in left if not _unread(option, unused)], remedy
+        )
     return config
 
 
 def _unread(option: str, unused: Collection[str]) -> bool:
     return option in unused or (option.endswith(".reward_path") and "reward.path" in unused)
+
+
+def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
+    """The config in ``path`` under ``overrides``, and the defaults under the same."""
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        saved = read_yaml(path)
+        _require_values(saved, path)
+        default = OmegaConf.structured(Config)
+        config = _with_overrides(OmegaConf.merge(default, saved, _NO_SECRETS), overrides)
+        return config, _with_overrides(default, overrides)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
 
 
 def needs_consent(config: Config) -> dict[str, str]:
@@ -258,7 +271,7 @@ def needs_consent(config: Config) -> dict[str, str]:
     return acts
 
 
-def require_consent(run_dir: Path, acts: Sequence[str]) -> None:
+def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
     """Refuse what the config of a run asks for, where it asks for anything that nobody has consented to.
 
     Raises:
@@ -266,8 +279,7 @@ def require_consent(run_dir: Path, acts: Sequence[str]) -> None:
     """
     if acts:
         raise UserError(
-            f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust whoever made it, add --trust-run "
-            "(in Python trust=True), or give the same option again where options are taken."
+            f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust whoever made it, {remedy}."
         )
 
 
@@ -289,7 +301,7 @@ def resumed_config(config: Config, overrides: Sequence[str]) -> Config:
     if resume in (None, "auto") or not (Path(resume) / CONFIG_FILE).is_file():
         return config
     logger.info("The options of %s count where this command gives none.", Path(resume) / CONFIG_FILE)
-    return load_config(Path(resume), overrides)
+    return load_config(Path(resume), overrides, remedy="give the same option again")  # it has no --trust-run
 
 
 def no_run_or_model(name: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.loop import run
 from sota_grpo.recording.progress import closing_table, started, starting
 from sota_grpo.recording.run_files import EXPORTED, note_failure, read_evaluations
-from sota_grpo.recording.run_log import ExamineLog, RunLog, setup_logging
+from sota_grpo.recording.run_log import TRAINING_LOG, ExamineLog, RunLog, setup_logging
 from sota_grpo.recording.sinks import make_sinks
 from sota_grpo.recording.step_log import Progress, StepLog, StoredSteps
 from sota_grpo.recording.stored_steps import drop_steps
@@ -244,6 +246,24 @@ class Run:
         self.parts.close()
 
 
+@contextmanager
+def _no_log_of_a_refusal(run_dir: Path) -> Iterator[None]:
+    """``training.log`` as it was, where the user's mistake ends a command before anything was tried.
+
+    Its sentence is in ``failure.json``. What a run met that could not go on, and the gate's checks, stay in the log.
+    """
+    log = run_dir / TRAINING_LOG
+    size = log.stat().st_size if log.exists() else None
+    try:
+        yield
+    except RunFailed:
+        raise
+    except UserError:
+        with suppress(OSError):
+            log.unlink(missing_ok=True) if size is None else os.truncate(log, size)
+        raise
+
+
 def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
     """Validate, assemble, train, close. Returns the number of training steps done.
 
@@ -266,7 +286,9 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
             print(f"The run in {place.path} is already finished.")
             return total
         try:
-            with closing(Run(config, place, passed.functions)) as job:
+            with _no_log_of_a_refusal(place.path):
+                job = Run(config, place, passed.functions)
+            with closing(job):
                 return job.train()
         except UserError as error:
             with suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import yaml
 
 from sota_grpo.cli import main
 from sota_grpo.recording.run_files import whole_lines
-from sota_grpo.report import report_json
+from sota_grpo.report import TrainingReport, report_json
 from sota_grpo.report.data import find_runs, read_runs
 from sota_grpo.sweeps import read_sweep
 from tests.report_rigs import write_run
@@ -149,3 +150,30 @@ def test_a_line_whose_end_is_still_to_come_is_no_line_and_neither_is_its_rest(tm
                 file.write(b'ard": 0.5}\n{"step": 2}\n')
     assert found[0] == (1, b'{"step": 0}\n')
     assert all(line.startswith(b"{") and line.endswith(b"}\n") for _, line in found)
+
+
+def test_a_full_disk_keeps_the_page_that_there_is_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It fills up in the middle of the page: its beginning has been written."""
+    run_dir = write_run(tmp_path / "run")
+    report = TrainingReport(run_dir)
+    report.finish()
+    before = (run_dir / "report.html").read_bytes()
+    files = {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
+    write = Path.write_text
+
+    def full(path: Path, text: str, *args: object, **options: object) -> int:
+        if "report.html" not in path.name:
+            return write(path, text, *args, **options)
+        write(path, text[:100], *args, **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert report.finish() > 0
+    assert report.finish() == 0
+    assert (run_dir / "report.html").read_bytes() == before
+    assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == files
+    (told,) = [one.getMessage() for one in caplog.records]
+    assert "No space left on device" in told
+    assert "training goes on" in told
