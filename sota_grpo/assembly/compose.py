@@ -17,6 +17,7 @@ from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreada
 from sota_grpo.rewards.functions import PICKLED
 from sota_grpo.rewards.sandbox import is_url
 from sota_grpo.rl.objective_files import in_file
+from sota_grpo.tasks.servers import server_of
 from sota_grpo.text import one_line
 from sota_grpo.untrusted import read_yaml, require_plain
 
@@ -253,6 +254,8 @@ def needs_consent(config: Config) -> dict[str, str]:
             acts[name] = f"run {one_line(value)}"
         elif name in _DEFINED_IN_FILES and (in_file(value) or value.endswith(PICKLED)):
             acts[name] = f"run {one_line(str((in_file(value) or [value])[0]))}"
+    if (server := server_of(config.env.environment)) is not None:
+        acts["env.environment"] = server.act()
     if config.model.trust_remote_code:
         acts["model.trust_remote_code"] = "run the Python files that its model brings along"
     for option, passed in (
@@ -337,11 +340,11 @@ def _find_inputs(config: Config, run_dir: Path) -> None:
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Name and value of each that is set, those of a mixture's entries included; nobody has judged these yet."""
+    """Name and value of each that is set, those of a mixture's entries, too; a server is no path. Nobody judged them."""
     for name in PATH_OPTIONS:
         section, _, option = name.partition(".")
         value = getattr(getattr(config, section), option)
-        if value is not None:
+        if value is not None and not (name == "env.environment" and server_of(value)):
             yield name, value
     yield from _of_entries(config, ENTRY_PATHS)
 

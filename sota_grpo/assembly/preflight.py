@@ -23,6 +23,7 @@ from sota_grpo.recording.progress import starting
 from sota_grpo.recording.sinks import require_sinks
 from sota_grpo.rewards import functions
 from sota_grpo.tasks import dataset, parameters
+from sota_grpo.tasks.servers import server_of
 from sota_grpo.training.runs import require_free
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ def _require_files(config: Config) -> None:
             dataset.require_file(Path(path).expanduser())
     if config.reward.path not in (None, functions.PASSED):
         functions.require_file(Path(config.reward.path).expanduser())
+    if (server := server_of(config.env.environment)) is not None:
+        server.require()
 
 
 def announce(config: Config) -> None:

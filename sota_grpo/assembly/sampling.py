@@ -31,6 +31,7 @@ from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks import make_task, parameters, task_class
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows, unique_examples
 from sota_grpo.tasks.mixture import MixtureTask
+from sota_grpo.tasks.servers import server_of
 from sota_grpo.tasks.wrappers import reward_inputs, think_again, with_reward_functions, with_tools
 from sota_grpo.workers.instances import Instances, InstanceSpec
 
@@ -134,9 +135,14 @@ def start_instances(config: Config, opened: ExitStack) -> Instances | None:
     if value is None:
         return None
     starting("Starting the tools")
-    kind = "functions" if config.env.tools is not None else "factory"
-    path, names = in_file(value) or (Path(value), "")
-    spec = InstanceSpec(path=str(path), names=tuple(names.split(",")) if names else (), kind=kind)
+    server = server_of(config.env.environment)
+    if server is not None:
+        server.require()
+        spec = server.spec()
+    else:
+        kind = "functions" if config.env.tools is not None else "factory"
+        path, names = in_file(value) or (Path(value), "")
+        spec = InstanceSpec(path=str(path), names=tuple(names.split(",")) if names else (), kind=kind)
     instances = opened.enter_context(closing(Instances(spec, timeout_s=config.env.tool_timeout_s)))
     instances.wait_ready()
     return instances

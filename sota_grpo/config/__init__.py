@@ -126,7 +126,9 @@ class EnvConfig:
     max_steps: int = opt(1, "most turns of a dialog; inference_model.max_tokens is the length of one turn")
     tools: str | None = opt(None, "FILE.py:NAME,NAME: typed functions that the policy may call, by its chat template")
     environment: str | None = opt(
-        None, "FILE.py:FACTORY of objects with reset, methods that the policy may call, and perhaps get_reward"
+        None,
+        "FILE.py:FACTORY of objects with reset, methods that the policy may call, and perhaps get_reward; or a server: "
+        "mcp:COMMAND, mcp+http://HOST:PORT/mcp, openenv+http://HOST:PORT",
     )
     tool_timeout_s: float = opt(30.0, "longest time for one call of a tool; then the sample's environment is ended")
     max_tool_calls: int | None = opt(None, "most calls of tools in a dialog; more end it")

@@ -25,6 +25,7 @@ from sota_grpo.rewards.functions import PASSED, PICKLED
 from sota_grpo.rl.objective_files import in_file, surrogate
 from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.reasoning_gym import task_faults
+from sota_grpo.tasks.servers import FORMS, server_of
 from sota_grpo.tasks.wrappers import naming_faults
 
 
@@ -310,8 +311,11 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
     option, value = ("env.tools", env.tools) if env.environment is None else ("env.environment", env.environment)
     if env.tools is not None and env.environment is not None:
         yield f"env.tools={env.tools} and env.environment={value}: make the functions methods of the environment."
-    if value is not None and in_file(value) is None and not value.endswith(PICKLED) and value != PASSED:
-        yield f"{option}={value} is no FILE.py:NAME; name the file, a colon, and what it defines."
+    if (server := server_of(env.environment)) is not None:
+        yield from filter(None, [server.fault()])
+    elif value is not None and in_file(value) is None and not value.endswith(PICKLED) and value != PASSED:
+        servers = f" (or a server: {FORMS})" if env.tools is None else ""
+        yield f"{option}={value} is no FILE.py:NAME; name the file, a colon, and what it defines{servers}."
     if env.max_steps < 2:
         yield f"{option}={value} offers tools, and env.max_steps=1 leaves no turn to hear them; use 4."
     if env.reasoning or (env.mixture is None and replies(config)):

@@ -1,0 +1,116 @@
+"""An MCP server as an environment: its tools are the policy's, and every sample has a session of its own.
+
+Loaded by name (:class:`~.servers.ToolServer`), in the process whose forks the instances are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+from sota_grpo.tasks.servers import content_text, function_schema, joined
+from sota_grpo.text import sentence
+from sota_grpo.workers.instance_process import Unusable
+
+with suppress(ImportError):  # ToolServer.require says so; here, once, and not in every instance
+    import mcp
+    from anyio.from_thread import start_blocking_portal
+    from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
+
+
+class ToolFailed(Exception):
+    """The server answered a call with an error; the message is what it said."""
+
+
+class McpTools:
+    """A session with an MCP server, open from the beginning.
+
+    It begins with the handshake of the protocol before 2026-07-28, under which a server over HTTP knows the session of
+    a call and can keep a state for it; a server that refuses it is spoken to without sessions.
+
+    Args:
+        command: starts a server that is spoken to over stdin and stdout. It has the directory and stderr of the run,
+            and of its environment variables ``HOME``, ``PATH`` and the like only.
+        url: of a server that runs already, over streamable HTTP.
+
+    Raises:
+        Unusable: there is no such server, or it cannot be started.
+
+    Example::
+
+        tools = McpTools(command=("python", "notes.py"))
+        tools.call("add_note", {"text": "Buy milk"})
+        tools.close()
+    """
+
+    def __init__(self, command: Sequence[str] = (), url: str = "") -> None:
+        server = mcp.StdioServerParameters(command=command[0], args=list(command[1:])) if command else url
+        with ExitStack() as opened:
+            # one task of one event loop enters the session and leaves it, as anyio asks
+            self._portal = opened.enter_context(start_blocking_portal())
+            try:
+                self._client = self._connected(opened, server)
+            except Exception as error:
+                where = " ".join(command) if command else url
+                raise Unusable(f"no MCP server answers at {where} ({sentence(_cause(error))})") from error
+            self._opened = opened.pop_all()
+
+    def _connected(self, opened: ExitStack, server: Any) -> Any:
+        try:
+            return self._entered(opened, mcp.Client(server, mode="legacy"))
+        except Exception as error:
+            refused = _cause(error)
+            if not isinstance(refused, mcp.MCPError) or refused.code == CONNECTION_CLOSED:
+                raise
+        return self._entered(opened, mcp.Client(server))
+
+    def _entered(self, opened: ExitStack, client: Any) -> Any:
+        return opened.enter_context(self._portal.wrap_async_context_manager(client))
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of the tools that the server lists, as chat templates take them."""
+        tools: list[Any] = []
+        cursor = None
+        while True:
+            page = self._portal.call(partial(self._client.list_tools, cursor=cursor))
+            tools += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return [function_schema(tool.name, tool.description, tool.input_schema) for tool in tools]
+
+    def reset(self, **row: Any) -> None:
+        """Nothing is to be reset: the session is new."""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """The text of what a tool answers; what it answers as data where it has no text.
+
+        Raises:
+            ToolFailed: the tool failed, or the server refused the call.
+            Unusable: the server is gone.
+        """
+        try:
+            result = self._portal.call(self._client.call_tool, name, dict(arguments))
+        except Exception as error:
+            said = _cause(error)
+            if isinstance(said, mcp.MCPError) and said.code in (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND):
+                raise ToolFailed(joined(str(said))) from error
+            raise Unusable(f"the MCP server is gone ({sentence(said)})") from error
+        text = content_text([block.model_dump() for block in result.content])
+        if result.is_error:
+            raise ToolFailed(joined(text))
+        return text if result.content or result.structured_content is None else result.structured_content
+
+    def close(self) -> None:
+        """End the session, and the server where it was started for it."""
+        with suppress(Exception):  # of a server that is gone
+            self._opened.close()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong first among tasks that ended together."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,289 @@
+"""An OpenEnv server as an environment: its actions are the policy's tools, and every sample has a session of its own.
+
+Spoken is what servers of OpenEnv 0.10 do: ``GET /schema`` describes the actions, and a connection to the WebSocket
+``/ws`` is a session, with one answer to each message::
+
+    > {"type": "reset", "data": {"seed": 3, "ground_truth": "42"}}
+    < {"type": "observation", "data": {"observation": {"text": "0 to 99?"}, "reward": null, "done": false}}
+    > {"type": "step", "data": {"number": 42}}
+    < {"type": "observation", "data": {"observation": {"text": "right"}, "reward": 1.0, "done": true}}
+
+Loaded by name (:class:`~.servers.ToolServer`), in the process whose forks the instances are. OpenEnv itself is not
+needed here.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import urllib3
+
+from sota_grpo.tasks.servers import content_text, function_schema, joined
+from sota_grpo.text import sentence
+from sota_grpo.workers.instance_process import Unusable
+
+with suppress(ImportError):  # ToolServer.require says so; here, once, and not in every instance
+    from websockets.exceptions import ConnectionClosed
+    from websockets.sync.client import connect
+
+_MOST_BYTES = 1 << 24  # of one answer
+_ROOM_WITHIN_S = 5.0  # longest wait for a session that ends to make room for one that begins
+_LOOK_EVERY_S = 0.1
+_LEAVE_S = 1.0  # longest for the goodbye
+_MCP_ACTIONS = ("call_tool", "list_tools")  # what an action's field "type" says where the server lists tools
+
+
+class ActionFailed(Exception):
+    """The server refused an action, or failed at it; the message is what it said."""
+
+
+class EpisodeOver(Exception):
+    """An action after the last one."""
+
+
+@dataclass(frozen=True)
+class ActionType:
+    """One kind of action.
+
+    Args:
+        schema: as chat templates take it, without the fields that the policy cannot choose.
+        fields: those that have one value.
+    """
+
+    schema: dict[str, Any]
+    fields: Mapping[str, Any]
+
+
+class OpenEnv:
+    """A session with an OpenEnv server, which begins at :meth:`reset`.
+
+    Args:
+        url: of the server, without ``/ws``.
+
+    Example::
+
+        game = OpenEnv("http://127.0.0.1:8000")
+        observation = game.reset(ground_truth="42")
+        game.call("guess", {"number": 42})
+        game.get_reward()
+        game.close()
+    """
+
+    def __init__(self, url: str) -> None:
+        self._seed = random.getrandbits(31)  # before anything else draws: siblings begin alike
+        self._url = url.rstrip("/")
+        self._connection: Any = None
+        self._opened = ExitStack()  # of the connection
+        self._reward, self._is_over = 0.0, False
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of the tools, as chat templates take them: one for each type of action, or those that the server lists."""
+        if not self._lists_tools:
+            return [action.schema for action in self._actions.values()]
+        listed = self._first({"type": "step", "data": {"type": "list_tools"}})["observation"].get("tools", [])
+        try:
+            return [function_schema(tool["name"], tool["description"], tool["input_schema"]) for tool in listed]
+        except (TypeError, KeyError, ValueError) as error:
+            raise self._unlike() from error
+
+    def reset(self, **row: Any) -> str | None:
+        """Begin an episode; the server hands on those columns of ``row`` that its environment's ``reset`` takes.
+
+        A column ``seed`` counts instead of the seed that is drawn here.
+        """
+        return self._observed(self._first({"type": "reset", "data": {"seed": self._seed, **row}}))
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
+        """What the environment lets see of an action's outcome.
+
+        Raises:
+            EpisodeOver: the environment has said that it is done.
+            ActionFailed: it refused the action, or failed at it.
+            Unusable: the server is gone.
+        """
+        if self._is_over:
+            raise EpisodeOver("the episode is over")
+        if self._lists_tools:
+            action: dict[str, Any] = {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
+        elif name in self._actions:
+            action = {**arguments, **self._actions[name].fields}
+        else:
+            raise LookupError(f"there is no tool {name!r}; the tools are {', '.join(self._actions)}")
+        return self._observed(self._ask({"type": "step", "data": action}))
+
+    def get_reward(self) -> float:
+        """The last reward that the environment gave, as OpenEnv's own rollouts count it; 0 where it gave none."""
+        return self._reward
+
+    def close(self) -> None:
+        """End the session."""
+        if self._connection is not None:
+            with suppress(ConnectionClosed, OSError):
+                self._connection.send(json.dumps({"type": "close"}))
+        self._opened.close()
+        self._connection = None
+
+    @cached_property
+    def _action(self) -> Mapping[str, Any]:
+        """The JSON schema of the actions."""
+        try:
+            answer = urllib3.request(
+                "GET", f"{self._url}/schema", retries=False, redirect=False, preload_content=False, timeout=30.0
+            )
+            described = json.loads(answer.read(_MOST_BYTES)) if answer.status == 200 else None
+        except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            raise Unusable(f"no OpenEnv server answers at {self._url} ({sentence(error)})") from error
+        action = described.get("action") if isinstance(described, dict) else None
+        if not isinstance(action, dict):
+            raise Unusable(f"what answers at {self._url}/schema is no OpenEnv server (HTTP status {answer.status})")
+        return action
+
+    @cached_property
+    def _lists_tools(self) -> bool:
+        fields = self._action.get("properties")
+        if not isinstance(fields, dict):
+            return False
+        kind = fields.get("type")
+        is_mcp = isinstance(kind, dict) and kind.get("const") in _MCP_ACTIONS
+        return is_mcp or (self._action.get("title") == "Action" and set(fields) <= {"metadata"})  # of no type at all
+
+    @cached_property
+    def _actions(self) -> dict[str, ActionType]:
+        return {action.schema["function"]["name"]: action for action in action_types(self._action)}
+
+    def _first(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The answer to the first message of a new session, once the server has room for one."""
+        until = time.monotonic() + _ROOM_WITHIN_S
+        while True:
+            self.close()
+            try:
+                self._connection = self._opened.enter_context(
+                    connect(
+                        f"ws{self._url.removeprefix('http')}/ws",
+                        proxy=None,
+                        max_size=_MOST_BYTES,
+                        ping_timeout=None,  # whoever waits for this has a deadline
+                        close_timeout=_LEAVE_S,
+                    )
+                )
+            except Exception as error:  # of the network, of TLS, of HTTP
+                raise Unusable(f"no OpenEnv server answers at {self._url} ({sentence(error)})") from error
+            try:
+                return self._ask(message)
+            except ActionFailed as error:
+                raise Unusable(f"the OpenEnv server cannot begin ({error})") from error
+            except _NoRoom as error:
+                if time.monotonic() > until:
+                    raise Unusable(
+                        f"the OpenEnv server has no room for another session ({error}); raise its max_concurrent_envs, "
+                        "or lower env.num_envs"
+                    ) from error
+                time.sleep(_LOOK_EVERY_S)
+
+    def _ask(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            with suppress(ConnectionClosed):  # what it said before it left can still be read
+                self._connection.send(json.dumps(message))
+            answer = json.loads(self._connection.recv())
+            kind, data = answer["type"], answer["data"]
+            if kind == "error" and isinstance(data, dict):
+                raise _error(data)
+            if kind != "observation" or not isinstance(data["observation"], dict):
+                raise ValueError
+            if (reward := data.get("reward")) is not None:
+                self._reward = float(reward)
+            self._is_over = bool(data.get("done"))
+        except (ConnectionClosed, OSError) as error:
+            raise Unusable(f"the OpenEnv server is gone ({sentence(error)})") from error
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise self._unlike() from error
+        return data
+
+    def _observed(self, data: Mapping[str, Any]) -> str | None:
+        """An observation as text: its one text, else its fields as JSON; of a tool's answer the content."""
+        seen = {name: value for name, value in data["observation"].items() if name != "metadata"}
+        if self._lists_tools and "tool_name" in seen:
+            return _tool_answer(seen)
+        if not seen:
+            return None
+        (first, *others) = seen.values()
+        return first if isinstance(first, str) and not others else json.dumps(seen, ensure_ascii=False)
+
+    def _unlike(self) -> Unusable:
+        return Unusable(f"{self._url} answered what no OpenEnv server answers")
+
+
+class _NoRoom(Exception):
+    """The server has as many sessions as it may."""
+
+
+def _error(data: Mapping[str, Any]) -> Exception:
+    """What an error of the server means here."""
+    message, code = str(data.get("message")), data.get("code")
+    if code == "CAPACITY_REACHED":
+        return _NoRoom(message)
+    if code in ("FACTORY_ERROR", "SESSION_ERROR"):
+        return Unusable(f"the OpenEnv server has no session ({message})")
+    if isinstance(details := data.get("errors"), list):
+        message += "".join(f"; {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in details)
+    return ActionFailed(joined(message))
+
+
+def _tool_answer(seen: Mapping[str, Any]) -> str:
+    """Of a tool that the server lists.
+
+    >>> _tool_answer({"tool_name": "add", "result": {"content": [{"type": "text", "text": "3"}]}, "error": None})
+    '3'
+    """
+    result, error = seen.get("result"), seen.get("error")
+    if isinstance(error, Mapping):
+        raise ActionFailed(joined(str(error.get("message"))))
+    blocks = result.get("content") if isinstance(result, Mapping) else None
+    if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    if isinstance(result, Mapping) and result.get("is_error"):
+        raise ActionFailed(joined(content_text(blocks)))
+    return content_text(blocks)
+
+
+def action_types(schema: Mapping[str, Any]) -> Iterator[ActionType]:
+    """The types of action that a JSON schema describes: itself, or each branch of its union.
+
+    >>> up = {"title": "GoUpAction", "properties": {"kind": {"const": "up"}, "steps": {"type": "integer"}}}
+    >>> schema = {"oneOf": [{"$ref": "#/$defs/Up"}], "$defs": {"Up": {**up, "required": ["kind", "steps"]}}}
+    >>> (action,) = action_types(schema)
+    >>> action.schema["function"]["name"], action.schema["function"]["parameters"]["required"], action.fields
+    ('go_up', ['steps'], {'kind': 'up'})
+    """
+    definitions = schema.get("$defs", {})
+    for branch in schema.get("oneOf") or schema.get("anyOf") or [schema]:
+        if isinstance(named := branch.get("$ref"), str):
+            branch = definitions.get(named.rpartition("/")[2], {})
+        properties = {name: one for name, one in branch.get("properties", {}).items() if name != "metadata"}
+        fields = {name: one["const"] for name, one in properties.items() if "const" in one}
+        chosen = {name: one for name, one in properties.items() if name not in fields}
+        required = [name for name in branch.get("required", []) if name in chosen]
+        parameters = {"type": "object", "properties": chosen, "required": required}
+        if "$ref" in json.dumps(chosen):
+            parameters["$defs"] = definitions
+        name, purpose = tool_name(branch.get("title", "")), branch.get("description") or "Take this action."
+        yield ActionType(function_schema(name, purpose, parameters), fields)
+
+
+def tool_name(title: str) -> str:
+    """A tool's name from that of a class of actions.
+
+    >>> tool_name("GoUpAction"), tool_name("Action"), tool_name("TextArena[int]Action")
+    ('go_up', 'step', 'text_arena_int')
+    """
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", title.removesuffix("Action"))
+    return re.sub(r"\W+", "_", words, flags=re.ASCII).strip("_").lower() or "step"

@@ -1,0 +1,165 @@
+"""``env.environment`` as a server instead of a file: how one is written, and what a run needs for it.
+
+======================== ===========================================================================================
+``mcp:COMMAND``          an MCP server that the command starts, once per sample, spoken to over its stdin and stdout
+``mcp+http://HOST/mcp``  an MCP server that runs already (streamable HTTP; also ``mcp+https://``)
+``openenv+http://HOST``  an OpenEnv server that runs already (also ``openenv+https://``)
+======================== ===========================================================================================
+
+Standard library only: configs are judged here before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import urlsplit
+
+from sota_grpo.errors import UserError
+from sota_grpo.text import one_line
+from sota_grpo.workers.instances import InstanceSpec
+
+#: The forms, for sentences on a value that has none of them.
+FORMS = "mcp:COMMAND, mcp+http://HOST:PORT/mcp or openenv+http://HOST:PORT"
+_WRITTEN = re.compile(r"mcp:(?P<command>.*)|(?P<protocol>mcp|openenv)\+(?P<url>https?://.*)", re.DOTALL)
+_ADAPTERS = {"mcp": "sota_grpo.tasks.mcp_tools:McpTools", "openenv": "sota_grpo.tasks.openenv:OpenEnv"}
+_PACKAGES = {"mcp": "mcp", "openenv": "websockets"}  # by the extra that brings it
+
+
+@dataclass(frozen=True)
+class ToolServer:
+    """A server of tools, as the config names it.
+
+    Args:
+        written: the value of the option.
+        protocol: ``mcp`` or ``openenv``, which is also the name of the extra that it needs.
+        command: a command line that starts it, without a shell; empty where it runs already.
+        url: of one that runs already.
+    """
+
+    written: str
+    protocol: str
+    command: str = ""
+    url: str = ""
+
+    def fault(self) -> str | None:
+        """Why the option cannot mean a server, in one sentence; None where it can.
+
+        >>> server_of("mcp:python 'server.py").fault()
+        "env.environment=mcp:python 'server.py is no command line (No closing quotation); write it as for a shell."
+        >>> server_of("mcp+http://127.0.0.1:8000/mcp").fault()
+        """
+        option = f"env.environment={one_line(self.written)}"
+        if self.url:
+            return _url_fault(option, self.url)
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            return f"{option} is no command line ({error}); write it as for a shell."
+        if not words:
+            return f"{option} has no command; write mcp:COMMAND, as in 'mcp:python server.py'."
+        if "://" in words[0]:
+            return f"{option} names an address where a command stands; write mcp+{one_line(words[0])}."
+        return None
+
+    def require(self) -> None:
+        """What this machine needs must be there.
+
+        Raises:
+            UserError: the package, or the command, is missing.
+        """
+        package, option = _PACKAGES[self.protocol], f"env.environment={one_line(self.written)}"
+        if find_spec(package) is None:
+            raise UserError(
+                f"{option} needs the package {package}, which is not installed; install the extra {self.protocol} "
+                f"(pip install -e '.[{self.protocol}]')."
+            )
+        if self.command and shutil.which(shlex.split(self.command)[0]) is None:
+            raise UserError(f"{option}: there is no command {shlex.split(self.command)[0]!r} here; correct its path.")
+
+    def act(self) -> str:
+        """What a run does with it, for whoever is asked to consent.
+
+        >>> server_of("mcp:python server.py").act(), server_of("openenv+http://far:80").act()
+        ('run the command python server.py', 'send rows and calls to http://far:80')
+        """
+        if self.command:
+            return f"run the command {one_line(self.command.strip())}"
+        sent = "calls" if self.protocol == "mcp" else "rows and calls"
+        return f"send {sent} to {one_line(self.url)}"
+
+    def spec(self) -> InstanceSpec:
+        """Its instances: a session of its own for every sample."""
+        options = {"url": self.url} if self.url else {"command": tuple(shlex.split(self.command))}
+        return InstanceSpec(_ADAPTERS[self.protocol], self.written, options=options)
+
+
+def server_of(value: str | None) -> ToolServer | None:
+    """The server that ``env.environment`` names; None where it names none.
+
+    >>> server_of("mcp:npx -y some-server /data").command
+    'npx -y some-server /data'
+    >>> server_of("openenv+https://user-game.hf.space").url
+    'https://user-game.hf.space'
+    >>> server_of("guess.py:Guess"), server_of(None)
+    (None, None)
+    """
+    written = _WRITTEN.fullmatch(value) if value is not None else None
+    if value is None or written is None:
+        return None
+    if written["url"] is None:
+        return ToolServer(value, "mcp", command=written["command"])
+    return ToolServer(value, written["protocol"], url=written["url"])
+
+
+def _url_fault(option: str, url: str) -> str | None:
+    try:
+        address = urlsplit(url)
+        host, _ = address.hostname, address.port
+    except ValueError as error:
+        return f"{option} is no address ({error}); write {FORMS}."
+    if not host:
+        return f"{option} names no host; write {FORMS}."
+    if address.username is not None or address.password is not None:
+        return "env.environment has a user name or password in its address, which the run would save; leave it out."
+    return None
+
+
+def function_schema(name: str, description: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as chat templates take it.
+
+    >>> function_schema("now", None, {"type": "object", "properties": {}})["function"]["description"]
+    ''
+    """
+    function = {"name": name, "description": description or "", "parameters": dict(parameters)}
+    return {"type": "function", "function": function}
+
+
+def content_text(blocks: Sequence[Mapping[str, Any]]) -> str:
+    """What a tool of an MCP server answered, as text: its blocks line by line; of what is no text, the kind.
+
+    >>> content_text([{"type": "text", "text": "Two notes:"}, {"type": "resource", "resource": {"text": "a, b"}}])
+    'Two notes:\\na, b'
+    >>> content_text([{"type": "image", "data": "YWJj", "mimeType": "image/png"}])
+    '[image, not shown]'
+    """
+    texts = []
+    for block in blocks:
+        inner = block.get("resource")
+        text = inner.get("text") if isinstance(inner, Mapping) else block.get("text")
+        texts.append(text if isinstance(text, str) else f"[{block.get('type')}, not shown]")
+    return "\n".join(texts)
+
+
+def joined(text: str) -> str:
+    """Lines as one, because of an exception only the first line is told.
+
+    >>> joined("1 validation error\\n  text: missing\\n")
+    '1 validation error text: missing'
+    """
+    return " ".join(text.split())

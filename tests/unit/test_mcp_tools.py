@@ -1,0 +1,219 @@
+"""A real MCP server behind instances: over stdin and stdout, and over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mcp", reason="needs the extra mcp")
+
+from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.envs import TaskEnv
+from sota_grpo.envs.agents import Budgets, ToolPartner
+from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
+from sota_grpo.envs.tool_calls import ToolCallReader
+from sota_grpo.errors import UserError
+from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.rl.records import GroupRequest, Sampling
+from sota_grpo.tasks import make_task
+from sota_grpo.tasks.servers import ToolServer, server_of
+from sota_grpo.workers.instances import Answer, InstanceLost, Instances
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+SERVER = Path(__file__).parent / "environments" / "mcp_server.py"
+WAIT_S = 60.0
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+class Running:
+    """The server over HTTP, which can be ended."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.process = subprocess.Popen([sys.executable, str(SERVER), str(self.port)])
+        until(lambda: listens(self.port) or self.process.poll() is not None)
+
+    def __str__(self) -> str:
+        return f"mcp+http://127.0.0.1:{self.port}/mcp"
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def named(written: str) -> ToolServer:
+    server = server_of(written)
+    assert server is not None
+    assert server.fault() is None
+    return server
+
+
+@pytest.fixture(scope="module", params=["stdio", "http"])
+def instances(request: pytest.FixtureRequest) -> Iterator[Instances]:
+    running = Running() if request.param == "http" else None
+    written = str(running) if running else f"mcp:{shlex.join([sys.executable, str(SERVER)])}"
+    made = Instances(named(written).spec(), timeout_s=WAIT_S)
+    try:
+        made.wait_ready()
+        yield made
+    finally:
+        made.close()
+        if running:
+            running.end()
+
+
+def call(instances: Instances, key: int, name: str, **arguments: Any) -> Answer:
+    return instances.call(key, [(name, arguments)]).result(WAIT_S)[0]
+
+
+def test_the_tools_are_what_the_server_lists(instances: Instances) -> None:
+    functions = {schema["function"]["name"]: schema["function"] for schema in instances.schemas}
+    assert list(functions) == ["add_note", "fail", "draw", "look", "leave"]
+    assert functions["add_note"]["description"] == "Add a note, and read all."
+    parameters = functions["add_note"]["parameters"]
+    assert {name: one["type"] for name, one in parameters["properties"].items()} == {
+        "text": "string",
+        "times": "integer",
+    }
+    assert parameters["required"] == ["text"]
+    assert not instances.has_reward
+
+
+def test_every_sample_has_a_session_of_its_own(instances: Instances) -> None:
+    first, second = (instances.open({"question": "?"}).result(WAIT_S) for _ in range(2))
+    assert first.observation is second.observation is None
+    assert call(instances, first.key, "add_note", text="a") == Answer("a", False)
+    assert call(instances, second.key, "add_note", text="b", times=2) == Answer("b\nb", False)
+    assert call(instances, first.key, "add_note", text="c") == Answer("a\nc", False)
+    assert [instances.finish(one.key).result(WAIT_S) for one in (first, second)] == [None, None]
+
+
+def test_what_fails_is_told_and_the_session_goes_on(instances: Instances) -> None:
+    key = instances.open({}).result(WAIT_S).key
+    asked = [
+        ("fail", {"text": "no such page"}),
+        ("add_note", {}),
+        ("nothing", {}),
+        ("draw", {}),
+        ("add_note", {"text": "a"}),
+    ]
+    failed, missing, unknown, drawn, added = instances.call(key, asked).result(WAIT_S)
+    assert [answer.is_error for answer in (failed, missing, unknown)] == [True] * 3
+    assert re.fullmatch(r"error: ToolFailed: .*no such page", failed.content)
+    assert "text Field required" in missing.content
+    assert "nothing" in unknown.content
+    assert (drawn, added) == (Answer("[image, not shown]", False), Answer("a", False))
+    instances.drop(key)
+
+
+def test_a_started_server_sees_no_secrets_and_ends_with_its_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    made = Instances(named(f"mcp:{shlex.join([sys.executable, str(SERVER)])}").spec(), timeout_s=WAIT_S)
+    try:
+        keys = [made.open({}).result(WAIT_S).key for _ in range(3)]
+        pids, variables = zip(*(call(made, key, "look").content.split(" ", 1) for key in keys))
+        assert len(set(pids)) == 3
+        assert "PATH" in variables[0].split()
+        assert "HF_TOKEN" not in variables[0].split()
+        made.finish(keys[0]).result(WAIT_S)
+        made.drop(keys[1])
+        until(lambda: not os.path.exists(f"/proc/{pids[0]}") and not os.path.exists(f"/proc/{pids[1]}"))
+        assert os.path.exists(f"/proc/{pids[2]}")
+        lost = made.call(keys[2], [("leave", {})])
+        with pytest.raises(InstanceLost, match=r"the MCP server is gone .*Connection closed"):
+            lost.result(WAIT_S)
+    finally:
+        made.close()
+
+
+def test_a_server_that_ends_or_forgets_costs_the_samples_that_use_it() -> None:
+    running = Running()
+    made = Instances(named(str(running)).spec(), timeout_s=WAIT_S)
+    try:
+        key = made.open({}).result(WAIT_S).key
+        running.end()
+        with pytest.raises(InstanceLost, match="the MCP server is gone"):
+            call(made, key, "add_note", text="a")
+        with pytest.raises(InstanceLost, match=rf"no MCP server answers at http://127.0.0.1:{running.port}/mcp"):
+            made.open({}).result(WAIT_S)
+    finally:
+        made.close()
+        running.end()
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (f"mcp+http://127.0.0.1:{free_port()}/mcp", r"cannot be used: no MCP server answers at http.*ConnectError"),
+        (
+            f"mcp:{sys.executable} -c 'raise SystemExit(3)'",
+            r"no MCP server answers at .*Connection closed",
+        ),
+    ],
+)
+def test_no_server_is_one_sentence(written: str, expected: str) -> None:
+    made = Instances(named(written).spec(), timeout_s=WAIT_S)
+    try:
+        with pytest.raises(UserError, match=expected) as raised:
+            made.wait_ready()
+        assert "\n" not in str(raised.value)
+        assert str(raised.value).startswith(written.split(" ")[0])
+    finally:
+        made.close()
+
+
+def test_a_dialog_uses_the_servers_tools(instances: Instances) -> None:
+    tokenizer = load_tokenizer("tiny")
+    lines = [
+        f"<tool_call>\n{json.dumps({'name': 'add_note', 'arguments': {'text': 'milk'}})}\n</tool_call>",
+        f"<tool_call>\n{json.dumps({'name': 'fail', 'arguments': {'text': 'no'}})}\n</tool_call>",
+        "There is one note.",
+    ]
+    task = make_task("arithmetic", num_train=1, num_heldout=1)
+    env = TaskEnv(task, tokenizer, template_kwargs={"tools": instances.schemas}, multi_turn=True)
+    turns = iter(lines)
+    engine = ScriptedEngine(
+        lambda request, sample, version: tokenizer(next(turns))["input_ids"],
+        eos_token_id=tokenizer.eos_token_id,
+        max_model_len=4096,
+    )
+    partner = ToolPartner(
+        ToolCallReader(tokenizer, instances.schemas), instances, lambda example: {}, env.prompt_ids, len, Budgets()
+    )
+    dialogs = DialogEngine(engine, partner, TurnTokens(tokenizer), max_steps=4)
+    (example,) = task.train
+    (output,) = dialogs.generate([GroupRequest(1, env.prompt_ids(example), 1, 7, example)], Sampling(max_tokens=100))
+    record = output.samples[0].record
+    said = [message["content"] for message in record["messages"] if message["role"] == "tool"]
+    assert said[0] == "milk"
+    assert said[1].startswith("error: ToolFailed: ")
+    assert (record["tool_calls"], record["tool_errors"], record["ended"], record["error"]) == (2, 1, "answer", None)

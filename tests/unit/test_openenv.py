@@ -1,0 +1,312 @@
+"""OpenEnv's protocol: against what a real server said, recorded, and against a real server where there is one.
+
+``OPENENV_PYTHON`` names a Python that has OpenEnv 0.10 (``python -m venv openenv``, ``openenv/bin/pip install
+openenv==0.10.*``); then ``OPENENV_PYTHON=openenv/bin/python python -m tests.unit.test_openenv`` writes the recording.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+
+pytest.importorskip("websockets", reason="needs the extra openenv")
+
+from websockets.datastructures import Headers
+from websockets.http11 import Response
+from websockets.sync.client import connect
+from websockets.sync.server import serve
+
+from sota_grpo.errors import UserError
+from sota_grpo.tasks import openenv
+from sota_grpo.tasks.servers import server_of
+from sota_grpo.workers.instances import Answer, InstanceLost, Instances
+
+ENVIRONMENTS = Path(__file__).parent / "environments"
+SERVER, RECORDING = ENVIRONMENTS / "openenv_server.py", ENVIRONMENTS / "openenv_answers.json"
+PYTHON = os.environ.get("OPENENV_PYTHON")
+WAIT_S = 60.0
+KINDS = ("guess", "tower", "notes")
+LIST = {"type": "step", "data": {"type": "list_tools"}}
+
+
+def reset(**row: Any) -> dict[str, Any]:
+    return {"type": "reset", "data": {"seed": 3, **row}}
+
+
+def step(**action: Any) -> dict[str, Any]:
+    return {"type": "step", "data": action}
+
+
+def tool(name: str, **arguments: Any) -> dict[str, Any]:
+    return step(type="call_tool", tool_name=name, arguments=arguments)
+
+
+#: What is said to each server in one session, in this order.
+SAID = {
+    "guess": [
+        *(reset(ground_truth="x"), reset(ground_truth="42", other=[1]), step(number=7), step(number="seven")),
+        *(step(number=13), step(number=42)),
+    ],
+    "tower": [reset(other=1), step(kind="up", steps=2), step(kind="say", text="hi"), step(kind="say")],
+    "notes": [LIST, reset(), tool("add_note", text="a", times=2), tool("fail", text="no"), tool("add_note")],
+}
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+@contextmanager
+def real_servers() -> Iterator[dict[str, str]]:
+    """Their addresses, by kind."""
+    ports = {kind: free_port() for kind in KINDS}
+    process = subprocess.Popen([str(PYTHON), str(SERVER), *(f"{kind}={port}" for kind, port in ports.items())])
+    try:
+        deadline = time.monotonic() + WAIT_S
+        for port in ports.values():
+            while socket.socket().connect_ex(("127.0.0.1", port)):
+                assert process.poll() is None, "the server ended"
+                assert time.monotonic() < deadline, "the server did not start"
+                time.sleep(0.1)
+        yield {kind: f"http://127.0.0.1:{port}" for kind, port in ports.items()}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers_of(url: str, kind: str) -> dict[str, Any]:
+    """What a server says: its actions, an answer to each message, and what one hears who comes too late."""
+    action = urllib3.request("GET", f"{url}/schema").json()["action"]
+    address = f"ws{url.removeprefix('http')}/ws"
+    with connect(address, proxy=None) as session:
+        exchanges = []
+        for message in SAID[kind]:
+            session.send(json.dumps(message))
+            exchanges.append([message, json.loads(session.recv(WAIT_S))])
+        with connect(address, proxy=None) as late:
+            full = json.loads(late.recv(WAIT_S))
+    return {"action": action, "exchanges": exchanges, "full": full}
+
+
+class Replay:
+    """A server with one session that says what was recorded: each answer to its message, in their order."""
+
+    def __init__(self, recorded: Mapping[str, Any]) -> None:
+        self._recorded, self._is_taken = recorded, threading.Lock()
+        self._server = serve(self._talk, "127.0.0.1", 0, process_request=self._http)
+        self.url = f"http://127.0.0.1:{self._server.socket.getsockname()[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def _http(self, _: Any, request: Any) -> Response | None:
+        if request.path == "/ws":
+            return None
+        known = request.path == "/schema"
+        body = json.dumps({"action": self._recorded["action"]}) if known else "{}"
+        headers = Headers([("Content-Length", str(len(body))), ("Connection", "close")])
+        return Response(200 if known else 404, "", headers, body.encode())
+
+    def _talk(self, session: Any) -> None:
+        if not self._is_taken.acquire(blocking=False):
+            session.send(json.dumps(self._recorded["full"]))
+            return
+        try:
+            left = iter(self._recorded["exchanges"])
+            for text in session:
+                heard = json.loads(text)
+                if heard["type"] == "close":
+                    break
+                if heard["type"] == "reset":
+                    heard["data"]["seed"] = 3
+                answer = next((answer for message, answer in left if message == heard), None)
+                if answer is None:
+                    break
+                session.send(json.dumps(answer))
+        finally:
+            self._is_taken.release()
+
+    def close(self) -> None:
+        self._server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    return json.loads(RECORDING.read_text())
+
+
+@pytest.fixture(scope="module", params=["recorded", pytest.param("real", marks=pytest.mark.timeout(120))])
+def urls(request: pytest.FixtureRequest, recorded: dict[str, Any]) -> Iterator[dict[str, str]]:
+    if request.param == "recorded":
+        servers = {kind: Replay(recorded[kind]) for kind in KINDS}
+        yield {kind: server.url for kind, server in servers.items()}
+        for server in servers.values():
+            server.close()
+    elif PYTHON is None:
+        pytest.skip("OPENENV_PYTHON names no Python that has OpenEnv")
+    else:
+        with real_servers() as addresses:
+            yield addresses
+
+
+@contextmanager
+def started(url: str) -> Iterator[Instances]:
+    server = server_of(f"openenv+{url}")
+    assert server is not None
+    assert server.fault() is None
+    instances = Instances(server.spec(), timeout_s=WAIT_S)
+    try:
+        yield instances
+    finally:
+        instances.close()
+
+
+def call(instances: Instances, key: int, name: str, **arguments: Any) -> Answer:
+    return instances.call(key, [(name, arguments)]).result(WAIT_S)[0]
+
+
+def test_servers_say_what_was_recorded(urls: dict[str, str], recorded: dict[str, Any]) -> None:
+    assert {kind: answers_of(url, kind) for kind, url in urls.items()} == recorded
+
+
+def test_an_episode(urls: dict[str, str]) -> None:
+    with started(urls["guess"]) as instances:
+        instances.wait_ready()
+        assert instances.has_reward
+        (schema,) = instances.schemas
+        assert (schema["function"]["name"], schema["function"]["description"]) == ("guess_number", "Guess the number.")
+        parameters = schema["function"]["parameters"]
+        assert (list(parameters["properties"]), parameters["required"]) == (["number"], ["number"])
+        opened = instances.open({"ground_truth": "42", "other": [1]}).result(WAIT_S)
+        assert opened.observation is not None
+        assert opened.observation.startswith(" It lies between 0 and 9")
+        assert call(instances, opened.key, "guess_number", number=7) == Answer("higher", False)
+        refused = call(instances, opened.key, "guess_number", number="seven")
+        assert refused.content.startswith(
+            "error: ActionFailed: Invalid message; number: Input should be a valid integer"
+        )
+        assert call(instances, opened.key, "guess_number", number=13).content == "error: ActionFailed: unlucky number"
+        assert call(instances, opened.key, "guess_number", number=42) == Answer("right", False)
+        over = call(instances, opened.key, "guess_number", number=42)
+        assert over == Answer("error: EpisodeOver: the episode is over", True)
+        assert instances.finish(opened.key).result(WAIT_S) == 1.0, "the last reward, not the sum"
+
+
+def test_an_episode_without_an_action_earns_nothing_and_siblings_begin_alike(urls: dict[str, str]) -> None:
+    with started(urls["guess"]) as instances:
+        begun = []
+        for _ in range(2):  # one after the other: the server has one session
+            opened = instances.open({"ground_truth": "42", "other": [1]}).result(WAIT_S)
+            begun.append(opened.observation)
+            assert instances.finish(opened.key).result(WAIT_S) == 0.0
+        assert begun[0] == begun[1] is not None
+
+
+def test_a_union_is_a_tool_for_each_type_of_action(urls: dict[str, str]) -> None:
+    with started(urls["tower"]) as instances:
+        instances.wait_ready()
+        tools = {one["function"]["name"]: one["function"]["parameters"] for one in instances.schemas}
+        assert {name: list(one["properties"]) for name, one in tools.items()} == {"go_up": ["steps"], "say": ["text"]}
+        key = instances.open({"other": 1}).result(WAIT_S).key
+        assert call(instances, key, "go_up", steps=2).content == '{"height": 2, "said": null}'
+        assert call(instances, key, "say", text="hi").content == '{"height": 2, "said": "hi"}'
+        assert call(instances, key, "say").content == "error: ActionFailed: Invalid message; say.text: Field required"
+        assert instances.finish(key).result(WAIT_S) == 2.0
+
+
+def test_an_environment_of_mcp_lists_its_tools(urls: dict[str, str]) -> None:
+    with started(urls["notes"]) as instances:
+        instances.wait_ready()
+        tools = {one["function"]["name"]: one["function"]["parameters"] for one in instances.schemas}
+        assert {name: list(one["properties"]) for name, one in tools.items()} == {
+            "add_note": ["text", "times"],
+            "fail": ["text"],
+        }
+        opened = instances.open({}).result(WAIT_S)
+        assert opened.observation is None
+        assert call(instances, opened.key, "add_note", text="a", times=2) == Answer("a, a", False)
+        failed = call(instances, opened.key, "fail", text="no")
+        assert failed == Answer("error: ActionFailed: Error calling tool 'fail': no", True)
+        missing = call(instances, opened.key, "add_note")
+        assert missing.is_error
+        assert "call[add_note] text Missing required argument" in missing.content
+        assert instances.finish(opened.key).result(WAIT_S) == 0.0
+
+
+def test_a_server_without_room_says_so_and_one_that_fails_at_the_reset_too(
+    urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openenv, "_ROOM_WITHIN_S", 0.2)
+    first, second = openenv.OpenEnv(urls["guess"]), openenv.OpenEnv(urls["guess"])
+    with pytest.raises(openenv.Unusable, match=r"the OpenEnv server cannot begin .*invalid literal"):
+        first.reset(ground_truth="x")
+    with pytest.raises(openenv.Unusable, match=r"no room .*1/1.*; raise its max_concurrent_envs"):
+        second.reset(ground_truth="42", other=[1])
+    first.close()
+    second.reset(ground_truth="42", other=[1])
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "no JSON",
+        "[]",
+        '{"type": "observation"}',
+        '{"type": "observation", "data": {"observation": "text"}}',
+        '{"type": "observation", "data": {"observation": {}, "reward": "much"}}',
+        '{"type": "error", "data": "odd"}',
+        '{"type": "state", "data": {}}',
+        "[" * 100_000,
+    ],
+)
+def test_what_no_server_answers_costs_the_sample(answer: str, recorded: dict[str, Any]) -> None:
+    server = Replay(recorded["guess"])
+    server._talk = lambda session: [session.send(answer) for _ in session]  # type: ignore[method-assign]
+    replay = serve(server._talk, "127.0.0.1", 0)
+    threading.Thread(target=replay.serve_forever, daemon=True).start()
+    game = openenv.OpenEnv(f"http://127.0.0.1:{replay.socket.getsockname()[1]}")
+    try:
+        with pytest.raises(openenv.Unusable, match="answered what no OpenEnv server answers"):
+            game.reset()
+    finally:
+        game.close()
+        replay.shutdown()
+        server.close()
+
+
+def test_a_server_that_leaves_costs_the_sample(recorded: dict[str, Any]) -> None:
+    server = Replay(recorded["guess"])
+    try:
+        with started(server.url) as instances:
+            key = instances.open({"ground_truth": "42", "other": [1]}).result(WAIT_S).key
+            with pytest.raises(InstanceLost, match="the OpenEnv server is gone"):
+                call(instances, key, "guess_number", number=99)  # nobody has recorded that
+    finally:
+        server.close()
+
+
+def test_no_server_is_one_sentence() -> None:
+    with started(f"http://127.0.0.1:{free_port()}") as instances:
+        with pytest.raises(UserError, match=r"openenv\+http.* cannot be used: no OpenEnv server answers at ") as raised:
+            instances.wait_ready()
+        assert "\n" not in str(raised.value)
+
+
+if __name__ == "__main__":
+    with real_servers() as addresses:
+        answers = {kind: answers_of(url, kind) for kind, url in addresses.items()}
+    RECORDING.write_text(json.dumps(answers, indent=1) + "\n")
+    sys.exit()
