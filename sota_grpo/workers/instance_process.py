@@ -25,7 +25,7 @@ LENGTH = struct.Struct(">I")
 
 
 class Unusable(Exception):
-    """A request failed in a way after which the instance is of no use; the message says how."""
+    """A request failed in a way after which the instance is of no use; the message says how. Adapters raise it, too."""
 
 
 def framed(message: Any) -> bytes:
@@ -122,6 +122,8 @@ class _Instance:
         name, arguments = asked
         try:
             return shown(self._settled(self._object.call(name, arguments)), self._max_chars), False
+        except Unusable:
+            raise
         except BaseException as error:  # SystemExit too: it is the tool's, and the policy may do better next time
             return cut(f"error: {_said(error)}", self._max_chars), True
 
@@ -147,6 +149,8 @@ class _Instance:
     def _done(self, what: str, compute: Callable[[], Any]) -> Any:
         try:
             return self._settled(compute())
+        except Unusable:
+            raise
         except UserError as error:
             raise Unusable(str(error)) from error
         except BaseException as error:

@@ -34,7 +34,8 @@ class InstanceSpec:
     Args:
         kind: ``functions`` (plain tools), ``factory`` (TRL's protocol), or ``package.module:function`` of an adapter:
             called with ``options`` in the instance's process, it returns what :func:`~.instance_process.live` takes.
-        path: of the user's file, or of a pickle of functions and factories that were passed in Python.
+        path: of the user's file, or of a pickle of functions and factories that were passed in Python; of an adapter
+            what the user wrote.
         names: of the functions in it, or of the one factory; of a pickle none are all.
         options: of an adapter.
     """
@@ -45,7 +46,7 @@ class InstanceSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.path}:{','.join(self.names)}" if self.path else self.kind
+        return f"{self.path}:{','.join(self.names)}" if self.names else self.path or self.kind
 
 
 @dataclass(frozen=True)
