@@ -340,7 +340,7 @@ def _find_inputs(config: Config, run_dir: Path) -> None:
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Name and value of each that is set, and of a mixture's entries; a server is no path. Nobody has judged them yet."""
+    """Name and value of each that is set, mixtures included; a server is no path. Nobody has judged them yet."""
     for name in PATH_OPTIONS:
         section, _, option = name.partition(".")
         value = getattr(getattr(config, section), option)
