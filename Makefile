@@ -2,6 +2,7 @@
 # make real    a real chat model on IFEval's own prompts, two CPU cores, an hour: evaluated, trained, evaluated again;
 #              IFEVAL=input_data.jsonl is the file of the prompts, REAL="OPTION=VALUE .." are options of the run
 # make real-gsm8k   the same on held-out questions of GSM8K's training split, GSM8K=train.jsonl
+# make agent   teach the embedded policy a calculator tool, then train it to use it (docs/agent.md), half an hour
 # make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones
 # make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server);
 #              SLOW="--minutes=30 --seed=1" runs as many files as half an hour allows, in an order drawn from the seed
@@ -20,7 +21,7 @@ GSM8K ?= train.jsonl
 # vLLM 0.32 pins this torch, on CPU and CUDA alike; installed first, so that no newer build is pulled in
 TORCH ?= torch==2.13.0
 
-.PHONY: demo real real-gsm8k test slow lint type e2e bench bench-quick notebook api clean
+.PHONY: demo agent real real-gsm8k test slow lint type e2e bench bench-quick notebook api clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11")'
@@ -52,6 +53,12 @@ $(GSM8K):
 
 demo: $(VENV)/.base
 	$(BIN)/python grpo.py --config-name grpo_cpu seed=$(SEED)
+
+agent: $(VENV)/.base
+	$(BIN)/python scripts/train_agent.py --out agent
+	$(BIN)/python grpo.py --config-name grpo_cpu model.name=agent env.dataset=table env.dataset_path=agent/train.jsonl \
+	  env.eval_path=agent/heldout.jsonl env.tools=agent/calculator.py:calculate env.max_steps=3 \
+	  inference_model.max_tokens=120 train.total_dialog_turns=5120 seed=$(SEED)
 
 real: $(IFEVAL) $(VENV)/.real
 	$(BIN)/python scripts/real.py $(IFEVAL) --seed $(SEED) $(REAL)

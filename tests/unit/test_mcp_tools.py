@@ -179,6 +179,7 @@ def test_a_server_that_ends_or_forgets_costs_the_samples_that_use_it() -> None:
             r"no MCP server answers at .*Connection closed",
         ),
     ],
+    ids=["url", "command"],
 )
 def test_no_server_is_one_sentence(written: str, expected: str) -> None:
     made = Instances(named(written).spec(), timeout_s=WAIT_S)
