@@ -311,6 +311,8 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
     option, value = ("env.tools", env.tools) if env.environment is None else ("env.environment", env.environment)
     if env.tools is not None and env.environment is not None:
         yield f"env.tools={env.tools} and env.environment={value}: make the functions methods of the environment."
+    if env.environment is not None and env.mixture is not None:
+        yield f"env.environment={value} would have the rows of every task of env.mixture; leave one of them out."
     if (server := server_of(env.environment)) is not None:
         yield from filter(None, [server.fault()])
     elif value is not None and in_file(value) is None and not value.endswith(PICKLED) and value != PASSED:

@@ -296,6 +296,11 @@ BROKEN = [
     ("several_turns_have_something_to_say", ["env.max_steps=3"], "env.reasoning=true"),
     ("tools_have_turns_to_answer_in", ["env.tools=t.py:f"], "env.max_steps=1 leaves no turn to hear them"),
     ("tools_have_turns_to_answer_in", ["env.tools=t", "env.max_steps=2"], "is no FILE.py:NAME"),
+    (
+        "tools_have_turns_to_answer_in",
+        ["env.mixture={a: {}}", "env.environment=e.py:E", "env.max_steps=2"],
+        "would have the rows of every task of env.mixture",
+    ),
     ("tools_have_turns_to_answer_in", ["env.max_tool_calls=3"], "belongs to tools; give env.tools"),
     (
         "tools_have_turns_to_answer_in",
