@@ -78,7 +78,7 @@ class MixedExamples(Sequence[Example]):
     >>> parts = {"a": [Example("a0", "")], "b": [Example("b0", ""), Example("b1", "")]}
     >>> mixed = MixedExamples(parts, {"a": Fraction(1), "b": Fraction(1)})
     >>> [example.query for example in mixed], mixed.drawn(2)
-    (['a0', 'b0', 'b1'], ('a', 1))
+    (['a0', 'b0', 'b1'], ('b', 1))
     """
 
     def __init__(self, parts: Mapping[str, Sequence[Example]], weights: Mapping[str, Fraction]) -> None:

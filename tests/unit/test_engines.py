@@ -247,12 +247,16 @@ def test_a_call_gives_equal_bits_whatever_else_is_in_flight():
 
 
 def test_waiting_groups_start_as_soon_as_they_fit_under_max_rows():
-    """Three rows each and room for eight: two groups run, and the next starts in the step after one has ended."""
+    """Three rows each and room for eight: two groups run, and the next starts in the step after one has ended.
+
+    Their temperatures differ: groups that are drawn alike would be decoded in pairs.
+    """
     engine = hf_engine(tiny_model(), max_rows=8)
     lengths = [10, 11, 12, 13, 14, 15]
     tickets = []
     for i, length in enumerate(lengths):
-        request, sampling = GroupRequest(i, (5, 6, 7), 3, seed=i), Sampling(max_tokens=length, ignore_eos=True)
+        sampling = Sampling(max_tokens=length, temperature=1 + i / 100, ignore_eos=True)
+        request = GroupRequest(i, (5, 6, 7), 3, seed=i)
         tickets += add(engine, [request], sampling)
     ended_at = {}
     for count in itertools.count(1):

@@ -57,7 +57,7 @@ def test_the_template_is_given_them_in_prompts_and_between_turns() -> None:
         config.env.chat_template_kwargs = given
         env = env_of(config, tokenizer)
         prompts.append(tokenizer.decode(env.prompt_ids(env.task.train[0])))
-        reply = TurnTokens(tokenizer, env.template_kwargs).ids({"role": "user", "content": "Again?"}, -1)
+        reply = TurnTokens(tokenizer, env.template_kwargs).ids([{"role": "user", "content": "Again?"}], -1)
         assert tokenizer.decode(reply).endswith("<think></think>") == (given is off)
     assert prompts[1] == prompts[0] + "<think></think>"
 

@@ -140,10 +140,12 @@ def test_scorers_survive_hostile_answers(what: str) -> None:
     odd = "".join(letter for letter in drawn if not letter.isnumeric())  # one digit may be the right answer
     for name in ALLOWED:
         for answer in (HOSTILE[what], HOSTILE[what] + odd):
-            score = guarded_score(TASK.score, ["correct"], f"<answer>{answer}</answer>", EXAMPLES[name][1])
-            assert score.error is None, (name, SEED)
-            assert not score.success, (name, SEED)
-            assert 0 <= score.terms["correct"] < 1, (name, SEED)
+            asked = f"<answer>{answer}</answer>"
+            for example in EXAMPLES[name]:
+                score = guarded_score(TASK.score, ["correct"], asked, example)
+                assert score.error is None, (name, SEED)
+                assert 0 <= score.terms["correct"] <= 1, (name, SEED)
+                assert not score.success or example.answer in ("0", "0.0"), (name, SEED)  # -1e-99999 is 0
 
 
 def test_no_text_wins_every_problem_of_a_task() -> None:

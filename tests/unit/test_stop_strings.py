@@ -12,7 +12,7 @@ import torch
 from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.engines.stop_strings import StopStrings
-from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, TurnTokens
 from sota_grpo.policy.load import TINY, load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
 
@@ -90,7 +90,9 @@ def test_a_turn_that_they_end_gets_its_end_token_from_the_template() -> None:
     reply = {"role": "user", "content": "Again?"}
     graded: Future[list[Score]] = Future()
     graded.set_result([Score({}, False, reply=reply)])
-    dialogs = DialogEngine(engine, SimpleNamespace(scores=lambda pairs: graded), TurnTokens(TOKENIZER), max_steps=2)
+    turns = TurnTokens(TOKENIZER)
+    partner = GradedTurns(SimpleNamespace(scores=lambda pairs: graded), turns)
+    dialogs = DialogEngine(engine, partner, turns, max_steps=2)
     request = GroupRequest(0, (5, 6), num_samples=1, seed=0, example=Example("?", "!"))
     ((sample,),) = [output.samples for output in dialogs.generate([request], Sampling(max_tokens=40))]
     heard = sample.token_ids[~sample.assistant_mask]
