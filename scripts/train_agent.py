@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("agent"), help="folder of model, rows and tool")
     parser.add_argument("--seed", type=int, default=0, help="of the questions and the guesses")
-    parser.add_argument("--steps", type=int, default=500, help="optimizer steps of the first phase")
+    parser.add_argument("--steps", type=int, default=550, help="optimizer steps of the first phase")
     parser.add_argument("--lazy-steps", type=int, default=40, help="optimizer steps of the second phase")
     parser.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate")
     parser.add_argument("--batch-size", type=int, default=32, help="demonstrations of one optimizer step")
