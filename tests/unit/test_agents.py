@@ -343,16 +343,25 @@ def test_rows_rewards_and_metrics_of_a_group(tokenizer: Any, instances: Instance
     assert all(json.loads(row[keys.REWARD_INFO])["tool_calls"] == 1 for row in group.rows)
     for row, sample in zip(group.rows, group.samples):
         assert torch.equal(row["tokens", "full"][len(row["tokens", "prompt"]) :], sample.token_ids)
+        assert "You begin with" in tokenizer.decode(row["tokens", "prompt"])
 
 
-def test_a_dialog_that_nobody_waits_for_gives_its_instances_back(tokenizer: Any, instances: Instances) -> None:
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_dialog_that_nobody_waits_for_gives_its_instances_back(
+    tokenizer: Any, instances: Instances, is_open: bool
+) -> None:
     dropped: list[int] = []
+    opened: list[Future[Any]] = []
 
     class Counting:
         schemas = instances.schemas
 
         def __getattr__(self, name: str) -> Any:
             return getattr(instances, name)
+
+        def open(self, *given: Any) -> Future[Any]:
+            opened.append(instances.open(*given))
+            return opened[-1]
 
         def drop(self, key: int) -> None:
             dropped.append(key)
@@ -363,8 +372,11 @@ def test_a_dialog_that_nobody_waits_for_gives_its_instances_back(tokenizer: Any,
     example = Example("Count!", "1")
     request = GroupRequest(7, world.env.prompt_ids(example), 3, SEED, example)
     done = world.dialogs.submit(request, SAMPLING)
-    for _ in range(3):
-        world.dialogs.advance()
+    if is_open:
+        for future in opened:
+            future.result(20)
+        for _ in range(3):
+            world.dialogs.advance()
     done.cancel()
     for _ in range(400):  # those that are being opened are given back once they are there
         if len(dropped) == 3:
