@@ -139,6 +139,7 @@ def test_killed_drivers_lose_and_repeat_no_prompt(tmp_path: Path) -> None:
     num_prompts, run_dir = 160, tmp_path / "run"
     dice = random.Random(time.time_ns())
     options = (*epoch_of(num_prompts), "train.checkpoint_frequency=2", "train.resume=auto")
+    resumable = 0  # a kill before the first checkpoint leaves nothing to continue: the run begins anew
     for _ in range(3):
         with started(run_dir, *options) as run:
             goal = turns(run_dir) + dice.randint(2, 8)
@@ -146,10 +147,11 @@ def test_killed_drivers_lose_and_repeat_no_prompt(tmp_path: Path) -> None:
             time.sleep(dice.uniform(0.0, 0.5))
             run.kill()
             run.wait()
+        resumable += any((run_dir / "checkpoints").glob("checkpoint_*.pt"))
     with started(run_dir, *options) as run:
         assert run.wait(200) == 0, console(run_dir)
     require_every_prompt_once(run_dir, num_prompts)
-    assert console(run_dir).count("Continuing") == 3
+    assert console(run_dir).count("Continuing") == resumable >= 1
 
 
 def test_a_preempted_run_saves_and_ends(tmp_path: Path) -> None:
