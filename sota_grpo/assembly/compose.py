@@ -51,6 +51,7 @@ _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # what Hydra 
 _NO_PRIMARY = re.compile(r"primary config '([^']+)'")
 _UNPARSED = re.compile(r"(mismatched|extraneous) input|Error parsing override|no viable alternative|token recognition")
 _BARE = re.compile(r"override '(\w+)' missing EQUAL")
+_NAMELESS = re.compile(r"[+~\s]*=")
 _NO_PRESET = re.compile(r"Could not find '(\w+)/([^']+)'")
 _NO_SECRETS = {"model": {"hub_token": None}, "engine": {"api_key": None}}  # of a saved config
 _TRUST = "add --trust-run (in Python trust=True), or give the same option again where options are taken"
@@ -86,6 +87,7 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     from omegaconf.errors import OmegaConfBaseException
 
     kept = without_token(overrides)
+    require_names(kept)
     register()
     try:
         with _no_other_hydra(), hydra.initialize_config_dir(str(CONFIG_DIR), "sota_grpo", version_base="1.3"):
@@ -97,6 +99,21 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     assert isinstance(config, Config)
     use_config_token(config)
     return config
+
+
+def require_names(overrides: Sequence[str]) -> None:
+    """Hydra fails by an assertion at some overrides that name nothing.
+
+    Raises:
+        UserError: one begins with its value.
+
+    >>> require_names(["seed=1", "+=[]"])
+    Traceback (most recent call last):
+    sota_grpo.errors.UserError: The override +=[] names no option; an override is OPTION=VALUE.
+    """
+    for override in overrides:
+        if _NAMELESS.match(override):
+            raise UserError(f"The override {one_line(override)} names no option; an override is OPTION=VALUE.")
 
 
 @contextmanager
@@ -201,6 +218,7 @@ def load_config(
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise UserError(f"There is no run in {run_dir} ({CONFIG_FILE} is missing); give the directory of a run.")
+    require_names(overrides)
     config, given = _saved(path, without_token(overrides))
     use_config_token(given)
     for part in (EXPORTED, INPUTS):

@@ -17,7 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from sota_grpo.assembly.compose import CONFIG_DIR, preset_names, require_known, resumed_config, sentence_of
+from sota_grpo.assembly.compose import (
+    CONFIG_DIR,
+    preset_names,
+    require_known,
+    require_names,
+    resumed_config,
+    sentence_of,
+)
 from sota_grpo.assembly.preflight import announce, preflight
 from sota_grpo.config import Config, num_steps, register
 from sota_grpo.config.secrets import protect_token
@@ -51,6 +58,7 @@ def entry(mode: str, command: str | None = None) -> None:
             arguments = [one for one in arguments if one not in ("-h", "--help", "-m", "--multirun")]
             arguments += ["--cfg", "job"]
         # Hydra saves what it is given, and is to write nothing into a directory that may be another run's
+        require_names(arguments)
         sys.argv[1:] = continued([_NO_FILES, *with_mode(arguments, mode)])
         return _run()
 

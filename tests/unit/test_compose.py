@@ -97,6 +97,8 @@ def test_a_run_that_was_moved_finds_what_was_passed_to_it(tmp_path: Path) -> Non
         ("grpo_cpu", "grpo_cpu is a preset; give it as --config-name grpo_cpu."),
         ("env.repeats=4,8", "env.repeats=4,8"),
         ("env.repeats=${nobody}", "nobody"),
+        ("+=[]", "The override +=[] names no option; an override is OPTION=VALUE."),
+        ("~\n=1", "names no option"),
     ],
 )
 def test_a_mistyped_override_is_told_in_one_sentence(override: str, sentence: str) -> None:
