@@ -22,6 +22,10 @@ from sota_grpo.errors import UserError
 
 SMALL_BYTES = 16 << 20  # of a file that is read as a whole
 _YAML_BYTES, _YAML_DEPTH = 1 << 20, 32
+_HOLES_MATTER = (
+    1 << 30
+)  # bytes; a file that is stored in a hundredth of its length or less takes hours and tells nothing
+_HOLES = 100
 _LINK = "it is a link that leaves the run directory"
 _NOT_REGULAR = "it is no regular file"
 _END = b"PK\x05\x06"  # of a zip archive: the record that says where its directory is
@@ -45,7 +49,7 @@ def open_file(path: str | os.PathLike[str], *, most_bytes: int | None = None, le
         levels: folders from the run directory to the file, 1 for one that stands in it.
 
     Raises:
-        OSError: no regular file, too large, or a link that leaves the run; or the system refuses.
+        OSError: no regular file, too large, all holes, or a link that leaves the run; or the system refuses.
 
     >>> folder = getfixture("tmp_path")
     >>> os.mkfifo(folder / "rollouts.jsonl")
@@ -57,10 +61,14 @@ def open_file(path: str | os.PathLike[str], *, most_bytes: int | None = None, le
         raise OSError(errno.EINVAL, _LINK)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
-    too_large = most_bytes is not None and status.st_size > most_bytes
-    if too_large or not stat.S_ISREG(status.st_mode):
+    refused = None if stat.S_ISREG(status.st_mode) else _NOT_REGULAR
+    if most_bytes is not None and status.st_size > most_bytes:
+        refused = f"it has more than {most_bytes} bytes"
+    elif status.st_size > _HOLES_MATTER and _HOLES * 512 * status.st_blocks < status.st_size:
+        refused = f"it is {status.st_size} bytes long and almost all of them are holes"
+    if refused:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"it has more than {most_bytes} bytes" if too_large else _NOT_REGULAR)
+        raise OSError(errno.EINVAL, refused)
     return os.fdopen(descriptor, "rb")
 
 

@@ -34,6 +34,7 @@ from sota_grpo.text import first_line
 
 DType = Literal["float32", "bfloat16", "float16"]
 TINY = "tiny"
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 class ModelNotFoundError(UserError, FileNotFoundError):
@@ -129,6 +130,8 @@ def load_model(
     if dtype not in get_args(DType):
         raise ValueError(f"dtype is {dtype!r}, but the parameters can be one of {', '.join(get_args(DType))}")
     config = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust_remote_code)
+    if weights:
+        _require_stored(config, name)
     silence_dropout(config)
     options: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
@@ -143,6 +146,24 @@ def load_model(
     if gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model.to(device).train()
+
+
+def _require_stored(config: PretrainedConfig, name: str) -> None:
+    """Check that a folder's weight files could hold the model of its ``config.json``: what they lack would be made.
+
+    Raises:
+        ModelNotFoundError: even with one bit per parameter they could not.
+    """
+    folder, text = Path(resolve_model_path(name)), config.get_text_config()
+    shape = [getattr(text, each, None) or 0 for each in ("vocab_size", "intermediate_size", "num_hidden_layers")]
+    width = getattr(text, "hidden_size", None) or 0
+    stored = sum(path.stat().st_size for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
+    for described in (*(size * width for size in shape), width * width):
+        if 0 < 8 * stored < described:
+            raise ModelNotFoundError(
+                f"model.name={name}: its config.json describes a model with a tensor of {described} elements, and its "
+                f"weight files have {stored} bytes together; one of them is damaged, or another model's."
+            )
 
 
 def _loaded(name: str, options: dict[str, Any], load_kwargs: Mapping[str, Any]) -> Any:

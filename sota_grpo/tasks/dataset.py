@@ -20,6 +20,9 @@ from sota_grpo.rl.task import chat
 from sota_grpo.text import first_line, sentence
 
 Row = Mapping[str, Any]
+_PARQUET_ROWS = 64  # read at once
+_PLAIN_SIZE = 1 << 26  # letters that a parquet file of any size may unpack to
+_MOST_COMPRESSED = 200  # times its size: of 10,000 rows with one prompt of 5,000 letters it is about 50
 
 logger = logging.getLogger(__name__)
 
@@ -160,10 +163,27 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet
     from pyarrow import ArrowException
 
+    rows: list[dict[str, Any]] = []
+    most, read = max(_PLAIN_SIZE, _MOST_COMPRESSED * path.stat().st_size), 0
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(_PARQUET_ROWS):
+            rows += batch.to_pylist()
+            read += _size(rows[-len(batch) :])
+            if read > most:  # a thousand rows of one text have it once in the file
+                raise DatasetError(
+                    f"{path} has {path.stat().st_size} bytes and unpacks to more than {most} letters; no data set is "
+                    "so repetitive: mend it, or give it as .jsonl."
+                )
+        return rows
     except (ArrowException, OSError) as error:
         raise DatasetError(f"{path} is not a readable parquet file ({first_line(error)}).") from error
+
+
+def _size(value: Any) -> int:
+    """Letters and other values in nested lists and dictionaries."""
+    if isinstance(value, (list, dict)):
+        return sum(map(_size, value.values() if isinstance(value, dict) else value))
+    return max(1, len(value)) if isinstance(value, (str, bytes)) else 1
 
 
 def _read_hub(source: str, config: str | None, split: str) -> list[dict[str, Any]]:

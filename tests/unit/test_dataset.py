@@ -50,6 +50,24 @@ def failure(path: Path | str) -> str:
     return message
 
 
+@pytest.mark.parametrize("encoded", [True, False])
+def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path: Path, encoded: bool) -> None:
+    """80 million letters in a few thousand bytes."""
+    import pyarrow
+    import pyarrow.parquet
+
+    text = "x" * 20_000
+    answers = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4_000, "int32"), [text]) if encoded else None
+    table = pyarrow.table({"question": ["?"] * 4_000, "answer": [text] * 4_000 if answers is None else answers})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    size = (tmp_path / "rows.parquet").stat().st_size
+    assert size < 50_000
+    assert f"has {size} bytes and unpacks to more than" in failure(tmp_path / "rows.parquet")
+    repeated = table.slice(0, 1_000)  # a long prompt in every row is nothing special
+    pyarrow.parquet.write_table(repeated, tmp_path / "rows.parquet")
+    assert load_rows("name", path=str(tmp_path / "rows.parquet")) == repeated.to_pylist()
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "no.jsonl") in failure(tmp_path / "no.jsonl")
 

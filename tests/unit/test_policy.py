@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections import Counter
 
@@ -228,6 +229,16 @@ def test_a_missing_model_is_one_sentence(tmp_path, monkeypatch):
         resolve_model_path("tiny")
 
 
+@pytest.mark.parametrize("option", ["vocab_size", "num_hidden_layers", "intermediate_size"])
+def test_a_config_of_more_than_the_files_hold_is_one_sentence(saved, option: str, tmp_path):
+    """What a folder's files lack would be made of random numbers, without end."""
+    folder = shutil.copytree(saved[0], tmp_path / "model")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {option: 10**9}))
+    with pytest.raises(ModelNotFoundError, match=r"a tensor of \d{10,} elements, and its weight files have \d+ bytes"):
+        load_model(str(folder))
+
+
 def test_the_tokenizer_pads_and_keeps_its_chat_template(saved):
     tokenizer = load_tokenizer(saved[0])
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
@@ -274,6 +285,6 @@ def test_a_damaged_weight_file_is_a_sentence(tmp_path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(resolve_model_path("tiny"), folder)
     weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
+    weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(ModelNotFoundError, match=r"could not be loaded from .*model"):
         load_model(str(folder))

@@ -134,3 +134,12 @@ def test_whatever_a_run_saves_is_read_as_it_was(tmp_path: Path) -> None:
     assert torch.equal(loaded["parameter"], state["parameter"])
     assert torch.equal(loaded["rng"]["torch"], state["rng"]["torch"])
     assert loaded["others"] == state["others"]
+
+
+def test_a_file_of_holes_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "checkpoint_000001.pt"
+    path.parent.mkdir()
+    path.write_bytes(b"x")
+    os.truncate(path, 1 << 40)
+    with pytest.raises(CheckpointError, match="almost all of them are holes"):
+        CheckpointStore.load(path)
