@@ -159,7 +159,7 @@ class ArithmeticEnv(DatasetEnv):
 
     Args:
         seed: of the problems and of their order; None draws one.
-        difficulty: most steps of a problem, 1 to 4.
+        difficulty: most steps of a problem, 1 to 5.
         keywords: of :class:`DatasetEnv` and of the task.
     """
 

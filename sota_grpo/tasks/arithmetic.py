@@ -1,11 +1,11 @@
-"""Seeded, procedural word problems in GSM8K's form: one to four steps, a worked solution that ends in ``#### N``.
+"""Seeded, procedural word problems in GSM8K's form: one to five steps, a worked solution that ends in ``#### N``.
 
 The training and held-out splits share no problem. A problem is its template and its numbers (names and items are
 decoration); a hash of these alone, without the seed, decides its side, so the splits of any two seeds are disjoint too.
 
 A row of the table of templates is a name, a question, the ranges of its numbers and its solution. The solution is a
 list of binary steps whose operands are a number of the question (``a`` to ``e``), the value of an earlier step (``p``,
-``q``, ``r`` for the first three) or a literal.
+``q``, ``r``, ``s`` for the first four) or a literal.
 
 >>> from sota_grpo.tasks.arithmetic import TEMPLATES, solve
 >>> solve(TEMPLATES["packs"].steps, {"a": 12, "b": 3, "c": 5})
@@ -26,7 +26,7 @@ from sota_grpo.tasks import procedural
 from sota_grpo.tasks.procedural import ProceduralTask
 
 LARGEST_VALUE = 200
-_RESULT_NAMES = "pqrs"  # of the first to the fourth step
+_RESULT_NAMES = "pqrst"  # of the first to the fifth step
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,18 @@ clubs | {a} men pay ${b} each and {c} children pay ${d} each. {e} clubs share th
 How many dollars does each club get? | a 2-9 b 3-12 c 2-9 d 2-6 e 2-6 | a*b c*d p+q r/e
 garden | {n} plants {a} rows of {b} roses and {c} tulips. {d} flowers die and half of the rest are cut. \
 How many flowers are cut? | a 2-9 b 3-12 c 3-30 d 2-20 | a*b p+c q-d r/2
+stall | {n} sells {a} {i} at ${b} each and {c} {j} at ${d} each. {m} sells {e} {i} at the same price as {n}. \
+How many more dollars does {n} get? | a 3-9 b 2-8 c 2-9 d 2-8 e 2-9 | a*b c*d p+q e*b r-s
+halves | {n} buys {a} {i} at ${b} each and {c} {j} at ${d} each and pays ${e}. Half of what {n} gets back is for {m}. \
+How many dollars does {m} get? | a 2-8 b 2-8 c 2-8 d 2-8 e 50-150 | a*b c*d p+q e-r s/2
+packed | A shop has {a} {box} of {b} {i}. It sells {c} on Monday and twice as many on Tuesday. The rest is put into \
+bags of {d}. How many bags are there? | a 5-12 b 5-12 c 3-20 d 2-9 | a*b p-c c*2 q-r s/d
+pooled | {n} has {a} {i}, {m} has {b} more than {n}, and {k} has {c} times as many as {m}. They share all of them \
+equally among {d} friends. How many {i} does each friend get? | a 3-15 b 2-10 c 2-4 d 2-9 | a+b p*c a+p r+q s/d
+flowers | {n} plants {a} rows of {b} roses and {c} tulips. {d} flowers die and half of the rest are sold at ${e}. \
+How many dollars does {n} get? | a 2-9 b 3-12 c 3-30 d 2-20 e 2-6 | a*b p+c q-d r/2 s*e
+saved | {n} works {a} hours at ${b} an hour and {c} hours at ${d} an hour, spends ${e} and saves half of the rest. \
+How many dollars does {n} save? | a 2-9 b 5-12 c 2-9 d 5-12 e 5-40 | a*b c*d p+q r-e s/2
 """
 
 
@@ -157,10 +169,10 @@ class ArithmeticTask(ProceduralTask):
 
     Args:
         seed, num_train, num_heldout: see :class:`~sota_grpo.tasks.procedural.ProceduralTask`.
-        max_steps: most steps of a problem, 1 to 4.
+        max_steps: most steps of a problem, 1 to 5; the number of steps is the level of a problem.
 
     Raises:
-        ValueError: a size below 1, or ``max_steps`` outside 1 to 4.
+        ValueError: a size below 1, or ``max_steps`` outside 1 to 5.
 
     >>> task = ArithmeticTask(seed=0, num_train=10, num_heldout=10)
     >>> task.score(task.gold_response(task.train[3]), task.train[3]).terms
@@ -172,9 +184,7 @@ class ArithmeticTask(ProceduralTask):
     name = "arithmetic"
     term_weights: Mapping[str, float] = {"correct": 1.0}
 
-    def __init__(
-        self, seed: int = 0, num_train: int = 8192, num_heldout: int = 256, max_steps: int = LARGEST_NUM_STEPS
-    ) -> None:
+    def __init__(self, seed: int = 0, num_train: int = 8192, num_heldout: int = 256, max_steps: int = 4) -> None:
         if not 1 <= max_steps <= LARGEST_NUM_STEPS:
             raise ValueError(f"max_steps={max_steps} must lie between 1 and {LARGEST_NUM_STEPS}")
         super().__init__(seed, num_train, num_heldout)  # no system prompt: short sequences
@@ -198,6 +208,10 @@ class ArithmeticTask(ProceduralTask):
             answer="\n".join([*lines, f"#### {worked[-1][1]}"]),
             extra={"template": template.name, "numbers": numbers, "num_steps": num_steps},
         )
+
+    def level(self, example: Example) -> int:
+        """The number of steps."""
+        return int(example.extra["num_steps"])
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the number after the last ``####`` of the response with the gold one."""

@@ -177,6 +177,11 @@ class MixtureTask:
         """Most tokens of a response; infinity where the task of the example has no limit of its own."""
         return self._max_tokens.get(self.own(example)[0], math.inf)
 
+    def level(self, example: Example) -> Any:
+        """That of the example's task; None where that has no levels."""
+        _, task, example = self.own(example)
+        return getattr(task, "level", lambda _: None)(example)
+
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
         """Hits and trials of the example's task, under its name, and what its benchmark counts, below it."""
         name, task, example = self.own(example)

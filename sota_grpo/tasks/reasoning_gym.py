@@ -74,15 +74,24 @@ def task_faults(tasks: Any) -> Iterator[str]:
         if name in REFUSED:
             yield f"env.tasks names {name}, which is refused: {REFUSED[name]}."
         options = given if isinstance(given, Mapping) else {"weight": given}
-        weight, level = options.get("weight", 1), options.get("level", 0)
+        weight, levels = options.get("weight", 1), _levels_of(options)
         if type(weight) is not int or weight < 0:
             yield f"env.tasks.{name} has the weight {weight}, which must be a whole number of parts, 0 or more."
-        if type(level) is not int or level < 0:
-            yield f"env.tasks.{name} has the level {level}, which must be a whole number, 0 or more."
+        if any(level is not None and (type(level) is not int or level < 0) for level in levels):
+            shown = options.get("level")
+            yield f"env.tasks.{name} has the level {shown}, which must be a whole number, 0 or more, or a list of such."
+        if not levels or len(set(map(str, levels))) < len(levels):
+            yield f"env.tasks.{name} has the levels {options['level']}; name one at least, and each once."
         for option in options.keys() & _OURS.keys():
             yield f"env.tasks.{name} has the option {option}, which the run decides; use {_OURS[option]}."
     if not any(given.get("weight", 1) if isinstance(given, Mapping) else given for given in tasks.values()):
         yield "env.tasks gives every task the weight 0; give one of them a part."
+
+
+def _levels_of(options: Mapping[str, Any]) -> list[Any]:
+    """The levels that the options of a task name; None for its default options."""
+    level = options.get("level")
+    return list(level) if isinstance(level, Sequence) and not isinstance(level, str) else [level]
 
 
 class ReasoningGymTask:
@@ -96,7 +105,8 @@ class ReasoningGymTask:
     Args:
         train, heldout: examples to train on, and to evaluate on, as :meth:`load` draws them.
         tasks: by name the weight of a task (a whole number of parts; 0 leaves it out), or a dict of ``weight``,
-            ``level`` (of its curriculum) and options of its config class, which come before the level's.
+            ``level`` (of its curriculum; of several, one is drawn for each problem) and options of its config class,
+            which come before the level's.
         system_prompt: replaces the task's own; an empty text is no system turn.
         answer_format: where the answer stands: ``tags``, ``boxed`` or ``any``.
 
@@ -130,14 +140,19 @@ class ReasoningGymTask:
         default = SYSTEM_PROMPT.format(_PLACES[self._asked_format])
         self.system_prompt = default if system_prompt is None else system_prompt
         self._weights: dict[str, int] = {}
-        self._options: dict[str, str] = {}  # as JSON, by which a dataset is kept
+        self._levels: dict[str, list[int | None]] = {}
+        self._options: dict[tuple[str, int | None], str] = {}  # of a level, as JSON, by which a dataset is kept
         for sentence in task_faults(tasks) if tasks is not None else ():
             raise UserError(sentence)
         for name, given in (tasks or {}).items():
             options = dict(given) if isinstance(given, Mapping) else {"weight": given}
             self._weights[name] = options.pop("weight", 1)
-            self._options[name] = json.dumps(options, sort_keys=True)
-            _source(name, self._options[name])
+            self._levels[name] = _levels_of(options)
+            for level in self._levels[name]:
+                given_level = {} if level is None else {"level": level}
+                own = {option: value for option, value in options.items() if option != "level"} | given_level
+                self._options[name, level] = json.dumps(own, sort_keys=True)
+                _source(name, self._options[name, level])
 
     @classmethod
     def load(
@@ -169,15 +184,17 @@ class ReasoningGymTask:
         """
         names, weights = zip(*self._weights.items())
         (name,) = rng.choices(names, weights)
+        levels = self._levels[name]
+        level = rng.choice(levels) if len(levels) > 1 else levels[0]
         failure: Exception | None = None
         for _ in range(_DRAWS):
             try:
-                item = _item(name, self._options[name], rng.randrange(_SIZES.get(name, _SIZE)))
+                item = _item(name, self._options[name, level], rng.randrange(_SIZES.get(name, _SIZE)))
             except Exception as error:  # some tasks make no problem of some numbers
                 failure = error
                 continue
             if is_heldout(normalised(item["question"])) == heldout:
-                extra = {"task": name, "metadata": item["metadata"]}
+                extra = {"task": name, "metadata": item["metadata"]} | ({"level": level} if len(levels) > 1 else {})
                 return Example(item["question"], item["answer"] or "", extra)
         reason = f" ({failure})" if failure else ""
         side = "held-out problem" if heldout else "problem to train on"
@@ -192,17 +209,18 @@ class ReasoningGymTask:
     def prepare(self) -> None:
         """Import the package and read its data now: no response's deadline should pay for it."""
         _package()
-        for name, options in self._options.items():
+        for (name, _), options in self._options.items():
             _source(name, options)
 
     def score(self, response: str, example: Example) -> Score:
         """Ask the scorer of the example's task; see the class."""
         name = example.extra["task"]
         answer = extract_answer(response, self.answer_format)
-        value = 0.0 if answer is None else self._value(name, answer, example)
+        value = 0.0 if answer is None else self._value(answer, example)
         return Score({"correct": value}, success=value == 1.0, info={"task": name, name: value})
 
-    def _value(self, name: str, answer: str, example: Example) -> float:
+    def _value(self, answer: str, example: Example) -> float:
+        name = example.extra["task"]
         bound = _TOO_MUCH.get(name)
         if len(answer) > _MAX_ANSWER_CHARS or (bound is not None and bound.search(answer)):
             return 0.0
@@ -210,12 +228,22 @@ class ReasoningGymTask:
         if name in _TUPLES:
             metadata["output"] = tuple(map(tuple, metadata["output"]))
         entry = {"question": example.query, "answer": example.answer, "metadata": metadata}
-        source = _source(name, self._options.get(name, "{}"))
+        level = example.extra.get("level", self._levels.get(name, [None])[0])
+        source = _source(name, self._options.get((name, level), "{}"))
         try:
             value = float(source.score_answer(answer, entry))
         except Exception:  # what the text of a model makes a scorer raise: it is no answer
             return 0.0
         return value if 0.0 <= value <= 1.0 else 0.0  # one of them has scores above 1 for wrong answers
+
+    def level(self, example: Example) -> str:
+        """The task, and the level where it has several.
+
+        >>> ReasoningGymTask().level(Example("", "4", {"task": "leg_counting", "metadata": {}, "level": 2}))
+        'leg_counting_2'
+        """
+        name, level = example.extra["task"], example.extra.get("level")
+        return name if level is None else f"{name}_{level}"
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
         """Of each task its accuracy: a success or none, in one trial.

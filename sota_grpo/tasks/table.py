@@ -159,6 +159,7 @@ class TableTask:
             and ``any`` for all others. Under ``any`` a whole response that is the ground truth is right, too.
         system_prompt: replaces the system turn of every prompt, or is put before it; an empty text takes it out; None
             leaves the prompts as they are.
+        level_column: column of the levels, which a curriculum draws from (:meth:`level`).
         answer_required: refuse rows without a ground truth that this class can grade; False where functions grade.
 
     Raises:
@@ -182,6 +183,7 @@ class TableTask:
         answer_column: str = DEFAULT_ANSWER,
         answer_format: str | None = None,
         system_prompt: str | None = None,
+        level_column: str = "level",
         answer_required: bool = True,
     ):
         if answer_format is not None:
@@ -189,7 +191,7 @@ class TableTask:
         self.train, self.heldout = train, heldout
         self.prompt_column, self.answer_column = prompt_column, answer_column
         self.answer_format, self.system_prompt = answer_format, system_prompt
-        self.answer_required = answer_required
+        self.level_column, self.answer_required = level_column, answer_required
 
     @classmethod
     def load(
@@ -230,6 +232,10 @@ class TableTask:
             return chat
         rest = chat[1:] if chat[0]["role"] == "system" else chat
         return [{"role": "system", "content": self.system_prompt}, *rest] if self.system_prompt else rest
+
+    def level(self, example: Example) -> Any:
+        """What stands in the column of the levels; None where nothing does."""
+        return example.extra["columns"].get(self.level_column)
 
     def score(self, response: str, example: Example) -> Score:
         """Compare the answer with the ground truth; see the class."""

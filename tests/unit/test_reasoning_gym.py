@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -300,3 +301,25 @@ def test_faults_of_the_config_need_no_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == f"{list(task_faults({'codeio': 1}))} False False"
+
+
+def test_several_levels_of_a_task_are_drawn_and_scored_each_by_its_own_options() -> None:
+    task = ReasoningGymTask.load(
+        tasks={"chain_sum": {"level": [0, 2]}, "gcd": 1}, seed=SEED, num_train=40, num_heldout=4
+    )
+    assert {task.level(example) for example in task.train} == {"chain_sum_0", "chain_sum_2", "gcd"}
+    for example in task.train:
+        assert task.score(task.gold_response(example), example).success
+    digits = {
+        level: max(len(number) for example in task.train if task.level(example) == level for number in numbers(example))
+        for level in ("chain_sum_0", "chain_sum_2")
+    }
+    assert digits["chain_sum_0"] < digits["chain_sum_2"]
+    (fault,) = task_faults({"chain_sum": {"level": [1, 1]}})
+    assert fault == "env.tasks.chain_sum has the levels [1, 1]; name one at least, and each once."
+    (fault,) = task_faults({"chain_sum": {"level": [0, -1]}})
+    assert "must be a whole number, 0 or more, or a list of such" in fault
+
+
+def numbers(example: Example) -> list[str]:
+    return re.findall(r"\d+", example.query.partition(":")[2])
