@@ -210,7 +210,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
         )
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_")))  # logs of servers
-        env, instances = open_env(config, task, tokenizer, opened)
+        env, instances = open_env(config, task, tokenizer, opened, draws=False)
         base = None if target.checkpoint is None else make_model(config, torch.device("cpu"))
         engine = start_engine(config, device, tokenizer, base, scratch)  # it copies the model before that is adapted
         opened.callback(engine.close)

@@ -17,8 +17,9 @@ from sota_grpo.config import Config, model_name, reward_names, walk
 from sota_grpo.config.mixture import READERS, task_configs, weights
 from sota_grpo.config.secrets import api_key
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
-from sota_grpo.envs import TaskEnv
+from sota_grpo.envs import PromptStream, TaskEnv
 from sota_grpo.envs.agents import Budgets, ToolPartner
+from sota_grpo.envs.curriculum import Curriculum, CurriculumStream
 from sota_grpo.envs.tool_calls import ToolCallReader
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import resolve_model_path
@@ -182,21 +183,35 @@ def _columns(task: Task, example: Example) -> dict[str, Any]:
     return {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}
 
 
-def open_env(config: Config, task: Task, tokenizer: Any, opened: ExitStack) -> tuple[TaskEnv, Instances | None]:
-    """The environment with its grader and its tools, if it has any, whose processes are closed with ``opened``."""
+def open_env(
+    config: Config, task: Task, tokenizer: Any, opened: ExitStack, *, draws: bool = True
+) -> tuple[TaskEnv, Instances | None]:
+    """The environment with its grader and its tools, if it has any, whose processes are closed with ``opened``.
+
+    Args:
+        draws: somebody trains on what its stream of prompts draws.
+    """
     instances = start_instances(config, opened)
     task = rewarded_dialogs(config, task, instances)
     grader = opened.enter_context(closing(make_grader(config, task)))
-    return make_env(config, task, tokenizer, grader, instances.schemas if instances else ()), instances
+    schemas = instances.schemas if instances else ()
+    return make_env(config, task, tokenizer, grader, schemas, draws=draws), instances
 
 
 def make_env(
-    config: Config, task: Task, tokenizer: Any, grader: Grader, schemas: Sequence[Mapping[str, Any]] = ()
+    config: Config,
+    task: Task,
+    tokenizer: Any,
+    grader: Grader,
+    schemas: Sequence[Mapping[str, Any]] = (),
+    *,
+    draws: bool = True,
 ) -> TaskEnv:
     """The environment, after a look at the longest prompt; see :class:`~sota_grpo.envs.TaskEnv`.
 
     Args:
         schemas: of the tools that the prompts tell of.
+        draws: False needs no curriculum.
     """
     _require_readers(config, tokenizer)
     env = TaskEnv(
@@ -210,9 +225,17 @@ def make_env(
         grader=grader,
         multi_turn=config.env.max_steps > 1,
         template_kwargs=(config.env.chat_template_kwargs or {}) | ({"tools": list(schemas)} if schemas else {}),
+        make_stream=_stream_maker(config, task) if draws else PromptStream,
     )
     env.check_prompts(skip=config.env.skip_unreadable)
     return env
+
+
+def _stream_maker(config: Config, task: Task) -> Callable[..., PromptStream]:
+    by, floor, decay = config.env.curriculum, config.env.curriculum_floor, config.env.curriculum_decay
+    if by is None:
+        return PromptStream
+    return partial(CurriculumStream, rule=Curriculum(by, floor, decay), level=getattr(task, "level", None))
 
 
 def _require_readers(config: Config, tokenizer: Any) -> None:

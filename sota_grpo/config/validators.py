@@ -51,7 +51,7 @@ _AMOUNTS = (
     *("inference_model.num_devices", "ref_model.num_devices", "inference_model.tensor_parallel_size"),
     *("train.weight_update_frequency", "env.reward_timeout_s", "env.max_steps", "train_model.timeout_s"),
     *("inference_model.timeout_s", "ray.start_timeout_s", "env.tool_timeout_s", "env.max_tool_calls"),
-    *("env.max_dialog_s", "env.max_observation_tokens"),
+    *("env.max_dialog_s", "env.max_observation_tokens", "env.curriculum_floor"),
 )
 
 
@@ -71,8 +71,8 @@ def every_coefficient_is_not_negative(config: Config) -> Iterator[str]:
             yield f"{name}={value} must not be negative."
 
 
-_SHARES = ("inference_model.gpu_memory_utilization", "inference_model.top_p")
-_DECAYS = ("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2")
+_SHARES = ("inference_model.gpu_memory_utilization", "inference_model.top_p", "env.curriculum_floor")
+_DECAYS = ("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2", "env.curriculum_decay")
 
 
 def every_share_lies_between_0_and_1(config: Config) -> Iterator[str]:
@@ -161,9 +161,28 @@ def the_kl_in_the_loss_has_a_gradient(config: Config) -> Iterator[str]:
         )
 
 
-def difficulty_is_one_to_four(config: Config) -> Iterator[str]:
-    if not 1 <= config.env.difficulty <= 4:
-        yield f"env.difficulty={config.env.difficulty} must be 1, 2, 3 or 4."
+def difficulty_is_one_to_five(config: Config) -> Iterator[str]:
+    if not 1 <= config.env.difficulty <= 5:
+        yield f"env.difficulty={config.env.difficulty} must be 1, 2, 3, 4 or 5."
+
+
+def a_curriculum_has_something_to_draw_between(config: Config) -> Iterator[str]:
+    env, options = config.env, ("env.curriculum_floor", "env.curriculum_decay", "env.level_column")
+    for name, (value, default) in changed_options(config).items():
+        if name in options[:2] and env.curriculum is None:
+            yield f"{name}={value} belongs to a curriculum; give env.curriculum, or leave it at {default}."
+        if name == options[2] and env.curriculum != "level":
+            yield f"{name}={value} belongs to env.curriculum=level; give that, or leave it at {default}."
+    if env.curriculum == "example" and not env.shuffle:
+        yield "env.shuffle=false has no effect on env.curriculum=example, which has no order; leave one of them out."
+    if env.curriculum == "level" and not any(
+        hasattr(task_class(each.env.dataset), "level") for each in task_configs(config).values()
+    ):
+        have = ", ".join(name for name in TASKS if hasattr(task_class(name), "level"))
+        yield (
+            f"env.curriculum=level draws between the levels of a task, and env.dataset={env.dataset} has none; use "
+            f"env.curriculum=example, or a task with levels ({have})."
+        )
 
 
 def clips_that_the_objective_does_not_read_keep_their_default(config: Config) -> Iterator[str]:
@@ -522,7 +541,8 @@ def tasks_of_a_mixture_keep_the_rules(config: Config) -> Iterator[str]:
     if config.env.mixture is None:
         return
     for name, each in task_configs(config).items():
-        yield from (f"env.mixture.{name}: {sentence}" for rule in RULES for sentence in rule(each))
+        rules = [rule for rule in RULES if rule is not a_curriculum_has_something_to_draw_between]  # asked of them all
+        yield from (f"env.mixture.{name}: {sentence}" for rule in rules for sentence in rule(each))
 
 
 def options_beside_a_mixture_are_read_by_one_of_its_tasks(config: Config) -> Iterator[str]:

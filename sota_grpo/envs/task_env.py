@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -95,11 +95,19 @@ class PromptStream:
                 f"group {group_id} is not of this stream: under its seed it has drawn the groups "
                 f"{self._first_group_id} to {self.next_group_id - 1}."
             )
-        if not isinstance(self.examples, MixedExamples):
-            return self.examples[self._index(group_id - self._first_group_id, len(self.examples), self.seed)]
-        name, draw = self.examples.drawn(group_id - self._first_group_id)
-        own_seed = sample_seed(self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
-        return self.examples.example(name, self._index(draw, len(self.examples.parts[name]), own_seed))
+        name, draw = self._task_of(group_id)
+        count = len(self.examples.parts[name] if isinstance(self.examples, MixedExamples) else self.examples)
+        return self._example(name, self._index(draw, count, self._seed_of(name)))
+
+    def observe(self, group_id: int, passes: int, trials: int) -> None:
+        """What the responses of a group earned, where somebody draws by it."""
+
+    def update(self, held: Collection[int]) -> None:
+        """A batch was released; of the groups before it those ``held`` may be asked for again."""
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to say of the draws."""
+        return {}
 
     def reseed(self, seed: int) -> None:
         """Start over with another seed; group ids go on, so that they stay unique."""
@@ -110,21 +118,22 @@ class PromptStream:
         """Where the stream stands, as plain integers; of a mixture also what it is made of."""
         epoch, position = divmod(self.next_group_id - self._first_group_id, len(self.examples))
         place = {"epoch": epoch, "position": position, "next_group_id": self.next_group_id}
-        return {"seed": self.seed, "num_examples": len(self.examples), **self._mixture()} | place
+        return self._identity() | place
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken.
 
         Raises:
-            ValueError: the state is of a stream over another number of examples, with another seed or another mixture:
-                its position would mean other prompts here.
+            ValueError: the state is of a stream over another number of examples, with another seed, another mixture or
+                another curriculum: its position would mean other prompts here.
         """
-        own = {"mixture": None, "num_examples": len(self.examples), "seed": self.seed, **self._mixture()}
+        own = {"mixture": None, "curriculum": None, "num_examples": 0, "seed": 0} | self._identity()
         for name, value in own.items():
             if state_dict.get(name) != value:
+                what = "the curriculum" if name == "curriculum" else "the dataset and the seed"
                 raise ValueError(
                     f"the saved stream of prompts has {name}={state_dict.get(name)} and this one {name}={value}; "
-                    "resume with the dataset and the seed of the saved run."
+                    f"resume with {what} of the saved run."
                 )
         self.next_group_id = state_dict["next_group_id"]
         drawn = state_dict["epoch"] * len(self.examples) + state_dict["position"]
@@ -135,12 +144,26 @@ class PromptStream:
         epoch, position = divmod(draw, count)
         return _permutation(count, seed, epoch)[position] if self.shuffle else position
 
-    def _mixture(self) -> dict[str, Any]:
-        """Of a mixture, the number of examples of each task and its weight."""
+    def _task_of(self, group_id: int) -> tuple[str, int]:
+        """The task of a mixture that a draw is of, and the draws of that task before it; without a mixture ``""``."""
+        draw = group_id - self._first_group_id
+        return self.examples.drawn(draw) if isinstance(self.examples, MixedExamples) else ("", draw)
+
+    def _seed_of(self, task: str) -> int:
+        if not task:
+            return self.seed
+        return sample_seed(self.seed, int.from_bytes(hashlib.blake2b(task.encode(), digest_size=8).digest()))
+
+    def _example(self, task: str, index: int) -> Example:
+        return self.examples.example(task, index) if isinstance(self.examples, MixedExamples) else self.examples[index]
+
+    def _identity(self) -> dict[str, Any]:
+        """What a state must have alike; of a mixture the number of examples of each task and its weight, too."""
+        own = {"seed": self.seed, "num_examples": len(self.examples)}
         if not isinstance(self.examples, MixedExamples):
-            return {}
+            return own
         parts, weights = self.examples.parts, self.examples.weights
-        return {"mixture": {name: [len(part), str(weights[name])] for name, part in parts.items()}}
+        return own | {"mixture": {name: [len(part), str(weights[name])] for name, part in parts.items()}}
 
 
 @lru_cache(maxsize=32)  # groups in flight reach into the epoch before, and each task of a mixture has one
@@ -362,6 +385,8 @@ class TaskEnv(EnvBase):
         num_envs: dialogs at once, a multiple of ``repeats``.
         repeats: group size.
         shuffle, seed: of the :class:`PromptStream` over ``task.train``.
+        make_stream: makes the stream of prompts, of examples, seed and shuffle; for example
+            ``partial(CurriculumStream, rule=rule, level=task.level)`` (:mod:`sota_grpo.envs.curriculum`).
         max_prompt_tokens: longest prompt allowed; None allows any.
         compute_reward: False grades nothing and leaves the reward to your own transforms.
         grader: gives texts their scores; None grades with ``task.score`` in this process.
@@ -396,6 +421,7 @@ class TaskEnv(EnvBase):
         grader: Grader | None = None,
         multi_turn: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        make_stream: Callable[..., PromptStream] = PromptStream,
         device: torch.device | str | None = None,
     ):
         if repeats < 1 or num_envs < 1 or num_envs % repeats:
@@ -405,7 +431,8 @@ class TaskEnv(EnvBase):
             )
         super().__init__(device=device, batch_size=(num_envs,))
         self.task, self.tokenizer, self.repeats = task, tokenizer, repeats
-        self.stream = PromptStream(task.train, seed=seed, shuffle=shuffle)
+        self.make_stream = make_stream
+        self.stream = make_stream(task.train, seed=seed, shuffle=shuffle)
         self.max_prompt_tokens, self.compute_reward = max_prompt_tokens, compute_reward
         self.template_kwargs = dict(template_kwargs or {})
         self.grader = LocalGrader(task.score, task.term_weights) if grader is None else grader
@@ -474,7 +501,7 @@ class TaskEnv(EnvBase):
                 is_mixed = isinstance(examples, MixedExamples)
                 setattr(self.task, part, examples.only(kept, may_be_empty=part == "heldout") if is_mixed else kept)
         if left_out:
-            self.stream = PromptStream(self.task.train, seed=self.stream.seed, shuffle=self.stream.shuffle)
+            self.stream = self.make_stream(self.task.train, seed=self.stream.seed, shuffle=self.stream.shuffle)
             _tell_of([example for example, _ in left_out], left_out[0][1])
         return longest
 

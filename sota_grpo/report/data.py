@@ -38,6 +38,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Responses", ("response_tokens/", "truncated", "turns/mean", "turn_tokens/mean", "prompt_tokens/mean")),
     ("Rewards and advantages", ("reward/", "grader/", "advantage", "reward_errors", "reward_timeouts")),
     ("Tasks of the mixture", ("task/",)),
+    ("Curriculum", ("curriculum/",)),
     ("Groups, policy age and workers", ("groups/", "policy_age/", "workers/")),
     ("Optimisation", ("loss/", "grad_norm", "lr", "loss_scale", "skipped_steps", "packed")),
     ("Evaluation beside its accuracy", ("eval/",)),

@@ -77,12 +77,16 @@ class RolloutCollector(BaseCollector):
         self._failure: BaseException | None = None
 
     def collect(self, num_groups: int) -> list[TensorDictBase]:
-        """``num_groups * env.repeats`` graded rows, siblings next to each other."""
+        """``num_groups * env.repeats`` graded rows, siblings together; the stream of prompts learns from them."""
         prompts = [
             Prompt(group_id, example, self.env.repeats, sample_seed(self._seed, group_id))
             for group_id, example in self.env.stream.draw(num_groups)
         ]
-        groups = {group.prompt.group_id: group.rows for group in self.rollouts.stream(prompts, self.sampling)}
+        groups = {}
+        for group in self.rollouts.stream(prompts, self.sampling):
+            groups[group.prompt.group_id] = group.rows
+            self.env.stream.observe(group.prompt.group_id, *group.passes())
+        self.env.stream.update(held=())
         self._collected += num_groups * self.env.repeats
         return [row for prompt in prompts for row in groups[prompt.group_id]]
 

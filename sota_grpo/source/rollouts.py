@@ -52,6 +52,11 @@ class Graded:
     rows: list[TensorDictBase]
     scores: Sequence[Score]
 
+    def passes(self) -> tuple[int, int]:
+        """How many responses are right, of those whose grader did not fail."""
+        judged = [score.success for score in self.scores if score.error is None]
+        return sum(judged), len(judged)
+
 
 class StageClock:
     """How many groups are in each stage, and for how many seconds each stage had at least one.

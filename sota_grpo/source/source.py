@@ -182,9 +182,14 @@ class RolloutSource:
         return rows
 
     def release(self, batch: TensorDictBase) -> None:
-        """Free the slots of ``batch``, after the engines hold the weights that were trained on it."""
+        """Free the slots of ``batch``, after the engines hold the weights that were trained on it.
+
+        The stream of prompts learns from all groups that were graded since the release before, whether they are in the
+        batch, were dropped for want of variance, or wait in the buffer; prompts that are drawn from here on are by it.
+        """
         with self._changed:
             fresh = self._slots.release()
+            self._metrics |= self.env.stream.metrics()
         self._submit(fresh)
 
     def metrics(self) -> dict[str, float]:
@@ -307,6 +312,8 @@ class RolloutSource:
         self._ask(begin, partial(self._graded, group))
 
     def _graded(self, group: Group, graded: Graded) -> None:
+        with self._changed:
+            self.env.stream.observe(group.group_id, *graded.passes())
         if not self.refill or not all(constant_rows(graded.rows)):
             self._to_reference(group, graded.rows)
             return

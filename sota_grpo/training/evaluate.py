@@ -10,7 +10,8 @@ from dataclasses import KW_ONLY, dataclass
 from statistics import fmean
 
 from sota_grpo import keys
-from sota_grpo.rl.records import Example, Sample, Sampling, Score, sample_seed
+from sota_grpo.envs.curriculum import level_name
+from sota_grpo.rl.records import Example, Sample, Sampling, Score, sample_seed, task_of_example
 from sota_grpo.rl.task import total_reward
 from sota_grpo.source.rollouts import Prompt, Rollouts
 
@@ -157,6 +158,7 @@ class Evaluator:
         max_tokens: most tokens of a response.
         avg_at_k: samples per problem at temperature 1; 0 measures the greedy answer only.
         seed: seed of the run.
+        by_level: give the accuracy of each level of the task, too, as ``eval/task/level_<level>``.
         success_above: the reward above which a response is right, where nothing else says which is; else None.
     """
 
@@ -166,6 +168,7 @@ class Evaluator:
     max_tokens: int
     avg_at_k: int
     seed: int
+    by_level: bool = False
     success_above: float | None = None
 
     def measure(self) -> dict[str, float]:
@@ -209,15 +212,22 @@ class Evaluator:
 
     def benchmark(self, problems: Sequence[Sequence[Response]]) -> dict[str, list[Counts]]:
         """What the task's benchmark counts (``Task.counts``), by name, a pair per problem; empty where it has none."""
-        count = getattr(self.rollouts.env.task, "counts", None)
         counts: dict[str, list[Counts]] = {}
-        if count is None:
-            return counts
         for example, responses in zip(self.examples, problems, strict=True):
-            each = [count(response.score, example) for response in responses]
+            each = [self._counts(response.score, example) for response in responses]
             for name in each[0]:
                 hits, trials = zip(*(one[name] for one in each))
                 counts.setdefault(name, []).append((sum(hits), sum(trials)))
+        return counts
+
+    def _counts(self, score: Score, example: Example) -> dict[str, Counts]:
+        task = self.rollouts.env.task
+        count = getattr(task, "counts", None)
+        counts = {} if count is None else dict(count(score, example))
+        level = task.level(example) if self.by_level and hasattr(task, "level") else None
+        if level is not None:
+            name, owner = f"level_{level_name(level)}", task_of_example(example.extra)
+            counts[name if owner is None else f"{owner}/{name}"] = (float(score.success), 1.0)
         return counts
 
     def responses(

@@ -211,7 +211,7 @@ BROKEN = [
         ["engine=vllm_server", "ray.address=auto", "device=cuda"],
         "gives to others; use engine=vllm there",
     ),
-    ("difficulty_is_one_to_four", ["env.difficulty=5"], "env.difficulty=5"),
+    ("difficulty_is_one_to_five", ["env.difficulty=6"], "env.difficulty=6"),
     ("every_amount_is_positive", ["algorithm.correction_cap=0"], "algorithm.correction_cap=0"),
     ("every_amount_is_positive", ["env.max_samples=0"], "env.max_samples=0"),
     ("every_amount_is_positive", ["inference_model.max_model_len=0"], "inference_model.max_model_len=0"),
@@ -261,6 +261,7 @@ BROKEN = [
             "env.system_prompt=Hi",
             "env.tasks={gcd: 1}",
             "env.sandbox=bwrap",
+            "env.level_column=grade",
         )
     ),
     (
@@ -291,6 +292,20 @@ BROKEN = [
         )
     ),
     ("a_table_has_a_place", ["env.dataset=table"], "env.dataset_path=FILE"),
+    *(
+        ("a_curriculum_has_something_to_draw_between", more, said)
+        for more, said in (
+            (["env.curriculum=level", "env.dataset=gsm8k"], "env.dataset=gsm8k has none; use env.curriculum=example"),
+            (["env.curriculum=level", "env.mixture={a: {dataset: gsm8k}}"], "or a task with levels (table, arithmetic"),
+            (["env.curriculum=example", "env.shuffle=false"], "which has no order"),
+            (["env.curriculum_floor=0.5"], "belongs to a curriculum; give env.curriculum, or leave it at 0.2"),
+            (["env.curriculum_decay=0.1"], "belongs to a curriculum; give env.curriculum, or leave it at 0.5"),
+            (["env.dataset=table", "env.dataset_path=a.csv", "env.level_column=a"], "belongs to env.curriculum=level"),
+        )
+    ),
+    ("every_amount_is_positive", ["env.curriculum=level", "env.curriculum_floor=0"], "env.curriculum_floor=0"),
+    ("every_share_lies_between_0_and_1", ["env.curriculum=level", "env.curriculum_floor=1.5"], "between 0 and 1"),
+    ("every_share_lies_between_0_and_1", ["env.curriculum=level", "env.curriculum_decay=1"], "below 1"),
     ("a_table_has_a_place", ["env.dataset=code"], "env.dataset_path=FILE"),
     ("several_turns_have_something_to_say", ["env.reasoning=true"], "env.max_steps=1 leaves no turn"),
     ("several_turns_have_something_to_say", ["env.max_steps=3"], "env.reasoning=true"),
@@ -340,7 +355,7 @@ BROKEN = [
     ),
     ("a_model_is_loaded_with_nothing_of_ours", ["model.load_kwargs={load_in_4bit: true}"], "weights are trained whole"),
     ("a_mixture_names_tasks_and_their_options", ["env.mixture={a: {weight: 0}}"], "env.mixture.a.weight=0"),
-    ("tasks_of_a_mixture_keep_the_rules", ["env.mixture={a: {difficulty: 5}}"], "env.mixture.a: env.difficulty=5"),
+    ("tasks_of_a_mixture_keep_the_rules", ["env.mixture={a: {difficulty: 6}}"], "env.mixture.a: env.difficulty=6"),
     (
         "options_beside_a_mixture_are_read_by_one_of_its_tasks",
         ["env.mixture={a: {difficulty: 1}}", "env.difficulty=2"],

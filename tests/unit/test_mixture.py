@@ -332,7 +332,7 @@ def test_a_task_has_the_runs_options_but_for_its_own() -> None:
         ("{a: {weight: .inf}}", "weight=.inf must be a number"),
         ("{a/b: {}}", "rename it"),
         ("{a: {difficulty: hard}}", "env.mixture.a: Value 'hard' of type 'str' could not be converted to Integer."),
-        ("{a: {difficulty: 7}}", "env.mixture.a: env.difficulty=7 must be 1, 2, 3 or 4."),
+        ("{a: {difficulty: 7}}", "env.mixture.a: env.difficulty=7 must be 1, 2, 3, 4 or 5."),
         ("{a: {dataset: table}}", "env.mixture.a: env.dataset=table is your own data"),
         ("{a: {answer_format: boxed}}", "env.mixture.a: env.answer_format=boxed has no effect on env.dataset="),
     ],
