@@ -25,7 +25,7 @@ from benchmarks.learning import Estimate, area, train_ours
 from sota_grpo.recording.run_files import METRICS_FILE
 
 LEVELS = 5
-ROWS_PER_STEP = 128  # of the preset
+ROWS_PER_STEP, GROUPS_PER_STEP = 128, 16  # of the preset
 UNIFORM, CURRICULUM = "uniform", "curriculum"
 SIDES = {UNIFORM: ["env.curriculum_floor=1"], CURRICULUM: []}
 _LEVEL = "eval/task/level_"
@@ -39,21 +39,25 @@ class Run:
         accuracy: greedy, of all held-out problems, by samples trained on.
         levels: the same of each level.
         draws: the share of the groups that each level had in all steps.
+        flat: the share of all groups whose rewards are all equal.
         seconds: of all steps, evaluations left out.
     """
 
     accuracy: dict[int, float]
     levels: dict[int, list[float]]
     draws: list[float]
+    flat: float
     seconds: float
 
 
 def read_run(rows: Sequence[dict[str, Any]], seconds: float) -> Run:
     """A run by the lines of its ``metrics.jsonl``.
 
-    >>> read_run([{"step": 0, "eval/accuracy": 0.5} | {f"eval/task/level_{k}": k / 5 for k in range(1, 6)},
-    ...           {"step": 0, "curriculum/1/share": 0.75, "curriculum/5/share": 0.25}], 1.0)
-    Run(accuracy={0: 0.5}, levels={0: [0.2, 0.4, 0.6, 0.8, 1.0]}, draws=[0.75, 0.0, 0.0, 0.0, 0.25], seconds=1.0)
+    >>> measured = {"step": 1, "eval/accuracy": 0.5} | {f"eval/task/level_{k}": k / 5 for k in range(1, 6)}
+    >>> step = {"step": 0, "curriculum/1/share": 0.75, "curriculum/5/share": 0.25, "groups/zero_signal": 4}
+    >>> run = read_run([step, measured], 9.0)
+    >>> run.accuracy, run.levels, run.draws, run.flat
+    ({128: 0.5}, {128: [0.2, 0.4, 0.6, 0.8, 1.0]}, [0.75, 0.0, 0.0, 0.0, 0.25], 0.25)
     """
     measured = {row["step"] * ROWS_PER_STEP: row for row in rows if "eval/accuracy" in row}
     steps = [row for row in rows if any(name.endswith("/share") for name in row)]
@@ -62,6 +66,7 @@ def read_run(rows: Sequence[dict[str, Any]], seconds: float) -> Run:
         accuracy={samples: row["eval/accuracy"] for samples, row in measured.items()},
         levels={samples: [row[f"{_LEVEL}{level}"] for level in names] for samples, row in measured.items()},
         draws=[statistics.fmean(row.get(f"curriculum/{level}/share", 0.0) for row in steps) for level in names],
+        flat=statistics.fmean(row["groups/zero_signal"] for row in steps) / GROUPS_PER_STEP,
         seconds=seconds,
     )
 
@@ -93,7 +98,7 @@ def _row(name: str, pairs: Sequence[tuple[float, float]]) -> str:
 def report(runs: Sequence[dict[str, Run]]) -> str:
     """Both tables in Markdown, of pairs of runs: accuracy against samples, and what each level had and became.
 
-    >>> pair = {side: Run({0: 0.5, 128: 0.6}, {0: [0.5] * 5, 128: [0.6] * 5}, [0.2] * 5, 1.0) for side in SIDES}
+    >>> pair = {side: Run({0: 0.5, 128: 0.6}, {0: [0.5] * 5, 128: [0.6] * 5}, [0.2] * 5, 0.5, 1.0) for side in SIDES}
     >>> print(report([pair, pair]).splitlines()[2])
     | 0 | 50.0 +/- 0.0 | 50.0 +/- 0.0 | +0.0 +/- 0.0 |
     """
@@ -104,7 +109,8 @@ def report(runs: Sequence[dict[str, Run]]) -> str:
             _row(str(samples), [(r[UNIFORM].accuracy[samples], r[CURRICULUM].accuracy[samples]) for r in runs])
         )
     areas = [(area(run[UNIFORM].accuracy), area(run[CURRICULUM].accuracy)) for run in runs]
-    lines += [_row("mean of the curve", areas), ""]
+    flat = [(run[UNIFORM].flat, run[CURRICULUM].flat) for run in runs]
+    lines += [_row("mean of the curve", areas), _row("groups without signal", flat), ""]
     lines += [
         "| level | uniform % at the end | curriculum % | difference | share of its draws % |",
         "|---:|" + "---:|" * 4,

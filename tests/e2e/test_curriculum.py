@@ -17,6 +17,7 @@ GIVEN = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["level", "example"])
 def test_a_curriculum_goes_on_where_it_stood(tmp_path: Path, by: str) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
