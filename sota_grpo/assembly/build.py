@@ -37,6 +37,7 @@ from sota_grpo.assembly.learning import (
 )
 from sota_grpo.assembly.preflight import why_no_gpu
 from sota_grpo.assembly.sampling import (
+    dialog_rules,
     engine_dtype,
     engine_options,
     make_sampling,
@@ -44,13 +45,13 @@ from sota_grpo.assembly.sampling import (
     open_env,
     start_engine,
     task_of,
-    tool_partner,
 )
-from sota_grpo.config import Config, model_name, responses_per_step
+from sota_grpo.config import Config, model_name
+from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
 from sota_grpo.config.validators import obstacles_to_a_broadcast
 from sota_grpo.engines import Engine, is_server
 from sota_grpo.envs import TaskEnv
-from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Partner, TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.policy.causal import KNOWN_TO_PACK
 from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.lora import AdapterPack, base_pack, engine_weights, packed_weights
@@ -155,7 +156,7 @@ def build(
         source = RolloutSource(
             rollouts,
             sampling,
-            num_groups=responses_per_step(config) // config.env.repeats,
+            num_groups=groups_per_step(config),
             max_policy_age=config.train.max_policy_age,
             seed=config.seed,
             refill=config.algorithm.dynamic_sampling,
@@ -180,15 +181,10 @@ def build(
         )
 
 
-def make_rollouts(config: Config, env: TaskEnv, engine: Engine, instances: Instances | None) -> Rollouts:
-    """Over ``engine`` itself, or with ``env.max_steps`` above 1 over what samples whole dialogs with it."""
-    if config.env.max_steps > 1:
-        turns = TurnTokens(env.tokenizer, env.template_kwargs)
-        partner: Partner = GradedTurns(env.grader, turns)
-        if instances is not None:
-            partner = tool_partner(config, env, instances)
-        engine = DialogEngine(engine, partner, turns, max_steps=config.env.max_steps)
-    return Rollouts(env, engine)
+def make_rollouts(config: Config, env: TaskEnv, engine: Engine, instances: Mapping[str, Instances]) -> Rollouts:
+    """Over ``engine`` itself, or over what samples whole dialogs with it, where a task has several turns."""
+    rules = dialog_rules(config, env, instances, engine.max_model_len)
+    return Rollouts(env, DialogEngine.of_tasks(engine, rules) if rules else engine)
 
 
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
@@ -321,12 +317,12 @@ def _learner_beside_workers(
 def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path) -> Fleet:
     count = cluster.num_engines
     options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir, count)
-    rows, repeats = options.max_rows, config.env.repeats
+    groups = max(1, int(options.max_rows / mean_group_size(config)))
     return Fleet(
         "rollout",
         cluster.start_rollout(options),
         count,
-        capacity=rows if config.env.max_steps > 1 else max(1, rows // repeats),  # the samples of a dialog come alone
+        capacity=options.max_rows if has_dialogs(config) else groups,  # the samples of a dialog come alone
         silence_s=config.inference_model.timeout_s,
         start_silence_s=config.ray.start_timeout_s,
     )

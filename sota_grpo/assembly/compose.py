@@ -11,6 +11,7 @@ from typing import Any
 
 from sota_grpo.config import Config, flat, register, walk
 from sota_grpo.config.hints import no_option
+from sota_grpo.config.mixture import ENTRY_OPTIONS
 from sota_grpo.config.secrets import use_config_token, without_token
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
@@ -38,9 +39,7 @@ PATH_OPTIONS = (
     "env.environment",
 )  # of files, of folders, or of a hub
 #: The same of each entry of env.mixture.
-ENTRY_PATHS = ("dataset_path", "eval_path", "reward_path")
-#: Of these, options that name a file and what it defines.
-_DEFINED_IN_FILES = ("algorithm.objective", "env.tools", "env.environment")
+ENTRY_PATHS = ("dataset_path", "eval_path", "reward_path", "tools", "environment")
 #: Of :func:`needs_consent`, what is not used where no loss is computed, and where nothing is sampled or graded.
 UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective")
 UNUSED_WITHOUT_SAMPLES = (
@@ -234,7 +233,7 @@ def load_config(
 
 
 def _unread(option: str, unused: Collection[str]) -> bool:
-    return option in unused or (option.endswith(".reward_path") and "reward.path" in unused)
+    return _run_option(option) in unused
 
 
 def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
@@ -268,12 +267,14 @@ def needs_consent(config: Config) -> dict[str, str]:
     """
     acts = {}
     for name, value in _paths(config):
-        if name == "reward.path" or name.endswith(".reward_path"):
+        if _run_option(name) == "reward.path":
             acts[name] = f"run {one_line(value)}"
-        elif name in _DEFINED_IN_FILES and (in_file(value) or value.endswith(PICKLED)):
+        elif _is_defined_in_a_file(name) and (in_file(value) or value.endswith(PICKLED)):
             acts[name] = f"run {one_line(str((in_file(value) or [value])[0]))}"
-    if (server := server_of(config.env.environment)) is not None:
-        acts["env.environment"] = server.act()
+    own = ("env.environment", config.env.environment)
+    for name, environment in (own, *_of_entries(config, ("environment",))):
+        if (server := server_of(environment)) is not None:
+            acts[name] = server.act()
     if config.model.trust_remote_code:
         acts["model.trust_remote_code"] = "run the Python files that its model brings along"
     for option, passed in (
@@ -335,7 +336,7 @@ def anchor_paths(config: Config) -> None:
     from sota_grpo.policy.load import SMOLLM2, TINY  # brings transformers
 
     for name, value in list(_paths(config)):
-        own = in_file(value) if name in _DEFINED_IN_FILES else None
+        own = in_file(value) if _is_defined_in_a_file(name) else None
         path = Path(value).expanduser()
         if own is not None:
             _set(config, name, f"{own[0].absolute()}:{own[1]}")
@@ -350,11 +351,25 @@ def anchor_paths(config: Config) -> None:
 def _find_inputs(config: Config, run_dir: Path) -> None:
     """What was passed in Python moves with the directory of the run."""
     for name, value in list(_paths(config)):
-        own = in_file(value) if name in _DEFINED_IN_FILES else None
+        own = in_file(value) if _is_defined_in_a_file(name) else None
         path, function = (Path(value), "") if own is None else (own[0], f":{own[1]}")
         moved = run_dir.absolute() / INPUTS / path.name
         if path.parent.name == INPUTS and not path.exists() and moved.is_file():
             _set(config, name, f"{moved}{function}")
+
+
+def _run_option(name: str) -> str:
+    """An option of the run itself, also where an entry of a mixture gives it.
+
+    >>> _run_option("env.mixture.tools.reward_path"), _run_option("env.tools")
+    ('reward.path', 'env.tools')
+    """
+    return ENTRY_OPTIONS[name.rpartition(".")[2]] if name.startswith("env.mixture.") else name
+
+
+def _is_defined_in_a_file(name: str) -> bool:
+    """Whether the option names a file and what it defines."""
+    return _run_option(name) in ("algorithm.objective", "env.tools", "env.environment")
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
@@ -364,7 +379,9 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
         value = getattr(getattr(config, section), option)
         if value is not None and not (name == "env.environment" and server_of(value)):
             yield name, value
-    yield from _of_entries(config, ENTRY_PATHS)
+    for name, value in _of_entries(config, ENTRY_PATHS):
+        if not (name.endswith(".environment") and server_of(value)):
+            yield name, value
 
 
 def _of_entries(config: Config, options: Sequence[str]) -> Iterator[tuple[str, str]]:

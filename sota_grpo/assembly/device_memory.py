@@ -30,7 +30,8 @@ from sota_grpo.assembly.memory import (
     vllm_pool_bytes,
 )
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows
-from sota_grpo.config import Config, longest_response, model_name, overrides_of, responses_per_step, with_options
+from sota_grpo.config import Config, model_name, overrides_of, responses_per_step, with_options
+from sota_grpo.config.mixture import group_sizes, longest_response
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.balance import PromptGroup, fill
@@ -207,8 +208,9 @@ class RunMemory:
 
         Ragged samples fill a micro-batch better, up to ``train.micro_batch_tokens``: the heaviest is taken to be full.
         """
-        train = self.config.train
-        return self._cut(train.optim_batch_size // ranks, self.config.env.repeats, train.micro_batch_tokens)
+        train, largest = self.config.train, max(group_sizes(self.config).values())
+        rows = train.optim_batch_size * largest // self.config.env.repeats  # if all groups are as large as the largest
+        return self._cut(rows // ranks, largest, train.micro_batch_tokens)
 
     def _cut(self, rows: int, group: int, budget: int) -> list[MicroBatch]:
         rows, shared = max(1, rows), self.config.model.attn_implementation is None
@@ -261,7 +263,7 @@ class RunMemory:
         weights, pool = "engine: weights", "engine: keys and values"
         parts = {weights: model.parameters * number_bytes // parallel}
         if kind == "transformers":
-            prompts = -(-rows // self.config.env.repeats)
+            prompts = -(-rows // min(group_sizes(self.config).values()))
             sizes = {"number_bytes": number_bytes, "prompts": prompts, "rows": rows}
             kept, passing = embedded_engine_bytes(model, self.largest_sample, **sizes)
             return parts | {pool: kept, "engine: one token": passing}, None

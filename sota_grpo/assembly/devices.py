@@ -10,7 +10,8 @@ import torch
 
 from sota_grpo.assembly.preflight import needs_a_gpu
 from sota_grpo.assembly.sampling import engine_rows
-from sota_grpo.config import Config, longest_response, model_name, responses_per_step
+from sota_grpo.config import Config, model_name
+from sota_grpo.config.mixture import longest_response, mean_responses_per_step
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
@@ -255,7 +256,7 @@ def _idle_notes(config: Config, placement: Placement, engine: str, workers: bool
     if config.train_model.compile is None and not builds_kernels():
         notes.append("Layers are not compiled, which is slow: that needs Triton and a C compiler (gcc).")
     engines = max(1, len(placement.inference) // config.inference_model.tensor_parallel_size) if workers else 1
-    asked = responses_per_step(config) * (1 + config.train.max_policy_age) // engines
+    asked = mean_responses_per_step(config) * (1 + config.train.max_policy_age) // engines
     rows = min(asked, engine_rows(config, engine, "cuda", engines))
     if rows < FEW_ROWS:
         each = "The engine samples" if engines == 1 else f"Each of {engines} engines samples"

@@ -8,6 +8,7 @@ scaled by the weights that it reads.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -26,13 +27,18 @@ from sota_grpo.assembly.learning import make_settings
 from sota_grpo.assembly.sampling import engine_dtype, task_of
 from sota_grpo.config import (
     Config,
-    longest_response,
     model_name,
     num_steps,
     overrides_of,
-    responses_per_step,
 )
-from sota_grpo.config.mixture import task_configs
+from sota_grpo.config.mixture import (
+    groups_per_step,
+    has_dialogs,
+    longest_response,
+    mean_group_size,
+    mean_responses_per_step,
+    task_configs,
+)
 from sota_grpo.config.validators import validate
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv
@@ -128,7 +134,7 @@ class Estimate(RunMemory):
             "engine": plan.engine,
             "largest_sample": {"prompt_tokens": prompt, "response_tokens": response},
             "problems": self.num_problems,
-            "responses_per_turn": responses_per_step(self.config),
+            "responses_per_turn": mean_responses_per_step(self.config),
             "turns": num_steps(self.config),
             "optimizer_steps": make_settings(self.config, plan.device_type).total_steps,
             "micro_batches_per_step": len(self.micro_batches(self.how.ranks)),
@@ -233,13 +239,10 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
         texts = ("".join(message["content"] for message in task.messages(e)) for e in [*task.train, *task.heldout])
         guess = max(len(text.encode()) for text in texts) // _BYTES_PER_TOKEN + 32
         return guess, "from the length of its text, the tokenizer is not here", count
-    repeats, several = config.env.repeats, config.env.max_steps > 1
     env = TaskEnv(
         task,
         tokenizer,
-        num_envs=repeats,
-        repeats=repeats,
-        multi_turn=several,
+        multi_turn=has_dialogs(config),
         max_prompt_tokens=context - 1,
         template_kwargs=config.env.chat_template_kwargs,
     )
@@ -298,11 +301,11 @@ def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[st
 
 
 def _times(run: RunMemory) -> Times:
-    config, how, per_step = run.config, run.how, responses_per_step(run.config)
+    config, how, per_step = run.config, run.how, mean_responses_per_step(run.config)
     rows = min(per_step, run.engine_rows, _MOST_ROWS)
     flops_per_s, token_s = _measure(run, rows)
-    (prompt, response), group = run.largest_sample, config.env.repeats
-    shape, load = _shape(run.model, how.rank), shared_load(prompt, [response] * group).times(per_step // group)
+    (prompt, response), group = run.largest_sample, math.ceil(mean_group_size(config))
+    shape, load = _shape(run.model, how.rank), shared_load(prompt, [response] * group).times(groups_per_step(config))
     settings = make_settings(config, run.plan.device_type)
     learn = settings.epochs * (step_flops(shape, load) + recomputed_flops(shape, load, checkpointing=how.checkpointing))
     learn += forward_flops(shape, load) if settings.recompute else 0

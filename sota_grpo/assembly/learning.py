@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sota_grpo.assembly.devices import Placement, device_name, reference_has_own_weights
-from sota_grpo.config import Config, longest_response, model_name, responses_per_step
+from sota_grpo.config import Config, model_name, responses_per_step
+from sota_grpo.config.mixture import has_own_group_sizes, longest_response
 from sota_grpo.engines import ENGINES
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
@@ -193,6 +194,7 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
         warmup_steps=optimizer.warmup_steps,
         total_steps=per_collection * (train.total_dialog_turns // responses_per_step(config)),
         optim_batch_size=train.optim_batch_size,
+        optim_groups=train.optim_batch_size // config.env.repeats if has_own_group_sizes(config) else None,
         epochs=train.epochs,
         micro_batch_tokens=train.micro_batch_tokens,
         aggregation=algorithm.aggregation,

@@ -12,8 +12,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from sota_grpo.config import Config, model_name, num_steps, responses_per_step
-from sota_grpo.config.mixture import task_configs, tasks_named
+from sota_grpo.config import Config, model_name, num_steps
+from sota_grpo.config.mixture import mean_responses_per_step, task_configs, tasks_named
 from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
@@ -77,7 +77,7 @@ def announce(config: Config) -> None:
     logger.info(
         "Starting to train %s on %s (mode=%s, engine=%s, device=%s): %d steps of %d responses.",
         *(model_name(config), tasks_named(config), config.mode, config.engine.name, config.device),
-        *(num_steps(config), responses_per_step(config)),
+        *(num_steps(config), mean_responses_per_step(config)),
     )
     starting("Importing PyTorch and the libraries on it")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -14,12 +14,13 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from sota_grpo.config import Config, model_name, reward_names, walk
-from sota_grpo.config.mixture import READERS, task_configs, weights
+from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, task_configs, weights
 from sota_grpo.config.secrets import api_key
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
 from sota_grpo.envs import PromptStream, TaskEnv
 from sota_grpo.envs.agents import Budgets, ToolPartner
 from sota_grpo.envs.curriculum import Curriculum, CurriculumStream
+from sota_grpo.envs.dialogs import GradedTurns, Partner, Rules, TurnTokens
 from sota_grpo.envs.tool_calls import ToolCallReader
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import resolve_model_path
@@ -115,7 +116,7 @@ def _mixed(config: Config, make: Callable[[Config], Task]) -> Task:
             raise type(error)(f"env.mixture.{name}: {error}") from error
         if each.inference_model.max_tokens < config.inference_model.max_tokens:
             limits[name] = each.inference_model.max_tokens
-    return MixtureTask(tasks, weights(config), limits)
+    return MixtureTask(tasks, weights(config), limits, group_sizes(config))
 
 
 def make_grader(config: Config, task: Task) -> Grader:
@@ -126,55 +127,98 @@ def make_grader(config: Config, task: Task) -> Grader:
     return GradingPool(scorer, weights, num_workers=count, timeout_s=config.env.reward_timeout_s)
 
 
-def start_instances(config: Config, opened: ExitStack) -> Instances | None:
-    """What the policy's tools live in, ready; None where it has none. Closed with ``opened``.
+def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
+    """By the name of its task, what the policy's tools live in, ready; tasks with the same tools share it.
+
+    Closed with ``opened``. Tasks without tools are not there.
 
     Raises:
         UserError: what the config names cannot be loaded, or offers no tools.
     """
-    value = config.env.tools or config.env.environment
-    if value is None:
-        return None
-    starting("Starting the tools")
-    server = server_of(config.env.environment)
+    offered = {name: _offered(each) for name, each in task_configs(config).items()}
+    if any(offered.values()):
+        starting("Starting the tools")
+    started = {one: _instances(*one, opened) for one in dict.fromkeys(filter(None, offered.values()))}
+    for instances in started.values():
+        instances.wait_ready()
+    return {name: started[one] for name, one in offered.items() if one is not None}
+
+
+def _offered(config: Config) -> tuple[str, str, float] | None:
+    """The kind of a task's tools, where they are, and the deadline of their calls."""
+    env = config.env
+    kind, value = ("factory", env.environment) if env.tools is None else ("functions", env.tools)
+    return None if value is None else (kind, value, config.env.tool_timeout_s)
+
+
+def _instances(kind: str, value: str, timeout_s: float, opened: ExitStack) -> Instances:
+    server = server_of(value) if kind == "factory" else None
     if server is not None:
         server.require()
         spec = server.spec()
     else:
-        kind = "functions" if config.env.tools is not None else "factory"
         path, names = in_file(value) or (Path(value), "")
         spec = InstanceSpec(path=str(path), names=tuple(names.split(",")) if names else (), kind=kind)
-    instances = opened.enter_context(closing(Instances(spec, timeout_s=config.env.tool_timeout_s)))
-    instances.wait_ready()
-    return instances
+    return opened.enter_context(closing(Instances(spec, timeout_s=timeout_s)))
 
 
-def rewarded_dialogs(config: Config, task: Task, instances: Instances | None) -> Task:
+def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
     """``task`` as dialogs with tools earn: an environment's reward for the task's, or beside that of functions."""
-    if instances is None:
-        return task
-    asks_task = config.reward.path is not None or not instances.has_reward
-    return with_tools(
-        task, has_reward=instances.has_reward, asks_task=asks_task, success_above=config.reward.success_above
-    )
+    configs = task_configs(config)
+
+    def rewarded(name: str, task: Task) -> Task:
+        own, reward = instances.get(name), configs[name].reward
+        if own is None:
+            return task
+        asks_task = reward.path is not None or not own.has_reward
+        return with_tools(task, has_reward=own.has_reward, asks_task=asks_task, success_above=reward.success_above)
+
+    return task.with_tasks(rewarded) if isinstance(task, MixtureTask) else rewarded(config.env.dataset, task)
 
 
-def tool_partner(config: Config, env: TaskEnv, instances: Instances) -> ToolPartner:
-    """What dialogs with tools need, of an environment whose prompts tell of them.
+def dialog_rules(
+    config: Config, env: TaskEnv, instances: Mapping[str, Instances], max_model_len: int
+) -> dict[str | None, Rules]:
+    """With whom the policy talks, in those tasks of a mixture, by name, whose dialogs may have several turns.
+
+    Of a run of one task they stand under None.
+
+    Args:
+        env: whose prompts tell of the tools.
+        max_model_len: of the engine.
 
     Raises:
         UserError: the chat template has no tools.
     """
-    schemas = env.template_kwargs["tools"]
-    kwargs = {name: value for name, value in env.template_kwargs.items() if name != "tools"}
+    return {
+        name if config.env.mixture else None: _rules(each, env, instances.get(name), max_model_len)
+        for name, each in task_configs(config).items()
+        if each.env.max_steps > 1
+    }
+
+
+def _rules(config: Config, env: TaskEnv, instances: Instances | None, max_model_len: int) -> Rules:
+    turns = TurnTokens(env.tokenizer, template_kwargs(config, instances))
+    partner: Partner = GradedTurns(env.grader, turns)
+    if instances is not None:
+        partner = _tool_partner(config, env, instances)
+    return Rules(partner, turns, config.env.max_steps, max_model_len)
+
+
+def _tool_partner(config: Config, env: TaskEnv, instances: Instances) -> ToolPartner:
     return ToolPartner(
-        ToolCallReader(env.tokenizer, schemas, kwargs),
+        ToolCallReader(env.tokenizer, instances.schemas, config.env.chat_template_kwargs),
         instances,
         partial(_columns, env.task),
         env.prompt_ids,
         lambda text: len(env.tokenizer(text, add_special_tokens=False)["input_ids"]),
         Budgets(config.env.max_tool_calls, config.env.max_dialog_s, config.env.max_observation_tokens),
     )
+
+
+def template_kwargs(config: Config, instances: Instances | None) -> dict[str, Any]:
+    """What prompts give the chat template beside the messages: the user's arguments, and the tools."""
+    return {**(config.env.chat_template_kwargs or {}), **({"tools": instances.schemas} if instances else {})}
 
 
 def _columns(task: Task, example: Example) -> dict[str, Any]:
@@ -185,8 +229,8 @@ def _columns(task: Task, example: Example) -> dict[str, Any]:
 
 def open_env(
     config: Config, task: Task, tokenizer: Any, opened: ExitStack, *, draws: bool = True
-) -> tuple[TaskEnv, Instances | None]:
-    """The environment with its grader and its tools, if it has any, whose processes are closed with ``opened``.
+) -> tuple[TaskEnv, Mapping[str, Instances]]:
+    """The environment with its grader and the tools of its tasks, whose processes are closed with ``opened``.
 
     Args:
         draws: somebody trains on what its stream of prompts draws.
@@ -194,8 +238,7 @@ def open_env(
     instances = start_instances(config, opened)
     task = rewarded_dialogs(config, task, instances)
     grader = opened.enter_context(closing(make_grader(config, task)))
-    schemas = instances.schemas if instances else ()
-    return make_env(config, task, tokenizer, grader, schemas, draws=draws), instances
+    return make_env(config, task, tokenizer, grader, instances, draws=draws), instances
 
 
 def make_env(
@@ -203,17 +246,18 @@ def make_env(
     task: Task,
     tokenizer: Any,
     grader: Grader,
-    schemas: Sequence[Mapping[str, Any]] = (),
+    instances: Mapping[str, Instances] = {},
     *,
     draws: bool = True,
 ) -> TaskEnv:
     """The environment, after a look at the longest prompt; see :class:`~sota_grpo.envs.TaskEnv`.
 
     Args:
-        schemas: of the tools that the prompts tell of.
+        instances: by task, of the tools that its prompts tell of.
         draws: False needs no curriculum.
     """
     _require_readers(config, tokenizer)
+    is_mixed = config.env.mixture is not None
     env = TaskEnv(
         task,
         tokenizer,
@@ -223,8 +267,9 @@ def make_env(
         seed=config.seed,
         max_prompt_tokens=max_model_len(config) - 1,
         grader=grader,
-        multi_turn=config.env.max_steps > 1,
-        template_kwargs=(config.env.chat_template_kwargs or {}) | ({"tools": list(schemas)} if schemas else {}),
+        multi_turn=has_dialogs(config),
+        template_kwargs=template_kwargs(config, None if is_mixed else instances.get(config.env.dataset)),
+        task_kwargs={name: template_kwargs(config, own) for name, own in instances.items()} if is_mixed else None,
         make_stream=_stream_maker(config, task) if draws else PromptStream,
     )
     env.check_prompts(skip=config.env.skip_unreadable)
@@ -298,7 +343,7 @@ def generation_config_of(config: Config) -> GenerationConfig:
 
 
 def engine_rows(config: Config, engine: str, device_type: str, num_engines: int = 1) -> int:
-    """Samples that each of ``num_engines`` engines computes at once; never less than a group.
+    """Samples that each of ``num_engines`` engines computes at once; never less than the largest group.
 
     Engines that give out memory for keys and values as rows grow take many rows on a GPU, whatever a training step
     needs: an evaluation asks for thousands.
@@ -314,7 +359,7 @@ def engine_rows(config: Config, engine: str, device_type: str, num_engines: int 
         rows = config.env.num_envs // num_engines
         if device_type == "cuda" and ENGINES[engine].memory == "vllm":
             rows = max(rows, GPU_ROWS)
-    return max(config.env.repeats, rows)
+    return max(*group_sizes(config).values(), rows)
 
 
 def engine_options(

@@ -118,6 +118,8 @@ def _cell(size: int | None) -> str:
 
 def _facts(found: Estimate) -> Iterator[tuple[str, str]]:
     """What is known of the run, one line each."""
+    from sota_grpo.config.mixture import mean_group_size
+
     config, facts, places = found.config, found.as_dict(), found.places
     prompt, response = found.largest_sample
     steps, size = facts["turns"], facts["responses_per_turn"]
@@ -128,13 +130,14 @@ def _facts(found: Estimate) -> Iterator[tuple[str, str]]:
     if found.num_problems is None:
         yield "one epoch", "the data is not here"
     else:
-        samples = found.num_problems * config.env.repeats
+        samples = round(found.num_problems * mean_group_size(config))
         epoch = f"{found.num_problems:,} problems, {samples:,} responses"
         yield "one epoch", f"{epoch}; the run goes {steps * size / samples:.3g} times through the data"
     count = facts["micro_batches_per_step"]
     run = f"{steps:,} steps of {size:,} responses, {facts['optimizer_steps']:,} optimizer steps of"
     micro_batches = f"{count:,} micro-batch" + ("" if count == 1 else "es")
-    yield "the run", f"{run} {config.train.optim_batch_size:,} in {micro_batches} at full length"
+    of_step = round(config.train.optim_batch_size * mean_group_size(config) / config.env.repeats)
+    yield "the run", f"{run} {of_step:,} in {micro_batches} at full length"
     if found.host:
         moment = max(found.host, key=found.host.__getitem__)
         gib = found.host[moment] / 2**30

@@ -404,11 +404,6 @@ def num_steps(config: Config) -> int:
     return config.train.total_dialog_turns // responses_per_step(config)
 
 
-def longest_response(config: Config) -> int:
-    """Most tokens that the policy writes in one dialog, all its turns together."""
-    return config.env.max_steps * config.inference_model.max_tokens
-
-
 def model_name(config: Config) -> str:
     """Hub name or directory of the policy.
 

@@ -1,7 +1,11 @@
 """Several tasks in one run (``env.mixture``): a config per task, made of the run's own and what the entry gives.
 
-An entry names options of one task without their section (``dataset``, ``system_prompt``), those of ``reward`` and the
-token limit with theirs in front (``reward_path``, ``max_tokens``), and its ``weight``.
+An entry names options of one task without their section (``dataset``, ``tools``, ``repeats``), those of ``reward`` and
+the token limit with theirs in front (``reward_path``, ``max_tokens``), and its ``weight``.
+
+**Groups are counted, not responses.** A batch has as many groups as it has without group sizes of their own
+(:func:`groups_per_step`), and each has its task's number of responses: which tasks a batch is of is a function of the
+weights alone, and the bound on the age of tokens counts groups.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from difflib import get_close_matches
 from fractions import Fraction
 from typing import Any
 
-from sota_grpo.config import Config, RewardConfig, changed_options, walk
+from sota_grpo.config import Config, RewardConfig, changed_options, responses_per_step, walk
 from sota_grpo.tasks import TASKS, parameters, task_class
 
 READERS = {  # options of some tasks only, by the parameter of a task that reads it; the others refuse them
@@ -24,13 +28,20 @@ READERS = {  # options of some tasks only, by the parameter of a task that reads
     **{f"reward.{name}": name for name in ("correct", "wrong", "no_answer", "instructions_weight", "all_weight")},
     **{f"reward.{name}": name for name in ("thinking_weight", "min_think_words")},
 }
+#: Bounds of dialogs with tools.
+OF_TOOLS = ("env.tool_timeout_s", "env.max_tool_calls", "env.max_dialog_s", "env.max_observation_tokens")
+_OFFERS = ("env.tools", "env.environment")  # a task has one of them, so an entry that gives one has no other
+_DIALOGS = {name.partition(".")[2]: name for name in (*_OFFERS, *OF_TOOLS, "env.max_steps", "env.reasoning")}
 #: What an entry may give, by the option of the run that it stands for.
 ENTRY_OPTIONS = {
     **{name.partition(".")[2]: name for name in READERS if name.startswith("env.")},
     **{name: f"env.{name}" for name in ("dataset", "max_samples", "num_heldout")},
     **{f"reward_{item.name}": f"reward.{item.name}" for item in fields(RewardConfig)},
-    "max_tokens": "inference_model.max_tokens",
+    **{"max_tokens": "inference_model.max_tokens", "repeats": "env.repeats"} | _DIALOGS,
 }
+_SHORT = {option: name for name, option in ENTRY_OPTIONS.items()}
+#: Amounts of responses that are counted in groups.
+_IN_GROUPS = (*("env.num_envs", "train.dialog_turns_per_batch", "train.optim_batch_size", "train.total_dialog_turns"),)
 WEIGHT = "weight"
 _OF_FUNCTIONS = ("reward.name", "reward.weights", "reward.success_above")  # they belong to one reward.path
 _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
@@ -68,6 +79,80 @@ def weights(config: Config) -> dict[str, Fraction]:
     return {name: Fraction(str(mixture[name].get(WEIGHT, 1))) for name in sorted(mixture)}
 
 
+def group_sizes(config: Config) -> dict[str, int]:
+    """Responses to a prompt, by task.
+
+    >>> config = Config()
+    >>> config.env.mixture = {"hard": {"repeats": 16}, "easy": {}}
+    >>> group_sizes(config)
+    {'easy': 8, 'hard': 16}
+    """
+    if config.env.mixture is None:
+        return {config.env.dataset: config.env.repeats}
+    return {name: _value(config, config.env.mixture[name], "env.repeats") for name in sorted(config.env.mixture)}
+
+
+def has_own_group_sizes(config: Config) -> bool:
+    """Whether groups of a batch may differ in size from ``env.repeats``."""
+    return set(group_sizes(config).values()) != {config.env.repeats}
+
+
+def groups_per_step(config: Config) -> int:
+    """Prompts of a training step: as many as there would be if all had ``env.repeats`` responses."""
+    return responses_per_step(config) // config.env.repeats
+
+
+def mean_group_size(config: Config) -> float:
+    """Responses to a prompt, on average over the draws.
+
+    >>> config = Config()
+    >>> config.env.mixture = {"hard": {"repeats": 16, "weight": 3}, "easy": {}}
+    >>> mean_group_size(config)
+    14.0
+    """
+    sizes = group_sizes(config)
+    shares = weights(config) or dict.fromkeys(sizes, Fraction(1))
+    return float(sum(shares[name] * size for name, size in sizes.items()) / sum(shares.values()))
+
+
+def mean_responses_per_step(config: Config) -> int:
+    """Responses of a training step; with group sizes of tasks' own on average over many, rounded."""
+    return round(groups_per_step(config) * mean_group_size(config))
+
+
+def turns_of_tasks(config: Config) -> dict[str, int]:
+    """Most turns of a dialog, by task: one where nobody answers a response.
+
+    >>> config = Config()
+    >>> config.env.max_steps = 3
+    >>> config.env.mixture = {"cd": {"dataset": "countdown"}, "sums": {"dataset": "arithmetic"}}
+    >>> turns_of_tasks(config)
+    {'cd': 3, 'sums': 1}
+    """
+    mixture = config.env.mixture
+    if mixture is None:
+        return {config.env.dataset: config.env.max_steps}
+    return {name: _turns(config, mixture[name]) for name in sorted(mixture)}
+
+
+def longest_response(config: Config) -> int:
+    """Most tokens that the policy writes in one dialog, all its turns together; of a mixture the most of any task."""
+    mixture, turns = config.env.mixture, turns_of_tasks(config)
+    limits = {name: _value(config, (mixture or {}).get(name, {}), "inference_model.max_tokens") for name in turns}
+    return max(turns[name] * limits[name] for name in turns)
+
+
+def has_dialogs(config: Config) -> bool:
+    """Whether responses of any task may have several turns."""
+    return max(turns_of_tasks(config).values()) > 1
+
+
+def offers_tools(config: Config) -> bool:
+    """Whether the policy may call tools by its chat template; of a mixture, in any task."""
+    entries = [{}] if config.env.mixture is None else config.env.mixture.values()
+    return any(_value(config, entry, name) is not None for entry in entries for name in _OFFERS)
+
+
 def tasks_named(config: Config) -> str:
     """The run's tasks, for people.
 
@@ -82,23 +167,42 @@ def replies(config: Config) -> bool:
     return getattr(task_class(config.env.dataset), "replies", False)
 
 
+def _value(config: Config, entry: Mapping[str, Any], option: str) -> Any:
+    """Of an option of :data:`ENTRY_OPTIONS`: what the entry gives, else the run's own where it is inherited."""
+    if _SHORT[option] in entry:
+        return entry[_SHORT[option]]
+    if option in _OFFERS and any(_SHORT[name] in entry for name in _OFFERS):
+        return None
+    section, _, name = option.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _turns(config: Config, entry: Mapping[str, Any]) -> int:
+    replier = getattr(task_class(entry.get("dataset", config.env.dataset)), "replies", False)
+    answers = replier or any(_value(config, entry, name) for name in (*_OFFERS, "env.reasoning"))
+    return _value(config, entry, "env.max_steps") if answers or "max_steps" in entry else 1
+
+
 def _entry_config(config: Config, entry: Mapping[str, Any]) -> Config:
     from omegaconf import OmegaConf
 
     given = {ENTRY_OPTIONS[name]: value for name, value in entry.items() if name != WEIGHT}
+    values = {name: value for name, _, value in walk(config)}
     defaults = {name: value for name, _, value in walk()}
     read = parameters(given.get("env.dataset", config.env.dataset))
     unread = [name for name, parameter in READERS.items() if parameter not in read]
     unread += _OF_FUNCTIONS if "reward.path" in given else []
-    options = {name: defaults[name] for name in unread} | given | {"env.mixture": None}
+    offers = {name: _value(config, entry, name) for name in _OFFERS}
+    unread += OF_TOOLS if not any(offers.values()) else []
+    options = {name: defaults[name] for name in unread} | offers | given | {"env.mixture": None}
+    options["env.max_steps"] = _turns(config, entry)
+    if isinstance(size := given.get("env.repeats"), int) and size > 0 and config.env.repeats > 0:
+        options |= {name: values[name] * size // config.env.repeats for name in _IN_GROUPS}  # as many groups
     node = OmegaConf.structured(config)
     for name, value in options.items():
         OmegaConf.update(node, name, value, merge=False)
     made = OmegaConf.to_object(node)
     assert isinstance(made, Config)
-    env = made.env
-    if not (env.reasoning or env.tools or env.environment or replies(made)):
-        env.max_steps = 1  # nobody answers its responses
     return made
 
 
@@ -142,13 +246,18 @@ def _faults(place: str, name: Any, entry: Mapping[str, Any]) -> Iterator[str]:
 def unread_options(config: Config) -> Iterator[tuple[str, Any, Any]]:
     """Name, value and default of options of the run that no task of its mixture reads, or that each gives itself."""
     entries = config.env.mixture
-    if entries is None:
-        return
-    short = {option: name for name, option in ENTRY_OPTIONS.items()}
-    for name, (value, default) in changed_options(config).items():
-        parameter = READERS.get(name)
-        if parameter is not None and not any(
-            short[name] not in entry and parameter in parameters(entry.get("dataset", config.env.dataset))
-            for entry in entries.values()
-        ):
+    for name, (value, default) in changed_options(config).items() if entries is not None else ():
+        judged = name in READERS or (name in _DIALOGS.values() and name != "env.reasoning")
+        if judged and not any(_SHORT[name] not in entry and _reads(config, entry, name) for entry in entries.values()):
             yield name, value, default
+
+
+def _reads(config: Config, entry: Mapping[str, Any], option: str) -> bool:
+    """Whether an entry that does not give ``option`` itself makes anything of the run's."""
+    if option in READERS:
+        return READERS[option] in parameters(entry.get("dataset", config.env.dataset))
+    if option in _OFFERS:
+        return _value(config, entry, option) is not None
+    if option == "env.max_steps":
+        return _turns(config, entry) > 1
+    return any(_value(config, entry, name) is not None for name in _OFFERS)

@@ -12,12 +12,22 @@ from sota_grpo.config import (
     Config,
     ModelConfig,
     changed_options,
-    longest_response,
     responses_per_step,
     reward_names,
     walk,
 )
-from sota_grpo.config.mixture import READERS, entry_faults, replies, task_configs, unread_options
+from sota_grpo.config.mixture import (
+    OF_TOOLS,
+    READERS,
+    entry_faults,
+    has_own_group_sizes,
+    longest_response,
+    offers_tools,
+    replies,
+    task_configs,
+    turns_of_tasks,
+    unread_options,
+)
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import readers
@@ -95,6 +105,16 @@ def a_collection_is_made_of_whole_groups(config: Config) -> Iterator[str]:
         if value % repeats and not (name.startswith("train") and config.train.weight_update_frequency):
             nearest = max(repeats, round(value / repeats) * repeats)
             yield f"{name}={value} is not divisible by the group size env.repeats={repeats}; use {name}={nearest}."
+
+
+def groups_of_different_sizes_are_not_cut(config: Config) -> Iterator[str]:
+    """An optimizer step of such groups has a number of groups, not of responses."""
+    size, repeats = config.train.optim_batch_size, config.env.repeats
+    if has_own_group_sizes(config) and size % repeats:
+        yield (
+            f"train.optim_batch_size={size} counts groups of env.repeats={repeats} where tasks of env.mixture have "
+            f"repeats of their own; use train.optim_batch_size={max(repeats, round(size / repeats) * repeats)}."
+        )
 
 
 def a_collection_is_made_of_whole_optimizer_steps(config: Config) -> Iterator[str]:
@@ -293,15 +313,15 @@ def a_mixture_names_its_tasks(config: Config) -> Iterator[str]:
 
 def several_turns_have_something_to_say(config: Config) -> Iterator[str]:
     env, task = config.env, task_class(config.env.dataset)
-    if env.reasoning and env.max_steps < 2:
-        yield "env.reasoning=true asks again after a wrong response, and env.max_steps=1 leaves no turn for it; use 2."
     if env.mixture is not None:  # of which one task may, and another may not
-        if env.max_steps > 1 and all(each.env.max_steps == 1 for each in task_configs(config).values()):
+        if env.max_steps > 1 and max(turns_of_tasks(config).values()) == 1:
             yield (
                 f"env.max_steps={env.max_steps} has no effect on any task of env.mixture, which say nothing after a "
                 "response; add env.reasoning=true, which asks to think again, or leave it at 1."
             )
         return
+    if env.reasoning and env.max_steps < 2:
+        yield "env.reasoning=true asks again after a wrong response, and env.max_steps=1 leaves no turn for it; use 2."
     if env.max_steps < 2 and getattr(task, "calls_tools", False):
         yield f"env.dataset={env.dataset} offers a tool, and env.max_steps=1 leaves no turn to answer it; use 3."
     if env.max_steps > 1 and not env.reasoning and not replies(config) and not offers_tools(config):
@@ -311,16 +331,15 @@ def several_turns_have_something_to_say(config: Config) -> Iterator[str]:
         )
 
 
-def offers_tools(config: Config) -> bool:
-    """Whether the policy may call tools by its chat template."""
-    return config.env.tools is not None or config.env.environment is not None
-
-
-OF_TOOLS = ("env.tool_timeout_s", "env.max_tool_calls", "env.max_dialog_s", "env.max_observation_tokens")
-
-
 def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
     env = config.env
+    if env.mixture is not None:  # asked of each of its tasks
+        if env.environment is not None:
+            yield (
+                f"env.environment={env.environment} would have the rows of every task of env.mixture; give it to the "
+                "task whose rows it reads, as env.mixture.NAME.environment."
+            )
+        return
     if not offers_tools(config):
         for name, (value, default) in changed_options(config).items():
             if name in OF_TOOLS:
@@ -330,8 +349,6 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
     option, value = ("env.tools", env.tools) if env.environment is None else ("env.environment", env.environment)
     if env.tools is not None and env.environment is not None:
         yield f"env.tools={env.tools} and env.environment={value}: make the functions methods of the environment."
-    if env.environment is not None and env.mixture is not None:
-        yield f"env.environment={value} would have the rows of every task of env.mixture; leave one of them out."
     if (server := server_of(env.environment)) is not None:
         yield from filter(None, [server.fault()])
     elif value is not None and in_file(value) is None and not value.endswith(PICKLED) and value != PASSED:
@@ -339,7 +356,7 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
         yield f"{option}={value} is no FILE.py:NAME; name the file, a colon, and what it defines{servers}."
     if env.max_steps < 2:
         yield f"{option}={value} offers tools, and env.max_steps=1 leaves no turn to hear them; use 4."
-    if env.reasoning or (env.mixture is None and replies(config)):
+    if env.reasoning or replies(config):
         answers = "env.reasoning=true" if env.reasoning else f"env.dataset={env.dataset}"
         yield f"{option}={value} answers the calls of tools, and {answers} answers every response; use one of them."
 
@@ -556,16 +573,17 @@ def options_beside_a_mixture_are_read_by_one_of_its_tasks(config: Config) -> Ite
 def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[str]:
     most, buffer = config.inference_model.max_tokens, config.algorithm.overlong_buffer
     for name, each in task_configs(config).items() if config.env.mixture is not None else ():
-        limit = each.inference_model.max_tokens
+        limit, longest = each.inference_model.max_tokens, longest_response(config)
         if limit > most:
             yield (
                 f"env.mixture.{name}.max_tokens={limit} is more than inference_model.max_tokens={most}, the "
                 f"most of any task; use inference_model.max_tokens={limit}."
             )
-        if limit < most and buffer:
+        if (own := limit * each.env.max_steps) < longest and buffer:
             yield (
-                f"algorithm.overlong_buffer={buffer} counts back from inference_model.max_tokens={most}, which "
-                f"env.mixture.{name}.max_tokens={limit} does not reach; leave one of them out."
+                f"algorithm.overlong_buffer={buffer} counts back from {longest} tokens, the most of any task, and "
+                f"env.mixture.{name} (max_tokens={limit}, max_steps={each.env.max_steps}) ends at {own}; leave the "
+                "buffer out, or give the tasks one limit."
             )
 
 

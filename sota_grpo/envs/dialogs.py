@@ -28,7 +28,16 @@ from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs.chat_tokens import ChatTokens, Messages
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import Grader
-from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
+from sota_grpo.rl.records import (
+    Example,
+    GroupOutput,
+    GroupRequest,
+    Sample,
+    Sampling,
+    Score,
+    sample_seed,
+    task_of_example,
+)
 from sota_grpo.rl.task import SampledText
 from sota_grpo.workers.base import promised, resolve
 
@@ -444,9 +453,28 @@ class DialogEngine(Streams):
     def __init__(self, engine: Engine, partner: Partner, turns: TurnTokens, *, max_steps: int):
         if max_steps < 2:
             raise ValueError(f"max_steps={max_steps} leaves no second turn; use the engine itself.")
-        self.engine: Any = engine
+        self._drive(engine)
+        rules = Rules(partner, turns, max_steps, engine.max_model_len)
+        self._rules_of: Callable[[Example], Rules | None] = lambda example: rules
+
+    @classmethod
+    def of_tasks(cls, engine: Engine, rules: Mapping[str | None, Rules]) -> DialogEngine:
+        """With rules for each task of a mixture that has dialogs, by name; the engine itself samples the other groups.
+
+        The rules under None are those of examples that are of no mixture.
+
+        Example::
+
+            DialogEngine.of_tasks(engine, {"maths": Rules(partner, turns, max_steps=4, max_model_len=2048)})
+        """
+        made = cls.__new__(cls)
+        made._drive(engine)
+        made._rules_of = lambda example: rules.get(task_of_example(example.extra))
+        return made
+
+    def _drive(self, engine: Any) -> None:
+        self.engine = engine
         self.name, self.max_model_len, self.stepwise = engine.name, engine.max_model_len, engine.stepwise
-        self._rules = Rules(partner, turns, max_steps, engine.max_model_len)
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """Begin the group's dialogs.
@@ -455,7 +483,11 @@ class DialogEngine(Streams):
             ValueError: the prompt leaves no room for a response, or the request has no example.
         """
         self._check([request])
-        group = GroupDialogs(request, self._rules, partial(self.engine.submit, sampling=sampling))
+        assert request.example is not None
+        rules = self._rules_of(request.example)
+        if rules is None:
+            return self.engine.submit(replace(request, example=None), sampling)
+        group = GroupDialogs(request, rules, partial(self.engine.submit, sampling=sampling))
         group.begin()
         return group.done
 

@@ -22,7 +22,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from sota_grpo import keys
 from sota_grpo.envs.chat_tokens import ChatTokens, Messages
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import Grader, LocalGrader
-from sota_grpo.rl.records import Example, Sample, sample_seed
+from sota_grpo.rl.records import Example, Sample, sample_seed, task_of_example
 from sota_grpo.rl.task import SampledText, Task
 from sota_grpo.rl.transforms import graded_texts, write_scores
 from sota_grpo.tasks.mixture import MixedExamples
@@ -383,7 +383,7 @@ class TaskEnv(EnvBase):
         task: examples, chat and score.
         tokenizer: with ``apply_chat_template``; without a chat template the turns are joined by blank lines.
         num_envs: dialogs at once, a multiple of ``repeats``.
-        repeats: group size.
+        repeats: group size, of tasks that have none of their own (:meth:`group_size`).
         shuffle, seed: of the :class:`PromptStream` over ``task.train``.
         make_stream: makes the stream of prompts, of examples, seed and shuffle; for example
             ``partial(CurriculumStream, rule=rule, level=task.level)`` (:mod:`sota_grpo.envs.curriculum`).
@@ -392,6 +392,7 @@ class TaskEnv(EnvBase):
         grader: gives texts their scores; None grades with ``task.score`` in this process.
         multi_turn: a dialog has several turns, so what samples it needs the examples (``GroupRequest.example``).
         template_kwargs: further arguments of ``apply_chat_template``.
+        task_kwargs: those beside them of the prompts of a mixture's tasks, by name: their tools.
         device: of the tensors.
 
     Raises:
@@ -422,6 +423,7 @@ class TaskEnv(EnvBase):
         multi_turn: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         make_stream: Callable[..., PromptStream] = PromptStream,
+        task_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         device: torch.device | str | None = None,
     ):
         if repeats < 1 or num_envs < 1 or num_envs % repeats:
@@ -439,7 +441,11 @@ class TaskEnv(EnvBase):
         self.multi_turn = multi_turn
         self._prompt_ids: dict[tuple[str, str], tuple[int, ...]] = {}
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
-        self._chat = ChatTokens(tokenizer, self._rendered, add_special_tokens=not self._has_template)
+        of_tasks = {name: {**self.template_kwargs, **own} for name, own in (task_kwargs or {}).items()}
+        self._chats = {
+            name: ChatTokens(tokenizer, partial(self._rendered, kwargs), add_special_tokens=not self._has_template)
+            for name, kwargs in [(None, self.template_kwargs), *of_tasks.items()]
+        }
         self._make_specs()
 
     def prompt_ids(self, example: Example, observation: str = "") -> tuple[int, ...]:
@@ -457,7 +463,8 @@ class TaskEnv(EnvBase):
         if ids is None:
             *before, last = self.task.messages(example)
             try:
-                ids = self._chat.ids([*before, {**last, "content": last["content"] + observation}])
+                chat = self._chats.get(task_of_example(example.extra), self._chats[None])
+                ids = chat.ids([*before, {**last, "content": last["content"] + observation}])
             except UserError as error:
                 raise UserError(f"the prompt of {_named(example)}: {error}") from error
             if not observation:
@@ -469,12 +476,15 @@ class TaskEnv(EnvBase):
             )
         return ids
 
-    def _rendered(self, messages: Messages) -> str:
+    def group_size(self, example: Example) -> int:
+        """Responses to ``example``: as its task says, else ``repeats``."""
+        size = getattr(self.task, "group_size", lambda _: None)(example)
+        return self.repeats if size is None else size
+
+    def _rendered(self, kwargs: Mapping[str, Any], messages: Messages) -> str:
         if not self._has_template:
             return "".join(f"{message['content']}\n\n" for message in messages)
-        return self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False, **self.template_kwargs
-        )
+        return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **kwargs)
 
     def check_prompts(self, *, skip: bool = False) -> int:
         """Tokenise every prompt of the task before training starts; the longest, in tokens.
@@ -517,6 +527,11 @@ class TaskEnv(EnvBase):
             )
         rows = []
         for group_id, example in self.stream.draw(self.batch_size[0] // self.repeats):
+            if self.group_size(example) != self.repeats:
+                raise ValueError(
+                    f"a prompt of this task has {self.group_size(example)} responses, and a reset gives "
+                    f"{self.batch_size[0]} rows, {self.repeats} of each prompt; use RolloutCollector, or one size."
+                )
             rows += prompt_rows(group_id, example, self.prompt_ids(example), self.repeats)
         for row in rows:
             prompt = row.get(keys.PROMPT_TOKENS)

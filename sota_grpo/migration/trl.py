@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sota_grpo.config import Config, longest_response, responses_per_step
+from sota_grpo.config import Config, responses_per_step
+from sota_grpo.config.mixture import longest_response
 from sota_grpo.config.validators import has_no_ratio
 from sota_grpo.engines import ENGINES
 from sota_grpo.migration.data import Account, Facts

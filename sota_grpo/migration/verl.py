@@ -13,7 +13,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sota_grpo.config import Config, longest_response, responses_per_step
+from sota_grpo.config import Config, responses_per_step
+from sota_grpo.config.mixture import longest_response
 from sota_grpo.config.validators import has_no_ratio
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.migration.data import Account, Facts

@@ -19,7 +19,8 @@ from sota_grpo.assembly.compose import anchor_paths
 from sota_grpo.assembly.device_memory import require_disk
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.passed import Passed
-from sota_grpo.config import Config, num_steps, responses_per_step
+from sota_grpo.config import Config, num_steps
+from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import RunFailed, UserError
@@ -171,7 +172,7 @@ class Run:
         if self.config.eval.mode == "on" and (step == 0 or had_ended or (every and step % every == 0)):
             self._evaluate(step)
         if step == self.first:
-            starting(f"The first step: {responses_per_step(self.config)} responses")
+            starting(f"The first step: {mean_responses_per_step(self.config)} responses")
         self.steps = step
         self.log.begin()
 

@@ -29,8 +29,9 @@ class RolloutCollector(BaseCollector):
         env: the :class:`~sota_grpo.envs.TaskEnv` that draws, tokenises and grades.
         engine: samples the responses.
         sampling: how a response is drawn.
-        dialog_turns_per_batch: responses per yielded batch; a multiple of ``env.repeats``.
-        total_dialog_turns: responses in all; -1 never ends.
+        dialog_turns_per_batch: responses per yielded batch, a multiple of ``env.repeats``; where tasks have group sizes
+            of their own, the number of prompts that have so many with ``env.repeats`` each.
+        total_dialog_turns: batches end when so many responses are collected; -1 never ends.
         seed: sample ``i`` of group ``g`` is drawn from the stream derived from ``(seed, g, i)``.
         replay_buffer: filled by :meth:`start` instead of yielding.
 
@@ -77,9 +78,9 @@ class RolloutCollector(BaseCollector):
         self._failure: BaseException | None = None
 
     def collect(self, num_groups: int) -> list[TensorDictBase]:
-        """``num_groups * env.repeats`` graded rows, siblings together; the stream of prompts learns from them."""
+        """The graded rows of so many prompts, siblings together; the stream of prompts learns from them."""
         prompts = [
-            Prompt(group_id, example, self.env.repeats, sample_seed(self._seed, group_id))
+            Prompt(group_id, example, self.env.group_size(example), sample_seed(self._seed, group_id))
             for group_id, example in self.env.stream.draw(num_groups)
         ]
         groups = {}
@@ -87,8 +88,9 @@ class RolloutCollector(BaseCollector):
             groups[group.prompt.group_id] = group.rows
             self.env.stream.observe(group.prompt.group_id, *group.passes())
         self.env.stream.update(held=())
-        self._collected += num_groups * self.env.repeats
-        return [row for prompt in prompts for row in groups[prompt.group_id]]
+        rows = [row for prompt in prompts for row in groups[prompt.group_id]]
+        self._collected += len(rows)
+        return rows
 
     def iterator(self) -> Iterator[TensorDictBase]:
         """Yield batches of ``dialog_turns_per_batch`` rows until ``total_dialog_turns`` have been collected."""

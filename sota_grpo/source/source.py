@@ -53,6 +53,12 @@ def constant_rows(rows: Sequence[TensorDictBase]) -> list[bool]:
     return constant_groups(rewards, groups).tolist()
 
 
+def num_constant_groups(rows: Sequence[TensorDictBase]) -> int:
+    """How many groups, of whatever sizes, have graded rewards that are all equal."""
+    constant = zip(rows, constant_rows(rows), strict=True)
+    return len({int(row.get(keys.GROUP_ID)) for row, alike in constant if alike})
+
+
 class RolloutSource:
     """Batches of complete groups, none older than ``max_policy_age``.
 
@@ -176,7 +182,7 @@ class RolloutSource:
             began = time.perf_counter()
             rows = transform(rows)
             seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
-        flat = sum(constant_rows(row_list(rows))) // self.env.repeats
+        flat = num_constant_groups(row_list(rows))
         self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()} | left
         self._metrics |= {"groups/zero_signal": flat, "groups/refilled": refilled, **self.metrics_extra()}
         return rows
@@ -307,7 +313,7 @@ class RolloutSource:
 
     def _sample(self, group: Group) -> None:
         seed = sample_seed(self._seed, group.group_id)
-        prompt = Prompt(group.group_id, group.example, self.env.repeats, seed)
+        prompt = Prompt(group.group_id, group.example, self.env.group_size(group.example), seed)
         begin = partial(self._rollouts.begin, prompt, self._sampling, self._post, self._clock)
         self._ask(begin, partial(self._graded, group))
 

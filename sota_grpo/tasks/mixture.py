@@ -6,9 +6,10 @@ the draws of that task so far. So an order can be entered anywhere, and another 
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -131,6 +132,7 @@ class MixtureTask:
         tasks: by name; a name is what metrics are called by.
         weights: how often each is drawn, against the others; None: equally often.
         max_tokens: most tokens of a response, of the tasks that have a limit of their own.
+        group_sizes: responses to a prompt, of the tasks that have a number of their own.
 
     >>> from sota_grpo.tasks import make_task
     >>> sums = make_task("arithmetic", num_train=2, num_heldout=1)
@@ -147,17 +149,27 @@ class MixtureTask:
         tasks: Mapping[str, Task],
         weights: Mapping[str, Fraction] | None = None,
         max_tokens: Mapping[str, int] | None = None,
+        group_sizes: Mapping[str, int] | None = None,
     ) -> None:
         names = sorted(tasks)  # whatever the order in which a file or a command has them
         shares = dict.fromkeys(names, Fraction(1)) | dict(weights or {})
-        self.tasks = {name: without_examples(tasks[name]) for name in names}
+        self._set_tasks({name: without_examples(tasks[name]) for name in names})
         self.train: Sequence[Example] = MixedExamples({name: tasks[name].train for name in names}, shares)
         self.heldout: Sequence[Example] = MixedExamples({name: tasks[name].heldout for name in names}, shares)
+        self._max_tokens, self._group_sizes = dict(max_tokens or {}), dict(group_sizes or {})
+
+    def _set_tasks(self, tasks: Mapping[str, Task]) -> None:
+        self.tasks = dict(tasks)
         self.term_weights: Mapping[str, float] = {
             f"{name}/{term}": weight for name, task in self.tasks.items() for term, weight in task.term_weights.items()
         }
         self.score = MixtureScorer(self.tasks, self.term_weights)
-        self._max_tokens = dict(max_tokens or {})
+
+    def with_tasks(self, change: Callable[[str, Task], Task]) -> MixtureTask:
+        """A copy in which ``change(name, task)`` stands for each task, with the same examples in the same order."""
+        changed = copy.copy(self)
+        changed._set_tasks({name: change(name, task) for name, task in self.tasks.items()})
+        return changed
 
     def own(self, example: Example) -> tuple[str, Task, Example]:
         """Name and task of an example, and the example as that task made it."""
@@ -181,6 +193,10 @@ class MixtureTask:
         """That of the example's task; None where that has no levels."""
         _, task, example = self.own(example)
         return getattr(task, "level", lambda _: None)(example)
+
+    def group_size(self, example: Example) -> int | None:
+        """Responses to the example; None where its task has no number of its own."""
+        return self._group_sizes.get(self.own(example)[0])
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
         """Hits and trials of the example's task, under its name, and what its benchmark counts, below it."""

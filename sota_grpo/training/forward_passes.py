@@ -32,6 +32,7 @@ class LearnerSettings:
         clip_grad_norm: largest gradient norm; 0 leaves the gradient as it is.
         schedule: ``constant``, or ``linear`` or ``cosine`` to 0 at ``total_steps``; each after ``warmup_steps``.
         optim_batch_size: rows per optimizer step.
+        optim_groups: prompts per optimizer step, in its place where groups differ in size; None: rows are counted.
         epochs: passes over a batch.
         micro_batch_tokens: packed tokens per forward pass: each prompt once for its group, and every response.
         aggregation: ``token``, ``sequence`` or ``constant`` (DESIGN 4.3).
@@ -44,6 +45,7 @@ class LearnerSettings:
     lr: float
     total_steps: int
     optim_batch_size: int
+    optim_groups: int | None = None
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999

@@ -309,7 +309,7 @@ def _examples(subject: Subject) -> Iterator[tuple[Example, int]]:
     task = subject.task
     if hasattr(task.score, "score_group"):
         count = max(NUM_GROUPS, len(getattr(task, "tasks", ())))  # of a mixture each task once
-        yield from ((example, subject.rollouts.env.repeats) for example in task.train[:count])
+        yield from ((example, subject.rollouts.env.group_size(example)) for example in task.train[:count])
     else:
         yield from ((example, 1) for example in [*task.train[:NUM_GRADED], *task.heldout[:NUM_GRADED]])
 

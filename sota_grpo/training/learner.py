@@ -118,7 +118,7 @@ class Learner(ForwardPasses):
             self._set_proximal(parts)
         clean = None
         if self.drops_out and not self.settings.recompute:  # the loss's own forward has dropout, the engine none
-            gaps = self.log_prob_gaps(parts[: self.settings.optim_batch_size])
+            gaps = self.log_prob_gaps(next(self._mini_batches(parts, epoch=0)))
             clean = kl_k3(torch.zeros_like(gaps), gaps).mean().item()
         batches = (batch for epoch in range(self.settings.epochs) for batch in self._mini_batches(parts, epoch))
         steps = [self._step(batch) for batch in batches]
@@ -132,7 +132,8 @@ class Learner(ForwardPasses):
     def _mini_batches(self, rows: Sequence[TensorDictBase], epoch: int) -> Iterator[list[TensorDictBase]]:
         """Rows of each optimizer step; the second and later epochs mix groups, so that siblings still share a prompt.
 
-        Where the size of a step is no multiple of the groups' sizes, a group is cut at its edge.
+        Where the size of a step is no multiple of the groups' sizes, a group is cut at its edge; under ``optim_groups``
+        none is, whatever its size.
         """
         order: list[int] = list(range(len(rows)))
         if epoch:
@@ -140,8 +141,11 @@ class Learner(ForwardPasses):
             groups = prompt_groups(rows)
             mixed = torch.randperm(len(groups), generator=generator).tolist()
             order = [index for place in mixed for index in groups[place].rows]
-        for start in range(0, len(order), self.settings.optim_batch_size):
-            yield [rows[index] for index in order[start : start + self.settings.optim_batch_size]]
+        pieces, size = [[index] for index in order], self.settings.optim_batch_size
+        if self.settings.optim_groups is not None:
+            pieces, size = _siblings(rows, order), self.settings.optim_groups
+        for start in range(0, len(pieces), size):
+            yield [rows[index] for piece in pieces[start : start + size] for index in piece]
 
     def _step(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
         """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
@@ -350,6 +354,14 @@ class Learner(ForwardPasses):
         self.scaler.load_state_dict(state["scaler"])
         self.version = state["version"]
         self.optimizer_steps = state["optimizer_steps"]
+
+
+def _siblings(rows: Sequence[TensorDictBase], order: Iterable[int]) -> list[list[int]]:
+    """The indexes of ``order`` by group, in the order of the first of each."""
+    found: dict[int, list[int]] = {}
+    for index in order:
+        found.setdefault(int(rows[index].get(keys.GROUP_ID)), []).append(index)
+    return list(found.values())
 
 
 class Changed(NamedTuple):

@@ -55,6 +55,7 @@ FREE_OPTIONS = (
 FILES = (("env", "dataset_path"), ("env", "eval_path"), ("reward", "path"))
 FILES_OF_ENTRIES = ("dataset_path", "eval_path", "reward_path")  # of env.mixture
 _IN_FILES = (("algorithm", "objective"), ("env", "tools"), ("env", "environment"))  # FILE.py:NAME
+_IN_FILES_OF_ENTRIES = ("tools", "environment")
 # Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
 # a sweep is continued as a whole (sota_grpo/sweeps.py), so that what it did stands in one place.
 _BY_THE_CLOCK = re.compile(r"(?<![^/])\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d$")
@@ -78,11 +79,11 @@ def signature(config: Mapping[str, Any]) -> str:
             kept[section][option] = _content(kept[section][option])
     for name, entry in (kept.get("env", {}).get("mixture") or {}).items():
         files = {option: _content(entry[option]) for option in FILES_OF_ENTRIES if entry.get(option) is not None}
+        files |= {option: _in_file_content(entry[option]) for option in _IN_FILES_OF_ENTRIES if entry.get(option)}
         kept["env"]["mixture"] = {**kept["env"]["mixture"], name: {**entry, **files}}
     for section, option in _IN_FILES:
-        own = in_file(kept.get(section, {}).get(option) or "")
-        if own is not None:
-            kept[section][option] = [_content(str(own[0])), own[1]]
+        if kept.get(section, {}).get(option):
+            kept[section][option] = _in_file_content(kept[section][option])
     if kept.get("optimizer", {}).get("schedule") == "constant":
         kept["train"].pop("total_dialog_turns", None)
     if "engine" in kept:
@@ -100,6 +101,12 @@ def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
     for section, option in FREE_OPTIONS:
         kept.get(section, {}).pop(option, None)
     return kept
+
+
+def _in_file_content(value: str) -> Any:
+    """Of FILE.py:NAME the file's digest and the name; what is something else stands for itself."""
+    own = in_file(value)
+    return value if own is None else [_content(str(own[0])), own[1]]
 
 
 def _content(path: str) -> str:

@@ -368,8 +368,57 @@ BROKEN = [
     ),
     (
         "token_limits_of_a_mixture_are_within_the_runs",
-        ["env.mixture={a: {max_tokens: 60}}", "algorithm.overlong_buffer=8"],
-        "leave one of them out",
+        ["env.mixture={a: {max_tokens: 60}, b: {}}", "algorithm.overlong_buffer=8"],
+        "counts back from 64 tokens, the most of any task, and env.mixture.a (max_tokens=60, max_steps=1) ends at 60",
+    ),
+    (
+        "token_limits_of_a_mixture_are_within_the_runs",
+        ["env.mixture={a: {}, b: {reasoning: true, max_steps: 2}}", "algorithm.overlong_buffer=8"],
+        "counts back from 128 tokens",
+    ),
+    (
+        "groups_of_different_sizes_are_not_cut",
+        ["env.mixture={a: {repeats: 4}, b: {}}", "train.optim_batch_size=4"],
+        "counts groups of env.repeats=8 where tasks of env.mixture have repeats of their own; "
+        "use train.optim_batch_size=8",
+    ),
+    ("tasks_of_a_mixture_keep_the_rules", ["env.mixture={a: {repeats: 1}}"], "env.mixture.a: algorithm grpo compares"),
+    ("tasks_of_a_mixture_keep_the_rules", ["env.mixture={a: {repeats: 0}}"], "env.mixture.a: env.repeats=0 must be"),
+    (
+        "tasks_of_a_mixture_keep_the_rules",
+        ["env.mixture={a: {tools: 't.py:f'}}"],
+        "env.mixture.a: env.tools=t.py:f offers tools, and env.max_steps=1 leaves no turn to hear them",
+    ),
+    (
+        "tasks_of_a_mixture_keep_the_rules",
+        ["env.mixture={a: {tools: 't.py:f', environment: 'e.py:E'}}", "env.max_steps=2"],
+        "env.mixture.a: env.tools=t.py:f and env.environment=e.py:E",
+    ),
+    (
+        "tasks_of_a_mixture_keep_the_rules",
+        ["env.mixture={a: {max_tool_calls: 2}}"],
+        "env.mixture.a: env.max_tool_calls=2 belongs to tools",
+    ),
+    (
+        "tasks_of_a_mixture_keep_the_rules",
+        ["env.mixture={a: {max_steps: 2}}"],
+        "env.mixture.a: env.max_steps=2 has no effect on env.dataset=arithmetic, which says nothing",
+    ),
+    *(
+        (
+            "options_beside_a_mixture_are_read_by_one_of_its_tasks",
+            [f"env.mixture={{a: {{tools: {own}, max_steps: 2}}, b: {{}}}}", override],
+            f"{override} has no effect on any task of env.mixture",
+        )
+        for own, override in (
+            ("'t.py:f'", "env.max_steps=3"),
+            ("'t.py:f', max_tool_calls: 1", "env.max_tool_calls=3"),
+        )
+    ),
+    (
+        "options_beside_a_mixture_are_read_by_one_of_its_tasks",
+        ["env.mixture={a: {tools: null}}", "env.tools=t.py:f"],
+        "env.tools=t.py:f has no effect on any task of env.mixture",
     ),
     ("several_turns_have_something_to_say", ["env.mixture={a: {}}", "env.max_steps=3"], "on any task of env.mixture"),
 ]
