@@ -1,0 +1,386 @@
+"""Tasks of a mixture with group sizes, turns, tools and environments of their own: who is asked, told and answered."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from sota_grpo import keys
+from sota_grpo.assembly.build import make_rollouts
+from sota_grpo.assembly.compose import anchor_paths, compose, needs_consent
+from sota_grpo.assembly.learning import make_settings
+from sota_grpo.assembly.sampling import engine_rows, open_env, task_of
+from sota_grpo.config import Config
+from sota_grpo.config.mixture import longest_response, mean_responses_per_step, task_configs, turns_of_tasks
+from sota_grpo.config.validators import validate
+from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.envs import TaskEnv
+from sota_grpo.migration.export import published
+from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.rl.records import TASK, GroupRequest, Sampling, sample_seed
+from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.source.collector import RolloutCollector
+from sota_grpo.source.rollouts import Prompt, Rollouts
+from sota_grpo.source.source import RolloutSource
+from sota_grpo.tasks import make_task
+from sota_grpo.tasks.mixture import MixtureTask
+from sota_grpo.training.runs import signature
+from tests.unit.test_learner import make_learner, make_rows
+from tests.unit.tiny_models import make_model
+
+SEED = random.SystemRandom().randrange(1 << 30)
+RNG = random.Random(SEED)
+SIZES = {"few": 2, "many": 5}
+MAX_TOKENS = 16
+
+
+def groups_of(sizes: Sequence[int]) -> list[list[TensorDict]]:
+    """Ragged rows, each group with one prompt and rewards of 0, 1/2 and 1 of which at least two differ."""
+    rows, groups = iter(make_rows(sum(sizes))), []
+    for group_id, size in enumerate(sizes):
+        group, prompt = [next(rows) for _ in range(size)], torch.randint(3, 37, (3,))
+        for sample_id, row in enumerate(group):
+            response = row[keys.FULL_TOKENS][row[keys.ASSISTANT_MASK]]
+            mask = torch.arange(3 + len(response)) >= 3
+            row[keys.FULL_TOKENS] = torch.cat([prompt, response])
+            row[keys.ASSISTANT_MASK], row[keys.ATTENTION_MASK] = mask, torch.ones_like(mask)
+            row[keys.LOG_PROBS] = torch.where(mask, -3.6 + 0.2 * torch.randn(len(mask)), 0.0)
+            row[keys.GROUP_ID], row[keys.SAMPLE_ID] = torch.tensor(group_id), torch.tensor(sample_id)
+            reward = RNG.choice((0.0, 0.5, 1.0)) if sample_id > 1 else float(sample_id)
+            row[keys.REWARD] = torch.tensor([reward])
+            del row[keys.ADVANTAGE]
+        groups.append(group)
+    return groups
+
+
+def loss_of(model: Any, groups: Sequence[Sequence[TensorDict]], aggregation: str) -> torch.Tensor:
+    """The clipped objective of one task's groups alone, in float64, a token at a time."""
+    rows = [row for group in groups for row in group]
+    tokens = sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows)
+    total = torch.zeros((), dtype=torch.float64)
+    for group in groups:
+        rewards = [float(row[keys.REWARD]) for row in group]
+        mean = sum(rewards) / len(rewards)
+        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+        for row, reward in zip(group, rewards, strict=True):
+            advantage, ids = (reward - mean) / (deviation + 1e-6), row[keys.FULL_TOKENS]
+            own = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            said = row[keys.ASSISTANT_MASK].nonzero().flatten().tolist()
+            weight = {"token": 1 / tokens, "sequence": 1 / (len(rows) * len(said))}
+            weight["constant"] = 1 / (len(rows) * MAX_TOKENS)
+            for at in said:
+                ratio = (own[at - 1, ids[at]] - row[keys.LOG_PROBS][at].double()).exp()
+                kept = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                total = total - weight[aggregation] * kept
+    return total
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_the_gradient_of_a_mixed_batch_is_that_of_its_tasks_by_their_shares(aggregation: str, tmp_path: Path) -> None:
+    """Groups of 2, 5 and 3: a response, or under ``token`` a token, counts the same whatever its group's size."""
+    learner = make_learner(tmp_path, aggregation=aggregation, max_response_tokens=MAX_TOKENS)
+    model = make_model().double()
+    model.load_state_dict(learner.policy.model.state_dict())
+    groups = groups_of([2, 5, 3, 2])
+    tasks = [groups[0:1] + groups[3:4], groups[1:2], groups[2:3]]
+    rows = [row for group in groups for row in group]
+    counted = [[int(row[keys.ASSISTANT_MASK].sum()) for group in task for row in group] for task in tasks]
+    shares = [sum(each) if aggregation == "token" else len(each) for each in counted]
+    expected = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    for share, task in zip(shares, tasks, strict=True):
+        model.zero_grad()
+        loss_of(model, task, aggregation).backward()
+        for name, value in model.named_parameters():
+            expected[name] += share / sum(shares) * value.grad
+    batch = GroupAdvantage("group_mean", "group_std")(lazy_stack(rows))
+    for budget in (24, 1 << 20):  # groups are cut, and all are together
+        learner._accumulate(list(batch.unbind(0)), budget)
+        found = {name: value.grad.double() for name, value in learner.policy.model.named_parameters()}
+        scale = max(float(value.abs().max()) for value in expected.values())
+        assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 2e-5 * scale
+
+
+def test_an_optimizer_step_has_whole_groups_of_whatever_size(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, optim_batch_size=4, optim_groups=2)
+    groups = groups_of([2, 5, 3, 4, 2])
+    groups[3][0][keys.FULL_TOKENS] = torch.cat(
+        [torch.tensor([3]), groups[3][0][keys.FULL_TOKENS][1:]]
+    )  # its own prompt
+    rows, found = [row for group in groups for row in group], []
+    for epoch in range(8):
+        steps = [[int(row[keys.GROUP_ID]) for row in step] for step in learner._mini_batches(rows, epoch)]
+        assert [len({*step}) for step in steps] == [2, 2, 1]
+        assert sorted(group for step in steps for group in step) == [0] * 2 + [1] * 5 + [2] * 3 + [3] * 4 + [4] * 2
+        found.append(str(steps))
+    assert found[0] == str([[0] * 2 + [1] * 5, [2] * 3 + [3] * 4, [4] * 2])
+    assert len({*found}) > 2
+
+
+def mixture(**options: Any) -> TaskEnv:
+    few, many = (make_task("arithmetic", seed=SEED + at, num_train=17, num_heldout=3) for at in range(2))
+    shares = {"few": Fraction(2), "many": Fraction(1)}
+    task = MixtureTask({"few": few, "many": many}, shares, group_sizes=SIZES)
+    return TaskEnv(task, load_tokenizer("tiny"), num_envs=6, repeats=3, **options)
+
+
+def engine_of(env: TaskEnv) -> ScriptedEngine:
+    """Right in a third of its answers, by the request's own seed."""
+    gold = {env.prompt_ids(one): env.tokenizer(env.task.gold_response(one))["input_ids"] for one in env.task.train}
+
+    def script(request: GroupRequest, index: int, version: int) -> list[int]:
+        draw = random.Random(sample_seed(request.seed, index, version))
+        return gold[request.prompt_ids] if draw.random() < 1 / 3 else [5] * draw.randint(1, 9)
+
+    return ScriptedEngine(script, eos_token_id=env.tokenizer.eos_token_id, max_model_len=2048)
+
+
+def source_of(**options: Any) -> RolloutSource:
+    env = mixture()
+    made = RolloutSource(
+        Rollouts(env, engine_of(env)), Sampling(max_tokens=64), num_groups=3, seed=SEED, threaded=False, **options
+    )
+    assert made.metrics() == {}
+    return made
+
+
+def sizes_of(batch: Any) -> list[tuple[str, int]]:
+    """Task and size of each group of a batch, in order."""
+    found: dict[int, list[str]] = {}
+    for row in batch.unbind(0):
+        found.setdefault(int(row[keys.GROUP_ID]), []).append(json.loads(row[keys.EXTRA])[TASK])
+        assert int(row[keys.SAMPLE_ID]) == len(found[int(row[keys.GROUP_ID])]) - 1
+    return [(names[0], len(names)) for names in found.values()]
+
+
+@pytest.mark.parametrize("options", [{"lockstep": True}, {"max_policy_age": 1}, {"lockstep": True, "refill": True}])
+def test_a_batch_counts_groups_and_each_has_its_tasks_size(options: dict[str, Any]) -> None:
+    source = source_of(**options)
+    for version in range(3):
+        batch = source.next_batch(version)
+        found = sizes_of(batch)
+        assert len(found) == 3
+        assert all(size == SIZES[name] for name, size in found)
+        if "refill" not in options:  # which takes what has variance
+            assert sorted(name for name, _ in found) == ["few", "few", "many"]
+        flat, start = 0, 0
+        for _, size in found:
+            rewards = {float(row[keys.REWARD]) for row in batch.unbind(0)[start : start + size]}
+            flat, start = flat + (len(rewards) == 1), start + size
+        assert source.metrics()["groups/zero_signal"] == flat
+        source.engine.update_weights([], version + 1)
+        source.release(batch)
+
+
+@pytest.mark.parametrize("refill", [False, True])
+def test_groups_in_flight_come_back_with_the_sizes_of_their_tasks(refill: bool) -> None:
+    whole, resumed = (source_of(max_policy_age=1, refill=refill) for _ in range(2))
+    first = whole.next_batch(0)
+    state = whole.state_dict()
+    assert state["in_flight"] or state["finished"]["groups"]
+    resumed.load_state_dict(state)
+    for source in (whole, resumed):
+        source.engine.update_weights([], 1)
+    whole.release(first)
+    for version in (1, 2):
+        batches = [source.next_batch(version) for source in (whole, resumed)]
+        assert batches[0][keys.GROUP_ID].tolist() == batches[1][keys.GROUP_ID].tolist()
+        assert all(size == SIZES[name] for name, size in sizes_of(batches[1]))
+        for source, batch in zip((whole, resumed), batches, strict=True):
+            source.engine.update_weights([], version + 1)
+            source.release(batch)
+
+
+def test_torchrls_collector_has_all_sizes_and_a_reset_of_so_many_rows_refuses_them() -> None:
+    env = mixture()
+    made = RolloutCollector(
+        env,
+        engine_of(env),
+        sampling=Sampling(max_tokens=64),
+        dialog_turns_per_batch=9,
+        total_dialog_turns=18,
+        seed=SEED,
+    )
+    batches = list(made)
+    assert [sorted(sizes_of(batch)) for batch in batches] == [[("few", 2), ("few", 2), ("many", 5)]] * 2
+    with pytest.raises(ValueError, match=r"has [25] responses, and a reset gives 6 rows, 3 of each prompt"):
+        mixture().reset()
+
+
+TOOLS = '''
+def double(number: int) -> int:
+    """Twice as much.
+
+    Args:
+        number: Of what.
+    """
+    return 2 * number
+'''
+WORLD = '''
+class World:
+    def reset(self, **row):
+        self.said = 0
+        assert "mixture/task" not in row and "number" in row, row
+        return f" Say {row['number']}."
+
+    def say(self, number: int) -> str:
+        """Say it.
+
+        Args:
+            number: What is said.
+        """
+        self.said = number
+        return f"You said {number}."
+
+    def get_reward(self) -> float:
+        return self.said / 2
+'''
+
+
+def mixed_config(folder: Path, *overrides: str) -> Config:
+    """Tools in one task, an environment in another, a task that asks again, and one of a single turn."""
+    (folder / "tools.py").write_text(TOOLS)
+    (folder / "world.py").write_text(WORLD)
+    for name, ask, truth in (("rows", "Number", None), ("eights", "Twice four, time", "8")):
+        rows = [{"prompt": f"{ask} {at}?", "ground_truth": truth or str(at), "number": at} for at in range(8)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = compose("grpo_cpu", ["env.num_heldout=2", "env.max_samples=6", "env.reward_workers=0", *overrides])
+    config.env.mixture = {
+        "ask": {"reasoning": True, "max_steps": 2},
+        "once": {"dataset": "countdown", "repeats": 3},
+        "tool": {
+            **{"dataset": "table", "dataset_path": str(folder / "eights.jsonl"), "max_steps": 3, "repeats": 4},
+            **{"tools": f"{folder / 'tools.py'}:double", "max_tool_calls": 2},
+        },
+        "world": {
+            **{"dataset": "table", "dataset_path": str(folder / "rows.jsonl"), "max_steps": 2, "repeats": 2},
+            "environment": f"{folder / 'world.py'}:World",
+        },
+    }
+    validate(config)
+    return config
+
+
+def call(name: str, number: int) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"number": {number}}}}}\n</tool_call>'
+
+
+def test_each_task_has_its_own_prompts_partner_and_reward(tmp_path: Path) -> None:
+    config = mixed_config(tmp_path)
+    tokenizer, asked = load_tokenizer("tiny"), list[GroupRequest]()
+    with ExitStack() as opened:
+        env, instances = open_env(config, task_of(config), tokenizer, opened)
+        assert set(instances) == {"tool", "world"}
+        examples = {example.extra[TASK]: example for example in env.task.train[:4]}
+        texts = {name: tokenizer.decode(env.prompt_ids(example)) for name, example in examples.items()}
+        assert {name: ("double" in text, '"say"' in text) for name, text in texts.items()} == {
+            **{"ask": (False, False), "once": (False, False), "tool": (True, False), "world": (False, True)}
+        }
+        turns = {"tool": [call("double", 3), call("double", 4), "#### 8"], "world": [call("say", 1), "Done."]}
+        turns |= {"ask": ["#### -1", env.task.gold_response(examples["ask"])], "once": ["#### -1", "never"]}
+
+        def script(request: GroupRequest, index: int, version: int) -> list[int]:
+            asked.append(request)
+            text = tokenizer.decode(request.prompt_ids)
+            (name,) = [name for name, example in examples.items() if example.query in text]
+            said = text.count("<|im_start|>assistant") - texts[name].count("<|im_start|>assistant")
+            return tokenizer(turns[name][said])["input_ids"]
+
+        engine = ScriptedEngine(script, eos_token_id=tokenizer.eos_token_id, max_model_len=2048)
+        rollouts = make_rollouts(config, env, engine, instances)
+        prompts = [Prompt(at, one, env.group_size(one), at) for at, one in enumerate(examples.values())]
+        graded = {
+            group.prompt.example.extra[TASK]: group for group in rollouts.stream(prompts, Sampling(max_tokens=200))
+        }
+    assert {name: len(group.samples) for name, group in graded.items()} == {"ask": 8, "once": 3, "tool": 4, "world": 2}
+    once = [request for request in asked if request.num_samples > 1]
+    assert {(request.num_samples, request.example) for request in once} == {(3, None)}  # whole, and asked once
+    rewards = {name: [float(row[keys.REWARD]) for row in group.rows] for name, group in graded.items()}
+    assert rewards == {"ask": [1.0] * 8, "once": [0.0] * 3, "tool": [1.0] * 4, "world": [0.5] * 2}
+    info = {name: group.scores[0].info for name, group in graded.items()}
+    assert (info["tool"]["tool_calls"], info["world"]["tool_calls"], info["once"]) == (2, 1, {})
+    assert graded["world"].scores[0].success
+    assert {name for name, value in graded["world"].scores[0].terms.items() if value is not None} == {
+        "world/environment"
+    }
+    heard = tokenizer.decode(graded["tool"].rows[0][keys.FULL_TOKENS])
+    assert "6<|im_end|>" in heard
+    assert "8<|im_end|>" in heard
+    assert "Say 0." in tokenizer.decode(graded["world"].rows[0][keys.FULL_TOKENS])
+    no_dialog = graded["once"].rows[0]
+    assert bool(no_dialog[keys.ASSISTANT_MASK][len(no_dialog[keys.PROMPT_TOKENS]) :].all())
+
+
+def test_what_a_task_does_not_give_is_the_runs_where_it_means_something(tmp_path: Path) -> None:
+    config = mixed_config(tmp_path)
+    config.env.max_steps, config.env.tools, config.env.max_tool_calls = 4, "t.py:f", 9
+    config.env.mixture |= {"plain": {"tools": None}, "both": {}}
+    for name in ("ask", "once"):
+        config.env.mixture[name]["tools"] = None
+    validate(config)
+    found = task_configs(config)
+    assert {
+        name: (one.env.tools, one.env.environment) for name, one in found.items() if name not in ("ask", "once")
+    } == {
+        "tool": (f"{tmp_path / 'tools.py'}:double", None),
+        "world": (None, f"{tmp_path / 'world.py'}:World"),
+        "plain": (None, None),
+        "both": ("t.py:f", None),
+    }
+    assert turns_of_tasks(config) == {name: one.env.max_steps for name, one in found.items()}
+    assert turns_of_tasks(config) == {"ask": 2, "both": 4, "once": 4, "plain": 1, "tool": 3, "world": 2}
+    assert [found[name].env.max_tool_calls for name in ("both", "tool", "plain")] == [9, 2, None]
+    assert longest_response(config) == 4 * 64
+
+
+def test_amounts_are_counted_in_groups(tmp_path: Path) -> None:
+    config = mixed_config(tmp_path, "train.dialog_turns_per_batch=64", "train.optim_batch_size=16", "env.num_envs=64")
+    assert mean_responses_per_step(config) == 8 * (8 + 3 + 4 + 2) / 4
+    settings = make_settings(config, "cpu")
+    assert (settings.optim_groups, settings.optim_batch_size) == (2, 16)
+    one = task_configs(config)["once"]
+    assert (one.train.dialog_turns_per_batch, one.train.optim_batch_size, one.env.num_envs) == (24, 6, 24)
+    assert engine_rows(config, "transformers", "cpu") == 64
+    config.env.mixture["once"]["repeats"] = 100
+    assert engine_rows(config, "transformers", "cpu") == 100
+    config.env.mixture = {"a": {"repeats": 8}, "b": {}}
+    assert make_settings(config, "cpu").optim_groups is None  # as without: responses are counted
+
+
+def test_tools_of_a_task_are_files_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = mixed_config(tmp_path)
+    config.env.mixture["tool"]["tools"], config.env.mixture["world"]["environment"] = (
+        "tools.py:double",
+        "world.py:World",
+    )
+    config.env.mixture["once"] |= {"environment": "openenv+http://127.0.0.1:9", "max_steps": 2}
+    anchor_paths(config)
+    given = {name: entry.get("tools") or entry.get("environment") for name, entry in config.env.mixture.items()}
+    assert given == {
+        "ask": None,
+        "once": "openenv+http://127.0.0.1:9",
+        "tool": f"{tmp_path / 'tools.py'}:double",
+        "world": f"{tmp_path / 'world.py'}:World",
+    }
+    acts = needs_consent(config)
+    assert acts["env.mixture.tool.tools"] == f"run {tmp_path / 'tools.py'}"
+    assert acts["env.mixture.world.environment"] == f"run {tmp_path / 'world.py'}"
+    assert "127.0.0.1:9" in acts["env.mixture.once.environment"]
+    assert published(config).env.mixture["tool"]["tools"] == "tools.py:double"
+    for name in ("tools.py", "world.py"):
+        before, text = signature(asdict(config)), (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text + "\n")
+        assert signature(asdict(config)) != before
+        (tmp_path / name).write_text(text)
+        assert signature(asdict(config)) == before
