@@ -129,25 +129,43 @@ def test_verls_parquet_and_reward_functions_of_both_forms_run_unchanged(tmp_path
         assert row["reward"] == row["reward_terms"]["compute_score"] + 0.5 * row["reward_terms"].get("brief", 0.0)
 
 
+TOOLS = '''
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: One of them.
+        b: The other.
+    """
+    return a + b
+'''
+
+
 def test_a_mixture_is_trained_and_goes_on_where_it_stood(tmp_path: Path) -> None:
-    """Four tasks, one of them with functions of its own and one with a token limit; cut in two it is the same run."""
+    """Four tasks: functions, a token limit, tools and a group size of one task alone; cut in two it is the same run."""
     rows = [{"prompt": row["question"], "ground_truth": row["number"]} for row in problems()]
     (tmp_path / "rewards.py").write_text(REWARDS)
     mixture = {
         "maths": {"dataset": "gsm8k", "dataset_path": write(tmp_path / "maths.jsonl", problems()), "weight": 2},
-        "sums": {"difficulty": 1},
+        "sums": {"difficulty": 1, "tools": f"{tmp_path / 'tools.py'}:add", "max_steps": 2, "repeats": 6},
         "numbers": {"dataset": "countdown", "max_tokens": 9},
         "mine": {"dataset": "table", "dataset_path": write(tmp_path / "rows.jsonl", rows), "reward_name": "brief"},
     }
     mixture["mine"]["reward_path"] = str(tmp_path / "rewards.py")
+    (tmp_path / "tools.py").write_text(TOOLS)
     given = (*overrides_of({"env.mixture": mixture}), "env.max_samples=30", "train.checkpoint_frequency=1")
     steps, rollouts = run(tmp_path, "grpo_cpu", *given)
     for row in steps:
         responses = {name: row.get(f"task/{name}/responses", 0) for name in mixture}
-        assert sum(responses.values()) == 16
+        assert responses["sums"] in (0, 6)
+        assert sum(responses.values()) == 16 + 2 * (responses["sums"] > 0)
         assert responses["maths"] in (4, 8)  # two fifths of four groups
+        assert ("grader/sums/tool_calls" in row) == (responses["sums"] > 0)
+        assert not any(f"grader/{name}/tool_calls" in row for name in ("maths", "numbers", "mine"))
         assert row["task/numbers/response_tokens"] <= 9 if responses["numbers"] else True
     assert {name.partition("/")[0] for row in rollouts for name in row["reward_terms"]} == set(mixture)
+    told = [next(iter(row["reward_terms"])) for row in rollouts if "Add two numbers" in row["prompt"]]
+    assert {*told} == {"sums/correct"}
     (first, *_, last) = [row for row in metrics(tmp_path / "run") if "eval/accuracy" in row]
     for row in (first, last):
         assert {f"eval/task/{name}" for name in mixture} <= row.keys()
