@@ -41,7 +41,7 @@ ENTRY_OPTIONS = {
 }
 _SHORT = {option: name for name, option in ENTRY_OPTIONS.items()}
 #: Amounts of responses that are counted in groups.
-_IN_GROUPS = (*("env.num_envs", "train.dialog_turns_per_batch", "train.optim_batch_size", "train.total_dialog_turns"),)
+_IN_GROUPS = ("env.num_envs", "train.dialog_turns_per_batch", "train.optim_batch_size", "train.total_dialog_turns")
 WEIGHT = "weight"
 _OF_FUNCTIONS = ("reward.name", "reward.weights", "reward.success_above")  # they belong to one reward.path
 _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
@@ -145,12 +145,6 @@ def longest_response(config: Config) -> int:
 def has_dialogs(config: Config) -> bool:
     """Whether responses of any task may have several turns."""
     return max(turns_of_tasks(config).values()) > 1
-
-
-def offers_tools(config: Config) -> bool:
-    """Whether the policy may call tools by its chat template; of a mixture, in any task."""
-    entries = [{}] if config.env.mixture is None else config.env.mixture.values()
-    return any(_value(config, entry, name) is not None for entry in entries for name in _OFFERS)
 
 
 def tasks_named(config: Config) -> str:

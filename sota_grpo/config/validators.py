@@ -22,7 +22,6 @@ from sota_grpo.config.mixture import (
     entry_faults,
     has_own_group_sizes,
     longest_response,
-    offers_tools,
     replies,
     task_configs,
     turns_of_tasks,
@@ -329,6 +328,11 @@ def several_turns_have_something_to_say(config: Config) -> Iterator[str]:
             f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which says nothing after a "
             "response; add env.reasoning=true, which asks to think again, or leave it at 1."
         )
+
+
+def offers_tools(config: Config) -> bool:
+    """Whether the policy may call tools by its chat template."""
+    return config.env.tools is not None or config.env.environment is not None
 
 
 def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:

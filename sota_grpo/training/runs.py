@@ -79,7 +79,7 @@ def signature(config: Mapping[str, Any]) -> str:
             kept[section][option] = _content(kept[section][option])
     for name, entry in (kept.get("env", {}).get("mixture") or {}).items():
         files = {option: _content(entry[option]) for option in FILES_OF_ENTRIES if entry.get(option) is not None}
-        files |= {option: _in_file_content(entry[option]) for option in _IN_FILES_OF_ENTRIES if entry.get(option)}
+        files |= {option: _in_file_content(str(entry[option])) for option in _IN_FILES_OF_ENTRIES if entry.get(option)}
         kept["env"]["mixture"] = {**kept["env"]["mixture"], name: {**entry, **files}}
     for section, option in _IN_FILES:
         if kept.get(section, {}).get(option):
