@@ -31,7 +31,8 @@ _TERM = "reward/<term>"
 _INFO = "grader/<name>"
 _EVAL_TERM = "eval/reward/<term>"
 _TASK, _TASK_ERROR = "eval/task/<name>", "eval/task_stderr/<name>"
-#: Of each task of a mixture, whose name stands before those of its terms, numbers and accuracies, too.
+#: Of each task of a mixture, whose name stands before those of its terms, numbers and accuracies, too; and of each
+#: task of reasoning-gym, in a mixture behind the name of the entry that it is of.
 OF_TASK = ("reward", "success", "truncated", "response_tokens", "responses")
 OF_LEVEL = ("pass_rate", "share")  # of each level of a curriculum
 OF_EXAMPLES = ("seen", "solved", "unsolved", "pass_rate")  # of all examples of one
@@ -46,7 +47,10 @@ _PATTERNS = {
         for name in OF_LEVEL
     },
     **{f"curriculum/{name}": re.compile(rf"curriculum/([A-Za-z_][\w-]*/)?{name}", re.ASCII) for name in OF_EXAMPLES},
-    **{f"task/<task>/{name}": re.compile(rf"task/[A-Za-z_][\w-]*/{name}", re.ASCII) for name in OF_TASK},
+    **{
+        f"task/<task>/{name}": re.compile(rf"task/([A-Za-z_][\w-]*/)?[A-Za-z_][\w-]*/{name}", re.ASCII)
+        for name in OF_TASK
+    },
 }
 
 _DECLARED = (
@@ -62,7 +66,7 @@ _DECLARED = (
     Metric(_TERM, "mean", "Mean of one reward term before its weight."),
     Metric("success", "mean", "Share of responses with the right answer.", "share"),
     Metric(_INFO, "mean", "Mean of a number that the grader gave beside the terms, over the responses that have it."),
-    Metric("task/<task>/reward", "mean", "Mean reward of the responses to one task of a mixture."),
+    Metric("task/<task>/reward", "mean", "Mean reward of the responses to one task of a mixture, or of reasoning-gym."),
     Metric("task/<task>/success", "mean", "Share of its responses with the right answer.", "share"),
     Metric("task/<task>/truncated", "mean", "Share of its responses that the engine stopped for length.", "share"),
     Metric("task/<task>/response_tokens", "mean", "Mean length of its responses, their EOS included.", "tokens"),

@@ -24,7 +24,7 @@ from sota_grpo.recording.progress import in_notebook, is_terminal
 from sota_grpo.recording.run_log import ExamineLog, RunLog
 from sota_grpo.recording.stored_steps import Origin, StoredStep, save_step, text_pieces
 from sota_grpo.rl.collate import row_list
-from sota_grpo.rl.records import task_of_example
+from sota_grpo.rl.records import metric_tasks, task_of_example
 from sota_grpo.text import duration
 
 if TYPE_CHECKING:
@@ -233,10 +233,10 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
         "policy_age/max": age.max(),
     }
     means = {name: float(value) for name, value in values.items()}
-    terms, tasks = [_terms(row) for row in rows], _tasks(rows)
+    terms, extras = [_terms(row) for row in rows], _extras(rows)
     numbers = [
-        {info_metric(name, task): value for name, value in _info(row).items() if is_number(value)}
-        for row, task in zip(rows, tasks, strict=True)
+        {info_metric(name, task_of_example(extra)): value for name, value in _info(row).items() if is_number(value)}
+        for row, extra in zip(rows, extras, strict=True)
     ]
     means |= {term_metric(name): value for name, value in _means(terms).items()}
     means |= _means(numbers)
@@ -246,17 +246,18 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
         "truncated": _column(batch, keys.TRUNCATED),
         "response_tokens": lengths,
     }
-    for task in sorted({task for task in tasks if task is not None}):
-        mask = torch.tensor([each == task for each in tasks])
+    tasks = [metric_tasks(extra) for extra in extras]
+    for task in sorted({task for each in tasks for task in each}):
+        mask = torch.tensor([task in each for each in tasks])
         means |= {f"task/{task}/{name}": float(column[mask].mean()) for name, column in own.items()}
         means[f"task/{task}/responses"] = float(mask.sum())
     return means
 
 
-def _tasks(rows: Sequence[TensorDictBase]) -> list[str | None]:
-    """The task of each row, where it is of a mixture; siblings have one text, which is read once."""
-    read = lru_cache(maxsize=1)(lambda extra: task_of_example(json.loads(extra)))
-    return [read(row[keys.EXTRA]) if keys.EXTRA in row.keys() else None for row in rows]  # noqa: SIM118
+def _extras(rows: Sequence[TensorDictBase]) -> list[Mapping[str, Any]]:
+    """``Example.extra`` of each row; siblings have one text, which is read once."""
+    read = lru_cache(maxsize=1)(json.loads)
+    return [read(row[keys.EXTRA]) if keys.EXTRA in row.keys() else {} for row in rows]  # noqa: SIM118
 
 
 def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +26,9 @@ class Example:
 
 #: In ``Example.extra`` of a mixture of tasks: the name of the example's task.
 TASK = "mixture/task"
+#: In ``Example.extra`` of a task that is several itself (reasoning-gym): the name of the one that made the example.
+SUBTASK = "mixture/subtask"
+_NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 
 
 def task_of_example(extra: Mapping[str, Any]) -> str | None:
@@ -34,6 +38,21 @@ def task_of_example(extra: Mapping[str, Any]) -> str | None:
     'maths'
     """
     return extra.get(TASK)
+
+
+def metric_tasks(extra: Mapping[str, Any]) -> tuple[str, ...]:
+    """The tasks that an example counts for in the metrics, by its ``extra``: its entry of a mixture, the task in that.
+
+    A subtask comes from data; one whose name no metric could have is none.
+
+    >>> metric_tasks({TASK: "gym", SUBTASK: "chain_sum"}), metric_tasks({SUBTASK: "chain_sum"}), metric_tasks({})
+    (('gym', 'gym/chain_sum'), ('chain_sum',), ())
+    """
+    task, subtask = task_of_example(extra), extra.get(SUBTASK)
+    names: tuple[str, ...] = () if task is None else (task,)
+    if isinstance(subtask, str) and _NAME.fullmatch(subtask):
+        names = (*names, "/".join((*names, subtask)))
+    return names
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.extract import extract_answer
-from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.records import SUBTASK, Example, Score
 from sota_grpo.rl.task import chat
 from sota_grpo.tasks.dataset import DatasetError, Row, answering, normalised
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
@@ -98,9 +98,9 @@ class ReasoningGymTask:
     """Problems of several tasks of reasoning-gym, each in proportion to its weight.
 
     ``reward = correct``, the score in [0, 1] that the task's own scorer gives the answer; the success is a score of 1.
-    A scorer that fails on a text, or gives it a number outside [0, 1], says that it is wrong. ``info`` has the name of
-    the task, and the score by that name, so that every task has its own metric; evaluations have its accuracy
-    (:meth:`counts`). A problem is held out by its text, whatever the seed.
+    A scorer that fails on a text, or gives it a number outside [0, 1], says that it is wrong. ``extra`` of an example
+    and ``info`` of a score have the name of the task: every task has metrics of its own, and its accuracy in
+    evaluations (:meth:`counts`). A problem is held out by its text, whatever the seed.
 
     Args:
         train, heldout: examples to train on, and to evaluate on, as :meth:`load` draws them.
@@ -194,7 +194,7 @@ class ReasoningGymTask:
                 failure = error
                 continue
             if is_heldout(normalised(item["question"])) == heldout:
-                extra = {"task": name, "metadata": item["metadata"]} | ({"level": level} if len(levels) > 1 else {})
+                extra = {SUBTASK: name, "metadata": item["metadata"]} | ({"level": level} if len(levels) > 1 else {})
                 return Example(item["question"], item["answer"] or "", extra)
         reason = f" ({failure})" if failure else ""
         side = "held-out problem" if heldout else "problem to train on"
@@ -214,13 +214,13 @@ class ReasoningGymTask:
 
     def score(self, response: str, example: Example) -> Score:
         """Ask the scorer of the example's task; see the class."""
-        name = example.extra["task"]
+        name = example.extra[SUBTASK]
         answer = extract_answer(response, self.answer_format)
         value = 0.0 if answer is None else self._value(answer, example)
-        return Score({"correct": value}, success=value == 1.0, info={"task": name, name: value})
+        return Score({"correct": value}, success=value == 1.0, info={"task": name})
 
     def _value(self, answer: str, example: Example) -> float:
-        name = example.extra["task"]
+        name = example.extra[SUBTASK]
         bound = _TOO_MUCH.get(name)
         if len(answer) > _MAX_ANSWER_CHARS or (bound is not None and bound.search(answer)):
             return 0.0
@@ -239,20 +239,20 @@ class ReasoningGymTask:
     def level(self, example: Example) -> str:
         """The task, and the level where it has several.
 
-        >>> ReasoningGymTask().level(Example("", "4", {"task": "leg_counting", "metadata": {}, "level": 2}))
+        >>> ReasoningGymTask().level(Example("", "4", {SUBTASK: "leg_counting", "metadata": {}, "level": 2}))
         'leg_counting_2'
         """
-        name, level = example.extra["task"], example.extra.get("level")
+        name, level = example.extra[SUBTASK], example.extra.get("level")
         return name if level is None else f"{name}_{level}"
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
         """Of each task its accuracy: a success or none, in one trial.
 
-        >>> example = Example("How many legs?", "4", {"task": "leg_counting", "metadata": {}})
+        >>> example = Example("How many legs?", "4", {SUBTASK: "leg_counting", "metadata": {}})
         >>> ReasoningGymTask().counts(Score({"correct": 1.0}, success=True), example)
         {'leg_counting': (1, 1)}
         """
-        return {example.extra["task"]: (int(score.success), 1)}
+        return {example.extra[SUBTASK]: (int(score.success), 1)}
 
     def gold_response(self, example: Example) -> str | None:
         """The task's own answer where the answer is looked for; None of tasks that bring none."""
@@ -274,7 +274,7 @@ class ReasoningGymTask:
             _require_known(name)
         except UserError as error:
             raise DatasetError(f"{place}: {error}") from error
-        return Example(str(row.get("question", "")), answer or "", {"task": name, "metadata": dict(metadata)})
+        return Example(str(row.get("question", "")), answer or "", {SUBTASK: name, "metadata": dict(metadata)})
 
 
 def _package() -> Any:

@@ -28,7 +28,7 @@ from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.metrics import OF_TASK, declared
 from sota_grpo.recording.step_log import batch_metrics
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.records import TASK, Example, Sampling, Score
+from sota_grpo.rl.records import SUBTASK, TASK, Example, Sampling, Score
 from sota_grpo.rl.task import guarded_scores, scorer_of, total_reward
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
@@ -268,7 +268,7 @@ def test_what_a_benchmark_counts_stands_below_its_task() -> None:
 
 
 def test_metrics_of_a_batch_by_task() -> None:
-    def row(task: str, term: str, value: float, length: int) -> TensorDict:
+    def row(task: str, term: str, value: float, length: int, subtask: str | None = None) -> TensorDict:
         after = {
             "reward": torch.tensor([value]),
             "reward_terms": {f"{task}/{term}": torch.tensor([value])},
@@ -279,7 +279,7 @@ def test_metrics_of_a_batch_by_task() -> None:
             "policy_version": torch.tensor(0),
         }
         entries = {
-            "extra": NonTensorData(json.dumps({TASK: task})),
+            "extra": NonTensorData(json.dumps({TASK: task, SUBTASK: subtask})),
             "tokens": {"prompt": torch.zeros(2, dtype=torch.long)},
             "masks": {"all_assistant_mask": torch.arange(2 + length) >= 2},
             "advantage": torch.tensor([[0.0]]),
@@ -287,7 +287,7 @@ def test_metrics_of_a_batch_by_task() -> None:
         }
         return TensorDict(entries)
 
-    rows = [row("a", "right", 1.0, 2), row("a", "right", 0.0, 4), row("b-2", "right", -1.0, 6)]
+    rows = [row("a", "right", 1.0, 2, "x"), row("a", "right", 0.0, 4), row("b-2", "right", -1.0, 6, "of/</script>")]
     found = batch_metrics(lazy_stack(rows), version=0)
     assert all(declared(name) for name in found)
     assert {name: found[f"task/a/{name}"] for name in OF_TASK} == {
@@ -295,6 +295,10 @@ def test_metrics_of_a_batch_by_task() -> None:
     }
     assert (found["task/b-2/reward"], found["reward/a/right"], found["reward/b-2/right"]) == (-1.0, 0.5, -1.0)
     assert (found["grader/a/acc"], found["grader/b-2/acc"]) == (0.5, -1.0)
+    assert {name: found[f"task/a/x/{name}"] for name in OF_TASK} == {
+        **{"reward": 1.0, "success": 1.0, "truncated": 0.0, "response_tokens": 2.0, "responses": 1.0}
+    }
+    assert {name.rpartition("/")[0] for name in found if name.startswith("task/")} == {"task/a", "task/a/x", "task/b-2"}
 
 
 def configured(*overrides: str):

@@ -15,7 +15,7 @@ import pytest
 
 from sota_grpo.errors import UserError
 from sota_grpo.migration.data import example_columns, example_of
-from sota_grpo.rl.records import Example
+from sota_grpo.rl.records import SUBTASK, Example
 from sota_grpo.rl.task import guarded_score, scorer_of
 from sota_grpo.tasks import make_scorer, make_task
 from sota_grpo.tasks.dataset import DatasetError, normalised
@@ -96,7 +96,7 @@ def test_gold_answers_earn_the_full_reward_and_travel_as_json(name: str) -> None
             score = TASK.score(f"<think><answer>no</answer></think>So: {response}", sent)
             assert score.success, (SEED, example)
             assert score.terms == {"correct": 1.0}
-            assert score.info == {"task": name, name: 1.0}
+            assert score.info == {"task": name}
             assert TASK.counts(score, sent) == {name: (1, 1)}
             boxed = make_scorer("reasoning_gym", answer_format="any")
             assert boxed.score(response, sent).success
@@ -163,7 +163,7 @@ def test_a_score_above_one_is_no_success() -> None:
     source = factory.create_dataset("calendar_arithmetic", seed=0, size=500)
     entry = {"question": "", "answer": "-1", "metadata": {"task": "count_days"}}
     assert source.score_answer("0", entry) > 100
-    example = Example("", "-1", {"task": "calendar_arithmetic", "metadata": entry["metadata"]})
+    example = Example("", "-1", {SUBTASK: "calendar_arithmetic", "metadata": entry["metadata"]})
     assert TASK.score("<answer>0</answer>", example).terms == {"correct": 0.0}
 
 
@@ -202,7 +202,7 @@ def test_twenty_tasks_at_once_come_by_their_weights_and_are_held_out_by_text() -
         ReasoningGymTask.load(tasks=weights, seed=seed, num_train=400, num_heldout=60) for seed in (SEED, SEED + 1)
     ]
     train = tasks[0].train[:]
-    drawn = [example.extra["task"] for example in train]
+    drawn = [example.extra[SUBTASK] for example in train]
     assert set(drawn) == set(TWENTY), SEED
     heavy = sum(weights[name] == 3 for name in drawn) / 400
     assert heavy == pytest.approx(18 / 39, abs=0.15)  # 6 standard errors
