@@ -27,6 +27,7 @@ TOKEN_VERSION = ("next", "token_version")  # int64 [N, T], policy version that s
 POLICY_VERSION = ("next", "policy_version")  # int64 [N], version of the oldest sampled token of the row
 
 RESPONSE_TEXT = ("text", "response")  # str [N], decoded response without special tokens; written by the env
+DIALOG = "dialog"  # JSON text [N], Sample.record, absent where a sample has none; written by the engine
 REWARD = ("next", "reward")  # f32 [N, 1], weighted sum of the reward terms, penalties included; by ScoreResponse
 REWARD_TERMS = ("next", "reward_terms")  # one f32 [N, 1] entry per term that applies; by ScoreResponse, penalties
 KL_TERM = (*REWARD_TERMS, "kl")  # f32 [N, 1], minus the KL taken off the reward; written by ReferenceKL, if asked to

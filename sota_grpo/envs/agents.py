@@ -111,8 +111,9 @@ class ToolTalk:
     """One dialog with tools (:class:`~sota_grpo.envs.dialogs.Talk`).
 
     Its record, which graders find in ``response.record``: ``messages`` as TRL writes them (``role``, ``content``,
-    ``tool_calls`` of the policy, ``name`` of a tool), ``tool_calls``, ``tool_errors``, ``ended`` (how), ``reward`` (of
-    ``get_reward``, None without one) and ``error`` (why the instance was lost, else None).
+    ``tool_calls`` of the policy, ``name`` of a tool), ``failed`` (which of them are answers to calls that failed),
+    ``tool_calls``, ``tool_errors``, ``ended`` (how), ``reward`` (of ``get_reward``, None without one) and ``error``
+    (why the instance was lost, else None).
 
     Args:
         partner: with what all dialogs share.
@@ -128,7 +129,8 @@ class ToolTalk:
         self._partner, self._key, self._error = partner, key, error
         self._since = partner.clock()
         self._messages: list[dict[str, Any]] = []
-        self._num_calls = self._num_errors = 0
+        self._num_calls = 0
+        self._failed: list[int] = []
         self._ended = ANSWERED if error is None else LOST
 
     def answer(self, said: torch.Tensor) -> Future[Messages | None]:
@@ -200,7 +202,8 @@ class ToolTalk:
         replies: list[dict[str, str]] = []
         for call in calls:
             answer = next(left) if call.error is None else Answer(f"error: {call.error}", is_error=True)
-            self._num_errors += answer.is_error
+            if answer.is_error:
+                self._failed.append(len(self._messages) + len(replies))
             replies.append({"role": "tool", "name": call.name or "unknown", "content": answer.content})
         self._messages += replies
         if most is not None and any(self._partner.count_tokens(reply["content"]) > most for reply in replies):
@@ -216,6 +219,6 @@ class ToolTalk:
             return self._record(None)
 
     def _record(self, reward: float | None) -> Mapping[str, Any]:
-        counts = {"tool_calls": self._num_calls, "tool_errors": self._num_errors}
+        counts = {"tool_calls": self._num_calls, "tool_errors": len(self._failed)}
         ended = {"ended": self._ended, "reward": reward, "error": self._error}
-        return {"messages": self._messages, **counts, **ended}
+        return {"messages": self._messages, "failed": self._failed, **counts, **ended}

@@ -177,6 +177,7 @@ class GradedTalk:
 
     def __init__(self, grader: Grader, turns: TurnTokens, example: Example):
         self._grader, self._turns, self._example = grader, turns, example
+        self._replies: list[Messages] = []
 
     def answer(self, said: torch.Tensor) -> Future[Messages | None]:
         text = SampledText(self._turns.text(said), said.tolist())
@@ -186,12 +187,14 @@ class GradedTalk:
         )
         return answered
 
-    @staticmethod
-    def _reply(score: Score) -> Messages | None:
-        return None if score.reply is None or score.error is not None else [score.reply]
+    def _reply(self, score: Score) -> Messages | None:
+        if score.reply is None or score.error is not None:
+            return None
+        self._replies.append([score.reply])
+        return self._replies[-1]
 
     def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Future[Mapping[str, Any] | None]:
-        return resolved(None)
+        return resolved({"replies": self._replies} if self._replies else None)
 
     def leave(self) -> None: ...
 

@@ -252,6 +252,8 @@ def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: An
                 "truncated": truncated,
             },
         }
+        if sample.record is not None:
+            row[keys.DIALOG] = NonTensorData(json.dumps(sample.record))
         rows.append(TensorDict(row, batch_size=[]))
     return rows
 

@@ -47,10 +47,7 @@ _PATTERNS = {
         for name in OF_LEVEL
     },
     **{f"curriculum/{name}": re.compile(rf"curriculum/([A-Za-z_][\w-]*/)?{name}", re.ASCII) for name in OF_EXAMPLES},
-    **{
-        f"task/<task>/{name}": re.compile(rf"task/([A-Za-z_][\w-]*/)?[A-Za-z_][\w-]*/{name}", re.ASCII)
-        for name in OF_TASK
-    },
+    **{f"task/<task>/{name}": re.compile(rf"task/([A-Za-z_][\w-]*/){{1,2}}{name}", re.ASCII) for name in OF_TASK},
 }
 
 _DECLARED = (

@@ -44,6 +44,9 @@ ROLLOUT_FIELDS = (
     "truncated",
     "policy_version",
 )
+#: Of responses that have them: the task in a run of several, and what is known of a dialog of several turns.
+SOME_FIELDS = ("task", "dialog")
+_ORDER = (*ROLLOUT_FIELDS[:-1], *SOME_FIELDS, ROLLOUT_FIELDS[-1])  # the report finds step, group and version by place
 Row = Mapping[str, Any]
 
 _RULE = "=" * 100
@@ -97,17 +100,22 @@ class RunLog:
 
         Args:
             step: training step.
-            rows: all responses of the batch, each with exactly the fields ``ROLLOUT_FIELDS``.
+            rows: all responses of the batch, each with the fields ``ROLLOUT_FIELDS``, and perhaps with some of
+                ``SOME_FIELDS``, which the sinks are not given: they show a table.
 
         Raises:
             ValueError: a field is missing or unknown, or a number is not finite.
         """
         for row in rows:
             _check_rollout(step, row)
-        kept = [{"step": step, **{name: row[name] for name in ROLLOUT_FIELDS}} for row in best_and_worst(rows)]
-        self._append(ROLLOUTS_FILE, kept)
+        picked = best_and_worst(rows)
+        lines, samples = (
+            [{"step": step} | {name: row[name] for name in names if name in row} for row in picked]
+            for names in (_ORDER, ROLLOUT_FIELDS)
+        )
+        self._append(ROLLOUTS_FILE, lines)
         for sink in self._sinks:
-            sink.log_samples(step, kept)
+            sink.log_samples(step, samples)
 
     def rewind(self, first_step: int) -> int:
         """Drop every line whose step is ``first_step`` or later and return their number; each file changes atomically.
@@ -178,8 +186,8 @@ def _number(name: str, value: Any, step: int) -> float | int | None:
 
 
 def _check_rollout(step: int, row: Row) -> None:
-    if set(row) != set(ROLLOUT_FIELDS):
-        odd = sorted(set(row) ^ set(ROLLOUT_FIELDS))
+    odd = sorted(set(row).difference(SOME_FIELDS) ^ set(ROLLOUT_FIELDS))
+    if odd:
         raise ValueError(f"A rollout row at step {step} lacks or adds {', '.join(odd)}.")
     for name in ("reward", "advantage"):
         if not math.isfinite(row[name]):

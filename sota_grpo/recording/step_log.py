@@ -19,18 +19,20 @@ import torch
 from tensordict import TensorDictBase
 
 from sota_grpo import keys
+from sota_grpo.recording.dialogs import dialog_of
 from sota_grpo.recording.metrics import info_metric, is_number, term_metric
 from sota_grpo.recording.progress import in_notebook, is_terminal
 from sota_grpo.recording.run_log import ExamineLog, RunLog
 from sota_grpo.recording.stored_steps import Origin, StoredStep, save_step, text_pieces
 from sota_grpo.rl.collate import row_list
-from sota_grpo.rl.records import metric_tasks, task_of_example
+from sota_grpo.rl.records import Example, metric_tasks, task_of_example
 from sota_grpo.text import duration
 
 if TYPE_CHECKING:
     from rich.live import Live
 
 logger = logging.getLogger(__name__)
+Messages = Sequence[Mapping[str, str]]
 
 _DRAW_EVERY_S = 0.25  # in a notebook; each is a message to the browser
 _WINDOW = 20  # steps of the moving average: long enough to smooth evaluations, short enough to follow the lengths
@@ -282,11 +284,18 @@ def _column(batch: TensorDictBase, key: Any) -> torch.Tensor:
     return torch.stack([row.get(key) for row in batch.unbind(0)]).reshape(batch.batch_size).float()
 
 
-def rollout_rows(batch: TensorDictBase, tokenizer: Any) -> list[dict[str, Any]]:
-    """The rows as plain values for ``rollouts.jsonl``; siblings have one prompt, which is decoded once."""
+def rollout_rows(
+    batch: TensorDictBase, tokenizer: Any, messages: Callable[[Example], Messages] | None = None
+) -> list[dict[str, Any]]:
+    """The rows as plain values for ``rollouts.jsonl``; siblings have one prompt, which is decoded once.
+
+    Args:
+        messages: the chat of an example (``Task.messages``); None leaves it out of dialogs.
+    """
     prompts: dict[int, str] = {}
-    plain = []
-    for row in batch.unbind(0):
+    plain: list[dict[str, Any]] = []
+    rows = batch.unbind(0)
+    for row, extra in zip(rows, _extras(rows), strict=True):
         group_id = int(row.get(keys.GROUP_ID))
         if group_id not in prompts:
             prompts[group_id] = tokenizer.decode(row.get(keys.PROMPT_TOKENS))
@@ -308,6 +317,12 @@ def rollout_rows(batch: TensorDictBase, tokenizer: Any) -> list[dict[str, Any]]:
                 "policy_version": int(row.get(keys.POLICY_VERSION)),
             }
         )
+        if tasks := metric_tasks(extra):
+            plain[-1]["task"] = tasks[-1]
+        dialog = dialog_of(row, tokenizer)
+        if dialog is not None:
+            example = Example(row[keys.QUERY], row[keys.ANSWER], extra)
+            plain[-1]["dialog"] = dialog if messages is None else {"prompt": messages(example), **dialog}
     return plain
 
 
@@ -321,7 +336,10 @@ def _dialog(row: TensorDictBase, tokenizer: Any) -> str:
 
 @dataclass
 class StepLog:
-    """The ``log`` of the loop; it also adds up the seconds of each phase for the closing table."""
+    """The ``log`` of the loop; it also adds up the seconds of each phase for the closing table.
+
+    ``messages`` is that of :func:`rollout_rows`.
+    """
 
     run_log: RunLog
     progress: Progress
@@ -329,6 +347,7 @@ class StepLog:
     publish_seconds: Callable[[], float]
     examine: ExamineLog
     stored: StoredSteps
+    messages: Callable[[Example], Messages] | None = None
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -357,7 +376,7 @@ class StepLog:
             if name.startswith("time/"):
                 self.add_seconds(name, value)
         self.run_log.write_step(step, metrics)
-        rows = rollout_rows(batch, self.tokenizer)
+        rows = rollout_rows(batch, self.tokenizer, self.messages)
         self.run_log.write_rollouts(step, rows)
         self.examine.write(step, rows)
         stored_s = self.stored.write(step, metrics, batch, rows)

@@ -118,7 +118,8 @@ class Sample:
     ``truncated`` is True when the engine stopped for length, never inferred from the ids. In a dialog of several turns
     ``assistant_mask`` ``[R]`` is False on the tokens of user and tool turns, whose log-prob is 0 and whose version is
     -1; None means that the policy produced every token. ``record`` (JSON-serialisable) is what a dialog with tools has
-    to say of itself to its grader (:class:`~sota_grpo.envs.agents.ToolTalk`).
+    to say of itself to its grader (:class:`~sota_grpo.envs.agents.ToolTalk`); of another dialog of several turns it is
+    ``replies``, the turns (``role``, ``content``) after each turn of the policy that was answered.
     """
 
     token_ids: torch.Tensor

@@ -97,7 +97,13 @@ class Run:
             # not before: a first start that fails leaves no run behind
             self.place.start(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
             self.log = StepLog(
-                self.run_log, progress, parts.tokenizer, lambda: parts.publisher.seconds, examine, self.stored
+                self.run_log,
+                progress,
+                parts.tokenizer,
+                lambda: parts.publisher.seconds,
+                examine,
+                self.stored,
+                parts.task.messages,
             )
             try:
                 done = run(

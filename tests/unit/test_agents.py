@@ -195,7 +195,8 @@ def test_a_dialog_is_what_the_template_writes_and_only_the_policys_turns_count(
         *["tool"] * 2,
         "assistant",
     ]
-    assert record == {"tool_calls": 3, "tool_errors": 0, "ended": "answer", "reward": 12.0, "error": None}
+    counts = {"failed": [], "tool_calls": 3, "tool_errors": 0}
+    assert record == {**counts, "ended": "answer", "reward": 12.0, "error": None}
 
 
 def test_what_cannot_be_called_is_answered_and_executes_nothing(tokenizer: Any, instances: Instances) -> None:
@@ -204,6 +205,7 @@ def test_what_cannot_be_called_is_answered_and_executes_nothing(tokenizer: Any, 
     sample = World(tokenizer, instances, lambda index: lines, row={"start": 5}).group().samples[0]
     answers = [message["content"] for message in sample.record["messages"] if message["role"] == "tool"]
     assert len(answers) == 5
+    assert sample.record["failed"] == [1, 2, 3, 4]
     assert all(answer.startswith("error: ") for answer in answers[:4])
     assert answers[4] == ""
     assert (sample.record["tool_calls"], sample.record["tool_errors"], sample.record["reward"]) == (5, 4, 5.0)

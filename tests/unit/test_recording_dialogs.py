@@ -1,0 +1,130 @@
+"""A dialog in ``rollouts.jsonl``: its turns are its tokens, each once, and calls stand with what came of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+
+from sota_grpo.envs import finish_rows, prompt_rows
+from sota_grpo.recording.dialogs import dialog_of
+from sota_grpo.recording.run_files import ROLLOUTS_FILE
+from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
+from sota_grpo.report.groups import scan
+from sota_grpo.rl.records import Example, Sample
+
+SEED = random.SystemRandom().randrange(1 << 30)
+
+
+class Letters:
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(int(each)) for each in ids)
+
+
+def row_of(turns: list[tuple[str, bool]], record: dict[str, Any] | None = None) -> TensorDictBase:
+    """A row whose turns are these texts, one token per character, True where the policy wrote it."""
+    ids = torch.tensor([ord(letter) for text, _ in turns for letter in text])
+    mask = torch.tensor([trained for text, trained in turns for _ in text])
+    sample = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids), dtype=torch.int64), False, mask, record)
+    (prompt,) = prompt_rows(0, Example("?", "!"), [80, 81], repeats=1)
+    (row,) = finish_rows(prompt, [sample], Letters())
+    return row
+
+
+def spoken(text: str, *calls: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    asked = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+    return {"role": "assistant", "content": text, **({"tool_calls": asked} if calls else {})}
+
+
+def replied(content: str) -> dict[str, Any]:
+    return {"role": "tool", "name": "f", "content": content}
+
+
+def test_calls_stand_with_their_replies_and_masked_turns_with_their_role() -> None:
+    messages = [spoken("a", ("f", {"x": 1}), ("g", {})), replied("one"), replied("error: no"), spoken("b", ("f", {}))]
+    record = {"messages": messages, "failed": [2], "ended": "turns", "error": None, "reward": math.nan}
+    row = row_of([("Begin", False), ("call call", True), ("one, error: no", False), ("again", True)], record)
+    assert dialog_of(row, Letters()) == {
+        "turns": [
+            {"role": "user", "trained": False, "tokens": 5, "text": "Begin"},
+            {
+                **{"role": "assistant", "trained": True, "tokens": 9, "text": "call call"},
+                "calls": [
+                    {"name": "f", "arguments": {"x": 1}, "reply": "one", "error": False},
+                    {"name": "g", "arguments": {}, "reply": "error: no", "error": True},
+                ],
+            },
+            {"role": "tool", "trained": False, "tokens": 14, "text": "one, error: no"},
+            {
+                **{"role": "assistant", "trained": True, "tokens": 5, "text": "again"},
+                "calls": [{"name": "f", "arguments": {}, "reply": None, "error": False}],
+            },
+        ],
+        "ended": "turns",
+        "error": None,
+    }
+
+
+def test_a_graded_dialog_has_the_roles_of_its_replies() -> None:
+    record = {"replies": [[{"role": "user", "content": "no"}], [{"role": "tool", "content": "4"}]]}
+    found = dialog_of(row_of([("a", True), ("no", False), ("b", True), ("4", False), ("c", True)], record), Letters())
+    assert found is not None
+    assert [turn["role"] for turn in found.pop("turns")] == ["assistant", "user", "assistant", "tool", "assistant"]
+    assert found == {}
+
+
+@pytest.mark.parametrize("record", [None, {"ended": "answer"}], ids=["nothing", "of-another-partner"])
+def test_without_a_record_the_mask_says_who_spoke(record: dict[str, Any] | None) -> None:
+    found = dialog_of(row_of([("a", True), ("?", False), ("b", True)], record), Letters())
+    assert found is not None
+    assert [(turn["role"], turn["trained"]) for turn in found["turns"]] == [
+        *(("assistant", True), ("unknown", False), ("assistant", True))
+    ]
+
+
+def test_what_was_said_at_one_go_is_a_dialog_only_with_tools() -> None:
+    assert dialog_of(row_of([("abc", True)]), Letters()) is None
+    record = {"messages": [spoken("abc")], "failed": [], "ended": "answer", "error": None}
+    assert dialog_of(row_of([("abc", True)], record), Letters()) == {
+        "turns": [{"role": "assistant", "trained": True, "tokens": 3, "text": "abc"}],
+        **{"ended": "answer", "error": None},
+    }
+
+
+def test_the_turns_of_any_dialog_are_its_tokens() -> None:
+    rng = random.Random(SEED)
+    for _ in range(50):
+        first = rng.random() < 0.5
+        turns = [("x" * rng.randint(1, 9), (place % 2 == 0) == first) for place in range(rng.randint(2, 9))]
+        turns = turns if turns[-1][1] else turns[:-1]
+        found = dialog_of(row_of(turns, {"replies": []}), Letters())
+        assert found is not None, SEED
+        assert [(turn["text"], turn["trained"]) for turn in found["turns"]] == turns, SEED
+        assert [turn["tokens"] for turn in found["turns"]] == [len(text) for text, _ in turns], SEED
+
+
+def test_the_record_has_a_dialog_where_there_is_one_and_is_scanned_without_parsing(tmp_path: Path) -> None:
+    texts = dict.fromkeys(("query", "answer", "prompt", "response"), "text")
+    numbers = {"group_id": 3, "sample_id": 0, "response_tokens": 1, "reward": 0.0, "advantage": 0.0}
+    plain = {**texts, **numbers, "success": False, "truncated": False, "policy_version": 2}
+    plain |= {"reward_terms": {}, "reward_info": {}}
+    dialog = {"turns": [{"role": "tool", "text": '"policy_version": 9}'}]}
+    given: list[Any] = []
+    sink: Any = SimpleNamespace(log_samples=lambda step, rows: given.extend(rows), close=lambda exit_code: None)
+    with RunLog(tmp_path, sinks=[sink]) as log:
+        log.write_rollouts(4, [plain, {**plain, "group_id": 4, "dialog": dialog, "task": "gym/sums"}])
+        with pytest.raises(ValueError, match="lacks or adds dialogue"):
+            log.write_rollouts(4, [{**plain, "dialogue": dialog}])
+    first, second = map(json.loads, (tmp_path / ROLLOUTS_FILE).read_text().splitlines())
+    assert set(first) == {"step", *ROLLOUT_FIELDS}
+    assert (second["dialog"], second["task"]) == (dialog, "gym/sums")
+    assert [list(row) for row in given] == [["step", *ROLLOUT_FIELDS]] * 2  # a table has the same columns in each row
+    index = scan(tmp_path / ROLLOUTS_FILE)
+    assert (list(index.lines), dict(index.ages)) == ([(4, 3), (4, 4)], {2: 2})
