@@ -94,6 +94,32 @@ def _levels_of(options: Mapping[str, Any]) -> list[Any]:
     return list(level) if isinstance(level, Sequence) and not isinstance(level, str) else [level]
 
 
+class InTurns(Sequence[Example]):
+    """The first problem of each part, then the second of each, and so on.
+
+    Args:
+        parts: of equal length.
+        num_examples: of all together, at most as many as there are.
+
+    >>> parts = [[Example(f"{name}{number}", "") for number in range(2)] for name in "ab"]
+    >>> [example.query for example in InTurns(parts, 3)]
+    ['a0', 'b0', 'a1']
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Example]], num_examples: int) -> None:
+        self._parts, self._num_examples = parts, num_examples
+
+    def __len__(self) -> int:
+        return self._num_examples
+
+    def __getitem__(self, index: Any) -> Any:
+        places = range(self._num_examples)[index]
+        if isinstance(places, range):
+            return [self[each] for each in places]
+        number, part = divmod(places, len(self._parts))
+        return self._parts[part][number]
+
+
 class ReasoningGymTask:
     """Problems of several tasks of reasoning-gym, each in proportion to its weight.
 
@@ -160,6 +186,8 @@ class ReasoningGymTask:
     ) -> ReasoningGymTask:
         """With problems to train on and to evaluate on, which are made when they are asked for.
 
+        Those to evaluate on are of each task in turn, whatever its weight, so that few of them are enough for all.
+
         Args:
             seed: of the draws; example ``i`` of a side depends on it, on ``tasks`` and on ``i`` only.
             num_train, num_heldout: how many; one may come twice.
@@ -173,7 +201,8 @@ class ReasoningGymTask:
         if not task._weights:
             raise UserError(next(task_faults({})))
         task.train = DrawnExamples(task.draw, seed, False, num_train)
-        task.heldout = DrawnExamples(task.draw, seed, True, num_heldout)
+        alone = [cls(tasks={name: tasks[name]}, **options) for name, weight in task._weights.items() if weight]
+        task.heldout = InTurns([DrawnExamples(each.draw, seed, True, num_heldout) for each in alone], num_heldout)
         return task
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:

@@ -209,6 +209,8 @@ def test_twenty_tasks_at_once_come_by_their_weights_and_are_held_out_by_text() -
     trained = {normalised(example.query) for example in train}
     held = {normalised(example.query) for task in tasks for example in task.heldout}
     assert not trained & held, SEED
+    turns = [example.extra[SUBTASK] for example in tasks[0].heldout]
+    assert turns == [*weights] * 3, "whatever they weigh"
     assert tasks[0].train[:5] != tasks[1].train[:5]
     sent = pickle.loads(pickle.dumps(tasks[0]))
     assert sent.train[7] == train[7]
