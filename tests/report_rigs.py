@@ -38,6 +38,7 @@ def write_run(
     num_steps: int | None = None,
     metrics: Callable[[int], dict[str, float | None]] | None = None,
     response: Callable[[int, int, int], str] | None = None,
+    fields: Callable[[int, int, int], dict[str, Any]] | None = None,
     options: Sequence[str] = (),
     stored: Sequence[int] = (),
 ) -> Path:
@@ -46,6 +47,7 @@ def write_run(
     Args:
         metrics: of a turn, beside those that every turn has.
         response: the text of a sample, from turn, group of the turn, and sample.
+        fields: other fields of a sample's row, from the same.
         options: overrides of the default config.
         stored: turns of which ``steps/`` has everything.
     """
@@ -55,6 +57,8 @@ def write_run(
                 log.write_step(turn, evaluation(turn, seed))
             found = turn_metrics(turn, seed, groups, siblings) | (metrics(turn) if metrics else {})
             rows = [row for group in range(groups) for row in group_rows(turn, group, groups, siblings, response)]
+            for row in rows if fields else ():
+                row |= fields(turn, row["group_id"] % groups, row["sample_id"])
             log.write_step(turn, found)
             log.write_rollouts(turn, rows)
             if turn in stored:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from sota_grpo.rl.records import USED_UP
+
 Reduction = Literal["mean", "max", "sum", "last"]
 
 
@@ -29,6 +31,8 @@ class Metric:
 
 _TERM = "reward/<term>"
 _INFO = "grader/<name>"
+_OF_TOOLS = {"grader/tool_calls": "tool_calls", "grader/tool_errors": "tool_errors"}
+_OF_TOOLS |= {f"grader/ended_by_{name}": f"ended_by_{name}" for name in USED_UP}
 _EVAL_TERM = "eval/reward/<term>"
 _TASK, _TASK_ERROR = "eval/task/<name>", "eval/task_stderr/<name>"
 #: Of each task of a mixture, whose name stands before those of its terms, numbers and accuracies, too; and of each
@@ -39,6 +43,7 @@ OF_EXAMPLES = ("seen", "solved", "unsolved", "pass_rate")  # of all examples of 
 _PATTERNS = {
     _TERM: re.compile(r"reward/([A-Za-z_][\w-]*/)?[A-Za-z_][\w.-]*", re.ASCII),
     _EVAL_TERM: re.compile(r"eval/reward/([A-Za-z_][\w-]*/)?[A-Za-z_][\w.-]*", re.ASCII),
+    **{name: re.compile(rf"grader/([A-Za-z_][\w-]*/)?{last}", re.ASCII) for name, last in _OF_TOOLS.items()},
     _INFO: re.compile(r"grader/([A-Za-z_][\w-]*/)?[\w.-]+", re.ASCII),
     _TASK: re.compile(r"eval/task/([A-Za-z_][\w-]*/)?[\w-]+", re.ASCII),
     _TASK_ERROR: re.compile(r"eval/task_stderr/([A-Za-z_][\w-]*/)?[\w-]+", re.ASCII),
@@ -63,6 +68,12 @@ _DECLARED = (
     Metric(_TERM, "mean", "Mean of one reward term before its weight."),
     Metric("success", "mean", "Share of responses with the right answer.", "share"),
     Metric(_INFO, "mean", "Mean of a number that the grader gave beside the terms, over the responses that have it."),
+    Metric("grader/tool_calls", "mean", "Calls of tools in a dialog.", "calls"),
+    Metric("grader/tool_errors", "mean", "Calls of tools in a dialog that failed, or could not be made.", "calls"),
+    Metric("grader/ended_by_turns", "mean", "Share of dialogs whose last turn still called (env.max_steps).", "share"),
+    Metric("grader/ended_by_calls", "mean", "Share of dialogs ended by env.max_tool_calls.", "share"),
+    Metric("grader/ended_by_seconds", "mean", "Share of dialogs ended by env.max_dialog_s.", "share"),
+    Metric("grader/ended_by_observation", "mean", "Share of dialogs ended by env.max_observation_tokens.", "share"),
     Metric("task/<task>/reward", "mean", "Mean reward of the responses to one task of a mixture, or of reasoning-gym."),
     Metric("task/<task>/success", "mean", "Share of its responses with the right answer.", "share"),
     Metric("task/<task>/truncated", "mean", "Share of its responses that the engine stopped for length.", "share"),

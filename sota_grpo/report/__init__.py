@@ -23,11 +23,11 @@ from sota_grpo.config import SECRETS, flat, walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
 from sota_grpo.recording.run_files import INPUTS, METRICS_FILE
+from sota_grpo.report.charts import charts
 from sota_grpo.report.data import (
     RunData,
     curves,
     find_runs,
-    glossary,
     phases,
     read_runs,
     safe_json,
@@ -44,7 +44,17 @@ REPORT_FILE = "report.html"
 MAX_BYTES = 9_500_000  # of the file; plotly is half of it
 _MOST_DATA = 4_500_000
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("base.js", "lines.js", "curves.js", "runs.js", "tokens.js", "groups.js", "tables.js", "start.js")
+_SCRIPTS = (
+    "base.js",
+    "lines.js",
+    "curves.js",
+    "runs.js",
+    "tokens.js",
+    "dialogs.js",
+    "groups.js",
+    "tables.js",
+    "start.js",
+)
 _PLACE = re.compile(r"@@(\w+)@@")
 _HIDDEN = "(hidden)"  # a page is passed on; a secret in it would be too
 _SHARE = 0.005  # of the run's time at most
@@ -148,7 +158,7 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
     page = {
         "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "stride": stride,
-        "metrics": glossary(metrics),
+        "charts": charts(metrics),
         "options": options(runs),
     }
     head = safe_json(page)

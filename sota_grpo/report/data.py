@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.recording.metrics import METRICS, declared
+from sota_grpo.recording.metrics import METRICS
 from sota_grpo.recording.run_files import (
     GATE_FILE,
     METRICS_FILE,
@@ -27,6 +27,7 @@ from sota_grpo.recording.run_files import (
     read_rows,
     state_of,
 )
+from sota_grpo.rl.records import USED_UP
 from sota_grpo.text import json_line
 
 Row = Mapping[str, Any]
@@ -34,10 +35,20 @@ NUMBERS = 250_000  # of all curves of a page: 2 MB; beyond it steps are left out
 #: Where a metric is shown: a title, and the names or, with a slash at their end, the families of names below it.
 FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("What it learned", ("eval/accuracy", "reward", "success", "eval/avg_at_k", "eval/reward")),
+    ("Tasks", ("task/*/reward", "task/*/success", "eval/task/*", "task/", "eval/task/")),
     ("Policy", ("kl", "entropy", "clip_fraction", "ess", "mismatch_kl", "kl_approx", "correction_fraction")),
-    ("Responses", ("response_tokens/", "truncated", "turns/mean", "turn_tokens/mean", "prompt_tokens/mean")),
+    ("Responses", ("response_tokens/", "truncated", "prompt_tokens/mean")),
+    (
+        "Dialogs and tools",
+        (
+            "turns/mean",
+            "turn_tokens/mean",
+            "grader/tool_calls",
+            "grader/tool_errors",
+            *map("grader/ended_by_{}".format, USED_UP),
+        ),
+    ),
     ("Rewards and advantages", ("reward/", "grader/", "advantage", "reward_errors", "reward_timeouts")),
-    ("Tasks of the mixture", ("task/",)),
     ("Curriculum", ("curriculum/",)),
     ("Groups, policy age and workers", ("groups/", "policy_age/", "workers/")),
     ("Optimisation", ("loss/", "grad_norm", "lr", "loss_scale", "skipped_steps", "packed")),
@@ -47,7 +58,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
 _NO_CURVE = frozenset(
     ("step", "version", "dialog_turns", "optimizer_steps", "eval/stderr", "eval/avg_at_k_stderr", "eval/reward_stderr")
 )
-_TASK, _TASK_ERROR = "eval/task/", "eval/task_stderr/"
+EVAL_TASK, EVAL_TASK_ERROR = "eval/task/", "eval/task_stderr/"
 #: Where each curve's band comes from.
 BANDS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "reward": ("reward/std over the root of the responses", lambda row: _of_mean(row.get("reward/std"), row)),
@@ -224,7 +235,7 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
     rows = [row for row, _ in kept]
     responses = [number(row.get("dialog_turns")) or 0 for row in rows]
     columns = {name: _column([row.get(name) for row in rows]) for name in names(rows)}
-    tasks = {name: name.replace(_TASK, _TASK_ERROR) for name in columns if name.startswith(_TASK)}
+    tasks = {name: name.replace(EVAL_TASK, EVAL_TASK_ERROR) for name in columns if name.startswith(EVAL_TASK)}
     errors = {name: _column([row.get(error) for row in rows]) for name, error in tasks.items()}
     errors |= {name: _column([error(row) for row in rows]) for name, (_, error) in BANDS.items()}
     return {
@@ -244,7 +255,7 @@ def names(rows: Iterable[Row]) -> list[str]:
     """
     found = dict.fromkeys(name for row in rows for name in row)
     order = {name: index for index, name in enumerate(METRICS)}
-    shown = (name for name in found if name not in _NO_CURVE and not name.startswith(_TASK_ERROR))
+    shown = (name for name in found if name not in _NO_CURVE and not name.startswith(EVAL_TASK_ERROR))
     return sorted(shown, key=lambda name: order.get(name, len(order)))
 
 
@@ -254,25 +265,16 @@ def stride_for(runs: Sequence[RunData]) -> int:
     return max(1, math.ceil(total / NUMBERS))
 
 
-def glossary(metrics: Iterable[str]) -> dict[str, dict[str, str]]:
-    """What is said of each metric: its family, sentence, unit, how its band is computed; in the order of the page.
-
-    >>> list(glossary(["time/step_s", "reward", "kl", "eval/accuracy"]))
-    ['eval/accuracy', 'reward', 'kl', 'time/step_s']
-    """
-    return {name: {"family": family(name), **_described(name)} for name in sorted(metrics, key=_place)}
-
-
 def family(name: str) -> str:
     """The title under which the metric is shown; a full name counts before a family of names.
 
     >>> family("reward"), family("reward/format"), family("eval/num_samples"), family("zeal")
     ('What it learned', 'Rewards and advantages', 'Evaluation beside its accuracy', 'Other')
     """
-    return [*(title for title, _ in FAMILIES), "Other"][_place(name)[0]]
+    return [*(title for title, _ in FAMILIES), "Other"][place_of(name)[0]]
 
 
-def _place(name: str) -> tuple[int, int]:
+def place_of(name: str) -> tuple[int, int]:
     """The index of the metric's family, and its own in it."""
     for index, (_, members) in enumerate(FAMILIES):
         if name in members:
@@ -303,19 +305,6 @@ def phases(run: RunData) -> dict[str, Any]:
         "parts": {name: number(spent) for name, spent in parts.items()},
         "other": number(rest),
     }
-
-
-def _described(name: str) -> dict[str, str]:
-    try:
-        metric = declared(name)
-    except ValueError:  # of another version of the program, or written by hand
-        return {"sentence": "", "unit": ""}
-    described = {"sentence": metric.sentence, "unit": metric.unit}
-    if name in BANDS:
-        described["band"] = BANDS[name][0]
-    elif name.startswith(_TASK):
-        described["band"] = f"{name.replace(_TASK, _TASK_ERROR)}, over problems"
-    return described
 
 
 def _column(values: Sequence[Any]) -> dict[str, Any]:

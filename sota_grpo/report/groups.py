@@ -15,6 +15,7 @@ from typing import Any
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import ROLLOUTS_FILE, json_line, whole_lines
 from sota_grpo.report.data import RunData, clipped, number, safe_json, shown
+from sota_grpo.report.dialogs import clipped_name, dialog_columns, prompt_turns
 from sota_grpo.untrusted import open_file
 
 _FIRST, _LAST = 2_500, 500  # tokens that are kept of a longer response
@@ -167,9 +168,12 @@ def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: st
         estimator: of the KL to the reference, per token.
     """
     first = rows[0]
+    prompt = first["dialog"].get("prompt") if isinstance(first.get("dialog"), dict) else None
     return {
         "step": first["step"],
         "id": first.get("group_id"),
+        **({"task": clipped_name(first["task"])} if isinstance(first.get("task"), str) else {}),
+        **({"turns": turns} if (turns := prompt_turns(prompt)) else {}),
         "prompt": clipped(str(first.get("prompt") or first.get("query") or "")),
         "answer": clipped(str(first.get("answer") or "")),
         "whole": whole,
@@ -181,7 +185,7 @@ def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: st
 
 def _sample(row: Mapping[str, Any], estimator: str) -> dict[str, Any]:
     terms, notes = (one if isinstance(one, dict) else {} for one in map(row.get, ("reward_terms", "reward_info")))
-    columns = token_columns(row, estimator)
+    columns, dialog = token_columns(row, estimator), dialog_columns(row)
     return {
         "id": row.get("sample_id"),
         "reward": number(row.get("reward")),
@@ -192,7 +196,8 @@ def _sample(row: Mapping[str, Any], estimator: str) -> dict[str, Any]:
         "cut": bool(row.get("truncated")),
         "version": number(row.get("policy_version")),
         "length": number(row.get("response_tokens")),
-        **(columns or {"text": clipped(str(row.get("response") or ""))}),
+        **(dialog or {}),
+        **(columns or ({} if dialog and dialog["turns"] else {"text": clipped(str(row.get("response") or ""))})),
     }
 
 

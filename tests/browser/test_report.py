@@ -42,14 +42,23 @@ COUNT = """() => {
 }"""
 
 
+NAMES = [f"task_{number:02}" for number in range(24)]
+
+
+def by_task(turn: int) -> dict[str, float | None]:
+    """Task 23 is the best at the end; every second one is in every second turn only."""
+    there = [number for number in range(24) if number % 2 == 0 or turn % 2 == 1]
+    return {f"task/{NAMES[number]}/reward": 0.01 * number * turn for number in there}
+
+
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two seeds of one config and a run of another, the first with stored turns and a gate, the last interrupted."""
     root = tmp_path_factory.mktemp("sweep")
-    first = write_run(root / "0", turns=TURNS, stored=[0, 20])
+    first = write_run(root / "0", turns=TURNS, stored=[0, 20], metrics=by_task)
     checks = [("gold answers", True, "64 of 64 earn <b>1</b>"), ("ratio is one", False, "it is 1.5")]
     write_gate(first, "warn", [Check(*check, seconds=0.5) for check in checks])
-    write_run(root / "1", turns=TURNS, seed=1)
+    write_run(root / "1", turns=TURNS, seed=1, metrics=by_task)
     write_run(root / "2", turns=TURNS // 2, num_steps=TURNS, finished=False, options=["optimizer.lr=0.001"])
     return write_report([root], root / "report.html")
 
@@ -155,6 +164,11 @@ def test_other_axes_runs_and_metrics(opened: Callable, three: Path) -> None:
     page.check("#all-runs")
     assert len(lines(page, "reward")) == 3
     assert lines(page, "eval/accuracy")[0]["x"][:2] == [0, pytest.approx((1.5 + 4 * 9) / 60, rel=1e-4)]
+    drawn = lines(page, "task/*/reward")  # two of the runs have tasks
+    assert len(drawn) == 48
+    assert {line["dash"] for line in drawn} == {"solid", "dash"}
+    first = page.locator("[data-metric='task/*/reward'] [role=option]").first
+    assert first.inner_text().split() == [NAMES[23], "A", "0.23", "→", "5.29", "B", "0.23", "→", "5.29"]
     page.check("#log")
     lines(page, "kl")
     assert page.evaluate("document.querySelector(\"[data-metric='kl'] .plot\").layout.yaxis.type") == "log"
@@ -279,6 +293,86 @@ def test_a_narrow_window_scrolls_in_one_direction(opened: Callable, three: Path)
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     lines(page, "kl")
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_24_tasks_are_one_chart_that_leads_to_the_groups_of_each(opened: Callable, tmp_path: Path) -> None:
+    fields = lambda turn, group, sample: {"task": NAMES[group]}  # noqa: E731
+    run_dir = write_run(tmp_path / "run", turns=6, groups=24, siblings=2, metrics=by_task, fields=fields)
+    page = opened(write_report([run_dir], tmp_path / "report.html"))
+    chart = page.locator("[data-metric='task/*/reward']")
+    drawn = lines(page, "task/*/reward")
+    assert len(drawn) == 24
+    assert len({(line["dash"], line["symbol"]) for line in drawn}) == 24  # told apart without colour
+    assert drawn[3]["x"] == [1, 3, 5]
+    assert chart.locator("figcaption b").inner_text() == "Reward by task"
+    names = chart.locator("[role=option] .task")
+    assert names.all_inner_texts() == NAMES[::-1]  # the highest first
+    assert chart.locator("[role=option] .ends").first.inner_text() == "0.23 → 1.15"
+    chart.locator("[role=listbox]").focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowDown"):
+        page.keyboard.press(key)
+    assert chart.locator("[aria-selected=true] .task").inner_text() == NAMES[21]
+    assert chart.locator(".says").inner_text() == f"{NAMES[21]} 1.05 step 5"
+    widths = page.evaluate(
+        "document.querySelector(\"[data-metric='task/*/reward'] .plot\").data.map(t => t.line.width)"
+    )
+    assert widths == [1.5] * 23 + [3]  # it stands out, and in front
+    page.keyboard.press("Enter")
+    assert page.inner_text("#group h3").startswith("Step 5, group 141")
+    assert page.input_value("#group-task") == NAMES[21]
+    assert page.inner_text("#groups-say").startswith("6 of the 144 groups")
+    page.fill("#find-metric", "task_07")
+    assert page.locator(".chart:visible").evaluate_all("all => all.map(each => each.dataset.metric)") == [
+        "task/*/reward"
+    ]
+
+
+def dialog(text: str) -> dict[str, Any]:
+    """Three turns of the nine tokens of ``WORDS``, two calls in the first and one in the last."""
+    asked = {"name": "add", "arguments": {"x": text}, "reply": text, "error": False}
+    turns = [
+        {"role": "assistant", "trained": True, "tokens": 3, "text": text, "calls": [asked, {**asked, "error": True}]},
+        {"role": "tool", "trained": False, "tokens": 4, "text": text},
+        {"role": "assistant", "trained": True, "tokens": 2, "text": text, "calls": [{**asked, "reply": None}]},
+    ]
+    return {"prompt": [{"role": "system", "content": text}], "turns": turns, "ended": "turns", "error": text}
+
+
+def test_a_dialog_shows_its_turns_calls_and_masks_and_text_in_it_does_nothing(opened: Callable, tmp_path: Path) -> None:
+    fields = lambda turn, group, sample: {"dialog": dialog(HOSTILE[(turn + sample) % 2]), "task": HOSTILE[0]}  # noqa: E731
+    run_dir = write_run(tmp_path / "run", turns=2, groups=2, siblings=2, fields=fields, stored=[1])
+    page = opened(write_report([run_dir], tmp_path / "report.html"))
+    page.focus("#group-list")
+    page.keyboard.press("Home")
+    sample = page.locator(".sample").first
+    prompt = page.locator("#group > .dialog")
+    assert (prompt.locator(".who").inner_text(), prompt.locator(".text").inner_text()) == ("system", HOSTILE[0])
+    turns = sample.locator(".turn")
+    assert [text.split("\n")[0] for text in turns.all_inner_texts()] == ["assistant", "tool", "assistant"]
+    assert sample.locator(".who .quiet").all_inner_texts() == [
+        *("3 tokens, trained on", "4 tokens, masked", "2 tokens, trained on")
+    ]
+    assert turns.nth(0).locator("> .text").text_content() == HOSTILE[0]
+    asked, came = turns.nth(0).locator(".asked").first, turns.nth(0).locator(".came")
+    assert [asked.locator(part).inner_text() for part in ("p", "dt", "dd")] == ["call add", "x", HOSTILE[0]]
+    assert came.locator("p").all_inner_texts() == ["✓ answer", "✗ failed"]
+    assert came.locator(".text").all_inner_texts() == [HOSTILE[0]] * 2
+    assert turns.nth(2).locator(".came").inner_text() == "no answer"
+    turns.nth(1).locator("summary").click()
+    assert turns.nth(1).locator(".text").inner_text() == HOSTILE[0]
+    assert "no turn was left (env.max_steps)" in sample.locator(".ended").inner_text()
+
+    page.keyboard.press("End")  # of this step every token is stored
+    page.focus("#group-list")
+    page.keyboard.press("End")
+    turns = page.locator(".sample").first.locator(".turn")
+    words = ["".join(turns.nth(at).locator(".token").all_text_contents()) for at in range(3)]
+    assert words == ["So 2 +", " 2 = 4\n", "#### 4"]
+    turns.nth(2).locator(".tokens").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#tip").startswith("token 8 · entropy 7 ")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("main script, main img").count() == 0
 
 
 def test_hostile_text_is_shown_and_does_nothing(opened: Callable, tmp_path: Path) -> None:

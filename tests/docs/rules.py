@@ -73,6 +73,7 @@ def packages_of(command: Command) -> list[str]:
         ("logging.tensorboard=true", "tensorboard"),
         ("hydra/sweeper=search", "optuna"),
         ("env.dataset=reasoning_gym", "reasoning_gym"),
+        ("dataset: reasoning_gym", "reasoning_gym"),
     ):
         found += [package] if any(part in word for word in command.words) else []
     return found

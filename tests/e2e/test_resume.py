@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import signal
@@ -9,8 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
+from sota_grpo.config import overrides_of
 from tests.e2e.conftest import SMALL, final_weights, metrics, without_clock
 
 SCRIPTED = (
@@ -58,6 +61,52 @@ def test_killed_run_equals_the_uninterrupted_one(tmp_path: Path, grpo, signalled
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     rollouts = [(path / "rollouts.jsonl").read_text() for path in (run_dir, tmp_path / "whole")]
     assert rollouts[0] == rollouts[1]
+
+
+TWENTY = {
+    **{name: {"max_terms": 2} for name in ("chain_sum", "basic_arithmetic", "decimal_chain_sum")},
+    **{"products": {"max_digits": 1}, "leg_counting": {"min_animals": 1, "max_animals": 2}, "gcd": {"max_value": 20}},
+    **{"lcm": {"max_value": 12}, "letter_counting": {"max_words": 5}, "prime_factorization": {"max_value": 30}},
+    **{name: {"max_n": 20} for name in ("count_primes", "count_bits")},
+    **dict.fromkeys(("simple_equations", "number_sequence", "base_conversion", "fraction_simplification"), 1),
+    **dict.fromkeys(("number_filtering", "time_intervals", "spell_backward", "gsm_symbolic", "dice"), 1),
+}
+
+
+@pytest.mark.slow
+def test_a_mixture_of_four_tasks_and_twenty_of_reasoning_gym_is_killed_twice(tmp_path: Path, grpo, signalled) -> None:
+    pytest.importorskip("reasoning_gym")
+    rows = [
+        json.dumps({"prompt": f"What is {a} + {b}?", "ground_truth": str(a + b)}) for a in range(9) for b in range(9)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    gym = {"dataset": "reasoning_gym", "tasks": TWENTY, "weight": 8, "answer_format": "any", "system_prompt": ""}
+    mixture = {
+        **{"words": {"dataset": "arithmetic"}, "numbers": {"dataset": "countdown", "max_tokens": 9}, "gym": gym},
+        "chat": {"dataset": "instructions", "system_prompt": ""},
+        "rows": {"dataset": "table", "dataset_path": str(tmp_path / "rows.jsonl"), "num_heldout": 20},
+    }
+    sizes = {"env.num_envs": 48, "env.repeats": 2, "train.dialog_turns_per_batch": 48, "train.optim_batch_size": 48}
+    sizes |= {
+        "train.total_dialog_turns": 288,
+        "eval.num_samples": 100,
+        "eval.every": 6,
+        "train.checkpoint_frequency": 1,
+    }
+    given = {"env.mixture": mixture, "check.mode": "off", "train.export_hf": False, **sizes}
+    options = (*SMALL, *overrides_of(given))
+    whole = grpo(tmp_path / "whole", *options)
+    assert whole.returncode == 0, whole.stderr
+    run_dir, again = tmp_path / "killed", (*options, "train.resume=auto")
+    for _ in range(2):
+        moment = after_rows(run_dir, random.randint(1, 3), random.uniform(0, 2))
+        assert signalled(signal.SIGKILL, moment, run_dir, *again).code == -signal.SIGKILL
+    last = grpo(run_dir, *again)
+    assert last.returncode == 0, last.stderr
+    assert (run_dir / "rollouts.jsonl").read_bytes() == (tmp_path / "whole" / "rollouts.jsonl").read_bytes()
+    found = {name for row in metrics(run_dir) for name in row}
+    assert found >= {f"task/{name}/reward" for name in [*mixture, *(f"gym/{name}" for name in TWENTY)]}
+    assert found >= {f"eval/task/{name}" for name in [*mixture, *(f"gym/{name}" for name in TWENTY)]}
 
 
 def test_resume_finds_the_newest_unfinished_run_by_itself(tmp_path: Path, grpo, signalled) -> None:

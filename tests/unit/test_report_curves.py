@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sota_grpo.recording.metrics import METRICS
+from sota_grpo.recording.metrics import METRICS, OF_TASK
 from sota_grpo.report import data as module
+from sota_grpo.report.charts import charts
 from sota_grpo.report.data import BANDS, RunData, curves, family, names, stride_for
 
 
@@ -20,6 +22,42 @@ def run_of(*rows: dict[str, Any]) -> RunData:
 def test_every_metric_of_the_glossary_has_a_family() -> None:
     shown = names([dict.fromkeys(METRICS)])
     assert {family(name) for name in shown} == {title for title, _ in module.FAMILIES}
+
+
+@pytest.mark.parametrize("num_tasks", [1, 24])
+def test_metrics_of_several_tasks_are_one_chart_and_every_metric_is_in_one(num_tasks: int) -> None:
+    """Of the entries of a mixture, and of the tasks within each entry."""
+    tasks = [f"t{number:02}" for number in range(num_tasks)]
+    of_tasks = [f"task/{task}/{name}" for task in [*tasks, *(f"gym/{task}" for task in tasks)] for name in OF_TASK]
+    of_tasks += [f"{before}/{task}/correct" for before in ("reward", "eval/reward", "grader") for task in tasks]
+    of_tasks += [f"eval/task/{task}" for task in [*tasks, *(f"gym/{task}" for task in tasks)]]
+    given = [*names([dict.fromkeys(METRICS)]), *of_tasks, "reward/format", "grader/acc", "task/<b>/reward", "zeal"]
+    random.shuffle(given)
+    found = charts(given)
+    assert sorted(metric for chart in found for _, metric in chart["members"]) == sorted(given)
+    assert len({chart["name"] for chart in found}) == len(found)
+    several = {chart["name"]: chart["members"] for chart in found if len(chart["members"]) > 1}
+    if num_tasks == 1:
+        assert several == {}
+        assert {chart["name"] for chart in found} == {*given}
+        return
+    assert len(several) == 2 * len(OF_TASK) + 3 + 2
+    assert several["task/*/reward"] == [(task, f"task/{task}/reward") for task in tasks]
+    assert several["task/gym/*/reward"] == [(task, f"task/gym/{task}/reward") for task in tasks]
+    assert several["grader/*/correct"] == [(task, f"grader/{task}/correct") for task in tasks]
+    titles = {chart["name"]: (chart["title"], chart["family"]) for chart in found}
+    assert titles["task/gym/*/success"] == ("Success by task of gym", "Tasks")
+    assert titles["eval/task/gym/*"] == ("Held-out accuracies of gym", "Tasks")
+    assert titles["eval/reward/*/correct"] == ("eval/reward/correct by task", "Evaluation beside its accuracy")
+    assert titles["task/<b>/reward"] == ("", "Tasks")
+
+
+def test_metrics_of_tools_have_titles_and_sentences_in_a_mixture_too() -> None:
+    found = charts([f"grader/{task}tool_errors" for task in ("", "a/", "b/")])
+    assert [(chart["name"], chart["title"], chart["sentence"]) for chart in found] == [
+        ("grader/tool_errors", "Tool errors per dialog", METRICS["grader/tool_errors"].sentence),
+        ("grader/*/tool_errors", "Tool errors per dialog by task", METRICS["grader/tool_errors"].sentence),
+    ]
 
 
 def test_errors_by_hand() -> None:

@@ -5,7 +5,8 @@ const browse = { run: 0, found: [], page: 0, group: null };
 
 const spread = (group) => group.samples.map((sample) => sample.reward).filter((reward) => reward !== null);
 const hasTokens = (group) => group.samples.some((sample) => sample.pieces);
-const wordsIn = (sample) => (sample.pieces ? sample.pieces.join("") : plainText(sample.text));
+const wordsIn = (sample) => (sample.pieces ? sample.pieces.join("") : sample.text === undefined ? sample.turns.map((turn) => plainText(turn.text)).join("") : plainText(sample.text));
+const isOf = (group, task) => task === "" || group.task === task || (group.task ?? "").startsWith(`${task}/`);
 
 const KINDS = {
   all: () => true,
@@ -20,9 +21,10 @@ function findGroups() {
   const from = Number(byId("step-from").value || 0);
   const to = byId("step-to").value === "" ? Infinity : Number(byId("step-to").value);
   const kind = KINDS[byId("group-kind").value];
+  const task = byId("group-task").value;
   const wanted = byId("find-text").value.toLowerCase();
   const holds = (group) => [plainText(group.prompt), ...group.samples.map(wordsIn)].some((text) => text.toLowerCase().includes(wanted));
-  browse.found = run.groups.filter((group) => group.step >= from && group.step <= to && kind(group) && (!wanted || holds(group)));
+  browse.found = run.groups.filter((group) => group.step >= from && group.step <= to && isOf(group, task) && kind(group) && (!wanted || holds(group)));
   browse.page = 0;
   const left = run.record.total - run.groups.length;
   fill(
@@ -61,6 +63,7 @@ function showList() {
       el("span", { class: "step" }, `step ${fmt(group.step)}`),
       el("span", { class: "quiet" }, `group ${group.id}`),
       el("span", { class: "rewards" }, `reward ${rewardsOf(group)}`),
+      group.task ? el("span", { class: "task quiet" }, readable(group.task)) : null,
       flagsOf(group),
     ),
   );
@@ -94,12 +97,11 @@ function showDetail() {
   return fill(
     byId("group"),
     el("h3", {}, `Step ${fmt(group.step)}, group ${group.id} `, flagsOf(group)),
-    el("p", { class: "quiet" }, `Run ${RUNS[browse.run].label}, ${whole}, reward ${rewardsOf(group)}.`),
-    el("h4", {}, "Prompt"),
-    passage(group.prompt, { class: "text prompt" }),
+    el("p", { class: "quiet" }, `Run ${RUNS[browse.run].label}, ${whole}, reward ${rewardsOf(group)}`, group.task ? [", task ", readable(group.task)] : null, "."),
+    promptOf(group),
     plainText(group.answer) ? [el("h4", {}, "Gold answer"), passage(group.answer, { class: "text answer" })] : null,
     hasTokens(group) ? shadingTools(group) : null,
-    el("div", { class: "samples" }, samples.map((sample) => sampleCard(group, sample))),
+    el("div", { class: samples.some((sample) => sample.turns) ? "samples dialogs" : "samples" }, samples.map((sample) => sampleCard(group, sample))),
   );
 }
 
@@ -136,17 +138,20 @@ function sampleCard(group, sample) {
       el("span", { class: "number" }, `reward ${fmt(sample.reward, 3)}`),
       el("span", { class: "number" }, `advantage ${sample.advantage === null ? "–" : signed(sample.advantage)}`),
     ),
-    sample.pieces ? tokensOf(sample) : passage(sample.text),
+    sample.turns?.length ? dialogOf(sample) : sample.pieces ? tokensOf(sample) : passage(sample.text),
     terms.length ? el("dl", { class: "terms" }, terms.map(([name, value]) => [el("dt", {}, readable(name)), el("dd", {}, fmt(value))])) : null,
     notes.length ? el("details", {}, el("summary", {}, "Notes of the grader"), el("dl", { class: "terms" }, notes.map(([name, value]) => [el("dt", {}, readable(name)), el("dd", {}, passage(value, { class: "note" }))]))) : null,
     el("p", { class: "quiet" }, facts.join(" · ")),
   );
 }
 
-// From a point of a curve to the groups of its step, or of the nearest step in the page.
-function lookBehind(run, step) {
+// From a point of a curve to the groups of its step, or of the nearest step in the page; of a task, where there are any.
+function lookBehind(run, step, task = null) {
   browse.run = run;
   byId("group-run").value = run;
+  fillTasks();
+  byId("group-task").value = task ?? "";
+  if (byId("group-task").selectedIndex < 0) byId("group-task").value = "";
   for (const id of ["step-from", "step-to", "find-text"]) byId(id).value = "";
   byId("group-kind").value = "all";
   findGroups();
@@ -157,6 +162,15 @@ function lookBehind(run, step) {
   showGroup(best);
   byId("groups").scrollIntoView({ block: "start" });
   byId("group-list").focus({ preventScroll: true });
+}
+
+// The tasks of the run's groups, an entry of a mixture before those within it.
+function fillTasks() {
+  const chosen = byId("group-task").value;
+  const tasks = new Set(RUNS[browse.run].groups.flatMap((group) => (group.task ? [group.task.split("/")[0], group.task] : [])));
+  fill(byId("group-task"), el("option", { value: "" }, "all tasks"), [...tasks].sort().map((task) => el("option", { value: task }, readable(task).map((part) => part.textContent ?? part).join(""))));
+  byId("group-task").value = tasks.has(chosen) ? chosen : "";
+  byId("group-task").parentElement.hidden = !tasks.size;
 }
 
 function refilter() {
@@ -192,14 +206,15 @@ function turnPage(by) {
 
 function startGroups() {
   byId("group-run").append(...RUNS.map((run) => el("option", { value: run.index }, `${run.label} · `, readable(run.name).map((part) => part.textContent ?? part).join(""))));
-  byId("group-run").addEventListener("change", (event) => ((browse.run = Number(event.target.value)), refilter()));
+  byId("group-run").addEventListener("change", (event) => ((browse.run = Number(event.target.value)), fillTasks(), refilter()));
   for (const id of ["step-from", "step-to", "find-text"]) byId(id).addEventListener("input", debounced(refilter));
-  byId("group-kind").addEventListener("change", refilter);
+  for (const id of ["group-kind", "group-task"]) byId(id).addEventListener("change", refilter);
   byId("group-tools").addEventListener("submit", (event) => event.preventDefault());
   byId("group-list").addEventListener("keydown", listKey);
   byId("page-back").addEventListener("click", () => turnPage(-1));
   byId("page-on").addEventListener("click", () => turnPage(1));
   browse.run = Math.max(0, RUNS.findIndex((run) => run.groups.length));
   byId("group-run").value = browse.run;
+  fillTasks();
   refilter();
 }

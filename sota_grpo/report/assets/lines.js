@@ -1,4 +1,4 @@
-// The lines of a chart: points of each run, smoothed, or the mean over the seeds of one config.
+// The lines of a chart: points of each run, smoothed, or the mean over the seeds of one config; of each task, too.
 
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 const STROKES = ["", "7 4", "2 3", "7 3 2 3", "11 4", "11 3 2 3"];
@@ -9,7 +9,14 @@ const WIDTHS = [1, 3, 5, 11, 21, 51, 101, 201]; // steps that smoothing takes th
 
 const runColour = (index) => `--run-${index % COLOURS}`;
 
-function swatch(index) {
+// What a line looks like. Of one metric it is its run's; of several tasks colour and mark are the task's, and the
+// dash is the run's, or the task's where there is one run: 40 tasks are told apart, 30 without colour.
+function styleOf(run, task = null) {
+  if (task === null) return { colour: runColour(run), dash: run % DASHES.length, shape: run % SHAPES.length };
+  return { colour: runColour(task), dash: (RUNS.length > 1 ? run : Math.floor(task / SHAPES.length)) % DASHES.length, shape: task % SHAPES.length };
+}
+
+function swatch({ colour, dash, shape }) {
   const space = "http://www.w3.org/2000/svg";
   const make = (tag, attributes) => {
     const node = document.createElementNS(space, tag);
@@ -17,15 +24,15 @@ function swatch(index) {
     return node;
   };
   const picture = make("svg", { class: "swatch", viewBox: "-20 -7 40 14", width: 40, height: 14, "aria-hidden": "true" });
-  const stroke = `var(${runColour(index)})`;
+  const stroke = `var(${colour})`;
   picture.append(
-    make("path", { d: "M-20 0H20", style: `fill:none;stroke:${stroke};stroke-width:2;stroke-dasharray:${STROKES[index % 6] || "none"}` }),
-    make("path", { d: SHAPES[index % 5], style: `fill:${stroke};stroke:${stroke};stroke-width:1.5` }),
+    make("path", { d: "M-20 0H20", style: `fill:none;stroke:${stroke};stroke-width:2;stroke-dasharray:${STROKES[dash] || "none"}` }),
+    make("path", { d: SHAPES[shape], style: `fill:${stroke};stroke:${stroke};stroke-width:1.5` }),
   );
   return picture;
 }
 
-const badge = (run) => el("span", { class: "badge" }, swatch(run.index), el("b", {}, run.label));
+const badge = (run) => el("span", { class: "badge" }, swatch(styleOf(run.index)), el("b", {}, run.label));
 
 function eachValue(column, visit) {
   if (!column) return;

@@ -43,10 +43,16 @@ function tokenSpan(sample, at) {
   return el("span", { class: `token ${shade}${line}${other}`, "data-at": at, "data-number": number }, readable(sample.pieces[at]));
 }
 
-// The tokens are one stop of the Tab key; arrow keys move inside.
-function tokensOf(sample) {
-  const spans = sample.pieces.map((_, at) => tokenSpan(sample, at));
-  const nodes = sample.gap ? [...spans.slice(0, sample.gap[0]), leftOut(sample.gap[1], "token"), ...spans.slice(sample.gap[0])] : spans;
+// The tokens are one stop of the Tab key; arrow keys move inside. Of a dialog those of one turn: numbers `from` to `to`
+// of the response, of which a gap is not in the page.
+function tokensOf(sample, from = 0, to = Infinity) {
+  const [first, left] = sample.gap ?? [sample.pieces.length, 0];
+  const isIn = (at) => from <= at && at < to;
+  const kept = [...sample.pieces.keys()].filter((at) => isIn(at < first ? at : at + left));
+  const spans = kept.map((at) => tokenSpan(sample, at));
+  const hidden = Math.min(to, first + left) - Math.max(from, first);
+  const nodes = [...spans];
+  if (hidden > 0) nodes.splice(kept.filter((at) => at < first).length, 0, leftOut(hidden, "token"));
   const text = el("div", { class: "text tokens", dir: "auto", tabindex: "0", role: "group", "aria-label": `Tokens of sample ${sample.id}; arrow keys read their numbers` }, nodes);
   let at = -1;
   const show = (next) => {
@@ -54,7 +60,7 @@ function tokensOf(sample) {
     at = Math.max(0, Math.min(spans.length - 1, next));
     spans[at].classList.add("here");
     spans[at].scrollIntoView({ block: "nearest" });
-    showTip(spans[at], wordsOf(sample, at));
+    showTip(spans[at], wordsOf(sample, kept[at]));
   };
   text.addEventListener("keydown", (event) => {
     const moves = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 };
