@@ -60,8 +60,9 @@ def starts_workers(command: Command) -> bool:
 
 
 def is_slow(command: Command) -> bool:
-    """Whether it starts Ray or vLLM, or several runs."""
-    return starts_workers(command) or (is_training(command) and "--multirun" in command.words)
+    """Whether it starts Ray or vLLM, or several runs, or makes the problems of many tasks."""
+    many = any("mixture=" in word and "reasoning_gym" in word for word in command.words)
+    return starts_workers(command) or (is_training(command) and ("--multirun" in command.words or many))
 
 
 def packages_of(command: Command) -> list[str]:
