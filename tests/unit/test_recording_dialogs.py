@@ -11,16 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, TensorDictBase, lazy_stack
 
+from sota_grpo import keys
 from sota_grpo.envs import finish_rows, prompt_rows
 from sota_grpo.recording.dialogs import dialog_of
 from sota_grpo.recording.run_files import ROLLOUTS_FILE
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
+from sota_grpo.recording.step_log import rollout_rows
 from sota_grpo.report.groups import scan
-from sota_grpo.rl.records import Example, Sample
+from sota_grpo.rl.records import SUBTASK, TASK, Example, Sample
 
 SEED = random.SystemRandom().randrange(1 << 30)
+
+
+EXAMPLE = Example("?", "!")
 
 
 class Letters:
@@ -28,12 +33,14 @@ class Letters:
         return "".join(chr(int(each)) for each in ids)
 
 
-def row_of(turns: list[tuple[str, bool]], record: dict[str, Any] | None = None) -> TensorDictBase:
+def row_of(
+    turns: list[tuple[str, bool]], record: dict[str, Any] | None = None, example: Example = EXAMPLE
+) -> TensorDictBase:
     """A row whose turns are these texts, one token per character, True where the policy wrote it."""
     ids = torch.tensor([ord(letter) for text, _ in turns for letter in text])
     mask = torch.tensor([trained for text, trained in turns for _ in text])
     sample = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids), dtype=torch.int64), False, mask, record)
-    (prompt,) = prompt_rows(0, Example("?", "!"), [80, 81], repeats=1)
+    (prompt,) = prompt_rows(0, example, [80, 81], repeats=1)
     (row,) = finish_rows(prompt, [sample], Letters())
     return row
 
@@ -108,6 +115,23 @@ def test_the_turns_of_any_dialog_are_its_tokens() -> None:
         assert found is not None, SEED
         assert [(turn["text"], turn["trained"]) for turn in found["turns"]] == turns, SEED
         assert [turn["tokens"] for turn in found["turns"]] == [len(text) for text, _ in turns], SEED
+
+
+def test_rows_have_their_task_and_dialogs_the_chat_that_they_began_with() -> None:
+    """Beside rows that have neither, as in a mixture."""
+    tagged = Example("What?", "!", {TASK: "gym", SUBTASK: "sums"})
+    turns = [("a", True), ("no", False), ("b", True)]
+    rows = [row_of(turns, {"replies": []}, tagged), row_of([("abc", True)]), row_of(turns, None, Example("Why?", "!"))]
+    for row in rows:
+        row.set(keys.ADVANTAGE, torch.zeros(1, 1)).set(keys.REWARD_INFO, NonTensorData("{}"))
+        for key in (keys.REWARD, keys.SUCCESS):
+            row.set(key, torch.zeros(1))
+    found = rollout_rows(lazy_stack(rows), Letters(), lambda example: [{"role": "user", "content": example.query}])
+    assert [row.get("task") for row in found] == ["gym/sums", None, None]
+    chats = [row["dialog"]["prompt"] if "dialog" in row else None for row in found]
+    assert chats == [[{"role": "user", "content": "What?"}], None, [{"role": "user", "content": "Why?"}]]
+    assert [set(row) - set(ROLLOUT_FIELDS) for row in found] == [{"task", "dialog"}, set(), {"dialog"}]
+    assert "prompt" not in rollout_rows(lazy_stack(rows), Letters())[0]["dialog"]
 
 
 def test_the_record_has_a_dialog_where_there_is_one_and_is_scanned_without_parsing(tmp_path: Path) -> None:
