@@ -177,9 +177,9 @@ function makeChart(about) {
   return chart;
 }
 
-// The tasks of a chart, the highest first; one stop of the Tab key, arrow keys choose, Enter leads to the task's groups.
+// The lines of a chart, the highest first; one stop of the Tab key, arrow keys choose, Enter leads to the task's groups.
 function legendOf(chart) {
-  const legend = el("div", { class: "legend", role: "listbox", tabindex: "0", "aria-label": `Tasks of ${chart.about.title}` });
+  const legend = el("div", { class: "legend", role: "listbox", tabindex: "0", "aria-label": `Lines of ${chart.about.title}` });
   const choose = (member) => {
     chart.chosen = chart.chosen === member ? null : member;
     redrawOne(chart);
