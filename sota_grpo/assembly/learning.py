@@ -23,6 +23,7 @@ from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import AdapterOffReference, Context, FrozenReference, ReferencePolicy
 from sota_grpo.policy.sharding import Ranks, join_ranks, shard
+from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from sota_grpo.text import first_line
@@ -169,13 +170,33 @@ def make_learner(
         objective=algorithm.objective,
         ratio=algorithm.ratio,
         dual_clip=algorithm.dual_clip,
+        surrogate_options=surrogate_options(config),
+        off_policy_threshold=algorithm.off_policy_threshold,
         kl_estimator=algorithm.kl_estimator,
+        kl_unbiased=algorithm.kl_unbiased,
         correction=None if algorithm.correction == "none" else algorithm.correction,
         correction_mode=algorithm.correction_mode,
         correction_cap=algorithm.correction_cap,
+        correction_floor=algorithm.correction_floor,
     )
     settings = make_settings(config, device_type)
     return Learner(policy, loss, settings, pad_token_id=pad_token_id, dump_dir=run_dir, seed=config.seed, ranks=ranks)
+
+
+def surrogate_options(config: Config) -> dict[str, Any]:
+    """Those of the options beside the clips that ``algorithm.objective`` reads."""
+    algorithm = config.algorithm
+    options = {
+        "ratio_cap": algorithm.ratio_cap,
+        "tau_positive": algorithm.tau_positive,
+        "tau_negative": algorithm.tau_negative,
+        "k_positive": algorithm.k_positive,
+        "lambda_positive": algorithm.lambda_positive,
+        "k_negative": algorithm.k_negative,
+        "lambda_negative": algorithm.lambda_negative,
+    }
+    chosen = surrogate(algorithm.objective)
+    return {name: value for name, value in options.items() if chosen.reads(name)}
 
 
 def make_settings(config: Config, device_type: str) -> LearnerSettings:

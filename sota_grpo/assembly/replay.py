@@ -27,7 +27,7 @@ from sota_grpo.assembly.learning import kl_in_reward, make_advantage, make_learn
 from sota_grpo.config import Config, model_name, walk, with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
-from sota_grpo.functional.surrogates import readers
+from sota_grpo.functional.surrogates import OPTIONS, readers
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.stored_steps import STEPS_FOLDER, StoredStep, read_step, step_of, stored_steps
 from sota_grpo.rl.collate import row_list
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 #: What is compared, in the order shown: metrics of a step that follow from its rows, weights and options alone.
 FIGURES = (
     *("reward", "advantage", "loss/objective", "loss/kl", "loss/entropy", "grad_norm", "kl", "entropy"),
-    *("clip_fraction", "correction_fraction", "ess", "kl_approx", "mismatch_kl", "lr"),
+    *("clip_fraction", "correction_fraction", "off_policy_fraction", "ess", "kl_approx", "mismatch_kl", "lr"),
 )
 TOLERANCE = 1e-6  # relative, of what agrees in float32
 _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
@@ -322,9 +322,9 @@ def equal_ratios(own: Replay) -> list[str]:
 def _missing(name: str, config: Config) -> str | None:
     """What an option has no effect without; None where it has one."""
     algorithm, option = config.algorithm, name.removeprefix("algorithm.")
-    if option in ("clip_low", "clip_high") and not surrogate(algorithm.objective).reads(option):
+    if option in OPTIONS and option != "dual_clip" and not surrogate(algorithm.objective).reads(option):
         return f"algorithm.objective={readers(option)}"
-    if option in ("correction_mode", "correction_cap") and algorithm.correction == "none":
+    if option in ("correction_mode", "correction_cap", "correction_floor") and algorithm.correction == "none":
         return "algorithm.correction"
     return "policy.kl_coef above 0" if name == "train.kl_coef_in_loss" and config.policy.kl_coef == 0 else None
 
@@ -333,7 +333,7 @@ def _require_reference(step: Step, asked: Config, given: dict[str, str]) -> None
     """Refuse what the reference's log-probs are needed for, where the step has none."""
     if step.stored.rows[0].get(keys.REF_LOG_PROBS, None) is not None:
         return
-    asks = [override for name, override in given.items() if name == "algorithm.kl_estimator"]
+    asks = [override for name, override in given.items() if name in ("algorithm.kl_estimator", "algorithm.kl_unbiased")]
     if asked.policy.kl_coef > 0:
         asks = [given.get("policy.kl_coef", f"policy.kl_coef={asked.policy.kl_coef:g}")]
     if asks:

@@ -182,22 +182,54 @@ class AlgorithmConfig:
 
     name: str = opt("grpo", "label of the preset, written to the logs")
     baseline: str = opt(
-        "group_mean", "what the reward is compared with", ("group_mean", "leave_one_out", "batch_mean", "none")
+        "group_mean",
+        "what the reward is compared with",
+        ("group_mean", "leave_one_out", "length_weighted", "best_of_others", "batch_mean", "none"),
     )
-    scale: str = opt("group_std", "what the centred reward is divided by", ("group_std", "batch_std", "none"))
+    scale: str = opt(
+        "group_std",
+        "what the centred reward is divided by",
+        ("group_std", "group_mean", "batch_std", "advantage_std", "none"),
+    )
     objective: str = opt("clipped", "per-token surrogate; or one of your own, FILE.py:FUNCTION", SURROGATES.keys())
     ratio: str = opt("token", "importance ratio per token, or per sequence (GSPO)", ("token", "sequence"))
-    clip_low: float = opt(0.2, "the ratio is clipped below 1 - clip_low")
-    clip_high: float = opt(0.2, "the ratio is clipped above 1 + clip_high")
+    clip_low: float = opt(
+        0.2, "the ratio is clipped below 1 - clip_low (dppo: of the probability, gmpo: of the log-ratio)"
+    )
+    clip_high: float = opt(0.2, "the ratio is clipped above 1 + clip_high (dppo, gmpo: as clip_low)")
     dual_clip: float | None = opt(
         None, "objective=clipped: bound above 1 on the ratio where the advantage is negative; null: none"
     )
+    ratio_cap: float | None = opt(None, "objective=dppo: largest ratio that weighs a token, above 1; null: none")
+    tau_positive: float = opt(1.0, "objective=sapo: temperature of the gate where the advantage is positive")
+    tau_negative: float = opt(1.05, "objective=sapo: temperature elsewhere")
+    k_positive: float = opt(2.0, "objective=vespo: exponent of the ratio where the advantage is not negative")
+    lambda_positive: float = opt(3.0, "objective=vespo: rate of its decay there")
+    k_negative: float = opt(3.0, "objective=vespo: exponent where the advantage is negative")
+    lambda_negative: float = opt(2.0, "objective=vespo: rate there")
+    off_policy_threshold: float | None = opt(
+        None,
+        "responses of negative advantage whose mean logp_engine - logp exceeds it, in nats, leave the objective "
+        "(DeepSeek-V3.2); null: none",
+    )
     aggregation: str = opt("sequence", "weight of each token in the loss", ("token", "sequence", "constant"))
     kl_estimator: str = opt("k3", "estimator of the KL to the reference", ("k1", "k2", "k3"))
+    kl_unbiased: bool = opt(
+        False, "the KL in the loss times the ratio, so that its gradient is unbiased (DeepSeek-V3.2)"
+    )
     entropy_coef: float = opt(0.0, "entropy bonus in the loss; 0 only reports the entropy")
-    correction: str = opt("none", "weights from the proximal to the behaviour policy", ("none", "token", "sequence"))
-    correction_mode: str = opt("truncate", "weights above the cap are cut to it or masked", ("truncate", "mask"))
+    correction: str = opt(
+        "none",
+        "weights from the proximal to the behaviour policy, per token or per response: product or geometric mean",
+        ("none", "token", "sequence", "geometric"),
+    )
+    correction_mode: str = opt(
+        "truncate",
+        "weights outside of floor and cap are cut to them or masked; reject: masked, and 1 inside",
+        ("truncate", "mask", "reject"),
+    )
     correction_cap: float = opt(2.0, "largest correction weight")
+    correction_floor: float = opt(0.0, "smallest correction weight, below the cap; 0: none")
     drop_truncated: bool = opt(False, "responses cut for length take no part in the loss")
     overlong_buffer: int = opt(0, "soft length penalty over the last so many tokens of max_tokens (DAPO); 0: none")
     dynamic_sampling: bool = opt(False, "groups whose rewards are all equal are replaced by fresh ones (DAPO)")

@@ -11,6 +11,7 @@ from inspect import isgeneratorfunction
 from sota_grpo.config import (
     Config,
     ModelConfig,
+    algorithm_rules,
     changed_options,
     responses_per_step,
     reward_names,
@@ -29,9 +30,8 @@ from sota_grpo.config.mixture import (
 )
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
-from sota_grpo.functional.surrogates import readers
 from sota_grpo.rewards.functions import PASSED, PICKLED
-from sota_grpo.rl.objective_files import in_file, surrogate
+from sota_grpo.rl.objective_files import in_file
 from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.reasoning_gym import task_faults
 from sota_grpo.tasks.servers import FORMS, server_of
@@ -56,6 +56,8 @@ _AMOUNTS = (
     *("train.dialog_turns_per_batch", "train.optim_batch_size", "train.epochs", "train.micro_batch_tokens"),
     *("train.keep_checkpoints", "env.num_heldout", "eval.num_samples", "algorithm.dynamic_sampling_max_draws"),
     *("optimizer.lr", "train_model.lora.r", "ref_model.timeout_s", "algorithm.correction_cap", "env.max_samples"),
+    *("algorithm.tau_positive", "algorithm.tau_negative", "algorithm.k_positive", "algorithm.k_negative"),
+    *("algorithm.lambda_positive", "algorithm.lambda_negative"),
     *("inference_model.max_num_seqs", "inference_model.max_model_len", "train_model.num_devices"),
     *("inference_model.num_devices", "ref_model.num_devices", "inference_model.tensor_parallel_size"),
     *("train.weight_update_frequency", "env.reward_timeout_s", "env.max_steps", "train_model.timeout_s"),
@@ -146,40 +148,6 @@ def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
         yield "inference_model.temperature=0 gives every sibling the same response; use a temperature above 0."
 
 
-def a_group_baseline_has_siblings(config: Config) -> Iterator[str]:
-    group_terms = {config.algorithm.baseline, config.algorithm.scale} & {"group_mean", "leave_one_out", "group_std"}
-    if config.env.repeats < 2 and group_terms:
-        yield (
-            f"algorithm {config.algorithm.name} compares siblings ({', '.join(sorted(group_terms))}), but env.repeats="
-            f"{config.env.repeats} gives none; use env.repeats=2 or more."
-        )
-
-
-def dynamic_sampling_has_group_signal(config: Config) -> Iterator[str]:
-    if config.algorithm.dynamic_sampling and config.env.repeats < 2:
-        yield f"algorithm.dynamic_sampling needs groups of 2 or more, and env.repeats={config.env.repeats}."
-
-
-def overlong_buffer_fits_the_response(config: Config) -> Iterator[str]:
-    buffer, longest = config.algorithm.overlong_buffer, longest_response(config)
-    if buffer > longest:
-        turns = f" times env.max_steps={config.env.max_steps}" if config.env.max_steps > 1 else ""
-        yield (
-            f"algorithm.overlong_buffer={buffer} is longer than inference_model.max_tokens="
-            f"{config.inference_model.max_tokens}{turns}."
-        )
-
-
-def the_kl_in_the_loss_has_a_gradient(config: Config) -> Iterator[str]:
-    """The gradient of k1 has mean 0, so as a loss it pulls nowhere (k2 and k3 do)."""
-    in_loss = config.train.kl_coef_in_loss and config.policy.kl_coef > 0
-    if in_loss and config.algorithm.kl_estimator == "k1":
-        yield (
-            f"policy.kl_coef={config.policy.kl_coef} with algorithm.kl_estimator=k1 in the loss pulls nowhere: its "
-            "gradient has mean 0; use k2 or k3, or train.kl_coef_in_loss=false."
-        )
-
-
 def difficulty_is_one_to_five(config: Config) -> Iterator[str]:
     if not 1 <= config.env.difficulty <= 5:
         yield f"env.difficulty={config.env.difficulty} must be 1, 2, 3, 4 or 5."
@@ -201,51 +169,6 @@ def a_curriculum_has_something_to_draw_between(config: Config) -> Iterator[str]:
         yield (
             f"env.curriculum=level draws between the levels of a task, and env.dataset={env.dataset} has none; use "
             f"env.curriculum=example, or a task with levels ({have})."
-        )
-
-
-def clips_that_the_objective_does_not_read_keep_their_default(config: Config) -> Iterator[str]:
-    objective = config.algorithm.objective
-    for name, (value, default) in changed_options(config).items():
-        term = name.removeprefix("algorithm.")
-        if term in ("clip_low", "clip_high", "dual_clip") and not surrogate(objective).reads(term):
-            yield (
-                f"{name}={value} has no effect on algorithm.objective={objective}, which does not read it; use {name}="
-                f"{'null' if default is None else default} or algorithm.objective={readers(term)}."
-            )
-
-
-def the_dual_clip_lies_above_the_ratio_of_an_unchanged_policy(config: Config) -> Iterator[str]:
-    bound = config.algorithm.dual_clip
-    if bound is not None and bound <= 1:
-        yield f"algorithm.dual_clip={bound} must be above 1, the ratio of an unchanged policy; use 3.0 or null."
-
-
-def has_no_ratio(config: Config) -> bool:
-    """Whether the surrogate weighs every token as if the newest policy had sampled it."""
-    return not surrogate(config.algorithm.objective).reads("log_ratio")
-
-
-def a_level_of_the_ratio_needs_a_ratio(config: Config) -> Iterator[str]:
-    ratio, objective = config.algorithm.ratio, config.algorithm.objective
-    if has_no_ratio(config) and ratio != "token":
-        yield (
-            f"algorithm.ratio={ratio} has no effect on algorithm.objective={objective}, which has no ratio; leave "
-            "algorithm.ratio=token or use algorithm.objective=clipped."
-        )
-
-
-def several_steps_of_a_collection_need_a_ratio(config: Config) -> Iterator[str]:
-    """After the first step the rest of a collection is off-policy, and only a ratio would say so.
-
-    A correction does not help: it weighs from the behaviour policy to the one *before* the first step.
-    """
-    train, size = config.train, responses_per_step(config)
-    if has_no_ratio(config) and (train.epochs > 1 or train.optim_batch_size < size):
-        yield (
-            f"algorithm.objective={config.algorithm.objective} is on-policy, but train.epochs={train.epochs} and "
-            f"train.optim_batch_size={train.optim_batch_size} make several steps of a collection of {size}; use "
-            f"train.epochs=1 and train.optim_batch_size={size}, or algorithm.objective=cispo, which has a ratio."
         )
 
 
@@ -421,16 +344,6 @@ def a_publish_is_made_of_whole_groups(config: Config) -> Iterator[str]:
         )
 
 
-def an_old_policy_needs_a_ratio(config: Config) -> Iterator[str]:
-    age = config.train.max_policy_age
-    if has_no_ratio(config) and age > 0:
-        yield (
-            f"algorithm.objective={config.algorithm.objective} is on-policy and train.max_policy_age={age} trains on "
-            "tokens of older policies; use train.max_policy_age=0, or algorithm.objective=cispo, which weighs by the "
-            "ratio."
-        )
-
-
 def a_copy_of_the_model_fills_its_devices(config: Config) -> Iterator[str]:
     part = config.inference_model
     size = part.tensor_parallel_size
@@ -591,7 +504,9 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
             )
 
 
-_GENERATORS = [rule for rule in [*globals().values()] if isgeneratorfunction(rule) and rule.__module__ == __name__]
+_HERE = {__name__, algorithm_rules.__name__}
+_EVERY = [*globals().values(), *vars(algorithm_rules).values()]
+_GENERATORS = [rule for rule in _EVERY if isgeneratorfunction(rule) and rule.__module__ in _HERE]
 RULES = tuple(rule for rule in _GENERATORS if rule is not obstacles_to_a_broadcast)  # those above, in their order
 
 

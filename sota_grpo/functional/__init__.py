@@ -17,12 +17,12 @@ from typing import Any
 
 _PUBLIC = {
     "advantages": ("constant_groups", "group_advantages"),
-    "divergences": ("KL_ESTIMATORS", "importance_weights", "kl_k1", "kl_k2", "kl_k3"),
+    "divergences": ("KL_ESTIMATORS", "importance_weights", "kl_k1", "kl_k2", "kl_k3", "off_policy_tokens"),
     "log_probs": ("chunked_log_probs",),
     "staleness": ("max_groups_admitted",),
     "surrogates": (
         *("SURROGATES", "Surrogate", "cispo_surrogate", "clipped_surrogate", "clipped_tokens", "reinforce_surrogate"),
-        "sequence_log_ratio",
+        *("dppo_surrogate", "gmpo_surrogate", "sapo_surrogate", "sequence_log_ratio", "vespo_surrogate"),
     ),
     "weighting": ("loss_weights", "row_weights", "soft_overlong_penalty"),
 }

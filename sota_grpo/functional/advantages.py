@@ -1,4 +1,28 @@
-"""Advantages of sampled responses: a reward compared with a baseline and divided by a scale."""
+"""Advantages of sampled responses: a reward compared with a baseline and divided by a scale, ``A = (r - b) / s``.
+
+===================  ===================================================================================================
+baseline ``b_i``
+===================  ===================================================================================================
+``group_mean``       mean of the group (Shao et al. 2024, arXiv:2402.03300, section 4.1.2)
+``leave_one_out``    mean of its *other* members (Ahmadian et al. 2024, arXiv:2402.14740, section 3.4)
+``length_weighted``  ``sum_j |o_j| r_j / sum_j |o_j|`` over the group, of least variance where the squared gradient of a
+                     response grows with its length (Hao et al. 2025, arXiv:2505.23585)
+``best_of_others``   ``r_i - b_i`` is ``max_j r_j - max_{j != i} r_j``, what the response adds to the best of its group:
+                     0 for all but a single best one (Tang et al. 2025, arXiv:2503.19595)
+``batch_mean``       mean of the batch (Hu 2025, arXiv:2501.03262)
+``none``             0
+===================  ===================================================================================================
+
+===================  ===================================================================================================
+scale ``s_i``
+===================  ===================================================================================================
+``group_std``        ``std + eps`` of the group's rewards (Shao et al. 2024)
+``group_mean``       mean reward of the group (Tajwar et al. 2026, arXiv:2602.02710)
+``batch_std``        ``std + eps`` of the batch's rewards (Liu et al. 2025, arXiv:2508.08221)
+``advantage_std``    ``std + eps`` of ``r - b`` over the batch (Hu 2025, REINFORCE++-baseline)
+``none``             1 (Liu et al. 2025, arXiv:2503.20783, eq. 2)
+===================  ===================================================================================================
+"""
 
 from __future__ import annotations
 
@@ -7,8 +31,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "none"]
-Scale = Literal["group_std", "batch_std", "none"]
+Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "best_of_others", "batch_mean", "none"]
+Scale = Literal["group_std", "group_mean", "batch_std", "advantage_std", "none"]
+GROUP_TERMS = ("group_mean", "leave_one_out", "length_weighted", "best_of_others", "group_std")  # compare siblings
 
 
 def group_advantages(
@@ -18,12 +43,12 @@ def group_advantages(
     baseline: Baseline = "group_mean",
     scale: Scale = "group_std",
     eps: float = 1e-6,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Advantage of every response over its siblings, or over the batch.
 
-    ``A_i = (r_i - b_i) / s_i``, where the baseline ``b`` is the mean of the group, the mean of the *other* members of
-    the group, the mean of the batch, or 0, and the scale ``s`` is ``std(group) + eps``, ``std(batch) + eps`` (both of
-    the rewards, with ddof=1) or 1. Sums run in float64, so the order of the rows does not show in float32.
+    ``A_i = (r_i - b_i) / s_i``; the module's tables have the baselines and scales. Standard deviations are with ddof=1.
+    Sums run in float64, so the order of the rows does not show in float32.
 
     Constant rewards give exactly 0, found by comparing the largest with the smallest reward, never by dividing rounding
     error by ``eps``. What must be constant is the set that the formula looks at:
@@ -39,17 +64,15 @@ def group_advantages(
         baseline: what the reward is compared with.
         scale: what the difference is divided by.
         eps: added to the standard deviation, in units of reward.
+        lengths: ``[N]``, tokens of each response; read by ``length_weighted`` only.
 
     Returns:
         ``[N]`` in the dtype of the rewards (float32 for integer or boolean rewards).
 
     Raises:
-        ValueError: on shapes other than ``[N]``, an unknown choice, a reward that is not finite, or a group of one
-            under ``leave_one_out``, which has no other member to compare with.
-
-    Sources: group mean and std, Shao et al. 2024 (arXiv:2402.03300, section 4.1.2); scale none, Liu et al. 2025
-    (arXiv:2503.20783, eq. 2); leave-one-out, Ahmadian et al. 2024 (arXiv:2402.14740, section 3.4); batch mean and std,
-    Hu 2025 (arXiv:2501.03262).
+        ValueError: on shapes other than ``[N]``, an unknown choice, a reward that is not finite, a group of one under
+            ``leave_one_out`` or ``best_of_others``, which has no other member to compare with, a negative reward under
+            the scale ``group_mean``, or ``length_weighted`` without lengths.
 
     >>> rewards, ids = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([7, 7, 3, 3])
     >>> group_advantages(rewards, ids, scale="none").tolist()
@@ -58,6 +81,8 @@ def group_advantages(
     [1.0, -1.0, 0.0, 0.0]
     >>> [round(a, 4) for a in group_advantages(rewards, ids).tolist()]  # std of (1, 0) with ddof=1 is 0.7071
     [0.7071, -0.7071, 0.0, 0.0]
+    >>> group_advantages(torch.tensor([1.0, 0, 0, 0]), torch.zeros(4, dtype=torch.int64), scale="group_mean").tolist()
+    [3.0, -1.0, -1.0, -1.0]
     """
     _check_rows(rewards, group_ids)
     for name, value, choices in (("baseline", baseline, get_args(Baseline)), ("scale", scale, get_args(Scale))):
@@ -68,9 +93,9 @@ def group_advantages(
         return rewards.to(dtype)
     values = rewards.double()
     index, counts = _group_index(group_ids)
-    centred = values - _baseline(values, index, counts, baseline)
     alike = _told_apart_by_nothing(values, index, counts, baseline, scale)
-    return torch.where(alike, 0.0, centred / _scale(values, index, counts, scale, eps)).to(dtype)
+    centred = torch.where(alike, 0.0, _centred(values, index, counts, baseline, lengths))
+    return torch.where(alike, 0.0, centred / _scale(values, centred, index, counts, scale, eps)).to(dtype)
 
 
 def constant_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -97,9 +122,9 @@ def constant_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def _told_apart_by_nothing(values: Tensor, index: Tensor, counts: Tensor, baseline: str, scale: str) -> Tensor:
     """Rows of a constant set ``[N]``, the set being the one that the formula looks at."""
     constant = torch.zeros_like(values, dtype=torch.bool)
-    if baseline in ("group_mean", "leave_one_out") or scale == "group_std":
+    if baseline in GROUP_TERMS or scale in GROUP_TERMS:
         constant |= _constant_rows(values, index, counts)
-    if baseline == "batch_mean" or scale == "batch_std":
+    if baseline == "batch_mean" or scale in ("batch_std", "advantage_std"):
         constant |= values.max() == values.min()
     return constant
 
@@ -125,30 +150,59 @@ def _constant_rows(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:
     return (highest == lowest)[index]
 
 
-def _baseline(values: Tensor, index: Tensor, counts: Tensor, baseline: Baseline) -> Tensor:
+def _centred(values: Tensor, index: Tensor, counts: Tensor, baseline: Baseline, lengths: Tensor | None) -> Tensor:
+    """``r - b`` ``[N]``."""
     if baseline == "group_mean":
-        return _group_mean(values, index, counts)
+        return values - _group_mean(values, index, counts)
     if baseline == "batch_mean":
-        return values.mean()
+        return values - values.mean()
     if baseline == "none":
-        return torch.zeros_like(values)
+        return values
+    if baseline == "length_weighted":
+        if lengths is None or lengths.shape != values.shape:
+            raise ValueError("baseline 'length_weighted' needs lengths [N], the tokens of each response.")
+        weights = lengths.double()
+        total = _group_sum(weights, index, counts).clamp(min=1)
+        return values - (_group_sum(weights * values, index, counts) / total)[index]
     singles = int((counts == 1).sum())
     if singles:
         raise ValueError(
-            f"leave_one_out needs at least 2 responses in every group, but {singles} of {len(counts)} groups "
+            f"{baseline} needs at least 2 responses in every group, but {singles} of {len(counts)} groups "
             "have 1; sample more responses per prompt or choose baseline='group_mean'."
         )
-    return (_group_sum(values, index, counts)[index] - values) / (counts[index] - 1)
+    if baseline == "best_of_others":
+        return _lead(values, index, counts)
+    return values - (_group_sum(values, index, counts)[index] - values) / (counts[index] - 1)
 
 
-def _scale(values: Tensor, index: Tensor, counts: Tensor, scale: Scale, eps: float) -> Tensor:
+def _lead(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:
+    """What the single best of each group is above the second best; 0 for the others, and where several are best."""
+    lowest = torch.full_like(counts, -torch.inf, dtype=values.dtype)
+    best = lowest.scatter_reduce(0, index, values, "amax")[index]
+    is_best = values == best
+    alone = _group_sum(is_best.double(), index, counts)[index] == 1
+    second = lowest.scatter_reduce(0, index, values.masked_fill(is_best, -torch.inf), "amax")[index]
+    return torch.where(is_best & alone, best - second, 0.0)
+
+
+def _scale(values: Tensor, centred: Tensor, index: Tensor, counts: Tensor, scale: Scale, eps: float) -> Tensor:
     if scale == "none":
         return torch.ones_like(values)
+    if scale == "group_mean":
+        negative = (values < 0).nonzero()
+        if len(negative):
+            row = int(negative[0])
+            raise ValueError(
+                f"the reward of row {row} is {values[row].item()}; scale 'group_mean' divides by the mean reward of "
+                "the group, so no reward may be negative."
+            )
+        return _group_mean(values, index, counts)
     if scale == "group_std":
         squares = (values - _group_mean(values, index, counts)).square()
         variance = _group_sum(squares, index, counts) / (counts - 1).clamp(min=1)
         return variance.sqrt()[index] + eps
-    variance = (values - values.mean()).square().sum() / max(values.numel() - 1, 1)
+    spread = values if scale == "batch_std" else centred
+    variance = (spread - spread.mean()).square().sum() / max(spread.numel() - 1, 1)
     return variance.sqrt() + eps
 
 

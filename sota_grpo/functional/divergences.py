@@ -19,7 +19,20 @@ exponentially, for one much less likely it saturates at 1.
 Sources: Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html); k3 in the loss, Shao et al. 2024
 (arXiv:2402.03300, eq. 4); gradients, Tang and Munos 2025 (arXiv:2506.09477).
 
-**Correction weights** from the behaviour policy that sampled to the proximal policy that the ratio is taken to.
+**Correction weights** from the behaviour policy that sampled to the proximal policy that the ratio is taken to, with
+``floor <= w <= cap`` as "inside":
+
+============  ====================================  ====================================================================
+mode          weight                                source
+============  ====================================  ====================================================================
+``truncate``  ``min(max(w, floor), cap)``           Ionides 2008, "Truncated importance sampling", J. Comput. Graph.
+                                                    Stat. 17; Espeholt et al. 2018 (arXiv:1802.01561, section 4.1)
+``mask``      ``w`` inside, 0 outside               IcePop, Ling Team 2025 (arXiv:2510.18855)
+``reject``    1 inside, 0 outside                   verl's rollout correction (per row of the geometric mean:
+                                                    ``seq_mean_k1``)
+============  ====================================  ====================================================================
+
+Which tokens of bad responses are **off-policy**.
 
 **Laws that rounding obeys**: what else differs between engine and trainer shows in :func:`mean_ratio` and
 :func:`temperature_slope`.
@@ -76,35 +89,37 @@ def importance_weights(
     log_ratio: Tensor,
     mask: Tensor,
     *,
-    level: Literal["token", "sequence"],
-    mode: Literal["truncate", "mask"],
+    level: Literal["token", "sequence", "geometric"],
+    mode: Literal["truncate", "mask", "reject"],
     cap: float,
+    floor: float = 0.0,
 ) -> Tensor:
-    """Detached weight of every token: proximal over behaviour probability, bounded by ``cap``.
+    """Detached weight of every token: proximal over behaviour probability, between ``floor`` and ``cap``.
 
-    With ``log_ratio = proximal_log_prob - behaviour_log_prob``, ``w_t = exp(log_ratio_t)`` per token, or per sequence
-    the *product* over the row's trainable tokens, ``w = exp(sum_t log_ratio_t)``, on each of them. Then ``truncate``
-    keeps ``min(w, cap)`` and ``mask`` keeps ``w`` where ``w <= cap`` and 0 elsewhere. Off the mask the weight is 0 and
-    what stands there is not read. The product is a sum of logs, so a long row cannot overflow before it is bounded.
+    With ``log_ratio = proximal_log_prob - behaviour_log_prob``, ``w_t = exp(log_ratio_t)`` per token, or on each of the
+    row's trainable tokens their *product*, ``w = exp(sum_t log_ratio_t)`` (``sequence``), or their *geometric mean*,
+    ``w = exp(mean_t log_ratio_t)`` (``geometric``), bounded as the module's table says.
+    Off the mask the weight is 0 and what stands there is not read. The product is a sum of logs, so a long row cannot
+    overflow before it is bounded.
 
     Token weights are biased but tame; the product is the unbiased weight of a whole response, and its spread grows
-    with the length: for long responses most rows end near 0 or at the cap.
+    with the length: for long responses most rows end near 0 or at the cap. The geometric mean has no such spread; it
+    is a measure of how far the row is off, not a weight that makes it unbiased.
 
     Args:
         log_ratio: ``[N, T]``, nats.
         mask: bool ``[N, T]``, the trainable tokens.
-        level: one weight per token, or one per row.
-        mode: what happens above the cap.
-        cap: largest weight, positive.
+        level: one weight per token, or one per row, product or geometric mean.
+        mode: what happens outside of the bounds.
+        cap, floor: largest weight, positive, and smallest, below the cap; 0: none.
 
     Returns:
         ``[N, T]``, no gradient.
 
     Raises:
-        ValueError: on an unknown level or mode, or a cap that is not positive.
+        ValueError: on an unknown level or mode, or bounds that leave nothing between them.
 
-    Sources: truncation, Ionides 2008, "Truncated importance sampling", J. Comput. Graph. Stat. 17, and Espeholt et al.
-    2018 (arXiv:1802.01561, section 4.1); decoupled proximal policy, Hilton et al. 2021 (arXiv:2110.00641, section 3).
+    Source: decoupled proximal policy, Hilton et al. 2021 (arXiv:2110.00641, section 3); see the module's table.
 
     >>> log_ratio = torch.tensor([[4.0, 0.5, 9.0]]).log()
     >>> mask = torch.tensor([[True, True, False]])
@@ -114,19 +129,74 @@ def importance_weights(
     [[0.0, 0.5, 0.0]]
     >>> importance_weights(log_ratio, mask, level="sequence", mode="truncate", cap=3.0).tolist()  # 4 * 0.5
     [[2.0, 2.0, 0.0]]
+    >>> importance_weights(log_ratio, mask, level="geometric", mode="reject", cap=3.0, floor=0.5).tolist()  # 2 ** 0.5
+    [[1.0, 1.0, 0.0]]
     """
-    if level not in ("token", "sequence"):
-        raise ValueError(f"level is {level!r}; choose token or sequence.")
-    if mode not in ("truncate", "mask"):
-        raise ValueError(f"mode is {mode!r}; choose truncate or mask.")
+    if mode not in ("truncate", "mask", "reject"):
+        raise ValueError(f"mode is {mode!r}; choose truncate, mask or reject.")
     if not cap > 0:
         raise ValueError(f"cap is {cap}; the largest weight must be positive.")
-    log_weight = torch.where(mask, log_ratio.detach(), 0.0)
-    if level == "sequence":
-        log_weight = log_weight.sum(-1, keepdim=True)
-    weight = log_weight.exp()
-    weight = weight.clamp(max=cap) if mode == "truncate" else torch.where(weight > cap, 0.0, weight)
+    if not 0 <= floor < cap:
+        raise ValueError(f"floor is {floor} and cap is {cap}; the smallest weight is from 0 to below the largest.")
+    weight = raw_weights(log_ratio, mask, level=level)
+    if mode == "truncate":
+        weight = weight.clamp(floor, cap)
+    else:
+        inside = (weight >= floor) & (weight <= cap)
+        weight = torch.where(inside, weight if mode == "mask" else 1.0, 0.0)
     return torch.where(mask, weight, 0.0)
+
+
+def raw_weights(log_ratio: Tensor, mask: Tensor, *, level: Literal["token", "sequence", "geometric"]) -> Tensor:
+    """The weights of :func:`importance_weights` before they are bounded, ``[N, T]``; 1 in a row without a token.
+
+    >>> mask = torch.ones(1, 2, dtype=torch.bool)
+    >>> raw_weights(torch.tensor([[4.0, 0.25]]).log(), mask, level="geometric").tolist()
+    [[1.0, 1.0]]
+    """
+    if level not in ("token", "sequence", "geometric"):
+        raise ValueError(f"level is {level!r}; choose token, sequence or geometric.")
+    log_weight = torch.where(mask, log_ratio.detach(), 0.0)
+    if level != "token":
+        total = log_weight.sum(-1, keepdim=True)
+        count = mask.sum(-1, keepdim=True).clamp(min=1) if level == "geometric" else 1
+        log_weight = (total / count).expand_as(log_weight)
+    return log_weight.exp()
+
+
+def off_policy_tokens(
+    log_prob: Tensor, behaviour: Tensor, advantage: Tensor, mask: Tensor, *, threshold: float
+) -> Tensor:
+    """True on the tokens of responses that are bad and off-policy, which the loss had better leave out.
+
+    ``A < 0`` and ``mean_t (behaviour_t - log_prob_t) > threshold``, the mean over the row's trainable tokens: the
+    policy has moved away from a response that it is told to move away from.
+
+    Args:
+        log_prob: ``[N, T]``, nats, of the policy being trained; its gradient is not followed.
+        behaviour: ``[N, T]``, nats, of the policy that sampled.
+        advantage: ``[N, T]`` or ``[N, 1]``.
+        mask: bool ``[N, T]``, the trainable tokens; whole rows.
+        threshold: nats per token, 0 or more.
+
+    Returns:
+        bool ``[N, T]``, False off the mask.
+
+    Raises:
+        ValueError: if the threshold is negative.
+
+    Source: DeepSeek-AI 2025, "DeepSeek-V3.2" (arXiv:2512.02556, off-policy sequence masking).
+
+    >>> log_prob, behaviour = torch.tensor([[-3.0, -1.0], [-3.0, -1.0]]), torch.full((2, 2), -1.0)
+    >>> mask, advantage = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[-1.0], [1.0]])
+    >>> off_policy_tokens(log_prob, behaviour, advantage, mask, threshold=0.5).tolist()  # the mean is 1
+    [[True, True], [False, False]]
+    """
+    if not threshold >= 0:
+        raise ValueError(f"threshold is {threshold}; a mean divergence cannot be negative, so use 0 or more.")
+    gap = torch.where(mask, behaviour - log_prob.detach(), 0.0)
+    mean = gap.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return (mean > threshold) & (advantage < 0) & mask
 
 
 class Estimate(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from inspect import signature
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -120,6 +120,198 @@ def capped_tokens(log_ratio: Tensor, advantage: Tensor, clip_high: float) -> Ten
     return (log_ratio > math.log1p(clip_high)) & (advantage != 0)
 
 
+def sapo_surrogate(
+    log_ratio: Tensor, advantage: Tensor, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> Tensor:
+    """SAPO's loss of each token: a sigmoid of the ratio in the place of the clip.
+
+    ``-(4 / tau) sigmoid(tau (rho - 1)) A``, with ``tau_positive`` where ``A > 0`` and ``tau_negative`` elsewhere. Its
+    gradient is ``-4 p (1 - p) rho A`` times that of ``log_prob``, ``p`` the sigmoid: ``-A`` at ``rho = 1``, less on
+    either side, never exactly 0 until the sigmoid is 1 to the last digit. The ratio is held there, ``tau (rho - 1) =
+    50``, so that a ratio that overflows has the gradient 0 and not NaN.
+
+    Args:
+        log_ratio: ``[N, T]``, nats.
+        advantage: ``[N, T]`` or ``[N, 1]``.
+        tau_positive: temperature where the advantage is positive; the larger, the narrower.
+        tau_negative: temperature elsewhere.
+
+    Returns:
+        ``[N, T]``.
+
+    Raises:
+        ValueError: if a temperature is not positive.
+
+    Source: Gao et al. 2025 (arXiv:2511.20347).
+
+    >>> import torch
+    >>> loss = sapo_surrogate(torch.tensor([1.0, 3.0]).log(), torch.tensor([1.0, -1.0]), 1.0, 2.0)
+    >>> [round(x, 4) for x in loss.tolist()]  # -4 sigmoid(0), 2 sigmoid(4)
+    [-2.0, 1.964]
+    """
+    for name, value in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
+        if not value > 0:
+            raise ValueError(f"{name} is {value}; a temperature must be above 0.")
+    positive = advantage > 0
+    tau = log_ratio.new_full((), tau_positive).where(positive, log_ratio.new_full((), tau_negative))
+    ratio = log_ratio.clamp(max=(50 / tau).log1p()).exp()
+    return -4 / tau * (tau * (ratio - 1)).sigmoid() * advantage
+
+
+def dppo_surrogate(
+    log_prob: Tensor,
+    log_ratio: Tensor,
+    advantage: Tensor,
+    clip_low: float,
+    clip_high: float,
+    ratio_cap: float | None = None,
+) -> Tensor:
+    """DPPO's loss of each token: REINFORCE weighted by the ratio, masked by the change of the *probability*.
+
+    ``-sg(min(rho, ratio_cap)) A log_prob`` where :func:`moved_tokens` is False, 0 elsewhere. The change of the sampled
+    token's probability bounds the total variation between the policies from below (binary total variation): it leaves
+    rare tokens alone, whose ratio is large and whose probability hardly moves.
+
+    Args:
+        log_prob: ``[N, T]``, nats, of the policy being trained.
+        log_ratio: ``[N, T]``, nats, per token.
+        advantage: ``[N, T]`` or ``[N, 1]``.
+        clip_low, clip_high: see :func:`moved_tokens`.
+        ratio_cap: largest ratio that weighs a token; None: no bound.
+
+    Returns:
+        ``[N, T]``.
+
+    Raises:
+        ValueError: if a width is negative or ``ratio_cap`` is not above 1.
+
+    Source: Qi et al. 2026 (arXiv:2602.04879, the binary total variation; the cap, section 5.4).
+
+    Probabilities 0.6 from 0.3, a change of 0.3, and 0.02 from 0.01:
+
+    >>> import torch
+    >>> log_prob = torch.tensor([0.6, 0.02]).log().requires_grad_()
+    >>> dppo_surrogate(log_prob, torch.tensor([2.0, 2.0]).log(), torch.ones(2), 0.2, 0.2).sum().backward()
+    >>> log_prob.grad.tolist()
+    [0.0, -2.0]
+    """
+    moved = moved_tokens(log_prob, log_ratio, advantage, clip_low, clip_high)
+    if ratio_cap is not None and not ratio_cap > 1:
+        raise ValueError(f"ratio_cap is {ratio_cap}; it bounds the ratio from above and must be greater than 1.")
+    ratio = log_ratio.detach().exp().clamp(max=ratio_cap if ratio_cap is not None else math.inf)
+    return (-ratio * advantage).masked_fill(moved, 0.0) * log_prob
+
+
+def moved_tokens(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """True where :func:`dppo_surrogate` masks a token that has an advantage; bool ``[N, T]``.
+
+    ``p - p_old > clip_high`` with ``A > 0``, ``p - p_old < -clip_low`` with ``A < 0``.
+
+    >>> import torch
+    >>> log_prob = torch.tensor([0.6, 0.02]).log()
+    >>> moved_tokens(log_prob, torch.tensor([2.0, 2.0]).log(), torch.ones(2), 0.2, 0.2).tolist()
+    [True, False]
+    """
+    _check_width("clip_low", clip_low)
+    _check_width("clip_high", clip_high)
+    change = (log_prob.exp() - (log_prob - log_ratio).exp()).detach()
+    return ((change > clip_high) & (advantage > 0)) | ((change < -clip_low) & (advantage < 0))
+
+
+def vespo_surrogate(
+    log_prob: Tensor,
+    log_ratio: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> Tensor:
+    """VESPO's loss of each token: REINFORCE weighted by a smooth function of the ratio of the whole response.
+
+    ``-sg(phi(W)) A log_prob`` with ``phi(W) = W^k exp(lambda (1 - W))`` and ``W = prod_t rho_t`` over the row's
+    trainable tokens; ``k`` and ``lambda`` by the sign of the advantage (0 counts as positive). ``phi(1) = 1``, it is
+    largest at ``W = k / lambda`` and falls to 0 on either side. It is computed from ``log W``, so that a long row
+    cannot overflow.
+
+    Args:
+        log_prob: ``[N, T]``, nats, of the policy being trained.
+        log_ratio: ``[N, T]``, nats, per token.
+        advantage: ``[N, T]`` or ``[N, 1]``.
+        mask: bool ``[N, T]``, the trainable tokens; whole rows.
+        k_positive, lambda_positive, k_negative, lambda_negative: exponent and rate.
+
+    Returns:
+        ``[N, T]``.
+
+    Raises:
+        ValueError: if an exponent or a rate is not positive.
+
+    Source: Shen et al. 2026 (arXiv:2602.10693); these values are TRL's defaults.
+
+    >>> import torch
+    >>> log_ratio, mask = torch.tensor([[2.0, 0.5]]).log(), torch.ones(1, 2, dtype=torch.bool)  # W is 1
+    >>> vespo_surrogate(torch.tensor([[-1.0, -2.0]]), log_ratio, torch.tensor([[3.0]]), mask).tolist()
+    [[3.0, 6.0]]
+    """
+    sides = {"k_positive": k_positive, "lambda_positive": lambda_positive}
+    sides |= {"k_negative": k_negative, "lambda_negative": lambda_negative}
+    for name, value in sides.items():
+        if not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0.")
+
+    def by_sign(positive: float, negative: float) -> Tensor:
+        return log_ratio.new_full((), positive).where(advantage >= 0, log_ratio.new_full((), negative))
+
+    total = log_ratio.detach().where(mask, 0.0).sum(-1, keepdim=True)
+    log_weight = by_sign(k_positive, k_negative) * total - by_sign(lambda_positive, lambda_negative) * total.expm1()
+    return -log_weight.exp() * advantage * log_prob
+
+
+def gmpo_surrogate(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """GMPO's loss: the geometric mean of the row's clipped ratios, on each of its tokens.
+
+    ``-A exp(mean_t c_t)`` with ``c_t = min(log rho_t, clip_high)`` where ``A >= 0`` and ``max(log rho_t, -clip_low)``
+    where ``A < 0``: the widths are in nats, of the log-ratio. Each token has the gradient of its own ``log_prob``, 0
+    where :func:`outlying_tokens` is True, as in :func:`sequence_log_ratio`; under weights that are equal within a row
+    that is the gradient of the geometric mean.
+
+    Args:
+        log_ratio: ``[N, T]``, nats, per token.
+        advantage: ``[N, T]`` or ``[N, 1]``.
+        mask: bool ``[N, T]``, the trainable tokens; whole rows.
+        clip_low, clip_high: bounds of the log-ratio.
+
+    Returns:
+        ``[N, T]``.
+
+    Raises:
+        ValueError: if a width is negative.
+
+    Source: Zhao et al. 2025 (arXiv:2507.20673).
+
+    >>> import torch
+    >>> log_ratio, mask = torch.tensor([[0.6, 0.2]]), torch.ones(1, 2, dtype=torch.bool)
+    >>> loss = gmpo_surrogate(log_ratio, torch.tensor([[2.0]]), mask, 0.4, 0.4)  # -2 exp((0.4 + 0.2) / 2)
+    >>> [round(x, 4) for x in loss.flatten().tolist()]
+    [-2.6997, -2.6997]
+    """
+    lower, upper = _nat_bounds(log_ratio, advantage, clip_low, clip_high)
+    return -advantage * _row_mean(log_ratio.clamp(lower, upper), mask).exp()
+
+
+def outlying_tokens(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """True where :func:`gmpo_surrogate` clips the log-ratio of a token that has an advantage; bool ``[N, T]``.
+
+    >>> import torch
+    >>> outlying_tokens(torch.tensor([0.6, -0.6, -0.6]), torch.tensor([1.0, 1.0, -1.0]), 0.4, 0.4).tolist()
+    [True, False, True]
+    """
+    lower, upper = _nat_bounds(log_ratio, advantage, clip_low, clip_high)
+    return ((log_ratio < lower) | (log_ratio > upper)) & (advantage != 0)
+
+
 def reinforce_surrogate(log_prob: Tensor, advantage: Tensor) -> Tensor:
     """REINFORCE's loss of each token, ``-A log_prob``.
 
@@ -143,8 +335,8 @@ def reinforce_surrogate(log_prob: Tensor, advantage: Tensor) -> Tensor:
 class Surrogate:
     """What is known of a value of ``algorithm.objective``; who has to ask something of one asks here.
 
-    The parameters of its functions say what they read: ``log_prob``, ``log_ratio``, ``advantage``, ``clip_low``,
-    ``clip_high``, ``dual_clip``, any of them.
+    The parameters of its functions say what they read: any of ``TENSORS`` and ``OPTIONS``. One that reads the ``mask``
+    sees whole rows, whatever the micro-batches.
 
     >>> SURROGATES["cispo"].reads("clip_high"), SURROGATES["reinforce"].reads("log_ratio")
     (True, False)
@@ -154,18 +346,31 @@ class Surrogate:
     clipped: Callable[..., Tensor] | None = None  # to bool [N, T], where the clip acts; None: nowhere
     verl: Mapping[str, str] = field(default_factory=dict)  # its loss_mode of the same loss, by algorithm.ratio
     trl: Mapping[str, str] = field(default_factory=dict)  # its loss_type of the same loss, by algorithm.aggregation
+    ratios: tuple[str, ...] = ("token", "sequence")  # values of algorithm.ratio that it can be given
+    weighs_rows: bool = False  # its own weight of a row takes the place of a correction
 
     def reads(self, term: str) -> bool:
         """Whether the loss is a function of ``term``; of ``log_ratio`` where it has an importance ratio."""
         return term in signature(self.loss).parameters
 
 
+#: What a surrogate may read of the tokens, each ``[N, T]`` (the advantage possibly ``[N, 1]``) ..
+TENSORS = ("log_prob", "log_ratio", "advantage", "mask")
+#: .. and of the options, under their names in the config.
+OPTIONS = (
+    *("clip_low", "clip_high", "dual_clip", "ratio_cap", "tau_positive", "tau_negative"),
+    *("k_positive", "lambda_positive", "k_negative", "lambda_negative"),
+)
 _TRL = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
 #: By the value of ``algorithm.objective``.
 SURROGATES = {
     "clipped": Surrogate(clipped_surrogate, clipped_tokens, {"token": "vanilla", "sequence": "gspo"}, _TRL),
     "cispo": Surrogate(cispo_surrogate, capped_tokens, {"token": "cispo"}, {"token": "cispo"}),
     "reinforce": Surrogate(reinforce_surrogate, None, {"token": "gpg"}, _TRL),
+    "sapo": Surrogate(sapo_surrogate, None, {"token": "sapo"}, {"sequence": "sapo"}),
+    "dppo": Surrogate(dppo_surrogate, moved_tokens, {"token": "dppo_tv"}, ratios=("token",)),
+    "vespo": Surrogate(vespo_surrogate, None, trl={"token": "vespo"}, ratios=("token",), weighs_rows=True),
+    "gmpo": Surrogate(gmpo_surrogate, outlying_tokens, {"token": "geo_mean"}, ratios=("token",)),
 }
 
 
@@ -173,18 +378,20 @@ def readers(term: str) -> str:
     """The surrogates that read ``term``, for messages.
 
     >>> readers("clip_high")
-    'clipped or cispo'
+    'clipped or cispo or dppo or gmpo'
     """
     return " or ".join(name for name, one in SURROGATES.items() if one.reads(term))
 
 
 def of_terms(function: Callable[..., Tensor], terms: Mapping[str, Any]) -> Tensor:
-    """Call ``function`` with those of ``terms`` that its parameters name.
+    """Call ``function`` with those of ``terms`` that its parameters name, with all where it takes any.
 
-    >>> of_terms(lambda y: y, {"x": 1, "y": 2})
-    2
+    >>> of_terms(lambda y: y, {"x": 1, "y": 2}), of_terms(lambda **given: sorted(given), {"x": 1, "y": 2})
+    (2, ['x', 'y'])
     """
-    return function(**{name: value for name, value in terms.items() if name in signature(function).parameters})
+    asked = signature(function).parameters
+    takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in asked.values())
+    return function(**{name: value for name, value in terms.items() if takes_any or name in asked})
 
 
 def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -217,10 +424,23 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> 
     >>> ratio.tolist(), log_prob.grad.tolist()
     ([[0.0, 0.0, 0.0]], [[1.0, 1.0, 0.0]])
     """
-    own = log_prob.where(mask, 0.0)
-    log_ratio = own.detach() - old_log_prob.detach().where(mask, 0.0)
-    mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return _row_mean(log_prob.where(mask, 0.0) - old_log_prob.detach().where(mask, 0.0), mask)
+
+
+def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the row's masked tokens, on each of them with the gradient of its own value; 0 off the mask."""
+    own = values.where(mask, 0.0)
+    mean = own.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return (mean + (own - own.detach())).where(mask, 0.0)
+
+
+def _nat_bounds(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """The interval in which GMPO's log-ratio keeps its gradient: two tensors of the advantage's shape."""
+    _check_width("clip_low", clip_low)
+    _check_width("clip_high", clip_high)
+    negative, none = advantage < 0, log_ratio.new_full((), math.inf)
+    lower = log_ratio.new_full((), -clip_low).where(negative, -none)
+    return lower, none.where(negative, log_ratio.new_full((), clip_high))
 
 
 def _log_bounds(

@@ -16,7 +16,7 @@ from typing import Any
 
 from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.sampling import task_of
-from sota_grpo.config import SECRETS, Config, walk
+from sota_grpo.config import SECRETS, AlgorithmConfig, Config, walk
 from sota_grpo.config.validators import READERS
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES
@@ -96,6 +96,23 @@ class Account:
         elif value not in names:
             self.remark(option, text)
         return str(names.get(value, next(iter(names.values()))))
+
+    def clips(self, peer: str) -> tuple[float, float]:
+        """``clip_low`` and ``clip_high`` for the loss that :meth:`loss_of` names, which may be the clipped one instead.
+
+        >>> config = Config(); config.algorithm.objective = "gmpo"; config.algorithm.clip_low = 0.4
+        >>> Account(config).clips("trl"), Account(config).clips("verl")
+        ((0.2, 0.2), (0.4, 0.2))
+        """
+        low, high = self["algorithm.clip_low"], self["algorithm.clip_high"]
+        name = self["algorithm.objective"]
+        if name in SURROGATES and not getattr(SURROGATES[name], peer):
+            default = AlgorithmConfig()
+            if (low, high) != (default.clip_low, default.clip_high):
+                self.remark("algorithm.clip_low", f"of {name}; the clipped loss has its own default.")
+                self.remark("algorithm.clip_high", f"of {name}; the clipped loss has its own default.")
+            return default.clip_low, default.clip_high
+        return low, high
 
     def remark(self, option: str, text: str) -> None:
         """Add to what is said of an option."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sota_grpo.config import Config, responses_per_step
+from sota_grpo.config.algorithm_rules import has_no_ratio
 from sota_grpo.config.mixture import longest_response
-from sota_grpo.config.validators import has_no_ratio
 from sota_grpo.engines import ENGINES
 from sota_grpo.migration.data import Account, Facts
 
@@ -61,6 +61,21 @@ if __name__ == "__main__":
 VERSION, NEXT = "1.16", "1.17"
 
 _SCALES = {"group_std": "group", "batch_std": "batch", "none": "none"}
+_NEAREST = {"advantage_std": "batch", "group_mean": "group"}  # of those that TRL has
+
+
+_OF_A_LOSS = {
+    "sapo": {
+        "sapo_temperature_pos": "algorithm.tau_positive",
+        "sapo_temperature_neg": "algorithm.tau_negative",
+    },
+    "vespo": {
+        "vespo_k_pos": "algorithm.k_positive",
+        "vespo_lambda_pos": "algorithm.lambda_positive",
+        "vespo_k_neg": "algorithm.k_negative",
+        "vespo_lambda_neg": "algorithm.lambda_negative",
+    },
+}
 
 
 class Code(str):
@@ -170,16 +185,20 @@ def _objective(config: Config, ours: Account) -> dict[str, Any]:
         ours.remark("algorithm.aggregation", "TRL divides by the mean number of tokens of the steps of a collection.")
     if has_no_ratio(config):
         ours.remark("algorithm.objective", "the ratio of a batch's only step is 1, so the gradient is REINFORCE's.")
-    high = ours["algorithm.clip_high"]
+    low, high = ours.clips("trl")
     found = {
         "loss_type": loss,
         "importance_sampling_level": ours["algorithm.ratio"],
-        "epsilon": ours["algorithm.clip_low"],
+        "epsilon": low,
         "epsilon_high": 1 + high if is_cispo else high,  # TRL's is the bound of CISPO's ratio itself
         "delta": ours["algorithm.dual_clip"],
         "mask_truncated_completions": ours["algorithm.drop_truncated"],
         "entropy_coef": ours["algorithm.entropy_coef"],
     }
+    found |= {argument: ours[option] for argument, option in _OF_A_LOSS.get(loss, {}).items()}
+    if part.off_policy_threshold is not None:
+        found["off_policy_mask_threshold"] = ours["algorithm.off_policy_threshold"]
+        ours.remark("algorithm.off_policy_threshold", "without vLLM it is measured from the learner's own log-probs.")
     if part.entropy_coef and aggregation != "token":
         ours.remark("algorithm.entropy_coef", "TRL's bonus is a mean over tokens, whatever the loss type.")
     return found | _correction(config, ours)
@@ -187,7 +206,10 @@ def _objective(config: Config, ours: Account) -> dict[str, Any]:
 
 def _correction(config: Config, ours: Account) -> dict[str, Any]:
     """How the mismatch between engine and learner is weighed, of which only vLLM has one in TRL."""
-    level = ours["algorithm.correction"]
+    level, mode = ours["algorithm.correction"], config.algorithm.correction_mode
+    if level == "geometric" or (level != "none" and mode == "reject"):
+        ours.remark("algorithm.correction", f"TRL has none of level {level} and mode {mode}, so there is none.")
+        return {"vllm_importance_sampling_correction": False}
     if level == "none":
         if config.train.epochs == 1 and not has_no_ratio(config):
             ours.remark(
@@ -199,6 +221,7 @@ def _correction(config: Config, ours: Account) -> dict[str, Any]:
         "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": f"{level}_{ours['algorithm.correction_mode']}",
         "vllm_importance_sampling_clip_max": ours["algorithm.correction_cap"],
+        "vllm_importance_sampling_clip_min": ours["algorithm.correction_floor"] or None,
     }
 
 
@@ -215,10 +238,16 @@ def _advantage(config: Config, ours: Account) -> dict[str, Any]:
         ours.remark("algorithm.dynamic_sampling", "TRL trains on groups without signal as well.")
     if ours["env.max_steps"] > 1 or ours["env.reasoning"]:
         ours.remark("env.max_steps", "each response is one turn; TRL's dialogs are calls of tools.")
-    if scale != "none":
+    if scale in _NEAREST:
+        ours.remark(
+            "algorithm.scale", f"TRL divides by no {scale}; this is the std of the {_NEAREST[scale]}'s rewards."
+        )
+    elif scale != "none":
         ours.remark("algorithm.scale", "TRL adds 1e-4 to the standard deviation, ours 1e-6.")
     rewards = 2 if ours["algorithm.overlong_buffer"] else 1  # the penalty is a function of its own
-    return {"scale_rewards": _SCALES[scale]} | ({"reward_weights": [factor] * rewards} if factor != 1 else {})
+    return {"scale_rewards": (_SCALES | _NEAREST)[scale]} | (
+        {"reward_weights": [factor] * rewards} if factor != 1 else {}
+    )
 
 
 def _reference(config: Config, ours: Account) -> dict[str, Any]:
@@ -227,11 +256,14 @@ def _reference(config: Config, ours: Account) -> dict[str, Any]:
     if coef and not ours["train.kl_coef_in_loss"]:
         ours.remark("train.kl_coef_in_loss", "TRL has no KL in the reward, so there is none.")
         return {"beta": 0.0}
-    if coef and estimator == "k2":
+    unbiased = bool(coef) and ours["algorithm.kl_unbiased"]
+    if unbiased and estimator == "k1":
+        ours.remark("algorithm.kl_estimator", "k3, which has the same gradient on average when the ratio weighs it.")
+    elif coef and estimator == "k2":
         ours.remark("algorithm.kl_estimator", "k3 weighed by the ratio, of the same gradient in a batch's first step.")
     elif coef and estimator == "k1":
         ours.remark("algorithm.kl_estimator", "TRL's is k3.")
-    return {"beta": coef} | ({"use_bias_correction_kl": estimator == "k2"} if coef else {})
+    return {"beta": coef} | ({"use_bias_correction_kl": unbiased or estimator == "k2"} if coef else {})
 
 
 def _optimizer(config: Config, ours: Account) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sota_grpo.config import Config, responses_per_step
+from sota_grpo.config.algorithm_rules import has_no_ratio
 from sota_grpo.config.mixture import longest_response
-from sota_grpo.config.validators import has_no_ratio
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.migration.data import Account, Facts
 from sota_grpo.rl.objective_files import surrogate
@@ -35,7 +35,13 @@ _ESTIMATORS = {
     ("leave_one_out", "none"): "rloo",
     ("batch_mean", "batch_std"): "reinforce_plus_plus",
     ("group_mean", "batch_std"): "reinforce_plus_plus_baseline",
+    ("group_mean", "advantage_std"): "reinforce_plus_plus_baseline",
+    ("length_weighted", "none"): "opo",
+    ("best_of_others", "none"): "grpo_passk",
+    ("best_of_others", "group_std"): "grpo_passk",
 }
+_REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+_BY_ROWS = ("gspo", "sapo", "geo_mean")  # losses that weigh by sequence whatever loss_agg_mode says
 
 
 class Beside(str):
@@ -121,11 +127,12 @@ def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
     """verl's loss of the same gradient. Its CISPO clips the ratio from below too: at 0 here, where it never is."""
     part = config.algorithm
     loss = ours.loss_of("verl", "algorithm.ratio", f"verl's {part.objective} takes the ratio per token.")
-    low, high = ours["algorithm.clip_low"], ours["algorithm.clip_high"]
-    if loss == "gspo" and part.aggregation != "sequence":
-        ours.remark(
-            "algorithm.aggregation", "verl 0.9.0's GSPO weighs by sequence whatever loss_agg_mode says; 0.9.1 heeds it."
-        )
+    low, high = ours.clips("verl")
+    if loss in _BY_ROWS and part.aggregation != "sequence":
+        later = "; 0.9.1 heeds it" if loss == "gspo" else ""
+        text = f"verl 0.9.0's {loss} weighs by sequence whatever loss_agg_mode says{later}."
+        ours.remark("algorithm.aggregation", text.replace("gspo", "GSPO"))
+    bound = ours["algorithm.ratio_cap" if loss == "dppo_tv" else "algorithm.dual_clip"]
     if loss == "gspo" and part.dual_clip is not None:
         ours.remark("algorithm.dual_clip", "verl's GSPO has no dual clip.")
     found = {
@@ -133,10 +140,15 @@ def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
         f"{ACTOR}.clip_ratio": low,
         f"{ACTOR}.clip_ratio_low": 1.0 if loss == "cispo" else low,
         f"{ACTOR}.clip_ratio_high": high,
-        f"{ACTOR}.clip_ratio_c": ours["algorithm.dual_clip"] or NEVER_BINDS,
+        f"{ACTOR}.clip_ratio_c": bound or NEVER_BINDS,
         f"{ACTOR}.loss_agg_mode": _AGGREGATIONS[ours["algorithm.aggregation"]],
         f"{ACTOR}.entropy_coeff": ours["algorithm.entropy_coef"],
     }
+    if loss == "sapo":
+        found |= {
+            f"{ACTOR}.tau_pos": ours["algorithm.tau_positive"],
+            f"{ACTOR}.tau_neg": ours["algorithm.tau_negative"],
+        }
     if part.aggregation == "constant":
         found[f"{ACTOR}.loss_scale_factor"] = longest_response(config)
     if part.drop_truncated:
@@ -157,12 +169,28 @@ def _correction(config: Config, ours: Account) -> dict[str, Any]:
                 "verl offers for its plain clipped loss only (bypass_mode).",
             )
         return {f"{prefix}.bypass_mode": used_once and is_plain}
-    cap = ours["algorithm.correction_cap"]
-    is_masked = ours["algorithm.correction_mode"] == "mask"
+    cap, floor, mode = part.correction_cap, part.correction_floor, part.correction_mode
+    ours.carry("algorithm.correction_mode", "algorithm.correction_cap")
+    if mode == "reject":  # verl bounds the inverse of our weight
+        ours.carry("algorithm.correction_floor")
+        return {
+            f"{prefix}.bypass_mode": False,
+            f"{prefix}.rollout_rs": _REJECTIONS[part.correction],
+            f"{prefix}.rollout_rs_threshold": f"{1 / cap}_{1 / floor if floor else NEVER_BINDS}",
+        }
+    if part.correction == "geometric":
+        ours.remark("algorithm.correction", "verl has no weight of this level, only a rejection, so there is none.")
+        return {f"{prefix}.bypass_mode": False}
+    if floor and mode == "truncate":
+        ours.remark("algorithm.correction_floor", "verl truncates above only.")
+    else:
+        ours.carry("algorithm.correction_floor")
     return {
         f"{prefix}.bypass_mode": False,
         f"{prefix}.rollout_is": part.correction,
-        f"{prefix}.rollout_is_threshold": f"1e-9_{cap}" if is_masked else cap,  # a range: what lies outside becomes 0
+        f"{prefix}.rollout_is_threshold": f"{floor or '1e-9'}_{cap}"
+        if mode == "mask"
+        else cap,  # a range: outside is 0
     }
 
 

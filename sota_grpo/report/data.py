@@ -36,7 +36,13 @@ NUMBERS = 250_000  # of all curves of a page: 2 MB; beyond it steps are left out
 FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("What it learned", ("eval/accuracy", "reward", "success", "eval/avg_at_k", "eval/reward")),
     ("Tasks", ("task/*/reward", "task/*/success", "eval/task/*", "task/", "eval/task/")),
-    ("Policy", ("kl", "entropy", "clip_fraction", "ess", "mismatch_kl", "kl_approx", "correction_fraction")),
+    (
+        "Policy",
+        (
+            *("kl", "entropy", "clip_fraction", "ess", "mismatch_kl", "kl_approx"),
+            *("correction_fraction", "off_policy_fraction"),
+        ),
+    ),
     ("Responses", ("response_tokens/", "truncated", "prompt_tokens/mean")),
     (
         "Dialogs and tools",

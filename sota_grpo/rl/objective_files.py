@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.files import error_line, run_python
-from sota_grpo.functional.surrogates import SURROGATES, Surrogate, of_terms
+from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, TENSORS, Surrogate, of_terms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TERMS = ("log_prob", "log_ratio", "advantage", "clip_low", "clip_high", "dual_clip")
+TERMS = (*TENSORS, *OPTIONS)
 _MARK = ".py:"
 
 
@@ -117,27 +117,12 @@ def _parameters(path: Path, name: str) -> Signature:
     )
 
 
-def _without_gradient(
-    loss: Callable[..., Any],
-    *,
-    log_prob: Tensor,
-    log_ratio: Tensor,
-    advantage: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> Tensor:
+def _without_gradient(loss: Callable[..., Any], **terms: Any) -> Tensor:
     """True where a token has an advantage and ``loss`` gives its log-prob no gradient; bool ``[N, T]``."""
     import torch
 
     with torch.enable_grad():
-        change = torch.zeros_like(log_prob, requires_grad=True)
-        given = dict(
-            zip(
-                TERMS,
-                (log_prob.detach() + change, log_ratio.detach() + change, advantage, clip_low, clip_high, dual_clip),
-            )
-        )
-        value = of_terms(loss, given)
-        (slope,) = torch.autograd.grad(value.sum(), change)
-    return (slope == 0) & (advantage != 0)
+        change = torch.zeros_like(terms["log_prob"], requires_grad=True)
+        moved = {name: terms[name].detach() + change for name in ("log_prob", "log_ratio")}
+        (slope,) = torch.autograd.grad(of_terms(loss, terms | moved).sum(), change)
+    return (slope == 0) & (terms["advantage"] != 0)

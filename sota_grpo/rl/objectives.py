@@ -6,9 +6,8 @@ those of the whole optimizer step. Only entries named ``loss_*`` carry a gradien
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
 from sota_grpo import keys
-from sota_grpo.functional.divergences import KL_ESTIMATORS, importance_weights
-from sota_grpo.functional.surrogates import of_terms, sequence_log_ratio
+from sota_grpo.functional.divergences import KL_ESTIMATORS, importance_weights, off_policy_tokens, raw_weights
+from sota_grpo.functional.surrogates import OPTIONS, of_terms, sequence_log_ratio
 from sota_grpo.functional.weighting import loss_weights
 from sota_grpo.rl.collate import pad_rows, unpad_rows
 from sota_grpo.rl.objective_files import surrogate
@@ -30,8 +29,8 @@ _CHOICES: dict[str, Collection[Any]] = {
     "aggregation": (None, *TORCHRL_AGGREGATIONS),
     "loss_aggregation": (None, "token", "sequence", "constant"),
     "masking_strategy": ("sft", "rlhf", "generic"),
-    "correction": (None, "token", "sequence"),
-    "correction_mode": ("truncate", "mask"),
+    "correction": (None, "token", "sequence", "geometric"),
+    "correction_mode": ("truncate", "mask", "reject"),
 }
 _MEANINGLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "samples_mc_entropy": ((1,), "the entropy is exact, nothing is sampled"),
@@ -66,6 +65,15 @@ class LossTokens:
     proximal: Tensor | None = None
     ref: Tensor | None = None
     entropy: Tensor | None = None
+
+    @property
+    def old(self) -> Tensor:
+        """Log-probs of the policy that the ratio is taken to."""
+        return self.behaviour if self.proximal is None else self.proximal
+
+    def at_rest(self, where: Tensor) -> LossTokens:
+        """The same with a ratio of 1 and no gradient where ``where`` is True: what is left out must not overflow."""
+        return replace(self, log_prob=torch.where(where, self.old, self.log_prob))
 
 
 def _per_token(batch: TensorDictBase, key: NestedKey, side: str) -> Tensor | None:
@@ -117,8 +125,19 @@ def check_keywords(given: Mapping[str, Any]) -> None:
     objective, chosen = given["objective"], surrogate(given["objective"])
     if given["dual_clip"] is not None and not chosen.reads("dual_clip"):
         raise ValueError(f"dual_clip is {given['dual_clip']} but the objective is {objective!r}; drop it.")
-    if given["ratio"] == "sequence" and not chosen.reads("log_ratio"):
-        raise ValueError(f"ratio is 'sequence' but the objective is {objective!r}, which has no ratio; drop it.")
+    for name, value in (given.get("surrogate_options") or {}).items():
+        if name not in OPTIONS or not chosen.reads(name):
+            raise ValueError(f"surrogate_options has {name}={value} but the objective is {objective!r}; drop it.")
+    if given["ratio"] == "sequence" and not (chosen.reads("log_ratio") and "sequence" in chosen.ratios):
+        reason = "takes it per token" if chosen.reads("log_ratio") else "has no ratio"
+        raise ValueError(f"ratio is 'sequence' but the objective is {objective!r}, which {reason}; drop it.")
+    if given.get("correction") is not None and chosen.weighs_rows:
+        raise ValueError(
+            f"correction is {given['correction']!r} but the objective is {objective!r}, which weighs whole rows "
+            "itself; drop it."
+        )
+    if given.get("kl_unbiased") and given["kl_estimator"] == "k2":
+        raise ValueError("kl_unbiased needs kl_estimator 'k1' or 'k3': k2 times the ratio is not unbiased.")
 
 
 _MAX_LOG_RATIO = 300.0  # the square of its exponential is still finite in float64
@@ -144,6 +163,7 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
     kl_to_ref: Tensor | None = None
     entropy: Tensor | None = None
     correction_fraction: Tensor | None = None
+    off_policy_fraction: Tensor | None = None
 
 
 def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, Tensor]:
@@ -151,8 +171,10 @@ def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, T
 
     ``clip_fraction``: tokens whose gradient the clip took. ``kl_approx``: ``logp_behaviour - logp``. ``mismatch_kl``:
     k3 of KL(engine, trainer), see :class:`GRPOLoss`. ``kl_to_ref``, ``entropy``: nats. ``correction_fraction``: tokens
-    whose correction weight exceeded the cap. ``ESS``: ``(sum w)^2 / (n sum w^2)``, ``w = exp(logp - logp_behaviour)``,
-    1 when all weights are equal. Without a trained token each is NaN: there was nothing to measure.
+    whose correction weight exceeded the cap or fell below the floor. ``off_policy_fraction``: tokens of bad responses
+    that ``off_policy_threshold`` left out of the objective; none of them counts as clipped. ``ESS``: ``(sum w)^2 / (n
+    sum w^2)``, ``w = exp(logp - logp_behaviour)``, 1 when all weights are equal. Without a trained token each is NaN:
+    there was nothing to measure.
 
     >>> sums = {"tokens": torch.tensor(4.0), "clip_fraction": torch.tensor(1.0)}
     >>> sums |= {"ratio": torch.tensor(8.0), "ratio_squared": torch.tensor(32.0)}
@@ -210,11 +232,17 @@ class GRPOLoss(LossModule):
             or ``FILE.py:FUNCTION`` (docs/extending.md).
         ratio: ``token``, or ``sequence`` for GSPO's ``exp(mean_t log rho_t)``.
         dual_clip: largest ratio that counts for a negative advantage.
+        surrogate_options: further options that the surrogate reads, by name: ``{"tau_positive": 1.0}`` of ``sapo``.
+        off_policy_threshold: see :func:`sota_grpo.functional.divergences.off_policy_tokens`; the objective leaves these
+            tokens out, KL and entropy do not.
         kl_estimator: ``k1``, ``k2`` or ``k3``.
+        kl_unbiased: the divergence to the reference times ``rho`` of the token, whose gradient counts: in expectation
+            that of KL(policy, reference), also where an older policy sampled (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
         loss_aggregation: ``token``, ``sequence`` or ``constant``; takes the place of ``aggregation``. Like it, only
             read where the batch has no ``loss_weight``.
         max_response_tokens: divisor of ``constant``.
-        correction, correction_mode, correction_cap: see :func:`sota_grpo.functional.divergences.importance_weights`.
+        correction, correction_mode, correction_cap, correction_floor: see
+            :func:`sota_grpo.functional.divergences.importance_weights`.
 
     Raises:
         TypeError: on an unknown keyword.
@@ -270,9 +298,13 @@ class GRPOLoss(LossModule):
         kl_estimator: Literal["k1", "k2", "k3"] = "k3",
         loss_aggregation: Literal["token", "sequence", "constant"] | None = None,
         max_response_tokens: int | None = None,
-        correction: Literal["token", "sequence"] | None = None,
-        correction_mode: Literal["truncate", "mask"] = "truncate",
+        correction: Literal["token", "sequence", "geometric"] | None = None,
+        correction_mode: Literal["truncate", "mask", "reject"] = "truncate",
         correction_cap: float = 2.0,
+        correction_floor: float = 0.0,
+        surrogate_options: Mapping[str, Any] | None = None,
+        off_policy_threshold: float | None = None,
+        kl_unbiased: bool = False,
     ) -> None:
         given = dict(locals())
         super().__init__()
@@ -287,8 +319,10 @@ class GRPOLoss(LossModule):
         self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
         self.batch_device, self.masking_strategy = device, masking_strategy
         self.surrogate = surrogate(objective)
-        self.ratio, self.dual_clip, self.kl_estimator = ratio, dual_clip, kl_estimator
-        self.correction, self.correction_mode, self.correction_cap = correction, correction_mode, correction_cap
+        self.ratio, self.dual_clip, self.surrogate_options = ratio, dual_clip, dict(surrogate_options or {})
+        self.kl_estimator, self.kl_unbiased, self.off_policy_threshold = kl_estimator, kl_unbiased, off_policy_threshold
+        self.correction, self.correction_mode = correction, correction_mode
+        self.correction_cap, self.correction_floor = correction_cap, correction_floor
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -311,8 +345,11 @@ class GRPOLoss(LossModule):
         """Losses and diagnostics of one (micro-)batch; see the class."""
         batch = tensordict if self.batch_device is None else tensordict.to(self.batch_device)
         tokens = self._read(batch)
-        value, clipped = self._surrogate(tokens)
+        stale = self._off_policy(tokens)
+        value, clipped = self._surrogate(tokens if stale is None else tokens.at_rest(stale))
         sums = self._sums(tokens, clipped)
+        if stale is not None:
+            value, sums["off_policy_fraction"] = value.masked_fill(stale, 0.0), _total(stale, tokens.mask)
         if self.correction:
             value = value * self._correction(tokens, sums)
         losses, divergence = {"loss_objective": value}, KL_ESTIMATORS[self.kl_estimator]
@@ -322,7 +359,8 @@ class GRPOLoss(LossModule):
                     f"kl_to_ref_coeff is {self.kl_to_ref_coeff} but the batch has no {self.tensor_keys.ref_log_probs}; "
                     "write the reference's log-probs with ReferenceKL, or set the coefficient to 0."
                 )
-            losses["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence(tokens.log_prob, tokens.ref)
+            weight = (tokens.log_prob - tokens.old).exp() if self.kl_unbiased else 1.0
+            losses["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence(tokens.log_prob, tokens.ref) * weight
         if self.kl_to_inference_coeff:
             losses["loss_kl_to_inference"] = self.kl_to_inference_coeff * divergence(tokens.log_prob, tokens.behaviour)
         if self.entropy_coeff:
@@ -332,31 +370,37 @@ class GRPOLoss(LossModule):
 
     def _surrogate(self, tokens: LossTokens) -> tuple[Tensor, Tensor]:
         """The loss of each token ``[N, T]``, and where the clip acts on it (bool)."""
-        old = tokens.behaviour if tokens.proximal is None else tokens.proximal
-        log_ratio = tokens.log_prob - old
+        log_ratio = tokens.log_prob - tokens.old
         if self.ratio == "sequence":
-            log_ratio = sequence_log_ratio(tokens.log_prob, old, tokens.mask)
+            log_ratio = sequence_log_ratio(tokens.log_prob, tokens.old, tokens.mask)
         terms = {
             **{"log_prob": tokens.log_prob, "log_ratio": log_ratio, "advantage": tokens.advantage},
-            **{"clip_low": self.clip_epsilon_low, "clip_high": self.clip_epsilon_high, "dual_clip": self.dual_clip},
+            **{"mask": tokens.mask, "clip_low": self.clip_epsilon_low, "clip_high": self.clip_epsilon_high},
+            **{"dual_clip": self.dual_clip, **self.surrogate_options},
         }
         chosen = self.surrogate
         clipped = torch.zeros_like(tokens.mask) if chosen.clipped is None else of_terms(chosen.clipped, terms)
         return of_terms(chosen.loss, terms), clipped
 
+    def _off_policy(self, tokens: LossTokens) -> Tensor | None:
+        """Tokens of bad responses that the policy has moved away from; None: they are not looked for."""
+        if self.off_policy_threshold is None:
+            return None
+        read = (tokens.log_prob, tokens.behaviour, tokens.advantage, tokens.mask)
+        return off_policy_tokens(*read, threshold=self.off_policy_threshold)
+
     def _correction(self, tokens: LossTokens, sums: dict[str, Tensor]) -> Tensor:
-        """The weight of each token from the proximal to the behaviour policy; counts those above the cap."""
+        """The weight of each token from the proximal to the behaviour policy; counts those outside of its bounds."""
         if self.correction is None or tokens.proximal is None:
             raise KeyError(
                 f"correction is {self.correction!r} but the batch has no {self.tensor_keys.proximal_log_prob}; "
                 "recompute the log-probs before the first epoch, or set correction=None."
             )
-        log_weight = tokens.proximal - tokens.behaviour
-        whole = log_weight.sum(-1, keepdim=True).expand_as(log_weight) if self.correction == "sequence" else log_weight
-        sums["correction_fraction"] = _total(whole > math.log(self.correction_cap), tokens.mask)
-        return importance_weights(
-            log_weight, tokens.mask, level=self.correction, mode=self.correction_mode, cap=self.correction_cap
-        )
+        gap, cap, floor = tokens.proximal - tokens.behaviour, self.correction_cap, self.correction_floor
+        raw = raw_weights(gap, tokens.mask, level=self.correction)
+        sums["correction_fraction"] = _total((raw > cap) | (raw < floor), tokens.mask)
+        options = {"level": self.correction, "mode": self.correction_mode}
+        return importance_weights(gap, tokens.mask, **options, cap=cap, floor=floor)
 
     def _read(self, batch: TensorDictBase) -> LossTokens:
         """Run the actor on the batch and read what the loss needs, selecting 0 wherever the mask is False.

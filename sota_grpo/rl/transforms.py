@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, NonTensorData, NonTensorStack, TensorDictBase
@@ -20,7 +20,7 @@ from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
-from sota_grpo.functional.advantages import constant_groups, group_advantages
+from sota_grpo.functional.advantages import Baseline, Scale, constant_groups, group_advantages
 from sota_grpo.functional.weighting import soft_overlong_penalty
 from sota_grpo.rl.collate import micro_batches, pad_rows, row_list, write_rows
 from sota_grpo.rl.records import Example, Score
@@ -253,6 +253,11 @@ def write_reference(rows: TensorDictBase, log_probs: Sequence[Tensor], *, in_rew
     rows.set(keys.REWARD, reward + penalty)
 
 
+def _response_lengths(rows: TensorDictBase) -> Tensor:
+    """Trainable tokens of each row, int64 ``[N]``."""
+    return torch.stack([row.get(keys.ASSISTANT_MASK).sum() for row in row_list(rows)])
+
+
 class OverlongPenalty(RowTransform):
     """DAPO's soft length penalty, added to the reward and kept as a term of its own.
 
@@ -283,9 +288,10 @@ class OverlongPenalty(RowTransform):
         self.max_tokens, self.buffer_tokens, self.weight = max_tokens, buffer_tokens, weight
 
     def _write(self, rows: TensorDictBase) -> None:
-        lengths = torch.stack([row.get(keys.ASSISTANT_MASK).sum() for row in row_list(rows)])
         reward = rows.get(keys.REWARD)
-        penalty = soft_overlong_penalty(lengths, self.max_tokens, self.buffer_tokens).reshape(reward.shape)
+        penalty = soft_overlong_penalty(_response_lengths(rows), self.max_tokens, self.buffer_tokens).reshape(
+            reward.shape
+        )
         rows.set(self.written_key, penalty)
         rows.set(keys.REWARD, reward + self.weight * penalty)
 
@@ -293,8 +299,9 @@ class OverlongPenalty(RowTransform):
 class GroupAdvantage(RowTransform):
     """Advantage of every response over its siblings: ``A_i = (r_i - b_i) / s_i``, exactly 0 in a constant group.
 
-    Reads ``("next", "reward")`` ``[N, 1]`` and ``group_id`` ``[N]``, writes ``advantage`` ``[N, 1, 1]``. Give it whole
-    groups: as a collector's ``postproc``, or as a ``ReplayBuffer`` transform, where ``extend`` computes.
+    Reads ``("next", "reward")`` ``[N, 1]`` and ``group_id`` ``[N]``, and under ``length_weighted`` the assistant mask;
+    writes ``advantage`` ``[N, 1, 1]``. Give it whole groups: as a collector's ``postproc``, or as a ``ReplayBuffer``
+    transform, where ``extend`` computes.
 
     Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its scale.
 
@@ -318,8 +325,8 @@ class GroupAdvantage(RowTransform):
 
     def __init__(
         self,
-        baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean",
-        scale: Literal["group_std", "batch_std", "none"] = "group_std",
+        baseline: Baseline = "group_mean",
+        scale: Scale = "group_std",
         eps: float = 1e-6,
         *,
         group_size: int | None = None,
@@ -344,12 +351,14 @@ class GroupAdvantage(RowTransform):
                     f"group {ids[odd[0]].item()} has {counts[odd[0]].item()} responses in this batch instead of "
                     f"{self.group_size}; its baseline would be wrong, so pass whole groups."
                 )
-        values = group_advantages(reward, group_ids, baseline=self.baseline, scale=self.scale, eps=self.eps)
+        lengths = _response_lengths(rows) if self.baseline == "length_weighted" else None
+        options = {"baseline": self.baseline, "lengths": lengths}
+        values = group_advantages(reward, group_ids, scale=self.scale, eps=self.eps, **options)
         graded = rows.get(keys.GRADED_REWARD, None)
         if graded is not None:
             # Divided by their own std, differences of the KL alone would become full-size advantages, however small:
             # at the first step, where the policy is the reference, out of rounding.
-            unscaled = group_advantages(reward, group_ids, baseline=self.baseline, scale="none")
+            unscaled = group_advantages(reward, group_ids, scale="none", **options)
             values = torch.where(constant_groups(graded.reshape(-1), group_ids), unscaled, values)
         rows.set(self.out_keys[0], values.reshape(-1, 1, 1))
 

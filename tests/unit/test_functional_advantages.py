@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sota_grpo.functional import constant_groups, group_advantages
 
-BASELINES = ("group_mean", "leave_one_out", "batch_mean", "none")
-SCALES = ("group_std", "batch_std", "none")
-GROUP_BASELINES = ("group_mean", "leave_one_out")
+BASELINES = ("group_mean", "leave_one_out", "length_weighted", "best_of_others", "batch_mean", "none")
+SCALES = ("group_std", "group_mean", "batch_std", "advantage_std", "none")
+GROUP_BASELINES = BASELINES[:4]
+GROUP_SCALES = ("group_std", "group_mean")
 
 
 @pytest.fixture(autouse=True)
@@ -27,24 +28,42 @@ def std(values: list[float]) -> float:
     return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
 
 
-def reference(rewards: list[float], ids: list[int], baseline: str, scale: str, eps: float) -> list[float]:
+def reference(
+    rewards: list[float], ids: list[int], lengths: list[int], baseline: str, scale: str, eps: float
+) -> list[float]:
+    def centred(i: int) -> float:
+        siblings = [j for j, group in enumerate(ids) if group == ids[i]]
+        others = [rewards[j] for j in siblings if j != i]
+        uses_group = baseline in GROUP_BASELINES or scale in GROUP_SCALES
+        uses_batch = baseline == "batch_mean" or scale in ("batch_std", "advantage_std")
+        if (uses_group and len({rewards[j] for j in siblings}) == 1) or (uses_batch and len(set(rewards)) == 1):
+            return 0.0
+        if baseline == "best_of_others":
+            return max(0.0, rewards[i] - max(others))
+        tokens = [lengths[j] for j in siblings]
+        return (
+            rewards[i]
+            - {
+                "group_mean": sum(rewards[j] for j in siblings) / len(siblings),
+                "leave_one_out": sum(others) / max(len(others), 1),
+                "length_weighted": sum(n * rewards[j] for n, j in zip(tokens, siblings)) / max(sum(tokens), 1),
+                "batch_mean": sum(rewards) / len(rewards),
+                "none": 0.0,
+            }[baseline]
+        )
+
+    differences = [centred(i) for i in range(len(rewards))]
     advantages = []
-    for i, (reward, group) in enumerate(zip(rewards, ids)):
+    for difference, group in zip(differences, ids):
         siblings = [r for r, g in zip(rewards, ids) if g == group]
-        others = [r for j, (r, g) in enumerate(zip(rewards, ids)) if g == group and j != i]
-        uses_group = baseline in GROUP_BASELINES or scale == "group_std"
-        uses_batch = baseline == "batch_mean" or scale == "batch_std"
-        if (uses_group and len(set(siblings)) == 1) or (uses_batch and len(set(rewards)) == 1):
-            advantages.append(0.0)
-            continue
-        b = {
-            "group_mean": lambda siblings=siblings: sum(siblings) / len(siblings),
-            "leave_one_out": lambda others=others: sum(others) / len(others),
-            "batch_mean": lambda: sum(rewards) / len(rewards),
-            "none": lambda: 0.0,
-        }[baseline]()
-        s = {"group_std": std(siblings) + eps, "batch_std": std(rewards) + eps, "none": 1.0}[scale]
-        advantages.append((reward - b) / s)
+        divisor = {
+            "group_std": std(siblings) + eps,
+            "group_mean": sum(siblings) / len(siblings),
+            "batch_std": std(rewards) + eps,
+            "advantage_std": std(differences) + eps,
+            "none": 1.0,
+        }[scale]
+        advantages.append(difference / divisor if difference else 0.0)
     return advantages
 
 
@@ -59,8 +78,9 @@ def ragged_groups() -> torch.Tensor:
 def test_equals_the_plain_loop(baseline: str, scale: str) -> None:
     ids = ragged_groups()
     rewards = torch.randint(0, 3, ids.shape).double() / 7
-    expected = reference(rewards.tolist(), ids.tolist(), baseline, scale, 1e-6)
-    found = group_advantages(rewards, ids, baseline=baseline, scale=scale)
+    lengths = torch.randint(0, 9, ids.shape)
+    expected = reference(rewards.tolist(), ids.tolist(), lengths.tolist(), baseline, scale, 1e-6)
+    found = group_advantages(rewards, ids, baseline=baseline, scale=scale, lengths=lengths)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
@@ -70,6 +90,13 @@ def test_numbers_by_hand() -> None:
     assert group_advantages(rewards, ids, eps=0.0)[:3].tolist() == [1.0, -1.0, 0.0]  # std of 2, 0, 1 is 1
     loo = group_advantages(rewards, ids, baseline="leave_one_out", scale="none")
     assert loo.tolist() == [1.5, -1.5, 0.0, 4.0, -4.0]
+    lengths = torch.tensor([1, 2, 1, 3, 1])  # baselines (2 + 0 + 1) / 4 and (27 + 5) / 4
+    opo = group_advantages(rewards, ids, baseline="length_weighted", scale="none", lengths=lengths)
+    assert opo.tolist() == [1.25, -0.75, 0.25, 1.0, -3.0]
+    assert group_advantages(rewards, ids, baseline="best_of_others", scale="none").tolist() == [1.0, 0, 0, 4.0, 0]
+    assert group_advantages(rewards, ids, scale="group_mean").tolist() == pytest.approx([1, -1, 0, 2 / 7, -2 / 7])
+    whitened = group_advantages(rewards, ids, scale="advantage_std", eps=0.0)  # of 1, -1, 0, 2, -2
+    assert whitened.tolist() == pytest.approx([x / math.sqrt(10 / 4) for x in (1, -1, 0, 2, -2)])
     batch = group_advantages(rewards, ids, baseline="batch_mean", scale="batch_std", eps=0.0)
     torch.testing.assert_close(batch, (rewards - 3.4) / math.sqrt(53.2 / 4))
 
@@ -79,7 +106,7 @@ def test_numbers_by_hand() -> None:
 def test_seven_rewards_of_0_3_give_exactly_0(baseline: str, scale: str, dtype: torch.dtype) -> None:
     """Their mean is not 0.3 after rounding: in float32 arithmetic the quotient by eps alone is 0.029."""
     rewards, ids = torch.tensor([0.3] * 7 + [0.0, 1.0], dtype=dtype), torch.tensor([5] * 7 + [2, 2])
-    found = group_advantages(rewards, ids, baseline=baseline, scale=scale)
+    found = group_advantages(rewards, ids, baseline=baseline, scale=scale, lengths=torch.arange(1, 10))
     assert found[:7].tolist() == [0.0] * 7
     assert found[8] > 0.4
 
@@ -116,9 +143,10 @@ def test_a_group_of_one_is_0_or_refused() -> None:
 def test_order_of_rows_and_names_of_groups_do_not_matter(baseline: str, scale: str) -> None:
     ids = ragged_groups()
     rewards = torch.rand(ids.shape)
-    order = torch.randperm(len(ids))
-    first = group_advantages(rewards, ids, baseline=baseline, scale=scale)
-    second = group_advantages(rewards[order], -3 * ids[order] + 1, baseline=baseline, scale=scale)
+    order, lengths = torch.randperm(len(ids)), torch.randint(1, 9, ids.shape)
+    options = {"baseline": baseline, "scale": scale}
+    first = group_advantages(rewards, ids, lengths=lengths, **options)
+    second = group_advantages(rewards[order], -3 * ids[order] + 1, lengths=lengths[order], **options)
     torch.testing.assert_close(second, first[order], rtol=2e-7, atol=1e-9)
 
 
@@ -129,6 +157,29 @@ def test_group_advantages_sum_to_0_and_have_unit_std() -> None:
         member = advantages[ids == group]
         assert abs(member.sum().item()) < 1e-9
         assert member.std().item() == pytest.approx(1.0)
+
+
+def test_several_best_responses_add_nothing_to_the_best_of_their_group() -> None:
+    ids = torch.tensor([0, 0, 0, 1, 1, 1])
+    found = group_advantages(torch.tensor([1.0, 1, 0, 0, 1, 0]), ids, baseline="best_of_others", scale="none")
+    assert found.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_divided_by_the_mean_the_right_ones_of_a_group_weigh_alike_however_rare_they_are() -> None:
+    """Binary rewards, K of N right: N/K - 1 for each right one, -1 for each wrong one; their sum is 0."""
+    for right in range(1, 8):
+        rewards = torch.tensor([1.0] * right + [0.0] * (8 - right), dtype=torch.float64)
+        found = group_advantages(rewards, torch.zeros(8, dtype=torch.int64), scale="group_mean")
+        assert found.tolist() == pytest.approx([8 / right - 1] * right + [-1.0] * (8 - right))
+
+
+def test_the_length_weighted_baseline_has_the_least_variance_where_gradients_grow_with_length() -> None:
+    """Of all b it minimises ``sum_i |o_i| (r_i - b)^2``, so the advantages weighed by length sum to 0."""
+    ids = ragged_groups()
+    rewards, lengths = torch.rand(len(ids), dtype=torch.float64), torch.randint(1, 50, ids.shape)
+    found = group_advantages(rewards, ids, baseline="length_weighted", scale="none", lengths=lengths)
+    for group in ids.unique():
+        assert abs((lengths * found)[ids == group].sum().item()) < 1e-9
 
 
 def test_shift_and_scale_of_the_rewards_cancel() -> None:
@@ -181,6 +232,12 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
         group_advantages(torch.tensor([0.0, math.nan]), ids)
     with pytest.raises(ValueError, match=r"they are \[2, 1\] and \[2\]"):
         group_advantages(torch.zeros(2, 1), ids)
+    with pytest.raises(ValueError, match=r"reward of row 1 is -0\.5; scale 'group_mean' divides by the mean"):
+        group_advantages(torch.tensor([1.0, -0.5]), ids, scale="group_mean")
+    with pytest.raises(ValueError, match="needs lengths"):
+        group_advantages(torch.zeros(2), ids, baseline="length_weighted")
+    with pytest.raises(ValueError, match="best_of_others needs at least 2 responses in every group, but 1 of 1"):
+        group_advantages(torch.zeros(1), ids[:1], baseline="best_of_others")
     with pytest.raises(ValueError, match="baseline is 'mean'; choose one of group_mean"):
         group_advantages(torch.zeros(2), ids, baseline="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="scale is 'std'; choose one of group_std"):

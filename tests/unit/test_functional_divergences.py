@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sota_grpo.functional import KL_ESTIMATORS, importance_weights, kl_k1, kl_k2, kl_k3
+from sota_grpo.functional import KL_ESTIMATORS, importance_weights, kl_k1, kl_k2, kl_k3, off_policy_tokens
 from sota_grpo.functional.divergences import mean_ratio, temperature_slope
 
-WAYS = list(product(("token", "sequence"), ("truncate", "mask")))  # levels and modes of a correction
+# levels and modes of a correction
+WAYS = list(product(("token", "sequence", "geometric"), ("truncate", "mask", "reject")))
 NUM_TOKENS, NUM_IDS = 20_000, 12  # of the policies whose agreement is measured
 
 
@@ -80,6 +81,19 @@ def test_expected_gradient_in_the_loss(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_times_the_ratio_the_expected_gradient_is_that_of_the_kl_whoever_sampled(name: str) -> None:
+    """Tokens of an older policy, whose probabilities are constants: E[(p / old) k] has the gradient of KL(p, ref)."""
+    logits, ref = two_policies()
+    old = torch.randn(6, dtype=torch.float64).log_softmax(-1)
+    log_prob = logits.log_softmax(-1)
+    weighed = old.exp() * ((log_prob - old).exp() * KL_ESTIMATORS[name](log_prob, ref))
+    (found,) = torch.autograd.grad(weighed.sum(), logits)
+    log_prob = logits.log_softmax(-1)
+    (expected,) = torch.autograd.grad(kl(log_prob, ref), logits)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 def random_rows() -> tuple[Tensor, Tensor]:
     mask = torch.rand(5, 8) < 0.6
     mask[1], mask[0, 0] = False, True
@@ -87,16 +101,46 @@ def random_rows() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("level", "mode"), WAYS)
-def test_importance_weights_by_the_plain_loop(level: str, mode: str) -> None:
+@pytest.mark.parametrize("floor", [0.0, 0.7])
+def test_importance_weights_by_the_plain_loop(level: str, mode: str, floor: float) -> None:
     log_ratio, mask = random_rows()
-    found = importance_weights(log_ratio.requires_grad_(), mask, level=level, mode=mode, cap=1.3)
+    found = importance_weights(log_ratio.requires_grad_(), mask, level=level, mode=mode, cap=1.3, floor=floor)
     assert not found.requires_grad
     for i, t in product(range(5), range(8)):
-        weight = math.exp(log_ratio[i, t].item())
-        if level == "sequence":
-            weight = math.prod(math.exp(log_ratio[i, s].item()) for s in range(8) if mask[i, s])
-        bounded = min(weight, 1.3) if mode == "truncate" else weight * (weight <= 1.3)
-        assert found[i, t].item() == pytest.approx(bounded if mask[i, t] else 0.0, rel=1e-12)
+        if not mask[i, t]:
+            assert found[i, t] == 0
+            continue
+        ratios = [math.exp(log_ratio[i, s].item()) for s in range(8) if mask[i, s]]
+        whole = math.prod(ratios)
+        weight = {"token": math.exp(log_ratio[i, t].item()), "sequence": whole, "geometric": whole ** (1 / len(ratios))}
+        inside = floor <= weight[level] <= 1.3
+        bounded = {
+            "truncate": max(floor, min(weight[level], 1.3)),
+            "mask": inside * weight[level],
+            "reject": float(inside),
+        }
+        assert found[i, t].item() == pytest.approx(bounded[mode], rel=1e-12)
+
+
+def test_icepop_by_hand() -> None:
+    """Ratios of 0.4, 0.5, 2 and 6 within 0.5 and 5: the first and the last are left out."""
+    log_ratio, mask = torch.tensor([[0.4, 0.5, 2.0, 6.0]]).log(), torch.ones(1, 4, dtype=torch.bool)
+    found = importance_weights(log_ratio, mask, level="token", mode="mask", cap=5.0, floor=0.4999)
+    torch.testing.assert_close(found, torch.tensor([[0.0, 0.5, 2.0, 0.0]]))
+
+
+def test_off_policy_tokens_by_the_plain_loop() -> None:
+    log_prob, behaviour = torch.randn(2, 40, 8, dtype=torch.float64)
+    mask, advantage = torch.rand(40, 8) < 0.6, torch.randn(40, 1).sign()
+    mask[1] = False
+    dirty = log_prob.masked_fill(~mask, math.nan).requires_grad_()
+    found = off_policy_tokens(dirty, behaviour, advantage, mask, threshold=0.1)
+    assert not found.requires_grad
+    assert found.any()
+    for i in range(40):
+        gaps = [(behaviour[i, t] - log_prob[i, t]).item() for t in range(8) if mask[i, t]]
+        stale = bool(gaps) and advantage[i] < 0 and sum(gaps) / len(gaps) > 0.1
+        assert found[i].tolist() == [bool(stale) and trained for trained in mask[i].tolist()]
 
 
 @pytest.mark.parametrize(("level", "mode"), WAYS)
@@ -112,7 +156,8 @@ def test_extreme_and_masked_values_do_no_harm(level: str, mode: str) -> None:
     mask = torch.tensor([[True, True, False]] * 2)
     above = 2.0 if mode == "truncate" else 0.0
     found = importance_weights(log_ratio, mask, level=level, mode=mode, cap=2.0)
-    assert found.tolist() == [[above, above, 0.0], [0.0, 0.0, 0.0]]
+    below = 1.0 if mode == "reject" else 0.0  # there is no floor
+    assert found.tolist() == [[above, above, 0.0], [below, below, 0.0]]
 
 
 def test_a_long_row_whose_ratios_cancel_keeps_its_product() -> None:
@@ -136,6 +181,10 @@ def test_bad_corrections_are_refused() -> None:
         importance_weights(x, mask, level="row", mode="mask", cap=1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mode is 'clip'"):
         importance_weights(x, mask, level="token", mode="clip", cap=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"floor is 1\.0 and cap is 1\.0"):
+        importance_weights(x, mask, level="token", mode="mask", cap=1.0, floor=1.0)
+    with pytest.raises(ValueError, match=r"threshold is -0\.1"):
+        off_policy_tokens(x, x, x, mask, threshold=-0.1)
     with pytest.raises(ValueError, match="cap is 0"):
         importance_weights(x, mask, level="token", mode="mask", cap=0)
 

@@ -10,13 +10,19 @@ from torch import Tensor
 
 from sota_grpo import functional
 from sota_grpo.functional import (
+    SURROGATES,
     cispo_surrogate,
     clipped_surrogate,
     clipped_tokens,
+    dppo_surrogate,
+    gmpo_surrogate,
     loss_weights,
     reinforce_surrogate,
+    sapo_surrogate,
     sequence_log_ratio,
+    vespo_surrogate,
 )
+from sota_grpo.functional.surrogates import of_terms
 
 ROWS, TOKENS = 6, 9
 
@@ -83,17 +89,18 @@ def test_clipped_numbers_by_hand() -> None:
     assert not clipped_tokens(ratio.log(), torch.zeros_like(ratio), 0.2, 0.28, 3.0).any()
 
 
-@pytest.mark.parametrize("surrogate", ["clipped", "cispo", "sequence"])
-def test_on_policy_gradient_is_that_of_reinforce(batch, surrogate) -> None:
+LEVELS = [(name, level) for name, one in SURROGATES.items() if one.reads("log_ratio") for level in one.ratios]
+
+
+@pytest.mark.parametrize(("name", "level"), LEVELS)
+def test_on_policy_gradient_is_that_of_reinforce(batch, name, level) -> None:
+    """Of every surrogate that there is, whatever its widths."""
     log_prob, _, advantage = batch
     old, mask = log_prob.detach().clone(), torch.rand(ROWS, TOKENS) < 0.7
     weight = loss_weights(mask, "sequence").double()
-    ratio = log_prob - old
-    loss = {
-        "clipped": lambda: clipped_surrogate(ratio, advantage, 0.0, 0.0, 1.1),
-        "cispo": lambda: cispo_surrogate(log_prob, ratio, advantage, 0.0),
-        "sequence": lambda: clipped_surrogate(sequence_log_ratio(log_prob, old, mask), advantage, 3e-4, 4e-4),
-    }[surrogate]()
+    ratio = log_prob - old if level == "token" else sequence_log_ratio(log_prob, old, mask)
+    terms = {"log_prob": log_prob, "log_ratio": ratio, "advantage": advantage, "mask": mask}
+    loss = of_terms(SURROGATES[name].loss, {**terms, "clip_low": 0.0, "clip_high": 0.0, "dual_clip": 1.1})
     (gradient,) = torch.autograd.grad((weight * loss).sum(), log_prob)
     (expected,) = torch.autograd.grad((weight * reinforce_surrogate(log_prob, advantage)).sum(), log_prob)
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
@@ -157,6 +164,115 @@ def test_token_form_of_gspo_has_the_gradient_of_plain_gspo(batch, aggregation) -
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 
+def sapo_token(rho: float, a: float, p: float) -> tuple[float, float]:
+    tau = 0.8 if a > 0 else 1.7
+    gate = 1 / (1 + math.exp(-tau * (rho - 1)))
+    return -4 / tau * gate * a, -4 * gate * (1 - gate) * rho * a
+
+
+def dppo_token(rho: float, a: float, p: float) -> tuple[float, float]:
+    change = p - p / rho
+    kept = change <= 0.05 if a > 0 else change >= -0.1
+    weight = min(rho, 2.0) * a * kept
+    return -weight * math.log(p), -weight
+
+
+@pytest.mark.parametrize("token", [sapo_token, dppo_token], ids=["sapo", "dppo"])
+def test_a_surrogate_of_tokens_equals_the_plain_loop_with_its_gradient(batch, token) -> None:
+    log_prob, old, advantage = batch
+    ratio = log_prob - old
+    if token is sapo_token:
+        loss = sapo_surrogate(ratio, advantage, 0.8, 1.7)
+    else:
+        loss = dppo_surrogate(log_prob, ratio, advantage, 0.1, 0.05, 2.0)
+        moved = SURROGATES["dppo"].clipped(log_prob, ratio, advantage, 0.1, 0.05)
+    loss.sum().backward()
+    for i in range(ROWS):
+        for t in range(TOKENS):
+            rho, a = math.exp(ratio[i, t].item()), advantage[i, 0].item()
+            value, slope = token(rho, a, math.exp(log_prob[i, t].item()))
+            assert loss[i, t].item() == pytest.approx(value, rel=1e-10, abs=1e-14)
+            assert log_prob.grad[i, t].item() == pytest.approx(slope, rel=1e-10, abs=1e-14)
+            assert token is sapo_token or moved[i, t].item() == (slope == 0 and a != 0)
+
+
+def by_hand_vespo(ratios: list[float], logs: list[float], a: float) -> tuple[list[float], list[float]]:
+    k, rate = (1.5, 2.5) if a >= 0 else (4.0, 2.0)
+    whole = math.prod(ratios)
+    weight = whole**k * math.exp(rate * (1 - whole)) * a
+    return [-weight * x for x in logs], [-weight] * len(logs)
+
+
+def by_hand_gmpo(ratios: list[float], logs: list[float], a: float) -> tuple[list[float], list[float]]:
+    bounded = [min(math.log(r), 0.5) if a >= 0 else max(math.log(r), -0.3) for r in ratios]
+    value = -a * math.exp(sum(bounded) / max(len(bounded), 1))
+    return [value] * len(logs), [value if b == math.log(r) else 0.0 for b, r in zip(bounded, ratios)]
+
+
+@pytest.mark.parametrize("name", ["vespo", "gmpo"])
+def test_a_surrogate_of_rows_equals_the_plain_loop_with_its_gradient(batch, name) -> None:
+    log_prob, old, advantage = batch
+    ratio, mask = log_prob - old, torch.rand(ROWS, TOKENS) < 0.6
+    mask[3] = False
+    if name == "vespo":
+        loss = vespo_surrogate(log_prob, ratio, advantage, mask, 1.5, 2.5, 4.0, 2.0)
+    else:
+        loss = gmpo_surrogate(ratio, advantage, mask, 0.3, 0.5)
+        clipped = SURROGATES["gmpo"].clipped(ratio, advantage, 0.3, 0.5)
+    loss.where(mask, 0.0).sum().backward()
+    for i in range(ROWS):
+        spots, a = mask[i].nonzero().flatten().tolist(), advantage[i, 0].item()
+        ratios, logs = ([math.exp(ratio[i, t].item()) for t in spots], log_prob[i, spots].tolist())
+        values, slopes = {"vespo": by_hand_vespo, "gmpo": by_hand_gmpo}[name](ratios, logs, a)
+        assert loss[i, spots].tolist() == pytest.approx(values, rel=1e-10, abs=1e-14)
+        assert log_prob.grad[i, spots].tolist() == pytest.approx(slopes, rel=1e-10, abs=1e-14)
+        assert not log_prob.grad[i, ~mask[i]].any()
+        assert name == "vespo" or clipped[i, spots].tolist() == [slope == 0 and a != 0 for slope in slopes]
+
+
+def test_gmpo_has_the_gradient_of_the_geometric_mean_itself(batch) -> None:
+    """``-mean_i A_i exp(mean_t clip(log rho_t))`` differentiated as it stands, under weights per sequence."""
+    log_prob, old, advantage = batch
+    mask = torch.rand(ROWS, TOKENS) < 0.6
+    mask[:, 0] = True
+    log_ratio = log_prob - old
+    bounded = torch.where(advantage >= 0, log_ratio.clamp(max=0.4), log_ratio.clamp(min=-0.4))
+    mean = torch.where(mask, bounded, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+    weight = loss_weights(mask, "sequence").double()
+    (found,) = torch.autograd.grad((weight * gmpo_surrogate(log_ratio, advantage, mask, 0.4, 0.4)).sum(), log_prob)
+    (expected,) = torch.autograd.grad((-advantage * mean.exp()).mean(), log_prob)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_vespo_weighs_most_at_the_ratio_of_k_to_lambda() -> None:
+    ratio = torch.linspace(0.01, 4, 400, dtype=torch.float64).unsqueeze(-1)
+    for sign, peak in ((1.0, 2 / 3), (-1.0, 3 / 2)):
+        mask = torch.ones(400, 1, dtype=torch.bool)
+        advantage = torch.full((400, 1), sign, dtype=torch.float64)
+        weight = vespo_surrogate(torch.ones(400, 1, dtype=torch.float64), ratio.log(), advantage, mask).abs()
+        assert ratio[weight.argmax()].item() == pytest.approx(peak, abs=0.01)
+
+
+@pytest.mark.parametrize("extreme", [500.0, -500.0])
+@pytest.mark.parametrize("name", ["sapo", "vespo"])
+def test_a_smooth_surrogate_is_finite_and_without_gradient_at_an_extreme_ratio(name, extreme) -> None:
+    log_prob = torch.full((2, 3), -3.0, requires_grad=True)
+    log_ratio = log_prob - log_prob.detach() + extreme
+    advantage, mask = torch.tensor([[1.0], [-1.0]]), torch.ones(2, 3, dtype=torch.bool)
+    terms = {"log_prob": log_prob, "log_ratio": log_ratio, "advantage": advantage, "mask": mask}
+    loss = of_terms(SURROGATES[name].loss, terms)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert log_prob.grad.abs().max() < 1e-12
+
+
+def test_dppo_masks_an_overflowing_ratio_that_moved_and_caps_one_that_did_not() -> None:
+    log_prob = torch.tensor([-1.0, -200.0], requires_grad=True)
+    log_ratio, advantage = torch.tensor([500.0, 500.0]), torch.ones(2)
+    dppo_surrogate(log_prob, log_ratio, advantage, 0.2, 0.2, 20.0).sum().backward()
+    assert log_prob.grad.tolist() == [0.0, -20.0]
+
+
 def test_nan_in_a_masked_slot_changes_no_sequence_ratio(batch) -> None:
     log_prob, old, _ = batch
     mask = torch.rand(ROWS, TOKENS) < 0.6
@@ -174,6 +290,14 @@ def test_meaningless_widths_are_refused() -> None:
         clipped_surrogate(x, x, -0.1, 0.2)
     with pytest.raises(ValueError, match="clip_high is nan"):
         cispo_surrogate(x, x, x, math.nan)
+    with pytest.raises(ValueError, match="tau_negative is 0; a temperature must be above 0"):
+        sapo_surrogate(x, x, 1.0, 0)
+    with pytest.raises(ValueError, match="k_negative is -1; it must be above 0"):
+        vespo_surrogate(x, x, x, x == 0, k_negative=-1)
+    with pytest.raises(ValueError, match=r"ratio_cap is 1\.0; .* greater than 1"):
+        dppo_surrogate(x, x, x, 0.2, 0.2, 1.0)
+    with pytest.raises(ValueError, match="clip_low is -1"):
+        gmpo_surrogate(x, x, x == 0, -1, 0.2)
     with pytest.raises(ValueError, match=r"dual_clip is 1\.0; .* greater than 1"):
         clipped_tokens(x, x, 0.2, 0.2, 1.0)
 

@@ -170,6 +170,40 @@ ACTOR = "actor_rollout_ref.actor"
         ),
         (("algorithm=rloo",), {"algorithm.adv_estimator": "rloo", f"{ACTOR}.policy_loss.loss_mode": "gpg"}),
         (("algorithm=reinforce_pp",), {"algorithm.adv_estimator": "reinforce_plus_plus"}),
+        (("algorithm=reinforce_pp_baseline",), {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"}),
+        (("algorithm=opo",), {"algorithm.adv_estimator": "opo", f"{ACTOR}.policy_loss.loss_mode": "gpg"}),
+        (
+            ("algorithm=pass_at_k",),
+            {"algorithm.adv_estimator": "grpo_passk", "algorithm.norm_adv_by_std_in_grpo": False},
+        ),
+        (
+            ("algorithm=sapo", "algorithm.tau_negative=1.2"),
+            {f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_pos": 1.0, f"{ACTOR}.tau_neg": 1.2},
+        ),
+        (
+            ("algorithm=dppo", "algorithm.ratio_cap=20"),
+            {
+                f"{ACTOR}.policy_loss.loss_mode": "dppo_tv",
+                f"{ACTOR}.clip_ratio_c": 20.0,
+                f"{ACTOR}.clip_ratio_low": 0.15,
+            },
+        ),
+        (("algorithm=gmpo",), {f"{ACTOR}.policy_loss.loss_mode": "geo_mean", f"{ACTOR}.clip_ratio_low": 0.4}),
+        (("algorithm=vespo",), {f"{ACTOR}.policy_loss.loss_mode": "vanilla", f"{ACTOR}.clip_ratio_low": 0.2}),
+        (
+            ("algorithm=icepop",),
+            {
+                "algorithm.rollout_correction.rollout_is": "token",
+                "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0",
+            },
+        ),
+        (
+            ("algorithm=geometric_rejection", "algorithm.correction_cap=1.25", "algorithm.correction_floor=0.5"),
+            {
+                "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
+                "algorithm.rollout_correction.rollout_rs_threshold": "0.8_2.0",
+            },
+        ),
         (
             ("policy.kl_coef=0.02", "algorithm.kl_estimator=k2"),
             {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.02, f"{ACTOR}.kl_loss_type": "mse"},
@@ -205,6 +239,40 @@ ACTOR = "actor_rollout_ref.actor"
 def test_verl_computes_the_same_under(overrides: tuple[str, ...], expected: dict) -> None:
     found = verl_of(*overrides)
     assert {name: found.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("algorithm=sapo",), {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}),
+        (("algorithm=vespo",), {"loss_type": "vespo", "vespo_k_pos": 2.0, "vespo_lambda_neg": 2.0}),
+        (("algorithm=gmpo",), {"loss_type": "grpo", "epsilon": 0.2, "epsilon_high": 0.2}),
+        (("algorithm=luspo",), {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "epsilon": 0.002}),
+        (("algorithm=lite_ppo",), {"loss_type": "dapo", "scale_rewards": "batch"}),
+        (("algorithm=maxrl",), {"scale_rewards": "group"}),
+        (
+            ("algorithm=icepop",),
+            {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.5},
+        ),
+        (("algorithm=geometric_rejection",), {"vllm_importance_sampling_correction": False}),
+        (
+            ("algorithm=deepseek_v32", "policy.kl_coef=0.1"),
+            {"off_policy_mask_threshold": 0.5, "use_bias_correction_kl": True, "scale_rewards": "none"},
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else "-".join(value),
+)
+def test_trl_computes_the_same_under(overrides: tuple[str, ...], expected: dict) -> None:
+    """Or says that it does not."""
+    arguments, account = trl_arguments(config_of(*overrides))
+    assert {name: arguments[name] for name in expected} == expected
+    remarked = {
+        "algorithm=gmpo": "objective",
+        "algorithm=maxrl": "scale",
+        "algorithm=geometric_rejection": "correction",
+    }
+    if overrides[0] in remarked:
+        assert account.remarks[f"algorithm.{remarked[overrides[0]]}"]
 
 
 def test_hydra_reads_the_command_line_as_it_was_meant(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_options_are_judged_by_its_parameters() -> None:
             validate(config_of(*overrides))
     with pytest.raises(ValueError, match="'halved', which has no ratio"):
         GRPOLoss(torch.nn.Identity(), objective="halved", ratio="sequence")
-    assert _missing("algorithm.clip_low", config_of()) == "algorithm.objective=clipped"
+    assert _missing("algorithm.clip_low", config_of()) == "algorithm.objective=clipped or dppo or gmpo"
     assert _missing("algorithm.clip_high", config_of()) is None
 
 
@@ -125,7 +125,7 @@ def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
         (f"{mine}:hungry", "seed=1", "asks for values; its parameters are any of log_prob, log_ratio,"),
         (f"{mine}:nobody", "seed=1", "defines no function 'nobody'; its functions are clipped, onpolicy, hungry"),
         (f"{mine.parent}/no.py:clipped", "seed=1", "There is no file .*no.py; correct algorithm.objective"),
-        ("sapo", "seed=1", "sapo is not one of clipped, cispo"),
+        ("gppo", "seed=1", "gppo is not one of clipped, cispo"),
     ):
         with pytest.raises(UserError, match=sentence):
             validate(composed("grpo_gsm8k", f"algorithm.objective={objective}", override))

@@ -13,6 +13,7 @@ from torch import nn
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
 from sota_grpo import keys
+from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.collate import micro_batches, pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
@@ -29,6 +30,17 @@ EVERY_TERM = {
     "correction": "token",
     "correction_cap": 1.2,
 }
+
+
+#: Every surrogate beside every other term, and every term that looks at rows.
+VARIANTS = {
+    **{name: EVERY_TERM | {"objective": name} | ({"correction": None} if one.weighs_rows else {})
+       for name, one in SURROGATES.items()},
+    "gspo": EVERY_TERM | {"ratio": "sequence"},
+    "sapo per sequence": EVERY_TERM | {"objective": "sapo", "ratio": "sequence"},
+    "geometric": EVERY_TERM | {"correction": "geometric", "correction_mode": "reject", "correction_floor": 0.9},
+    "off-policy": EVERY_TERM | {"off_policy_threshold": 0.0, "kl_unbiased": True},
+}  # fmt: skip
 
 
 def total(out) -> torch.Tensor:
@@ -172,9 +184,9 @@ def hand_batch(behaviour: list[float], advantage: float) -> TensorDict:
 # ---------------------------------------------------------------------------------------------------- laws
 
 
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
-def test_invariant_to_the_micro_batch_split(ratio) -> None:
-    rows, loss, _ = scene(**EVERY_TERM, ratio=ratio)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_invariant_to_the_micro_batch_split(variant) -> None:
+    rows, loss, _ = scene(**VARIANTS[variant])
     whole = run(loss, [pad_rows(rows, pad_token_id=0)])
     for budget in (1, 15, 30):
         parts = micro_batches(rows, token_budget=budget)
@@ -182,17 +194,18 @@ def test_invariant_to_the_micro_batch_split(ratio) -> None:
         assert_same_step(run(loss, [pad_rows(part, pad_token_id=0) for part in parts]), whole)
 
 
-def test_invariant_to_order_and_to_laziness() -> None:
-    rows, loss, stream = scene(**EVERY_TERM)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_invariant_to_order_and_to_laziness(variant) -> None:
+    rows, loss, stream = scene(**VARIANTS[variant])
     whole = run(loss, [pad_rows(rows, pad_token_id=0)])
     order = torch.randperm(len(rows), generator=stream).tolist()
     assert_same_step(run(loss, [pad_rows([rows[i] for i in order], pad_token_id=7)]), whole)
     assert_same_step(run(loss, [lazy_stack(rows, 0)]), whole)
 
 
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
-def test_neither_padding_nor_nan_off_the_mask_changes_anything(ratio) -> None:
-    rows, loss, _ = scene(**EVERY_TERM, ratio=ratio)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_neither_padding_nor_nan_off_the_mask_changes_anything(variant) -> None:
+    rows, loss, _ = scene(**VARIANTS[variant])
     clean = pad_rows(rows, pad_token_id=0)
     whole = run(loss, [clean])
     wide = TensorDict(batch_size=clean.batch_size)
@@ -211,7 +224,10 @@ def test_neither_padding_nor_nan_off_the_mask_changes_anything(ratio) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"ratio": "sequence"}, {"objective": "cispo"}, {"dual_clip": 3.0}, {"objective": "reinforce"}]
+    "options",
+    [{}, {"ratio": "sequence"}, {"dual_clip": 3.0}, {"off_policy_threshold": 0.0}]
+    + [{"objective": name} for name in SURROGATES if name != "clipped"],
+    ids=str,
 )
 def test_on_policy_gradient_is_reinforce(options) -> None:
     """At rho = 1 the gradient of every objective is -w_t A_i for the log-prob of token t, and 0 elsewhere."""
@@ -225,15 +241,55 @@ def test_on_policy_gradient_is_reinforce(options) -> None:
         assert not grad[len(expected) :].any()
 
 
-def test_gradient_is_zero_exactly_where_the_clip_says() -> None:
+@pytest.mark.parametrize("objective", [name for name, one in SURROGATES.items() if one.clipped and name != "cispo"])
+def test_gradient_is_zero_exactly_where_the_clip_says(objective) -> None:
     stream = generator()
     rows = set_loss_weights([row.exclude("proximal_log_probs") for row in random_rows(stream, 12)], "token")
     actor = TableActor(rows, stream)
-    out = GRPOLoss(actor, entropy_bonus=False)(pad_rows(rows, pad_token_id=0))
+    widths = 0.02 if objective == "dppo" else 0.2
+    loss = GRPOLoss(actor, entropy_bonus=False, objective=objective, clip_epsilon=widths)
+    out = loss(pad_rows(rows, pad_token_id=0))
     out.loss_objective.backward()
     dead = sum((grad[: len(row[keys.ASSISTANT_MASK])][row[keys.ASSISTANT_MASK]] == 0).sum()
                for row, grad in zip(rows, actor.log_probs.grad, strict=True))  # fmt: skip
     assert 0 < dead == out.sums["clip_fraction"]
+
+
+def test_off_policy_rows_have_no_gradient_and_are_counted() -> None:
+    """Two rows that the policy has left by 1 nat per token, one bad: it alone is left out, its KL is not."""
+    for advantage, expected in ((-1.0, 0.0), (1.0, -math.exp(-1))):
+        batch = hand_batch(behaviour=[0.0, -1.0, -1.0], advantage=advantage)
+        batch.set(keys.REF_LOG_PROBS, torch.tensor([[0.0, -3.0, -2.5]]))
+        loss = GRPOLoss(Constant([0.0, -2.0, -2.0]), off_policy_threshold=0.5, entropy_bonus=False, kl_to_ref_coeff=1.0)
+        out = loss(batch)
+        (slope,) = torch.autograd.grad(out.loss_objective, loss.actor_network.log_probs, retain_graph=True)
+        assert slope.tolist()[0] == pytest.approx([0.0, expected / 2, expected / 2])
+        assert out.loss_objective.item() == pytest.approx(expected)
+        assert out.off_policy_fraction.item() == (advantage < 0)
+        assert out.loss_kl_to_ref.item() > 0
+
+
+def test_a_dropped_row_may_overflow() -> None:
+    batch = hand_batch(behaviour=[0.0, -500.0, 0.0, 0.0], advantage=-1.0)
+    loss = GRPOLoss(Constant([0.0, -1.0, -400.0, -400.0]), off_policy_threshold=0.5, entropy_bonus=False)
+    out = loss(batch)
+    out.loss_objective.backward()
+    assert out.loss_objective.item() == 0
+    assert not loss.actor_network.log_probs.grad.any()
+
+
+def test_an_unbiased_kl_is_weighed_by_the_ratio_with_its_gradient() -> None:
+    """rho (exp(-d) + d - 1) with d = logp - ref has the slope rho d: here rho = 2 and d = log 3, and rho = 1, d = 0."""
+    behaviour = [0.0, -2.0 - math.log(2), -1.0]
+    batch = hand_batch(behaviour=behaviour, advantage=0.0)
+    batch.set(keys.REF_LOG_PROBS, torch.tensor([[0.0, -2.0 - math.log(3), -1.0]]))
+    loss = GRPOLoss(Constant([0.0, -2.0, -1.0]), kl_to_ref_coeff=1.0, kl_unbiased=True, entropy_bonus=False)
+    out = loss(batch)
+    out.loss_kl_to_ref.backward()
+    k3 = 1 / 3 + math.log(3) - 1
+    assert out.loss_kl_to_ref.item() == pytest.approx(2 * k3 / 2)
+    assert out.kl_to_ref.item() == pytest.approx(k3 / 2)
+    assert loss.actor_network.log_probs.grad[0].tolist() == pytest.approx([0.0, 2 * math.log(3) / 2, 0.0], abs=1e-6)
 
 
 def test_only_loss_entries_carry_a_gradient() -> None:
@@ -267,6 +323,18 @@ def test_correction_above_the_cap_is_counted() -> None:
         out = loss(batch)
         assert out.loss_objective.item() == pytest.approx(expected)
         assert out.correction_fraction.item() == pytest.approx(1 / 3)
+
+
+def test_a_correction_below_its_floor_is_counted_and_rejected_by_row() -> None:
+    """Log-weights 0.5 and -0.1: their geometric mean is exp(0.2), so a floor of 1 takes the row whole and 1.3 not."""
+    batch = hand_batch(behaviour=[0.0, -0.5, 0.1], advantage=1.0)
+    batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 3))
+    for floor, expected, fraction in ((1.0, -1.0, 0.0), (1.3, 0.0, 1.0)):
+        bounds = {"correction_floor": floor, "correction_cap": 1.5, "entropy_bonus": False}
+        loss = GRPOLoss(Constant([0.0] * 3), correction="geometric", correction_mode="reject", **bounds)
+        out = loss(batch)
+        assert out.loss_objective.item() == pytest.approx(expected)
+        assert out.correction_fraction.item() == fraction
 
 
 def test_tokens_of_weight_zero_take_no_part() -> None:
@@ -322,13 +390,39 @@ def test_a_misspelt_keyword_fails() -> None:
         ("ratio", "sequence"),
         ("kl_estimator", "k4"),
         ("loss_aggregation", "mean"),
-        ("correction", "geometric"),
+        ("correction", "harmonic"),
+        ("correction_mode", "drop"),
     ],
 )
 def test_a_keyword_without_effect_or_choice_is_refused_by_name(keyword, value) -> None:
     others = {"objective": "reinforce"} if keyword in ("dual_clip", "ratio") else {}
     with pytest.raises(ValueError, match=rf"{keyword} is .*{value}"):
         GRPOLoss(nn.Identity(), **{keyword: value} | others)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"objective": "dppo", "ratio": "sequence"}, "'dppo', which takes it per token"),
+        ({"objective": "vespo", "correction": "token"}, "'vespo', which weighs whole rows itself"),
+        ({"surrogate_options": {"tau_positive": 2.0}}, "tau_positive=2.0 but the objective is 'clipped'"),
+        ({"objective": "sapo", "surrogate_options": {"log_ratio": 2.0}}, "surrogate_options has log_ratio"),
+        ({"kl_unbiased": True, "kl_estimator": "k2"}, "'k1' or 'k3'"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(value),
+)
+def test_terms_that_do_not_go_together_are_refused(options, sentence) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        GRPOLoss(nn.Identity(), **options)
+
+
+def test_a_surrogate_is_given_its_own_options() -> None:
+    rows, loss, _ = scene(objective="sapo", entropy_bonus=False)
+    batch = pad_rows(rows, pad_token_id=0)
+    options = {"tau_positive": 1.0, "tau_negative": 1.05}  # its defaults
+    named = GRPOLoss(loss.actor_network, objective="sapo", entropy_bonus=False, surrogate_options=options)
+    other = GRPOLoss(loss.actor_network, objective="sapo", entropy_bonus=False, surrogate_options={"tau_negative": 3.0})
+    assert named(batch).loss_objective == loss(batch).loss_objective != other(batch).loss_objective
 
 
 def test_two_aggregations_are_refused() -> None:

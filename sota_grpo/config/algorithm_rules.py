@@ -1,0 +1,168 @@
+"""Rules of the algorithm: which of its terms go together, and with what around them (see :mod:`.validators`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sota_grpo.config import Config, changed_options, responses_per_step, reward_names, walk
+from sota_grpo.config.mixture import READERS, longest_response
+from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, readers
+from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.tasks import parameters
+
+_OF_SIBLINGS = {"group_mean", "leave_one_out", "length_weighted", "best_of_others", "group_std"}
+
+
+def a_group_baseline_has_siblings(config: Config) -> Iterator[str]:
+    group_terms = {config.algorithm.baseline, config.algorithm.scale} & _OF_SIBLINGS
+    if config.env.repeats < 2 and group_terms:
+        yield (
+            f"algorithm {config.algorithm.name} compares siblings ({', '.join(sorted(group_terms))}), but env.repeats="
+            f"{config.env.repeats} gives none; use env.repeats=2 or more."
+        )
+
+
+def dynamic_sampling_has_group_signal(config: Config) -> Iterator[str]:
+    if config.algorithm.dynamic_sampling and config.env.repeats < 2:
+        yield f"algorithm.dynamic_sampling needs groups of 2 or more, and env.repeats={config.env.repeats}."
+
+
+def overlong_buffer_fits_the_response(config: Config) -> Iterator[str]:
+    buffer, longest = config.algorithm.overlong_buffer, longest_response(config)
+    if buffer > longest:
+        turns = f" times env.max_steps={config.env.max_steps}" if config.env.max_steps > 1 else ""
+        yield (
+            f"algorithm.overlong_buffer={buffer} is longer than inference_model.max_tokens="
+            f"{config.inference_model.max_tokens}{turns}."
+        )
+
+
+_REWARDS = ("reward.correct", "reward.wrong", "reward.no_answer")
+
+
+def a_mean_reward_that_divides_is_not_negative(config: Config) -> Iterator[str]:
+    """What a user's own functions give is looked at when it is there."""
+    if config.algorithm.scale != "group_mean":
+        return
+    penalties = {
+        "algorithm.overlong_buffer": config.algorithm.overlong_buffer,
+        "policy.kl_coef": 0.0 if config.train.kl_coef_in_loss else config.policy.kl_coef,
+    }
+    own = config.env.mixture is None and (config.reward.path is None or "builtin" in reward_names(config))
+    values = {name: value for name, _, value in walk(config)}
+    read = [name for name in _REWARDS if own and READERS[name] in parameters(config.env.dataset)]
+    taken = [f"{name}={value}" for name, value in penalties.items() if value > 0]
+    taken += [f"{name}={values[name]}" for name in read if values[name] < 0]
+    if taken:
+        yield (
+            f"algorithm.scale=group_mean divides by the mean reward of a group, which {taken[0]} can make negative; "
+            f"use {taken[0].partition('=')[0]}=0 or algorithm.scale=group_std."
+        )
+
+
+def an_unbiased_kl_stands_in_the_loss_and_is_not_squared(config: Config) -> Iterator[str]:
+    """``E[rho k2']`` is not the gradient of the KL, ``E[rho k1']`` and ``E[rho k3']`` are, ``rho`` included."""
+    algorithm = config.algorithm
+    if algorithm.kl_unbiased and algorithm.kl_estimator == "k2":
+        yield "algorithm.kl_unbiased=true with algorithm.kl_estimator=k2 is not unbiased; use k1 or k3."
+    if algorithm.kl_unbiased and not config.train.kl_coef_in_loss and config.policy.kl_coef > 0:
+        yield (
+            f"algorithm.kl_unbiased=true has no effect on policy.kl_coef={config.policy.kl_coef} in the reward; use "
+            "train.kl_coef_in_loss=true or algorithm.kl_unbiased=false."
+        )
+
+
+def the_kl_in_the_loss_has_a_gradient(config: Config) -> Iterator[str]:
+    """The gradient of k1 has mean 0, so as a loss it pulls nowhere (k2 and k3 do, and k1 times the ratio)."""
+    in_loss = config.train.kl_coef_in_loss and config.policy.kl_coef > 0
+    if in_loss and config.algorithm.kl_estimator == "k1" and not config.algorithm.kl_unbiased:
+        yield (
+            f"policy.kl_coef={config.policy.kl_coef} with algorithm.kl_estimator=k1 in the loss pulls nowhere: its "
+            "gradient has mean 0; use k2 or k3, or train.kl_coef_in_loss=false."
+        )
+
+
+def options_that_the_objective_does_not_read_keep_their_default(config: Config) -> Iterator[str]:
+    objective = config.algorithm.objective
+    for name, (value, default) in changed_options(config).items():
+        term = name.removeprefix("algorithm.")
+        if term in OPTIONS and not surrogate(objective).reads(term):
+            yield (
+                f"{name}={value} has no effect on algorithm.objective={objective}, which does not read it; use {name}="
+                f"{'null' if default is None else default} or algorithm.objective={readers(term)}."
+            )
+
+
+def a_bound_of_the_ratio_lies_above_that_of_an_unchanged_policy(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    for name, bound, usual in (("dual_clip", algorithm.dual_clip, 3.0), ("ratio_cap", algorithm.ratio_cap, 20.0)):
+        if bound is not None and bound <= 1:
+            yield f"algorithm.{name}={bound} must be above 1, the ratio of an unchanged policy; use {usual} or null."
+
+
+def the_bounds_of_a_correction_leave_room_between_them(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    floor, cap = algorithm.correction_floor, algorithm.correction_cap
+    if floor > 0 and algorithm.correction == "none":
+        yield (
+            f"algorithm.correction_floor={floor} has no effect on algorithm.correction=none; use "
+            "algorithm.correction_floor=0 or algorithm.correction=token."
+        )
+    if 0 < cap <= floor:
+        yield (
+            f"algorithm.correction_floor={floor} is not below algorithm.correction_cap={cap}; use a smaller floor, "
+            f"such as algorithm.correction_floor={1 / cap if cap > 1 else cap / 2:g}."
+        )
+
+
+def an_objective_that_weighs_rows_is_corrected_by_itself(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.correction != "none" and surrogate(algorithm.objective).weighs_rows:
+        yield (
+            f"algorithm.objective={algorithm.objective} weighs every response by its own ratio, which algorithm."
+            f"correction={algorithm.correction} would multiply; use algorithm.correction=none."
+        )
+
+
+def has_no_ratio(config: Config) -> bool:
+    """Whether the surrogate weighs every token as if the newest policy had sampled it."""
+    return not surrogate(config.algorithm.objective).reads("log_ratio")
+
+
+def a_level_of_the_ratio_needs_a_ratio(config: Config) -> Iterator[str]:
+    ratio, objective = config.algorithm.ratio, config.algorithm.objective
+    if has_no_ratio(config) and ratio != "token":
+        yield (
+            f"algorithm.ratio={ratio} has no effect on algorithm.objective={objective}, which has no ratio; leave "
+            "algorithm.ratio=token or use algorithm.objective=clipped."
+        )
+    elif ratio not in surrogate(objective).ratios:
+        others = " or ".join(name for name, one in SURROGATES.items() if one.reads("log_ratio") and ratio in one.ratios)
+        yield (
+            f"algorithm.objective={objective} takes the ratio per token, not algorithm.ratio={ratio}; use "
+            f"algorithm.ratio=token or algorithm.objective={others}."
+        )
+
+
+def several_steps_of_a_collection_need_a_ratio(config: Config) -> Iterator[str]:
+    """After the first step the rest of a collection is off-policy, and only a ratio would say so.
+
+    A correction does not help: it weighs from the behaviour policy to the one *before* the first step.
+    """
+    train, size = config.train, responses_per_step(config)
+    if has_no_ratio(config) and (train.epochs > 1 or train.optim_batch_size < size):
+        yield (
+            f"algorithm.objective={config.algorithm.objective} is on-policy, but train.epochs={train.epochs} and "
+            f"train.optim_batch_size={train.optim_batch_size} make several steps of a collection of {size}; use "
+            f"train.epochs=1 and train.optim_batch_size={size}, or algorithm.objective=cispo, which has a ratio."
+        )
+
+
+def an_old_policy_needs_a_ratio(config: Config) -> Iterator[str]:
+    age = config.train.max_policy_age
+    if has_no_ratio(config) and age > 0:
+        yield (
+            f"algorithm.objective={config.algorithm.objective} is on-policy and train.max_policy_age={age} trains on "
+            "tokens of older policies; use train.max_policy_age=0, or algorithm.objective=cispo, which weighs by the "
+            "ratio."
+        )
