@@ -143,7 +143,7 @@ def importance_weights(
         weight = weight.clamp(floor, cap)
     else:
         inside = (weight >= floor) & (weight <= cap)
-        weight = torch.where(inside, weight if mode == "mask" else 1.0, 0.0)
+        weight = (weight if mode == "mask" else torch.ones_like(weight)).where(inside, 0.0)
     return torch.where(mask, weight, 0.0)
 
 

@@ -23,40 +23,48 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from sota_grpo import keys
-from sota_grpo.config import AlgorithmConfig
+from sota_grpo.config import Config
+from sota_grpo.migration.trl import trl_arguments
 from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from tests.builders import ModelActor, generator, random_rows, tiny_model, tiny_tokenizer
+from tests.config.test_config import composed
+from tests.contract.peers import TRL, loss_of
 
 pytestmark = pytest.mark.bench
 trl = pytest.importorskip("trl", reason="TRL is a benchmark-only dependency: pip install sota-grpo[bench]")
 
-PRESETS = Path(__file__).resolve().parents[2] / "config" / "algorithm"
 MAX_RESPONSE_TOKENS = 9
-TRL_LOSS_TYPE = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "gspo": "grpo", "cispo": "cispo"}
 # how far the policy moved, so that a good part of the tokens is clipped under each preset's width
-DRIFT = {"grpo": 0.3, "dr_grpo": 0.3, "dapo": 0.3, "gspo": 2e-3, "cispo": 1.5}
+DRIFT = {"gspo": 2e-3, "luspo": 5e-3, "cispo": 1.5}
+#: What decides the loss, as ``sota-grpo export --to trl`` writes it; the rest of its arguments is about the run.
+_OF_THE_LOSS = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "off_policy_mask_threshold")
 
 
-def preset(name: str) -> AlgorithmConfig:
-    return OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), OmegaConf.load(PRESETS / f"{name}.yaml"))
+def preset(name: str) -> Config:
+    return composed(
+        "grpo_cpu", f"algorithm={name}", *(["algorithm.off_policy_threshold=0.03"] if "v32" in name else [])
+    )
 
 
-def trainer_for(name: str, algorithm: AlgorithmConfig, model, beta: float, tmp_path: Path, **options):
+def trainer_for(name: str, config: Config, model, beta: float, tmp_path: Path, **options):
     """TRL's trainer on the tiny model; beta is set afterwards, as it would load a reference model from the hub."""
     from datasets import Dataset
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-    bound = algorithm.clip_high + (1 if name == "cispo" else 0)
-    args = trl.GRPOConfig(
+    exported = trl_arguments(config)[0]
+    given = {key: value for key, value in exported.items() if key in _OF_THE_LOSS or key.startswith(("sapo", "vespo"))}
+    if name == "gmpo":  # a trainer of its own, which the export does not name
+        given |= {"epsilon": config.algorithm.clip_low, "epsilon_high": config.algorithm.clip_high}
+    else:
+        assert exported["loss_type"] == {"luspo": "dr_grpo"}.get(name, TRL[name])  # luspo's, but for a constant
+        given["loss_type"] = TRL[name]
+    arguments, trainer_class = (GMPOConfig, GMPOTrainer) if name == "gmpo" else (trl.GRPOConfig, trl.GRPOTrainer)
+    args = arguments(
         output_dir=str(tmp_path),
-        loss_type=TRL_LOSS_TYPE[name],
-        epsilon=algorithm.clip_low,
-        epsilon_high=bound,
-        importance_sampling_level=algorithm.ratio,
         max_completion_length=MAX_RESPONSE_TOKENS,
         beta=0.0,
         num_generations=2,
@@ -65,9 +73,10 @@ def trainer_for(name: str, algorithm: AlgorithmConfig, model, beta: float, tmp_p
         bf16=False,
         use_cpu=True,
         report_to="none",
+        **given,
         **options,
     )
-    trainer = trl.GRPOTrainer(
+    trainer = trainer_class(
         model=model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=args,
@@ -81,13 +90,14 @@ def trainer_for(name: str, algorithm: AlgorithmConfig, model, beta: float, tmp_p
 def rows_near(model, name: str) -> list[TensorDict]:
     """Ragged rows whose behaviour log-probs are a drift away from the model's own."""
     stream = generator()
-    rows = [row.exclude("proximal_log_probs") for row in random_rows(stream, 24)]
+    dtype = next(model.parameters()).dtype
+    rows = [row.exclude("proximal_log_probs") for row in random_rows(stream, 24, dtype=dtype)]
     with torch.no_grad():
         current = ModelActor(model)(pad_rows(rows, pad_token_id=0))[keys.LOG_PROBS]
     for row, values in zip(rows, current, strict=True):
         mask = row[keys.ASSISTANT_MASK]
-        for key, scale in ((keys.LOG_PROBS, DRIFT[name]), (keys.REF_LOG_PROBS, 0.4)):
-            noise = scale * torch.randn(len(mask), generator=stream)
+        for key, scale in ((keys.LOG_PROBS, DRIFT.get(name, 0.3)), (keys.REF_LOG_PROBS, 0.4)):
+            noise = scale * torch.randn(len(mask), generator=stream, dtype=dtype)
             row.set(key, torch.where(mask, values[: len(mask)] + noise, 0.0))
     return rows
 
@@ -123,39 +133,36 @@ def value_and_gradient(model, loss: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("name", list(TRL_LOSS_TYPE))
+@pytest.mark.parametrize("name", list(TRL))
 def test_preset_equals_trl_in_loss_and_gradient(name, beta, tmp_path) -> None:
-    model, algorithm = tiny_model(), preset(name)
-    rows = set_loss_weights(rows_near(model, name), algorithm.aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
-    ours = GRPOLoss(
-        ModelActor(model),
-        objective=algorithm.objective,
-        ratio=algorithm.ratio,
-        clip_epsilon=(algorithm.clip_low, algorithm.clip_high),
-        dual_clip=algorithm.dual_clip,
-        kl_estimator=algorithm.kl_estimator,
-        kl_to_ref_coeff=beta,
-        entropy_bonus=False,
-    )(pad_rows(rows, pad_token_id=0))
-    assert 0 < ours.clip_fraction < 1, "a batch without clipped tokens would not tell the clips apart"
-    total = ours.loss_objective + (ours.loss_kl_to_ref if beta else 0.0)
-    trainer = trainer_for(name, algorithm, model, beta, tmp_path, use_bias_correction_kl=False)
+    """In float64. LUSPO's sums over tokens are here divided by ``max_tokens``, which is taken out again."""
+    model, config = tiny_model().double(), preset(name)
+    aggregation = config.algorithm.aggregation
+    rows = set_loss_weights(rows_near(model, name), aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
+    ours = loss_of(config, ModelActor(model), beta=beta)(pad_rows(rows, pad_token_id=0))
+    if loss_of(config, ModelActor(model)).surrogate.clipped:
+        assert 0 < ours.clip_fraction < 1, "a batch without clipped tokens would not tell the clips apart"
+    if config.algorithm.off_policy_threshold is not None:
+        assert 0 < ours.off_policy_fraction < 1
+    constant = MAX_RESPONSE_TOKENS if name == "luspo" else 1
+    total = constant * (ours.loss_objective + (ours.loss_kl_to_ref if beta else 0.0))
+    trainer = trainer_for(name, config, model, beta, tmp_path, use_bias_correction_kl=config.algorithm.kl_unbiased)
     model.eval()
     value, grad = value_and_gradient(model, total)
     their_value, their_grad = value_and_gradient(model, trainer._compute_loss(model, trl_inputs(rows)))
-    torch.testing.assert_close(value, their_value, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad, their_grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(value, their_value.to(value), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad, their_grad, rtol=1e-6, atol=1e-6)
 
 
 def test_k2_has_the_gradient_of_trls_ratio_weighted_k3_on_the_first_use(tmp_path) -> None:
-    model, algorithm = tiny_model(), preset("grpo")
+    model, config = tiny_model(), preset("grpo")
     rows = set_loss_weights(rows_near(model, "grpo"), "sequence")
     batch = pad_rows(rows, pad_token_id=0)
     with torch.no_grad():
         batch.set(keys.LOG_PROBS, ModelActor(model)(batch.copy())[keys.LOG_PROBS])
     ours = GRPOLoss(ModelActor(model), kl_estimator="k2", kl_to_ref_coeff=0.5, entropy_bonus=False)(batch)
     _, grad = value_and_gradient(model, ours.loss_objective + ours.loss_kl_to_ref)
-    trainer = trainer_for("grpo", algorithm, model, 0.5, tmp_path)
+    trainer = trainer_for("grpo", config, model, 0.5, tmp_path)
     model.eval()
     inputs = trl_inputs(rows)
     del inputs["old_per_token_logps"]  # on policy: TRL takes the current ones

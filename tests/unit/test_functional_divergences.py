@@ -106,6 +106,7 @@ def test_importance_weights_by_the_plain_loop(level: str, mode: str, floor: floa
     log_ratio, mask = random_rows()
     found = importance_weights(log_ratio.requires_grad_(), mask, level=level, mode=mode, cap=1.3, floor=floor)
     assert not found.requires_grad
+    assert found.dtype == torch.float64
     for i, t in product(range(5), range(8)):
         if not mask[i, t]:
             assert found[i, t] == 0
