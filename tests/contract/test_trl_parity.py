@@ -25,6 +25,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from scripts.preset_table import TRL
 from sota_grpo import keys
 from sota_grpo.config import Config
 from sota_grpo.migration.trl import trl_arguments
@@ -32,7 +33,7 @@ from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from tests.builders import ModelActor, generator, random_rows, tiny_model, tiny_tokenizer
 from tests.config.test_config import composed
-from tests.contract.peers import TRL, loss_of
+from tests.contract.peers import loss_of
 
 pytestmark = pytest.mark.bench
 trl = pytest.importorskip("trl", reason="TRL is a benchmark-only dependency: pip install sota-grpo[bench]")

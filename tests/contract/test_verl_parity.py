@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from scripts.preset_table import VERL
 from sota_grpo import keys
 from sota_grpo.config import Config, longest_response
 from sota_grpo.functional import group_advantages, importance_weights
@@ -28,7 +29,7 @@ from sota_grpo.migration.verl import ACTOR, verl_options
 from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from tests.builders import TableActor, generator, random_rows
 from tests.config.test_config import composed
-from tests.contract.peers import VERL, loss_of
+from tests.contract.peers import loss_of
 
 pytestmark = pytest.mark.bench
 core = pytest.importorskip(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.api_reference import modules
+from scripts.preset_table import PRESETS, TRL, VERL, WHY_NOT, table
 from sota_grpo.config.validators import RULES
 from tests.docs.markdown import DOCUMENTS, ROOT
 
@@ -71,6 +72,20 @@ def test_a_page_of_the_reference_holds_every_public_name(tmp_path: Path) -> None
     names = [name for name, _ in public(ROOT / "sota_grpo" / "functional" / "surrogates.py") if name]
     assert names
     assert all(f'id="{name}"' in page for name in names)
+
+
+def test_the_table_of_presets_is_what_they_say() -> None:
+    """Where this fails: python scripts/preset_table.py prints what belongs there."""
+    text = (ROOT / "docs" / "algorithm.md").read_text()
+    assert text.split("<!-- presets -->")[1].strip() == table().strip()
+
+
+def test_every_preset_has_a_peer_or_a_reason() -> None:
+    presets = {path.stem for path in PRESETS.glob("*.yaml")}
+    for peer, having in (("trl", TRL), ("verl", VERL)):
+        without = {name for name, other in WHY_NOT if other == peer}
+        assert set(having) | without == presets
+        assert not set(having) & without
 
 
 @pytest.mark.slow
