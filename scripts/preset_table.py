@@ -27,11 +27,13 @@ VERL = {
     **{"gspo": ("gspo", "grpo"), "cispo": ("cispo", "grpo"), "sapo": ("sapo", "grpo"), "dppo": ("dppo_tv", "grpo")},
     **{"gmpo": ("geo_mean", "grpo"), "rloo": ("gpg", "rloo"), "opo": ("gpg", "opo")},
     **{"pass_at_k": ("vanilla", "grpo_passk"), "reinforce_pp": ("vanilla", "reinforce_plus_plus")},
+    "gdpo": ("vanilla", "gdpo"),
     "reinforce_pp_baseline": ("vanilla", "reinforce_plus_plus_baseline"),
     **dict.fromkeys(("icepop", "geometric_rejection"), ("vanilla", "grpo")),
 }
 #: Why a preset is in neither of the two.
 WHY_NOT = {
+    ("gdpo", "trl"): "has it, inside of its generation",
     ("luspo", "verl"): "no loss that weighs by length",
     ("vespo", "verl"): "no such loss",
     ("deepseek_v32", "verl"): "no such mask",

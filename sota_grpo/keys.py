@@ -30,6 +30,7 @@ RESPONSE_TEXT = ("text", "response")  # str [N], decoded response without specia
 DIALOG = "dialog"  # JSON text [N], Sample.record, absent where a sample has none; written by the engine
 REWARD = ("next", "reward")  # f32 [N, 1], weighted sum of the reward terms, penalties included; by ScoreResponse
 REWARD_TERMS = ("next", "reward_terms")  # one f32 [N, 1] entry per term that applies; by ScoreResponse, penalties
+TERM_WEIGHTS = ("next", "term_weights")  # one f32 [N, 1] entry per term; by GroupAdvantage, if it decouples the terms
 KL_TERM = (*REWARD_TERMS, "kl")  # f32 [N, 1], minus the KL taken off the reward; written by ReferenceKL, if asked to
 GRADED_REWARD = ("next", "graded_reward")  # f32 [N, 1], the reward before the KL was taken off; by ReferenceKL
 SUCCESS = ("next", "success")  # bool [N, 1], the answer is right; written by ScoreResponse

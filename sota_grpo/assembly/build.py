@@ -151,7 +151,7 @@ def build(
         if plan.workers:
             roles = _roles_in_workers(config, plan, env, tokenizer, run_dir, should_stop, opened)
         else:
-            roles = _roles_here(config, plan, tokenizer, run_dir, opened)
+            roles = _roles_here(config, plan, env, tokenizer, run_dir, opened)
         rollouts, sampling = make_rollouts(config, env, roles.engine, instances), make_sampling(config)
         source = RolloutSource(
             rollouts,
@@ -218,7 +218,7 @@ def _computes_in_float32(config: Config, device_type: str) -> bool:
     return engine == "float32" and trainer_precision(config, device_type) == "fp32" and trainer in ("auto", "float32")
 
 
-def _roles_here(config: Config, plan: Plan, tokenizer: Any, run_dir: Path, opened: ExitStack) -> Roles:
+def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_dir: Path, opened: ExitStack) -> Roles:
     """Learner, engine and reference in this process, taking turns (the reference may have a process of its own)."""
     device_type, placement = plan.device_type, plan.placement
     share_device = placement.colocated and device_type == "cuda"
@@ -233,7 +233,7 @@ def _roles_here(config: Config, plan: Plan, tokenizer: Any, run_dir: Path, opene
     reference = make_reference(config, learner.policy, placement, device_type, learner.autocast)
     if reference is not None:
         opened.callback(reference.close)
-    transforms = make_transforms(config, reference, tokenizer.pad_token_id)
+    transforms = make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights)
     model = learner.policy.model
     return Roles(
         engine=engine,
@@ -282,12 +282,12 @@ def _roles_in_workers(
         source_options={
             "group_transforms": [transform for _, transform in make_overlong(config)],
             "reference": reference.submit if reference else None,
-            "transforms": make_advantage(config),
+            "transforms": make_advantage(config, env.task.term_weights),
             "should_stop": should_stop,
             "wait_deadline_s": WAIT_S,
             "metrics_extra": partial(replacements, fleets),
         },
-        transforms=make_transforms(config, reference, tokenizer.pad_token_id),
+        transforms=make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights),
         export=export,
     )
 

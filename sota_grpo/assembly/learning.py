@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,9 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
     )
 
 
-def make_transforms(config: Config, reference: ReferencePolicy | None, pad_token_id: int) -> list[tuple[str, Any]]:
+def make_transforms(
+    config: Config, reference: ReferencePolicy | None, pad_token_id: int, term_weights: Mapping[str, float]
+) -> list[tuple[str, Any]]:
     """What happens to a batch between the env and the learner, each with the phase its seconds count to."""
     transforms = make_overlong(config)  # before the reference, so that the graded reward includes it
     if reference is not None:
@@ -238,7 +241,7 @@ def make_transforms(config: Config, reference: ReferencePolicy | None, pad_token
             shared_prompt=reference.shared_prompt,
         )
         transforms.append(("ref", transform))
-    return transforms + make_advantage(config)
+    return transforms + make_advantage(config, term_weights)
 
 
 def kl_in_reward(config: Config) -> float | None:
@@ -252,10 +255,11 @@ def make_overlong(config: Config) -> list[tuple[str, Any]]:
     return [("score", OverlongPenalty(longest_response(config), buffer))] if buffer else []
 
 
-def make_advantage(config: Config) -> list[tuple[str, Any]]:
-    """What the reward is compared with, over the whole batch."""
+def make_advantage(config: Config, term_weights: Mapping[str, float] | None = None) -> list[tuple[str, Any]]:
+    """What the reward is compared with, over the whole batch; without ``term_weights`` the rows have theirs."""
     algorithm: Any = config.algorithm
-    return [("score", GroupAdvantage(algorithm.baseline, algorithm.scale))]
+    options = {"decouple_terms": algorithm.decouple_terms, "term_weights": term_weights}
+    return [("score", GroupAdvantage(algorithm.baseline, algorithm.scale, **options))]
 
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch reads any of them

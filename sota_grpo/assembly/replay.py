@@ -284,6 +284,11 @@ def replay_configs(
         if missing is not None:
             raise UserError(f"{override} has no effect without {missing}.")
     _require_reference(step, asked, given)
+    if asked.algorithm.decouple_terms and not step.config.algorithm.decouple_terms:
+        raise UserError(
+            f"algorithm.decouple_terms=true needs the weights of the reward terms, which step {step.stored.step} has "
+            "where the run decoupled them itself."
+        )
     validate(asked)
     return own, asked, left
 

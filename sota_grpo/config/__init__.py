@@ -191,6 +191,9 @@ class AlgorithmConfig:
         "what the centred reward is divided by",
         ("group_std", "group_mean", "batch_std", "advantage_std", "none"),
     )
+    decouple_terms: bool = opt(
+        False, "every reward term is compared and scaled within its group before they are added (GDPO)"
+    )
     objective: str = opt("clipped", "per-token surrogate; or one of your own, FILE.py:FUNCTION", SURROGATES.keys())
     ratio: str = opt("token", "importance ratio per token, or per sequence (GSPO)", ("token", "sequence"))
     clip_low: float = opt(

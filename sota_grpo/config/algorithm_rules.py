@@ -15,6 +15,7 @@ _OF_SIBLINGS = {"group_mean", "leave_one_out", "length_weighted", "best_of_other
 
 def a_group_baseline_has_siblings(config: Config) -> Iterator[str]:
     group_terms = {config.algorithm.baseline, config.algorithm.scale} & _OF_SIBLINGS
+    group_terms |= {"decouple_terms"} if config.algorithm.decouple_terms else set()
     if config.env.repeats < 2 and group_terms:
         yield (
             f"algorithm {config.algorithm.name} compares siblings ({', '.join(sorted(group_terms))}), but env.repeats="
@@ -38,6 +39,22 @@ def overlong_buffer_fits_the_response(config: Config) -> Iterator[str]:
 
 
 _REWARDS = ("reward.correct", "reward.wrong", "reward.no_answer")
+
+
+def decoupled_terms_are_those_of_the_task(config: Config) -> Iterator[str]:
+    """Compared within its group, a KL of rounding errors would weigh as much as an answer does."""
+    if not config.algorithm.decouple_terms:
+        return
+    if config.policy.kl_coef > 0 and not config.train.kl_coef_in_loss:
+        yield (
+            f"algorithm.decouple_terms=true would scale policy.kl_coef={config.policy.kl_coef} in the reward to the "
+            "size of the other terms; use train.kl_coef_in_loss=true."
+        )
+    if config.algorithm.scale == "group_mean":
+        yield (
+            "algorithm.scale=group_mean has a mean of 0 to divide by beside algorithm.decouple_terms=true; use "
+            "algorithm.scale=batch_std."
+        )
 
 
 def a_mean_reward_that_divides_is_not_negative(config: Config) -> Iterator[str]:

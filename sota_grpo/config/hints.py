@@ -19,6 +19,7 @@ THEIRS = {
     **{"beta": "policy.kl_coef", "num_generations": "env.repeats", "num_iterations": "train.epochs"},
     **{"max_completion_length": "inference_model.max_tokens", "max_prompt_length": "inference_model.max_model_len"},
     **{"epsilon": _CLIP, "epsilon_high": "algorithm.clip_high", "delta": "algorithm.dual_clip", "loss_type": _LOSS},
+    **{"multi_objective_aggregation": "algorithm.decouple_terms", "gdpo_reward_keys": "algorithm.decouple_terms"},
     **{"scale_rewards": "algorithm.scale", "importance_sampling_level": "algorithm.ratio"},
     **{"mask_truncated_completions": "algorithm.drop_truncated", "reward_weights": "reward.weights"},
     **{"reward_funcs": "reward.path and reward.name", "steps_per_generation": _BATCH, "generation_batch_size": _BATCH},

@@ -98,6 +98,44 @@ def group_advantages(
     return torch.where(alike, 0.0, centred / _scale(values, centred, index, counts, scale, eps)).to(dtype)
 
 
+def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Rewards whose terms are compared within the group before they are added (GDPO).
+
+    ``r_i = sum_k w_k (t_ik - mean_k) / (std_k + eps)``, mean and std (ddof=1) over the responses of the group that have
+    term k. So a term with a wide spread does not drown another. To be whitened over the batch: its mean is 0, so that
+    :func:`group_advantages` with the baseline ``none`` and the scale ``batch_std`` does it.
+
+    Args:
+        terms: ``[N, K]``; NaN where a term does not apply, which adds 0.
+        weights: ``[K]``.
+        group_ids: int64 ``[N]``.
+        eps: added to the standard deviations.
+
+    Returns:
+        float64 ``[N]``, exactly 0 throughout a group whose terms are each constant.
+
+    Raises:
+        ValueError: on other shapes, or a term that is infinite.
+
+    Source: Liu et al. 2026 (arXiv:2601.05242).
+
+    >>> terms = torch.tensor([[1.0, 300.0], [0.0, 100.0], [1.0, 5.0]])
+    >>> found = decoupled_rewards(terms, torch.tensor([1.0, 0.5]), torch.tensor([0, 0, 1]))
+    >>> [round(x, 3) for x in found.tolist()]  # 0.7071 * (1 + 0.5)
+    [1.061, -1.061, 0.0]
+    """
+    if terms.dim() != 2 or weights.shape != terms.shape[1:] or group_ids.shape != terms.shape[:1]:
+        raise ValueError(
+            f"terms, weights and group_ids must be [N, K], [K] and [N], but they are {list(terms.shape)}, "
+            f"{list(weights.shape)} and {list(group_ids.shape)}."
+        )
+    total = torch.zeros(len(terms), dtype=torch.float64, device=terms.device)
+    for term, weight in zip(terms.double().unbind(-1), weights.double()):
+        there = (~term.isnan()).nonzero().squeeze(-1)
+        total[there] += weight * group_advantages(term[there], group_ids[there], eps=eps)
+    return total
+
+
 def constant_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """True for every response whose group carries no signal: all its rewards are equal, bit for bit.
 

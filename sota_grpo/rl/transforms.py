@@ -20,7 +20,13 @@ from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
-from sota_grpo.functional.advantages import Baseline, Scale, constant_groups, group_advantages
+from sota_grpo.functional.advantages import (
+    Baseline,
+    Scale,
+    constant_groups,
+    decoupled_rewards,
+    group_advantages,
+)
 from sota_grpo.functional.weighting import soft_overlong_penalty
 from sota_grpo.rl.collate import micro_batches, pad_rows, row_list, write_rows
 from sota_grpo.rl.records import Example, Score
@@ -296,6 +302,33 @@ class OverlongPenalty(RowTransform):
         rows.set(keys.REWARD, reward + self.weight * penalty)
 
 
+def _weighed_terms(rows: TensorDictBase, weights: Mapping[str, float] | None) -> tuple[Tensor, Tensor]:
+    """Reward terms ``[N, K]``, NaN where one does not apply, and their weights ``[K]``, in the order of their names.
+
+    Raises:
+        ValueError: there are neither weights nor rows that have them.
+    """
+    listed = row_list(rows)
+    names = sorted({name for row in listed for name in _names_of_terms(row)})
+    if weights is None and listed[0].get(keys.TERM_WEIGHTS, None) is None:
+        raise ValueError("decouple_terms needs the weights of the terms: give term_weights, the rows have none.")
+    for row in listed if weights is not None else ():
+        for name in _names_of_terms(row):
+            row.set((*keys.TERM_WEIGHTS, name), torch.tensor([(weights or {}).get(name, 1.0)]))
+
+    def column(key: NestedKey) -> Tensor:
+        nothing = torch.full((1,), torch.nan)
+        return torch.stack([row.get(key, nothing).reshape(()) for row in listed])
+
+    terms = torch.stack([column((*keys.REWARD_TERMS, name)) for name in names], dim=-1)
+    of_terms = torch.stack([column((*keys.TERM_WEIGHTS, name)).nan_to_num(0.0).max() for name in names])
+    return terms, of_terms
+
+
+def _names_of_terms(row: TensorDictBase) -> list[str]:
+    return list(map(str, row.get(keys.REWARD_TERMS).keys()))
+
+
 class GroupAdvantage(RowTransform):
     """Advantage of every response over its siblings: ``A_i = (r_i - b_i) / s_i``, exactly 0 in a constant group.
 
@@ -305,8 +338,13 @@ class GroupAdvantage(RowTransform):
 
     Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its scale.
 
+    With ``decouple_terms`` the reward is :func:`sota_grpo.functional.advantages.decoupled_rewards` of the entries under
+    ``("next", "reward_terms")``; their weights are written to ``("next", "term_weights")``, or read there.
+
     Args:
         baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`.
+        decouple_terms: compare every term within the group before they are added (GDPO).
+        term_weights: weight of each term, by name; others (penalties) weigh 1. None: the rows have them.
         group_size: refuse a batch in which a group has another number of responses; None accepts any.
         in_keys: reward and group id.
         out_keys: advantage.
@@ -329,12 +367,15 @@ class GroupAdvantage(RowTransform):
         scale: Scale = "group_std",
         eps: float = 1e-6,
         *,
+        decouple_terms: bool = False,
+        term_weights: Mapping[str, float] | None = None,
         group_size: int | None = None,
         in_keys: tuple[NestedKey, NestedKey] = (keys.REWARD, keys.GROUP_ID),
         out_keys: tuple[NestedKey] = (keys.ADVANTAGE,),
     ) -> None:
         super().__init__(in_keys=list(in_keys), out_keys=list(out_keys))
         self.baseline, self.scale, self.eps, self.group_size = baseline, scale, eps, group_size
+        self.decouple_terms, self.term_weights = decouple_terms, term_weights
 
     @property
     def written_key(self) -> NestedKey:  # type: ignore[override]
@@ -351,11 +392,14 @@ class GroupAdvantage(RowTransform):
                     f"group {ids[odd[0]].item()} has {counts[odd[0]].item()} responses in this batch instead of "
                     f"{self.group_size}; its baseline would be wrong, so pass whole groups."
                 )
+        if self.decouple_terms:
+            terms = _weighed_terms(rows, self.term_weights)
+            reward = decoupled_rewards(*terms, group_ids, eps=self.eps).to(reward.dtype)
         lengths = _response_lengths(rows) if self.baseline == "length_weighted" else None
         options = {"baseline": self.baseline, "lengths": lengths}
         values = group_advantages(reward, group_ids, scale=self.scale, eps=self.eps, **options)
         graded = rows.get(keys.GRADED_REWARD, None)
-        if graded is not None:
+        if graded is not None and not self.decouple_terms:
             # Divided by their own std, differences of the KL alone would become full-size advantages, however small:
             # at the first step, where the policy is the reference, out of rounding.
             unscaled = group_advantages(reward, group_ids, scale="none", **options)

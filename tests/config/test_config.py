@@ -262,6 +262,14 @@ BROKEN = [
             (["policy.kl_coef=0.1", "train.kl_coef_in_loss=false"], "train.kl_coef_in_loss=true"),
         )
     ),
+    *(
+        ("decoupled_terms_are_those_of_the_task", ["algorithm=gdpo", *more], said)
+        for more, said in (
+            (["policy.kl_coef=0.1", "train.kl_coef_in_loss=false"], "train.kl_coef_in_loss=true"),
+            (["algorithm.scale=group_mean"], "algorithm.scale=batch_std"),
+        )
+    ),
+    ("a_group_baseline_has_siblings", ["algorithm=gdpo", "env.repeats=1"], "decouple_terms"),
     ("every_amount_is_positive", ["algorithm=sapo", "algorithm.tau_negative=0"], "algorithm.tau_negative=0"),
     ("every_coefficient_is_not_negative", ["algorithm.off_policy_threshold=-1"], "off_policy_threshold=-1"),
     ("a_group_baseline_has_siblings", ["algorithm=opo", "env.repeats=1"], "length_weighted"),

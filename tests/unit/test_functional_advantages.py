@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sota_grpo.functional import constant_groups, group_advantages
+from sota_grpo.functional import constant_groups, decoupled_rewards, group_advantages
 
 BASELINES = ("group_mean", "leave_one_out", "length_weighted", "best_of_others", "batch_mean", "none")
 SCALES = ("group_std", "group_mean", "batch_std", "advantage_std", "none")
@@ -242,3 +242,31 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
         group_advantages(torch.zeros(2), ids, baseline="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="scale is 'std'; choose one of group_std"):
         group_advantages(torch.zeros(2), ids, scale="std")  # type: ignore[arg-type]
+
+
+def test_decoupled_rewards_by_the_plain_loop() -> None:
+    """A term is compared with those siblings that have it; where all terms are constant the sum is exactly 0."""
+    ids = torch.arange(24) // 4
+    terms, weights = torch.rand(24, 3, dtype=torch.float64), torch.tensor([1.0, 0.3, -2.0])
+    terms[torch.rand(24, 3) < 0.2] = math.nan
+    terms[4:8] = torch.tensor([0.3, 0.7, 0.1])
+    expected = [0.0] * 24
+    for k, weight in enumerate(weights.tolist()):
+        for group in range(6):
+            members = [i for i in range(24) if ids[i] == group and not terms[i, k].isnan()]
+            values = [terms[i, k].item() for i in members]
+            for i in members if len(set(values)) > 1 else ():
+                expected[i] += weight * (terms[i, k].item() - sum(values) / len(values)) / (std(values) + 1e-6)
+    found = decoupled_rewards(terms, weights, ids)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert found[4:8].tolist() == [0.0] * 4
+    assert abs(found.mean().item()) < 1e-9
+    with pytest.raises(ValueError, match=r"they are \[24, 3\], \[2\] and \[24\]"):
+        decoupled_rewards(terms, weights[:2], ids)
+
+
+def test_the_unit_of_a_term_does_not_matter_where_terms_are_decoupled() -> None:
+    ids, terms = torch.arange(12) // 4, torch.rand(12, 2, dtype=torch.float64)
+    weights, units = torch.tensor([1.0, 2.0]), torch.tensor([1000.0, 0.01])
+    first = decoupled_rewards(terms, weights, ids, eps=0.0)
+    torch.testing.assert_close(decoupled_rewards(terms * units + 5, weights, ids, eps=0.0), first)

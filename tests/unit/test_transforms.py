@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import statistics
 
 import pytest
@@ -281,3 +282,22 @@ def test_group_advantage_inside_an_env_is_refused() -> None:
     env = TransformedEnv(Echo(), GroupAdvantage())
     with pytest.raises(RuntimeError, match="postproc"):
         env.step(env.reset().set(("text", "response"), ["4", "5"]))
+
+
+def test_terms_are_decoupled_by_the_weights_given_or_by_those_of_the_rows() -> None:
+    """Two groups; a wide term, a narrow one and a penalty that weighs 1; the second group lacks the narrow one."""
+    terms = [{"wide": 300.0, "narrow": 0.0, "overlong": 0.0}, {"wide": 100.0, "narrow": 0.1, "overlong": -1.0}]
+    terms += [{"wide": 1.0, "overlong": 0.0}, {"wide": 1.0, "overlong": 0.0}]
+    listed = []
+    for index, one in enumerate(terms):
+        entries = {name: torch.tensor([value]) for name, value in one.items()}
+        listed.append(TensorDict({"next": {"reward": torch.zeros(1), "reward_terms": entries}, "group_id": index // 2}))
+    rows = lazy_stack(listed, 0)
+    options = {"baseline": "none", "scale": "none", "decouple_terms": True}
+    with pytest.raises(ValueError, match="give term_weights"):
+        GroupAdvantage(**options)(rows)
+    first = GroupAdvantage(**options, term_weights={"wide": 2.0, "narrow": 3.0})(rows)["advantage"].flatten()
+    half = math.sqrt(0.5)
+    assert first.tolist() == pytest.approx([half * (2 - 3 + 1), half * (-2 + 3 - 1), 0.0, 0.0], abs=1e-4)
+    again = lazy_stack([row.exclude("advantage") for row in listed], 0)
+    assert GroupAdvantage(**options)(again)["advantage"].flatten().tolist() == first.tolist()
