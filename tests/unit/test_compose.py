@@ -91,7 +91,7 @@ def test_a_run_that_was_moved_finds_what_was_passed_to_it(tmp_path: Path) -> Non
         ("train.temperature=1", "did you mean inference_model.temperature?"),
         ("train.patience=3", "There is no option train.patience."),
         ("+env.repeat=1", "There is no option env.repeat; did you mean env.repeats?"),
-        ("algorithm=dappo", "There is no algorithm=dappo; the presets are cispo, dapo, "),
+        ("algorithm=dappo", "There is no algorithm=dappo; the presets are cispo, clip_higher, dapo, "),
         ("optimizer.lr=abc", "optimizer.lr=abc: Value 'abc' of type 'str' could not be converted to Float."),
         ("env.dataset_path=a=b", "an override is OPTION=VALUE, and a value with =, { or [ in it stands in quotes."),
         ("grpo_cpu", "grpo_cpu is a preset; give it as --config-name grpo_cpu."),
