@@ -284,15 +284,18 @@ class Learner(ForwardPasses):
     def _unclipped(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
         """Copies with advantages above 0 and all ratios near a half, so that no objective clips, caps or masks a token.
 
+        One whose weight is a function of a whole row's ratio (VESPO) is given ratios of 1: 0.5^100 would weigh nothing.
+
         In half precision rounding moves a token's ratio by several per cent and a sequence's (GSPO) by less, yet clips
         are as narrow as 3e-4. Which tokens are clipped, and so the gradient, would depend on how rows are packed:
         0.4 % of the tokens made 0.23 of its norm. A positive advantage is clipped from above alone, so a half is far
         from every clip; the correction's weight, from one stored log-prob to its equal, is exactly 1.
         """
         generator = torch.Generator().manual_seed(self.seed)
+        shift = 0.0 if self.loss.surrogate.weighs_rows else math.log(2)
         found = []
         for row, own in self.scored([row.copy() for row in rows]):
-            old = torch.where(row.get(keys.ASSISTANT_MASK), own + math.log(2), 0.0)
+            old = torch.where(row.get(keys.ASSISTANT_MASK), own + shift, 0.0)
             advantage = 0.5 + torch.rand((1, 1), generator=generator)
             row.set(keys.LOG_PROBS, old).set(keys.PROXIMAL_LOG_PROBS, old).set(keys.ADVANTAGE, advantage)
             found.append(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tensordict import TensorDict, lazy_stack
 from sota_grpo import keys
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
+from sota_grpo.rl.collate import set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.forward_passes import LearnerSettings, learning_rate_factor
@@ -104,19 +106,61 @@ OBJECTIVES = {
     "cispo": {"objective": "cispo"},
     "mask above the cap": {"correction": "token", "correction_mode": "mask", "correction_cap": 1.0},
     "truncate products": {"correction": "sequence"},
+    "sapo": {"objective": "sapo"},
+    "dppo": {"objective": "dppo", "clip_epsilon": 1e-3},
+    "gmpo": {"objective": "gmpo", "clip_epsilon": 1e-3},
+    "vespo": {"objective": "vespo"},
+    "reject": {
+        "correction": "geometric",
+        "correction_mode": "reject",
+        "correction_cap": 1.01,
+        "correction_floor": 0.99,
+    },
+    "off-policy": {"off_policy_threshold": 0.0},
 }
+_GATE = 1 / (1 + math.exp(0.5))  # SAPO's at a ratio of a half
+SHARES = {"sapo": 4 * _GATE * (1 - _GATE) / 2, "vespo": 1.0}  # of REINFORCE's gradient
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_no_clip_takes_part_in_the_compared_gradients(name: str, tmp_path: Path) -> None:
-    """All ratios are a half, so every objective has half of REINFORCE's gradient, however far off the engine was."""
+    """All ratios are a half, so every objective has half of REINFORCE's gradient, however far off the engine was.
+
+    SAPO's gate has its slope there, and VESPO, whose weight is a power of the ratio, is given ratios of 1.
+    """
     rows, found = make_rows(), []
     for options in (OBJECTIVES[name], {"objective": "reinforce"}):
         learner = make_learner(tmp_path)
         learner.loss = GRPOLoss(learner.policy, entropy_bonus=False, **options)
         found.append(learner.gradient(rows, token_budget=50))
     scale = max(float(grad.abs().max()) for grad in found[1].values())
-    assert largest_gap(found[0], {key: grad / 2 for key, grad in found[1].items()}) < 1e-5 * scale
+    share = SHARES.get(name, 0.5)
+    assert largest_gap(found[0], {key: grad * share for key, grad in found[1].items()}) < 1e-5 * scale
+
+
+@pytest.mark.parametrize("name", ["gmpo", "vespo", "dppo", "off-policy", "reject"])
+def test_a_term_of_whole_rows_depends_on_no_packing(name: str, tmp_path: Path) -> None:
+    """Off the old policy: gradients of rows packed behind shared prompts, of small micro-batches and of padded rows."""
+    rows, found = make_rows(), []
+    for row in rows:
+        response = row[keys.FULL_TOKENS][row[keys.ASSISTANT_MASK]]
+        row[keys.FULL_TOKENS] = torch.cat([torch.full((3,), 3 + int(row[keys.GROUP_ID])), response])
+        row[keys.ASSISTANT_MASK] = torch.arange(3 + len(response)) >= 3
+        row[keys.ATTENTION_MASK] = torch.ones(3 + len(response), dtype=torch.bool)
+        drift = torch.cat([torch.zeros(3), 0.1 * torch.randn(len(response))])
+        row[keys.LOG_PROBS] = torch.where(row[keys.ASSISTANT_MASK], -3.6 + 2 * drift, 0.0)
+        row.set(keys.PROXIMAL_LOG_PROBS, row[keys.LOG_PROBS] + drift)
+    set_loss_weights(rows, "sequence")
+    for shared_prompt, budget in ((True, 1 << 20), (True, 13), (False, 1 << 20)):
+        learner = make_learner(tmp_path)
+        learner.policy.scorer.shared_prompt = shared_prompt
+        learner.loss = GRPOLoss(learner.policy, entropy_bonus=False, **OBJECTIVES[name] | {"correction_cap": 1.05})
+        learner._accumulate(rows, budget)
+        found.append({key: p.grad.clone() for key, p in learner.policy.named_parameters()})
+    scale = max(float(grad.abs().max()) for grad in found[0].values())
+    assert scale > 0
+    assert largest_gap(found[0], found[1]) < 1e-5 * scale
+    assert largest_gap(found[0], found[2]) < 1e-5 * scale
 
 
 def test_metrics_depend_on_no_micro_batch_size(tmp_path: Path) -> None:
