@@ -172,7 +172,7 @@ def sapo_token(rho: float, a: float, p: float) -> tuple[float, float]:
 
 def dppo_token(rho: float, a: float, p: float) -> tuple[float, float]:
     change = p - p / rho
-    kept = change <= 0.05 if a > 0 else change >= -0.1
+    kept = change <= 0.02 if a > 0 else change >= -0.3
     weight = min(rho, 2.0) * a * kept
     return -weight * math.log(p), -weight
 
@@ -184,8 +184,8 @@ def test_a_surrogate_of_tokens_equals_the_plain_loop_with_its_gradient(batch, to
     if token is sapo_token:
         loss = sapo_surrogate(ratio, advantage, 0.8, 1.7)
     else:
-        loss = dppo_surrogate(log_prob, ratio, advantage, 0.1, 0.05, 2.0)
-        moved = SURROGATES["dppo"].clipped(log_prob, ratio, advantage, 0.1, 0.05)
+        loss = dppo_surrogate(log_prob, ratio, advantage, 0.3, 0.02, 2.0)
+        moved = SURROGATES["dppo"].clipped(log_prob, ratio, advantage, 0.3, 0.02)
     loss.sum().backward()
     for i in range(ROWS):
         for t in range(TOKENS):
