@@ -451,6 +451,8 @@ class DialogEngine(Streams):
     >>> ((sample,),) = [output.samples for output in engine.generate([request], Sampling(max_tokens=4))]
     >>> sample.token_ids.tolist(), sample.assistant_mask.int().tolist()
     ([5, 0, 8, 9, 5, 0], [1, 1, 0, 0, 1, 1])
+    >>> sample.record
+    {'replies': [[{'role': 'user', 'content': 'Again?'}]]}
     """
 
     def __init__(self, engine: Engine, partner: Partner, turns: TurnTokens, *, max_steps: int):

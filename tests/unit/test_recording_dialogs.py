@@ -149,6 +149,7 @@ def test_the_record_has_a_dialog_where_there_is_one_and_is_scanned_without_parsi
     first, second = map(json.loads, (tmp_path / ROLLOUTS_FILE).read_text().splitlines())
     assert set(first) == {"step", *ROLLOUT_FIELDS}
     assert (second["dialog"], second["task"]) == (dialog, "gym/sums")
+    assert list(second)[-1] == "policy_version"  # where a scan looks for it
     assert [list(row) for row in given] == [["step", *ROLLOUT_FIELDS]] * 2  # a table has the same columns in each row
     index = scan(tmp_path / ROLLOUTS_FILE)
     assert (list(index.lines), dict(index.ages)) == ([(4, 3), (4, 4)], {2: 2})
