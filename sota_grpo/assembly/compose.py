@@ -29,6 +29,7 @@ _PACKAGED = _PACKAGE / "presets"
 #: The presets: in an installed package ``sota_grpo/presets``, which pyproject.toml makes of ``config`` of a checkout.
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
+OF_THE_RUN = "run"  # the run's own algorithm, among others that it is compared with
 PATH_OPTIONS = (
     "model.name",
     "env.dataset_path",
@@ -324,6 +325,37 @@ def resumed_config(config: Config, overrides: Sequence[str]) -> Config:
         return config
     logger.info("The options of %s count where this command gives none.", Path(resume) / CONFIG_FILE)
     return load_config(Path(resume), overrides, remedy="give the same option again")  # it has no --trust-run
+
+
+def algorithms_of(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The algorithms that ``algorithm=A,B,..`` names, by default the run's own, and the other overrides.
+
+    Raises:
+        UserError: one is named twice, or not at all.
+
+    >>> algorithms_of(["algorithm=grpo,mine.py:sapo", "policy.kl_coef=0.1"])
+    (['grpo', 'mine.py:sapo'], ['policy.kl_coef=0.1'])
+    >>> algorithms_of(["algorithm.clip_high=0.3"])
+    (['run'], ['algorithm.clip_high=0.3'])
+    """
+    given = [one for one in overrides if one.startswith("algorithm=")]
+    names = [name.strip() for one in given or [OF_THE_RUN] for name in one.removeprefix("algorithm=").split(",")]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice or not all(names):
+        fault = f"names {one_line(twice[0])} twice" if all(names) else "has an empty name"
+        raise UserError(f"{one_line(' '.join(given))} {fault}; name each algorithm once: algorithm=A,B,C.")
+    return names, [one for one in overrides if one not in given]
+
+
+def overrides_under(algorithm: str, overrides: Sequence[str]) -> list[str]:
+    """What makes one of :func:`algorithms_of` of a run's config; an objective in a file takes the place of the run's.
+
+    >>> overrides_under("dapo", ["seed=1"]), overrides_under("mine.py:sapo", []), overrides_under("run", ["seed=1"])
+    (['algorithm=dapo', 'seed=1'], ['algorithm.objective=mine.py:sapo'], ['seed=1'])
+    """
+    if algorithm == OF_THE_RUN:
+        return [*overrides]
+    return [f"algorithm.objective={algorithm}" if in_file(algorithm) else f"algorithm={algorithm}", *overrides]
 
 
 def no_run_or_model(name: str) -> str:

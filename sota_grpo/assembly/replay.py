@@ -36,7 +36,7 @@ from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.transforms import write_reference
 from sota_grpo.training.checkpoint import CheckpointStore
-from sota_grpo.training.learner import NonFiniteStep
+from sota_grpo.training.learner import Learner, NonFiniteStep
 from sota_grpo.training.runs import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ _OF_THE_COLLECTION = tuple(
     f"algorithm.{name}" for name in ("overlong_buffer", "dynamic_sampling", "dynamic_sampling_max_draws")
 )
 _ALGORITHM = {name for name, _, _ in walk() if name.startswith("algorithm.")} - {"algorithm.name"}
-_COMPARED = (_ALGORITHM - {*_OF_THE_COLLECTION}) | {"policy.kl_coef", "train.kl_coef_in_loss"}
-_MEMORY = "train.micro_batch_tokens"
+COMPARED = (_ALGORITHM - {*_OF_THE_COLLECTION}) | {"policy.kl_coef", "train.kl_coef_in_loss"}
+MEMORY = "train.micro_batch_tokens"
 
 
 @dataclass(frozen=True)
@@ -162,23 +162,14 @@ def replay(step: Step, config: Config | None = None) -> Replay:
         UserError: the model is not there, or the step is not finite under ``config``.
         CheckpointError: the checkpoint is damaged.
     """
-    config = _in_float32_on_the_cpu(config or step.config)
-    tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
-    rows = _scored_rows(step, config)
-    with TemporaryDirectory() as dump, _as_it_was_computed(step):
-        policy = make_policy(config, make_model(config, torch.device("cpu")), "cpu")
-        learner = make_learner(config, policy, tokenizer.pad_token_id, "cpu", Path(dump), objective=ClipWatch)
-        if step.checkpoint is not None:  # read each time: an optimizer changes the moments that it is given
-            learner.load_state_dict(CheckpointStore.load(step.checkpoint, ["learner"])["learner"])
+    config = config or step.config
+    rows = scored_rows(step, config)
+    with restored(step, config, ClipWatch) as learner:
         before = learner.optimizer_steps
-        if step.stored.origin.num_ranks:  # the stream that adapters' dropout reads: of several ranks that of the first
-            torch.manual_seed(sample_seed(step.config.seed, learner.version, 0))
-        else:
-            torch.set_rng_state(step.stored.origin.rng)
         try:
             update = learner.update(rows)
         except NonFiniteStep as error:
-            raise UserError(f"Step {step.stored.step} is not finite when it is computed like this.") from error
+            raise not_finite(step) from error
     advantages = torch.stack([row.get(keys.ADVANTAGE).reshape(()) for row in row_list(rows)])
     rewards = torch.stack([row.get(keys.REWARD).reshape(()) for row in row_list(rows)])
     values = {"reward": rewards.mean().item(), "advantage": advantages.abs().mean().item(), **update}
@@ -188,6 +179,36 @@ def replay(step: Step, config: Config | None = None) -> Replay:
         clipped=learner.loss.clipped,  # type: ignore[attr-defined]
         optimizer_steps=learner.optimizer_steps - before,
     )
+
+
+@contextmanager
+def restored(step: Step, config: Config, objective: type[GRPOLoss] = GRPOLoss) -> Iterator[Learner]:
+    """The learner of ``config`` as it stood before the step, in float32 on the CPU, its random streams included.
+
+    Args:
+        objective: a subclass watches what the loss does.
+
+    Raises:
+        UserError: the model is not there.
+        CheckpointError: the checkpoint is damaged.
+    """
+    config = in_float32_on_the_cpu(config)
+    tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
+    with TemporaryDirectory() as dump, _as_it_was_computed(step):
+        policy = make_policy(config, make_model(config, torch.device("cpu")), "cpu")
+        learner = make_learner(config, policy, tokenizer.pad_token_id, "cpu", Path(dump), objective=objective)
+        if step.checkpoint is not None:  # read each time: an optimizer changes the moments that it is given
+            learner.load_state_dict(CheckpointStore.load(step.checkpoint, ["learner"])["learner"])
+        if step.stored.origin.num_ranks:  # the stream that adapters' dropout reads: of several ranks that of the first
+            torch.manual_seed(sample_seed(step.config.seed, learner.version, 0))
+        else:
+            torch.set_rng_state(step.stored.origin.rng)
+        yield learner
+
+
+def not_finite(step: Step) -> UserError:
+    """What is said where a loss or a gradient is NaN or infinite."""
+    return UserError(f"Step {step.stored.step} is not finite when it is computed like this.")
 
 
 class ClipWatch(GRPOLoss):
@@ -210,7 +231,8 @@ class ClipWatch(GRPOLoss):
         return value, clipped
 
 
-def _in_float32_on_the_cpu(config: Config) -> Config:
+def in_float32_on_the_cpu(config: Config) -> Config:
+    """The options that a step is computed again with, wherever the run was."""
     options = {"device": "cpu", "train.precision": "fp32", "train_model.torch_dtype": "float32"}
     options["train_model.log_probs"] = "tiled"
     if config.model.attn_implementation not in (None, "sdpa", "eager"):  # kernels of GPUs
@@ -218,7 +240,7 @@ def _in_float32_on_the_cpu(config: Config) -> Config:
     return with_options(config, options)
 
 
-def _scored_rows(step: Step, config: Config) -> TensorDictBase:
+def scored_rows(step: Step, config: Config) -> TensorDictBase:
     """The rows as stored, their advantages computed anew; their rewards too where another KL is taken off them.
 
     Penalties on length, and what a user's functions gave, are in the stored rewards.
@@ -263,27 +285,25 @@ def replay_configs(
         UserError: an override that does not exist, contradicts another, cannot matter to a step whose responses are
             given, or needs what was not stored.
     """
-    asked = load_config(run_dir, overrides, trust=True)  # the step's own config has been consented to
-    given = {override.lstrip("+").partition("=")[0]: override for override in overrides}
+    asked, left = under(step, run_dir, overrides)
+    given = by_option(overrides)
     for name, override in given.items():
-        if name not in ("algorithm", _MEMORY, *_COMPARED):
+        if name not in ("algorithm", MEMORY, *COMPARED):
             raise UserError(
                 f"{override} cannot change a step whose responses, rewards and weights are given; a replay takes "
-                f"algorithm=PRESET, options of the algorithm, policy.kl_coef and train.kl_coef_in_loss, and {_MEMORY} "
+                f"algorithm=PRESET, options of the algorithm, policy.kl_coef and train.kl_coef_in_loss, and {MEMORY} "
                 "for its memory."
             )
-    own = with_options(step.config, {_MEMORY: asked.train.micro_batch_tokens})
-    if all(name == _MEMORY for name in given):
+    own = with_options(step.config, {MEMORY: asked.train.micro_batch_tokens})
+    if all(name == MEMORY for name in given):
         return own, None, ()
-    left = tuple(name for name in _OF_THE_COLLECTION if _value(asked, name) != _value(own, name))
-    asked = with_options(asked, {name: _value(own, name) for name in left})
-    if all(_value(asked, name) == _value(own, name) for name in _COMPARED):
+    if all(_value(asked, name) == _value(own, name) for name in COMPARED):
         raise UserError(f"The run had {' '.join(overrides)} itself, so there is nothing to compare.")
     for name, override in given.items():
         missing = _missing(name, asked)
         if missing is not None:
             raise UserError(f"{override} has no effect without {missing}.")
-    _require_reference(step, asked, given)
+    require_reference(step, asked, given)
     if asked.algorithm.decouple_terms and not step.config.algorithm.decouple_terms:
         raise UserError(
             f"algorithm.decouple_terms=true needs the weights of the reward terms, which step {step.stored.step} has "
@@ -291,6 +311,26 @@ def replay_configs(
         )
     validate(asked)
     return own, asked, left
+
+
+def under(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
+    """The run's options under ``overrides``, and which of them act while responses are collected: those stay the run's.
+
+    Raises:
+        UserError: an override that does not exist, or does not fit.
+    """
+    asked = load_config(run_dir, overrides, trust=True)  # the step's own config has been consented to
+    left = tuple(name for name in _OF_THE_COLLECTION if _value(asked, name) != _value(step.config, name))
+    return with_options(asked, {name: _value(step.config, name) for name in left}), left
+
+
+def by_option(overrides: Sequence[str]) -> dict[str, str]:
+    """The overrides by the option that each sets.
+
+    >>> by_option(["algorithm=dapo", "+seed=3"])
+    {'algorithm': 'algorithm=dapo', 'seed': '+seed=3'}
+    """
+    return {override.lstrip("+").partition("=")[0]: override for override in overrides}
 
 
 def replay_notes(step: Step, left: Sequence[str]) -> list[str]:
@@ -334,7 +374,7 @@ def _missing(name: str, config: Config) -> str | None:
     return "policy.kl_coef above 0" if name == "train.kl_coef_in_loss" and config.policy.kl_coef == 0 else None
 
 
-def _require_reference(step: Step, asked: Config, given: dict[str, str]) -> None:
+def require_reference(step: Step, asked: Config, given: dict[str, str]) -> None:
     """Refuse what the reference's log-probs are needed for, where the step has none."""
     if step.stored.rows[0].get(keys.REF_LOG_PROBS, None) is not None:
         return

@@ -120,14 +120,38 @@ class Learner(ForwardPasses):
         if self.drops_out and not self.settings.recompute:  # the loss's own forward has dropout, the engine none
             gaps = self.log_prob_gaps(next(self._mini_batches(parts, epoch=0)))
             clean = kl_k3(torch.zeros_like(gaps), gaps).mean().item()
-        batches = (batch for epoch in range(self.settings.epochs) for batch in self._mini_batches(parts, epoch))
-        steps = [self._step(batch) for batch in batches]
+        steps = [self._step(batch) for batch in self.batches(parts)]
         self.version += 1
         found = reduce_updates(steps)
         # the later steps compare with weights that they changed
         found["mismatch_kl"] = steps[0]["mismatch_kl"] if clean is None else clean
         found |= {"packed": int(self.policy.shared_prompt), "optimizer_steps": self.optimizer_steps}
         return found | {"time/learn_s": time.perf_counter() - began}
+
+    def batches(self, rows: Sequence[TensorDictBase]) -> list[list[TensorDictBase]]:
+        """The rows of each optimizer step of :meth:`update`, in the order of the steps."""
+        return [batch for epoch in range(self.settings.epochs) for batch in self._mini_batches(rows, epoch)]
+
+    def advance(self, batches: Iterable[Sequence[TensorDictBase]]) -> None:
+        """Take one optimizer step on each batch, as :meth:`update` does with all of :meth:`batches`.
+
+        Raises:
+            NonFiniteStep: a loss or gradient is NaN or infinite.
+        """
+        for batch in batches:
+            self._step(batch)
+
+    def loss_gradient(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
+        """Leave the gradient of an optimizer step over ``rows`` in ``.grad``, unclipped; nothing is updated.
+
+        Adapter dropout is off. With a loss scale, the gradient is scaled by it.
+
+        Returns:
+            The losses and the diagnostics, as in :meth:`update`.
+        """
+        with without_dropout(self.policy):
+            losses, metrics = self._accumulate(rows, self.settings.micro_batch_tokens)
+        return losses | metrics
 
     def _mini_batches(self, rows: Sequence[TensorDictBase], epoch: int) -> Iterator[list[TensorDictBase]]:
         """Rows of each optimizer step; the second and later epochs mix groups, so that siblings still share a prompt.

@@ -17,11 +17,11 @@ from sota_grpo.assembly.replay import (
     Step,
     _advantages,
     _clip,
-    _scored_rows,
     equal_ratios,
     open_step,
     replay,
     replayed,
+    scored_rows,
     worst_distance,
 )
 from sota_grpo.cli.replay import as_text
@@ -296,7 +296,7 @@ def asked(kl_coef: float, *, in_loss: bool) -> Config:
 def test_the_kl_moves_between_reward_and_loss(graded: float | None, config: Config, rewards: list[float]) -> None:
     step = kl_step(graded=graded)
     stored = [float(row.get(keys.REWARD)) for row in step.stored.rows]
-    found = _scored_rows(step, config)
+    found = scored_rows(step, config)
     assert found.get(keys.REWARD).flatten().tolist() == pytest.approx(rewards)
     half = (rewards[0] - rewards[1]) / 2
     assert found.get(keys.ADVANTAGE).flatten().tolist() == pytest.approx([half, -half])

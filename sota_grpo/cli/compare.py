@@ -1,0 +1,139 @@
+"""``sota-grpo compare``: a stored step under several objectives side by side, before anything is trained with them.
+
+All algorithms are given the stored responses and rewards and the weights before one optimizer step: the last of the
+training step, or ``--optimizer-step K``; those before it are taken as the run took them. Of each the gradient's norm,
+the cosine to every other one's, the shares of clipped and masked tokens; and the tokens that they treat most
+differently. Printed, and written as a page beside the run::
+
+    sota-grpo compare outputs/2026-01-31/10-00-00 --step 20 algorithm=grpo,dapo,gspo train.epochs=2
+    sota-grpo compare outputs/2026-01-31/10-00-00 --step 20 algorithm=run,mine.py:sapo
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.cli import add_parser, add_trust, tell_trust, whole
+from sota_grpo.errors import UserError
+
+_FILE = "compare.html"
+_WIDTH = 100, 16  # of text that no terminal limits, and more of it for each algorithm
+_TERMINAL_TEXT = 40  # characters of a token's text with its neighbours
+
+
+def add_command(commands: Any) -> None:
+    """Add ``compare`` and its options to the parser of ``sota-grpo``."""
+    parser = add_parser(commands, "compare", "a stored step under several objectives side by side", __doc__, run)
+    add = parser.add_argument
+    add("run_dir", metavar="RUN", help="directory of the run")
+    add(
+        "overrides",
+        metavar="OPTION=VALUE",
+        nargs="*",
+        help="algorithm=A,B,..: presets, FILE.py:FUNCTION, or run, the run's own; further options hold for all",
+    )
+    step = whole("the number of a step", least=0)
+    add("--step", metavar="N", type=step, help="as in metrics.jsonl; default: the last that can be replayed")
+    one = whole("the number of an optimizer step")
+    add("--optimizer-step", metavar="K", type=one, help="of the step, counted from 1; default: the last")
+    add("--tokens", metavar="T", type=whole("a number of tokens"), default=20, help="tokens shown; default: 20")
+    add("--json", action="store_true", help="print everything as JSON")
+    add("--out", metavar="FILE", help=f"the page; default: {_FILE} in RUN")
+    add_trust(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare, print what came of it and write the page; 0 once it is computed.
+
+    Raises:
+        UserError: the step cannot be replayed, an algorithm cannot be computed on it, or the page cannot be written.
+    """
+    from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, algorithms_of, load_config, overrides_under
+    from sota_grpo.run.entry import quiet_console
+
+    quiet_console()
+    run_dir = Path(options.run_dir)
+    config = load_config(run_dir, trust=options.trust_run, unused=UNUSED_WITHOUT_SAMPLES)
+    tell_trust(options, config)
+    algorithms, overrides = algorithms_of(options.overrides)
+    for name in algorithms:  # what is wrong with the names is told before torch is imported
+        load_config(run_dir, overrides_under(name, overrides), trust=True)
+    out = Path(options.out) if options.out else run_dir / _FILE
+    if options.out and not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}.")
+    from sota_grpo.assembly.compare import compared
+    from sota_grpo.report.compare import write_comparison
+
+    found = compared(
+        run_dir,
+        options.step,
+        algorithms,
+        overrides,
+        optimizer_step=options.optimizer_step,
+        num_tokens=options.tokens,
+        trust=options.trust_run,
+    )
+    path = write_comparison(found, out)
+    if options.json:
+        print(json.dumps(found, indent=1, allow_nan=False))
+    else:
+        show(found)
+        print(f"\n{path} ({path.stat().st_size / 1e3:.0f} kB)")
+    return 0
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Tables on standard output, plain where it is no terminal."""
+    from rich.console import Console
+
+    from sota_grpo.recording.progress import figures
+    from sota_grpo.report.compare import COLUMNS, figure, title
+
+    # texts of models stand in the tables: nothing in them is markup
+    algorithms = found["algorithms"]
+    width = None if sys.stdout.isatty() else _WIDTH[0] + _WIDTH[1] * max(4, len(algorithms))
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    console.print(title(found))
+    table = figures("", *(column.title for column in COLUMNS))
+    for name, values in algorithms.items():
+        table.add_row(_plain(name), *(column.cell(values) for column in COLUMNS))
+    console.print(table)
+    if len(algorithms) > 1:
+        table = figures("cosine", *map(_plain, algorithms))
+        for name, row in found["cosines"].items():
+            table.add_row(_plain(name), *(figure(value, 6) for value in row.values()))
+        console.print(table)
+    if found["tokens"]:
+        console.print(_tokens(found))
+    for note in found["notes"]:
+        console.print(_plain(note))
+
+
+def _tokens(found: Mapping[str, Any]) -> Any:
+    from sota_grpo.recording.progress import figures
+    from sota_grpo.report.compare import figure
+
+    table = figures("tokens", "sample", "at", "ratio", *map(_plain, found["algorithms"]), "difference")
+    for token in found["tokens"]:
+        before, text, after = (_plain(token[name]) for name in ("before", "text", "after"))
+        room = max(0, _TERMINAL_TEXT - len(text)) // 2
+        around = f"{before[len(before) - min(room, len(before)) :]}[{text[:_TERMINAL_TEXT]}]{after[:room]}"
+        own = [
+            figure(each["coefficient"], 3) + ("*" if each["clipped"] else "") for each in token["algorithms"].values()
+        ]
+        sample = f"{token['group_id']}.{token['sample_id']}"
+        table.add_row(
+            around, sample, str(token["position"]), figure(token["ratio"], 4), *own, figure(token["difference"], 3)
+        )
+    return table
+
+
+def _plain(text: str) -> str:
+    from sota_grpo.text import one_line
+
+    return one_line(text)

@@ -1,0 +1,227 @@
+"""The page of ``sota-grpo compare``: one HTML file without any script, so nothing that a model wrote can become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.errors import UserError
+from sota_grpo.files import write_text
+from sota_grpo.text import readable
+
+_STYLE = Path(__file__).parent / "assets" / "report.css"
+_OWN_STYLE = """
+main { padding-top: 1rem; } td.figure { text-align: right; white-space: nowrap; }
+.pieces { white-space: pre-wrap; overflow-wrap: anywhere; font: 0.85rem/1.6 var(--mono); }
+mark { color: inherit; background: color-mix(in srgb, var(--plus) 45%, transparent); border-radius: 2px; }
+.up { background: color-mix(in srgb, var(--good) var(--share), transparent); }
+.down { background: color-mix(in srgb, var(--bad) var(--share), transparent); }
+"""
+_FULL = 3.0  # coefficient, in root mean squares, from which a token has its full colour
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of each algorithm."""
+
+    title: str
+    says: str  # one sentence
+    cell: Callable[[Mapping[str, Any]], str]
+
+
+def figure(value: float | None, digits: int = 4) -> str:
+    """A number for a person to read.
+
+    >>> figure(None), figure(0.0), figure(1 / 3), figure(-1.0, 6)
+    ('-', '0', '0.3333', '-1')
+    """
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
+def _losses(values: Mapping[str, Any]) -> str:
+    parts = [f"{figure(value)} {name.removeprefix('loss/')}" for name, value in values["losses"].items()]
+    return ", ".join(parts)
+
+
+#: Of the table of algorithms.
+COLUMNS = (
+    Column("gradient norm", "of all trained parameters, before it is clipped", lambda v: figure(v["grad_norm"], 6)),
+    Column("loss", "of the optimizer step, by term", _losses),
+    Column("|advantage|", "mean over the samples", lambda v: figure(v["advantage"])),
+    Column("clipped", "share of the sampled tokens on which the clip acts", lambda v: _share(v["clipped"])),
+    Column(
+        "masked",
+        "share of the tokens that have an advantage, are not clipped and have no gradient: dropped, or weighed with 0",
+        lambda v: _share(v["masked"]),
+    ),
+    Column("no advantage", "share of the tokens whose advantage is 0", lambda v: _share(v["without_advantage"])),
+    Column(
+        "mean weight",
+        "factor on REINFORCE's gradient, mean over tokens with an advantage: a ratio, a bounded ratio, 0 where clipped",
+        lambda v: figure(v["mean_weight"]),
+    ),
+    Column(
+        "ess",
+        "(sum |c|)^2 / (n sum c^2) of the coefficients c: the share of tokens that the gradient rests on",
+        lambda v: figure(v["ess"]),
+    ),
+)
+
+
+def title(found: Mapping[str, Any]) -> str:
+    """What was compared, in one sentence.
+
+    >>> found = {"step": 4, "run": "RUN", "optimizer_step": 2, "optimizer_steps": 2, "samples": 8, "num_tokens": 60}
+    >>> title(found | {"checkpoint": None, "ess": 0.98, "options": []})
+    'Step 4 of RUN, optimizer step 2 of 2: 8 samples, 60 tokens, ess of the ratios 0.98, the initial model after 1 step'
+    """
+    done = found["optimizer_step"] - 1
+    weights = found["checkpoint"] or "the initial model"
+    moved = f" after {done} step{'s' if done > 1 else ''}" if done else ""
+    options = f", {' '.join(found['options'])}" if found["options"] else ""
+    return readable(
+        f"Step {found['step']} of {found['run']}, optimizer step {found['optimizer_step']} of "
+        f"{found['optimizer_steps']}: {found['samples']} samples, {found['num_tokens']} tokens, ess of the ratios "
+        f"{figure(found['ess'], 6)}, {weights}{moved}{options}",
+        keep="",
+    )
+
+
+def write_comparison(found: Mapping[str, Any], out: Path) -> Path:
+    """Write the page, complete when it gets its name; an older one of that name is replaced.
+
+    Args:
+        found: by :func:`sota_grpo.assembly.compare.compared`.
+        out: the file; its folder exists.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; name a file in it, {out / 'compare.html'}.")
+    try:
+        write_text(out, page(found))
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}); name another file with --out.") from error
+    return out
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The page as text."""
+    sections = [
+        ("Gradients", [*_notes(found), _algorithms(found), _legend()]),
+        ("Cosines between gradients", [_cosines(found)] if len(found["algorithms"]) > 1 else []),
+        ("Tokens", [_coefficients_say(found), _tokens(found)]),
+        ("Samples", [_sample(text) for text in found["texts"]]),
+    ]
+    body = "".join(f"<section><h2>{_text(name)}</h2>{''.join(parts)}</section>\n" for name, parts in sections if parts)
+    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>Objectives compared</title>\n'
+        f"<style>\n{_STYLE.read_text(encoding='utf-8')}{_OWN_STYLE}</style>\n</head>\n<body>\n"
+        '<header class="top"><div><h1>Objectives compared</h1>'
+        f'<p class="quiet">{_text(title(found))}</p></div></header>\n'
+        f"<main>\n{body}</main>\n</body>\n</html>\n"
+    )
+
+
+def _text(text: str, keep: str = "") -> str:
+    """As it can stand between tags and in quoted attributes; its direction stays its own."""
+    return escape(readable(text, keep=keep))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Of cells that are HTML already; the first column has names."""
+    titles = "".join(f'<th scope="col">{cell}</th>' for cell in head)
+    body = "".join(f'<tr><th scope="row">{row[0]}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in rows)
+    return f'<div class="wide" tabindex="0"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(content: str) -> str:
+    return content if content.startswith("<td") else f'<td class="figure">{content}</td>'
+
+
+def _notes(found: Mapping[str, Any]) -> list[str]:
+    return [f"<p>{_text(note)}</p>" for note in found["notes"]]
+
+
+def _algorithms(found: Mapping[str, Any]) -> str:
+    rows = [[_text(name), *(_text(column.cell(v)) for column in COLUMNS)] for name, v in found["algorithms"].items()]
+    return _table(["", *(_text(column.title) for column in COLUMNS)], rows)
+
+
+def _legend() -> str:
+    return f'<p class="quiet">{"; ".join(f"<b>{_text(c.title)}</b>: {_text(c.says)}" for c in COLUMNS)}.</p>'
+
+
+def _cosines(found: Mapping[str, Any]) -> str:
+    rows = [
+        [_text(name), *(_coloured(value, value, 1.0) for value in row.values())]
+        for name, row in found["cosines"].items()
+    ]
+    return _table(["", *map(_text, found["cosines"])], rows)
+
+
+def _coloured(value: float | None, shade: float | None, full: float, mark: str = "") -> str:
+    kind = "" if not shade else " up" if shade > 0 else " down"
+    share = 0 if shade is None else round(45 * min(1.0, abs(shade) / full))
+    return f'<td class="figure{kind}" style="--share:{share}%">{_text(figure(value))}{mark}</td>'
+
+
+def _coefficients_say(found: Mapping[str, Any]) -> str:
+    what = "whose coefficients differ most" if len(found["algorithms"]) > 1 else "with the largest coefficients"
+    return (
+        f'<p class="quiet">Tokens {what} (by {figure(found["largest_difference"])} at most). A step moves the policy '
+        "along the sum of the coefficients times the gradients of the tokens' log-probs: above 0 the token becomes "
+        "more likely. Each algorithm's are in units of their root mean square; below them the advantage; * where the "
+        "clip acts. The ratio is to the policy that sampled.</p>"
+    )
+
+
+def _tokens(found: Mapping[str, Any]) -> str:
+    rows = []
+    for token in found["tokens"]:
+        context = f"{_text(token['before'])}<mark>{_text(token['text'])}</mark>{_text(token['after'])}"
+        cells = [
+            _coloured(each["coefficient"], each["coefficient"], _FULL, "*" if each["clipped"] else "").replace(
+                "</td>", f'<span class="help quiet">{_text(figure(each["advantage"]))}</span></td>'
+            )
+            for each in token["algorithms"].values()
+        ]
+        sample = f"group {token['group_id']}, sample {token['sample_id']}, token {token['position']}"
+        rows.append(
+            [f"<bdi>{context}</bdi>", _text(sample), figure(token["ratio"]), *cells, figure(token["difference"])]
+        )
+    if not rows:
+        return "<p>No token's coefficients differ by more than rounding.</p>"
+    return _table(["token", "where", "ratio", *map(_text, found["algorithms"]), "difference"], rows)
+
+
+def _sample(text: Mapping[str, Any]) -> str:
+    """One response, a line of text for each algorithm, tokens coloured by their coefficients."""
+    shown, tokens = len(text["pieces"]), text["tokens"]
+    part = "" if shown == tokens else f", tokens {text['start']} to {text['start'] + shown - 1} of {tokens}"
+    name = f"Group {text['group_id']}, sample {text['sample_id']}, reward {figure(text['reward'])}{part}"
+    lines = []
+    for algorithm, values in text["coefficients"].items():
+        pieces = "".join(_piece(piece, value) for piece, value in zip(text["pieces"], values))
+        lines.append(f'<h4>{_text(algorithm)}</h4><div class="pieces" dir="auto">{pieces}</div>')
+    return f"<h3>{_text(name)}</h3>{''.join(lines)}"
+
+
+def _piece(piece: str, coefficient: float | None) -> str:
+    shown = ""
+    if coefficient:
+        share = round(60 * min(1.0, abs(coefficient) / _FULL))
+        kind = "up" if coefficient > 0 else "down"
+        shown = f' class="{kind}" style="--share:{share}%" title="{figure(coefficient, 3)}"'
+    return f"<bdi{shown}>{_text(piece, keep=chr(10))}</bdi>"
