@@ -25,6 +25,8 @@ from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.metrics import declared
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.task import failed_score
+from sota_grpo.source.rollouts import Graded, Prompt
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.mixture import MixedExamples
 from sota_grpo.tasks.table import TableTask
@@ -115,7 +117,7 @@ def test_what_is_solved_or_hopeless_falls_to_the_floor_and_returns_when_that_cha
     assert share(0) == pytest.approx(0.04, abs=0.01)
     assert share(4) > 0.055
     step({0: 3})
-    assert share(0) > 0.1
+    assert share(0) > 0.055
 
 
 @pytest.mark.parametrize("attempt", range(4))
@@ -127,7 +129,7 @@ def test_levels_are_drawn_as_their_shares_say_at_every_moment(attempt: int) -> N
     for number in range(1, 1500):
         counts[rates.drawn(first + number)] += 1
         worst = max(abs(count - number * share) for count, share in zip(counts, shares))
-        assert worst <= 3 + 3.53 * math.log(number), (attempt, number)
+        assert worst <= min(5, 3 + 3.53 * math.log(number)), (attempt, number)  # by chance it would be 20 to 50
 
 
 def test_points_are_multiples_of_the_golden_ratio_exactly() -> None:
@@ -225,11 +227,19 @@ def test_a_single_level_is_refused() -> None:
 
 
 def test_responses_whose_grader_failed_say_nothing() -> None:
-    stream = by_example(3)
-    stream.draw(3)
-    stream.observe(0, 0, 0)
-    stream.update(held=())
-    assert stream.metrics() == {"curriculum/seen": 0, "curriculum/solved": 0, "curriculum/unsolved": 0}
+    stream, trials = leveled(levels=2), []
+    for failed in (False, True):
+        for group_id, example in stream.draw(10):
+            stream.observe(group_id, 4, 0 if failed and level_of(example) else 8)
+        stream.update(held=())
+        trials.append(stream.state_dict()["pass_rates"][""]["trials"].tolist())
+    (easy, hard), (easy_after, hard_after) = trials
+    assert hard_after == hard  # nothing came, so nothing decays
+    assert easy_after != easy
+    assert stream.metrics()["curriculum/0/share"] == 1
+    right, wrong = Score({}, success=True), Score({}, success=False)
+    graded = Graded(Prompt(0, examples(1)[0], 4, 0), (), [], [right, wrong, right, failed_score(["x"], "TimeoutError")])
+    assert graded.passes() == (2, 3)
 
 
 def test_metrics_by_hand_and_in_the_glossary() -> None:
