@@ -302,8 +302,8 @@ def _differing(
     """The tokens that the objectives treat most differently, and the samples that they are from."""
     stacked = torch.stack([outcome.normalised for outcome in outcomes.values()])
     gap = stacked.abs()[0] if len(stacked) == 1 else stacked.amax(0) - stacked.amin(0)
-    order = gap.argsort(descending=True, stable=True)
-    order = order[gap[order] > _SAME].tolist()
+    ranked = gap.argsort(descending=True, stable=True)
+    order = ranked[gap[ranked] > _SAME].tolist()
     rows = [step.stored.rows[index] for index in point.indexes]
     places = [
         (member, position)

@@ -399,8 +399,8 @@ class GRPOLoss(LossModule):
         gap, cap, floor = tokens.proximal - tokens.behaviour, self.correction_cap, self.correction_floor
         raw = raw_weights(gap, tokens.mask, level=self.correction)
         sums["correction_fraction"] = _total((raw > cap) | (raw < floor), tokens.mask)
-        options = {"level": self.correction, "mode": self.correction_mode}
-        return importance_weights(gap, tokens.mask, **options, cap=cap, floor=floor)
+        bounds = {"cap": cap, "floor": floor}
+        return importance_weights(gap, tokens.mask, level=self.correction, mode=self.correction_mode, **bounds)
 
     def _read(self, batch: TensorDictBase) -> LossTokens:
         """Run the actor on the batch and read what the loss needs, selecting 0 wherever the mask is False.

@@ -396,7 +396,7 @@ class GroupAdvantage(RowTransform):
             terms = _weighed_terms(rows, self.term_weights)
             reward = decoupled_rewards(*terms, group_ids, eps=self.eps).to(reward.dtype)
         lengths = _response_lengths(rows) if self.baseline == "length_weighted" else None
-        options = {"baseline": self.baseline, "lengths": lengths}
+        options: dict[str, Any] = {"baseline": self.baseline, "lengths": lengths}
         values = group_advantages(reward, group_ids, scale=self.scale, eps=self.eps, **options)
         graded = rows.get(keys.GRADED_REWARD, None)
         if graded is not None and not self.decouple_terms:
