@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,6 +173,17 @@ def test_the_examples_of_a_level_come_once_per_epoch() -> None:
         epochs = [own[start : start + 6] for start in range(0, len(own) - 5, 6)]
         assert all(len(set(epoch)) == 6 for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_the_seed_decides_the_order_of_examples() -> None:
+    by_seed = set()
+    for seed in range(SEED, SEED + 4):
+        own = [query for _, query in go_round(leveled(count=16, levels=2, seed=seed), 6)]
+        by_seed.add(tuple(query for query in own if int(query[1:]) % 2 == 0)[:8])
+    assert len(by_seed) > 1
+    drawn = [int(example.query[1:]) for _, example in by_example(50).draw(50)]
+    steps = {(after - before) % 50 for before, after in pairwise(drawn)}
+    assert len(steps) > 10  # neighbours in a file do not follow each other at equal distances
 
 
 @pytest.mark.parametrize("make", [leveled, partial(by_example, 400)], ids=["level", "example"])
