@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 from sota_grpo.assembly.cluster import Cluster, visible_gpus
 from sota_grpo.assembly.devices import Plan, device_name, make_plan, resolve_device
+from sota_grpo.assembly.judging import judge_metrics
 from sota_grpo.assembly.learning import (
     kl_in_reward,
     make_advantage,
@@ -48,7 +49,7 @@ from sota_grpo.assembly.sampling import (
 )
 from sota_grpo.config import Config, model_name
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
-from sota_grpo.config.validators import obstacles_to_a_broadcast
+from sota_grpo.config.validators import judges_alone, obstacles_to_a_broadcast
 from sota_grpo.engines import Engine, is_server
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine
@@ -57,7 +58,7 @@ from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model
 from sota_grpo.policy.lora import AdapterPack, base_pack, engine_weights, packed_weights
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
-from sota_grpo.rewards.grading import GradingPool
+from sota_grpo.rewards.grading import GradingPool, own_grader
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task
 from sota_grpo.source.rollouts import Rollouts
@@ -145,8 +146,10 @@ def build(
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     task = task_of(config, functions)
     with ExitStack() as opened:
-        env, instances = open_env(config, task, tokenizer, opened)  # closed last: the others may wait for scores
-        task, grader = env.task, env.grader
+        env, instances = open_env(
+            config, task, tokenizer, opened, run_dir
+        )  # closed last: the others may wait for scores
+        task, grader = env.task, own_grader(env.grader)
         torch.manual_seed(config.seed)
         if plan.workers:
             roles = _roles_in_workers(config, plan, env, tokenizer, run_dir, should_stop, opened)
@@ -163,6 +166,7 @@ def build(
             max_draws=config.algorithm.dynamic_sampling_max_draws,
             **roles.source_options,
         )
+        source.metrics_extra = judge_metrics(env.grader, source.metrics_extra)
         opened.callback(source.close)
         if isinstance(grader, GradingPool):
             starting("Waiting for the reward workers")
@@ -196,8 +200,14 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
         avg_at_k=config.eval.avg_at_k,
         seed=config.seed,
         by_level=config.env.curriculum == "level",
-        success_above=None if config.reward.path is None or config.env.mixture else config.reward.success_above,
+        success_above=config.reward.success_above if rewards_say_what_is_right(config) else None,
     )
+
+
+def rewards_say_what_is_right(config: Config) -> bool:
+    """Whether a success may be no more than a reward above ``reward.success_above``."""
+    has_functions = config.reward.path is not None
+    return config.env.mixture is None and (has_functions or judges_alone(config))
 
 
 def tell_of_few_problems(config: Config, task: Task) -> None:
@@ -273,8 +283,9 @@ def _roles_in_workers(
     fleets = [engine.fleet, *([reference.fleet] if reference else [])]
     for fleet in fleets:
         fleet.wait_ready()
-    if isinstance(env.grader, GradingPool):  # waited for by whoever started it
-        fleets.append(env.grader.fleet)
+    grader = own_grader(env.grader)
+    if isinstance(grader, GradingPool):  # waited for by whoever started it
+        fleets.append(grader.fleet)
     return Roles(
         engine=engine,
         learner=learner,

@@ -11,11 +11,13 @@ from typing import Any
 
 from sota_grpo.config import Config, flat, register, walk
 from sota_grpo.config.hints import no_option
+from sota_grpo.config.judging import rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS
 from sota_grpo.config.secrets import use_config_token, without_token
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
 from sota_grpo.rewards.functions import PICKLED
+from sota_grpo.rewards.judge.rules import CLASSIFIER
 from sota_grpo.rewards.sandbox import is_url
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.tasks.servers import server_of
@@ -46,6 +48,7 @@ UNUSED_WITHOUT_LOSS = ("ray.address", "algorithm.objective")
 UNUSED_WITHOUT_SAMPLES = (
     *("ray.address", "reward.path", "engine.url", "inference_model.engine_kwargs"),
     *("env.tools", "env.environment", "env.sandbox"),
+    *("reward.judge.url", "reward.judge.rubric", "reward.judge.cache"),
 )
 _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # what Hydra proposes there, our schema refuses
 _NO_PRIMARY = re.compile(r"primary config '([^']+)'")
@@ -289,9 +292,21 @@ def needs_consent(config: Config) -> dict[str, str]:
     for name, value in (("env.sandbox", config.env.sandbox), *_of_entries(config, ("sandbox",))):
         if is_url(value):
             acts[name] = f"send responses to {one_line(value)}"
+    acts |= dict(_of_judge(config))
     if config.ray.address is not None:
         acts["ray.address"] = f"join the Ray cluster {one_line(config.ray.address)}, which may run code here"
     return acts
+
+
+def _of_judge(config: Config) -> Iterator[tuple[str, str]]:
+    part = config.reward.judge
+    if part.url is not None:
+        yield "reward.judge.url", f"send prompts and responses to {one_line(part.url)}"
+    for name, rubric in (("reward.judge.rubric", part.rubric), *_of_entries(config, ("judge_rubric",))):
+        if rubric_file(rubric) is not None:
+            yield name, f"send what is in {one_line(str(rubric))} to its judge"
+    if part.cache is not None:
+        yield "reward.judge.cache", f"write what its judge says to {one_line(part.cache)}"
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
@@ -414,6 +429,12 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
     for name, value in _of_entries(config, ENTRY_PATHS):
         if not (name.endswith(".environment") and server_of(value)):
             yield name, value
+    judge = config.reward.judge
+    if rubric_file(judge.rubric) is not None:
+        yield "reward.judge.rubric", str(judge.rubric)
+    if judge.kind == CLASSIFIER and judge.model is not None and (Path(judge.model) / "config.json").is_file():
+        yield "reward.judge.model", judge.model
+    yield from (one for one in _of_entries(config, ("judge_rubric",)) if rubric_file(one[1]) is not None)
 
 
 def _of_entries(config: Config, options: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -428,7 +449,9 @@ def _of_entries(config: Config, options: Sequence[str]) -> Iterator[tuple[str, s
 def _set(config: Config, name: str, value: str) -> None:
     """Set a path by its name; a mixture is replaced, not changed."""
     section, option, *inner = name.split(".", 3)
-    if inner:
+    if name.startswith("reward.judge."):
+        setattr(config.reward.judge, name.rpartition(".")[2], value)
+    elif inner:
         task, option = name.removeprefix("env.mixture.").rsplit(".", 1)
         mixture = dict(config.env.mixture or {})
         config.env.mixture = mixture | {task: {**mixture[task], option: value}}

@@ -18,7 +18,7 @@ from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, compose, load_config
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import heldout_task, open_env, start_engine
-from sota_grpo.config import AlgorithmConfig, Config, ModelConfig, changed_options, model_name, overrides_of
+from sota_grpo.config import AlgorithmConfig, Config, ModelConfig, changed_options, model_name, overrides_of, walk
 from sota_grpo.config.mixture import OF_TOOLS, entry_faults, task_configs, tasks_named
 from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import READERS, validate
@@ -27,7 +27,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
 from sota_grpo.recording.progress import starting
 from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, EXPORTED, RUN_FILE, read_record
-from sota_grpo.rewards.grading import GradingPool
+from sota_grpo.rewards.grading import GradingPool, own_grader
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.evaluate import (
     Accuracy,
@@ -52,6 +52,7 @@ _OF_ONE_TASK = (  # options that mean nothing to another task
     *READERS,
     *("reward.path", "reward.name", "reward.weights", "reward.success_above", "env.reasoning", "env.max_steps"),
     *("env.tools", "env.environment", *OF_TOOLS, "env.mixture"),
+    *(name for name, _, _ in walk() if name.startswith("reward.judge.")),
 )
 
 
@@ -219,8 +220,9 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
             model = add_adapter(config, base)
             load_trained(target.checkpoint, model)
             make_publisher(model, engine).publish(target.steps or 0)
-        if isinstance(env.grader, GradingPool):
-            env.grader.wait_ready()
+        grader = own_grader(env.grader)
+        if isinstance(grader, GradingPool):
+            grader.wait_ready()
         yield make_evaluator(config, env.task, make_rollouts(config, env, engine, instances))
 
 

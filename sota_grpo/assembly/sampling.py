@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
+from sota_grpo.assembly.judging import judged_task
 from sota_grpo.config import Config, model_name, reward_names, walk
 from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, task_configs, weights
 from sota_grpo.config.secrets import api_key
@@ -26,7 +27,7 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import resolve_model_path
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
-from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader
+from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, own_grader
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.rl.records import Example, Sampling
 from sota_grpo.rl.task import Task, scorer_of
@@ -34,7 +35,7 @@ from sota_grpo.tasks import make_task, parameters, task_class
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows, unique_examples
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.servers import server_of
-from sota_grpo.tasks.wrappers import reward_inputs, think_again, with_reward_functions, with_tools
+from sota_grpo.tasks.wrappers import reward_inputs, think_again, with_reward_functions, with_tools, without_terms
 from sota_grpo.workers.instances import Instances, InstanceSpec
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,8 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     options: dict[str, Any] = {parameter: values[option] for option, parameter in READERS.items()}
     options |= {"seed": config.seed, "num_heldout": env.num_heldout}
     options |= {"num_train": env.max_samples, "max_samples": env.max_samples}
-    if reward.path is not None and "builtin" not in names:
+    is_judged_alone = reward.judge.kind is not None and reward.judge.alone
+    if is_judged_alone or (reward.path is not None and "builtin" not in names):
         options["answer_required"] = False
     read = parameters(env.dataset, bare=bare)
     options = {name: value for name, value in options.items() if name in read and value is not None}  # null: its own
@@ -103,6 +105,8 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
         task = with_reward_functions(
             task, reward.path, names, reward.weights, success_above=reward.success_above, functions=functions
         )
+    if is_judged_alone:
+        task = without_terms(task)
     return think_again(task) if env.reasoning else task
 
 
@@ -199,7 +203,7 @@ def dialog_rules(
 
 def _rules(config: Config, env: TaskEnv, instances: Instances | None, max_model_len: int) -> Rules:
     turns = TurnTokens(env.tokenizer, template_kwargs(config, instances))
-    partner: Partner = GradedTurns(env.grader, turns)
+    partner: Partner = GradedTurns(own_grader(env.grader), turns)
     if instances is not None:
         partner = _tool_partner(config, env, instances)
     return Rules(partner, turns, config.env.max_steps, max_model_len)
@@ -228,16 +232,24 @@ def _columns(task: Task, example: Example) -> dict[str, Any]:
 
 
 def open_env(
-    config: Config, task: Task, tokenizer: Any, opened: ExitStack, *, draws: bool = True
+    config: Config,
+    task: Task,
+    tokenizer: Any,
+    opened: ExitStack,
+    run_dir: Path | None = None,
+    *,
+    draws: bool = True,
 ) -> tuple[TaskEnv, Mapping[str, Instances]]:
     """The environment with its grader and the tools of its tasks, whose processes are closed with ``opened``.
 
     Args:
+        run_dir: where a judge's answers are kept; None: nowhere, unless the config names a file.
         draws: somebody trains on what its stream of prompts draws.
     """
     instances = start_instances(config, opened)
     task = rewarded_dialogs(config, task, instances)
-    grader = opened.enter_context(closing(make_grader(config, task)))
+    task, grader = judged_task(config, task, partial(make_grader, config), run_dir)
+    opened.enter_context(closing(grader))
     return make_env(config, task, tokenizer, grader, instances, draws=draws), instances
 
 

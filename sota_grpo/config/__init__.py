@@ -20,6 +20,7 @@ from typing import Any
 from sota_grpo.engines import ENGINES
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.model_sizes import SIZES, model_of_size
+from sota_grpo.rewards.judge.rules import KINDS
 from sota_grpo.tasks import TASKS
 
 
@@ -156,6 +157,38 @@ class EnvConfig:
 
 
 @dataclass
+class JudgeConfig:
+    """A model that says what responses are worth: one reward term more (``judge``)."""
+
+    kind: str | None = opt(
+        None,
+        "chat is asked by a rubric; score, classify and pooling are vLLM's, for reward models; classifier is one that "
+        "the reward workers load; null: no judge",
+        KINDS,
+    )
+    url: str | None = opt(None, "of the judge, http://HOST:PORT; its key, if it has one, is SOTA_GRPO_JUDGE_KEY")
+    model: str | None = opt(
+        None, "name of the model there, null: the first that it serves; classifier: its folder or hub name"
+    )
+    weight: float = opt(1.0, "of the term; 0 in an entry of env.mixture: its task is not judged")
+    alone: bool = opt(False, "the task's own reward does not count; a reward above reward.success_above is a success")
+    rubric: str | None = opt(None, "chat: what is good, as text or a file .txt or .md; null: right, complete, clear")
+    reference: bool = opt(False, "chat: the judge is shown the right answer")
+    pairwise: int = opt(
+        0, "chat: siblings that each response is compared with, its share of wins being its score; 0: a score each"
+    )
+    label: int = opt(-1, "classify, pooling, classifier: which of several numbers is the score; -1: the last")
+    max_tokens: int = opt(512, "chat: most tokens of what the judge says")
+    extra_body: Any = opt(None, "further fields of every request, such as {seed: 1}; null as a value leaves one out")
+    concurrency: int = opt(16, "most requests at a time")
+    timeout_s: float = opt(120.0, "longest wait for one answer, which is then asked for again")
+    retries: int = opt(5, "further attempts after failures, before a response that others do not fail with is an error")
+    gone_s: float = opt(600.0, "the run waits so long for a judge that answers nothing, and then ends, to be continued")
+    cache: str | None = opt(None, "file of what the judge has said; null: judge.jsonl in the run directory")
+    prices: list[float] = part(list, "dollars per million tokens that the judge reads and says, such as [0.5,1.5]")
+
+
+@dataclass
 class RewardConfig:
     """Reward functions of your own, and what the tasks' own terms weigh."""
 
@@ -170,6 +203,7 @@ class RewardConfig:
     all_weight: float = opt(0.0, "ifeval, instructions: reward beside it where all instructions are followed")
     thinking_weight: float = opt(0.2, "reasoning: weight of the term that penalises short thinking")
     min_think_words: int = opt(20, "reasoning: words of thinking below which it is penalised")
+    judge: JudgeConfig = part(JudgeConfig, "a model that judges responses")
 
 
 SECRETS = ("engine.api_key", "model.hub_token")  # hidden in pages, cards, and copies of a config

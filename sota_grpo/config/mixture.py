@@ -36,7 +36,8 @@ _DIALOGS = {name.partition(".")[2]: name for name in (*_OFFERS, *OF_TOOLS, "env.
 ENTRY_OPTIONS = {
     **{name.partition(".")[2]: name for name in READERS if name.startswith("env.")},
     **{name: f"env.{name}" for name in ("dataset", "max_samples", "num_heldout")},
-    **{f"reward_{item.name}": f"reward.{item.name}" for item in fields(RewardConfig)},
+    **{f"reward_{item.name}": f"reward.{item.name}" for item in fields(RewardConfig) if item.name != "judge"},
+    **{f"judge_{name}": f"reward.judge.{name}" for name in ("weight", "rubric", "pairwise", "reference")},
     **{"max_tokens": "inference_model.max_tokens", "repeats": "env.repeats"} | _DIALOGS,
 }
 _SHORT = {option: name for name, option in ENTRY_OPTIONS.items()}
@@ -188,6 +189,9 @@ def _entry_config(config: Config, entry: Mapping[str, Any]) -> Config:
     unread += _OF_FUNCTIONS if "reward.path" in given else []
     offers = {name: _value(config, entry, name) for name in _OFFERS}
     unread += OF_TOOLS if not any(offers.values()) else []
+    if given.get("reward.judge.weight") == 0:  # the judge is not asked about this task
+        given = {name: value for name, value in given.items() if not name.startswith("reward.judge.")}
+        unread += [name for name in defaults if name.startswith("reward.judge.")]
     options = {name: defaults[name] for name in unread} | offers | given | {"env.mixture": None}
     options["env.max_steps"] = _turns(config, entry)
     if isinstance(size := given.get("env.repeats"), int) and size > 0 and config.env.repeats > 0:

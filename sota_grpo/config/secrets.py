@@ -21,12 +21,13 @@ from typing import Any
 
 from sota_grpo.errors import UserError
 
-VARIABLE, API_KEY = "HF_TOKEN", "SOTA_GRPO_API_KEY"
+VARIABLE, API_KEY, JUDGE_KEY = "HF_TOKEN", "SOTA_GRPO_API_KEY", "SOTA_GRPO_JUDGE_KEY"
 #: Each secret option, its variable, and what it is.
 TOKENS = {
     "model.hub_token": (VARIABLE, "the hub's token"),
     "engine.api_key": (API_KEY, "the server's key"),
 }
+_TOKEN = re.compile(r"[\w.~+/=-]+", re.ASCII)
 _OVERRIDE = re.compile(rf"(\+{{0,2}}({'|'.join(map(re.escape, TOKENS))}))=(.*)", re.DOTALL)
 _ELSEWHERE = re.compile(r"(hub_token|api_key)['\"]?\s*[:=@]")
 # Options of Hydra that print the composed config, --cfg, --info and --help, in each form that argparse knows: cut short
@@ -176,9 +177,24 @@ def api_key(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get(API_KEY) or None
 
 
+def judge_key(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The key of the judge at ``reward.judge.url``, where there is one; no option has it.
+
+    Raises:
+        UserError: it cannot be one; the sentence does not repeat it.
+
+    >>> judge_key({"SOTA_GRPO_JUDGE_KEY": " sk-1\\n"})
+    'sk-1'
+    """
+    key = environ.get(JUDGE_KEY, "").strip()
+    if key and not _TOKEN.fullmatch(key):
+        raise UserError(f"the judge's key ({JUDGE_KEY}) has a character that no token has; copy it again.")
+    return key or None
+
+
 def _checked(option: str, token: str) -> str:
     """``token``, if it is one (RFC 6750, section 2.1): the error of an HTTP client would print what cannot be sent."""
-    if not re.fullmatch(r"[\w.~+/=-]+", token, re.ASCII):
+    if not _TOKEN.fullmatch(token):
         variable, what = TOKENS[option]
         raise UserError(f"{what} ({option} or {variable}) has a character that no token has; copy it again.")
     return token

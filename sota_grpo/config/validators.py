@@ -17,6 +17,7 @@ from sota_grpo.config import (
     reward_names,
     walk,
 )
+from sota_grpo.config.judging import judge_faults
 from sota_grpo.config.mixture import (
     OF_TOOLS,
     READERS,
@@ -73,7 +74,10 @@ def every_amount_is_positive(config: Config) -> Iterator[str]:
             yield f"{name}={values[name]} must be above 0."
 
 
-_MAY_BE_NEGATIVE = ("seed", "reward.correct", "reward.wrong", "reward.no_answer", "reward.success_above")
+_MAY_BE_NEGATIVE = (
+    *("seed", "reward.correct", "reward.wrong", "reward.no_answer", "reward.success_above"),
+    "reward.judge.label",
+)
 
 
 def every_coefficient_is_not_negative(config: Config) -> Iterator[str]:
@@ -201,10 +205,13 @@ OWN_TERMS = tuple(name for name in READERS if name.startswith("reward.") or name
 
 
 def reward_functions_replace_the_tasks_own_terms(config: Config) -> Iterator[str]:
-    if config.reward.path is None or "builtin" in reward_names(config) or config.env.mixture is not None:
+    is_replaced = config.reward.path is not None and "builtin" not in reward_names(config)
+    if config.env.mixture is not None or not (is_replaced or judges_alone(config)):
         return
     for name, (value, _) in changed_options(config).items():
-        if name in OWN_TERMS:
+        if name in OWN_TERMS and not is_replaced:
+            yield f"{name}={value} has no effect beside reward.judge.alone=true; leave one of them out."
+        elif name in OWN_TERMS:
             yield (
                 f"{name}={value} has no effect beside reward.path={config.reward.path}, whose functions take the place "
                 "of the task's own reward; leave it out, or name builtin in reward.name beside them."
@@ -292,7 +299,7 @@ def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
     reward = config.reward
     if reward.path is None:
         options: dict[str, object] = {"name": reward.name, "weights": reward.weights}
-        if config.env.environment is None:  # whose get_reward does not say what is a success
+        if config.env.environment is None and not judges_alone(config):  # these do not say what is a success
             options["success_above"] = reward.success_above or None
         for name, value in options.items():
             if value is not None:
@@ -409,7 +416,19 @@ def obstacles_to_a_broadcast(config: Config) -> Iterator[str]:
         )
 
 
-_MAPPINGS = ("env.chat_template_kwargs", "inference_model.engine_kwargs", "model.load_kwargs")
+def judges_alone(config: Config) -> bool:
+    """Whether a judge is all that rewards."""
+    return config.reward.judge.kind is not None and config.reward.judge.alone
+
+
+def a_judge_is_asked_for_what_it_can_do(config: Config) -> Iterator[str]:
+    yield from judge_faults(config)
+
+
+_MAPPINGS = (
+    *("env.chat_template_kwargs", "inference_model.engine_kwargs", "model.load_kwargs"),
+    "reward.judge.extra_body",
+)
 
 
 def arguments_are_passed_on_by_name(config: Config) -> Iterator[str]:

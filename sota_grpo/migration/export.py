@@ -225,7 +225,10 @@ _AMOUNTS = (
     *("train.total_dialog_turns", "train.max_policy_age", "inference_model.max_tokens", "inference_model.temperature"),
     "seed",
 )
-_PRIVATE = (*SECRETS, "engine.url", "ray.address", "logging.project", "logging.run_name")
+_PRIVATE = (
+    *(*SECRETS, "engine.url", "ray.address", "logging.project", "logging.run_name"),
+    *("reward.judge.url", "reward.judge.cache"),
+)
 _PATHS = (*PATH_OPTIONS, "train.resume")
 _OF_MEASURING = ("env.", "reward.", "seed", "eval.num_samples", "eval.avg_at_k", "inference_model.max_tokens")
 _NOT_OF_MEASURING = {f"env.{name}" for name in ("num_envs", "repeats", "shuffle", "reward_workers", "reward_timeout_s")}

@@ -264,6 +264,11 @@ class GradingPool:
         return [self._grade(asked[:at]), failed, self._grade(asked[at + 1 :])]
 
 
+def own_grader(grader: Grader) -> Grader:
+    """Who grades the task's own terms, where ``grader`` adds those of a judge; else ``grader``."""
+    return getattr(grader, "grader", grader)
+
+
 def grading_pool(task: Task, *, num_workers: int, timeout_s: float) -> closing[GradingPool]:
     """Reward workers of ``task`` for the length of a ``with`` block."""
     return closing(GradingPool(scorer_of(task), task.term_weights, num_workers=num_workers, timeout_s=timeout_s))

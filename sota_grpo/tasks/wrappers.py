@@ -271,6 +271,21 @@ def _joined_info(outputs: Mapping[str, RewardOutput]) -> dict[str, Any]:
     return {f"{function}/{name}": value for function, one in outputs.items() for name, value in one.info.items()}
 
 
+def without_terms(task: Task) -> Task:
+    """``task`` without terms of its own: somebody else says what a response is worth.
+
+    >>> from sota_grpo.tasks import make_task
+    >>> task = without_terms(make_task("arithmetic", num_train=1, num_heldout=1))
+    >>> task.score("#### 4", task.train[0]).terms, task.gold_response(task.train[0])
+    ({}, None)
+    """
+    return _scored_by(_no_score, task, term_weights={}, gold_response=_no_gold_response)
+
+
+def _no_score(response: str, example: Example) -> Score:
+    return Score({}, success=False)
+
+
 ENVIRONMENT = "environment"  # the reward term of ``get_reward``
 _COUNTED = ("tool_calls", "tool_errors")
 

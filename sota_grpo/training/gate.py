@@ -307,7 +307,7 @@ def _as_sampled(text: str, tokenizer: Any) -> SampledText:
 def _examples(subject: Subject) -> Iterator[tuple[Example, int]]:
     """The examples whose answers are graded, each with the number of its siblings."""
     task = subject.task
-    if hasattr(task.score, "score_group"):
+    if hasattr(task.score, "score_group") or getattr(task, "is_judged", False):
         count = max(NUM_GROUPS, len(getattr(task, "tasks", ())))  # of a mixture each task once
         yield from ((example, subject.rollouts.env.group_size(example)) for example in task.train[:count])
     else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sota_grpo.config import flat
+from sota_grpo.config.judging import rubric_file
 from sota_grpo.errors import UserError
 from sota_grpo.files import drop_leftovers, write_text
 from sota_grpo.recording.run_files import (
@@ -52,6 +53,8 @@ FREE_OPTIONS = (
     ("train_model", "compile"),
     ("check", "mode"),
 )
+#: Of reward.judge.
+FREE_OF_JUDGE = ("url", "concurrency", "timeout_s", "retries", "gone_s", "cache", "prices")
 FILES = (("env", "dataset_path"), ("env", "eval_path"), ("reward", "path"))
 FILES_OF_ENTRIES = ("dataset_path", "eval_path", "reward_path")  # of env.mixture
 _IN_FILES = (("algorithm", "objective"), ("env", "tools"), ("env", "environment"))  # FILE.py:NAME
@@ -77,9 +80,13 @@ def signature(config: Mapping[str, Any]) -> str:
     for section, option in FILES:
         if section in kept and kept[section].get(option) is not None:
             kept[section][option] = _content(kept[section][option])
+    judge = kept.get("reward", {}).get("judge")
+    if judge is not None:
+        judge["rubric"] = _rubric(judge.get("rubric"))
     for name, entry in (kept.get("env", {}).get("mixture") or {}).items():
         files = {option: _content(entry[option]) for option in FILES_OF_ENTRIES if entry.get(option) is not None}
         files |= {option: _in_file_content(str(entry[option])) for option in _IN_FILES_OF_ENTRIES if entry.get(option)}
+        files |= {"judge_rubric": _rubric(entry["judge_rubric"])} if entry.get("judge_rubric") else {}
         kept["env"]["mixture"] = {**kept["env"]["mixture"], name: {**entry, **files}}
     for section, option in _IN_FILES:
         if kept.get(section, {}).get(option):
@@ -100,6 +107,9 @@ def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
         kept.pop(name, None)
     for section, option in FREE_OPTIONS:
         kept.get(section, {}).pop(option, None)
+    judge = kept.get("reward", {}).get("judge")
+    if judge is not None:
+        kept["reward"]["judge"] = {name: value for name, value in judge.items() if name not in FREE_OF_JUDGE}
     return kept
 
 
@@ -107,6 +117,10 @@ def _in_file_content(value: str) -> Any:
     """Of FILE.py:NAME the file's digest and the name; what is something else stands for itself."""
     own = in_file(value)
     return value if own is None else [_content(str(own[0])), own[1]]
+
+
+def _rubric(rubric: str | None) -> str | None:
+    return rubric if rubric is None or rubric_file(rubric) is None else _content(rubric)
 
 
 def _content(path: str) -> str:

@@ -1,0 +1,137 @@
+"""The judge of a run, from its config: whom it asks, what about, and what becomes of the task."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.config import Config
+from sota_grpo.config.judging import rubric_file
+from sota_grpo.config.mixture import task_configs
+from sota_grpo.config.secrets import judge_key
+from sota_grpo.errors import UserError
+from sota_grpo.recording.progress import starting
+from sota_grpo.rewards.grading import Grader
+from sota_grpo.rewards.judge.cache import VerdictCache
+from sota_grpo.rewards.judge.classifier import ClassifierScorer
+from sota_grpo.rewards.judge.client import JudgeClient, Patience
+from sota_grpo.rewards.judge.endpoints import Endpoint
+from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
+from sota_grpo.rewards.judge.prompts import RUBRIC
+from sota_grpo.rewards.judge.rules import CLASSIFIER, TERM, Judged, Rules
+from sota_grpo.rl.records import Example
+from sota_grpo.rl.task import Task, scorer_of, without_examples
+
+CACHE_FILE = "judge.jsonl"
+_LONGEST_RUBRIC = 1 << 16
+
+
+def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | None) -> tuple[Task, Grader]:
+    """``task`` with a judge's terms, and its grader; both as they would be without one, where the config names none.
+
+    Nobody knows how much of a judge's term a gold answer earns, so the task has no gold responses then.
+
+    Args:
+        make_grader: of a task without a judge's terms.
+        run_dir: where what the judge says is kept; None: nowhere, unless the config names a file.
+
+    Raises:
+        UserError: nobody answers there, or something cannot be read.
+    """
+    part = config.reward.judge
+    if part.kind is None:
+        return task, make_grader(task)
+    judged = Judged(_rules(config), task.term_weights)
+    changed = copy.copy(task)
+    vars(changed).update(term_weights=judged.term_weights, gold_response=_no_gold_response, is_judged=True)
+    if part.kind == CLASSIFIER:
+        assert part.model is not None
+        bare = without_examples(task)
+        scorer = ClassifierScorer(scorer_of(task), bare, part.model, judged, label=part.label)
+        vars(changed).update(score=scorer)
+        return changed, make_grader(changed)
+    starting("Asking for the judge")
+    judge = _judge(config, run_dir)
+    try:
+        grader = make_grader(task)
+    except BaseException:
+        judge.close()
+        raise
+    return changed, JudgedGrader(grader, judge, without_examples(task), judged, prices=part.prices)
+
+
+def _no_gold_response(example: Example) -> None: ...
+
+
+def _rules(config: Config) -> Mapping[str | None, Rules]:
+    """Of each task that is judged."""
+    if config.env.mixture is None:
+        return {None: _rules_of(config, TERM)}
+    configs = task_configs(config).items()
+    return {name: _rules_of(each, f"{name}/{TERM}") for name, each in configs if each.reward.judge.kind is not None}
+
+
+def _rules_of(config: Config, term: str) -> Rules:
+    part = config.reward.judge
+    return Rules(
+        term,
+        part.weight,
+        _rubric(part.rubric),
+        part.pairwise,
+        part.reference,
+        config.reward.success_above if part.alone else None,
+    )
+
+
+def _rubric(given: str | None) -> str:
+    file = rubric_file(given)
+    if file is None:
+        return given or RUBRIC
+    try:
+        text = file.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"reward.judge.rubric={given} cannot be read ({type(error).__name__}); correct it.") from error
+    if not text.strip() or len(text) > _LONGEST_RUBRIC:
+        raise UserError(f"reward.judge.rubric={given} is empty, or longer than {_LONGEST_RUBRIC} characters; mend it.")
+    return text
+
+
+def _judge(config: Config, run_dir: Path | None) -> Judge:
+    part = config.reward.judge
+    assert part.url is not None
+    assert part.kind is not None
+    endpoint = Endpoint(
+        part.kind,
+        part.model or "",
+        max_tokens=part.max_tokens,
+        label=part.label,
+        extra_body=part.extra_body or {},
+    )
+    client = JudgeClient(
+        part.url,
+        endpoint,
+        api_key=judge_key(),
+        concurrency=part.concurrency,
+        patience=Patience(part.timeout_s, part.retries, part.gone_s),
+    )
+    try:
+        client.connect()
+        kept = Path(part.cache).expanduser() if part.cache else run_dir and run_dir / CACHE_FILE
+        return Judge(client, VerdictCache(kept))
+    except BaseException:
+        client.close()
+        raise
+
+
+def judge_metrics(grader: Grader, others: Any = dict) -> Any:
+    """What a batch is asked for beside its own metrics: ``others``, and the judge's."""
+    if not isinstance(grader, JudgedGrader):
+        return others
+    return partial(_joined, grader, others)
+
+
+def _joined(grader: JudgedGrader, others: Any) -> dict[str, float]:
+    return {**others(), **grader.metrics()}
