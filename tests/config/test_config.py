@@ -146,6 +146,8 @@ def test_every_field_is_read_by_the_assembly() -> None:
     assert unread == {"algorithm.name", "model.hub_token", "engine.api_key"}
 
 
+JUDGED = ("reward.judge.kind=chat", "reward.judge.url=http://127.0.0.1:1")
+WRONG = ("env.dataset=math", "reward.wrong=-2")
 BROKEN = [
     ("every_choice_is_one_of_its_values", ["check.mode=maybe"], "strict"),
     ("every_amount_is_positive", ["train.epochs=0"], "train.epochs"),
@@ -483,6 +485,40 @@ BROKEN = [
         "env.tools=t.py:f has no effect on any task of env.mixture",
     ),
     ("several_turns_have_something_to_say", ["env.mixture={a: {}}", "env.max_steps=3"], "on any task of env.mixture"),
+    ("reward_functions_replace_the_tasks_own_terms", [*JUDGED, "reward.judge.alone=true", *WRONG], "reward.wrong=-2.0"),
+    *(
+        ("a_judge_is_asked_for_what_it_can_do", options, said)
+        for options, said in (
+            (["reward.judge.weight=2"], "belongs to a judge; give reward.judge.kind"),
+            (["reward.judge.kind=chat"], "give reward.judge.url=http://HOST:PORT"),
+            (["reward.judge.kind=chat", "reward.judge.url=h:1"], "is no address of a server"),
+            (["reward.judge.kind=chat", "reward.judge.url='http://a:b@h:1'"], "a user name, a password or a query"),
+            (["reward.judge.kind=classifier"], "give reward.judge.model=FOLDER"),
+            (["reward.judge.kind=classifier", "reward.judge.model=m", "reward.judge.url=http://h:1"], "asks no server"),
+            (
+                ["reward.judge.kind=score", "reward.judge.url=http://h:1", "reward.judge.pairwise=2"],
+                "pairwise=2 has no",
+            ),
+            ([*JUDGED, "reward.judge.label=0"], "reward.judge.label=0 has no effect on reward.judge.kind=chat"),
+            ([*JUDGED, "reward.judge.concurrency=0"], "reward.judge.concurrency=0 must be above 0"),
+            ([*JUDGED, "reward.judge.prices=[1.0]"], "must be two"),
+            ([*JUDGED, "reward.judge.prices=[1.0,-1.0]"], "must not be negative"),
+            ([*JUDGED, "reward.judge.weight=0"], "asks the judge for nothing"),
+            ([*JUDGED, "reward.judge.alone=true", "env.reasoning=true", "env.max_steps=2"], "use one of them"),
+            ([*JUDGED, "reward.judge.alone=true", "reward.path=r.py"], "the functions compute_score of reward.path"),
+            (
+                [
+                    *JUDGED,
+                    "reward.judge.pairwise=2",
+                    "env.repeats=1",
+                    "algorithm.baseline=none",
+                    "algorithm.scale=none",
+                ],
+                "reward.judge.pairwise=2 compares siblings",
+            ),
+        )
+    ),
+    ("arguments_are_passed_on_by_name", [*JUDGED, "reward.judge.extra_body=[a]"], "reward.judge.extra_body={NAME"),
 ]
 
 
@@ -518,6 +554,9 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: list[str], expected
         ["engine=vllm", "inference_model.engine_kwargs={max_logprobs: 8}", "inference_model.stop=[a,'b c']"],
         ["engine=vllm_server", "ray.address=auto", "device=cpu"],
         ["engine=vllm_server", "ray.address=auto", "device=cuda", "engine.url=http://127.0.0.1:1"],
+        [*JUDGED, "reward.judge.alone=true", "reward.success_above=0.5", "reward.judge.pairwise=3"],
+        [*JUDGED, "env.mixture={a: {judge_weight: 0, reward_path: r.py}, b: {}}", "reward.judge.alone=true"],
+        ["reward.judge.kind=classifier", "reward.judge.model=rm", "reward.judge.label=-2"],
     ],
 )
 def test_rules_let_pass_what_works(overrides: list[str]) -> None:

@@ -97,7 +97,7 @@ class VerdictCache:
             place = self._places.get(bytes.fromhex(key))
         if place is None:
             return None
-        found = _verdict_of(os.pread(self._fd, *reversed(place)))
+        found = _verdict_of(os.pread(self._fd, *place))
         return None if found is None or found[0] != key else found[1]
 
     def put(self, key: str, verdict: Verdict) -> None:

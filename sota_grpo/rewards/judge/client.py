@@ -35,7 +35,8 @@ MOST_BYTES = 1 << 20  # of an answer
 _CONNECT_S = 10.0
 _LONGEST_PAUSE_S = 30.0
 _TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0
-_MOST_WITHOUT = 64
+_GOODBYE_S = 5.0
+_MOST_WITHOUT = 64  # questions in a row without a verdict
 _READINGS = 2  # answers that are asked for before a judge's words count as unreadable
 #: Answers of a server, or of what stands before it, that say "not now", or "not you": no response is to blame.
 _NOT_NOW = frozenset((401, 402, 403, 404, 405, 407, 408, 409, 425, 429, 502, 503, 529))
@@ -169,10 +170,16 @@ class JudgeClient:
                 setattr(self.counts, name, getattr(self.counts, name) + amount)
 
     def close(self) -> None:
-        """Ask nothing more; what is open fails. Idempotent."""
+        """Ask nothing more; what was not asked fails, what was is waited for a moment: it is paid. Idempotent."""
         self._closed.set()
-        for _ in self._threads:
+        with self._lock:
+            threads = [*self._threads]
+        for _ in threads:
             self._waiting.put(None)
+        deadline = time.monotonic() + _GOODBYE_S
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
         self._pool.close()
 
     def _work(self) -> None:
@@ -380,7 +387,7 @@ class JudgeClient:
         except urllib3.exceptions.ReadTimeoutError:
             raise _Failed(f"no answer within {self._patience.timeout_s:g} s") from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise _NotNow(f"no connection ({first_line(error)})") from None
+            raise _NotNow(f"no connection, {first_line(error).rpartition(': ')[2]}") from None
         return answer.status, answer.headers, bytes(content)
 
 

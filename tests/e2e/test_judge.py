@@ -1,0 +1,91 @@
+"""Runs that a judge rewards: killed with -9 while it is asked, and continued; no answer is asked for again."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import SMALL, metrics, without_clock
+from tests.unit.fake_judge import FakeJudge
+
+RUN = (
+    *(*SMALL, "engine=transformers", "train.export_hf=false", "train.checkpoint_frequency=1", "logging.report=false"),
+    *("env.num_heldout=32", "eval.mode=off", "reward.judge.kind=chat", "reward.judge.weight=0.5"),
+)
+
+
+def judged(metrics_of: list[dict]) -> list[dict]:
+    """Without what depends on what was asked before."""
+    return [{name: row[name] for name in row if not name.startswith("judge/")} for row in without_clock(metrics_of)]
+
+
+@pytest.mark.slow
+def test_a_killed_run_asks_its_judge_nothing_again_and_equals_the_uninterrupted_one(
+    tmp_path: Path, grpo, signalled
+) -> None:
+    with FakeJudge() as fake:
+        whole = grpo(tmp_path / "whole", *RUN, f"reward.judge.url={fake.url}")
+    assert whole.returncode == 0, whole.stderr
+    run_dir = tmp_path / "killed"
+    with FakeJudge() as fake:
+        options = (*RUN, f"reward.judge.url={fake.url}", "train.resume=auto")
+
+        def is_asking(count: int, step: int) -> bool:
+            """In the middle of a step: some answers of it are kept, the others are held back."""
+            cache, rows = run_dir / "judge.jsonl", run_dir / "metrics.jsonl"
+            steps = rows.read_bytes().count(b"\n") if rows.exists() else 0
+            if steps >= step and sum(fake.answered.values()) >= count:
+                fake.gate.clear()
+            kept = cache.read_bytes().count(b"\n") if cache.exists() else 0
+            return not fake.gate.is_set() and kept >= sum(fake.answered.values()) and fake._at_once > 0
+
+        for count, step in ((3, 0), (25, 1)):
+            done = signalled(signal.SIGKILL, lambda count=count, step=step: is_asking(count, step), run_dir, *options)
+            assert done.code == -signal.SIGKILL
+            fake.kill()  # and with it what it had not answered
+            fake.gate.set()
+            fake.start()
+        last = grpo(run_dir, *options)
+        assert last.returncode == 0, last.stderr
+        assert set(fake.answered.values()) == {1}
+        assert sum(fake.asked.values()) > len(fake.answered), "some were open when the run was killed"
+    rows = metrics(run_dir)
+    assert judged(rows) == judged(metrics(tmp_path / "whole"))
+    assert sum(row["reward/judge"] > 0 for row in rows) == 4
+    assert all(row["reward_errors"] == 0 for row in rows)
+    rollouts = [(path / "rollouts.jsonl").read_text() for path in (run_dir, tmp_path / "whole")]
+    assert rollouts[0] == rollouts[1]
+    first = json.loads(rollouts[0].splitlines()[0])
+    assert first["reward_info"]["judge"].startswith("So:\nVerdict ")
+
+
+@pytest.mark.slow
+def test_a_judge_that_is_gone_ends_the_run_with_one_sentence_and_a_resumed_run_goes_on(tmp_path: Path, grpo) -> None:
+    run_dir = tmp_path / "run"
+    with FakeJudge() as fake:
+        patience = ("reward.judge.gone_s=2", "reward.judge.timeout_s=5", "train.resume=auto")
+        options = (*RUN, f"reward.judge.url={fake.url}", "env.mixture={a: {}, b: {judge_weight: 0}}")
+        fair = fake.answer
+
+        def until_gone(body: dict) -> object:
+            say = fair(body)
+            if sum(fake.answered.values()) >= 12:
+                say.status, say.body = 503, {"error": "gone"}
+            return say
+
+        fake.answer = until_gone
+        done = grpo(run_dir, *options, *patience)
+        assert done.returncode == 1
+        assert "has not answered for 0:0" in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+        fake.answer = fair
+        done = grpo(run_dir, *options, *patience)
+        assert done.returncode == 0, done.stderr
+        assert set(fake.answered.values()) == {1}
+    rows = metrics(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all("reward/a/judge" in row and "reward/b/judge" not in row for row in rows)
+    assert not any(row["reward_errors"] for row in rows)

@@ -1,0 +1,451 @@
+"""A judge over HTTP that is slow, fails, refuses, dies and comes back: no response is lost, none is paid for twice."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.rewards.grading import LocalGrader
+from sota_grpo.rewards.judge import client as client_module
+from sota_grpo.rewards.judge.cache import LONGEST_LINE, Verdict, VerdictCache
+from sota_grpo.rewards.judge.client import JudgeClient, JudgeGone, Patience
+from sota_grpo.rewards.judge.endpoints import Endpoint
+from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
+from sota_grpo.rewards.judge.rules import Judged, Rules
+from sota_grpo.rl.records import TASK, Example, Score
+from sota_grpo.rl.task import SampledText
+from tests.process_rigs import wait_for
+from tests.unit.fake_judge import FakeJudge, Say, chat, fair, nonce_of, score_of, shown
+
+QUICK = Patience(timeout_s=20.0, retries=2, gone_s=30.0, first_pause_s=0.01)
+EXAMPLE = Example("2 + 2?", "4")
+OWN = {"right": 2.0}
+
+
+class Sums:
+    """As much of a task as a judged grader asks."""
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        return [{"role": "user", "content": example.query}]
+
+
+def own_score(response: str, example: Example) -> Score:
+    if response == "boom":
+        raise ValueError("boom")
+    return Score({"right": float(response == example.answer)}, response == example.answer, info={"n": 1})
+
+
+Open = Callable[..., JudgedGrader]
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeJudge]:
+    with FakeJudge() as fake:
+        yield fake
+
+
+@pytest.fixture
+def opened(fake: FakeJudge) -> Iterator[Open]:
+    graders = []
+
+    def open_one(
+        patience: Patience = QUICK,
+        cache: Path | None = None,
+        rules: Mapping[Any, Rules] | None = None,
+        own: Mapping[str, float] = OWN,
+        prices: Sequence[float] = (),
+        **options: Any,
+    ) -> JudgedGrader:
+        client = JudgeClient(fake.url, Endpoint("chat", "judge-1"), patience=patience, **options)
+        judged = Judged(rules or {None: Rules(rubric="Is it right?")}, own)
+        grader = LocalGrader(own_score, own)
+        graders.append(JudgedGrader(grader, Judge(client, VerdictCache(cache)), Sums(), judged, prices=prices))
+        return graders[-1]
+
+    yield open_one
+    for grader in graders:
+        grader.close()
+
+
+def texts_of(count: int) -> list[str]:
+    return [f"{random.random()}" for _ in range(count)]
+
+
+def values(scores: Sequence[Score]) -> list[float | None]:
+    return [score.terms["judge"] for score in scores]
+
+
+def fair_values(texts: Sequence[str]) -> list[float]:
+    return [score_of(text) / 10 for text in texts]
+
+
+def asked(grader: JudgedGrader, texts: Sequence[str], example: Example = EXAMPLE) -> list[Score]:
+    return grader.scores([(text, example) for text in texts]).result(60)
+
+
+def test_a_judge_adds_a_term(opened: Open) -> None:
+    texts = ["4", *texts_of(3)]
+    scores = asked(opened(), texts)
+    assert values(scores) == fair_values(texts)
+    assert [score.terms["right"] for score in scores] == [1.0, 0.0, 0.0, 0.0]
+    assert [score.success for score in scores] == [True, False, False, False], "the task says what is right"
+    assert scores[0].info["n"] == 1
+    assert scores[0].info["judge"].startswith("So:\nVerdict")
+
+
+def test_a_response_that_its_grader_fails_at_keeps_that_error(opened: Open) -> None:
+    failed, fine = asked(opened(), ["boom", "4"])
+    assert (failed.error, failed.terms) == ("ValueError: boom", {"right": 0.0, "judge": 0.0})
+    assert fine.error is None
+
+
+def test_equal_questions_are_asked_once_even_at_the_same_time(fake: FakeJudge, opened: Open) -> None:
+    fake.gate.clear()
+    grader = opened()
+    first = grader.scores([("4", EXAMPLE)] * 3 + [("5", EXAMPLE)])
+    second = grader.scores([("5", EXAMPLE)])
+    wait_for(lambda: sum(fake.asked.values()) == 2)
+    fake.gate.set()
+    assert values([*first.result(60), *second.result(60)]) == fair_values(["4", "4", "4", "5", "5"])
+    assert list(fake.asked.values()) == [1, 1]
+    metrics = grader.metrics()
+    assert (metrics["judge/requests"], metrics["judge/cached"]) == (2, 3)
+    assert (metrics["judge/prompt_tokens"], metrics["judge/completion_tokens"]) == (200, 14)
+    assert grader.metrics()["judge/requests"] == 0
+
+
+def test_no_more_are_asked_at_a_time_than_allowed(fake: FakeJudge, opened: Open) -> None:
+    fake.gate.clear()
+    future = opened(concurrency=3).scores([(text, EXAMPLE) for text in texts_of(12)])
+    wait_for(lambda: fake._at_once == 3)
+    time.sleep(0.05)
+    fake.gate.set()
+    future.result(60)
+    assert fake.most_at_once == 3
+
+
+def test_a_new_process_pays_for_nothing_again(fake: FakeJudge, opened: Open, tmp_path: Path) -> None:
+    path, texts = tmp_path / "judge.jsonl", texts_of(5)
+    before = asked(opened(cache=path), texts)
+    fake.kill()
+    assert asked(opened(cache=path), texts) == before, "the words, too"
+    assert (path.stat().st_mode & 0o777) == 0o600
+
+
+def once_each(answers: Sequence[Say]) -> Callable[[Any], Say]:
+    """Every question gets these answers in turn, then fair ones."""
+    came: dict[str, int] = {}
+    lock = threading.Lock()
+
+    def answer(body: Any) -> Say:
+        with lock:
+            number = came[nonce_of(body) + shown(body, "response")] = (
+                came.get(nonce_of(body) + shown(body, "response"), -1) + 1
+            )
+        return answers[number] if number < len(answers) else fair(body)
+
+    return answer
+
+
+FAULTS = {
+    "busy": Say({"error": "slow down"}, 429, {"Retry-After": "0.05"}),
+    "failing": Say({"error": "oops"}, 500),
+    "starting": Say(b"<html>no upstream</html>", 503),
+    "unknown": Say({"error": "model is loading"}, 404),
+    "garbage": Say(b"\xff<html>"),
+    "other form": Say({"choices": []}),
+    "hung up": Say(hang_up=True),
+    "deep": Say(b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_fails_is_asked_again_and_no_answer_is_lost(fake: FakeJudge, opened: Open, fault: str) -> None:
+    fake.answer = once_each([FAULTS[fault]] * 2)
+    texts = texts_of(4)
+    grader = opened()
+    assert values(asked(grader, texts)) == fair_values(texts)
+    assert set(fake.asked.values()) == {3}
+    assert grader.metrics()["judge/retries"] == 8
+
+
+def test_nobody_asks_before_the_time_that_the_judge_names(fake: FakeJudge, opened: Open) -> None:
+    times: list[float] = []
+
+    def answer(body: Any) -> Say:
+        times.append(time.monotonic())
+        return Say({}, 429, {"Retry-After": "0.4"}) if len(times) == 1 else fair(body)
+
+    fake.answer = answer
+    asked(opened(concurrency=1), texts_of(2))
+    assert times[1] - times[0] >= 0.4
+    assert client_module._seconds("Wed, 21 Oct 2199 07:28:00 GMT") > 1e9
+
+
+def test_words_without_a_verdict_are_asked_for_twice_and_are_an_error_that_is_kept(
+    fake: FakeJudge, opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A judge that repeats what the response says gives no verdict with it."""
+    texts, path = ["Verdict: 10", "4"], tmp_path / "judge.jsonl"
+    fake.answer = lambda body: fair(body) if "4" in shown(body, "response") else Say(chat(shown(body, "response")))
+    bad, good = asked(opened(cache=path), texts)
+    assert bad.error.startswith("Unreadable: the judge's last line is no verdict: 'Verdict: 10'")
+    assert bad.terms == {"right": 0.0, "judge": 0.0}
+    assert (good.error, sorted(fake.asked.values())) == (None, [1, 2])
+    assert "grader failed: Unreadable" in caplog.text
+    assert asked(opened(cache=path), texts) == [bad, good]
+    assert sorted(fake.asked.values()) == [1, 2]
+
+
+def test_what_the_judge_refuses_is_an_error_at_once_and_is_asked_anew_another_time(
+    fake: FakeJudge, opened: Open, tmp_path: Path
+) -> None:
+    fake.answer = lambda body: Say({"error": "too long"}, 400) if shown(body, "response") == "long" else fair(body)
+    bad, good = asked(opened(cache=tmp_path / "judge.jsonl"), ["long", "4"])
+    assert (good.error, set(fake.asked.values())) == (None, {1})
+    assert bad.error.startswith("JudgeError: it answers 400: ")
+    fake.answer = fair
+    assert values(asked(opened(cache=tmp_path / "judge.jsonl"), ["long", "4"])) == fair_values(["long", "4"])
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "among others"])
+def test_a_question_that_breaks_the_judge_costs_itself(fake: FakeJudge, opened: Open, alone: bool) -> None:
+    """Alone, a small question tells whether the judge works."""
+    fake.answer = lambda body: Say({}, 500) if "poison" in str(body) else fair(body)
+    texts = ["poison"] if alone else ["poison", *texts_of(6)]
+    scores = asked(opened(), texts)
+    assert scores[0].error.startswith("JudgeError: it answers 500")
+    assert values(scores[1:]) == fair_values(texts[1:])
+    pings = [body for _, body in fake.bodies if body["max_tokens"] == 1]
+    assert len(pings) <= 1
+    assert len([body for _, body in fake.bodies if "poison" in str(body)]) == QUICK.retries + 1
+
+
+def test_a_judge_that_is_killed_and_restarted_loses_nothing_and_is_paid_once(fake: FakeJudge, opened: Open) -> None:
+    texts, grader = texts_of(60), opened(concurrency=4)
+    futures = [grader.scores([(text, EXAMPLE) for text in texts[at : at + 6]]) for at in range(0, 60, 6)]
+    for _ in range(3):
+        before = sum(fake.answered.values())
+        wait_for(lambda before=before: sum(fake.answered.values()) >= before + 5)
+        fake.gate.clear()  # so that none is answered on a connection that breaks
+        wait_for(lambda: fake._at_once == 4)
+        fake.kill()
+        fake.gate.set()
+        time.sleep(0.05)
+        fake.start()
+    scores = [score for future in futures for score in future.result(60)]
+    assert values(scores) == fair_values(texts)
+    assert set(fake.answered.values()) == {1}
+    assert len(fake.answered) == 60
+    assert sum(fake.asked.values()) > 60
+
+
+def test_a_judge_that_stays_away_ends_the_run_and_what_it_said_is_kept(
+    fake: FakeJudge, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_module, "_TELL_AFTER_S", 0.1)
+    path, first, later = tmp_path / "judge.jsonl", texts_of(3), texts_of(3)
+    grader = opened(Patience(5.0, 2, 0.5, 0.02), cache=path)
+    asked(grader, first)
+    fake.kill()
+    with pytest.raises(JudgeGone, match=r"has not answered for 0:0[01] \(no connection, .*train.resume=auto continues"):
+        asked(grader, later)
+    assert issubclass(JudgeGone, RunFailed)
+    with pytest.raises(JudgeGone):
+        asked(grader, texts_of(1))
+    assert "3 questions wait, for " in caplog.text
+    fake.start()
+    texts = [*first, *later]
+    assert values(asked(opened(cache=path), texts)) == fair_values(texts)
+    assert set(fake.answered.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("say", "why"),
+    [
+        (Say({}, 500), "it answers 500"),
+        (Say({"error": "your credit"}, 402), "it answers 402"),
+        (Say(b"no"), "cannot be read"),
+    ],
+    ids=["failing", "unpaid", "garbage"],
+)
+def test_a_judge_that_only_fails_ends_the_run_with_its_words(fake: FakeJudge, opened: Open, say: Say, why: str) -> None:
+    """No response is to blame, and none is trained on as wrong."""
+    fake.answer = lambda body: say
+    with pytest.raises(JudgeGone, match=why):
+        asked(opened(Patience(5.0, 1, 0.4, 0.02)), texts_of(4))
+
+
+def test_a_judge_that_hangs_is_gone_too(fake: FakeJudge, opened: Open) -> None:
+    fake.gate.clear()
+    with pytest.raises(JudgeGone, match=r"no answer within 0\.1 s"):
+        asked(opened(Patience(0.1, 1, 0.5, 0.02)), texts_of(2))
+
+
+def test_a_judge_without_a_single_verdict_is_given_up(fake: FakeJudge, opened: Open) -> None:
+    fake.answer = lambda body: Say({"error": "your credit is used up"}, 400)
+    grader = opened()
+    with pytest.raises(JudgeGone, match=r"no verdict on 64 questions in a row .*credit is used up"):
+        asked(grader, texts_of(70))
+
+
+def test_closing_ends_what_is_open_and_keeps_what_was_paid(fake: FakeJudge, opened: Open, tmp_path: Path) -> None:
+    fake.gate.clear()
+    grader, texts = opened(concurrency=1, cache=tmp_path / "judge.jsonl"), texts_of(3)
+    future = grader.scores([(text, EXAMPLE) for text in texts])
+    wait_for(lambda: fake._at_once == 1)
+    threading.Timer(0.2, fake.gate.set).start()
+    grader.close()
+    grader.close()
+    assert len(VerdictCache(tmp_path / "judge.jsonl")) == sum(fake.answered.values()) == 1
+    with pytest.raises(RuntimeError, match="closed"):
+        future.result(60)
+    with pytest.raises(RuntimeError, match="closed"):
+        asked(grader, ["another"])
+
+
+def test_siblings_are_compared(fake: FakeJudge, opened: Open) -> None:
+    texts = [*texts_of(4), "4", "4"]
+    grader = opened(rules={None: Rules(num_rivals=5)})
+    scores = asked(grader, texts)
+    wins = [
+        sum(0.5 * (score_of(a) >= score_of(b)) + 0.5 * (score_of(a) > score_of(b)) for b in texts) - 0.5 for a in texts
+    ]
+    assert values(scores) == pytest.approx([won / 5 for won in wins])
+    assert len(fake.bodies) == 14 - 4, "15 pairs; the equal one is a tie, and the other 4 meet both of it: asked once"
+    (single,) = asked(grader, ["4"])
+    assert (single.terms, single.error) == ({"right": 1.0, "judge": None}, None), "alone it has no rival"
+
+
+def test_of_a_mixture_the_judged_tasks_have_a_term_of_their_own(fake: FakeJudge, opened: Open) -> None:
+    own = {"a/right": 1.0, "b/right": 1.0}
+    grader = opened(rules={"a": Rules("a/judge", 0.5, "Be kind.", success_above=0.4)}, own=own)
+    grader.grader = LocalGrader(lambda text, e: Score({f"{e.extra[TASK]}/right": 0.0}, False), ["a/right"])
+    grader.grader._score = lambda text, e: Score(dict.fromkeys(own) | {f"{e.extra[TASK]}/right": 0.0}, False)
+    grader.grader._term_names = tuple(own)
+    pairs = [(text, Example("q", "4", {TASK: name})) for name in "ab" for text in ("9", "4")]
+    scores = grader.scores(pairs).result(60)
+    assert values_of(scores, "a/judge") == [*fair_values(["9", "4"]), None, None]
+    assert [score.success for score in scores] == [score_of(text) / 20 > 0.4 for text in ("9", "4")] + [False] * 2
+    assert len(fake.bodies) == 2
+    assert "Be kind." in fake.bodies[0][1]["messages"][-1]["content"]
+    fake.answer = lambda body: Say({}, 400)
+    (failed,) = grader.scores([("new", Example("q", "4", {TASK: "a"}))]).result(60)
+    assert failed.terms == {"a/right": 0.0, "b/right": None, "a/judge": 0.0}
+
+
+def values_of(scores: Sequence[Score], term: str) -> list[float | None]:
+    return [score.terms[term] for score in scores]
+
+
+def test_a_dialog_with_tools_is_judged_whole_and_a_right_answer_shown_if_asked(fake: FakeJudge, opened: Open) -> None:
+    turns = [{"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}, {"role": "tool", "content": "4"}]
+    text = SampledText("It is 4.", record={"messages": [*turns, {"role": "assistant", "content": "It is 4."}]})
+    asked(opened(rules={None: Rules(shows_reference=True)}), [text])
+    (_, body) = fake.bodies[0]
+    said = 'assistant:  {"tool_calls": [{"name": "add"}]}\n\ntool: 4\n\nassistant: It is 4.'
+    assert shown(body, "response") == said
+    assert shown(body, "right answer, which the policy did not see") == "4"
+
+
+def test_metrics_have_time_and_cost(opened: Open) -> None:
+    grader = opened(prices=[1.5, 20.0])
+    assert "judge/latency_s" not in grader.metrics()
+    asked(grader, texts_of(4))
+    metrics = grader.metrics()
+    assert metrics["judge/cost"] == pytest.approx((400 * 1.5 + 28 * 20.0) / 1e6)
+    assert metrics["judge/latency_s"] > 0
+
+
+def test_a_key_is_sent_and_a_judge_is_looked_at_before_it_is_used(fake: FakeJudge) -> None:
+    fake.key = "sk-1"
+    with pytest.raises(UserError, match="does not take the key; set SOTA_GRPO_JUDGE_KEY"):
+        JudgeClient(fake.url, Endpoint("chat", "")).connect()
+    client = JudgeClient(f"{fake.url}/v1/", Endpoint("chat", ""), api_key="sk-1")
+    client.connect()
+    assert client.endpoint.model == "judge-1"
+    fake.models = Say({"data": []})
+    with pytest.raises(UserError, match="does not name its model"):
+        JudgeClient(fake.url, Endpoint("chat", ""), api_key="sk-1").connect()
+    fake.kill()
+    with pytest.raises(UserError, match=r"No judge answers at http://127.0.0.1:\d+ \(no connection, "):
+        JudgeClient(fake.url, Endpoint("chat", "m")).connect()
+    with pytest.raises(UserError, match="not the address of a server"):
+        JudgeClient("127.0.0.1:80", Endpoint("chat", "m"))
+
+
+def test_a_reward_model_without_a_chat_template_is_given_text(fake: FakeJudge) -> None:
+    def classify(body: Any) -> Say:
+        taken = "input" in body
+        return Say({"data": [{"probs": [0.4, 0.6]}]} if taken else {"error": "no chat template"}, 200 if taken else 400)
+
+    fake.others["/classify"] = classify
+    client = JudgeClient(fake.url, Endpoint("classify", "rm"))
+    client.connect()
+    assert client.endpoint.as_text
+    fake.others["/classify"] = lambda body: Say({"error": "no classifier"}, 400)
+    with pytest.raises(UserError, match=r"does not answer /classify: it answers 400.*no classifier"):
+        JudgeClient(fake.url, Endpoint("classify", "rm")).connect()
+
+
+def test_the_cache_outlives_what_ends_its_writer_and_believes_no_odd_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, keys = tmp_path / "judge.jsonl", [f"{number:064x}" for number in range(9)]
+    cache = VerdictCache(path)
+    cache.put(keys[0], Verdict(0.5, said="x\u2028\ud800" * 2000))
+    cache.put(keys[1], Verdict(None, "Unreadable: é"))
+    cache.close()
+    whole = path.read_bytes()
+    odd = [b'{"key": "12"}', b'{"key": "%s", "value": NaN}' % keys[2].encode(), b"[]", b"x" * (3 * LONGEST_LINE)]
+    odd += [b'{"key": "%s", "value": true}' % keys[3].encode(), b'{"key": "%s", "value": 1' % keys[4].encode()]
+    path.write_bytes(whole + b"\n".join(odd))
+    cache = VerdictCache(path)
+    assert len(cache) == 2
+    assert "are no verdicts of a judge" in caplog.text
+    cache.put(keys[5], Verdict(1.0))
+    again = VerdictCache(path)
+    for one in (cache, again):
+        assert [one.get(key) is not None for key in keys[:6]] == [True, True, False, False, False, True]
+        assert one.get(keys[0]).value == 0.5
+        assert len(one.get(keys[0]).said) == 2000
+        assert one.get(keys[1]) == Verdict(None, "Unreadable: é")
+        assert one.get(keys[5]) == Verdict(1.0)
+    again.put(keys[6], Verdict(0.0))  # two processes may share a file
+    cache.put(keys[7], Verdict(0.25))
+    assert (again.get(keys[6]).value, cache.get(keys[7]).value) == (0.0, 0.25)
+
+
+def test_the_cache_writes_through_no_link_and_into_nothing_odd(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine\n")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "no/folder"):
+        with pytest.raises(UserError, match="cannot be kept in"):
+            VerdictCache(tmp_path / name)
+    assert (tmp_path / "mine").read_text() == "mine\n"
+
+
+def test_a_full_disk_ends_the_run(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    grader = opened()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(VerdictCache, "put", full)
+    with pytest.raises(RunFailed, match=r"cannot be kept .No space left on device."):
+        asked(grader, ["4"])
+
+
+@pytest.fixture(autouse=True)
+def _logs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
