@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.config import Config
 from sota_grpo.config.judging import rubric_file
 from sota_grpo.config.mixture import task_configs
@@ -25,7 +29,10 @@ from sota_grpo.rewards.judge.rules import CLASSIFIER, TERM, Judged, Rules
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, scorer_of, without_examples
 
-CACHE_FILE = "judge.jsonl"
+if TYPE_CHECKING:
+    from sota_grpo.rewards.judge.server import JudgeServer
+
+CACHE_FILE, LOG_FILE = "judge.jsonl", "judge.log"
 _LONGEST_RUBRIC = 1 << 16
 
 
@@ -101,7 +108,43 @@ def _rubric(given: str | None) -> str:
 
 def _judge(config: Config, run_dir: Path | None) -> Judge:
     part = config.reward.judge
-    assert part.url is not None
+    assert part.kind is not None
+    opened = ExitStack()
+    with opened:
+        url, key, revive = part.url, judge_key(), None
+        if url is None:
+            server = _server(config, run_dir, opened)
+            (url, key), revive = server.start(), server.revive
+        client = _client(config, url, key, revive)
+        opened.callback(client.close)
+        client.connect()
+        kept = Path(part.cache).expanduser() if part.cache else run_dir and run_dir / CACHE_FILE
+        judge = Judge(client, VerdictCache(kept), opened.pop_all().close)
+    return judge
+
+
+def _server(config: Config, run_dir: Path | None, opened: ExitStack) -> JudgeServer:
+    """A vLLM server for the judge, not started yet; closed with ``opened``."""
+    from sota_grpo.rewards.judge.server import JudgeServer  # brings torch
+
+    part = config.reward.judge
+    assert part.kind is not None
+    assert part.model is not None
+    if find_spec("vllm") is None:
+        raise UserError(
+            "A judge is started here with vLLM, which is not installed; install it, or give reward.judge.url."
+        )
+    if part.device is None and resolve_device(config) == "cuda":
+        raise UserError("A judge needs a GPU of its own; give reward.judge.device=INDEX, or reward.judge.url.")
+    folder = run_dir or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_judge_")))
+    server = JudgeServer(part.kind, part.model, rows=part.concurrency, log_path=folder / LOG_FILE, device=part.device)
+    opened.callback(server.close)
+    starting(f"Starting the judge {part.model}")
+    return server
+
+
+def _client(config: Config, url: str, key: str | None, revive: Any) -> JudgeClient:
+    part = config.reward.judge
     assert part.kind is not None
     endpoint = Endpoint(
         part.kind,
@@ -110,20 +153,14 @@ def _judge(config: Config, run_dir: Path | None) -> Judge:
         label=part.label,
         extra_body=part.extra_body or {},
     )
-    client = JudgeClient(
-        part.url,
+    return JudgeClient(
+        url,
         endpoint,
-        api_key=judge_key(),
+        api_key=key,
         concurrency=part.concurrency,
         patience=Patience(part.timeout_s, part.retries, part.gone_s),
+        **({} if revive is None else {"revive": revive}),
     )
-    try:
-        client.connect()
-        kept = Path(part.cache).expanduser() if part.cache else run_dir and run_dir / CACHE_FILE
-        return Judge(client, VerdictCache(kept))
-    except BaseException:
-        client.close()
-        raise
 
 
 def judge_metrics(grader: Grader, others: Any = dict) -> Any:

@@ -166,7 +166,12 @@ class JudgeConfig:
         "the reward workers load; null: no judge",
         KINDS,
     )
-    url: str | None = opt(None, "of the judge, http://HOST:PORT; its key, if it has one, is SOTA_GRPO_JUDGE_KEY")
+    url: str | None = opt(
+        None,
+        "of the judge, http://HOST:PORT; its key, if it has one, is SOTA_GRPO_JUDGE_KEY; null: a vLLM server with "
+        "reward.judge.model is started here",
+    )
+    device: int | None = opt(None, "index of the GPU of a judge that is started here, which nothing else may use")
     model: str | None = opt(
         None, "name of the model there, null: the first that it serves; classifier: its folder or hub name"
     )

@@ -17,7 +17,7 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "label": (CLASSIFY, POOLING, CLASSIFIER),
 }
 #: Options of what is asked over HTTP.
-_OF_SERVERS = ("url", "extra_body", "concurrency", "timeout_s", "retries", "gone_s", "cache", "prices")
+_OF_SERVERS = ("url", "device", "extra_body", "concurrency", "timeout_s", "retries", "gone_s", "cache", "prices")
 
 
 def rubric_file(rubric: str | None) -> Path | None:
@@ -47,16 +47,20 @@ def judge_faults(config: Config) -> Iterator[str]:
             yield f"{name}={value} has no effect on reward.judge.kind={judge.kind}, which asks no server; leave it out."
     if judge.kind == CLASSIFIER and judge.model is None:
         yield "reward.judge.kind=classifier needs a model; give reward.judge.model=FOLDER, or its name on the hub."
-    if judge.kind != CLASSIFIER:
+    if judge.kind != CLASSIFIER and judge.url is None and judge.model is None:
+        yield (
+            "A judge is asked over HTTP; give reward.judge.url=http://HOST:PORT, or reward.judge.model=NAME, which is "
+            "then served here."
+        )
+    if judge.kind != CLASSIFIER and judge.url is not None:
         yield from _url_faults(judge.url)
+        if judge.device is not None:
+            yield f"reward.judge.device={judge.device} has no effect beside reward.judge.url; leave one of them out."
     yield from _amount_faults(judge, config)
     yield from _alone_faults(config)
 
 
-def _url_faults(url: str | None) -> Iterator[str]:
-    if url is None:
-        yield "A judge is asked over HTTP; give reward.judge.url=http://HOST:PORT."
-        return
+def _url_faults(url: str) -> Iterator[str]:
     try:
         address = urlsplit(url)
         host, _ = address.hostname, address.port

@@ -55,7 +55,7 @@ class VLLMDialect(Dialect):
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
             *("--served-model-name", "policy", "--tokens-only", "--middleware", f"{__name__}.{RequireKey.__name__}"),
             *("--disable-uvicorn-access-log", "--model", options.model_path),
-            *chain.from_iterable(starmap(_flag, engine_arguments(options, on_cpu=on_cpu).items())),
+            *chain.from_iterable(starmap(flag, engine_arguments(options, on_cpu=on_cpu).items())),
         ]
 
     def environment(self, options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
@@ -207,12 +207,12 @@ def refuse_arguments(options: EngineOptions, *, on_cpu: bool) -> None:
             raise UserError(f"vLLM has no argument {name} (inference_model.engine_kwargs); {hint}")
 
 
-def _flag(name: str, value: Any) -> tuple[str, ...]:
+def flag(name: str, value: Any) -> tuple[str, ...]:
     """An argument of ``LLM`` on the server's command line.
 
-    >>> _flag("block_size", 32), _flag("enforce_eager", False), _flag("max_model_len", None)
+    >>> flag("block_size", 32), flag("enforce_eager", False), flag("max_model_len", None)
     (('--block-size', '32'), ('--no-enforce-eager',), ())
-    >>> _flag("compilation_config", {"level": 0}), _flag("ignore_patterns", ["a", "b"])
+    >>> flag("compilation_config", {"level": 0}), flag("ignore_patterns", ["a", "b"])
     (('--compilation-config', '{"level": 0}'), ('--ignore-patterns', 'a', 'b'))
     """
     flag = name.replace("_", "-")

@@ -12,6 +12,7 @@ import queue
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -111,6 +112,7 @@ class JudgeClient:
         api_key: sent as a bearer token; None: none.
         concurrency: most questions that are asked at a time.
         patience: see there.
+        revive: of a server that was started here: asked where nobody answers; url and key of a new one, or None.
 
     Raises:
         UserError: the url is not one of a server.
@@ -124,24 +126,28 @@ class JudgeClient:
         api_key: str | None = None,
         concurrency: int = 16,
         patience: Patience = Patience(),
+        revive: Callable[[], tuple[str, str] | None] = lambda: None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"reward.judge.url={url} is not the address of a server; write http://HOST:PORT.")
-        self.url, self.endpoint = url.rstrip("/").removesuffix("/v1"), endpoint
-        self._prefix = urlsplit(self.url).path
-        self._patience, self._headers = patience, {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._pool = urllib3.connection_from_url(self.url, maxsize=concurrency)
+        self.endpoint, self._patience, self._concurrency, self._revive = endpoint, patience, concurrency, revive
+        self._turn_to(url, api_key)
         self.counts, self._lock = Counts(), threading.Lock()
         self._waiting: queue.SimpleQueue[tuple[Question, Future[Verdict]] | None] = queue.SimpleQueue()
-        self._num_open, self._threads, self._concurrency = 0, list[threading.Thread](), concurrency
+        self._num_open, self._threads = 0, list[threading.Thread]()
         self._closed = threading.Event()
         self._gone: JudgeGone | None = None
         self._answered_at = self._told_at = -1.0
         self._silent_since: float | None = None  # the first failure after the last answer
         self._not_before, self._num_without = 0.0, 0
+
+    def _turn_to(self, url: str, api_key: str | None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"reward.judge.url={url} is not the address of a server; write http://HOST:PORT.")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._prefix = urlsplit(self.url).path
+        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Content-Type": "application/json", **key}
+        self._pool = urllib3.connection_from_url(self.url, maxsize=self._concurrency)
 
     def ask(self, question: Question) -> Future[Verdict]:
         """The verdict, some day; the future fails only where the judge is gone, or this is closed."""
@@ -211,6 +217,8 @@ class JudgeClient:
                 return Verdict(None, f"JudgeError: {error}", is_final=False)
             except (_NotNow, _Failed) as error:
                 num_failed += isinstance(error, _Failed)
+                if (found := self._revive()) is not None:
+                    self._turn_to(*found)
                 after_s = getattr(error, "after_s", 0.0)
                 failed_at = time.monotonic() if failed_at is None else failed_at
                 if self._is_to_blame(num_failed, failed_at):

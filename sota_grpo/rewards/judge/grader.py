@@ -7,7 +7,7 @@ before, and a judge that is away costs no worker its deadline. Imports no torch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -35,10 +35,11 @@ class Judge:
     Args:
         client: asks it.
         cache: keeps its verdicts; closed with the judge.
+        on_close: what ends with it, too.
     """
 
-    def __init__(self, client: JudgeClient, cache: VerdictCache) -> None:
-        self.client, self._cache = client, cache
+    def __init__(self, client: JudgeClient, cache: VerdictCache, on_close: Callable[[], object] = lambda: None) -> None:
+        self.client, self._cache, self._on_close = client, cache, on_close
         self._open: dict[str, Future[Verdict]] = {}
         self._lock = threading.Lock()
 
@@ -80,6 +81,7 @@ class Judge:
         """Ask nothing more; idempotent."""
         self.client.close()
         self._cache.close()
+        self._on_close()
 
 
 class JudgedGrader:
