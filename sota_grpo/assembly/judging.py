@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.config import Config
 from sota_grpo.config.judging import rubric_file
 from sota_grpo.config.mixture import task_configs
@@ -134,8 +133,6 @@ def _server(config: Config, run_dir: Path | None, opened: ExitStack) -> JudgeSer
         raise UserError(
             "A judge is started here with vLLM, which is not installed; install it, or give reward.judge.url."
         )
-    if part.device is None and resolve_device(config) == "cuda":
-        raise UserError("A judge needs a GPU of its own; give reward.judge.device=INDEX, or reward.judge.url.")
     folder = run_dir or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_judge_")))
     server = JudgeServer(part.kind, part.model, rows=part.concurrency, log_path=folder / LOG_FILE, device=part.device)
     opened.callback(server.close)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sota_grpo.config import Config, model_name, num_steps
+from sota_grpo.config.judging import rubric_file
 from sota_grpo.config.mixture import mean_responses_per_step, task_configs, tasks_named
 from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import validate
@@ -68,6 +69,9 @@ def _require_files(config: Config) -> None:
             dataset.require_file(Path(path).expanduser())
     if config.reward.path not in (None, functions.PASSED):
         functions.require_file(Path(config.reward.path).expanduser())
+    rubric = rubric_file(config.reward.judge.rubric)
+    if rubric is not None and not rubric.expanduser().is_file():
+        raise UserError(f"there is no file {rubric}; correct reward.judge.rubric (now in {Path.cwd()}).")
     if (server := server_of(config.env.environment)) is not None:
         server.require()
 

@@ -50,20 +50,24 @@ class Judge:
         """
         key = question.key
         with self._lock:
-            verdict, known = self._open.get(key), self._cache.get(key)
-            is_new = verdict is None and known is None
-            if verdict is None:
-                verdict = promised()
-            if is_new:
-                self._open[key] = verdict
-        if is_new:
+            found = self._open.get(key)
+            known = self._cache.get(key) if found is None else None
+            if found is None and known is None:
+                verdict = self._open[key] = promised()
+        if found is not None or known is not None:
+            self.client.add(cached=1)
+            return found or _done(known)
+        try:
             asked = self.client.ask(question)
-            asked.add_done_callback(lambda asked: resolve(verdict, partial(self._kept, key, asked)))
-            return verdict
-        self.client.add(cached=1)
-        if known is not None and not verdict.done():
-            verdict.set_result(known)
+        except BaseException:
+            self._forget(key)
+            raise
+        asked.add_done_callback(lambda asked: resolve(verdict, partial(self._kept, key, asked)))
         return verdict
+
+    def _forget(self, key: str) -> None:
+        with self._lock:
+            self._open.pop(key, None)
 
     def _kept(self, key: str, asked: Future[Verdict]) -> Verdict:
         try:
@@ -73,8 +77,7 @@ class Judge:
         except OSError as error:
             raise RunFailed(f"What the judge says cannot be kept ({error.strerror}); free space there.") from error
         finally:
-            with self._lock:
-                self._open.pop(key, None)
+            self._forget(key)
         return verdict
 
     def close(self) -> None:

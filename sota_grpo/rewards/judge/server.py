@@ -15,6 +15,7 @@ import torch
 from sota_grpo.engines import Deadlines, EngineOptions
 from sota_grpo.engines.inference_server import ServerProcess, start_server
 from sota_grpo.engines.vllm_server import RequireKey, VLLMDialect, engine_arguments, flag
+from sota_grpo.errors import UserError
 from sota_grpo.rewards.judge.rules import CHAT
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,14 @@ class JudgeServer:
         rows: most questions that it is asked at a time.
         log_path: what it prints goes there.
         device: index of its GPU; None on a CPU.
+
+    Raises:
+        UserError: there are GPUs, and none is named; or the model is not there.
     """
 
     def __init__(self, kind: str, model: str, *, rows: int, log_path: Path, device: int | None) -> None:
+        if device is None and torch.cuda.is_available():
+            raise UserError("A judge needs a GPU of its own; give reward.judge.device=INDEX, or reward.judge.url.")
         self._dialect = JudgeDialect(kind, model)
         self._options = EngineOptions(
             model,
