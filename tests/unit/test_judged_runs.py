@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ from sota_grpo.assembly.sampling import make_grader, task_of
 from sota_grpo.config import Config, overrides_of
 from sota_grpo.config.secrets import judge_key
 from sota_grpo.config.validators import validate
+from sota_grpo.engines import EngineOptions
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rewards.grading import GradingPool, own_grader
 from sota_grpo.rewards.judge.classifier import ClassifierScorer
 from sota_grpo.rewards.judge.grader import JudgedGrader
+from sota_grpo.rewards.judge.server import JudgeDialect
 from sota_grpo.rl.task import total_reward
 from sota_grpo.training.runs import signature
 from tests.unit.fake_judge import FakeJudge, score_of
@@ -146,6 +149,19 @@ def test_a_classifier_that_cannot_be_loaded_is_one_sentence(tmp_path: Path, mode
         task, _ = judged_task(config, task_of(config), lambda task: None, None)
         with pytest.raises(UserError, match=said):
             task.score.prepare()
+
+
+@pytest.mark.parametrize("kind", ["chat", "classify"])
+def test_a_judge_that_is_started_here_listens_on_loopback_and_shows_no_key(kind: str, tmp_path: Path) -> None:
+    options = EngineOptions(str(TINY), eos_token_ids=(), max_rows=7).resolved()
+    command = JudgeDialect(kind, "my/judge").command(options, 8123, "sk-secret", tmp_path, on_cpu=True)
+    given = dict(pairwise(command))
+    assert (given["--host"], given["--port"], given["--model"]) == ("127.0.0.1", "8123", str(TINY))
+    assert (given["--served-model-name"], given["--max-num-seqs"]) == ("my/judge", "7")
+    assert given["--middleware"] == "sota_grpo.engines.vllm_server.RequireKey"
+    assert given.get("--runner") == (None if kind == "chat" else "pooling")
+    assert not {"--tokens-only", "--logprobs-mode"} & set(command)
+    assert not any("sk-secret" in word for word in command)
 
 
 ASKS = {
