@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -139,6 +142,43 @@ def test_a_new_process_pays_for_nothing_again(fake: FakeJudge, opened: Open, tmp
     fake.kill()
     assert asked(opened(cache=path), texts) == before, "the words, too"
     assert (path.stat().st_mode & 0o777) == 0o600
+
+
+ASKING = """
+import sys
+from pathlib import Path
+from sota_grpo.rewards.judge.cache import VerdictCache
+from sota_grpo.rewards.judge.client import JudgeClient
+from sota_grpo.rewards.judge.endpoints import Endpoint
+from sota_grpo.rewards.judge.grader import Judge
+from sota_grpo.rewards.judge.prompts import Material
+
+endpoint = Endpoint("chat", "judge-1", rubric="r")
+judge = Judge(JudgeClient(sys.argv[1], endpoint, concurrency=3), VerdictCache(Path(sys.argv[2])))
+asked = [judge.ask(endpoint.ask(Material([{"role": "user", "content": "q"}], f"text {n}"))) for n in range(30)]
+print(*(one.result().value for one in asked))
+judge.close()
+"""
+
+
+def test_a_process_that_is_killed_while_it_asks_asks_nothing_again(fake: FakeJudge, tmp_path: Path) -> None:
+    path = tmp_path / "judge.jsonl"
+    line = [sys.executable, "-c", ASKING, fake.url, str(path)]
+    for count in (5, 14):
+        killed = subprocess.Popen(line)
+        wait_for(lambda count=count: sum(fake.answered.values()) >= count)
+        fake.gate.clear()
+        wait_for(lambda: fake._at_once == 3 and path.read_bytes().count(b"\n") == sum(fake.answered.values()))
+        killed.kill()
+        assert killed.wait() == -signal.SIGKILL
+        fake.kill()  # what it had not answered is gone with it
+        fake.gate.set()
+        wait_for(lambda: fake._at_once == 0)
+        fake.start()
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert [float(word) for word in done.stdout.split()] == fair_values([f"text {n}" for n in range(30)])
+    assert list(fake.answered.values()) == [1] * 30
+    assert sum(fake.asked.values()) == 36
 
 
 def once_each(answers: Sequence[Say]) -> Callable[[Any], Say]:
