@@ -110,7 +110,8 @@ def _judge(config: Config, run_dir: Path | None) -> Judge:
     assert part.kind is not None
     opened = ExitStack()
     with opened:
-        url, key, revive = part.url, judge_key(), None
+        url, key = part.url, judge_key()
+        revive: Any = None
         if url is None:
             server = _server(config, run_dir, opened)
             (url, key), revive = server.start(), server.revive

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -191,7 +192,7 @@ class JudgeClient:
     def _work(self) -> None:
         while (asked := self._waiting.get()) is not None:
             question, verdict = asked
-            resolve(verdict, lambda question=question: self._settle(question))  # type: ignore[misc]
+            resolve(verdict, partial(self._settle, question))
             with self._lock:
                 self._num_open -= 1
 

@@ -93,6 +93,7 @@ class Endpoint:
         if self.kind == CHAT:
             messages, nonce = score_messages(self.rubric, one)
             return self._chat(messages, lambda said: read_score(said, nonce))
+        body: dict[str, Any]
         if self.kind == SCORE:
             body = {"text_1": data(dialog(one.prompt)), "text_2": data(one.response)}
             return self._question(body, _score)

@@ -146,7 +146,8 @@ class JudgedGrader:
         reference = (example.answer or None) if rules.shows_reference else None
         group = [Material(prompt, _said(text), reference) for text in texts]
         if not rules.num_rivals:
-            return gathered([self.judge.ask(endpoint.ask(one)) for one in group])  # type: ignore[misc]
+            asked: list[Future[Any]] = [self.judge.ask(endpoint.ask(one)) for one in group]
+            return gathered(asked)
         return self._tournament(endpoint, group, rules.num_rivals)
 
     def _tournament(
