@@ -146,9 +146,7 @@ def build(
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     task = task_of(config, functions)
     with ExitStack() as opened:
-        env, instances = open_env(
-            config, task, tokenizer, opened, run_dir
-        )  # closed last: the others may wait for scores
+        env, instances = open_env(config, task, tokenizer, opened, run_dir)  # closed last: others wait for scores
         task, grader = env.task, own_grader(env.grader)
         torch.manual_seed(config.seed)
         if plan.workers:
