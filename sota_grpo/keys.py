@@ -14,6 +14,7 @@ ANSWER = "answer"  # str [N], raw text of the gold answer; written by the task
 EXTRA = "extra"  # JSON text [N], what else the task's scorer needs; written by the task
 GROUP_ID = "group_id"  # int64 [N], unique per draw of a prompt, shared by its siblings; written by the source
 SAMPLE_ID = "sample_id"  # int64 [N], index of the sibling inside its group; written by the source
+TURN = "turn"  # int64 [N], turns of the policy before this step of a dialog; written by a dialog env
 
 FULL_TOKENS = ("tokens", "full")  # int64 [N, T], prompt then response, exactly as sampled; written by the engine
 PROMPT_TOKENS = ("tokens", "prompt")  # int64 [N, P]; written by the env

@@ -22,21 +22,20 @@ from sota_grpo.envs import PromptStream, TaskEnv
 from sota_grpo.envs.agents import Budgets, ToolPartner
 from sota_grpo.envs.curriculum import Curriculum, CurriculumStream
 from sota_grpo.envs.dialogs import GradedTurns, Partner, Rules, TurnTokens
-from sota_grpo.envs.tool_calls import ToolCallReader
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import resolve_model_path
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, own_grader
-from sota_grpo.rl.objective_files import in_file
-from sota_grpo.rl.records import Example, Sampling
+from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks import make_task, parameters, task_class
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows, unique_examples
 from sota_grpo.tasks.mixture import MixtureTask
-from sota_grpo.tasks.servers import server_of
-from sota_grpo.tasks.wrappers import reward_inputs, think_again, with_reward_functions, with_tools, without_terms
-from sota_grpo.workers.instances import Instances, InstanceSpec
+from sota_grpo.tasks.servers import instance_spec
+from sota_grpo.tasks.table import TableTask
+from sota_grpo.tasks.wrappers import think_again, with_reward_functions, with_tools, without_terms
+from sota_grpo.workers.instances import Instances
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +90,9 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     options |= {"seed": config.seed, "num_heldout": env.num_heldout}
     options |= {"num_train": env.max_samples, "max_samples": env.max_samples}
     is_judged_alone = reward.judge.kind is not None and reward.judge.alone
-    if is_judged_alone or (reward.path is not None and "builtin" not in names):
-        options["answer_required"] = False
+    is_replaced = reward.path is not None and "builtin" not in names
+    if is_judged_alone or is_replaced or env.environment is not None:
+        options["answer_required"] = False  # of an environment without a reward: see rewarded_dialogs
     read = parameters(env.dataset, bare=bare)
     options = {name: value for name, value in options.items() if name in read and value is not None}  # null: its own
     try:
@@ -156,13 +156,7 @@ def _offered(config: Config) -> tuple[str, str, float] | None:
 
 
 def _instances(kind: str, value: str, timeout_s: float, opened: ExitStack) -> Instances:
-    server = server_of(value) if kind == "factory" else None
-    if server is not None:
-        server.require()
-        spec = server.spec()
-    else:
-        path, names = in_file(value) or (Path(value), "")
-        spec = InstanceSpec(path=str(path), names=tuple(names.split(",")) if names else (), kind=kind)
+    spec = instance_spec(*((value, None) if kind == "functions" else (None, value)))
     return opened.enter_context(closing(Instances(spec, timeout_s=timeout_s)))
 
 
@@ -175,6 +169,8 @@ def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instanc
         if own is None:
             return task
         asks_task = reward.path is not None or not own.has_reward
+        if asks_task and reward.path is None and isinstance(task, TableTask):
+            task.require_answers()
         return with_tools(task, has_reward=own.has_reward, asks_task=asks_task, success_above=reward.success_above)
 
     return task.with_tasks(rewarded) if isinstance(task, MixtureTask) else rewarded(config.env.dataset, task)
@@ -210,25 +206,14 @@ def _rules(config: Config, env: TaskEnv, instances: Instances | None, max_model_
 
 
 def _tool_partner(config: Config, env: TaskEnv, instances: Instances) -> ToolPartner:
-    return ToolPartner(
-        ToolCallReader(env.tokenizer, instances.schemas, config.env.chat_template_kwargs),
-        instances,
-        partial(_columns, env.task),
-        env.prompt_ids,
-        lambda text: len(env.tokenizer(text, add_special_tokens=False)["input_ids"]),
-        Budgets(config.env.max_tool_calls, config.env.max_dialog_s, config.env.max_observation_tokens),
-    )
+    part = config.env
+    budgets = Budgets(part.max_tool_calls, part.max_dialog_s, part.max_observation_tokens)
+    return ToolPartner.of(env, instances, budgets, config.env.chat_template_kwargs)
 
 
 def template_kwargs(config: Config, instances: Instances | None) -> dict[str, Any]:
     """What prompts give the chat template beside the messages: the user's arguments, and the tools."""
     return {**(config.env.chat_template_kwargs or {}), **({"tools": instances.schemas} if instances else {})}
-
-
-def _columns(task: Task, example: Example) -> dict[str, Any]:
-    """What ``reset`` is given: the columns of the row, under TRL's names."""
-    inputs = reward_inputs(task, "", example)
-    return {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}
 
 
 def open_env(

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from sota_grpo.envs.dialog_env import DialogEnv, Tools
+from sota_grpo.envs.dialog_rows import DialogRows
 from sota_grpo.envs.prompts import PromptStream
 from sota_grpo.envs.task_env import TaskEnv, complete_rows, finish_rows, prompt_rows
 from sota_grpo.tasks import make_task
@@ -19,6 +21,8 @@ from sota_grpo.tasks.dataset import SUFFIXES
 __all__ = [
     "ArithmeticEnv",
     "DatasetEnv",
+    "DialogEnv",
+    "DialogRows",
     "GSM8KEnv",
     "IFEvalEnv",
     "MATHEnv",
@@ -30,8 +34,9 @@ __all__ = [
 ]
 
 
-class DatasetEnv(TaskEnv):
-    """A task with the keywords of TorchRL's dataset environments, in tokens mode; see :class:`TaskEnv` for its rows.
+class DatasetEnv(DialogEnv):
+    """A task with the keywords of TorchRL's dataset environments, in tokens mode; see :class:`TaskEnv` for its rows,
+    and :class:`DialogEnv` for those of several turns.
 
     The siblings of a prompt always stand next to each other in one batch, whatever ``group_repeats``, and
     ``batch_size_dl`` has no effect, because the rows are held in memory. Of a file all problems are drawn, but for
@@ -44,8 +49,9 @@ class DatasetEnv(TaskEnv):
         seed: of the order; None draws one.
         tokenizer: must be given.
         apply_template: True insists that the tokenizer has a chat template; it is applied whenever there is one.
-        collate_fn, max_steps, input_mode, ray_backend, dataloader_actor_name: nothing but the default is supported.
+        collate_fn, input_mode, ray_backend, dataloader_actor_name: nothing but the default is supported.
         shuffle, num_envs, device, template_kwargs, compute_reward, max_prompt_tokens: see :class:`TaskEnv`.
+        max_steps, tools, environment: see :class:`DialogEnv`.
         options: of the task.
 
     Raises:
@@ -76,11 +82,12 @@ class DatasetEnv(TaskEnv):
         ray_backend: bool = False,
         dataloader_actor_name: str | None = None,
         max_prompt_tokens: int | None = None,
+        tools: Tools | None = None,
+        environment: str | Callable[[], Any] | None = None,
         **options: Any,
     ):
         for name, value, only, reason in (
             ("collate_fn", collate_fn, None, "the columns of the dataset are read as they are"),
-            ("max_steps", max_steps, 1, "a problem is answered in one turn"),
             ("input_mode", input_mode, "tokens", "ids that were sampled are never tokenised again"),
             ("ray_backend", ray_backend, False, "every environment holds its rows itself"),
             ("dataloader_actor_name", dataloader_actor_name, None, "there is no Ray actor"),
@@ -96,6 +103,9 @@ class DatasetEnv(TaskEnv):
         super().__init__(
             make_task(task, **data, **options),
             tokenizer,
+            max_steps=max_steps,
+            tools=tools,
+            environment=environment,
             num_envs=num_envs,
             repeats=1 if repeats is None else repeats,
             shuffle=shuffle,

@@ -15,18 +15,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from sota_grpo.envs.chat_tokens import Messages
 from sota_grpo.envs.dialogs import Talk, resolved
+from sota_grpo.envs.task_env import TaskEnv
 from sota_grpo.envs.tool_calls import ToolCallReader
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import CALLS, OBSERVATION, SECONDS, TURNS, Example, GroupRequest, sample_seed
-from sota_grpo.rl.tool_schemas import ToolCall
-from sota_grpo.workers.base import promised, resolve
+from sota_grpo.rl.task import Task
+from sota_grpo.rl.tool_schemas import ToolCall, call_id
+from sota_grpo.tasks.wrappers import reward_inputs
+from sota_grpo.workers.base import gathered, promised, resolve
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances, Opened
 
 #: How a dialog may end beside :data:`~sota_grpo.rl.records.USED_UP`: with an answer, cut, or without its instance.
@@ -63,6 +67,7 @@ class ToolPartner:
         count_tokens: of a text.
         budgets: of a dialog.
         clock: seconds, for ``budgets.max_seconds``.
+        reads_environments: records hold what the environment's attributes were at the end.
     """
 
     def __init__(
@@ -74,10 +79,32 @@ class ToolPartner:
         count_tokens: Callable[[str], int],
         budgets: Budgets,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        reads_environments: bool = False,
     ) -> None:
         self.reader, self.instances = reader, instances
         self.count_tokens, self.budgets, self.clock = count_tokens, budgets, clock
-        self._row_of, self._prompt_ids = row_of, prompt_ids
+        self._row_of, self._prompt_ids, self.reads_environments = row_of, prompt_ids, reads_environments
+
+    @classmethod
+    def of(
+        cls, env: TaskEnv, instances: Instances, budgets: Budgets, template_kwargs: Mapping[str, Any] | None = None
+    ) -> ToolPartner:
+        """That of an environment whose prompts tell of the tools.
+
+        Raises:
+            UserError: the chat template has no tools.
+        """
+        tokenizer = env.tokenizer
+        return cls(
+            ToolCallReader(tokenizer, instances.schemas, template_kwargs),
+            instances,
+            partial(_columns, env.task),
+            env.prompt_ids,
+            lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            budgets,
+            reads_environments=getattr(env.task, "reads_environments", False),
+        )
 
     def begin(self, request: GroupRequest, index: int) -> Future[Talk]:
         """Once an instance is there and was reset.
@@ -107,13 +134,22 @@ class ToolPartner:
             return ToolTalk(self, None, error=f"what reset returned cannot be said: {error}")
 
 
+def _columns(task: Task, example: Example) -> dict[str, Any]:
+    """What ``reset`` is given: the columns of the row, under TRL's names."""
+    inputs = reward_inputs(task, "", example)
+    return {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}
+
+
 class ToolTalk:
     """One dialog with tools (:class:`~sota_grpo.envs.dialogs.Talk`).
 
     Its record, which graders find in ``response.record``: ``messages`` as TRL writes them (``role``, ``content``,
-    ``tool_calls`` of the policy, ``name`` of a tool), ``failed`` (which of them are answers to calls that failed),
-    ``tool_calls``, ``tool_errors``, ``ended`` (how), ``reward`` (of ``get_reward``, None without one) and ``error``
-    (why the instance was lost, else None).
+    ``tool_calls`` of the policy, ``name`` and ``tool_call_id`` of a tool), ``failed`` (which of
+    them are answers to calls that failed), ``tool_calls``, ``tool_errors``, ``ended``
+    (how), ``reward`` (of ``get_reward``, None without one), ``error`` (why the instance was lost, else None) and, where
+    reward functions read it, ``environment`` (its attributes at the end, by name).
+
+    A call's id is the one that the policy gave it, where it is one that every template takes; else it is its number.
 
     Args:
         partner: with what all dialogs share.
@@ -129,7 +165,7 @@ class ToolTalk:
         self._partner, self._key, self._error = partner, key, error
         self._since = partner.clock()
         self._messages: list[dict[str, Any]] = []
-        self._num_calls = 0
+        self._num_said = self._num_calls = 0
         self._failed: list[int] = []
         self._ended = ANSWERED if error is None else LOST
 
@@ -163,7 +199,10 @@ class ToolTalk:
         if key is None:
             return resolved(self._record(None))
         ended: Future[Mapping[str, Any] | None] = promised()
-        self._partner.instances.finish(key).add_done_callback(lambda done: resolve(ended, lambda: self._rewarded(done)))
+        instances = self._partner.instances
+        state = instances.state(key) if self._partner.reads_environments else resolved(None)
+        both = gathered([state, instances.finish(key)])
+        both.add_done_callback(lambda done: resolve(ended, lambda: self._rewarded(done)))
         return ended
 
     def leave(self) -> None:
@@ -174,12 +213,18 @@ class ToolTalk:
 
     def _heard(self, said: torch.Tensor) -> tuple[ToolCall, ...]:
         turn = self._partner.reader.read(said.tolist())
+        calls = tuple(
+            replace(call, id=call.id or call_id(number)) for number, call in enumerate(turn.calls, self._num_said)
+        )
+        self._num_said += len(calls)
         message: dict[str, Any] = {"role": "assistant", "content": turn.content}
-        if turn.calls:
-            asked = [{"name": call.name, "arguments": dict(call.arguments)} for call in turn.calls]
-            message["tool_calls"] = [{"type": "function", "function": each} for each in asked]
+        if calls:
+            asked = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+            message["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": each} for call, each in zip(calls, asked, strict=True)
+            ]
         self._messages.append(message)
-        return turn.calls
+        return calls
 
     def _exceeded(self, num_calls: int) -> str | None:
         budgets = self._partner.budgets
@@ -204,21 +249,24 @@ class ToolTalk:
             answer = next(left) if call.error is None else Answer(f"error: {call.error}", is_error=True)
             if answer.is_error:
                 self._failed.append(len(self._messages) + len(replies))
-            replies.append({"role": "tool", "name": call.name or "unknown", "content": answer.content})
+            name = call.name or "unknown"
+            replies.append({"role": "tool", "name": name, "tool_call_id": call.id, "content": answer.content})
         self._messages += replies
         if most is not None and any(self._partner.count_tokens(reply["content"]) > most for reply in replies):
             self._ended = OBSERVATION
             return None
         return replies
 
-    def _rewarded(self, done: Future[float | None]) -> Mapping[str, Any]:
+    def _rewarded(self, done: Future[list[Any]]) -> Mapping[str, Any]:
         try:
-            return self._record(done.result())
+            state, reward = done.result()
+            return self._record(reward, state)
         except InstanceLost as error:
             self._error = str(error)
             return self._record(None)
 
-    def _record(self, reward: float | None) -> Mapping[str, Any]:
+    def _record(self, reward: float | None, state: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         counts = {"tool_calls": self._num_calls, "tool_errors": len(self._failed)}
         ended = {"ended": self._ended, "reward": reward, "error": self._error}
-        return {"messages": self._messages, "failed": self._failed, **counts, **ended}
+        seen = {} if state is None else {"environment": state}
+        return {"messages": self._messages, "failed": self._failed, **counts, **ended, **seen}

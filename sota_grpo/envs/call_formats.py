@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from sota_grpo.rl.tool_schemas import MAX_NAME
+from sota_grpo.rl.tool_schemas import MAX_NAME, call_id
 from sota_grpo.text import sentence
 
 SPELLED, OTHER = "\ud800", "\ud801"
@@ -36,12 +36,16 @@ _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
 
 
 class SaidCall(NamedTuple):
-    """A call as it stands in the text; ``untyped`` where its format writes strings and numbers alike."""
+    """A call as it stands in the text; ``untyped`` where its format writes strings and numbers alike.
+
+    ``id`` is whatever stands where a call has one.
+    """
 
     name: str
     arguments: Any
     error: str | None = None
     untyped: bool = False
+    id: Any = None
 
 
 class Limits(NamedTuple):
@@ -150,7 +154,8 @@ class MarkedCalls:
         opening: begins a call, or a list of them; empty where a call is the first thing that a turn says.
         closing: ends it; may be empty.
         keys: of the name and the arguments in the JSON object; None where the name stands before the arguments.
-        between: what stands between that name and the arguments.
+        between: what stands between that name, or the id, and the arguments.
+        before_id: what stands between that name and the id; empty where calls of a name have none.
         listed: behind ``opening`` stands a list of calls.
         specials: names of the special tokens that count.
         thinks_until: ends the thinking that the generation prompt has begun; empty where it has begun none.
@@ -163,6 +168,7 @@ class MarkedCalls:
     listed: bool
     specials: tuple[str, ...]
     thinks_until: str = ""
+    before_id: str = ""
 
     def scan(self, text: str, limits: Limits) -> tuple[str, list[SaidCall]]:
         """What was said, and the calls. Every call is read once, their number is bounded: time is linear."""
@@ -241,12 +247,15 @@ class MarkedCalls:
 
     def _call(self, text: str, start: int, limits: Limits) -> tuple[SaidCall, int]:
         """The call that begins at ``start``, and where it ends."""
-        name = ""
+        name = identity = ""
         if self.keys is None:
             ends = text.find(self.between or "{", start, start + MAX_NAME + max(1, len(self.between)))
             if ends < 0:
                 raise BadCall("no arguments follow its name")
-            name, start = without_specials(text[start:ends], self.specials).strip(), ends + len(self.between)
+            name, start = text[start:ends], ends + len(self.between)
+            if self.before_id:
+                name, _, identity = name.partition(self.before_id)
+            name = without_specials(name, self.specials).strip()
         start = _skip(text, start)
         if not text.startswith("{", start):
             raise BadCall("no JSON object follows")
@@ -257,11 +266,11 @@ class MarkedCalls:
             raise BadCall(f"it has {end - start} characters, more than {limits.chars}")
         value = read_json(without_specials(text[start:end], self.specials))
         if self.keys is None:
-            return SaidCall(name, value), end
+            return SaidCall(name, value, id=identity.strip()), end
         name_key, arguments_key = self.keys
         if name_key not in value or arguments_key not in value:
             raise BadCall(f"its object needs the keys {name_key} and {arguments_key}")
-        return SaidCall(value[name_key], value[arguments_key]), end
+        return SaidCall(value[name_key], value[arguments_key], id=value.get("id")), end
 
 
 def without_specials(text: str, specials: Sequence[str]) -> str:
@@ -369,7 +378,7 @@ class TemplateCalls:
 
     def _said(self, call: Any) -> SaidCall:
         function = call.get("function", call)
-        return SaidCall(function.get("name"), function.get("arguments"), untyped=self._untyped)
+        return SaidCall(function.get("name"), function.get("arguments"), untyped=self._untyped, id=call.get("id"))
 
     def _tags(self, body: str, deadline: float) -> dict[str, Any]:
         """As transformers reads ``xml-inline``, in bounded time."""
@@ -429,9 +438,11 @@ def derive(one: str, two: str | None, name: str, arguments: Mapping[str, Any], e
     before, after = one[:start], one[end:].removesuffix(ending)
     for _, thought in THINKING:
         before = before[before.rfind(thought) + len(thought) :] if thought in before else before
-    between = ""
+    between = before_id = ""
     if keys is None:
         before, _, between = before.rpartition(name)
+        if call_id(0) in between:
+            before_id, _, between = between.partition(call_id(0))
     listed = before.rstrip().endswith("[") and after.lstrip().startswith("]")
     if listed:
         before, after = before.rstrip()[:-1], after.lstrip()[1:]
@@ -442,7 +453,7 @@ def derive(one: str, two: str | None, name: str, arguments: Mapping[str, Any], e
         before, after, joint = before.rstrip(), after.lstrip(), joint.strip()
         before = before[len(before) - num_common(before[::-1], joint[::-1]) :]
         after = after[: num_common(after, joint)]
-    return MarkedCalls(before.strip(), after.strip(), keys, between.strip(), listed, ())
+    return MarkedCalls(before.strip(), after.strip(), keys, between.strip(), listed, (), before_id=before_id.strip())
 
 
 def _call_in(

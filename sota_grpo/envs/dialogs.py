@@ -39,9 +39,11 @@ from sota_grpo.rl.records import (
     task_of_example,
 )
 from sota_grpo.rl.task import SampledText
+from sota_grpo.rl.tool_schemas import call_id
 from sota_grpo.workers.base import promised, resolve
 
 Ask = Callable[[GroupRequest], Future[GroupOutput]]
+Then = Callable[[Future[Any], Callable[[Any], None]], None]
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +85,8 @@ class TurnTokens:
         The end-of-turn token with which the template begins is left out where the policy has sampled it.
 
         Args:
-            replies: messages with ``role`` (``user`` or ``tool``), ``content`` and perhaps the ``name`` of a tool. What
-                they say may repeat what a model wrote: names of special tokens in it are text
+            replies: messages with ``role`` (``user`` or ``tool``), ``content`` and perhaps ``name`` and
+                ``tool_call_id``. What they say may repeat what a model wrote: names of special tokens in it are text
                 (:class:`~sota_grpo.envs.chat_tokens.ChatTokens`).
             last_id: last token that the policy sampled.
 
@@ -96,17 +98,20 @@ class TurnTokens:
 
     def _tokenised(self, replies: tuple[tuple[tuple[str, str], ...], ...]) -> tuple[int, ...]:
         messages = [dict(items) for items in replies]
-        for message in messages:
+        for number, message in enumerate(messages):
             if message["role"] not in ("user", "tool"):
                 raise ValueError(f"a reply has the role {message['role']!r}; use user or tool.")
             if self._has_template:
                 message["role"] = self._role_of(message["role"])
+            if message["role"] == "tool":
+                message.setdefault("tool_call_id", call_id(number))  # of a task's own, that no call has asked for
         return self._chat.ids(messages)
 
     def _supported(self, role: str) -> str:
         """``role``, or ``user`` where the template does not show what a ``tool`` says."""
         try:
-            if _PROBE in self._rendered([{"role": role, "content": _PROBE}]):
+            of_tool = {"name": _EARLIER, "tool_call_id": call_id(0)} if role == "tool" else {}
+            if _PROBE in self._rendered([{"role": role, "content": _PROBE, **of_tool}]):
                 return role
             reason = "leaves it out"
         except Exception as error:  # a template is a program that came with the model: it raises what it likes
@@ -222,16 +227,49 @@ class Dialog:
     Args:
         talk: the partner's side.
         prompt_ids: of the dialog.
+        rules: when it goes on, and with what. Without both it only keeps what is added.
+
+    Attributes:
+        ids: all that was said, the prompt included; what the policy speaks after.
+        is_over: there is no further turn, and ``record`` is the partner's.
     """
 
-    def __init__(self, talk: Talk, prompt_ids: Sequence[int]):
-        self.talk, self.prompt_ids = talk, tuple(prompt_ids)
+    def __init__(self, talk: Any, prompt_ids: Sequence[int], rules: Any = None):
+        self.talk, self.prompt_ids, self._rules = talk, tuple(prompt_ids), rules
         self.ids = [*prompt_ids]
         self.num_turns = 0
         self.last = torch.zeros(0, dtype=torch.int64)  # what the policy said last
-        self.truncated = False
+        self.truncated = self.is_over = False
         self.record: Mapping[str, Any] | None = None
         self._parts: list[Sample] = []
+
+    def follow(self, said: Sample, then: Then, go_on: Callable[[], None]) -> None:
+        """Add a turn of the policy and what answers it; ``go_on`` is called once that, or the end, is there.
+
+        Args:
+            said: the turn.
+            then: ``(future, handle)`` has what a future gives handled, or not where nobody waits any more.
+            go_on: reads :attr:`is_over`.
+        """
+        self.speak(said)
+        if self.truncated or self.num_turns == self._rules.max_steps:
+            then(self.talk.end(self.last, self.truncated), partial(self._ended, go_on))
+        else:
+            then(self.talk.answer(self.last), partial(self._answered, then, go_on))
+
+    def _answered(self, then: Then, go_on: Callable[[], None], replies: Messages | None) -> None:
+        between = None if replies is None else self._rules.turns.ids(replies, self.ids[-1])
+        if between is not None and len(self.ids) + len(between) >= self._rules.max_model_len:
+            self.truncated, between = True, None
+        if between is None:
+            then(self.talk.end(None, self.truncated), partial(self._ended, go_on))
+        else:
+            self.hear(between)
+            go_on()
+
+    def _ended(self, go_on: Callable[[], None], record: Mapping[str, Any] | None) -> None:
+        self.record, self.is_over = record, True
+        go_on()
 
     def speak(self, said: Sample) -> None:
         """Add a turn of the policy."""
@@ -245,12 +283,12 @@ class Dialog:
         self._parts.append(_heard(token_ids))
         self.ids += token_ids
 
-    def sample(self, num_shared: int) -> Sample:
-        """All that follows the first ``num_shared`` tokens of the prompt, which the group's dialogs share.
+    def sample(self, common: int) -> Sample:
+        """All that follows the first ``common`` tokens of the prompt, which the group's dialogs share.
 
         In a dialog of one turn that is what the engine gave.
         """
-        own = self.prompt_ids[num_shared:]
+        own = self.prompt_ids[common:]
         if self.num_turns == 1 and not own:
             return replace(self._parts[0], truncated=self.truncated, assistant_mask=None, record=self.record)
         parts = [_heard(own), *self._parts] if own else self._parts
@@ -266,10 +304,10 @@ def _heard(token_ids: Sequence[int]) -> Sample:
     return Sample(heard, torch.zeros(count), torch.full((count,), -1), False, nothing)
 
 
-def _num_shared(prompts: Sequence[Sequence[int]]) -> int:
+def num_shared(prompts: Sequence[Sequence[int]]) -> int:
     """How many tokens all prompts begin with; dialogs whose environments told them something differ behind them.
 
-    >>> _num_shared([(1, 2, 3), (1, 2, 4, 5)]), _num_shared([(1, 2), (1, 2)])
+    >>> num_shared([(1, 2, 3), (1, 2, 4, 5)]), num_shared([(1, 2), (1, 2)])
     (2, 2)
     """
     return next((at for at, ids in enumerate(zip(*prompts)) if len({*ids}) > 1), min(map(len, prompts)))
@@ -322,7 +360,7 @@ class GroupDialogs:
     def _begun(self, index: int, talk: Talk) -> None:
         prompt_ids = self._request.prompt_ids if talk.prompt_ids is None else talk.prompt_ids
         with self._lock:
-            self._dialogs[index] = Dialog(talk, prompt_ids)
+            self._dialogs[index] = Dialog(talk, prompt_ids, self._rules)
         if self._finished or self.done.cancelled():  # meanwhile
             talk.leave()
             return
@@ -368,35 +406,16 @@ class GroupDialogs:
                 talk.leave()
 
     def _spoken(self, index: int, output: GroupOutput) -> None:
-        """Have a turn answered whose dialog may still go on."""
-        dialog = self._dialogs[index]
-        dialog.speak(*output.samples)
-        if dialog.truncated or dialog.num_turns == self._rules.max_steps:
-            self._then(dialog.talk.end(dialog.last, dialog.truncated), partial(self._ended, dialog))
-        else:
-            self._then(dialog.talk.answer(dialog.last), partial(self._answered, index))
+        """Have a turn answered."""
+        self._dialogs[index].follow(*output.samples, self._then, partial(self._followed, index))
 
-    def _answered(self, index: int, replies: Messages | None) -> None:
-        dialog = self._dialogs[index]
-        request = None if replies is None else self._continuation(index, replies)
-        if request is None:
-            self._then(dialog.talk.end(None, dialog.truncated), partial(self._ended, dialog))
-        else:
-            self._speak(request, partial(self._spoken, index))
-
-    def _continuation(self, index: int, replies: Messages) -> GroupRequest | None:
-        """The request for a dialog's next turn; None where the end of the context ends it."""
+    def _followed(self, index: int) -> None:
         dialog, request = self._dialogs[index], self._request
-        between = self._rules.turns.ids(replies, dialog.ids[-1])
-        if len(dialog.ids) + len(between) >= self._rules.max_model_len:
-            dialog.truncated = True
-            return None
-        dialog.hear(between)
-        seed = sample_seed(request.seed, index, dialog.num_turns + 1)
-        return GroupRequest(request.group_id, tuple(dialog.ids), num_samples=1, seed=seed)
-
-    def _ended(self, dialog: Dialog, record: Mapping[str, Any] | None) -> None:
-        dialog.record = record
+        if not dialog.is_over:
+            seed = sample_seed(request.seed, index, dialog.num_turns + 1)
+            turn = GroupRequest(request.group_id, tuple(dialog.ids), num_samples=1, seed=seed)
+            self._speak(turn, partial(self._spoken, index))
+            return
         with self._lock:
             self._num_open -= 1
             last = not self._num_open
@@ -405,9 +424,9 @@ class GroupDialogs:
 
     def _output(self) -> GroupOutput:
         dialogs = [dialog for _, dialog in sorted(self._dialogs.items())]
-        num_shared = _num_shared([dialog.prompt_ids for dialog in dialogs])
-        samples = tuple(dialog.sample(num_shared) for dialog in dialogs)
-        return GroupOutput(self._request.group_id, samples, dialogs[0].prompt_ids[:num_shared])
+        common = num_shared([dialog.prompt_ids for dialog in dialogs])
+        samples = tuple(dialog.sample(common) for dialog in dialogs)
+        return GroupOutput(self._request.group_id, samples, dialogs[0].prompt_ids[:common])
 
 
 class DialogEngine(Streams):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ from sota_grpo.envs.chat_tokens import ChatTokens, Messages
 from sota_grpo.envs.prompts import PromptStream
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import Grader, LocalGrader
-from sota_grpo.rl.records import Example, Sample, task_of_example
+from sota_grpo.rl.records import Example, Sample, Score, task_of_example
 from sota_grpo.rl.task import SampledText, Task
 from sota_grpo.rl.transforms import graded_texts, write_scores
 from sota_grpo.tasks.mixture import MixedExamples
@@ -119,7 +120,7 @@ def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: An
             "text": {"response": NonTensorData(text)},
             "next": {
                 "token_version": version,
-                "policy_version": version[said].min(),  # of the oldest token
+                "policy_version": _oldest(version[said]),
                 "done": done,
                 "terminated": terminated,
                 "truncated": truncated,
@@ -129,6 +130,11 @@ def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: An
             row[keys.DIALOG] = NonTensorData(json.dumps(sample.record))
         rows.append(TensorDict(row, batch_size=[]))
     return rows
+
+
+def _oldest(versions: torch.Tensor) -> torch.Tensor:
+    """The version of the oldest token; -1 without any."""
+    return versions.min() if len(versions) else versions.new_tensor(-1)
 
 
 def _behind(head: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -239,7 +245,7 @@ def _tell_of(left_out: Sequence[Example], error: UserError) -> None:
     logger.warning("%d prompts are left out (%s%s). The first: %s", len(left_out), names, more, error)
 
 
-_DRAWN = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.GROUP_ID, keys.SAMPLE_ID)  # written by reset, kept by step
+DRAWN = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.GROUP_ID, keys.SAMPLE_ID)  # written by reset, kept by step
 
 
 class TaskEnv(EnvBase):
@@ -248,8 +254,8 @@ class TaskEnv(EnvBase):
     ``batch_size=[num_envs]``, rows lazily stacked and ragged. Reset writes ``query``, ``answer``, ``extra``,
     ``group_id``, ``sample_id`` and ``tokens.prompt`` for ``num_envs / repeats`` prompts, the ``repeats`` siblings of
     each next to each other. Step reads ``tokens.response`` (or ``tokens.full``) and writes the reward, its terms,
-    ``success``, ``reward_error``, ``done``, ``terminated`` and ``truncated``. Text is decoded for grading only, never
-    tokenised again.
+    ``success``, ``reward_error``, ``done``, ``terminated`` and ``truncated``; a term
+    that does not apply is NaN. Text is decoded for grading only, never tokenised again.
 
     Here TorchRL's wrappers do not say why a response ended, so it counts as truncated when it does not end in the
     tokenizer's EOS; where padding *is* EOS the wrappers strip it, and no response counts as truncated.
@@ -419,8 +425,16 @@ class TaskEnv(EnvBase):
             groups = [rows[start : start + self.repeats] for start in range(0, len(rows), self.repeats)]
             futures = [self.grader.scores(graded_texts(group)) for group in groups]
             for group, scores in zip(groups, futures, strict=True):
-                write_scores(lazy_stack(group), scores.result(), self.task.term_weights)
+                self._write(group, scores.result())
         return self._stack([row.get("next") for row in rows])
+
+    def _write(self, rows: Sequence[TensorDictBase], scores: Sequence[Score]) -> None:
+        """Write the scores under ``next``; the rows of an env have all its terms, NaN where one does not apply."""
+        write_scores(lazy_stack(list(rows)), scores, self.task.term_weights)
+        for row, score in zip(rows, scores, strict=True):
+            for name in self.task.term_weights:
+                if score.terms[name] is None:
+                    row.set((*keys.REWARD_TERMS, name), torch.tensor([math.nan]))
 
     def _stack(self, rows: list[TensorDictBase]) -> LazyStackedTensorDict:
         stacked = lazy_stack(rows)
@@ -429,7 +443,7 @@ class TaskEnv(EnvBase):
     def _finish(self, row: TensorDictBase) -> TensorDictBase:
         """The row as its grader needs it, with the observation and the end of the dialog under ``next``."""
         response = response_ids(row)
-        drawn = {key: row.get(key) for key in _DRAWN}
+        drawn = {key: row.get(key) for key in DRAWN}
         full = torch.cat([row.get(keys.PROMPT_TOKENS), response])
         after = {
             **drawn,
@@ -460,8 +474,8 @@ class TaskEnv(EnvBase):
         text = NonTensor(shape=shape, example_data="text", device=device)
         index = Unbounded(shape=shape, dtype=torch.int64, device=device)
         self.observation_spec = self._group(
-            **{key: text.clone() for key in _DRAWN[:3]},
-            **{key: index.clone() for key in _DRAWN[3:]},
+            **{key: text.clone() for key in DRAWN[:3]},
+            **{key: index.clone() for key in DRAWN[3:]},
             tokens=self._ragged(prompt=Unbounded(shape=(-1,), dtype=torch.int64, device=device)),
             masks=self._ragged(all_attention_mask=Unbounded(shape=(-1,), dtype=torch.bool, device=device)),
         )

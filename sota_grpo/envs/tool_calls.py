@@ -33,6 +33,7 @@ from sota_grpo.rl.tool_schemas import (
     NAME,
     ToolCall,
     argument_error,
+    call_id,
     function_schemas,
     parameters_by_name,
     quoted,
@@ -193,7 +194,7 @@ class ToolCallReader:
         call = _turn([(_TOOL, _SIMPLE)])
         if _TOOL not in self._probe("tool calls", [_QUESTION, call], []):
             raise UserError(f"the chat template leaves out what tools are called; {_NEEDED}")
-        result = {"role": "tool", "name": _TOOL, "tool_call_id": _identity(0), "content": _RESULT}
+        result = {"role": "tool", "name": _TOOL, "tool_call_id": call_id(0), "content": _RESULT}
         if _RESULT not in self._probe("tool turns", [_QUESTION, call, result], [], add_generation_prompt=True):
             raise UserError(f"the chat template leaves out what tools answer; {_NEEDED}")
 
@@ -251,6 +252,7 @@ class ToolCallReader:
         return calls == tuple(ToolCall(_TOOL, arguments) for arguments in said)
 
 
+_ID = re.compile("[A-Za-z0-9]{9}", re.ASCII)
 _HALVES = re.compile("[\ud800-\udfff]")
 
 
@@ -260,14 +262,10 @@ def _special_names(tokenizer: Any) -> dict[int, str]:
     return {number: str(tokenizer.convert_ids_to_tokens(number)) for number in special}
 
 
-def _identity(number: int) -> str:
-    return f"call{number:05d}"  # nine letters and digits, as Mistral's templates want them
-
-
 def _turn(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """A turn of the policy that only calls."""
     made = [
-        {"type": "function", "id": _identity(number), "function": {"name": name, "arguments": dict(arguments)}}
+        {"type": "function", "id": call_id(number), "function": {"name": name, "arguments": dict(arguments)}}
         for number, (name, arguments) in enumerate(calls)
     ]
     return {"role": "assistant", "content": "", "tool_calls": made}
@@ -290,25 +288,26 @@ def _behind(prompt: str, text: str) -> str:
 
 def _checked(said: SaidCall, tools: Mapping[str, Mapping[str, Any]]) -> ToolCall:
     """The call, with the reason why it cannot be made."""
-    name, arguments, error, untyped = said
+    name, arguments, error, untyped, said_id = said
+    identity = said_id if isinstance(said_id, str) and _ID.fullmatch(said_id) else ""
     if error is not None:
         return ToolCall("", {}, one_line(error, 300))
     if not isinstance(name, str) or name not in tools:
         known = ", ".join(tools)
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            return ToolCall("", {}, one_line(f"the call names no tool; there are: {known}"))
-        return ToolCall(name, {}, one_line(f"there is no tool {quoted(name)}; there are: {known}"))
+            return ToolCall("", {}, one_line(f"the call names no tool; there are: {known}"), identity)
+        return ToolCall(name, {}, one_line(f"there is no tool {quoted(name)}; there are: {known}"), identity)
     if not isinstance(arguments, dict):
-        return ToolCall(name, {}, "the arguments are no JSON object")
+        return ToolCall(name, {}, "the arguments are no JSON object", identity)
     if untyped:
         properties = tools[name].get("properties", {})
         arguments = {key: _typed(value, properties.get(key, {})) for key, value in arguments.items()}
         try:
             check_json(arguments)
         except BadCall as bad:
-            return ToolCall(name, {}, str(bad))
+            return ToolCall(name, {}, str(bad), identity)
     reason = argument_error(tools[name], arguments)
-    return ToolCall(name, arguments, None if reason is None else one_line(reason))
+    return ToolCall(name, arguments, None if reason is None else one_line(reason), identity)
 
 
 def _typed(value: Any, schema: Any) -> Any:

@@ -34,11 +34,14 @@ VERL, TRL = "verl", "trl"
 PICKLED = ".pkl"  # ending of a file of pickled functions
 PASSED = "(passed in Python)"  # the path of what was passed as an object, until the run has a directory
 VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-TRL_PARAMETERS = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
+TRL_PARAMETERS = ("prompts", "completions", "completion_ids", "environments", "log_extra", "log_metric")
 
 Functions = Mapping[str, Callable[..., Any]]
 
-_TRL_NOT_HERE = ("prompt_ids", "trainer_state", "environments")
+#: Why a function of TRL's form cannot be asked about a response that no environment stood behind.
+NEEDS_ENVIRONMENTS = "asks for environments, which only env.environment=FILE.py:FACTORY has"
+
+_TRL_NOT_HERE = ("prompt_ids", "trainer_state")
 _FORMS = (
     "verl's compute_score(data_source, solution_str, ground_truth, extra_info=None) nor "
     "TRL's function(prompts, completions, **columns)"
@@ -158,7 +161,7 @@ def recognise(call: Callable[..., Any], name: str, place: str) -> RewardFunction
         missing = [name for name in required if name in _TRL_NOT_HERE]
     if missing:
         raise RewardFunctionError(f"{written} asks for {', '.join(missing)}, which {reason}; give it a default value.")
-    if form == TRL and not keywords & {"completions", "completion_ids", "prompts"}:
+    if form == TRL and not keywords & {"completions", "completion_ids", "prompts", "environments"}:
         raise RewardFunctionError(f"{written} is neither {_FORMS}; name its parameters like one of these.")
     return RewardFunction(name, form, call, required, taken)
 
@@ -175,6 +178,7 @@ class RewardInputs:
         data_source: where the row is from.
         completion_ids: the tokens of the response, as they were sampled; None where it was not.
         turns: of a dialog with tools, all of them, as TRL writes them; None of another response.
+        environment: the attributes of the dialog's environment at its end, by name; None without one.
     """
 
     response: str
@@ -184,6 +188,32 @@ class RewardInputs:
     data_source: str
     completion_ids: Sequence[int] | None = None
     turns: Sequence[Mapping[str, Any]] | None = None
+    environment: Mapping[str, Any] | None = None
+
+
+class EnvironmentState:
+    """An environment as reward functions read it: the attributes that it had at the end of its dialog.
+
+    The environment itself has lived in a process of its own, and is gone: there are no methods, and no attributes
+    whose value is no JSON.
+
+    >>> state = EnvironmentState({"reward": 0.5})
+    >>> state.reward
+    0.5
+    >>> state.board
+    Traceback (most recent call last):
+    ...
+    AttributeError: the environment had no attribute 'board' whose value is JSON; it had: reward
+    """
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        vars(self).update(copy.deepcopy(dict(attributes)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of Python's protocols
+            raise AttributeError(name)
+        known = ", ".join(vars(self)) or "none"
+        raise AttributeError(f"the environment had no attribute {name!r} whose value is JSON; it had: {known}")
 
 
 @dataclass(frozen=True)
@@ -220,6 +250,9 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
     if "completion_ids" in function.required and any(one.completion_ids is None for one in group):
         reason = f"TypeError: {function.name} asks for completion_ids, which only a response of an engine has"
         return [RewardOutput(error=reason)] * len(group)
+    if "environments" in function.required and any(one.environment is None for one in group):
+        reason = f"TypeError: {function.name} {NEEDS_ENVIRONMENTS}"
+        return [RewardOutput(error=reason)] * len(group)
     (result,) = _results(function, [_trl_keywords(group, info)])
     if isinstance(result, Exception):
         if len(group) > 1:
@@ -239,12 +272,14 @@ def _trl_keywords(group: Sequence[RewardInputs], info: Sequence[dict[str, Any]])
         log_extra(name, [value] * len(info))
 
     ids = [one.completion_ids for one in group if one.completion_ids is not None]
+    states = [one.environment for one in group if one.environment is not None]
     rows = [{"ground_truth": one.ground_truth, **one.columns} for one in group]
     names = {name: None for row in rows for name in row if name not in _NOT_COLUMNS}  # in the order of the file
     return {name: [row.get(name) for row in rows] for name in names} | {
         "prompts": [one.prompt if isinstance(one.prompt, str) else list(one.prompt) for one in group],
         "completions": [_completion(one) for one in group],
         **({"completion_ids": [list(each) for each in ids]} if len(ids) == len(group) else {}),
+        **({"environments": [EnvironmentState(each) for each in states]} if len(states) == len(group) else {}),
         "log_extra": log_extra,
         "log_metric": log_metric,
     }

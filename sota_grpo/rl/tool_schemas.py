@@ -38,11 +38,22 @@ class ToolCall:
         name: of the tool; empty where it could not be read.
         arguments: by name, JSON-serialisable; empty where they could not be read.
         error: why it cannot be called, as one line; None where it can.
+        id: what the policy calls it by, in nine letters and digits; empty where it does not.
     """
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
+    id: str = field(default="", compare=False)
+
+
+def call_id(number: int) -> str:
+    """A call's id where the policy gave none: nine letters and digits, as Mistral's templates want them.
+
+    >>> call_id(3)
+    'call00003'
+    """
+    return f"call{number:05d}"
 
 
 def function_schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:

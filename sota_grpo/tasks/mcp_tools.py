@@ -5,18 +5,20 @@ Loaded by name (:class:`~.servers.ToolServer`), in the process whose forks the i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
-from sota_grpo.tasks.servers import content_text, function_schema, joined
+from sota_grpo.tasks.servers import KEY, content_text, function_schema, headers_of, joined
 from sota_grpo.text import sentence
 from sota_grpo.workers.instance_process import Unusable
 
 with suppress(ImportError):  # ToolServer.require says so; here, once, and not in every instance
+    import httpx2
     import mcp
     from anyio.from_thread import start_blocking_portal
+    from mcp.client.streamable_http import streamable_http_client
     from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
 
 
@@ -33,7 +35,8 @@ class McpTools:
     Args:
         command: starts a server that is spoken to over stdin and stdout. It has the directory and stderr of the run,
             and of its environment variables ``HOME``, ``PATH`` and the like only.
-        url: of a server that runs already, over streamable HTTP.
+        url: of a server that runs already, over streamable HTTP. It is sent the key and the headers of the environment
+            (:func:`~.servers.headers_of`), which a redirect to another server does not take along.
 
     Raises:
         Unusable: there is no such server, or it cannot be started.
@@ -46,25 +49,52 @@ class McpTools:
     """
 
     def __init__(self, command: Sequence[str] = (), url: str = "") -> None:
-        server = mcp.StdioServerParameters(command=command[0], args=list(command[1:])) if command else url
+        self._command, self._url = command, url
+        self._refused = 0  # the HTTP status of a server that wants to know who asks
         with ExitStack() as opened:
             # one task of one event loop enters the session and leaves it, as anyio asks
             self._portal = opened.enter_context(start_blocking_portal())
             try:
-                self._client = self._connected(opened, server)
+                self._client = self._connected(opened)
             except Exception as error:
                 where = " ".join(command) if command else url
-                raise Unusable(f"no MCP server answers at {where} ({sentence(_cause(error))})") from error
+                raise Unusable(f"no MCP server answers at {where} ({self._said(error)})") from error
             self._opened = opened.pop_all()
 
-    def _connected(self, opened: ExitStack, server: Any) -> Any:
+    def _connected(self, opened: ExitStack) -> Any:
         try:
-            return self._entered(opened, mcp.Client(server, mode="legacy"))
+            return self._entered(opened, mcp.Client(self._reached(), mode="legacy"))
         except Exception as error:
             refused = _cause(error)
             if not isinstance(refused, mcp.MCPError) or refused.code == CONNECTION_CLOSED:
                 raise
-        return self._entered(opened, mcp.Client(server))
+        return self._entered(opened, mcp.Client(self._reached()))
+
+    def _reached(self) -> Any:
+        """How the server is reached."""
+        if not self._url:
+            return mcp.StdioServerParameters(command=self._command[0], args=list(self._command[1:]))
+        return self._over_http()
+
+    @asynccontextmanager
+    async def _over_http(self) -> AsyncIterator[Any]:
+        """The transport, whose redirects stay on the server; its times are those of MCP's own client."""
+
+        async def look(response: Any) -> None:
+            if response.status_code in (401, 403):
+                self._refused = response.status_code
+
+        options = {"headers": headers_of(self._url), "timeout": httpx2.Timeout(30.0, read=300.0)}
+        async with (
+            httpx2.AsyncClient(event_hooks={"response": [look]}, **options) as client,
+            streamable_http_client(self._url, http_client=client) as streams,
+        ):
+            yield streams
+
+    def _said(self, error: BaseException) -> str:
+        if self._refused:
+            return f"it refuses us, HTTP status {self._refused}: set {KEY}"
+        return sentence(_cause(error))
 
     def _entered(self, opened: ExitStack, client: Any) -> Any:
         return opened.enter_context(self._portal.wrap_async_context_manager(client))

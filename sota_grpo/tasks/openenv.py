@@ -23,10 +23,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from urllib.parse import urlsplit
 
 import urllib3
 
-from sota_grpo.tasks.servers import content_text, function_schema, joined
+from sota_grpo.tasks.servers import KEY, content_text, function_schema, headers_of, joined
 from sota_grpo.text import sentence
 from sota_grpo.workers.instance_process import Unusable
 
@@ -66,7 +67,8 @@ class OpenEnv:
     """A session with an OpenEnv server, which begins at :meth:`reset`.
 
     Args:
-        url: of the server, without ``/ws``.
+        url: of the server, without ``/ws``. It is sent the key and the headers of the environment
+            (:func:`~.servers.headers_of`), and a redirect to another server is not followed with them.
 
     Example::
 
@@ -137,11 +139,19 @@ class OpenEnv:
         """The JSON schema of the actions."""
         try:
             answer = urllib3.request(
-                "GET", f"{self._url}/schema", retries=False, redirect=False, preload_content=False, timeout=30.0
+                "GET",
+                f"{self._url}/schema",
+                headers=headers_of(self._url),
+                retries=False,
+                redirect=False,
+                preload_content=False,
+                timeout=30.0,
             )
             described = json.loads(answer.read(_MOST_BYTES)) if answer.status == 200 else None
         except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             raise Unusable(f"no OpenEnv server answers at {self._url} ({sentence(error)})") from error
+        if answer.status in (401, 403):
+            raise Unusable(f"the server at {self._url} refuses us, HTTP status {answer.status}: set {KEY}")
         action = described.get("action") if isinstance(described, dict) else None
         if not isinstance(action, dict):
             raise Unusable(f"what answers at {self._url}/schema is no OpenEnv server (HTTP status {answer.status})")
@@ -160,6 +170,13 @@ class OpenEnv:
     def _actions(self) -> dict[str, ActionType]:
         return {action.schema["function"]["name"]: action for action in action_types(self._action)}
 
+    @property
+    def _headers(self) -> dict[str, Any]:
+        """Of the connection, whose address is then fixed: a redirect to another one is refused."""
+        headers, address = headers_of(self._url), urlsplit(self._url)
+        port = address.port or {"http": 80, "https": 443}[address.scheme]
+        return {"additional_headers": headers, "address": (address.hostname, port)} if headers else {}
+
     def _first(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """The answer to the first message of a new session, once the server has room for one."""
         until = time.monotonic() + _ROOM_WITHIN_S
@@ -173,6 +190,7 @@ class OpenEnv:
                         max_size=_MOST_BYTES,
                         ping_timeout=None,  # whoever waits for this has a deadline
                         close_timeout=_LEAVE_S,
+                        **self._headers,
                     )
                 )
             except Exception as error:  # of the network, of TLS, of HTTP

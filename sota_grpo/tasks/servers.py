@@ -6,21 +6,27 @@
 ``openenv+http://HOST``  an OpenEnv server that runs already (also ``openenv+https://``)
 ======================== ===========================================================================================
 
+What a server wants to know a caller by is in the environment alone, and no part of a config: ``SOTA_GRPO_TOOLS_KEY`` is
+sent as ``Authorization: Bearer``, ``SOTA_GRPO_TOOLS_HEADERS`` are other headers, ``NAME: VALUE`` in a line each.
+
 Standard library only: configs are judged here before anything is loaded.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from sota_grpo.errors import UserError
+from sota_grpo.rl.objective_files import in_file
 from sota_grpo.text import one_line
 from sota_grpo.workers.instances import InstanceSpec
 
@@ -28,6 +34,7 @@ from sota_grpo.workers.instances import InstanceSpec
 FORMS = "mcp:COMMAND, mcp+http://HOST:PORT/mcp or openenv+http://HOST:PORT"
 _WRITTEN = re.compile(r"mcp:(?P<command>.*)|(?P<protocol>mcp|openenv)\+(?P<url>https?://.*)", re.DOTALL)
 _ADAPTERS = {"mcp": "sota_grpo.tasks.mcp_tools:McpTools", "openenv": "sota_grpo.tasks.openenv:OpenEnv"}
+KEY, HEADERS = "SOTA_GRPO_TOOLS_KEY", "SOTA_GRPO_TOOLS_HEADERS"  # variables
 _PACKAGES = {"mcp": "mcp", "openenv": "websockets"}  # by the extra that brings it
 
 
@@ -71,8 +78,10 @@ class ToolServer:
         """What this machine needs must be there.
 
         Raises:
-            UserError: the package, or the command, is missing.
+            UserError: the package, or the command, is missing; the key cannot be one, or would be seen on its way.
         """
+        if self.url:
+            headers_of(self.url)
         package, option = _PACKAGES[self.protocol], f"env.environment={one_line(self.written)}"
         if find_spec(package) is None:
             raise UserError(
@@ -115,6 +124,52 @@ def server_of(value: str | None) -> ToolServer | None:
     if written["url"] is None:
         return ToolServer(value, "mcp", command=written["command"])
     return ToolServer(value, written["protocol"], url=written["url"])
+
+
+def instance_spec(tools: str | None, environment: str | None) -> InstanceSpec:
+    """What the instances are made of that ``env.tools`` or ``env.environment`` names, of which one is given.
+
+    Raises:
+        UserError: it is a server, and this machine lacks what it needs.
+
+    >>> str(instance_spec("tools.py:add,multiply", None)), instance_spec(None, "guess.py:Guess").kind
+    ('tools.py:add,multiply', 'factory')
+    """
+    server = server_of(environment)
+    if server is not None:
+        server.require()
+        return server.spec()
+    value = tools or environment or ""
+    path, names = in_file(value) or (Path(value), "")
+    kind = "functions" if tools is not None else "factory"
+    return InstanceSpec(path=str(path), names=tuple(names.split(",")) if names else (), kind=kind)
+
+
+def headers_of(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What requests to a server say beside what they ask: its key, and further headers of the user's.
+
+    Raises:
+        UserError: a header cannot be sent, or would go where others can read it; no sentence repeats a value.
+
+    >>> headers_of("https://user-game.hf.space", {KEY: "abc", HEADERS: "X-Team: blue"})
+    {'Authorization': 'Bearer abc', 'X-Team': 'blue'}
+    """
+    headers = {"Authorization": f"Bearer {key}"} if (key := environ.get(KEY, "").strip()) else {}
+    if key and not re.fullmatch(r"[\w.~+/=-]+", key, re.ASCII):
+        raise UserError(f"the servers' key ({KEY}) has a character that no token has; copy it again.")
+    for line in filter(str.strip, environ.get(HEADERS, "").splitlines()):
+        name, mark, value = line.partition(":")
+        if not mark or not re.fullmatch(r"[!-~]+", name.strip()) or not re.fullmatch(r"[ -~]+", value.strip()):
+            raise UserError(f"a line of {HEADERS} is no header; write NAME: VALUE, in plain characters.")
+        headers[name.strip()] = value.strip()
+    address = urlsplit(url)
+    is_here = address.hostname == "localhost" or re.fullmatch(r"127(\.\d+){3}|::1", address.hostname or "")
+    if headers and address.scheme != "https" and not is_here:
+        raise UserError(
+            f"{one_line(url)} is not encrypted, and {KEY} or {HEADERS} would be sent there for everybody on the way to "
+            "read; use https, or a tunnel to this machine."
+        )
+    return headers
 
 
 def _url_fault(option: str, url: str) -> str | None:

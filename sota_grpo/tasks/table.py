@@ -293,6 +293,15 @@ class TableTask:
             self._require_gradable(example, list(row), place)
         return example
 
+    def require_answers(self) -> None:
+        """See that every example can be graded without a function of the user's.
+
+        Raises:
+            DatasetError: one cannot, by its file and row.
+        """
+        for example in (*self.train, *self.heldout):
+            self._require_gradable(example, list(example.extra["columns"]), example.place)
+
     def _require_gradable(self, example: Example, columns: Sequence[str], place: str) -> None:
         """See that :func:`is_right` can be right about some response."""
         ground_truth = example.extra["ground_truth"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.files import error_line, run_python
 from sota_grpo.rewards.functions import PICKLED
 from sota_grpo.rl.tool_schemas import function_schemas
+from sota_grpo.tasks.servers import content_text
 from sota_grpo.text import sentence
 from sota_grpo.workers.instances import InstanceSpec
 
@@ -113,7 +115,7 @@ class Toolbox:
         """What the tool returns, or raises; ``LookupError`` where there is none of that name."""
         if name not in self._tools:
             raise LookupError(f"there is no tool {name!r}; the tools are {', '.join(self._tools) or 'none'}")
-        return self._tools[name](**arguments)
+        return _as_text(self._tools[name](**arguments))
 
 
 class Environment(Toolbox):
@@ -149,9 +151,20 @@ class Environment(Toolbox):
         super().__init__(
             [getattr(environment, name) for name in methods if not name.startswith("_") and name not in _NO_TOOLS]
         )
-        self._reset = environment.reset
+        self._environment, self._reset = environment, environment.reset
         if "get_reward" in methods:
             self.get_reward = environment.get_reward
+
+    def attributes(self) -> dict[str, Any]:
+        """Those of the environment that have no underscore before their name, and its properties."""
+        kind = type(self._environment)
+        own = getattr(self._environment, "__dict__", {})
+        names = {**own, **dict(inspect.getmembers(kind, lambda one: isinstance(one, property)))}
+        found = {}
+        for name in filter(lambda name: not name.startswith("_"), names):
+            with suppress(Exception):  # a property is code of the user's
+                found[name] = getattr(self._environment, name)
+        return found
 
     def reset(self, **row: Any) -> Any:
         """What the environment's own returns, given those columns of the row that it takes.
@@ -170,4 +183,20 @@ class Environment(Toolbox):
             )
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             row = {p.name: row[p.name] for p in named if p.name in row}
-        return self._reset(**row)
+        return _as_text(self._reset(**row))
+
+
+def _as_text(value: Any) -> Any:
+    """What was returned, or will be; a list of content blocks as the text that a policy reads.
+
+    >>> _as_text([{"type": "text", "text": "A board:"}, {"type": "image", "image": object()}]), _as_text([1, 2])
+    ('A board:\\n[image, not shown]', [1, 2])
+    """
+    if inspect.isawaitable(value):
+        return _later(value)
+    is_content = isinstance(value, list) and value and all(isinstance(one, dict) and "type" in one for one in value)
+    return content_text(value) if is_content else value
+
+
+async def _later(value: Any) -> Any:
+    return _as_text(await value)

@@ -8,8 +8,8 @@ The functions are those written for verl or for TRL, unchanged. ``reward.path=re
 - TRL's ``function(prompts, completions, **columns) -> list[float | None]``, called once with the whole group. Prompts
   and completions are text where the prompt is text, else lists of ``{"role", "content"}`` turns. None means that the
   function does not apply. Of a dialog with tools a completion is all its turns. ``completion_ids``, ``log_extra`` and
-  ``log_metric`` are passed; ``trainer_state``, ``prompt_ids`` and ``environments`` are not, because graders read
-  responses and nothing else.
+  ``log_metric`` are passed, and ``environments`` as what their attributes were at the end; ``trainer_state`` and
+  ``prompt_ids`` are not, because graders read responses and nothing else.
 
 A function is given those keywords that it takes. ``builtin`` as a name is the task's own reward, to stand beside them.
 Functions can be passed as objects, too (:func:`sota_grpo.train`); the file is then one of pickled functions.
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.rewards.functions import (
+    NEEDS_ENVIRONMENTS,
     PICKLED,
     TRL,
     TRL_PARAMETERS,
@@ -104,7 +105,8 @@ def with_reward_functions(
     scorer = FunctionScorer(without_examples(task), path, term_weights, success_above, functions)
     for example in task.train[:1]:
         scorer.require_columns(example)
-    return _scored_by(scorer, task, term_weights=term_weights, gold_response=_no_gold_response)
+    changes = {"term_weights": term_weights, "gold_response": _no_gold_response}
+    return _scored_by(scorer, task, reads_environments=scorer.reads_environments, **changes)
 
 
 def _scored_by(score: Scorer, task: Task, **changes: Any) -> Task:
@@ -183,6 +185,13 @@ class FunctionScorer:
                     f"{', '.join(offered)}; rename one or give the parameter a default value."
                 )
 
+    @property
+    def reads_environments(self) -> bool:
+        """Whether a function takes ``environments``."""
+        return any(
+            one.form == TRL and (one.taken is None or "environments" in one.taken) for one in self._functions.values()
+        )
+
     @cached_property
     def _functions(self) -> dict[str, RewardFunction]:
         names = [name for name in self._term_weights if name != BUILTIN]
@@ -227,10 +236,12 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
     if isinstance(task, MixtureTask):
         _, task, example = task.own(example)
     ids = response.token_ids if isinstance(response, SampledText) else None
-    turns = (getattr(response, "record", None) or {}).get("messages")
+    record = getattr(response, "record", None) or {}
+    turns, state = record.get("messages"), record.get("environment")
     if isinstance(task, TableTask):
         extra, source = example.extra, source_of(example) or task.name
-        return RewardInputs(response, extra["prompt"], extra["ground_truth"], extra["columns"], source, ids, turns)
+        read = (extra["prompt"], extra["ground_truth"], extra["columns"])
+        return RewardInputs(response, *read, source, ids, turns, state)
     final = example.answer.rpartition("####")[2].strip().replace(",", "") if "####" in example.answer else None
     return RewardInputs(
         response=response,
@@ -240,6 +251,7 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
         data_source=_SOURCES.get(task.name, task.name),
         completion_ids=ids,
         turns=turns,
+        environment=state,
     )
 
 
@@ -334,11 +346,18 @@ class DialogScorer:
             prepare(self._score)
 
     def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        scores = self._score.score_group(pairs)
-        return [self._joined(response, score) for (response, _), score in zip(pairs, scores, strict=True)]
+        has_failed = [bool((getattr(response, "record", None) or {}).get("error")) for response, _ in pairs]
+        sound = [pair for pair, is_lost in zip(pairs, has_failed, strict=True) if not is_lost]
+        scores = iter(self._score.score_group(sound) if sound else ())
+        return [
+            self._joined(response, None if is_lost else next(scores))
+            for (response, _), is_lost in zip(pairs, has_failed, strict=True)
+        ]
 
     def _joined(self, response: str, score: Score | None) -> Score:
         record = getattr(response, "record", None) or {}
+        if not record and score is not None and NEEDS_ENVIRONMENTS in (score.error or ""):
+            score = Score(dict.fromkeys(score.terms), success=False)  # a text that no dialog has led to: the gate's
         error = record.get("error") or (None if score is None else score.error)
         if error is not None:
             return failed_score(self._term_weights, error)

@@ -329,7 +329,7 @@ class _Board:
             if outcome not in ("ok", "error"):
                 raise ValueError
             value = request.read(value) if outcome == "ok" else one_line(_text(value))
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             self._lose(instance, "it answered what no instance answers")
             return
         if outcome == "error":
@@ -457,6 +457,10 @@ def _answer(max_chars: int, value: Any) -> tuple[str, bool]:
     return _text(content, max_chars), bool(is_error)
 
 
+def _state(_: int, value: Any) -> dict[str, Any] | None:
+    return None if value is None else {_text(name): item for name, item in value.items()}
+
+
 def _reward(_: int, value: Any) -> float | None:
     if value is not None and not abs(value) <= LARGEST:
         raise ValueError
@@ -467,5 +471,6 @@ _READERS: Mapping[str, Callable[[int, Any], Any]] = {
     "describe": _description,
     "open": _observation,
     "call": _answer,
+    "state": _state,
     "finish": _reward,
 }

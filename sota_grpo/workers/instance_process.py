@@ -127,6 +127,20 @@ class _Instance:
         except BaseException as error:  # SystemExit too: it is the tool's, and the policy may do better next time
             return cut(f"error: {_said(error)}", self._max_chars), True
 
+    def state(self, _: Any) -> dict[str, Any] | None:
+        """Attributes and properties, as many as ``max_chars`` characters of JSON hold."""
+        read = getattr(self._object, "attributes", None)
+        if read is None:
+            return None
+        left, state = self._max_chars, {}
+        for name, value in self._done("reading its attributes", read).items():
+            with suppress(TypeError, ValueError, RecursionError):  # no JSON
+                left -= len(text := json.dumps([name, value], allow_nan=False))
+                if left < 0:
+                    break
+                state[name] = json.loads(text)[1]
+        return state
+
     def finish(self, _: Any) -> float | None:
         if not hasattr(self._object, "get_reward"):
             return None

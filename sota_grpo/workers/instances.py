@@ -152,6 +152,10 @@ class Instances:
         asked = [(name, dict(arguments)) for name, arguments in calls]
         return gathered([self._ask("call", key, one, lambda answer: Answer(*answer)) for one in asked])
 
+    def state(self, key: int) -> Future[dict[str, Any] | None]:
+        """The attributes of an environment that are public and JSON; None of what is no environment of a factory."""
+        return self._ask("state", key, None, lambda state: state)
+
     def finish(self, key: int) -> Future[float | None]:
         """The instance's reward, None where it has none to give; its process then ends."""
         return self._ask("finish", key, None, lambda reward: reward)

@@ -27,6 +27,7 @@ from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import FunctionScorer, with_reward_functions, with_tools
 from sota_grpo.workers.instances import Instances, InstanceSpec
+from tests.unit.test_tool_calls import FORMATS, make_tokenizer
 
 SEED = random.SystemRandom().randrange(1 << 30)
 SAMPLING = Sampling(max_tokens=200)
@@ -410,3 +411,30 @@ def test_functions_of_trls_form_are_given_all_turns(tmp_path: Path) -> None:
 
 def _extra() -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": "?"}], "ground_truth": "!", "columns": {}}
+
+
+def test_calls_and_answers_have_one_id_that_the_policy_or_their_number_gives(instances: Instances) -> None:
+    """Under a template that takes no other: nine letters and digits, in the call and in what answers it."""
+    tokenizer = make_tokenizer(*FORMATS["strict"])
+    said = '[TOOL_CALLS] [{"name": "add", "arguments": {"amount": 3}%s}]</s>'
+    lines = iter([said % ', "id": "aB3dE6gH9"', said % ', "id": "no id"', said % "", "Done.</s>"])
+    env = TaskEnv(TableTask([Example("?", "!")]), tokenizer, template_kwargs={"tools": instances.schemas})
+    engine = ScriptedEngine(
+        lambda request, sample, version: tokenizer(next(lines), add_special_tokens=False)["input_ids"],
+        eos_token_id=tokenizer.convert_tokens_to_ids("</s>"),
+    )
+    partner = ToolPartner(
+        ToolCallReader(tokenizer, instances.schemas), instances, lambda example: {}, env.prompt_ids, len, Budgets()
+    )
+    dialogs = DialogEngine(engine, partner, TurnTokens(tokenizer), max_steps=4)
+    (output,) = dialogs.generate([GroupRequest(7, (1, 2), 1, SEED, Example("?", "!"))], SAMPLING)
+    (sample,) = output.samples
+    messages = sample.record["messages"]
+    asked = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+    told = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+    assert asked == told == ["aB3dE6gH9", "call00001", "call00002"]
+    heard = tokenizer.decode(sample.token_ids[~sample.assistant_mask])
+    assert heard == "".join(
+        f'[TOOL_RESULTS] {{"content": "{total}", "call_id": "{name}"}}[/TOOL_RESULTS]'
+        for total, name in zip([3, 6, 9], told, strict=True)
+    )

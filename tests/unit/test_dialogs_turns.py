@@ -47,6 +47,9 @@ MISTRAL = (
     "{{ raise_exception('Roles must alternate user/assistant/user/assistant') }}{% endif %}"
     "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
 )
+TOOLS_BY_ID = MISTRAL.replace("(m.role == 'user') !=", "m.role != 'tool' and (m.role == 'user') !=").replace(
+    "{% else %}", "{% elif m.role == 'tool' %}RULE[{{ m.tool_call_id }}: {{ m.content }}]{% else %}"
+)
 IGNORES_TOOLS = CHATML.replace("<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n", "")
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>", "[INST]", "[/INST]", "</s>", "<s>"]
 
@@ -111,6 +114,18 @@ def test_a_template_without_tool_turns_gets_user_turns_and_says_so_once(
             assert turns.ids([{"role": "tool", "content": content}], 0) == as_user
             assert content in decoded(made, as_user)
     assert [record.message.partition(" (")[0] for record in caplog.records] == ["The chat template has no tool turns"]
+
+
+def test_a_template_that_insists_on_ids_has_tool_turns() -> None:
+    rule = (
+        "{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}{{ raise_exception('id') }}{% endif %}"
+    )
+    made = tokenizer(TOOLS_BY_ID.replace("RULE", rule), end="</s>")
+    turns = TurnTokens(made)
+    replies = [{**TOOL, "tool_call_id": "aB3dE6gH9"}, {**TOOL, "content": "8", "tool_call_id": "call00001"}]
+    assert decoded(made, turns.ids(replies, made.eos_token_id)) == "[aB3dE6gH9: 9716][call00001: 8]"
+    with pytest.raises(UserError, match="cannot render messages of the roles tool"):
+        turns.ids([{**TOOL, "tool_call_id": "short"}], made.eos_token_id)
 
 
 def test_a_template_for_one_turn_only_is_refused() -> None:

@@ -254,7 +254,6 @@ def test_named_environments_take_torchrls_keywords_and_grade(
     ("name", "option", "error", "sentence"),
     [
         ("GSM8KEnv", {"input_mode": "history"}, ValueError, "input_mode='history' is not.*use input_mode='tokens'"),
-        ("GSM8KEnv", {"max_steps": 3}, ValueError, "max_steps=3 is not supported.*use max_steps=1"),
         ("GSM8KEnv", {"ray_backend": True}, ValueError, "ray_backend=True is not supported"),
         ("GSM8KEnv", {"dataloader_actor_name": "a"}, ValueError, "dataloader_actor_name='a' is not supported"),
         ("GSM8KEnv", {"collate_fn": list}, ValueError, "collate_fn=.* is not supported"),

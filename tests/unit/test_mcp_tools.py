@@ -27,13 +27,14 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.tasks import make_task
-from sota_grpo.tasks.servers import ToolServer, server_of
+from sota_grpo.tasks.servers import ToolServer, headers_of, server_of
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 SERVER = Path(__file__).parent / "environments" / "mcp_server.py"
 WAIT_S = 60.0
+KEY_OF_NOBODY = "0123456789abcdef"
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -57,9 +58,9 @@ def listens(port: int) -> bool:
 class Running:
     """The server over HTTP, which can be ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, *key: str) -> None:
         self.port = free_port()
-        self.process = subprocess.Popen([sys.executable, str(SERVER), str(self.port)])
+        self.process = subprocess.Popen([sys.executable, str(SERVER), str(self.port), *key])
         until(lambda: listens(self.port) or self.process.poll() is not None)
 
     def __str__(self) -> str:
@@ -168,6 +169,75 @@ def test_a_server_that_ends_or_forgets_costs_the_samples_that_use_it() -> None:
     finally:
         made.close()
         running.end()
+
+
+def test_a_key_is_sent_to_the_server_and_stands_nowhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    running, key = Running(KEY_OF_NOBODY), ""
+    spec = named(str(running)).spec()
+    monkeypatch.setenv("SOTA_GRPO_TOOLS_HEADERS", "X-Team: blue\n")
+    try:
+        for key in ("other", KEY_OF_NOBODY):
+            monkeypatch.setenv("SOTA_GRPO_TOOLS_KEY", key)
+            made = Instances(spec, timeout_s=WAIT_S)
+            try:
+                if key != KEY_OF_NOBODY:
+                    with pytest.raises(
+                        UserError, match=r"refuses us, HTTP status 401: set SOTA_GRPO_TOOLS_KEY"
+                    ) as raised:
+                        made.wait_ready()
+                    assert key not in str(raised.value)
+                    continue
+                made.wait_ready()
+                opened = made.open({}).result(WAIT_S).key
+                assert call(made, opened, "add_note", text="a") == Answer("a", False)
+                commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if is_ours(path)]
+                assert len(commands) > 1
+                assert not [command for command in commands if key.encode() in command and b"mcp_server" not in command]
+            finally:
+                made.close()
+    finally:
+        running.end()
+    assert KEY_OF_NOBODY not in repr(spec) + caplog.text + "".join(capfd.readouterr())
+
+
+def is_ours(command: Path) -> bool:
+    """Whether it is of a process below this one."""
+    try:
+        status = (command.parent / "stat").read_text().rpartition(")")[2].split()
+        return int(status[1]) == os.getpid() or int(status[2]) == os.getpgrp()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "expected"),
+    [
+        ("http://far.example:80/mcp", {"SOTA_GRPO_TOOLS_KEY": "s3cret"}, r"http://far.example:80/mcp is not encrypted"),
+        ("http://127.evil.example/mcp", {"SOTA_GRPO_TOOLS_HEADERS": "A: s3cret"}, "is not encrypted"),
+        ("https://far.example/mcp", {"SOTA_GRPO_TOOLS_KEY": "s3cret\nX: y"}, "has a character that no token has"),
+        ("https://far.example/mcp", {"SOTA_GRPO_TOOLS_HEADERS": "A: b\ns3cret"}, "is no header"),
+        ("https://far.example/mcp", {"SOTA_GRPO_TOOLS_HEADERS": "A: s3cret\x01"}, "is no header"),
+    ],
+    ids=["http", "like_loopback", "two_lines", "no_name", "control"],
+)
+def test_a_key_that_would_be_seen_or_cannot_be_sent_is_refused(
+    url: str, variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=expected) as raised:
+        named(f"mcp+{url}").require()
+    assert "s3cret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://far.example", "http://127.0.0.1:9/mcp", "http://localhost/mcp", "http://[::1]:1"]
+)
+def test_a_key_goes_over_https_or_to_this_machine(url: str) -> None:
+    assert headers_of(url, {"SOTA_GRPO_TOOLS_KEY": " a.b-c "}) == {"Authorization": "Bearer a.b-c"}
+    assert headers_of("http://far.example", {}) == {}
 
 
 @pytest.mark.parametrize(

@@ -105,15 +105,18 @@ def answers_of(url: str, kind: str) -> dict[str, Any]:
 class Replay:
     """A server with one session that says what was recorded: each answer to its message, in their order."""
 
-    def __init__(self, recorded: Mapping[str, Any]) -> None:
+    def __init__(self, recorded: Mapping[str, Any], *, moved_to: str | None = None) -> None:
+        self.keys: list[str | None] = []  # of those who came
+        self._moved_to = moved_to
         self._recorded, self._is_taken = recorded, threading.Lock()
         self._server = serve(self._talk, "127.0.0.1", 0, process_request=self._http)
         self.url = f"http://127.0.0.1:{self._server.socket.getsockname()[1]}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def _http(self, _: Any, request: Any) -> Response | None:
+        self.keys.append(request.headers.get("Authorization"))
         if request.path == "/ws":
-            return None
+            return self._moved_to and Response(307, "", Headers([("Location", self._moved_to)]), b"")
         known = request.path == "/schema"
         body = json.dumps({"action": self._recorded["action"]}) if known else "{}"
         headers = Headers([("Content-Length", str(len(body))), ("Connection", "close")])
@@ -243,6 +246,24 @@ def test_an_environment_of_mcp_lists_its_tools(urls: dict[str, str]) -> None:
         assert missing.is_error
         assert "call[add_note] text Missing required argument" in missing.content
         assert instances.finish(opened.key).result(WAIT_S) == 0.0
+
+
+def test_a_key_is_sent_with_the_schema_and_the_session_and_to_no_other_server(
+    recorded: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOTA_GRPO_TOOLS_KEY", "0123456789abcdef")
+    server = Replay(recorded["tower"])
+    moved = Replay(recorded["tower"], moved_to=f"ws{server.url.removeprefix('http')}/ws")
+    session, lost = openenv.OpenEnv(server.url), openenv.OpenEnv(moved.url)
+    assert session.schemas
+    session.reset(other=1)
+    with pytest.raises(openenv.Unusable, match="no OpenEnv server answers"):
+        lost.reset(other=1)
+    session.close()
+    assert server.keys == ["Bearer 0123456789abcdef"] * 2
+    assert moved.keys == ["Bearer 0123456789abcdef"]
+    for one in (server, moved):
+        one.close()
 
 
 def test_a_server_without_room_says_so_and_one_that_fails_at_the_reset_too(

@@ -62,6 +62,16 @@ NAMED = MISTRAL.replace(
     "{% if not loop.last %}, {% endif %}{% endfor %}]</s>",
     "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}</s>",
 ).replace("[TOOL_CALLS] [{%", "{%")
+CHECKED = "{% if {} is not defined or {} is none or {} | length != 9 %}{{ raise_exception('an id of 9') }}{% endif %}"
+STRICT = MISTRAL.replace(
+    "{% for call in m.tool_calls %}", "{% for call in m.tool_calls %}" + CHECKED.replace("{}", "call.id")
+)
+STRICT = STRICT.replace(
+    "[TOOL_RESULTS] {{ m.content }}",
+    CHECKED.replace("{}", "m.tool_call_id")
+    + '[TOOL_RESULTS] {"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}',
+)
+BY_ID = NAMED.replace("[ARGS]", "[CALL_ID]{{ call.id }}[ARGS]")
 XML = QWEN.replace(
     '\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n',
     "\n<function={{ call.function.name }}>{% for name, value in call.function.arguments | items %}"
@@ -70,7 +80,7 @@ XML = QWEN.replace(
 )
 SPECIAL = [
     *("<|head|>", "<|/head|>", "<|eot|>", "<|python_tag|>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOLS]", "[/TOOLS]"),
-    *("[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
 ]
 XML_TEMPLATE = {
     "start_anchor": "<|im_start|>assistant\n",
@@ -107,6 +117,8 @@ FORMATS: dict[str, tuple[str | None, dict[str, Any] | None]] = {
     "llama-tag": (LLAMA_TAG, None),
     "mistral": (MISTRAL, None),
     "named": (NAMED, None),
+    "strict": (STRICT, None),
+    "by_id": (BY_ID, None),
     "json": (QWEN, JSON_TEMPLATE),
     "xml": (XML, XML_TEMPLATE),
 }
@@ -350,6 +362,15 @@ def test_special_tokens_are_left_out_of_what_is_said_but_their_names_are_not() -
     tokenizer, reader = reader_of("mistral")
     ids = [*ids_of(tokenizer, "a<s>"), *ids_of(tokenizer, "b</s>", spelled=True), *ids_of(tokenizer, "c</s>")]
     assert reader.read(ids).content == "ab</s>c"
+
+
+@pytest.mark.parametrize("name", ["mistral", "strict", "by_id"])
+def test_a_calls_id_is_the_one_that_was_sampled(name: str) -> None:
+    tokenizer, reader = reader_of(name)
+    text = turn_of(tokenizer, [("look_up", {"query": "a"}), ("nothing", {}), ("look_up", {})])
+    for number, said in enumerate(["aB3dE6gH9", "x y", "123456789"]):
+        text = text.replace(f"call{number:05d}", said)
+    assert [call.id for call in reader.read(ids_of(tokenizer, text)).calls] == ["aB3dE6gH9", "", "123456789"]
 
 
 # hostile turns -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""An MCP server of notes: ``mcp_server.py`` over stdin and stdout, ``mcp_server.py PORT`` over HTTP on loopback."""
+"""An MCP server of notes: ``mcp_server.py`` over stdin and stdout, ``mcp_server.py PORT [KEY]`` over HTTP on loopback.
+
+With a key it answers only those who send it, and the header ``X-Team: blue``.
+"""
 
 import os
 import sys
@@ -35,7 +38,22 @@ def serve(arguments: list[str]) -> None:
 
     for tool in (add_note, fail, draw, look, leave):
         server.add_tool(tool, structured_output=False)
-    if arguments:
+    if arguments[1:]:
+        import uvicorn
+
+        app = server.streamable_http_app()
+
+        async def guarded(scope: dict, receive: object, send: object) -> None:
+            sent = dict(scope.get("headers", ()))
+            allowed = sent.get(b"authorization") == f"Bearer {arguments[1]}".encode() and sent.get(b"x-team") == b"blue"
+            if scope["type"] == "lifespan" or allowed:
+                await app(scope, receive, send)
+            else:
+                await send({"type": "http.response.start", "status": 401, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+
+        uvicorn.run(guarded, port=int(arguments[0]), log_level="error")
+    elif arguments:
         server.run("streamable-http", port=int(arguments[0]))
     else:
         server.run()
