@@ -271,9 +271,11 @@ def _check(max_steps: int, tools: Tools | None, environment: Any) -> None:
 
 def _spec(tools: Tools | None, environment: str | Callable[[], Any] | None, opened: ExitStack) -> InstanceSpec | None:
     """What the instances are made of; objects travel in a file that is there as long as they are."""
-    given = tools if environment is None else environment
-    if given is None or isinstance(given, str):
-        return instance_spec(tools, environment) if given is not None else None
+    given: Any = tools if environment is None else environment
+    if given is None:
+        return None
+    if isinstance(given, str):
+        return instance_spec(*((given, None) if environment is None else (None, given)))
     functions = [given] if environment is not None else list(given)
     names = tuple(function.__name__ for function in functions)
     path = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_"))) / f"tools{PICKLED}"

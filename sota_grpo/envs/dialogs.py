@@ -407,7 +407,8 @@ class GroupDialogs:
 
     def _spoken(self, index: int, output: GroupOutput) -> None:
         """Have a turn answered."""
-        self._dialogs[index].follow(*output.samples, self._then, partial(self._followed, index))
+        (said,) = output.samples
+        self._dialogs[index].follow(said, self._then, partial(self._followed, index))
 
     def _followed(self, index: int) -> None:
         dialog, request = self._dialogs[index], self._request

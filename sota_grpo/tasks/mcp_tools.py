@@ -84,9 +84,9 @@ class McpTools:
             if response.status_code in (401, 403):
                 self._refused = response.status_code
 
-        options = {"headers": headers_of(self._url), "timeout": httpx2.Timeout(30.0, read=300.0)}
+        headers, timeout = headers_of(self._url), httpx2.Timeout(30.0, read=300.0)
         async with (
-            httpx2.AsyncClient(event_hooks={"response": [look]}, **options) as client,
+            httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks={"response": [look]}) as client,
             streamable_http_client(self._url, http_client=client) as streams,
         ):
             yield streams

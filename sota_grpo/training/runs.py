@@ -84,7 +84,9 @@ def signature(config: Mapping[str, Any]) -> str:
     if judge is not None:
         judge["rubric"] = _rubric(judge.get("rubric"))
     for name, entry in (kept.get("env", {}).get("mixture") or {}).items():
-        files = {option: _content(entry[option]) for option in FILES_OF_ENTRIES if entry.get(option) is not None}
+        files: dict[str, Any] = {
+            option: _content(entry[option]) for option in FILES_OF_ENTRIES if entry.get(option) is not None
+        }
         files |= {option: _in_file_content(str(entry[option])) for option in _IN_FILES_OF_ENTRIES if entry.get(option)}
         files |= {"judge_rubric": _rubric(entry["judge_rubric"])} if entry.get("judge_rubric") else {}
         kept["env"]["mixture"] = {**kept["env"]["mixture"], name: {**entry, **files}}
