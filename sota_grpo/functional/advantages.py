@@ -157,6 +157,38 @@ def constant_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return _constant_rows(rewards.double(), index, counts)
 
 
+def distilled_advantages(
+    advantage: Tensor, log_prob: Tensor, teacher: Tensor, *, distill_coeff: float, advantage_coeff: float = 1.0
+) -> Tensor:
+    """Advantage of every token where a teacher judges it, beside the task or alone.
+
+    ``A_t = advantage_coeff * A + distill_coeff * (log q_t - log p_t)``, with the log-probs of the sampled token under
+    the teacher ``q`` and under the policy ``p`` that is being trained, without gradient. In a surrogate that weighs
+    tokens by the ratio ``p_t / mu_t`` and does not clip them, whatever ``mu`` they were sampled from, the second term
+    has in expectation the gradient of ``distill_coeff * KL(p, q)`` in the states that were visited: each token answers
+    for its own state and not for those that it leads to (a discount of 0). Where policy and teacher agree it is 0.
+
+    Args:
+        advantage: ``[N, T]`` or ``[N, 1]``, the task's.
+        log_prob: ``[N, T]``, nats, of the policy at this step, not of the one that sampled: several steps on the same
+            tokens then end at the teacher instead of running past it.
+        teacher: ``[N, T]``, nats, under the same temperature.
+        distill_coeff: weight of the teacher.
+        advantage_coeff: weight of the task; 0 leaves the teacher alone.
+
+    Returns:
+        ``[N, T]``, without gradient.
+
+    Sources: Agarwal et al. 2023 (arXiv:2306.13649, on-policy data, reverse KL); Lu and Thinking Machines Lab 2025
+    ("On-Policy Distillation", reverse KL per token as the advantage, discount 0).
+
+    >>> log_prob, teacher = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -0.5]])
+    >>> distilled_advantages(torch.ones(1, 1), log_prob, teacher, distill_coeff=2.0, advantage_coeff=0.5).tolist()
+    [[-0.5, 3.5]]
+    """
+    return advantage_coeff * advantage.detach() + distill_coeff * (teacher.detach() - log_prob.detach())
+
+
 def _told_apart_by_nothing(values: Tensor, index: Tensor, counts: Tensor, baseline: str, scale: str) -> Tensor:
     """Rows of a constant set ``[N]``, the set being the one that the formula looks at."""
     constant = torch.zeros_like(values, dtype=torch.bool)

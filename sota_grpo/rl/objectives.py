@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
 from sota_grpo import keys
+from sota_grpo.functional.advantages import distilled_advantages
 from sota_grpo.functional.divergences import KL_ESTIMATORS, importance_weights, off_policy_tokens, raw_weights
 from sota_grpo.functional.surrogates import OPTIONS, of_terms, sequence_log_ratio
 from sota_grpo.functional.weighting import loss_weights
@@ -164,6 +165,7 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
     entropy: Tensor | None = None
     correction_fraction: Tensor | None = None
     off_policy_fraction: Tensor | None = None
+    reverse_kl: Tensor | None = None
 
 
 def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, Tensor]:
@@ -172,9 +174,10 @@ def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, T
     ``clip_fraction``: tokens whose gradient the clip took. ``kl_approx``: ``logp_behaviour - logp``. ``mismatch_kl``:
     k3 of KL(engine, trainer), see :class:`GRPOLoss`. ``kl_to_ref``, ``entropy``: nats. ``correction_fraction``: tokens
     whose correction weight exceeded the cap or fell below the floor. ``off_policy_fraction``: tokens of bad responses
-    that ``off_policy_threshold`` left out of the objective; none of them counts as clipped. ``ESS``: ``(sum w)^2 / (n
-    sum w^2)``, ``w = exp(logp - logp_behaviour)``, 1 when all weights are equal. Without a trained token each is NaN:
-    there was nothing to measure.
+    that ``off_policy_threshold`` left out of the objective; none of them counts as clipped. ``reverse_kl``:
+    ``logp_behaviour - logp_teacher``, k1 of KL(behaviour policy, teacher): its mean is that KL however far the policy
+    has moved since, and falls below 0 by chance alone. ``ESS``: ``(sum w)^2 / (n sum w^2)``, ``w = exp(logp -
+    logp_behaviour)``, 1 when all weights are equal. Without a trained token each is NaN: there was nothing to measure.
 
     >>> sums = {"tokens": torch.tensor(4.0), "clip_fraction": torch.tensor(1.0)}
     >>> sums |= {"ratio": torch.tensor(8.0), "ratio_squared": torch.tensor(32.0)}
@@ -240,6 +243,9 @@ class GRPOLoss(LossModule):
             that of KL(policy, reference), also where an older policy sampled (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
         loss_aggregation: ``token``, ``sequence`` or ``constant``; takes the place of ``aggregation``. Like it, only
             read where the batch has no ``loss_weight``.
+        distill_coeff, advantage_coeff: weights of a teacher, whose log-probs are the batch's ``ref_log_probs``, and of
+            the batch's advantage beside it: see :func:`sota_grpo.functional.advantages.distilled_advantages`. Where the
+            first is 0 there is no teacher, and the second is not read.
         max_response_tokens: divisor of ``constant``.
         correction, correction_mode, correction_cap, correction_floor: see
             :func:`sota_grpo.functional.divergences.importance_weights`.
@@ -305,6 +311,8 @@ class GRPOLoss(LossModule):
         surrogate_options: Mapping[str, Any] | None = None,
         off_policy_threshold: float | None = None,
         kl_unbiased: bool = False,
+        distill_coeff: float = 0.0,
+        advantage_coeff: float = 1.0,
     ) -> None:
         given = dict(locals())
         super().__init__()
@@ -317,6 +325,7 @@ class GRPOLoss(LossModule):
         self.aggregation: Any = "none" if reduction == "none" else averaged
         self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff if entropy_bonus else 0.0
         self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
+        self.distill_coeff, self.advantage_coeff = distill_coeff, advantage_coeff
         self.batch_device, self.masking_strategy = device, masking_strategy
         self.surrogate = surrogate(objective)
         self.ratio, self.dual_clip, self.surrogate_options = ratio, dual_clip, dict(surrogate_options or {})
@@ -335,8 +344,9 @@ class GRPOLoss(LossModule):
 
     @property
     def advantage_only(self) -> bool:
-        """Whether every term is a multiple of the advantage, so that tokens without one have no gradient."""
-        return not (self.kl_to_ref_coeff or self.kl_to_inference_coeff or self.entropy_coeff)
+        """Whether every term is a multiple of the batch's advantage, so that tokens without one have no gradient."""
+        terms = (self.kl_to_ref_coeff, self.kl_to_inference_coeff, self.entropy_coeff, self.distill_coeff)
+        return not any(terms)
 
     def _forward_value_estimator_keys(self, **_: Any) -> None:
         """There is no value estimator; ``set_keys`` asks for one to be told."""
@@ -354,13 +364,9 @@ class GRPOLoss(LossModule):
             value = value * self._correction(tokens, sums)
         losses, divergence = {"loss_objective": value}, KL_ESTIMATORS[self.kl_estimator]
         if self.kl_to_ref_coeff:
-            if tokens.ref is None:
-                raise KeyError(
-                    f"kl_to_ref_coeff is {self.kl_to_ref_coeff} but the batch has no {self.tensor_keys.ref_log_probs}; "
-                    "write the reference's log-probs with ReferenceKL, or set the coefficient to 0."
-                )
+            ref = self._reference("kl_to_ref_coeff", tokens)
             weight = (tokens.log_prob - tokens.old).exp() if self.kl_unbiased else 1.0
-            losses["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence(tokens.log_prob, tokens.ref) * weight
+            losses["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence(tokens.log_prob, ref) * weight
         if self.kl_to_inference_coeff:
             losses["loss_kl_to_inference"] = self.kl_to_inference_coeff * divergence(tokens.log_prob, tokens.behaviour)
         if self.entropy_coeff:
@@ -374,7 +380,7 @@ class GRPOLoss(LossModule):
         if self.ratio == "sequence":
             log_ratio = sequence_log_ratio(tokens.log_prob, tokens.old, tokens.mask)
         terms = {
-            **{"log_prob": tokens.log_prob, "log_ratio": log_ratio, "advantage": tokens.advantage},
+            **{"log_prob": tokens.log_prob, "log_ratio": log_ratio, "advantage": self._advantage(tokens)},
             **{"mask": tokens.mask, "clip_low": self.clip_epsilon_low, "clip_high": self.clip_epsilon_high},
             **{"dual_clip": self.dual_clip, **self.surrogate_options},
         }
@@ -388,6 +394,27 @@ class GRPOLoss(LossModule):
             return None
         read = (tokens.log_prob, tokens.behaviour, tokens.advantage, tokens.mask)
         return off_policy_tokens(*read, threshold=self.off_policy_threshold)
+
+    def _advantage(self, tokens: LossTokens) -> Tensor:
+        """By what the surrogate weighs each token."""
+        if not self.distill_coeff:
+            return tokens.advantage
+        return distilled_advantages(
+            tokens.advantage,
+            tokens.log_prob,
+            self._reference("distill_coeff", tokens),
+            distill_coeff=self.distill_coeff,
+            advantage_coeff=self.advantage_coeff,
+        )
+
+    def _reference(self, name: str, tokens: LossTokens) -> Tensor:
+        """The reference's log-probs, for the term whose coefficient is called ``name``."""
+        if tokens.ref is None:
+            raise KeyError(
+                f"{name} is {getattr(self, name)} but the batch has no {self.tensor_keys.ref_log_probs}; "
+                "write the reference's log-probs with ReferenceKL, or set the coefficient to 0."
+            )
+        return tokens.ref
 
     def _correction(self, tokens: LossTokens, sums: dict[str, Tensor]) -> Tensor:
         """The weight of each token from the proximal to the behaviour policy; counts those outside of its bounds."""
@@ -509,6 +536,8 @@ class GRPOLoss(LossModule):
         }
         if tokens.ref is not None:
             measured["kl_to_ref"] = KL_ESTIMATORS[self.kl_estimator](tokens.log_prob, tokens.ref)
+        if tokens.ref is not None and self.distill_coeff:
+            measured["reverse_kl"] = tokens.behaviour - tokens.ref
         if tokens.entropy is not None:
             measured["entropy"] = tokens.entropy
         return {name: _total(value, tokens.mask) for name, value in measured.items()}

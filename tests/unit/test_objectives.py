@@ -29,6 +29,8 @@ EVERY_TERM = {
     "entropy_coeff": 0.02,
     "correction": "token",
     "correction_cap": 1.2,
+    "distill_coeff": 0.4,
+    "advantage_coeff": 0.7,
 }
 
 
@@ -490,6 +492,7 @@ def test_set_keys_is_honoured() -> None:
     ("options", "missing", "error", "message"),
     [
         ({"kl_to_ref_coeff": 0.1}, keys.REF_LOG_PROBS, KeyError, "ReferenceKL"),
+        ({"distill_coeff": 0.1}, keys.REF_LOG_PROBS, KeyError, "distill_coeff is 0.1 but the batch has no"),
         ({"correction": "token"}, None, KeyError, "recompute the log-probs"),
         ({}, keys.ADVANTAGE, KeyError, "no advantage, which sota_grpo.rl.transforms.GroupAdvantage writes; it has"),
         ({}, keys.ASSISTANT_MASK, KeyError, "no masks.all_assistant_mask, which sota_grpo.envs.complete_rows writes"),
