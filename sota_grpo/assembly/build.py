@@ -47,7 +47,7 @@ from sota_grpo.assembly.sampling import (
     start_engine,
     task_of,
 )
-from sota_grpo.config import Config, model_name
+from sota_grpo.config import Config, model_name, reference_name
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
 from sota_grpo.config.validators import judges_alone, obstacles_to_a_broadcast
 from sota_grpo.engines import Engine, is_server
@@ -64,7 +64,7 @@ from sota_grpo.rl.task import Task
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.source import RolloutSource
 from sota_grpo.training.evaluate import Evaluator
-from sota_grpo.training.gate import Subject
+from sota_grpo.training.gate import NamedReference, Subject
 from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.workers.fleet import Fleet, replacements
@@ -339,7 +339,7 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
 
 def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster) -> ReferenceService:
     options = reference_options(config, plan.device_type) | {
-        "model_name": resolve_model_path(model_name(config)),
+        "model_name": resolve_model_path(reference_name(config)),
         "num_threads": cluster.threads if plan.device_type == "cpu" else None,
         "pad_token_id": tokenizer.pad_token_id,
     }
@@ -411,4 +411,20 @@ def subject_of(config: Config, parts: Parts) -> Subject:
         transforms=[transform for _, transform in parts.transforms],
         packs=config.model.attn_implementation is None and loaded.model_type in KNOWN_TO_PACK,
         num_layers=loaded.num_hidden_layers,
+        reference=_named_reference(config),
+    )
+
+
+def _named_reference(config: Config) -> NamedReference | None:
+    """What the gate compares with the policy, where the reference is not the policy at its start."""
+    name, trusts = config.ref_model.name, config.model.trust_remote_code
+    if name is None:
+        return None
+    loaded = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trusts).get_text_config()
+    return NamedReference(
+        name=name,
+        policy=model_name(config),
+        vocabulary=load_tokenizer(name, trust_remote_code=trusts).get_vocab(),
+        context=getattr(loaded, "max_position_embeddings", None),
+        longest=max_model_len(config),
     )

@@ -10,7 +10,7 @@ import platform
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +30,7 @@ from sota_grpo.assembly.memory import (
     vllm_pool_bytes,
 )
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows
-from sota_grpo.config import Config, model_name, overrides_of, responses_per_step, with_options
+from sota_grpo.config import Config, has_reference, model_name, overrides_of, responses_per_step, with_options
 from sota_grpo.config.mixture import group_sizes, longest_response
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
@@ -94,12 +94,14 @@ class RunMemory:
     Args:
         model: shape of the policy.
         prompt_tokens: of the longest prompt.
+        teacher: shape of the reference; None: that of the policy.
     """
 
     config: Config
     model: Architecture
     prompt_tokens: int
     machine: Machine
+    teacher: Architecture | None = field(default=None, kw_only=True)
 
     def with_options(self, options: dict[str, Any]) -> Self:
         """The same with other values in its config, by dotted name."""
@@ -235,12 +237,12 @@ class RunMemory:
     @cached_property
     def reference(self) -> tuple[int, int]:
         """Bytes of the reference's own weights (0 where it has none), and of a pass through it (0 without one)."""
-        if self.config.policy.kl_coef == 0:
+        if not has_reference(self.config):
             return 0, 0
-        weight_bytes = dtype_bytes(reference_dtype(self.config))
+        model, weight_bytes = self.teacher or self.model, dtype_bytes(reference_dtype(self.config))
         how = replace(self.how, weight_bytes=weight_bytes, product_bytes=min(weight_bytes, self.how.product_bytes))
-        own = self.model.parameters * weight_bytes if reference_has_own_weights(self.config) else 0
-        return own, forward_bytes(self.model, how, self.micro_batches(1)[0])
+        own = model.parameters * weight_bytes if reference_has_own_weights(self.config) else 0
+        return own, forward_bytes(model, how, self.micro_batches(1)[0])
 
     @property
     def num_engines(self) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from sota_grpo.assembly.preflight import needs_a_gpu
 from sota_grpo.assembly.sampling import engine_rows
-from sota_grpo.config import Config, model_name
+from sota_grpo.config import Config, has_reference, model_name
 from sota_grpo.config.mixture import longest_response, mean_responses_per_step
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
@@ -178,14 +178,15 @@ def resolve_device(config: Config) -> str:
 
 
 def reference_has_own_weights(config: Config) -> bool:
-    """Whether the KL term needs weights beside the learner's.
+    """Whether the reference needs weights beside the learner's.
 
-    It does not at coefficient 0, nor under LoRA, where the reference is the base model with the adapter off, unless it
-    is asked to stand apart: in a process or on a device of its own.
+    It does not where there is none, nor under LoRA, where the reference is the base model with the adapter off, unless
+    it is another model or is asked to stand apart: in a process or on a device of its own.
     """
     part = config.ref_model
     stands_apart = part.process or part.num_devices is not None or part.devices is not None or wants_workers(config)
-    return config.policy.kl_coef > 0 and (stands_apart or not config.train_model.lora.enabled)
+    is_the_base = config.train_model.lora.enabled and part.name is None
+    return has_reference(config) and (stands_apart or not is_the_base)
 
 
 def wants_workers(config: Config) -> bool:
@@ -241,7 +242,7 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
             f"is placed on GPU {placement.inference[0]}; use inference_model.devices=[0] with CUDA_VISIBLE_DEVICES in "
             f"another order, or engine=transformers."
         )
-    if ref.asked and config.policy.kl_coef == 0:
+    if ref.asked and not has_reference(config):
         notes.append(f"{ref.option} has no effect: with policy.kl_coef=0 no reference is built.")
     if workers:
         notes.append(f"Placement: {describe(placement, device_type)}.")

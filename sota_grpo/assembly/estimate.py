@@ -27,6 +27,7 @@ from sota_grpo.assembly.learning import make_settings
 from sota_grpo.assembly.sampling import engine_dtype, task_of
 from sota_grpo.config import (
     Config,
+    has_reference,
     model_name,
     num_steps,
     overrides_of,
@@ -161,12 +162,14 @@ def estimate(
             prompt is longer than the context.
     """
     validate(config)
-    model, model_place = find_architecture(model_name(config), trust_remote_code=config.model.trust_remote_code)
+    trusts, other = config.model.trust_remote_code, config.ref_model.name
+    model, model_place = find_architecture(model_name(config), trust_remote_code=trusts)
+    teacher = find_architecture(other, trust_remote_code=trusts)[0] if other is not None else None
     machine, machine_place = _find_machine(config, memory_gib)
     run = RunMemory(config, model, prompt_tokens or 0, machine)
     longest, prompt_place, num_problems = _prompts(config, prompt_tokens, run.context)
     places = {"model": model_place, "prompt": prompt_place, "machine": machine_place}
-    run = Estimate(config, model, longest, machine, places, num_problems)
+    run = Estimate(config, model, longest, machine, places, num_problems, teacher=teacher)
     if run.fits:
         return replace(run, times=_times(run)) if probe and machine.is_here else run
     change = smallest_change(run)
@@ -313,7 +316,9 @@ def _times(run: RunMemory) -> Times:
     return Times(
         learn_s=learn / flops_per_s / how.ranks,
         sample_s=sample_s,
-        reference_s=forward_flops(shape, load) / flops_per_s if config.policy.kl_coef else 0.0,
+        reference_s=forward_flops(_shape(run.teacher or run.model, 0), load) / flops_per_s
+        if has_reference(config)
+        else 0.0,
         flops_per_s=flops_per_s,
         sampled_tokens_per_s=per_step * response / sample_s,
     )

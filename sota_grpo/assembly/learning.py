@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sota_grpo.assembly.devices import Placement, device_name, reference_has_own_weights
-from sota_grpo.config import Config, model_name, responses_per_step
+from sota_grpo.config import Config, has_reference, model_name, reference_name, responses_per_step
 from sota_grpo.config.mixture import has_own_group_sizes, longest_response
 from sota_grpo.engines import ENGINES
 from sota_grpo.errors import UserError
@@ -96,22 +96,22 @@ def wants_fused_layers(config: Config, device_type: str) -> bool:
 def make_reference(
     config: Config, policy: CausalPolicy, placement: Placement, device_type: str, autocast: Context = nullcontext
 ) -> ReferencePolicy | None:
-    """Nothing at coefficient 0; the base model under the adapter; a copy of its own; or a process of its own.
+    """Nothing where nobody asks; the base model under the adapter; weights of its own; or a process of its own.
 
     Args:
         autocast: of the learner, for a reference that computes in this process.
     """
-    if config.policy.kl_coef == 0:
+    if not has_reference(config):
         return None
     if not reference_has_own_weights(config):
         return AdapterOffReference(policy, autocast=autocast)
     options = reference_options(config, device_name(device_type, placement.ref))
     if config.ref_model.process:
-        options |= {"model_name": model_name(config), "num_threads": 1}
+        options |= {"model_name": reference_name(config), "num_threads": 1}
         return ReferenceService.start(ProcessLauncher(), options, timeout_s=config.ref_model.timeout_s)
     loading = ("dtype", "attn_implementation", "trust_remote_code", "load_kwargs", "device")
     return FrozenReference(
-        load_model(model_name(config), **{name: options[name] for name in loading}),
+        load_model(reference_name(config), **{name: options[name] for name in loading}),
         temperature=options["temperature"],
         shared_prompt=config.model.attn_implementation is None,
         fused=options["fused"],
@@ -179,6 +179,8 @@ def make_learner(
         correction_mode=algorithm.correction_mode,
         correction_cap=algorithm.correction_cap,
         correction_floor=algorithm.correction_floor,
+        distill_coeff=algorithm.distill_coef,
+        advantage_coeff=algorithm.advantage_coef,
     )
     settings = make_settings(config, device_type)
     return Learner(policy, loss, settings, pad_token_id=pad_token_id, dump_dir=run_dir, seed=config.seed, ranks=ranks)

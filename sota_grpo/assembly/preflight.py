@@ -48,11 +48,12 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
     if run_dir is not None:
         require_free(run_dir, config.train.resume)
     require_sinks(config)
-    sentence = missing_folder(model_name(config))
-    if sentence is not None:
-        raise UserError(sentence)
-    if model_name(config) == SMOLLM2:
-        require_smollm2()
+    for option, name in (("model.name", model_name(config)), ("ref_model.name", config.ref_model.name)):
+        sentence = name and missing_folder(name, option)
+        if sentence:
+            raise UserError(sentence)
+        if name == SMOLLM2:
+            require_smollm2()
     # the first half of assembly.devices.resolve_device, where torch need not be asked
     wants_gpu = config.device == "cuda" or (config.device == "auto" and is_on_the_hub(model_name(config)))
     if wants_gpu and config.ray.address is None and has_no_gpu():

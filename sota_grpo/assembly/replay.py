@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 #: What is compared, in the order shown: metrics of a step that follow from its rows, weights and options alone.
 FIGURES = (
     *("reward", "advantage", "loss/objective", "loss/kl", "loss/entropy", "grad_norm", "kl", "entropy"),
+    "distill/reverse_kl",
     *("clip_fraction", "correction_fraction", "off_policy_fraction", "ess", "kl_approx", "mismatch_kl", "lr"),
 )
 TOLERANCE = 1e-6  # relative, of what agrees in float32
@@ -381,10 +382,12 @@ def require_reference(step: Step, asked: Config, given: dict[str, str]) -> None:
     asks = [override for name, override in given.items() if name in ("algorithm.kl_estimator", "algorithm.kl_unbiased")]
     if asked.policy.kl_coef > 0:
         asks = [given.get("policy.kl_coef", f"policy.kl_coef={asked.policy.kl_coef:g}")]
+    if asked.algorithm.distill_coef > 0:
+        asks = [f"algorithm.distill_coef={asked.algorithm.distill_coef:g}"]
     if asks:
         raise UserError(
             f"{asks[0]} needs the reference's log-probs, and step {step.stored.step} has none: the run had "
-            "policy.kl_coef=0."
+            "policy.kl_coef=0 and no teacher."
         )
 
 

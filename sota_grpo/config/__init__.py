@@ -272,6 +272,10 @@ class AlgorithmConfig:
     )
     correction_cap: float = opt(2.0, "largest correction weight")
     correction_floor: float = opt(0.0, "smallest correction weight, below the cap; 0: none")
+    distill_coef: float = opt(
+        0.0, "weight of log p_teacher - log p_policy in the advantage of each token; 0: no teacher (ref_model.name)"
+    )
+    advantage_coef: float = opt(1.0, "weight of the task's advantage beside the teacher's; 0: the teacher alone")
     drop_truncated: bool = opt(False, "responses cut for length take no part in the loss")
     overlong_buffer: int = opt(0, "soft length penalty over the last so many tokens of max_tokens (DAPO); 0: none")
     dynamic_sampling: bool = opt(False, "groups whose rewards are all equal are replaced by fresh ones (DAPO)")
@@ -372,8 +376,13 @@ class InferenceModelConfig:
 
 @dataclass
 class RefModelConfig:
-    """The frozen reference of the KL term; not built when policy.kl_coef is 0."""
+    """The frozen reference of the KL term, or the teacher; not built where policy.kl_coef and distill_coef are 0."""
 
+    name: str | None = opt(
+        None,
+        "hub name or local directory of the reference, a teacher with algorithm.distill_coef; null: the policy at its "
+        "start",
+    )
     num_devices: int | None = opt(None, "devices of the reference, its own; null: a spare one, else the learner's")
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     torch_dtype: str = opt("auto", "dtype of the reference's weights; auto is that of the learner", DTYPES)
@@ -487,6 +496,28 @@ def model_name(config: Config) -> str:
     'Qwen/Qwen2.5-0.5B-Instruct'
     """
     return config.model.name or model_of_size(config.model.size)
+
+
+def reference_name(config: Config) -> str:
+    """Hub name or directory of the reference, where there is one.
+
+    >>> config = Config()
+    >>> config.model.name, config.ref_model.name = "tiny", "runs/teacher/hf"
+    >>> reference_name(config)
+    'runs/teacher/hf'
+    """
+    return config.ref_model.name or model_name(config)
+
+
+def has_reference(config: Config) -> bool:
+    """Whether a reference's log-probs are asked for: by a KL term, or of a teacher.
+
+    >>> config = Config()
+    >>> config.algorithm.distill_coef = 1.0
+    >>> has_reference(Config()), has_reference(config)
+    (False, True)
+    """
+    return config.policy.kl_coef > 0 or config.algorithm.distill_coef > 0
 
 
 def reward_names(config: Config) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sota_grpo.config import Config, changed_options, responses_per_step, reward_names, walk
+from sota_grpo.config import Config, changed_options, model_name, responses_per_step, reward_names, walk
 from sota_grpo.config.mixture import READERS, longest_response
 from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, readers
 from sota_grpo.rl.objective_files import surrogate
@@ -16,10 +16,65 @@ _OF_SIBLINGS = {"group_mean", "leave_one_out", "length_weighted", "best_of_other
 def a_group_baseline_has_siblings(config: Config) -> Iterator[str]:
     group_terms = {config.algorithm.baseline, config.algorithm.scale} & _OF_SIBLINGS
     group_terms |= {"decouple_terms"} if config.algorithm.decouple_terms else set()
-    if config.env.repeats < 2 and group_terms:
+    if config.env.repeats < 2 and group_terms and not learns_from_a_teacher_alone(config):
         yield (
             f"algorithm {config.algorithm.name} compares siblings ({', '.join(sorted(group_terms))}), but env.repeats="
             f"{config.env.repeats} gives none; use env.repeats=2 or more."
+        )
+
+
+def learns_from_a_teacher_alone(config: Config) -> bool:
+    """Whether the task's advantage, and so its reward, takes no part in the loss."""
+    return config.algorithm.distill_coef > 0 and config.algorithm.advantage_coef == 0
+
+
+def distillation_has_a_teacher(config: Config) -> Iterator[str]:
+    """The policy at its start, which is the base under an adapter too, pulls the policy back and teaches nothing."""
+    algorithm, name = config.algorithm, config.ref_model.name
+    if algorithm.distill_coef == 0:
+        if algorithm.advantage_coef != 1:
+            yield (
+                f"algorithm.advantage_coef={algorithm.advantage_coef} weighs the task's advantage beside a teacher's, "
+                "and algorithm.distill_coef=0 has none; leave it at 1.0."
+            )
+        if name is not None and config.policy.kl_coef == 0:
+            yield (
+                f"ref_model.name={name} is read by nothing; add algorithm.distill_coef=1 to learn from it, or "
+                "policy.kl_coef to stay near it."
+            )
+        return
+    if name is None or name == model_name(config):
+        yield (
+            f"algorithm.distill_coef={algorithm.distill_coef} needs another teacher than {model_name(config)}, the "
+            "policy at its start; use ref_model.name=TEACHER."
+        )
+
+
+def a_teacher_is_the_only_reference(config: Config) -> Iterator[str]:
+    distill, pull = config.algorithm.distill_coef, config.policy.kl_coef
+    if distill > 0 and pull > 0:
+        yield (
+            f"algorithm.distill_coef={distill} learns from ref_model.name and policy.kl_coef={pull} pulls to the "
+            "policy at its start, and a run has one reference; use policy.kl_coef=0."
+        )
+
+
+def groups_that_a_teacher_judges_are_kept(config: Config) -> Iterator[str]:
+    if config.algorithm.dynamic_sampling and config.algorithm.distill_coef > 0:
+        yield (
+            "algorithm.dynamic_sampling=true replaces groups whose rewards are all equal, of which a teacher "
+            f"(algorithm.distill_coef={config.algorithm.distill_coef}) has as much to say as of others; use "
+            "algorithm.dynamic_sampling=false."
+        )
+
+
+def a_teacher_judges_tokens_one_by_one(config: Config) -> Iterator[str]:
+    """A surrogate that sees whole rows, and says so by reading the mask, asks for one advantage of a response."""
+    objective, coef = config.algorithm.objective, config.algorithm.distill_coef
+    if coef > 0 and surrogate(objective).reads("mask"):
+        yield (
+            f"algorithm.objective={objective} weighs whole responses, and algorithm.distill_coef={coef} gives every "
+            "token an advantage of its own; use algorithm.objective=clipped."
         )
 
 

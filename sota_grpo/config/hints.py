@@ -45,6 +45,7 @@ THEIRS = {
     **{"save_steps": "train.checkpoint_frequency", "save_total_limit": "train.keep_checkpoints"},
     **{"resume_from_checkpoint": "train.resume", "eval_steps": "eval.every", "eval_strategy": "eval.mode"},
     **{"lora_r": "train_model.lora.r", "lora_alpha": "train_model.lora.alpha", "use_peft": "train_model.lora.enabled"},
+    **{"teacher_model_name_or_path": "ref_model.name, with algorithm.distill_coef"},
     # verl
     **{"clip_ratio": _CLIP, "clip_ratio_low": "algorithm.clip_low", "clip_ratio_high": "algorithm.clip_high"},
     **{"clip_ratio_c": "algorithm.dual_clip", "adv_estimator": "algorithm=PRESET, or algorithm.baseline"},
@@ -62,6 +63,9 @@ THEIRS = {
     **{"total_epochs": _LENGTH, "total_training_steps": _LENGTH, "n_gpus_per_node": "train_model.num_devices"},
     **{"tensor_model_parallel_size": "inference_model.tensor_parallel_size", "lora_rank": "train_model.lora.r"},
     **{"save_freq": "train.checkpoint_frequency", "test_freq": "eval.every", "resume_mode": "train.resume"},
+    # prime-rl, slime
+    **dict.fromkeys(("teacher_tau", "opd_kl_coef"), "algorithm.distill_coef, with ref_model.name"),
+    **{"adv_tau": "algorithm.advantage_coef"},
     **{"project_name": "logging.project", "experiment_name": "logging.run_name", "default_local_dir": "hydra.run.dir"},
 }
 

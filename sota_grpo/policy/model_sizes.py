@@ -161,15 +161,15 @@ def model_of_size(size: str) -> str:
     return name
 
 
-def missing_folder(name: str) -> str | None:
-    """Where ``name`` is written as a path and no saved model is there: that in one sentence; else None.
+def missing_folder(name: str, option: str = "model.name") -> str | None:
+    """Where ``name`` is written as a path and no saved model is there: a sentence about ``option``; else None.
 
     >>> missing_folder("./no/such/folder")[:64]
     'model.name=./no/such/folder is not a folder with a config.json; '
     >>> missing_folder("Qwen/Qwen2.5-3B")
     """
     there = not is_a_path(name) or (Path(name).expanduser() / "config.json").is_file()
-    return None if there else NO_MODEL_FOLDER.format(name=name)
+    return None if there else NO_MODEL_FOLDER.replace("model.name", option).format(name=name)
 
 
 def is_on_the_hub(name: str) -> bool:

@@ -90,6 +90,12 @@ _DECLARED = (
     Metric("judge/cost", "sum", "What these tokens cost by reward.judge.prices.", "dollars"),
     Metric("advantage", "mean", "Mean absolute advantage of the batch's responses."),
     Metric("kl", "mean", "KL of the policy from the reference, per token, by the configured estimator.", "nats"),
+    Metric(
+        "distill/reverse_kl",
+        "mean",
+        "KL(policy that sampled, teacher), k1, per token: the mean is right, single steps may fall below 0.",
+        "nats",
+    ),
     Metric("entropy", "mean", "Entropy of the policy's next-token distribution, per token.", "nats"),
     Metric("ess", "mean", "Effective sample size of the importance weights over the number of tokens.", "share"),
     Metric("clip_fraction", "mean", "Share of tokens whose gradient the clip removes.", "share"),

@@ -185,10 +185,14 @@ class SignalWatch:
         self._told_flat = self._told_failed = False
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Look at the metrics of a step: ``advantage`` (mean of its size), ``reward``, ``reward_errors``, responses."""
+        """Look at the metrics of a step: ``advantage`` (mean of its size), ``reward``, ``reward_errors``, responses.
+
+        A teacher (``distill/reverse_kl``) has something to say of groups whose rewards are equal, too.
+        """
         responses = (metrics.get("dialog_turns") or 0) / (step + 1)
         failed = metrics.get("reward_errors") or 0
-        self.flat = self.flat + 1 if metrics.get("advantage") == 0 else 0
+        learns = metrics.get("advantage") != 0 or "distill/reverse_kl" in metrics
+        self.flat = 0 if learns else self.flat + 1
         if failed and failed >= responses and not self._told_failed:
             self._told_failed = True
             logger.warning(

@@ -39,7 +39,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "Policy",
         (
-            *("kl", "entropy", "clip_fraction", "ess", "mismatch_kl", "kl_approx"),
+            *("kl", "distill/", "entropy", "clip_fraction", "ess", "mismatch_kl", "kl_approx"),
             *("correction_fraction", "off_policy_fraction"),
         ),
     ),

@@ -39,7 +39,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -99,13 +99,32 @@ class Check:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class NamedReference:
+    """A reference, or a teacher, that is not the policy at its start.
+
+    Args:
+        name, policy: what the two models are called.
+        vocabulary: its tokens with their ids.
+        context: tokens that it reads at most; None where it does not say.
+        longest: tokens of the longest prompt and response together that the run may have.
+    """
+
+    name: str
+    policy: str
+    vocabulary: Mapping[str, int]
+    context: int | None
+    longest: int
+
+
 @dataclass
 class Subject:
     """What is checked: the parts of the run as they will train.
 
     ``transforms`` are those of the source (reference log-probs, advantages). ``exact`` says that engine and trainer
     both compute in float32, ``packs`` that the policy is of a family whose rows are known to be packed, and that nobody
-    asked for padded ones; ``num_layers`` is the number of its decoder layers.
+    asked for padded ones; ``num_layers`` is the number of its decoder layers. ``reference`` is there where it is
+    another model.
     """
 
     task: Task
@@ -119,6 +138,7 @@ class Subject:
     transforms: Sequence[Callable[[TensorDictBase], TensorDictBase]] = ()
     packs: bool = False
     rows: list[TensorDictBase] = field(default_factory=list)
+    reference: NamedReference | None = None
 
     @cached_property
     def diagnosis(self) -> dict[str, float | None]:
@@ -413,6 +433,27 @@ def pushed_weights_landed(subject: Subject) -> Check:
     )
 
 
+def the_reference_reads_the_policys_tokens(subject: Subject) -> Check:
+    """Every token of the policy has the same id in the reference, which may have more, and reads the longest sample.
+
+    Made where ``subject.reference`` is there, before any sample goes to it.
+    """
+    other = subject.reference
+    assert other is not None
+    own = subject.rollouts.env.tokenizer.get_vocab()
+    odd = sorted(token for token, index in own.items() if other.vocabulary.get(token) != index)
+    short = other.context is not None and other.context < other.longest
+    sentence = f"{len(own) - len(odd)} of the {len(own)} tokens of {other.policy} have the same id in {other.name}"
+    if odd:
+        sentence += f" (not {odd[0]!r}), so it would judge other texts: use a ref_model.name with the same tokenizer"
+    if short:
+        sentence += (
+            f"; {other.name} reads {other.context} tokens, and a prompt with its response may have {other.longest}: "
+            f"use inference_model.max_model_len={other.context}"
+        )
+    return Check("the reference reads the policy's tokens", not odd and not short, sentence)
+
+
 CHECKS: tuple[Callable[[Subject], Check], ...] = (
     gold_answers_earn_the_full_reward,
     no_held_out_question_is_trained_on,
@@ -423,19 +464,29 @@ CHECKS: tuple[Callable[[Subject], Check], ...] = (
     gradient_does_not_depend_on_the_split,
     pushed_weights_landed,
 )
-WITHOUT_SAMPLES = (gold_answers_earn_the_full_reward, no_held_out_question_is_trained_on)
+WITHOUT_SAMPLES = (
+    the_reference_reads_the_policys_tokens,
+    gold_answers_earn_the_full_reward,
+    no_held_out_question_is_trained_on,
+)
+
+
+def checks_of(subject: Subject) -> tuple[Callable[[Subject], Check], ...]:
+    """Those that are made of it: the reference's only where that is another model."""
+    return ((the_reference_reads_the_policys_tokens,) if subject.reference is not None else ()) + CHECKS
 
 
 def run_gate(
     subject: Subject,
     mode: str,
-    checks: Sequence[Callable[[Subject], Check]] = CHECKS,
+    checks: Sequence[Callable[[Subject], Check]] | None = None,
     *,
     on_check: Callable[[Check], object] = lambda check: None,
 ) -> list[Check]:
     """Make every check; ``warn`` logs those that fail, ``strict`` raises at the first: the next may wait as long.
 
     Args:
+        checks: None: :func:`checks_of` the subject.
         on_check: told of each outcome as it comes.
 
     Raises:
@@ -445,7 +496,7 @@ def run_gate(
         return []
     random = rng_state()
     done: list[Check] = []
-    for check in checks:
+    for check in checks_of(subject) if checks is None else checks:
         began = time.perf_counter()  # the first that needs samples waits for them
         if check not in WITHOUT_SAMPLES and not subject.rows:
             subject.rows = graded_rows(subject)

@@ -42,6 +42,7 @@ METRIC_NAMES = {
     "loss_objective": "loss/objective",
     "loss_kl_to_ref": "loss/kl",
     "loss_entropy": "loss/entropy",
+    "reverse_kl": "distill/reverse_kl",
 }
 PROBE_SHARE = 0.01  # of each tensor's elements; changed signs move a tensor by 2 sqrt(share), a fifth, of its norm
 
@@ -322,6 +323,8 @@ class Learner(ForwardPasses):
             old = torch.where(row.get(keys.ASSISTANT_MASK), own + shift, 0.0)
             advantage = 0.5 + torch.rand((1, 1), generator=generator)
             row.set(keys.LOG_PROBS, old).set(keys.PROXIMAL_LOG_PROBS, old).set(keys.ADVANTAGE, advantage)
+            if self.loss.distill_coeff:  # a teacher that likes every token better adds no token that is clipped
+                row.set(keys.REF_LOG_PROBS, own + torch.rand(own.shape, generator=generator))
             found.append(row)
         return found
 

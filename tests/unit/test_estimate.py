@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,6 +196,19 @@ def test_a_cpu_run_counts_every_role_on_one_machine() -> None:
     assert device.roles == ("learner", "engine", "reference")
     assert RunMemory(config, QWEN, 100, CPU).host is None
     assert "gradients" not in device.moments["sampling"]
+
+
+def test_a_teacher_of_another_size_is_counted_as_it_is() -> None:
+    config = compose("grpo_cpu", ["engine=transformers", "algorithm.distill_coef=1", "ref_model.name=large"])
+    large = replace(QWEN, layers=2 * QWEN.layers)
+    (device,), (same,) = (
+        RunMemory(config, QWEN, 100, CPU, teacher=large).devices,
+        RunMemory(config, QWEN, 100, CPU).devices,
+    )
+    assert device.moments["training"]["reference: weights"] == 4 * large.parameters
+    assert (
+        device.moments["training"]["weights"] == same.moments["training"]["reference: weights"] == 4 * QWEN.parameters
+    )
 
 
 def test_the_precision_of_the_products_is_that_of_the_learner() -> None:

@@ -433,3 +433,33 @@ def test_a_question_in_other_letters_is_the_same_question(subject: Subject) -> N
     )
     subject.task = SimpleNamespace(train=[mine], heldout=[theirs])
     assert not gate.no_held_out_question_is_trained_on(subject).passed
+
+
+def test_a_reference_with_another_tokenizer_or_a_short_context_is_refused_before_it_is_asked(subject: Subject) -> None:
+    own = subject.rollouts.env.tokenizer.get_vocab()
+    right = gate.NamedReference("TEACHER", "POLICY", {**own, "<more>": len(own)}, context=2048, longest=2048)
+    subject.reference = right
+    (first, *_) = run_gate(subject, "warn")
+    assert (first.name, first.passed) == ("the reference reads the policy's tokens", True)
+    swapped = dict(own) | {"a": own["b"], "b": own["a"]}
+    for other, sentence in (
+        (replace(right, vocabulary=swapped), "638 of the 640 tokens of POLICY have the same id in TEACHER .not 'a'."),
+        (
+            replace(right, context=2047),
+            "TEACHER reads 2047 tokens.*may have 2048: use inference_model.max_model_len=2047",
+        ),
+    ):
+        subject.reference, subject.rows = other, []
+        with pytest.raises(gate.CheckError, match=sentence):
+            run_gate(subject, "strict")
+        assert not subject.rows  # nothing was sampled
+
+
+def test_a_teacher_leaves_no_token_of_the_compared_gradients_clipped(subject: Subject) -> None:
+    """One that finds all samples bad would: then the check would compare next to nothing."""
+    learner = subject.learner
+    learner.loss.distill_coeff, learner.loss.advantage_coeff = 2.0, 1.0
+    rows = subject.sample()
+    for row in rows:
+        row.set(keys.REF_LOG_PROBS, row[keys.LOG_PROBS] - 9 * row[keys.ASSISTANT_MASK])
+    assert learner._dry_run(learner._unclipped(rows), 1 << 20)["clip_fraction"] == 0
