@@ -7,14 +7,16 @@ each token, so that a step takes 32 responses to 32 prompts in the place of 128 
 of 32 responses too. A seed draws the held-out problems, on which the teacher is measured as well. No problem of a
 training split is held out under any seed.
 
-The goal is the teacher's own greedy accuracy less one standard error of it over problems. Printed: the responses
-after which it was first reached, with the curves. The run directories and ``distillation.json`` are in ``--out``.
+The goal is the teacher's own greedy accuracy less one standard error of it over problems, down to a whole one.
+Printed: the curves, and the responses after which it was first reached. The run directories and ``distillation.json``
+are in ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -39,10 +41,12 @@ class Goal:
 
     teacher: float
     stderr: float
+    problems: int
 
     @property
     def accuracy(self) -> float:
-        return self.teacher - self.stderr
+        """The teacher's less one standard error, down to a whole problem."""
+        return math.floor((self.teacher - self.stderr) * self.problems) / self.problems
 
 
 def reached(curve: dict[int, float], goal: float) -> int | None:
@@ -61,17 +65,17 @@ def goal_of(teacher: Path, seed: int, options: argparse.Namespace) -> Goal:
     command += ["--engine=transformers", f"--num-samples={options.problems}", f"--out={out}", f"seed={seed}"]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
     found = json.loads(out.read_text())["greedy"]
-    return Goal(found["accuracy"], found["stderr"])
+    return Goal(found["accuracy"], found["stderr"], options.problems)
 
 
 def curves_of(seed: int, teacher: Path, options: argparse.Namespace) -> dict[str, dict[int, float]]:
     """Held-out accuracy by samples, of each way to learn."""
     common = [*SETTINGS, f"seed={seed}", f"eval.num_samples={options.problems}", "train.export_hf=false"]
     distilled = [*SMALL, "env.repeats=1", f"ref_model.name={teacher}", "algorithm.distill_coef=1"]
-    distilled += ["algorithm.advantage_coef=0", f"train.total_dialog_turns={options.distilled}", "eval.every=4"]
+    distilled += ["algorithm.advantage_coef=0", f"train.total_dialog_turns={options.distilled}", "eval.every=8"]
     ways = {"GRPO": (128, [f"train.total_dialog_turns={options.samples}", "eval.every=4"])}
     if options.small:
-        ways["GRPO, small steps"] = (32, [*SMALL, f"train.total_dialog_turns={options.samples}", "eval.every=8"])
+        ways["GRPO, small steps"] = (32, [*SMALL, f"train.total_dialog_turns={options.samples}", "eval.every=16"])
     ways["teacher"] = (32, distilled)
     return {
         name: train_ours(
@@ -84,7 +88,7 @@ def curves_of(seed: int, teacher: Path, options: argparse.Namespace) -> dict[str
 def report(goals: Sequence[Goal], curves: Sequence[dict[str, dict[int, float]]]) -> str:
     """A row per seed and way.
 
-    >>> print(report([Goal(0.9, 0.05)], [{"GRPO": {0: 0.5, 384: 0.85}, "teacher": {0: 0.5, 128: 0.9}}]))
+    >>> print(report([Goal(0.9, 0.05, 100)], [{"GRPO": {0: 0.5, 384: 0.85}, "teacher": {0: 0.5, 128: 0.9}}]))
     | seed | teacher's accuracy % | goal % | learned by | samples to the goal | share of GRPO's | last % |
     |---:|---:|---:|---|---:|---:|---:|
     | 0 | 90.0 | 85.0 | GRPO | 384 | 1.00 | 85.0 after 384 |

@@ -90,6 +90,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_in_every_visited_state(
     torch.testing.assert_close(gradient(both, policy), 0.7 * expected + 0.3 * task)
     still = GRPOLoss(policy, distill_coeff=0.7, advantage_coeff=0.0, **options)
     assert not gradient(still(every_response(behaviour, policy, advantage)).loss_objective, policy).any()
+    assert not still.advantage_only  # groups whose rewards are all equal have a gradient
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +154,7 @@ def test_teachers_in_processes_say_what_one_in_this_process_says(
 
 
 def test_a_teacher_that_is_the_policy_moves_nothing(tmp_path: Path) -> None:
-    """Equal weights have equal log-probs, to the last digit: the advantage is the difference of the two."""
+    """Equal weights have equal log-probs to rounding: the advantage is the difference of the two."""
     same = str(save_hf(load_model("tiny"), load_tokenizer("tiny"), tmp_path / "hf"))
     (first,) = run(tmp_path / "run", *ALONE, f"ref_model.name={same}", "check.mode=off", "train.total_dialog_turns=16")
     assert first["grad_norm"] < 1e-6
