@@ -34,7 +34,7 @@ def table() -> str:
 def _cell(model: str, overrides: tuple[str, ...], memory_gib: int) -> str:
     from sota_grpo.assembly.compose import compose
     from sota_grpo.assembly.estimate import estimate
-    from sota_grpo.config import overrides_of
+    from sota_grpo.config.spelling import overrides_of
 
     config = compose("grpo_gsm8k", [f"model.name={model}", "device=auto", *overrides])
     found = estimate(config, memory_gib=memory_gib, prompt_tokens=PROMPT_TOKENS, probe=False)

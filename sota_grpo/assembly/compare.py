@@ -34,7 +34,7 @@ from sota_grpo.assembly.replay import (
     in_float32_on_the_cpu,
     not_finite,
     open_step,
-    require_reference,
+    require_stored,
     restored,
     scored_rows,
     under,
@@ -229,7 +229,7 @@ def _own_config(step: Step, run_dir: Path, common: Sequence[str]) -> Config:
 
 def _entry(step: Step, run_dir: Path, name: str, common: Sequence[str]) -> Entry:
     config, left = under(step, run_dir, overrides_under(name, common))
-    require_reference(step, config, by_option(common))
+    require_stored(step, config, by_option(common))
     for rule in RULES:
         for sentence in rule(config) if rule.__name__ not in _ABOUT_TRAINING else ():
             raise UserError(f"{name}: {sentence}")

@@ -25,13 +25,7 @@ from sota_grpo.assembly.device_memory import GIB, THRESHOLD, TRAIN, Disk, Machin
 from sota_grpo.assembly.devices import describe
 from sota_grpo.assembly.learning import make_settings
 from sota_grpo.assembly.sampling import engine_dtype, task_of
-from sota_grpo.config import (
-    Config,
-    has_reference,
-    model_name,
-    num_steps,
-    overrides_of,
-)
+from sota_grpo.config import Config, has_reference, model_name, num_steps
 from sota_grpo.config.mixture import (
     groups_per_step,
     has_dialogs,
@@ -40,6 +34,7 @@ from sota_grpo.config.mixture import (
     mean_responses_per_step,
     task_configs,
 )
+from sota_grpo.config.spelling import overrides_of
 from sota_grpo.config.validators import validate
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv

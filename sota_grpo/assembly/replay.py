@@ -304,12 +304,7 @@ def replay_configs(
         missing = _missing(name, asked)
         if missing is not None:
             raise UserError(f"{override} has no effect without {missing}.")
-    require_reference(step, asked, given)
-    if asked.algorithm.decouple_terms and not step.config.algorithm.decouple_terms:
-        raise UserError(
-            f"algorithm.decouple_terms=true needs the weights of the reward terms, which step {step.stored.step} has "
-            "where the run decoupled them itself."
-        )
+    require_stored(step, asked, given)
     validate(asked)
     return own, asked, left
 
@@ -375,8 +370,13 @@ def _missing(name: str, config: Config) -> str | None:
     return "policy.kl_coef above 0" if name == "train.kl_coef_in_loss" and config.policy.kl_coef == 0 else None
 
 
-def require_reference(step: Step, asked: Config, given: dict[str, str]) -> None:
-    """Refuse what the reference's log-probs are needed for, where the step has none."""
+def require_stored(step: Step, asked: Config, given: dict[str, str]) -> None:
+    """Refuse what needs the weights of the reward terms, or the reference's log-probs, where the step has none."""
+    if asked.algorithm.decouple_terms and not step.config.algorithm.decouple_terms:
+        raise UserError(
+            f"algorithm.decouple_terms=true needs the weights of the reward terms, which step {step.stored.step} has "
+            "where the run decoupled them itself."
+        )
     if step.stored.rows[0].get(keys.REF_LOG_PROBS, None) is not None:
         return
     asks = [override for name, override in given.items() if name in ("algorithm.kl_estimator", "algorithm.kl_unbiased")]

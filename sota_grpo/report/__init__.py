@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.assembly.compose import PATH_OPTIONS
-from sota_grpo.config import SECRETS, flat, walk
+from sota_grpo.config import SECRETS, walk
+from sota_grpo.config.spelling import flat
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
 from sota_grpo.recording.run_files import INPUTS, METRICS_FILE

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sota_grpo.config import overrides_of
+from sota_grpo.config.spelling import overrides_of
 from tests.e2e.conftest import SMALL, final_weights, metrics, without_clock
 
 SCRIPTED = (

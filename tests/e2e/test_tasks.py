@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from sota_grpo.config import overrides_of
+from sota_grpo.config.spelling import overrides_of
 from sota_grpo.run.app import train
 from sota_grpo.tasks import make_task
 from tests.config.test_config import composed

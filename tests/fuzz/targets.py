@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from sota_grpo.assembly.compose import compose, load_config
-from sota_grpo.config import Config, flat
+from sota_grpo.config import Config
+from sota_grpo.config.spelling import flat
 from sota_grpo.config.validators import validate
 from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.envs.task_env import TaskEnv

@@ -21,7 +21,8 @@ from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.device_memory import GIB, Machine, RunMemory
 from sota_grpo.assembly.estimate import Estimate, estimate
 from sota_grpo.cli import estimate as command
-from sota_grpo.config import Config, overrides_of
+from sota_grpo.config import Config
+from sota_grpo.config.spelling import overrides_of
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import architecture_from, resolve_model_path
 from sota_grpo.policy.model_sizes import architecture_of

@@ -15,8 +15,9 @@ import sota_grpo
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, anchor_paths, compose, load_config, needs_consent
 from sota_grpo.assembly.judging import CACHE_FILE, judged_task
 from sota_grpo.assembly.sampling import make_grader, task_of
-from sota_grpo.config import Config, overrides_of
+from sota_grpo.config import Config
 from sota_grpo.config.secrets import judge_key
+from sota_grpo.config.spelling import overrides_of
 from sota_grpo.config.validators import validate
 from sota_grpo.engines import EngineOptions
 from sota_grpo.errors import UserError

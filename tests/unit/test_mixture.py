@@ -17,8 +17,8 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from sota_grpo.assembly.compose import anchor_paths, compose, load_config, needs_consent
 from sota_grpo.assembly.sampling import heldout_task, task_of
-from sota_grpo.config import overrides_of
 from sota_grpo.config.mixture import task_configs, weights
+from sota_grpo.config.spelling import overrides_of
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import PromptStream, TaskEnv

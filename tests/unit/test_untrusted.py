@@ -19,7 +19,8 @@ from sota_grpo import Result
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, UNUSED_WITHOUT_SAMPLES, compose, load_config
 from sota_grpo.assembly.evaluation import find_target
 from sota_grpo.cli import main
-from sota_grpo.config import Config, overrides_of
+from sota_grpo.config import Config
+from sota_grpo.config.spelling import overrides_of
 from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_file
 from sota_grpo.migration.data import Facts

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.config import Config, flat
+from sota_grpo.config import Config
+from sota_grpo.config.spelling import flat
 from sota_grpo.recording.sinks import CopySink, without_secrets
 from sota_grpo.text import readable
 
