@@ -67,6 +67,8 @@ def test_trl_computes_our_gradient_with_them(algorithm: str, tmp_path: Path) -> 
         ratio=part.ratio,
         clip_epsilon=(part.clip_low, part.clip_high),
         kl_estimator=part.kl_estimator,
+        kl_unbiased=part.kl_unbiased,
+        off_policy_threshold=part.off_policy_threshold,
         kl_to_ref_coeff=config.policy.kl_coef,
         entropy_bonus=False,
     )(batch)

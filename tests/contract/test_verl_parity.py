@@ -21,7 +21,8 @@ import torch
 
 from scripts.preset_table import VERL
 from sota_grpo import keys
-from sota_grpo.config import Config, longest_response
+from sota_grpo.config import Config
+from sota_grpo.config.mixture import longest_response
 from sota_grpo.functional import decoupled_rewards, group_advantages, importance_weights
 from sota_grpo.functional.divergences import raw_weights
 from sota_grpo.migration.data import Facts

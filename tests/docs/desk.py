@@ -35,6 +35,7 @@ def brief(completions, **columns):
 """,
     "tools.py": _shown("tasks.md", "tools.py"),
     "guess.py": _shown("tasks.md", "guess.py"),
+    "shop.py": _shown("tasks.md", "shop.py"),
 }
 
 

@@ -64,7 +64,10 @@ def test_mistakes_are_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ("sota-grpo score --in", []),
         ("sota-grpo train env.rep", ["env.repeats="]),
         ("sota-grpo train --async seed=1 optimizer.l", ["optimizer.lr="]),
-        ("sota-grpo train --config-name grpo_cpu algorithm=d", ["algorithm=dapo", "algorithm=dr_grpo"]),
+        (
+            "sota-grpo train --config-name grpo_cpu algorithm=d",
+            [f"algorithm={name}" for name in ("dapo", "deepseek_v32", "dppo", "dr_grpo")],
+        ),
         ("sota-grpo train --conf", ["--config-dir", "--config-name"]),
         ("sota-grpo train --config-name grpo_c", ["grpo_cpu"]),
     ],

@@ -30,7 +30,7 @@ MISTAKES = {
     "preset that is no name": (["algorithm=0"], "algorithm, engine, hardware, mode are set to the name of a preset, "),
     "preset of a group": (["algorithm=dappo"], "There is no algorithm=dappo; the presets are cispo, "),
     "type": (["seed=one"], "Value 'one' of type 'str' could not be converted to Integer"),
-    "choice": (["algorithm.objective=ppo"], "algorithm.objective=ppo is not one of clipped, cispo, reinforce."),
+    "choice": (["algorithm.objective=ppo"], "algorithm.objective=ppo is not one of clipped, cispo, reinforce,"),
     "value": (["optimizer.lr=-1"], "optimizer.lr=-1.0 must be above 0."),
     "values together": (["train.dialog_turns_per_batch=18"], "is not divisible by the group size env.repeats=8"),
     "model": (["model.name=HERE/no_model"], "no_model is not a folder with a config.json; give the folder of"),
@@ -95,7 +95,7 @@ def test_other_commands_judge_their_names_first(arguments: str, sentence: str, t
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("grpo.py", "algorithm: cispo, dapo, "),
+        ("grpo.py", "algorithm: cispo, clip_higher, dapo, "),
         ("grpo.py --config-name grpo_cpu train.total_dialog_turns=77", "total_dialog_turns: 77"),
         ("grpo.py -m", "total_dialog_turns: "),
         ("grpo-async.py", "mode: async"),

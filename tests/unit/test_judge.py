@@ -334,7 +334,7 @@ def test_a_judge_that_hangs_is_gone_too(fake: FakeJudge, opened: Open) -> None:
 def test_a_judge_without_a_single_verdict_is_given_up(fake: FakeJudge, opened: Open) -> None:
     fake.answer = lambda body: Say({"error": "your credit is used up"}, 400)
     grader = opened()
-    with pytest.raises(JudgeGone, match=r"no verdict on 64 questions in a row .*credit is used up"):
+    with pytest.raises(JudgeGone, match=r"no verdict on [67]\d questions in a row .*credit is used up"):
         asked(grader, texts_of(70))
 
 

@@ -54,7 +54,9 @@ class Copies:
 
 def test_a_metric_is_measured_by_the_clock_exactly_when_its_name_says_so():
     for name, metric in METRICS.items():
-        assert (name.startswith("time/") or name.endswith("_per_s")) == (metric.unit in ("s", "tokens/s")), name
+        assert (name.startswith("time/") or name.endswith(("_per_s", "/latency_s"))) == (
+            metric.unit in ("s", "tokens/s")
+        ), name
 
 
 @pytest.mark.parametrize("name", ["rewards", "reward/", "reward/a b", "reward/<term>", "time/foo_s", "eval/acuracy"])

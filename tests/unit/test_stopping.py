@@ -50,6 +50,7 @@ def test_the_process_ends_itself_when_even_that_is_not_heeded(monkeypatch: pytes
 BURST = """
 import signal, sys
 import sota_grpo.stopping as stopping
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes begin with it ignored
 stopping._LAST_S = float(sys.argv[1])
 stopping.interrupt_once()
 try:

@@ -188,7 +188,7 @@ def test_a_made_up_problem_depends_on_the_seed_and_its_place_alone(name: str) ->
         *(("reasoning", {name: -1}, f"{name}=-1 must not") for name in ("thinking_weight", "min_think_words")),
         *(("math", {name: value}, r"reward.correct=1.0 must be greater") for name in ("wrong", "no_answer")
           for value in (1.0, 1.5, float("nan"))),
-        *(("arithmetic", {"max_steps": steps}, f"max_steps={steps}") for steps in (0, 5)),
+        *(("arithmetic", {"max_steps": steps}, f"max_steps={steps}") for steps in (0, 6)),
         *(("countdown", {"num_numbers": some}, "num_numbers=") for some in ((), (1, 3))),
         ("countdown", {"format_weight": -0.1}, r"format_weight=-0\.1"),
         ("ifeval", {"instructions_weight": -1.0, "all_weight": 1.0}, "must not be negative"),
