@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -329,6 +330,23 @@ def test_a_judge_that_hangs_is_gone_too(fake: FakeJudge, opened: Open) -> None:
     fake.gate.clear()
     with pytest.raises(JudgeGone, match=r"no answer within 0\.1 s"):
         asked(opened(Patience(0.1, 1, 0.5, 0.02)), texts_of(2))
+
+
+def test_an_answer_that_was_on_its_way_blames_no_other_question(fake: FakeJudge, opened: Open) -> None:
+    """The judge goes while it answers one of two questions; that answer comes after the other's first failure."""
+    refused, calls = threading.Event(), itertools.count()
+
+    def gone(body: Any) -> Say:
+        if next(calls) == 0:
+            refused.wait(10)
+            time.sleep(0.1)
+            return fair(body)
+        refused.set()
+        return Say({"error": "gone"}, 503)
+
+    fake.answer = gone
+    with pytest.raises(JudgeGone):
+        asked(opened(Patience(5.0, 1, 0.5, 0.02)), texts_of(2))
 
 
 def test_a_judge_without_a_single_verdict_is_given_up(fake: FakeJudge, opened: Open) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import queue
 import random
 import threading
@@ -198,7 +199,7 @@ class JudgeClient:
 
     def _settle(self, question: Question) -> Verdict:
         """Ask until there is a verdict."""
-        failed_at: float | None = None
+        first_at = last_at = math.nan  # of failures: the first and the one before
         num_failed = num_unreadable = 0
         for attempt in itertools.count():
             after_s = 0.0
@@ -221,9 +222,11 @@ class JudgeClient:
                 if (found := self._revive()) is not None:
                     self._turn_to(*found)
                 after_s = getattr(error, "after_s", 0.0)
-                failed_at = time.monotonic() if failed_at is None else failed_at
-                if self._is_to_blame(num_failed, failed_at):
+                now = time.monotonic()
+                first_at = now if math.isnan(first_at) else first_at
+                if self._is_to_blame(num_failed, first_at, last_at):
                     return Verdict(None, f"JudgeError: {error}", is_final=False)
+                last_at = now
                 self._require_patience(str(error))
             else:
                 self._note_verdict(None)
@@ -231,12 +234,17 @@ class JudgeClient:
             self._pause(attempt, after_s)
         raise AssertionError("unreachable")
 
-    def _is_to_blame(self, num_failed: int, failed_at: float) -> bool:
-        """Whether a question that failed so often, first at ``failed_at``, is the reason itself."""
-        late = time.monotonic() - failed_at > self._patience.gone_s
+    def _is_to_blame(self, num_failed: int, first_at: float, last_at: float) -> bool:
+        """Whether a question that failed so often is the reason itself: others are answered between its failures.
+
+        Args:
+            first_at: when it failed first; an answer since then may have been on its way as the judge went.
+            last_at: when it failed before this time, or NaN.
+        """
+        late = time.monotonic() - first_at > self._patience.gone_s
         if num_failed <= self._patience.retries and not late:
             return False
-        if self._answered_at > failed_at:
+        if self._answered_at > last_at:
             return True
         if num_failed <= self._patience.retries:
             return False
