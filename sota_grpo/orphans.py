@@ -51,7 +51,7 @@ def end_group_with(owner: int) -> None:
         if hasattr(os, "pidfd_open"):
             for handle in _handles([owner]):
                 select.select([handle], [], [])
-            time.sleep(_LOOK_EVERY_S)  # a shepherd has been told, too, and finds more than the group
+            time.sleep(_GRACE_S)  # a shepherd has been told, too, and ends more than the group, this process first
         else:
             while os.getppid() == owner:
                 time.sleep(_LOOK_EVERY_S)
