@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.config import Config, register, walk
-from sota_grpo.config.hints import no_option
 from sota_grpo.config.judging import rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS
 from sota_grpo.config.secrets import use_config_token, without_token
-from sota_grpo.config.spelling import flat
+from sota_grpo.config.spelling import flat, no_option
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
 from sota_grpo.rewards.functions import PICKLED
-from sota_grpo.rewards.judge.rules import CLASSIFIER
+from sota_grpo.rewards.judge import CLASSIFIER
 from sota_grpo.rewards.sandbox import is_url
 from sota_grpo.rl.objective_files import in_file
 from sota_grpo.tasks.servers import server_of

@@ -18,13 +18,12 @@ from sota_grpo.config.secrets import judge_key
 from sota_grpo.errors import UserError
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.grading import Grader
+from sota_grpo.rewards.judge import CLASSIFIER, TERM, Judged, Rules
 from sota_grpo.rewards.judge.cache import VerdictCache
 from sota_grpo.rewards.judge.classifier import ClassifierScorer
 from sota_grpo.rewards.judge.client import JudgeClient, Patience
-from sota_grpo.rewards.judge.endpoints import Endpoint
 from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
-from sota_grpo.rewards.judge.prompts import RUBRIC
-from sota_grpo.rewards.judge.rules import CLASSIFIER, TERM, Judged, Rules
+from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, scorer_of, without_examples
 

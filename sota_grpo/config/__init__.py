@@ -19,7 +19,7 @@ from typing import Any
 from sota_grpo.engines import ENGINES
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.model_sizes import SIZES, model_of_size
-from sota_grpo.rewards.judge.rules import KINDS
+from sota_grpo.rewards.judge import KINDS
 from sota_grpo.tasks import TASKS
 
 

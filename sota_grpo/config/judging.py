@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from sota_grpo.config import Config, JudgeConfig, changed_options, reward_names
-from sota_grpo.rewards.judge.rules import CHAT, CLASSIFIER, CLASSIFY, POOLING
+from sota_grpo.rewards.judge import CHAT, CLASSIFIER, CLASSIFY, POOLING
 from sota_grpo.text import one_line
 
 _SECTION = "reward.judge."

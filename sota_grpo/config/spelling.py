@@ -1,10 +1,13 @@
-"""Options as they are written: by dotted name, and as overrides on a command line."""
+"""Options as they are written: by dotted name, as overrides on a command line, and by what TRL or verl call them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
+
+from sota_grpo.config import walk
 
 
 def overrides_of(options: Mapping[str, Any]) -> list[str]:
@@ -53,3 +56,83 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         dotted = f"{prefix}{name}"
         values |= flat(value, dotted + ".") if isinstance(value, Mapping) and value else {dotted: value}
     return values
+
+
+_CLOSE = 0.75  # of difflib: env.repeat is env.repeats, learning_rate is no train.grace_s
+_BATCH, _STEP = "train.dialog_turns_per_batch (responses)", "train.optim_batch_size (responses, over all devices)"
+_CLIP, _LENGTH = "algorithm.clip_low and algorithm.clip_high", "train.total_dialog_turns (responses in all)"
+_LOSS = "algorithm=PRESET, or algorithm.objective and algorithm.aggregation"
+#: Options of TRL's GRPOConfig and of verl's trainer by the last word of their name; docs/migration.md has the table.
+THEIRS = {
+    # TRL
+    **{"learning_rate": "optimizer.lr", "lr_scheduler_type": "optimizer.schedule"},
+    **{"warmup_ratio": "optimizer.warmup_steps", "max_grad_norm": "optimizer.clip_grad_norm"},
+    **{"adam_beta1": "optimizer.beta1", "adam_beta2": "optimizer.beta2", "adam_epsilon": "optimizer.eps"},
+    **{"beta": "policy.kl_coef", "num_generations": "env.repeats", "num_iterations": "train.epochs"},
+    **{"max_completion_length": "inference_model.max_tokens", "max_prompt_length": "inference_model.max_model_len"},
+    **{"epsilon": _CLIP, "epsilon_high": "algorithm.clip_high", "delta": "algorithm.dual_clip", "loss_type": _LOSS},
+    **{"multi_objective_aggregation": "algorithm.decouple_terms", "gdpo_reward_keys": "algorithm.decouple_terms"},
+    **{"scale_rewards": "algorithm.scale", "importance_sampling_level": "algorithm.ratio"},
+    **{"mask_truncated_completions": "algorithm.drop_truncated", "reward_weights": "reward.weights"},
+    **{"reward_funcs": "reward.path and reward.name", "steps_per_generation": _BATCH, "generation_batch_size": _BATCH},
+    **{"per_device_train_batch_size": _STEP, "gradient_accumulation_steps": _STEP},
+    **{"max_steps": _LENGTH, "num_train_epochs": _LENGTH, "shuffle_dataset": "env.shuffle"},
+    **{"bf16": "train.precision=bf16", "fp16": "train.precision=fp16", "dtype": "train_model.torch_dtype"},
+    **{"use_vllm": "engine=vllm", "vllm_mode": "engine=vllm or engine=vllm_server"},
+    **{"vllm_server_base_url": "engine.url", "vllm_max_model_length": "inference_model.max_model_len"},
+    **{"vllm_gpu_memory_utilization": "inference_model.gpu_memory_utilization"},
+    **{"vllm_tensor_parallel_size": "inference_model.tensor_parallel_size"},
+    **{"vllm_importance_sampling_correction": "algorithm.correction"},
+    **{"vllm_importance_sampling_mode": "algorithm.correction and algorithm.correction_mode"},
+    **{"vllm_importance_sampling_clip_max": "algorithm.correction_cap"},
+    **{"vllm_importance_sampling_clip_min": "algorithm.correction_floor"},
+    **{
+        "off_policy_mask_threshold": "algorithm.off_policy_threshold",
+        "use_bias_correction_kl": "algorithm.kl_unbiased",
+    },
+    **{"sapo_temperature_pos": "algorithm.tau_positive", "sapo_temperature_neg": "algorithm.tau_negative"},
+    **{"vespo_k_pos": "algorithm.k_positive", "vespo_lambda_pos": "algorithm.lambda_positive"},
+    **{"vespo_k_neg": "algorithm.k_negative", "vespo_lambda_neg": "algorithm.lambda_negative"},
+    **{"model_name_or_path": "model.name", "output_dir": "hydra.run.dir", "report_to": "logging.wandb"},
+    **{"save_steps": "train.checkpoint_frequency", "save_total_limit": "train.keep_checkpoints"},
+    **{"resume_from_checkpoint": "train.resume", "eval_steps": "eval.every", "eval_strategy": "eval.mode"},
+    **{"lora_r": "train_model.lora.r", "lora_alpha": "train_model.lora.alpha", "use_peft": "train_model.lora.enabled"},
+    **{"teacher_model_name_or_path": "ref_model.name, with algorithm.distill_coef"},
+    # verl
+    **{"clip_ratio": _CLIP, "clip_ratio_low": "algorithm.clip_low", "clip_ratio_high": "algorithm.clip_high"},
+    **{"clip_ratio_c": "algorithm.dual_clip", "adv_estimator": "algorithm=PRESET, or algorithm.baseline"},
+    **{"norm_adv_by_std_in_grpo": "algorithm.scale", "loss_agg_mode": "algorithm.aggregation", "loss_mode": _LOSS},
+    **{"tau_pos": "algorithm.tau_positive", "tau_neg": "algorithm.tau_negative"},
+    **{"rollout_is": "algorithm.correction", "rollout_is_threshold": "algorithm.correction_cap"},
+    **{"rollout_rs": "algorithm.correction and algorithm.correction_mode=reject"},
+    **{"rollout_rs_threshold": "algorithm.correction_floor and algorithm.correction_cap"},
+    **{"entropy_coeff": "algorithm.entropy_coef", "use_kl_in_reward": "train.kl_coef_in_loss=false"},
+    **dict.fromkeys(("kl_loss_coef", "use_kl_loss"), "policy.kl_coef"),
+    **{"kl_loss_type": "algorithm.kl_estimator", "train_batch_size": _BATCH, "ppo_mini_batch_size": _STEP},
+    **{"ppo_epochs": "train.epochs", "ppo_max_token_len_per_gpu": "train.micro_batch_tokens"},
+    **{"ppo_micro_batch_size_per_gpu": "train.micro_batch_tokens", "max_response_length": "inference_model.max_tokens"},
+    **{"train_files": "env.dataset_path", "val_files": "env.eval_path", "n": "env.repeats"},
+    **{"total_epochs": _LENGTH, "total_training_steps": _LENGTH, "n_gpus_per_node": "train_model.num_devices"},
+    **{"tensor_model_parallel_size": "inference_model.tensor_parallel_size", "lora_rank": "train_model.lora.r"},
+    **{"save_freq": "train.checkpoint_frequency", "test_freq": "eval.every", "resume_mode": "train.resume"},
+    # prime-rl, slime
+    **dict.fromkeys(("teacher_tau", "opd_kl_coef"), "algorithm.distill_coef, with ref_model.name"),
+    **{"adv_tau": "algorithm.advantage_coef"},
+    **{"project_name": "logging.project", "experiment_name": "logging.run_name", "default_local_dir": "hydra.run.dir"},
+}
+
+
+def no_option(name: str) -> str:
+    """The sentence about an option ``name`` that does not exist.
+
+    >>> no_option("beta"), no_option("train.lr")
+    ('There is no option beta; here it is policy.kl_coef.', 'There is no option train.lr; did you mean optimizer.lr?')
+    """
+    last = name.rpartition(".")[2]
+    if last in THEIRS:
+        return f"There is no option {name}; here it is {THEIRS[last]}."
+    options = [option for option, _, _ in walk()]
+    groups = sorted({option.partition(".")[0] for option in options if "." in option})
+    near = [option for option in options if option.rpartition(".")[2] == last]
+    near = near or get_close_matches(name, options if "." in name else [*groups, *options], n=1, cutoff=_CLOSE)
+    return f"There is no option {name}" + (f"; did you mean {' or '.join(near[:2])}?" if near else ".")

@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 import sota_grpo
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rewards.grading import LocalGrader
+from sota_grpo.rewards.judge import Judged, Rules
 from sota_grpo.rewards.judge.cache import VerdictCache
 from sota_grpo.rewards.judge.client import JudgeClient, Patience
-from sota_grpo.rewards.judge.endpoints import Endpoint
 from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
-from sota_grpo.rewards.judge.rules import Judged, Rules
+from sota_grpo.rewards.judge.questions import Endpoint
 from sota_grpo.rewards.judge.server import JudgeServer
 from sota_grpo.rl.records import Example, Score
 from tests.process_rigs import members

@@ -19,12 +19,12 @@ import pytest
 
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.rewards.grading import LocalGrader
+from sota_grpo.rewards.judge import Judged, Rules
 from sota_grpo.rewards.judge import client as client_module
 from sota_grpo.rewards.judge.cache import LONGEST_LINE, Verdict, VerdictCache
 from sota_grpo.rewards.judge.client import JudgeClient, JudgeGone, Patience
-from sota_grpo.rewards.judge.endpoints import Endpoint
 from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
-from sota_grpo.rewards.judge.rules import Judged, Rules
+from sota_grpo.rewards.judge.questions import Endpoint
 from sota_grpo.rl.records import TASK, Example, Score
 from sota_grpo.rl.task import SampledText
 from tests.process_rigs import wait_for
@@ -150,9 +150,9 @@ import sys
 from pathlib import Path
 from sota_grpo.rewards.judge.cache import VerdictCache
 from sota_grpo.rewards.judge.client import JudgeClient
-from sota_grpo.rewards.judge.endpoints import Endpoint
+from sota_grpo.rewards.judge.questions import Endpoint
 from sota_grpo.rewards.judge.grader import Judge
-from sota_grpo.rewards.judge.prompts import Material
+from sota_grpo.rewards.judge.questions import Material
 
 endpoint = Endpoint("chat", "judge-1", rubric="r")
 judge = Judge(JudgeClient(sys.argv[1], endpoint, concurrency=3), VerdictCache(Path(sys.argv[2])))

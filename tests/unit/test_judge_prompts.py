@@ -10,11 +10,12 @@ import sys
 import pytest
 
 from sota_grpo.rewards.judge.cache import Verdict
-from sota_grpo.rewards.judge.endpoints import Endpoint, WrongForm
 from sota_grpo.rewards.judge.grader import win_rates
-from sota_grpo.rewards.judge.prompts import (
+from sota_grpo.rewards.judge.questions import (
+    Endpoint,
     Material,
     Unreadable,
+    WrongForm,
     data,
     nonce_for,
     pair_messages,
@@ -169,7 +170,7 @@ def test_neither_place_is_preferred() -> None:
 
 
 def test_pairs_are_the_same_in_another_process() -> None:
-    code = "from sota_grpo.rewards.judge.prompts import pairs_of; print(pairs_of(list('abcdefgh'), 3))"
+    code = "from sota_grpo.rewards.judge.questions import pairs_of; print(pairs_of(list('abcdefgh'), 3))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(pairs_of(list("abcdefgh"), 3))
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.report.data import read_run
-from sota_grpo.report.dialogs import dialog_columns, prompt_turns
-from sota_grpo.report.groups import choose_groups, plain_group
+from sota_grpo.report.groups import choose_groups, dialog_columns, plain_group, prompt_turns
 from tests.report_rigs import WORDS, write_run
 
 CALL = {"name": "add", "arguments": {"x": 1, "y": [2]}, "reply": "3", "error": False}

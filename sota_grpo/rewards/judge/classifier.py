@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.rewards.judge.prompts import data, dialog
-from sota_grpo.rewards.judge.rules import Judged
+from sota_grpo.rewards.judge import Judged
+from sota_grpo.rewards.judge.questions import data, dialog
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Scorer, Task, guarded_scores, prepare
 from sota_grpo.text import first_line

@@ -25,10 +25,9 @@ from urllib.parse import urlsplit
 import urllib3
 
 from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.rewards.judge import CLASSIFY, POOLING
 from sota_grpo.rewards.judge.cache import Verdict
-from sota_grpo.rewards.judge.endpoints import PATHS, Answer, Endpoint, Question, WrongForm, tokens_of
-from sota_grpo.rewards.judge.prompts import Unreadable
-from sota_grpo.rewards.judge.rules import CLASSIFY, POOLING
+from sota_grpo.rewards.judge.questions import PATHS, Answer, Endpoint, Question, Unreadable, WrongForm, tokens_of
 from sota_grpo.text import duration, first_line, one_line
 from sota_grpo.workers.base import promised, resolve
 

@@ -17,11 +17,10 @@ from typing import Any
 
 from sota_grpo.errors import RunFailed
 from sota_grpo.rewards.grading import Grader
+from sota_grpo.rewards.judge import TERM, Judged
 from sota_grpo.rewards.judge.cache import Verdict, VerdictCache
 from sota_grpo.rewards.judge.client import JudgeClient
-from sota_grpo.rewards.judge.endpoints import Endpoint, Question
-from sota_grpo.rewards.judge.prompts import TIE, Material, dialog, pairs_of
-from sota_grpo.rewards.judge.rules import TERM, Judged
+from sota_grpo.rewards.judge.questions import TIE, Endpoint, Material, Question, dialog, pairs_of
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import FailureLog, Task, failed_score
 from sota_grpo.workers.base import gathered, promised, resolve

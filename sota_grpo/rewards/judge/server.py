@@ -16,7 +16,7 @@ from sota_grpo.engines import Deadlines, EngineOptions
 from sota_grpo.engines.inference_server import ServerProcess, start_server
 from sota_grpo.engines.vllm_server import RequireKey, VLLMDialect, engine_arguments, flag
 from sota_grpo.errors import UserError
-from sota_grpo.rewards.judge.rules import CHAT
+from sota_grpo.rewards.judge import CHAT
 
 logger = logging.getLogger(__name__)
 
