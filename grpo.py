@@ -1,4 +1,4 @@
-"""Train in lockstep: ``python grpo.py [--config-name NAME] [key=value ...]``; ``--help`` lists every option."""
+"""Train synchronously: ``python grpo.py [--config-name NAME] [key=value ...]``; ``--help`` lists every option."""
 
 import os
 

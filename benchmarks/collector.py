@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     responses = options.groups * options.size
     transforms = [("score", GroupAdvantage())]
     source = RolloutSource(
-        Rollouts(env, engine), sampling, num_groups=options.groups, lockstep=True, transforms=transforms
+        Rollouts(env, engine), sampling, num_groups=options.groups, synchronous=True, transforms=transforms
     )
 
     def engine_alone() -> None:

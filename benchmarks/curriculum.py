@@ -39,14 +39,14 @@ class Run:
         accuracy: greedy, of all held-out problems, by samples trained on.
         levels: the same of each level.
         draws: the share of the groups that each level had in all steps.
-        flat: the share of all groups whose rewards are all equal.
+        zero_advantage: the share of all groups whose rewards are all equal.
         seconds: of all steps, evaluations left out.
     """
 
     accuracy: dict[int, float]
     levels: dict[int, list[float]]
     draws: list[float]
-    flat: float
+    zero_advantage: float
     seconds: float
 
 
@@ -54,9 +54,9 @@ def read_run(rows: Sequence[dict[str, Any]], seconds: float) -> Run:
     """A run by the lines of its ``metrics.jsonl``.
 
     >>> measured = {"step": 1, "eval/accuracy": 0.5} | {f"eval/task/level_{k}": k / 5 for k in range(1, 6)}
-    >>> step = {"step": 0, "curriculum/1/share": 0.75, "curriculum/5/share": 0.25, "groups/zero_signal": 4}
+    >>> step = {"step": 0, "curriculum/1/share": 0.75, "curriculum/5/share": 0.25, "groups/zero_advantage": 4}
     >>> run = read_run([step, measured], 9.0)
-    >>> run.accuracy, run.levels, run.draws, run.flat
+    >>> run.accuracy, run.levels, run.draws, run.zero_advantage
     ({128: 0.5}, {128: [0.2, 0.4, 0.6, 0.8, 1.0]}, [0.75, 0.0, 0.0, 0.0, 0.25], 0.25)
     """
     measured = {row["step"] * ROWS_PER_STEP: row for row in rows if "eval/accuracy" in row}
@@ -66,7 +66,7 @@ def read_run(rows: Sequence[dict[str, Any]], seconds: float) -> Run:
         accuracy={samples: row["eval/accuracy"] for samples, row in measured.items()},
         levels={samples: [row[f"{_LEVEL}{level}"] for level in names] for samples, row in measured.items()},
         draws=[statistics.fmean(row.get(f"curriculum/{level}/share", 0.0) for row in steps) for level in names],
-        flat=statistics.fmean(row["groups/zero_signal"] for row in steps) / GROUPS_PER_STEP,
+        zero_advantage=statistics.fmean(row["groups/zero_advantage"] for row in steps) / GROUPS_PER_STEP,
         seconds=seconds,
     )
 
@@ -109,8 +109,8 @@ def report(runs: Sequence[dict[str, Run]]) -> str:
             _row(str(samples), [(r[UNIFORM].accuracy[samples], r[CURRICULUM].accuracy[samples]) for r in runs])
         )
     areas = [(area(run[UNIFORM].accuracy), area(run[CURRICULUM].accuracy)) for run in runs]
-    flat = [(run[UNIFORM].flat, run[CURRICULUM].flat) for run in runs]
-    lines += [_row("mean of the curve", areas), _row("groups without signal", flat), ""]
+    zero = [(run[UNIFORM].zero_advantage, run[CURRICULUM].zero_advantage) for run in runs]
+    lines += [_row("mean of the curve", areas), _row("zero-advantage groups", zero), ""]
     lines += [
         "| level | uniform % at the end | curriculum % | difference | share of its draws % |",
         "|---:|" + "---:|" * 4,

@@ -128,13 +128,13 @@ def area(accuracy: dict[int, float]) -> float:
 
 def overrides(options: argparse.Namespace, seed: int) -> list[str]:
     """What the preset is changed by, for both sides."""
-    turn = composed(*options.overrides, preset=options.preset).train.dialog_turns_per_batch
+    step_size = composed(*options.overrides, preset=options.preset).train.dialog_turns_per_batch
     return [
         *(["engine=transformers"] if options.preset == PRESET else []),
         *options.overrides,
         f"seed={seed}",
         f"train.total_dialog_turns={options.samples}",
-        f"eval.every={options.every // turn}",
+        f"eval.every={options.every // step_size}",
         "eval.avg_at_k=0",
         "train.checkpoint_frequency=0",
         "train.export_hf=false",

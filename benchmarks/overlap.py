@@ -63,7 +63,7 @@ def make_engine(env: TaskEnv) -> ScriptedEngine:
 
 
 def steps(source: object, set_version: Callable[[int], None], learn_s: float, num_steps: int) -> list[float]:
-    """Seconds of each turn of the loop; the first, which finds nothing in flight, is left out."""
+    """Seconds of each training step; the first, which finds nothing in flight, is left out."""
     found, began = [], time.perf_counter()
     for step in range(num_steps + 1):
         batch = source.next_batch(step)  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ class SleepingEngine(Streams):
 
 
 def measure_sync(phase_s: float, num_steps: int) -> list[float]:
-    """Seconds of each step in lockstep."""
+    """Seconds of each step in synchronous mode."""
     env = make_env()
     engine = make_engine(env)
     order: dict[int, float] = {}
@@ -117,7 +117,7 @@ def measure_sync(phase_s: float, num_steps: int) -> list[float]:
         request.group_id, (request.group_id % GROUPS + 1) * phase_s / GROUPS
     )
     transforms = [("score", GroupAdvantage())]
-    source = RolloutSource(Rollouts(env, engine), SAMPLING, num_groups=GROUPS, lockstep=True, transforms=transforms)
+    source = RolloutSource(Rollouts(env, engine), SAMPLING, num_groups=GROUPS, synchronous=True, transforms=transforms)
     return steps(source, lambda version: setattr(engine, "version", version), phase_s, num_steps)
 
 

@@ -51,7 +51,7 @@ class Scenario:
         token_s: seconds per token, whatever the load.
         generation_ratio: time in which all workers, never idle, sample a batch, over the time to learn from it.
         publish_s: time from the end of learning to the new weights in every worker; rollouts go on meanwhile.
-        num_steps: turns of the loop.
+        num_steps: training steps.
         seed: of lengths and prompts.
     """
 
@@ -238,7 +238,7 @@ class Simulation:
         self.token_ages: list[float] = []
 
     def run(self) -> Outcome:
-        """Turn the loop ``num_steps`` times."""
+        """Make ``num_steps`` training steps."""
         steps, skip = self.scenario.num_steps, int(_WARM_UP * self.scenario.num_steps)
         began, busy = 0.0, 0.0
         for step in range(steps):

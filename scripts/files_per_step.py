@@ -1,4 +1,4 @@
-"""How many files of the package one step passes through, from its prompts to its log, in lockstep or with workers.
+"""How many files of the package one step passes through, from its prompts to its log, synchronous or with workers.
 
 ``python scripts/files_per_step.py`` builds a run on questions in GSM8K's form with the embedded policy and the embedded
 engine, takes one step to warm up, and lists the files whose functions the next one calls, in this process;
@@ -76,11 +76,11 @@ def count(folder: Path, overrides: list[str], *, workers: bool) -> list[str]:
                 (folder / "on").touch()
                 time.sleep(2 * LOOKS_S)
 
-        def _after(self, turns: int) -> bool:
-            if turns == (3 if workers else 2):
+        def _after(self, steps: int) -> bool:
+            if steps == (3 if workers else 2):
                 (folder / "on").unlink()
                 time.sleep(2 * LOOKS_S)
-            return super()._after(turns)
+            return super()._after(steps)
 
     data = folder / "train.jsonl"
     rows = [{"question": f"What is {n} + {n}?", "answer": f"It is twice {n}.\n#### {2 * n}"} for n in range(40)]

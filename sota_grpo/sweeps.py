@@ -68,7 +68,7 @@ class RunRow:
     overrides: Mapping[str, str]  # what its command line asked for, by option
     state: str  # finished, running, stopped or failed
     note: str  # why it failed, or why it is not finished; empty where there is nothing to say
-    turns: int  # training steps done so far, by the name that is stored
+    steps: int  # training steps done so far
     asked: int | None  # training steps that it was started for, where it began to train
     seconds: float  # of its steps and evaluations, by the clock; what a run takes to start is not among them
     #: By name: of what is measured every step the mean over the last 10 steps that measured it, of evaluations and
@@ -162,11 +162,11 @@ def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
         UserError: another line is damaged.
     """
     recent: dict[str, deque[float]] = {}
-    turns, seconds = 0, 0.0
+    steps, seconds = 0, 0.0
     for row in read_rows(path):
         numbers = {one_line(name): value for name, value in row.items() if name != "step" and is_number(value)}
         seconds += sum(numbers.get(name, 0.0) for name in ("time/step_s", "time/eval_s"))
-        turns += REWARD in row
+        steps += REWARD in row
         for name, value in numbers.items():
             recent.setdefault(name, deque(maxlen=LAST_STEPS)).append(value)
     metrics = {}
@@ -174,7 +174,7 @@ def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
         known = METRICS.get(name)
         is_last = name.startswith("eval/") or (known is not None and known.reduction == "last")
         metrics[name] = values[-1] if is_last else statistics.fmean(values)
-    return metrics, turns, seconds
+    return metrics, steps, seconds
 
 
 def _read_run(path: Path, root: Path) -> RunRow:
@@ -191,7 +191,7 @@ def _read_run(path: Path, root: Path) -> RunRow:
     state, note = tried(lambda: state_of(path), ("stopped", ""))
     notes += [note] if note else []
     nothing = (dict[str, float](), 0, 0.0)
-    metrics, turns, seconds = tried(lambda: read_metrics(path / METRICS_FILE), nothing)
+    metrics, steps, seconds = tried(lambda: read_metrics(path / METRICS_FILE), nothing)
     overrides = tried(lambda: _overrides(path / OVERRIDES_FILE), dict[str, str]())
     asked = (read_record(path) or {}).get("num_steps")
     return RunRow(
@@ -201,7 +201,7 @@ def _read_run(path: Path, root: Path) -> RunRow:
         state=state,
         note=one_line("; ".join(dict.fromkeys(notes)), None),
         metrics=metrics,
-        turns=turns,
+        steps=steps,
         asked=asked if isinstance(asked, int) else None,
         seconds=seconds,
     )
@@ -275,11 +275,11 @@ def as_csv(sweep: Sweep) -> str:
     names = sweep.measured()
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["run", *sweep.varied, "state", "note", "turns", "seconds", *names])
+    writer.writerow(["run", *sweep.varied, "state", "note", "steps", "seconds", *names])
     for run in sweep.ranked:
         asked = [run.overrides.get(name, "") for name in sweep.varied]
         measured = [run.metrics.get(name, "") for name in names]
-        writer.writerow([run.name, *asked, run.state, run.note, run.turns, f"{run.seconds:.1f}", *measured])
+        writer.writerow([run.name, *asked, run.state, run.note, run.steps, f"{run.seconds:.1f}", *measured])
     return text.getvalue()
 
 
@@ -293,7 +293,7 @@ def as_json(sweep: Sweep) -> dict[str, Any]:
         vars(one) | {"means": {name: {"mean": mean, "stderr": error} for name, (mean, error) in one.means.items()}}
         for one in sweep.settings
     ]
-    about = {"directory": str(sweep.path), "sorted_by": sweep.metric, "last_turns": LAST_STEPS, "varied": sweep.varied}
+    about = {"directory": str(sweep.path), "sorted_by": sweep.metric, "last_steps": LAST_STEPS, "varied": sweep.varied}
     return about | {"runs": runs, "settings": settings}
 
 
@@ -337,7 +337,7 @@ def _tables(sweep: Sweep) -> list[list[list[str]]]:
         if ACCURACY in run.metrics:
             means[ACCURACY] = run.metrics[ACCURACY], run.metrics.get(ACCURACY_ERROR)
         measured = cells(run.overrides, sweep.varied, means)
-        runs.append([run.name, *measured, _count(run.turns, run.asked), run.state, duration(run.seconds)])
+        runs.append([run.name, *measured, _count(run.steps, run.asked), run.state, duration(run.seconds)])
     names = [name for name in sweep.varied if name != SEED]
     settings = [["seeds", *names, REWARD, "accuracy", *extra]]
     for one in sweep.settings:

@@ -111,7 +111,7 @@ def add(engine: SteppingEngine, requests: Sequence[GroupRequest], sampling: Samp
     for ticket, request in zip(tickets, requests):
         future = engine.submit(request, sampling)
         future.add_done_callback(lambda done, ticket=ticket: ended.append((ticket, done)))
-    with engine._turn():
+    with engine._between_steps():
         engine._take_in()
     return tickets
 

@@ -109,7 +109,7 @@ class Reductions(TorchDispatchMode):
 
 
 class Bench:
-    """One rank's worker whose learner can be replaced, so that many laws need two processes only."""
+    """One rank's worker whose learner can be replaced, so that many invariants need two processes only."""
 
     def __init__(self, rank: int, size: int, init_method: str, dump_dir: str) -> None:
         self.place = {"rank": rank, "size": size, "init_method": init_method}

@@ -29,7 +29,7 @@ WORDS = ("So", " 2", " +", " 2", " =", " 4", "\n", "####", " 4")
 def write_run(
     run_dir: Path,
     *,
-    turns: int = 12,
+    steps: int = 12,
     groups: int = 3,
     siblings: int = 4,
     seed: int = 0,
@@ -42,72 +42,72 @@ def write_run(
     options: Sequence[str] = (),
     stored: Sequence[int] = (),
 ) -> Path:
-    """A run of so many turns. Group 0 of a turn has no signal; the first sample of group 1 is truncated.
+    """A run of so many steps. Group 0 of a step has zero advantage; the first sample of group 1 is truncated.
 
     Args:
-        metrics: of a turn, beside those that every turn has.
-        response: the text of a sample, from turn, group of the turn, and sample.
+        metrics: of a step, beside those that every step has.
+        response: the text of a sample, from step, group of the step, and sample.
         fields: other fields of a sample's row, from the same.
         options: overrides of the default config.
-        stored: turns of which ``steps/`` has everything.
+        stored: steps of which ``steps/`` has everything.
     """
     with RunLog(run_dir) as log:
-        for turn in range(turns):
-            if turn % eval_every == 0:
-                log.write_step(turn, evaluation(turn, seed))
-            found = turn_metrics(turn, seed, groups, siblings) | (metrics(turn) if metrics else {})
-            rows = [row for group in range(groups) for row in group_rows(turn, group, groups, siblings, response)]
+        for step in range(steps):
+            if step % eval_every == 0:
+                log.write_step(step, evaluation(step, seed))
+            found = step_metrics(step, seed, groups, siblings) | (metrics(step) if metrics else {})
+            rows = [row for group in range(groups) for row in group_rows(step, group, groups, siblings, response)]
             for row in rows if fields else ():
-                row |= fields(turn, row["group_id"] % groups, row["sample_id"])
-            log.write_step(turn, found)
-            log.write_rollouts(turn, rows)
-            if turn in stored:
-                store(run_dir, turn, found, rows)
+                row |= fields(step, row["group_id"] % groups, row["sample_id"])
+            log.write_step(step, found)
+            log.write_rollouts(step, rows)
+            if step in stored:
+                store(run_dir, step, found, rows)
         if finished:
-            log.write_step(turns, evaluation(turns, seed))
+            log.write_step(steps, evaluation(steps, seed))
     config = OmegaConf.merge(OmegaConf.structured(Config(seed=seed)), OmegaConf.from_dotlist(list(options)))
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(config))
-    record = {"signature": "0", "num_steps": turns if num_steps is None else num_steps, "finished": finished}
+    record = {"signature": "0", "num_steps": steps if num_steps is None else num_steps, "finished": finished}
     (run_dir / "run.json").write_text(json.dumps(record))
     return run_dir
 
 
-def evaluation(turn: int, seed: int) -> dict[str, float | None]:
-    """Held-out accuracy of a policy that has done so many turns."""
-    accuracy = 0.25 + 0.5 * turn / (turn + 20) + 0.01 * seed
+def evaluation(step: int, seed: int) -> dict[str, float | None]:
+    """Held-out accuracy of a policy that has done so many steps."""
+    accuracy = 0.25 + 0.5 * step / (step + 20) + 0.01 * seed
     stderr = math.sqrt(accuracy * (1 - accuracy) / 256)
     return {"eval/accuracy": accuracy, "eval/stderr": stderr, "eval/num_samples": 256, "time/eval_s": 1.5}
 
 
-def turn_metrics(turn: int, seed: int, groups: int, siblings: int) -> dict[str, float | None]:
-    """What one turn measures; reward rises with the turn, and by 0.01 with the seed."""
-    reward = 0.2 + 0.6 * turn / (turn + 10) + 0.01 * seed + 0.05 * math.sin(2.1 * turn)
+def step_metrics(step: int, seed: int, groups: int, siblings: int) -> dict[str, float | None]:
+    """What one step measures; reward rises with the step, and by 0.01 with the seed."""
+    reward = 0.2 + 0.6 * step / (step + 10) + 0.01 * seed + 0.05 * math.sin(2.1 * step)
     return {
         **{"reward": reward, "reward/std": 0.4, "success": 0.5, "reward/correct": reward, "advantage": 0.7},
-        **{"kl": 1e-3 * (1 + turn), "entropy": 1 / (1 + 0.1 * turn), "clip_fraction": 0.01, "ess": 0.99},
-        **{"response_tokens/mean": 20.0 + turn, "response_tokens/max": 64.0, "truncated": 0.1},
-        **{"groups/zero_signal": 1, "groups/trained": groups, "policy_age/mean": 0.5, "policy_age/max": 1},
-        **{"grad_norm": 1.0 / (1 + turn), "lr": 1e-6, "loss/objective": -0.01 * reward, "reward_errors": 0},
+        **{"kl": 1e-3 * (1 + step), "entropy": 1 / (1 + 0.1 * step), "clip_fraction": 0.01, "ess": 0.99},
+        **{"response_tokens/mean": 20.0 + step, "response_tokens/max": 64.0, "truncated": 0.1},
+        **{"groups/zero_advantage": 1, "groups/trained": groups, "policy_age/mean": 0.5, "policy_age/max": 1},
+        **{"grad_norm": 1.0 / (1 + step), "lr": 1e-6, "loss/objective": -0.01 * reward, "reward_errors": 0},
         **{"time/generate_s": 5.0, "time/score_s": 0.5, "time/learn_s": 3.0, "time/publish_s": 0.1},
-        **{"time/step_s": 9.0, "tokens_per_s": 1000.0 + turn, "dialog_turns": (turn + 1) * groups * siblings},
+        **{"time/step_s": 9.0, "tokens_per_s": 1000.0 + step, "dialog_turns": (step + 1) * groups * siblings},
     }
 
 
 def group_rows(
-    turn: int, group: int, groups: int, siblings: int, response: Callable[[int, int, int], str] | None = None
+    step: int, group: int, groups: int, siblings: int, response: Callable[[int, int, int], str] | None = None
 ) -> list[dict[str, Any]]:
-    """The samples of one group, with the fields of ``rollouts.jsonl``; the policy is a version old in odd turns."""
+    """The samples of one group, with the fields of ``rollouts.jsonl``; the policy is a version old in odd steps."""
     rewards = [1.0 if group == 0 else float(sample % 2) for sample in range(siblings)]
     mean = sum(rewards) / siblings
     text = response or (lambda *place: "".join(WORDS))
     return [
         {
-            "group_id": turn * groups + group,
+            "group_id": step * groups + group,
             "sample_id": sample,
             "query": f"What is 2 + 2? (group {group})",
             "answer": "#### 4",
-            "prompt": f"user: What is 2 + 2? (turn {turn}, group {group})\nassistant:",
-            "response": text(turn, group, sample),
+            "prompt": f"user: What is 2 + 2? (step {step}, group {group})\nassistant:",
+            "response": text(step, group, sample),
             "response_tokens": len(WORDS),
             "success": rewards[sample] == 1.0,
             "reward": rewards[sample],
@@ -115,14 +115,14 @@ def group_rows(
             "reward_info": {"note": "checked", "acc": 1},
             "advantage": rewards[sample] - mean,
             "truncated": group == 1 and sample == 0,
-            "policy_version": max(0, turn - turn % 2),
+            "policy_version": max(0, step - step % 2),
         }
         for sample in range(siblings)
     ]
 
 
-def store(run_dir: Path, turn: int, metrics: dict[str, float | None], fields: list[dict[str, Any]]) -> None:
-    """A stored turn whose token ``i`` has entropy i, log-probs -1 (engine), -1 + 0.11 i (trainer), -0.5 (reference)."""
+def store(run_dir: Path, step: int, metrics: dict[str, float | None], fields: list[dict[str, Any]]) -> None:
+    """A stored step whose token ``i`` has entropy i, log-probs -1 (engine), -1 + 0.11 i (trainer), -0.5 (reference)."""
     count, prompt = len(WORDS), 3
     steps = torch.arange(count).float()
     rows, measured = [], []
@@ -140,4 +140,4 @@ def store(run_dir: Path, turn: int, metrics: dict[str, float | None], fields: li
         measured.append(torch.stack([torch.cat([off, -1 + 0.11 * steps]), torch.cat([off, steps])]))
     origin = Origin(device="cpu", precision="fp32", num_ranks=0, num_threads=1, rng=torch.zeros(1, dtype=torch.uint8))
     pieces = [list(WORDS) for _ in rows]
-    save_step(run_dir, StoredStep(turn, metrics, rows, fields, pieces, measured, origin))
+    save_step(run_dir, StoredStep(step, metrics, rows, fields, pieces, measured, origin))

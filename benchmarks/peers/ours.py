@@ -18,7 +18,7 @@ PHASES = ("generate", "score", "ref")
 
 
 class Ours:
-    """Lockstep turns of :func:`sota_grpo.loop.run`, one per :meth:`step`.
+    """Synchronous training steps of :func:`sota_grpo.loop.run`, one per :meth:`step`.
 
     Args:
         folder: the work.
@@ -40,11 +40,11 @@ class Ours:
         return dict(self.parts.learner.policy.model.named_parameters())
 
     def learn(self) -> None:
-        """The learner's part of a turn."""
+        """The learner's part of a step."""
         self.parts.learner.update(lazy_stack(self.rows))
 
     def step(self) -> dict[str, float]:
-        """A whole turn of the loop, but for its log."""
+        """A whole training step, but for its log."""
         parts = self.parts
         if parts.rollouts.engine.version != parts.learner.version:  # a learn phase by itself came before
             parts.publisher.publish(parts.learner.version)

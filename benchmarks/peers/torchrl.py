@@ -109,7 +109,7 @@ class TorchRL:
         self.optimizer.zero_grad()
 
     def step(self) -> dict[str, float]:
-        """One turn of the recipe."""
+        """One step of the recipe."""
         began = time.perf_counter()
         rows = next(self.collected)
         collected = time.perf_counter()

@@ -20,7 +20,7 @@ from benchmarks.peers.work import CLIP_NORM, Folder
 
 
 class TorchRLTrainer(TorchRL):
-    """Turns of ``GRPOTrainer.train()``, which is held before each collection.
+    """Steps of ``GRPOTrainer.train()``, which is held before each collection.
 
     Args:
         folder: the work.
@@ -70,7 +70,7 @@ class TorchRLTrainer(TorchRL):
         self.publish_s = time.perf_counter() - began
 
     def step(self) -> dict[str, float]:
-        """One turn of the trainer; what it does beside the phases named counts as learning."""
+        """One step of the trainer; what it does beside the phases named counts as learning."""
         self.ref_s = self.env.seconds = 0.0
         whole = self.paced.step()
         found = {"generate": self.generate_s, "score": self.env.seconds, "ref": self.ref_s, "publish": self.publish_s}

@@ -82,10 +82,10 @@ def ray_on_one_gpu(options: Options) -> Iterator[Finding]:
         yield Finding("Ray", None, {"skipped": "Ray is not installed"})
         return
     folder = options.out / "async"
-    given = command(options, folder, turns=None if options.small else 8)
+    given = command(options, folder, steps=None if options.small else 8)
     given[1] = given[1].replace("grpo.py", "grpo-async.py")
     found = ran(given)
-    yield Finding("grpo-async.py", found["exit"] == 0, found | {"turns": len(metrics(folder))})
+    yield Finding("grpo-async.py", found["exit"] == 0, found | {"steps": len(metrics(folder))})
 
 
 CHECKS = [nccl_of_one, fsdp_of_one, ray_on_one_gpu]

@@ -26,9 +26,9 @@ SMALL = (
 )  # fmt: skip
 
 
-def command(options: Options, folder: Path, *overrides: str, turns: int | None = None) -> list[str]:
-    """A run of the embedded policy with the embedded engine; ``turns`` of 128 responses, or all 80."""
-    size = () if turns is None else (f"train.total_dialog_turns={128 * turns}", "eval.mode=off")
+def command(options: Options, folder: Path, *overrides: str, steps: int | None = None) -> list[str]:
+    """A run of the embedded policy with the embedded engine; ``steps`` of 128 responses, or all 80."""
+    size = () if steps is None else (f"train.total_dialog_turns={128 * steps}", "eval.mode=off")
     general = (f"device={options.device}", "engine=transformers", "logging.report=false", "train.export_hf=false")
     return [
         sys.executable, str(ROOT / "grpo.py"), "--config-name=grpo_cpu", f"hydra.run.dir={folder}",
@@ -79,7 +79,7 @@ def demonstration(options: Options) -> Iterator[Finding]:
 
 
 def variants(options: Options) -> Iterator[Finding]:
-    """Adapter with dropout, a reference in a process of its own, fp16, and the layers uncompiled: gate and 8 turns."""
+    """Adapter with dropout, a reference in a process of its own, fp16, and the layers uncompiled: gate and 8 steps."""
     cases = {
         "lora": ("train_model.lora.enabled=true", "train_model.lora.dropout=0.05"),
         "reference": ("policy.kl_coef=0.001", "ref_model.process=true"),
@@ -88,9 +88,9 @@ def variants(options: Options) -> Iterator[Finding]:
     }
     for name, overrides in cases.items():
         folder = options.out / name
-        found = ran(command(options, folder, *overrides, turns=None if options.small else 8))
+        found = ran(command(options, folder, *overrides, steps=None if options.small else 8))
         rows = [row for row in metrics(folder) if "reward" in row]
-        figures = {"turns": len(rows), "reward": [row["reward"] for row in rows[:1] + rows[-1:]]}
+        figures = {"steps": len(rows), "reward": [row["reward"] for row in rows[:1] + rows[-1:]]}
         good = found["exit"] == 0 and len(gate_of(folder)) == NUM_CHECKS
         yield Finding(f"run, {name}", good, found | figures | {"gate": gate_of(folder)[2:4]})
 
@@ -105,18 +105,18 @@ def kill_and_resume(options: Options) -> Iterator[Finding]:
         "optimizer.schedule=constant",
         "algorithm.entropy_coef=0.01",  # so that the weights move, whatever the rewards are
     )
-    turns = None if options.small else 6
+    steps = None if options.small else 6
     whole, killed = options.out / "whole", options.out / "killed"
-    found = ran(command(options, whole, *extra, turns=turns))
+    found = ran(command(options, whole, *extra, steps=steps))
     process = subprocess.Popen(
-        command(options, killed, *extra, turns=turns), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command(options, killed, *extra, steps=steps), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     while process.poll() is None and not list((killed / "checkpoints").glob("checkpoint_*.pt")):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
     before = len(metrics(killed))
-    resumed = ran(command(options, killed, *extra, "train.resume=auto", turns=turns))
+    resumed = ran(command(options, killed, *extra, "train.resume=auto", steps=steps))
     yield Finding("kill -9 and resume", found["exit"] == resumed["exit"] == 0, resumed | {"turns_before": before})
     start, left_alone, resumed_ones = (_flat(_weights(*which)) for which in ((whole, min), (whole, max), (killed, max)))
     moved = float((left_alone - start).norm())

@@ -1,7 +1,7 @@
 """One run is put together: what is cheap and can be wrong first, then learner, engine and source.
 
-In lockstep on one machine all of them live in this process; else engines, references and, where there are several,
-the ranks of the learner are workers.
+In synchronous mode on one machine all of them live in this process; else engines, references and, where there are
+several, the ranks of the learner are workers.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
         engine=engine,
         learner=learner,
         publisher=make_publisher(model, engine, share_device=share_device),
-        source_options={"lockstep": True, "sleep_engine": share_device, "transforms": transforms},
+        source_options={"synchronous": True, "sleep_engine": share_device, "transforms": transforms},
         transforms=transforms,
         export=partial(save_hf, model, tokenizer),
     )

@@ -117,10 +117,10 @@ class RunMemory:
     def devices(self) -> list[DeviceMemory]:
         """Every device with what it holds at each moment.
 
-        In lockstep on one device its parts take turns: sampling, the reference's pass, training; an engine that shares
-        a GPU with the learner sleeps through the latter two. With workers all are at work at once. Before the first
-        step come the checks, where the learner compares two gradients. On a CPU all processes share the memory of the
-        machine, and nothing sleeps.
+        In synchronous mode on one device its parts take turns: sampling, the reference's pass, training; an engine that
+        shares a GPU with the learner sleeps through the latter two. With workers all are at work at once. Before the
+        first step come the checks, where the learner compares two gradients. On a CPU all processes share the memory of
+        the machine, and nothing sleeps.
         """
         roles = self.plan.placement.train, self.plan.placement.inference, self.plan.placement.ref
         if self.plan.device_type == "cpu":

@@ -57,9 +57,9 @@ class Placement:
 def place(train: Role, inference: Role, ref: Role | None, *, available: int, concurrent: bool = False) -> Placement:
     """Devices for the roles: disjoint for those that ask for devices, shared by those that ask for nothing.
 
-    An engine that asks for nothing shares the learner's devices, because in lockstep the two never work at the same
-    time. A reference that asks for nothing takes the first free device, or the learner's where none is free. A machine
-    with one device has it shared by all.
+    An engine that asks for nothing shares the learner's devices, because in synchronous mode the two never work at the
+    same time. A reference that asks for nothing takes the first free device, or the learner's where none is free. A
+    machine with one device has it shared by all.
 
     Args:
         available: devices there are; 0 stands for the CPU, where the indices of a role only count its workers.
@@ -205,7 +205,7 @@ def _roles(config: Config) -> tuple[Role, Role, Role]:
 
 
 def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | None = None) -> Plan:
-    """A device for everything, or for lockstep on one machine this process with one device for each role.
+    """A device for everything, or for synchronous mode on one machine this process with one device for each role.
 
     With one GPU collection and training take turns on it, whatever the mode.
 
@@ -234,7 +234,7 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
             "nodes, set policy.kl_coef=0 for a run without reference, or leave ray.address out."
         )
     if workers and device_type == "cuda" and placement.colocated:
-        notes.append("One GPU: collection and training take turns on it, in lockstep.")
+        notes.append("One GPU: collection and training take turns on it, in synchronous mode.")
         workers = False
     if not workers and device_type == "cuda" and placement.inference[0] and engine == "vllm":
         raise UserError(

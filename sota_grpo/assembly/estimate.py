@@ -130,14 +130,14 @@ class Estimate(RunMemory):
             "engine": plan.engine,
             "largest_sample": {"prompt_tokens": prompt, "response_tokens": response},
             "problems": self.num_problems,
-            "responses_per_turn": mean_responses_per_step(self.config),
-            "turns": num_steps(self.config),
+            "responses_per_step": mean_responses_per_step(self.config),
+            "steps": num_steps(self.config),
             "optimizer_steps": make_settings(self.config, plan.device_type).total_steps,
             "micro_batches_per_step": len(self.micro_batches(self.how.ranks)),
             "host_memory": self.host,
             "disk": asdict(disk) | {"total": disk.total},
             "devices": [asdict(device) | {"peak": device.peak} for device in self.devices],
-            "seconds": asdict(self.times) | {"turn_s": self.times.step_s} if self.times else None,
+            "seconds": asdict(self.times) | {"step_s": self.times.step_s} if self.times else None,
         }
 
 

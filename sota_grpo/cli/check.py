@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def sentence(check: Check) -> str:
-    """One line: the outcome, the law and what was measured.
+    """One line: the outcome, the check and what was measured.
 
     >>> from sota_grpo.training.gate import Check
     >>> sentence(Check("the first ratio is one", True, "effective sample size 1.000000", 0.25))

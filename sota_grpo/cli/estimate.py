@@ -122,7 +122,7 @@ def _facts(found: Estimate) -> Iterator[tuple[str, str]]:
 
     config, facts, places = found.config, found.as_dict(), found.places
     prompt, response = found.largest_sample
-    steps, size = facts["turns"], facts["responses_per_turn"]
+    steps, size = facts["steps"], facts["responses_per_step"]
     yield "model", f"{facts['model']['name']}, {found.model.parameters:,} parameters ({places['model']})"
     yield "devices", f"{facts['placement']} ({places['machine']})"
     yield "engine", facts["engine"]

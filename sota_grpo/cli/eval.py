@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         measured = evaluate(evaluator, temperature=options.temperature, on_graded=graded)
     result = heading | measured | {"seconds": round(time.perf_counter() - began, 3)}
     if before is not None:
-        summary = {name: before[name] for name in ("model", "turns", "greedy")}
+        summary = {name: before[name] for name in ("model", "steps", "greedy")}
         result["against"] = {**summary, "gain": gains(before["counts"], measured["counts"])}
     show(result, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
     _write(options.out, result)
@@ -166,7 +166,7 @@ def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
     text = json.dumps(problems, sort_keys=True, default=str)
     return {
         "model": target.name,
-        "turns": target.steps,
+        "steps": target.steps,
         "task": tasks_named(target.config),
         "engine": evaluator.rollouts.engine.name,
         "max_tokens": evaluator.max_tokens,
@@ -184,7 +184,7 @@ def _read_result(name: str) -> dict[str, Any]:
         raise UserError(f"--against {name} cannot be read ({error}).") from error
     if not isinstance(result, dict) or not {"counts", "problems", "max_tokens", "greedy"} <= result.keys():
         raise UserError(f"--against {name} is not what sota-grpo eval --out writes.")
-    return result
+    return {"steps": result.get("turns"), **result}  # older files have the steps under that name
 
 
 def _require_same_problems(name: str, before: dict[str, Any], heading: dict[str, Any]) -> None:
@@ -260,7 +260,7 @@ def show(result: dict[str, Any], stream: Any) -> None:
         truncated = f"{share['truncated']:.0%}".replace("%", " %")
         return accuracy(share), reward, truncated, f"{share['response_tokens']:,.0f}"
 
-    after = "" if result["turns"] is None else f" after {result['turns']} steps"
+    after = "" if result["steps"] is None else f" after {result['steps']} steps"
     title = f"{result['model']}{after} on {result['num_problems']:,} problems of {result['task']} ({result['engine']})"
     table = figures("", "accuracy", "reward", "truncated", "tokens")
     table.add_row("greedy", *cells(result["greedy"]))

@@ -346,7 +346,8 @@ class InferenceModelConfig:
     """The engine's copy of the policy, and how responses are drawn."""
 
     num_devices: int | None = opt(
-        None, "devices of the engines, their own, one engine on each; null: in lockstep it shares the learner's, else 1"
+        None,
+        "devices of the engines, their own, one engine on each; null: with mode=sync it shares the learner's, else 1",
     )
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     tensor_parallel_size: int = opt(1, "GPUs that hold one copy of the model; num_devices counts all of them")
@@ -385,7 +386,9 @@ class RefModelConfig:
     num_devices: int | None = opt(None, "devices of the reference, its own; null: a spare one, else the learner's")
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     torch_dtype: str = opt("auto", "dtype of the reference's weights; auto is that of the learner", DTYPES)
-    process: bool = opt(False, "lockstep: the reference lives in a process of its own, as it always does in mode=async")
+    process: bool = opt(
+        False, "mode=sync: the reference lives in a process of its own, as it always does in mode=async"
+    )
     timeout_s: float = opt(600.0, "longest wait for an answer of the reference process")
 
 
@@ -437,7 +440,7 @@ class Config:
     """One run."""
 
     seed: int = opt(0, "every random stream of the run derives from it")
-    mode: str = opt("sync", "lockstep or concurrent collection; set by the entry script", ("sync", "async"))
+    mode: str = opt("sync", "synchronous or concurrent collection; set by the entry script", ("sync", "async"))
     device: str = opt(
         "auto",
         "auto is CUDA where there is one; a hub model is only trained on CPU if told so",

@@ -78,7 +78,7 @@ def a_teacher_judges_tokens_one_by_one(config: Config) -> Iterator[str]:
         )
 
 
-def dynamic_sampling_has_group_signal(config: Config) -> Iterator[str]:
+def dynamic_sampling_has_groups(config: Config) -> Iterator[str]:
     if config.algorithm.dynamic_sampling and config.env.repeats < 2:
         yield f"algorithm.dynamic_sampling needs groups of 2 or more, and env.repeats={config.env.repeats}."
 

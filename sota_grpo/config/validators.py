@@ -325,18 +325,18 @@ def devices_are_counted_or_named(config: Config) -> Iterator[str]:
             yield f"{name}.devices=[] names no device; name one or leave it out."
 
 
-def lockstep_has_no_age(config: Config) -> Iterator[str]:
+def sync_has_no_age(config: Config) -> Iterator[str]:
     if config.mode == "sync" and config.train.max_policy_age != 0:
         yield (
-            f"train.max_policy_age={config.train.max_policy_age} has no meaning in lockstep, where every token comes "
+            f"train.max_policy_age={config.train.max_policy_age} has no meaning in mode=sync, where every token comes "
             "from the newest policy; leave it at 0 or run grpo-async.py."
         )
 
 
-def lockstep_publishes_after_every_collection(config: Config) -> Iterator[str]:
+def sync_publishes_after_every_collection(config: Config) -> Iterator[str]:
     if config.mode == "sync" and config.train.weight_update_frequency is not None:
         yield (
-            f"train.weight_update_frequency={config.train.weight_update_frequency} has no meaning in lockstep, which "
+            f"train.weight_update_frequency={config.train.weight_update_frequency} has no meaning in mode=sync, which "
             "publishes after every collection; leave it out or run grpo-async.py."
         )
 

@@ -36,7 +36,7 @@ class Deadlines:
 
     Args:
         control: for the answer to anything but generating and loading, also while it generates.
-        generate: for one group, waiting for its turn in the server included.
+        generate: for one group, waiting in the server's queue included.
         push: until new weights are loaded.
         start: until a server that is started here is ready.
     """
@@ -143,7 +143,7 @@ class Engine(Protocol):
     ones may be rounded to it beforehand; None where they have several, or that is not known. ``close`` is idempotent
     and leaves no process behind.
 
-    All may be called from any thread; what changes a stepwise engine waits for its turn.
+    All may be called from any thread; what changes a stepwise engine waits for its lock.
     """
 
     name: str

@@ -117,7 +117,7 @@ class ScriptedEngine(SteppingEngine):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take ``version`` and remember the sum of the weights."""
         checksum = math.fsum(float(tensor.detach().double().sum()) for _, tensor in weights)
-        with self._turn():
+        with self._between_steps():
             self.checksum, self.version = checksum, version
 
     def close(self) -> None:

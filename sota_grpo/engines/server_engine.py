@@ -321,7 +321,7 @@ class ServerEngine(SteppingEngine):
                 self._fail(self._process.died("before it took new weights"), "")
             raise
         try:
-            with self._turn():
+            with self._between_steps():
                 self._require_open()
                 self._wake_now()
                 self._push(str(folder), version)
@@ -348,7 +348,7 @@ class ServerEngine(SteppingEngine):
 
     def close(self) -> None:
         """End a server that was started here, drop the groups in flight of any other; idempotent."""
-        with self._turn():
+        with self._between_steps():
             if self._closed:
                 return
             self._forget_all()

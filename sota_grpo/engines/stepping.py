@@ -37,7 +37,7 @@ class Inbox:
     >>> from sota_grpo.engines.scripted import ScriptedEngine
     >>> inbox, done = Inbox(ScriptedEngine()), []
     >>> inbox.post(lambda: done.append(1))
-    >>> inbox.turn(), done, inbox.turn(timeout_s=0.0)
+    >>> inbox.run_once(), done, inbox.run_once(timeout_s=0.0)
     (1, [1], 0)
     """
 
@@ -46,7 +46,7 @@ class Inbox:
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
     def post(self, action: Callable[[], object]) -> None:
-        """Have ``action`` called by the thread that takes turns; from any thread."""
+        """Have ``action`` called by the thread that drives the engine; from any thread."""
         self._actions.put(action)
 
     def drain(self) -> int:
@@ -59,7 +59,7 @@ class Inbox:
                 done += 1
         return done
 
-    def turn(self, timeout_s: float | None = None) -> int:
+    def run_once(self, timeout_s: float | None = None) -> int:
         """Do what is there; else let the engine make a step; else wait for an action, ``timeout_s`` at most.
 
         Returns:
@@ -90,7 +90,7 @@ def completed(inbox: Inbox, begin: Iterable[Callable[[], Future[Result]]]) -> It
             future.add_done_callback(lambda future: inbox.post(partial(done.append, future)))
         while left:
             while not done:
-                inbox.turn()
+                inbox.run_once()
             left.discard(future := done.popleft())
             yield future.result()
     finally:
@@ -167,13 +167,13 @@ def are_drawn_alike(one: Sampling, other: Sampling) -> bool:
 class SteppingEngine(Streams, ABC):
     """An engine that says how to start, step and drop groups, which have tickets.
 
-    All state changes hold the engine's turn, a :class:`FairLock`: one that pushes weights waits for at most one step of
-    every thread before it. Futures are resolved outside the turn, by whoever made the step, so what follows may push or
+    All state changes hold the engine's lock, a :class:`FairLock`: one that pushes weights waits for at most one step of
+    every thread before it. Futures are resolved outside the lock, by whoever made the step, so what follows may push or
     submit.
 
-    A subclass sets ``max_model_len``, takes ``with self._turn():`` around what must not run within a step (pushing
-    weights), and writes the hooks below, which are called within a turn. One that can free device memory says so in
-    ``_can_sleep`` and calls :meth:`_wake_now` where it needs that memory.
+    A subclass sets ``max_model_len``, takes ``with self._between_steps():`` around what must not run within a step
+    (pushing weights), and writes the hooks below, which are called under the lock. One that can free device memory says
+    so in ``_can_sleep`` and calls :meth:`_wake_now` where it needs that memory.
     """
 
     name: str
@@ -259,7 +259,7 @@ class SteppingEngine(Streams, ABC):
         """
         busy = resolved = False
         try:
-            with self._turn():
+            with self._between_steps():
                 try:
                     self._take_in()
                     busy = bool(self._flights)
@@ -279,7 +279,7 @@ class SteppingEngine(Streams, ABC):
         Raises:
             RuntimeError: groups are in flight; what they hold would be lost.
         """
-        with self._turn():
+        with self._between_steps():
             if not self._can_sleep or self._asleep:
                 return
             self._require_open()
@@ -293,7 +293,7 @@ class SteppingEngine(Streams, ABC):
 
     def wake(self) -> None:
         """Undo :meth:`sleep`; sampling does it by itself."""
-        with self._turn():
+        with self._between_steps():
             self._wake_now()
 
     def _wake_now(self) -> None:
@@ -304,7 +304,7 @@ class SteppingEngine(Streams, ABC):
 
     def abort(self) -> None:
         """Forget everything in flight; its futures raise RuntimeError."""
-        with self._turn():
+        with self._between_steps():
             self._forget_all()
         self._resolve_ended()
 
@@ -343,7 +343,7 @@ class SteppingEngine(Streams, ABC):
                 self._start_together([flight])
 
     def _land(self, ended: Iterable[tuple[int, GroupOutput]]) -> None:
-        """What a step has ended waits for the end of the turn.
+        """What a step has ended waits until the lock is free.
 
         Here every response ends where its stop strings say, whether or not the engine itself has gone on.
         """
@@ -365,7 +365,7 @@ class SteppingEngine(Streams, ABC):
         return any_resolved
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _between_steps(self) -> Iterator[None]:
         with self._lock:
             self._drop_cancelled()
             yield

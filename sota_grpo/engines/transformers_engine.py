@@ -472,7 +472,7 @@ class TransformersEngine(SteppingEngine):
         own = self._require_open().state_dict()
         shapes = {name: tensor.shape for name, tensor in own.items()}
         pushed = checked_weights(weights, shapes, self._tied, tied_required=False)
-        with self._turn():
+        with self._between_steps():
             for name, tensor in pushed.items():
                 if name not in self._tied:
                     own[name].copy_(tensor)
@@ -489,7 +489,7 @@ class TransformersEngine(SteppingEngine):
 
     def close(self) -> None:
         """Free the weights and forget what is in flight; idempotent."""
-        with self._turn():
+        with self._between_steps():
             self._forget_all()
             self._model = None
         self._resolve_ended()

@@ -157,7 +157,7 @@ class VLLMEngine(SteppingEngine):
         pairs = [(name, tensor.detach()) for name, tensor in pushed.items()]
         if self._tensor_parallel_size > 1:  # the workers are other processes: the tensors travel as bytes
             pairs = [(name, tensor.cpu()) for name, tensor in pairs]
-        with self._turn():
+        with self._between_steps():
             self._wake_now()
             self._finish_batches()
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
@@ -194,7 +194,7 @@ class VLLMEngine(SteppingEngine):
         """Shut vLLM down and free its memory; idempotent."""
         if self._engine is None:
             return
-        with self._turn(), _process_state_restored():
+        with self._between_steps(), _process_state_restored():
             self._forget_all()
             self._engine.engine_core.shutdown()
             self._engine = None

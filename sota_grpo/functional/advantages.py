@@ -137,7 +137,7 @@ def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps:
 
 
 def constant_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """True for every response whose group carries no signal: all its rewards are equal, bit for bit.
+    """True for every response of a zero-advantage group: all its rewards are equal, bit for bit.
 
     Args:
         rewards: ``[N]``.

@@ -34,7 +34,7 @@ mode          weight                                source
 
 Which tokens of bad responses are **off-policy**.
 
-**Laws that rounding obeys**: what else differs between engine and trainer shows in :func:`mean_ratio` and
+**Invariants under rounding**: what else differs between engine and trainer shows in :func:`mean_ratio` and
 :func:`temperature_slope`.
 """
 

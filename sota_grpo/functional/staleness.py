@@ -25,8 +25,9 @@ def max_groups_admitted(max_policy_age: int, groups_per_step: int) -> int:
 
     Rule 2 is needed: slots freed when the batch is *taken* admit K more groups under version v: the age reaches a + 1.
     Rule 3 is needed for ``a >= 1``: with first-finished-first-trained one slow group keeps its slot while the others
-    turn over, and its age grows without limit. For ``a = 0`` there are K slots, every step takes all of them: lockstep.
-    S is the largest bound that works: with one slot more, the last group admitted at version 0 is trained on at a + 1.
+    turn over, and its age grows without limit. For ``a = 0`` there are K slots, every step takes all of them:
+    synchronous. S is the largest bound that works: with one slot more, the last group admitted at version 0 is trained
+    on at a + 1.
 
     Args:
         max_policy_age: largest difference between the version being trained and that of any trained token.
@@ -42,7 +43,7 @@ def max_groups_admitted(max_policy_age: int, groups_per_step: int) -> int:
     (8, 24)
     """
     if max_policy_age < 0:
-        raise ValueError(f"max_policy_age is {max_policy_age}; 0 is lockstep, the smallest age there is.")
+        raise ValueError(f"max_policy_age is {max_policy_age}; 0 is synchronous, the smallest age there is.")
     if groups_per_step < 1:
         raise ValueError(f"groups_per_step is {groups_per_step}; a step needs at least 1 group.")
     return (max_policy_age + 1) * groups_per_step

@@ -235,7 +235,7 @@ def _advantage(config: Config, ours: Account) -> dict[str, Any]:
     elif baseline != "group_mean":
         ours.remark("algorithm.baseline", "TRL compares with the mean of the group.")
     if ours["algorithm.dynamic_sampling"]:
-        ours.remark("algorithm.dynamic_sampling", "TRL trains on groups without signal as well.")
+        ours.remark("algorithm.dynamic_sampling", "TRL trains on zero-advantage groups as well.")
     if ours["env.max_steps"] > 1 or ours["env.reasoning"]:
         ours.remark("env.max_steps", "each response is one turn; TRL's dialogs are calls of tools.")
     if scale in _NEAREST:

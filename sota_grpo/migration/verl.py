@@ -98,7 +98,7 @@ def _hydra(value: Any) -> str:
 
 
 def _advantage(config: Config, ours: Account) -> dict[str, Any]:
-    """The estimator, fresh groups for those without signal, and the penalty on length."""
+    """The estimator, fresh groups for zero-advantage ones, and the penalty on length."""
     baseline, scale = ours["algorithm.baseline"], ours["algorithm.scale"]
     estimator = _ESTIMATORS.get((baseline, scale), "grpo")
     if (baseline, scale) not in _ESTIMATORS:

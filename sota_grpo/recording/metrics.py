@@ -115,8 +115,8 @@ _DECLARED = (
     Metric("turn_tokens/mean", "mean", "Mean length of one turn of the policy.", "tokens"),
     Metric("prompt_tokens/mean", "mean", "Mean length of a prompt.", "tokens"),
     Metric("truncated", "mean", "Share of responses that the engine stopped for length.", "share"),
-    Metric("groups/zero_signal", "sum", "Groups whose rewards are all equal.", "groups"),
-    Metric("groups/refilled", "sum", "Groups without signal that dynamic sampling replaced.", "groups"),
+    Metric("groups/zero_advantage", "sum", "Groups whose rewards are all equal.", "groups"),
+    Metric("groups/refilled", "sum", "Zero-advantage groups that dynamic sampling replaced.", "groups"),
     Metric("groups/trained", "sum", "Groups in the batch.", "groups"),
     Metric(
         "groups/in_flight", "last", "Groups being sampled, graded or at the reference when a batch was taken.", "groups"

@@ -33,6 +33,7 @@ INPUTS = "inputs"  # what was passed in Python as an object
 GATE_FILE = "gate.json"
 FAILURE_FILE = "failure.json"  # why a run ended too early; gone as soon as it trains again
 LOCK_FILE = ".lock"
+OLD_NAMES = {"groups/zero_signal": "groups/zero_advantage"}  # of metrics, in older runs
 _LINE_BYTES = 256 << 20  # of one line, more than any run writes
 
 
@@ -122,7 +123,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: the file cannot be read, or a line of it is damaged.
     """
-    return [json_line(line, path, number) for number, _, line in whole_lines(path)]
+    rows = [json_line(line, path, number) for number, _, line in whole_lines(path)]
+    for row in rows:
+        row |= {new: row.pop(old) for old, new in OLD_NAMES.items() if old in row}
+    return rows
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:

@@ -170,20 +170,20 @@ class NotebookLine:
         self._line, self._drawn_at = None, self._clock()
 
 
-class SignalWatch:
+class ZeroAdvantageWatch:
     """Watches the rewards of a run of ``total`` steps; each warning is given once.
 
-    >>> watch = SignalWatch(total=2)
+    >>> watch = ZeroAdvantageWatch(total=2)
     >>> watch.look(0, {"advantage": 0.0, "reward": 1.0})
     >>> watch.look(1, {"advantage": 0.0, "reward": 1.0})  # logs the warning
-    >>> watch.flat
+    >>> watch.num_steps
     2
     """
 
     def __init__(self, total: int) -> None:
         self._patience = min(_PATIENCE, total)
-        self.flat = 0  # steps in a row, up to the last, without a group whose rewards differ
-        self._told_flat = self._told_failed = False
+        self.num_steps = 0  # steps in a row, up to the last, without a group whose rewards differ
+        self._told_equal = self._told_failed = False
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Look at the metrics of a step: ``advantage`` (mean of its size), ``reward``, ``reward_errors``, responses.
@@ -193,7 +193,7 @@ class SignalWatch:
         responses = (metrics.get("dialog_turns") or 0) / (step + 1)
         failed = metrics.get("reward_errors") or 0
         learns = metrics.get("advantage") != 0 or "distill/reverse_kl" in metrics
-        self.flat = 0 if learns else self.flat + 1
+        self.num_steps = 0 if learns else self.num_steps + 1
         if failed and failed >= responses and not self._told_failed:
             self._told_failed = True
             logger.warning(
@@ -201,12 +201,12 @@ class SignalWatch:
                 "same options shows its error.",
                 *(failed, step + 1),
             )
-        elif self.flat >= self._patience and not self._told_flat:
-            self._told_flat = True
+        elif self.num_steps >= self._patience and not self._told_equal:
+            self._told_equal = True
             logger.warning(
                 "In %d %s in a row every group's rewards were equal (mean %.2f), so nothing was learned from them: "
                 "read the responses (sota-grpo report RUN), then change the reward, the problems or the temperature.",
-                *(self.flat, "step" if self.flat == 1 else "steps", metrics.get("reward") or 0.0),
+                *(self.num_steps, "step" if self.num_steps == 1 else "steps", metrics.get("reward") or 0.0),
             )
 
 
@@ -356,7 +356,7 @@ class StepLog:
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.watch = SignalWatch(self.progress.total)
+        self.watch = ZeroAdvantageWatch(self.progress.total)
         self._began = time.perf_counter()
 
     def begin(self) -> None:

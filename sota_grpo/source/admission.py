@@ -20,10 +20,9 @@ from sota_grpo.rl.records import Example
 from sota_grpo.workers.packing import pack_rows, unpack_rows
 
 Rows = list[TensorDictBase]
-#: What a checkpoint keeps of a :class:`Refill`: its name there, and here.
-_COUNTS = {"turn": "step", "_draws": "num_draws"} | {
-    name: name for name in ("num_held", "num_replaced", "_replaced", "_began")
-}
+#: What a checkpoint keeps of a :class:`Refill`, and what older checkpoints call some of it.
+_COUNTS = ("step", "num_draws", "num_held", "num_replaced", "_replaced", "_began")
+_OLD_NAMES = {"step": "turn", "num_draws": "_draws", "zero_draws": "flat"}
 
 
 @dataclass(eq=False)
@@ -44,20 +43,21 @@ class Group:
 
 
 class Refill:
-    """The zero-variance groups of a training step (all rewards equal), and whether fresh prompts may take their places.
+    """The zero-advantage groups of a training step (all rewards equal), and whether fresh prompts may take their
+    places.
 
-    In lockstep, round 1 of a step has as many groups as the batch, round ``r + 1`` as many as round ``r`` had
-    zero-variance ones, and there are at most ``max_draws`` rounds; then those of them that were drawn last complete the
-    batch. Here outcomes arrive in any order and a fresh prompt is drawn as soon as it is certain that the rounds would
-    have drawn it. With ``B_r`` the number of draws of the first ``r`` rounds::
+    Synchronous, round 1 of a step has as many groups as the batch, round ``r + 1`` as many as round ``r`` had
+    zero-advantage ones, and there are at most ``max_draws`` rounds; then those of them that were drawn last complete
+    the batch. Here outcomes arrive in any order and a fresh prompt is drawn as soon as it is certain that the rounds
+    would have drawn it. With ``B_r`` the number of draws of the first ``r`` rounds::
 
-        B_1 = draws that began the step,   B_{r+1} = B_1 + (zero-variance groups among the first B_r draws of the step)
+        B_1 = draws that began the step,   B_{r+1} = B_1 + (zero-advantage groups among the first B_r draws of the step)
 
     ``B_r`` grows with every such group that becomes known and falls with none, so a draw below ``B_{max_draws}`` is one
     that the rounds make too; when all outcomes are known the two are equal. One of an earlier step adds one to ``B_1``,
     and no step replaces more than ``(max_draws - 1) * num_groups`` groups.
 
-    Of the step's zero-variance groups the ``num_held`` drawn last still hold a slot: nothing replaced them yet.
+    Of the step's zero-advantage groups the ``num_held`` drawn last still hold a slot: nothing replaced them yet.
 
     Args:
         num_groups: groups per batch.
@@ -81,19 +81,19 @@ class Refill:
         self.step = 0
         self.num_held = 0
         self.num_replaced = 0  # since the last batch, for the metrics
-        self._pool: list[tuple[Group, Rows]] = []  # the step's zero-variance groups in the order drawn
-        self._clear_turn()
+        self._pool: list[tuple[Group, Rows]] = []  # the step's zero-advantage groups in the order drawn
+        self._clear_step()
 
-    def _clear_turn(self) -> None:
+    def _clear_step(self) -> None:
         self.num_draws = self._replaced = 0  # of this step
         self._began = self.num_held  # what an earlier step left over counts to round 1
-        self._flat: list[int] = []  # indexes of this step's draws that came out flat, ascending
+        self._zero_draws: list[int] = []  # indexes of this step's draws of zero-advantage groups, ascending
 
     def start_step(self) -> None:
-        """Slots were freed: a new count of draws begins; zero-variance groups that were replaced are gone for good."""
+        """Slots were freed: a new count of draws begins; zero-advantage groups that were replaced are gone for good."""
         self._pool = self._pool[len(self._pool) - self.num_held :]
         self.step += 1
-        self._clear_turn()
+        self._clear_step()
 
     def begin_draw(self) -> tuple[int, int]:
         """Count a draw for a free slot; its ``(step, index)``."""
@@ -101,21 +101,21 @@ class Refill:
         return self._count_draw()
 
     def add(self, group: Group, rows: Rows) -> None:
-        """``group`` has no variance; it holds its slot until it is replaced."""
+        """``group`` has no advantage; it holds its slot until it is replaced."""
         bisect.insort(self._pool, (group, rows), key=lambda entry: entry[0].group_id)
         self.num_held += 1
         if group.step == self.step:
-            bisect.insort(self._flat, group.index)
+            bisect.insort(self._zero_draws, group.index)
         else:
             self._began += 1
 
     def may_draw(self) -> bool:
-        """Whether a fresh prompt may replace a zero-variance group now."""
+        """Whether a fresh prompt may replace a zero-advantage group now."""
         spent = self._replaced >= (self.max_draws - 1) * self.num_groups
         return self.num_held > 0 and not spent and self.num_draws < self._limit()
 
     def replace(self) -> tuple[int, int]:
-        """Count the draw of a fresh prompt in place of a zero-variance group; its ``(step, index)``."""
+        """Count the draw of a fresh prompt in place of a zero-advantage group; its ``(step, index)``."""
         self.num_held -= 1
         self.num_replaced += 1
         self._replaced += 1
@@ -123,17 +123,17 @@ class Refill:
         return self._count_draw()
 
     def settle(self) -> list[tuple[Group, Rows]]:
-        """The zero-variance groups that stay, because the batch needs them now: those drawn last."""
+        """The zero-advantage groups that stay, because the batch needs them now: those drawn last."""
         kept = self._pool[len(self._pool) - self.num_held :]
         self._pool, self.num_held = [], 0
         return kept
 
     def group_ids(self) -> set[int]:
-        """The step's flat groups, those included that were replaced and may still complete the batch."""
+        """The step's zero-advantage groups, those included that were replaced and may still complete the batch."""
         return {group.group_id for group, _ in self._pool}
 
     def held_versions(self) -> Counter[int]:
-        """Flat groups that hold a slot, by admission version."""
+        """Zero-advantage groups that hold a slot, by admission version."""
         return Counter(group.version for group, _ in self._pool[len(self._pool) - self.num_held :])
 
     def _count_draw(self) -> tuple[int, int]:
@@ -144,31 +144,35 @@ class Refill:
         """``B_{max_draws}`` by what is known."""
         limit = self._began
         for _ in range(self.max_draws - 1):
-            following = self._began + bisect.bisect_left(self._flat, limit)
+            following = self._began + bisect.bisect_left(self._zero_draws, limit)
             if following == limit:
                 break
             limit = following
         return limit
 
     def state_dict(self) -> dict[str, Any]:
-        """The step's counts and its zero-variance groups, as tensors and plain values."""
+        """The step's counts and its zero-advantage groups, as tensors and plain values."""
         return {
-            "counts": {stored: getattr(self, name) for stored, name in _COUNTS.items()},
-            "flat": list(self._flat),
+            "counts": {name: getattr(self, name) for name in _COUNTS},
+            "zero_draws": list(self._zero_draws),
             "pool": [[g.group_id, g.version, g.step, g.index, len(rows)] for g, rows in self._pool],
             "rows": pack_rows([row for _, rows in self._pool for row in rows]),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], example_of: Callable[[int], Example]) -> None:
         """Go on where ``state`` was taken; ``example_of`` looks up a group's example."""
-        for stored, name in _COUNTS.items():
-            setattr(self, name, state["counts"][stored])
-        self._flat = list(state["flat"])
+        for name in _COUNTS:
+            setattr(self, name, _stored(state["counts"], name))
+        self._zero_draws = list(_stored(state, "zero_draws"))
         rows = iter(unpack_rows(state["rows"]))
         self._pool = [
             (Group(group_id, example_of(group_id), *place), [next(rows) for _ in range(count)])
             for group_id, *place, count in state["pool"]
         ]
+
+
+def _stored(state: Mapping[str, Any], name: str) -> Any:
+    return state[name] if name in state else state[_OLD_NAMES[name]]
 
 
 class GroupBuffer:
@@ -305,12 +309,12 @@ class Slots:
         self._given_out = 0
 
     def fill(self) -> list[Group]:
-        """New groups for all free slots, and in place of zero-variance groups as far as the step allows."""
+        """New groups for all free slots, and in place of zero-advantage groups as far as the step allows."""
         held = len(self.in_flight) + len(self.buffer) + self.refill.num_held + self._given_out
         return [self._admit(*self.refill.begin_draw()) for _ in range(self.count - held)] + self._replace()
 
-    def flat(self, group: Group, rows: Rows) -> list[Group]:
-        """``group`` has no signal; the fresh groups that replace it or others."""
+    def discard(self, group: Group, rows: Rows) -> list[Group]:
+        """``group`` is a zero-advantage one; the fresh groups that replace it or others."""
         self._land(group)
         self.refill.add(group, rows)
         return self._replace()
@@ -326,7 +330,7 @@ class Slots:
         return oldest_are_finished(self.num_groups, admitted, self.buffer.versions)
 
     def settle(self) -> list[tuple[Group, Rows]]:
-        """The zero-variance groups that stay, if the next batch waits for nothing else; they are in flight again."""
+        """The zero-advantage groups that stay, if the next batch waits for nothing else; they are in flight again."""
         held = self.refill.held_versions()
         done = self.buffer.versions + held
         if not held or not oldest_are_finished(self.num_groups, self._in_flight_versions + done, done):
@@ -396,7 +400,7 @@ class Slots:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken; a batch that was given out counts as trained and released.
 
-        A state without groups, as lockstep used to save, is a position in the prompts.
+        A state without groups, as synchronous runs used to save, is a position in the prompts.
 
         Raises:
             UserError: the state is of another batch size, or of a larger ``max_policy_age``: its groups would

@@ -45,7 +45,7 @@ def require_age(rows: Sequence[TensorDictBase], version: int, max_policy_age: in
         )
 
 
-def constant_rows(rows: Sequence[TensorDictBase]) -> list[bool]:
+def zero_advantage_rows(rows: Sequence[TensorDictBase]) -> list[bool]:
     """For each row, whether all graded rewards of its group are equal."""
     key = keys.GRADED_REWARD if keys.GRADED_REWARD in rows[0].keys(include_nested=True) else keys.REWARD
     rewards = torch.stack([row.get(key).reshape(()) for row in rows])
@@ -53,10 +53,10 @@ def constant_rows(rows: Sequence[TensorDictBase]) -> list[bool]:
     return constant_groups(rewards, groups).tolist()
 
 
-def num_constant_groups(rows: Sequence[TensorDictBase]) -> int:
+def num_zero_advantage_groups(rows: Sequence[TensorDictBase]) -> int:
     """How many groups, of whatever sizes, have graded rewards that are all equal."""
-    constant = zip(rows, constant_rows(rows), strict=True)
-    return len({int(row.get(keys.GROUP_ID)) for row, alike in constant if alike})
+    marked = zip(rows, zero_advantage_rows(rows), strict=True)
+    return len({int(row.get(keys.GROUP_ID)) for row, is_zero in marked if is_zero})
 
 
 class RolloutSource:
@@ -76,9 +76,9 @@ class RolloutSource:
     which is called after the publish; the batch has the oldest by admission version; a discarded group gives up its
     slot at once. The bound is asserted on every row.
 
-    **In lockstep** nothing happens beside the learner: groups are asked for when a batch is, all together; those that
-    replace zero-variance ones (rewards all equal) once all others are graded, together again. Whoever waits drives the
-    engine. With ``max_policy_age=0`` all slots are taken at every step, so the batches are the same without lockstep,
+    **Synchronous**: nothing happens beside the learner: groups are asked for when a batch is, all together; those that
+    replace zero-advantage ones (rewards all equal) once all others are graded, together again. Whoever waits drives the
+    engine. With ``max_policy_age=0`` all slots are taken at every step, so the batches are the same with workers,
     dynamic sampling included (see :class:`~sota_grpo.source.admission.Refill`).
 
     **After a resume** the bound holds by the same proof. Finished groups come back with their rows, groups in flight
@@ -92,18 +92,18 @@ class RolloutSource:
         sampling: how a response is drawn.
         num_groups: groups per batch.
         max_policy_age: oldest policy, in published versions, whose tokens may be in a batch.
-        lockstep: see above; the age is then 0.
-        sleep_engine: in lockstep, free the engine's device once a batch is sampled; the next publish wakes it.
+        synchronous: see above; the age is then 0.
+        sleep_engine: if synchronous, free the engine's device once a batch is sampled; the next publish wakes it.
         group_transforms: change each group that is graded and kept in place, before ``reference``.
         reference: asks for what the KL term needs, group by group as they are graded; None where there is none.
         transforms: ``(phase, transform)``, applied in order to the whole batch.
         seed: sample ``i`` of group ``g`` is drawn from the stream derived from ``(seed, g, i)``.
         refill: replace groups whose rewards are all equal by fresh ones (dynamic sampling, DAPO, arXiv:2503.14476).
-        max_draws: most rounds of draws per step under ``refill``; then zero-variance groups complete the batch.
+        max_draws: most rounds of draws per step under ``refill``; then zero-advantage groups complete the batch.
         should_stop: asked while waiting.
         wait_deadline_s: longest wait in which nothing resolves.
         metrics_extra: further metrics, asked for with every batch.
-        threaded: without lockstep, False leaves the dispatcher's work to :meth:`handle_events` and whoever waits.
+        threaded: if not synchronous, False leaves the dispatcher's work to :meth:`handle_events` and whoever waits.
 
     Raises:
         ValueError: an age below 0, or no group per batch.
@@ -116,7 +116,7 @@ class RolloutSource:
         *,
         num_groups: int,
         max_policy_age: int = 0,
-        lockstep: bool = False,
+        synchronous: bool = False,
         sleep_engine: bool = False,
         group_transforms: Sequence[Transform] = (),
         reference: Callable[[Rows], Future[Rows]] | None = None,
@@ -131,10 +131,10 @@ class RolloutSource:
     ):
         self.env, self.engine, self.transforms = rollouts.env, rollouts.engine, tuple(transforms)
         self.group_transforms = tuple(group_transforms)
-        self.num_groups, self.max_policy_age = num_groups, 0 if lockstep else max_policy_age
-        self.lockstep, self.sleep_engine, self.refill = lockstep, sleep_engine, refill
+        self.num_groups, self.max_policy_age = num_groups, 0 if synchronous else max_policy_age
+        self.synchronous, self.sleep_engine, self.refill = synchronous, sleep_engine, refill
         self.should_stop, self.wait_deadline_s, self.metrics_extra = should_stop, wait_deadline_s, metrics_extra
-        self.threaded = threaded and not lockstep
+        self.threaded = threaded and not synchronous
         self._rollouts, self._sampling, self._seed, self._reference = rollouts, sampling, seed, reference
         self._slots = Slots(
             self.env.stream,
@@ -175,16 +175,16 @@ class RolloutSource:
             left = {"groups/in_flight": len(self._slots.in_flight), "groups/ready": len(self._slots.buffer)}
         require_age(row_list(rows), version, self.max_policy_age)
         seconds = {"generate": busy[SAMPLE], "score": max(0.0, waited - busy[SAMPLE])}
-        if not self.lockstep:  # the phases overlap with learning, and with each other
+        if not self.synchronous:  # the phases overlap with learning, and with each other
             seconds |= {"score": busy[GRADE], "wait": waited}
         seconds |= {"ref": busy[REFERENCE]} if busy[REFERENCE] else {}
         for phase, transform in self.transforms:
             began = time.perf_counter()
             rows = transform(rows)
             seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
-        flat = num_constant_groups(row_list(rows))
+        zero_advantage = num_zero_advantage_groups(row_list(rows))
         self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()} | left
-        self._metrics |= {"groups/zero_signal": flat, "groups/refilled": refilled, **self.metrics_extra()}
+        self._metrics |= {"groups/zero_advantage": zero_advantage, "groups/refilled": refilled, **self.metrics_extra()}
         return rows
 
     def release(self, batch: TensorDictBase) -> None:
@@ -231,7 +231,7 @@ class RolloutSource:
             RuntimeError: groups are in flight already.
             UserError: the state is of another batch size, or of a larger ``max_policy_age``.
         """
-        if self.lockstep and state.get("max_policy_age", 0):
+        if self.synchronous and state.get("max_policy_age", 0):
             raise UserError(
                 "The saved run had workers beside its learner, whose groups this one, which takes turns, would lose; "
                 "resume it on as many devices as it had."
@@ -252,13 +252,13 @@ class RolloutSource:
         self._submit([*pending, *fresh])
 
     def _submit(self, groups: Sequence[Group]) -> None:
-        if self.lockstep:
+        if self.synchronous:
             self._unasked += groups
             return
         for group in groups:
             self._sample(group)
 
-    def _ask_in_lockstep(self) -> None:
+    def _ask_together(self) -> None:
         """Ask for what was left to do, once nothing else is sampled or graded."""
         counts = self._clock.counts
         if self._unasked and not counts[SAMPLE] + counts[GRADE]:
@@ -279,13 +279,13 @@ class RolloutSource:
                     if self.threaded:
                         self._changed.wait(_POLL_S)
                     else:
-                        self._ask_in_lockstep()
-                        self._inbox.turn(_POLL_S)
+                        self._ask_together()
+                        self._inbox.run_once(_POLL_S)
             finally:
                 self._waiting = False
 
     def _is_ready(self) -> bool:
-        """Whether the batch is ready; zero-variance groups that it waits for go on to their last stages."""
+        """Whether the batch is ready; zero-advantage groups that it waits for go on to their last stages."""
         if self._failure is not None:
             raise self._failure
         if self._slots.batch_is_ready():
@@ -320,11 +320,11 @@ class RolloutSource:
     def _graded(self, group: Group, graded: Graded) -> None:
         with self._changed:
             self.env.stream.observe(group.group_id, *graded.passes())
-        if not self.refill or not all(constant_rows(graded.rows)):
+        if not self.refill or not all(zero_advantage_rows(graded.rows)):
             self._to_reference(group, graded.rows)
             return
         with self._changed:
-            fresh = self._slots.flat(group, graded.rows)
+            fresh = self._slots.discard(group, graded.rows)
             self._notify_if_due()
         self._submit(fresh)
 
@@ -353,7 +353,7 @@ class RolloutSource:
     def _dispatch(self) -> None:
         while not self._closed:
             try:
-                self._inbox.turn()
+                self._inbox.run_once()
             except BaseException as failure:  # of the engine's step
                 self._fail(failure)
                 return

@@ -290,7 +290,7 @@ class Learner(ForwardPasses):
     def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
         """The objective's own diagnostics (``ess``, ``mismatch_kl``, ...) of a step, and ``packed``; none is taken.
 
-        Rows get a random advantage, so that a batch without signal has clipped tokens too; truncated rows take part,
+        Rows get a random advantage, so that a batch without any has clipped tokens too; truncated rows take part,
         since all may be; adapter dropout is off.
         """
         generator = torch.Generator().manual_seed(self.seed)

@@ -69,7 +69,7 @@ class _Instance:
     requests: deque[_Request] = field(default_factory=deque)
     received: bytearray = field(default_factory=bytearray)
     to_send: memoryview = field(default_factory=lambda: memoryview(b""))
-    turn: int = 0  # a deadline holds for one turn
+    num_events: int = 0  # a deadline holds until the next one
     is_gone: bool = False  # nobody listens to it any more
 
 
@@ -253,12 +253,12 @@ class _Board:
         heapq.heappush(self._deadlines, (time.monotonic() + wait_s, next(self._numbers), function))
 
     def _limit(self, instance: _Instance, wait_s: float, reason: str) -> None:
-        """The instance is lost where its turn is the same in so many seconds."""
-        instance.turn += 1
-        self._at(wait_s, partial(self._expire, instance, instance.turn, reason))
+        """The instance is lost where nothing has come of it in so many seconds."""
+        instance.num_events += 1
+        self._at(wait_s, partial(self._expire, instance, instance.num_events, reason))
 
-    def _expire(self, instance: _Instance, turn: int, reason: str) -> None:
-        if instance.turn == turn:
+    def _expire(self, instance: _Instance, num_events: int, reason: str) -> None:
+        if instance.num_events == num_events:
             self._lose(instance, reason)
 
     # What goes to an instance, and what comes
@@ -336,7 +336,7 @@ class _Board:
             self._retire(instance, value)
             return
         instance.requests.popleft()
-        instance.turn += 1
+        instance.num_events += 1
         if request.is_last:
             self._retire(instance, "it was finished")
         elif instance.requests:
@@ -364,7 +364,7 @@ class _Board:
             self._bury(instance)
 
     def _forget(self, instance: _Instance, reason: str) -> None:
-        instance.turn += 1
+        instance.num_events += 1
         self._instances.pop(instance.key, None)
         requests, instance.requests = instance.requests, deque()
         for request in requests:

@@ -80,13 +80,13 @@ class HostActor:
         sys.path += [entry for entry in path if entry not in sys.path]
         self._host = Host(name, lambda: pickle.loads(spec))
         self._host.serve_on_thread()
-        self._turn = 0
+        self._next_call = 0
         self._arrived: dict[int, Callable[[], None]] = {}
 
     async def place(self) -> Place:
         return os.getpid(), machine_id()
 
-    async def call(self, turn: int, method: str, *packed: Any) -> tuple[Place, bool, Any]:
+    async def call(self, number: int, method: str, *packed: Any) -> tuple[Place, bool, Any]:
         loop, answered = asyncio.get_running_loop(), asyncio.Event()
         answers: list[Future[Any]] = []
 
@@ -94,9 +94,9 @@ class HostActor:
             answers.append(self._host.post(method, lambda: _unpack(*packed)))
             answers[0].add_done_callback(lambda _: loop.call_soon_threadsafe(answered.set))
 
-        self._arrived[turn] = post
-        while (next_post := self._arrived.pop(self._turn, None)) is not None:
-            self._turn += 1
+        self._arrived[number] = post
+        while (next_post := self._arrived.pop(self._next_call, None)) is not None:
+            self._next_call += 1
             next_post()
         await answered.wait()
         return await self.place(), *outcome(self._host.name, answers[0])

@@ -13,11 +13,11 @@ from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import note_failure
 from sota_grpo.report import write_report
 from sota_grpo.training.gate import Check, write_gate
-from tests.report_rigs import HOSTILE, turn_metrics, write_run
+from tests.report_rigs import HOSTILE, step_metrics, write_run
 
 pytestmark = pytest.mark.browser
 
-TURNS = 24
+STEPS = 24
 LINES = """name => document.querySelector(`[data-metric="${name}"] .plot`).data.map(
     trace => ({kind: trace.meta, x: [...trace.x], y: [...trace.y], dash: trace.line.dash, symbol: trace.marker?.symbol,
                said: trace.customdata}))"""
@@ -45,26 +45,26 @@ COUNT = """() => {
 NAMES = [f"task_{number:02}" for number in range(24)]
 
 
-def by_task(turn: int) -> dict[str, float | None]:
-    """Task 23 is the best at the end; every second one is in every second turn only."""
-    there = [number for number in range(24) if number % 2 == 0 or turn % 2 == 1]
-    return {f"task/{NAMES[number]}/reward": 0.01 * number * turn for number in there}
+def by_task(step: int) -> dict[str, float | None]:
+    """Task 23 is the best at the end; every second one is in every second step only."""
+    there = [number for number in range(24) if number % 2 == 0 or step % 2 == 1]
+    return {f"task/{NAMES[number]}/reward": 0.01 * number * step for number in there}
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two seeds of one config and a run of another, the first with stored turns and a gate, the last interrupted."""
+    """Two seeds of one config and a run of another, the first with stored steps and a gate, the last interrupted."""
     root = tmp_path_factory.mktemp("sweep")
-    first = write_run(root / "0", turns=TURNS, stored=[0, 20], metrics=by_task)
+    first = write_run(root / "0", steps=STEPS, stored=[0, 20], metrics=by_task)
     checks = [("gold answers", True, "64 of 64 earn <b>1</b>"), ("ratio is one", False, "it is 1.5")]
     write_gate(first, "warn", [Check(*check, seconds=0.5) for check in checks])
-    write_run(root / "1", turns=TURNS, seed=1, metrics=by_task)
-    write_run(root / "2", turns=TURNS // 2, num_steps=TURNS, finished=False, options=["optimizer.lr=0.001"])
+    write_run(root / "1", steps=STEPS, seed=1, metrics=by_task)
+    write_run(root / "2", steps=STEPS // 2, num_steps=STEPS, finished=False, options=["optimizer.lr=0.001"])
     return write_report([root], root / "report.html")
 
 
-def rewards(seed: int = 0, turns: int = TURNS) -> list[float]:
-    return [float(f"{turn_metrics(turn, seed, 3, 4)['reward']:.5g}") for turn in range(turns)]
+def rewards(seed: int = 0, steps: int = STEPS) -> list[float]:
+    return [float(f"{step_metrics(step, seed, 3, 4)['reward']:.5g}") for step in range(steps)]
 
 
 def lines(page: Any, name: str, kind: str = "line") -> list[dict[str, Any]]:
@@ -99,11 +99,11 @@ def test_the_tables_of_runs_differences_gate_time_ages_and_config(opened: Callab
     assert "64 of 64 earn <b>1</b>" in passed[0]
     rows = [row.split("\t") for row in page.locator("#time-table tbody tr").all_inner_texts()]
     times = {row[0]: row[1].strip() for row in rows}
-    total = 9 * TURNS + 1.5 * 7
+    total = 9 * STEPS + 1.5 * 7
     assert times["generate"].startswith("2 min 00 s")
-    assert times["generate"].endswith(f"{100 * 5 * TURNS / total:.1f} %")
+    assert times["generate"].endswith(f"{100 * 5 * STEPS / total:.1f} %")
     ages = page.locator("#age-table tbody tr").first.inner_text().split()
-    assert " ".join(ages[:6]) == "0 versions 60 · 50.0 %"  # five responses of each even turn
+    assert " ".join(ages[:6]) == "0 versions 60 · 50.0 %"  # five responses of each even step
     assert page.locator("#config-table tbody tr").count() == 2
     page.select_option("#config-kind", "all")
     assert page.locator("#config-table tbody tr").count() > 80
@@ -115,8 +115,8 @@ def test_curves_show_the_metrics_as_they_are_smoothed_and_over_seeds(opened: Cal
     page = opened(three)
     unsmoothed(page)
     drawn = lines(page, "reward")
-    assert [line["y"] for line in drawn] == [rewards(0), rewards(1), rewards(0, TURNS // 2)]
-    assert drawn[0]["x"] == list(range(TURNS))
+    assert [line["y"] for line in drawn] == [rewards(0), rewards(1), rewards(0, STEPS // 2)]
+    assert drawn[0]["x"] == list(range(STEPS))
     assert len({(line["dash"], line["symbol"]) for line in drawn}) == 3  # told apart without colour
     band = lines(page, "reward", "band")[0]
     assert band["y"][0] == pytest.approx(rewards()[0] + 0.4 / math.sqrt(12), abs=1e-5)
@@ -152,11 +152,11 @@ def test_other_axes_runs_and_metrics(opened: Callable, three: Path) -> None:
     page = opened(three)
     unsmoothed(page)
     page.select_option("#axis", "responses")
-    assert lines(page, "reward")[0]["x"] == [12 * (turn + 1) for turn in range(TURNS)]
+    assert lines(page, "reward")[0]["x"] == [12 * (step + 1) for step in range(STEPS)]
     page.select_option("#axis", "minutes")
     assert lines(page, "kl")[0]["x"][:2] == pytest.approx([(1.5 + 9) / 60, (1.5 + 18) / 60], rel=1e-4)
     page.uncheck("[data-run='1']")
-    assert [line["y"] for line in lines(page, "reward")] == [rewards(0), rewards(0, TURNS // 2)]
+    assert [line["y"] for line in lines(page, "reward")] == [rewards(0), rewards(0, STEPS // 2)]
     assert page.locator("#key b").all_inner_texts() == ["A", "C"]
     page.uncheck("#all-runs")
     assert lines(page, "reward") == []
@@ -208,10 +208,10 @@ def test_groups_are_filtered_and_read_with_the_keyboard(opened: Callable, three:
     page = opened(three)
     options = page.locator("#group-list [role=option]")
     assert "All samples with their tokens: steps 0, 20." in page.inner_text("#groups-say")
-    assert page.inner_text("#group h3").startswith("Step 20, group 61")  # the newest with signal and tokens
+    assert page.inner_text("#group h3").startswith("Step 20, group 61")  # the newest with advantages and tokens
     page.select_option("#group-kind", "zero")
     assert page.inner_text("#groups-say").startswith("24 of the 72 groups")
-    assert all("zero-signal" in text for text in options.all_inner_texts())
+    assert all("zero-advantage" in text for text in options.all_inner_texts())
     page.select_option("#group-kind", "cut")
     assert page.inner_text("#groups-say").startswith("24 of the 72 groups")
     assert "truncated" in page.inner_text("#group .samples")
@@ -219,7 +219,7 @@ def test_groups_are_filtered_and_read_with_the_keyboard(opened: Callable, three:
     page.fill("#step-from", "5")
     page.fill("#step-to", "6")
     says(page, "6 of")
-    page.fill("#find-text", "TURN 6, group 1")
+    page.fill("#find-text", "STEP 6, group 1")
     says(page, "1 of")
     page.fill("#find-text", "")
     says(page, "6 of")
@@ -296,8 +296,8 @@ def test_a_narrow_window_scrolls_in_one_direction(opened: Callable, three: Path)
 
 
 def test_24_tasks_are_one_chart_that_leads_to_the_groups_of_each(opened: Callable, tmp_path: Path) -> None:
-    fields = lambda turn, group, sample: {"task": NAMES[group]}  # noqa: E731
-    run_dir = write_run(tmp_path / "run", turns=6, groups=24, siblings=2, metrics=by_task, fields=fields)
+    fields = lambda step, group, sample: {"task": NAMES[group]}  # noqa: E731
+    run_dir = write_run(tmp_path / "run", steps=6, groups=24, siblings=2, metrics=by_task, fields=fields)
     page = opened(write_report([run_dir], tmp_path / "report.html"))
     chart = page.locator("[data-metric='task/*/reward']")
     drawn = lines(page, "task/*/reward")
@@ -339,8 +339,8 @@ def dialog(text: str) -> dict[str, Any]:
 
 
 def test_a_dialog_shows_its_turns_calls_and_masks_and_text_in_it_does_nothing(opened: Callable, tmp_path: Path) -> None:
-    fields = lambda turn, group, sample: {"dialog": dialog(HOSTILE[(turn + sample) % 2]), "task": HOSTILE[0]}  # noqa: E731
-    run_dir = write_run(tmp_path / "run", turns=2, groups=2, siblings=2, fields=fields, stored=[1])
+    fields = lambda step, group, sample: {"dialog": dialog(HOSTILE[(step + sample) % 2]), "task": HOSTILE[0]}  # noqa: E731
+    run_dir = write_run(tmp_path / "run", steps=2, groups=2, siblings=2, fields=fields, stored=[1])
     page = opened(write_report([run_dir], tmp_path / "report.html"))
     page.focus("#group-list")
     page.keyboard.press("Home")
@@ -377,15 +377,15 @@ def test_a_dialog_shows_its_turns_calls_and_masks_and_text_in_it_does_nothing(op
 
 def test_hostile_text_is_shown_and_does_nothing(opened: Callable, tmp_path: Path) -> None:
     texts = [*HOSTILE, "<b>" * 333_333]
-    run_dir = write_run(tmp_path / "<img src=x onerror=hacked()>", turns=5, response=lambda turn, *_: texts[turn])
+    run_dir = write_run(tmp_path / "<img src=x onerror=hacked()>", steps=5, response=lambda step, *_: texts[step])
     page = opened(write_report([run_dir], tmp_path / "report.html"))
     page.focus("#group-list")
     page.keyboard.press("Home")
     seen = []
-    for turn in range(5):
-        page.fill("#step-from", str(turn))
-        page.fill("#step-to", str(turn))
-        page.wait_for_selector(f"#group h3:has-text('Step {turn},')")
+    for step in range(5):
+        page.fill("#step-from", str(step))
+        page.fill("#step-to", str(step))
+        page.wait_for_selector(f"#group h3:has-text('Step {step},')")
         seen.append(page.locator(".sample .text").first.text_content())
     assert seen[0] == HOSTILE[0]
     assert seen[1] == HOSTILE[1]
@@ -403,9 +403,9 @@ def settled(page: Any) -> dict[str, list[str]]:
     return page.evaluate(CHARTS)
 
 
-def test_of_a_thousand_turns_only_the_charts_near_the_window_are_drawn(opened: Callable, tmp_path: Path) -> None:
+def test_of_a_thousand_steps_only_the_charts_near_the_window_are_drawn(opened: Callable, tmp_path: Path) -> None:
     """Of three runs: each of these charts once when the page opens, and once when a setting changes."""
-    runs = [write_run(tmp_path / str(seed), turns=1000, groups=8, seed=seed) for seed in range(3)]
+    runs = [write_run(tmp_path / str(seed), steps=1000, groups=8, seed=seed) for seed in range(3)]
     path = write_report(runs, tmp_path / "report.html")
     assert path.stat().st_size < 12_000_000  # 4.7 of them are plotly
     page = opened(path)
@@ -424,17 +424,17 @@ def test_of_a_thousand_turns_only_the_charts_near_the_window_are_drawn(opened: C
 
 
 def test_one_run_has_nothing_to_compare(opened: Callable, tmp_path: Path) -> None:
-    page = opened(write_report([write_run(tmp_path / "run", turns=1)], tmp_path / "report.html"))
+    page = opened(write_report([write_run(tmp_path / "run", steps=1)], tmp_path / "report.html"))
     assert page.inner_text("#differences") == page.inner_text("#key") == ""
     assert page.is_hidden("#means")
     assert page.locator("#config-kind option").count() == 2
     assert page.locator("#config-table tbody tr").count() > 80
     assert "No checks are recorded of this run." in page.inner_text("#gate-table")
-    assert lines(page, "reward")[0]["y"] == rewards(turns=1)
+    assert lines(page, "reward")[0]["y"] == rewards(steps=1)
 
 
 def test_runs_that_cannot_be_shown_are_named_with_the_reason(opened: Callable, tmp_path: Path) -> None:
-    write_run(tmp_path / "runs" / "0", turns=3)
+    write_run(tmp_path / "runs" / "0", steps=3)
     for number in range(1, 5):
         folder = tmp_path / "runs" / str(number)
         folder.mkdir()

@@ -47,7 +47,7 @@ def test_every_algorithm_composes_under_its_own_name(name: str) -> None:
 @pytest.mark.parametrize("hardware", HARDWARE)
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"grpo_cpu"}))
 def test_every_preset_goes_with_all_hardware(name: str, hardware: str) -> None:
-    """And its sizes are those of the hardware, whatever the preset's own: turns of 1,024 responses, 4 steps each."""
+    """And its sizes are those of the hardware, whatever the preset's own: steps of 1,024 responses, 4 steps each."""
     config = composed(name, f"hardware={hardware}")
     validate(config)
     sizes = (config.train.dialog_turns_per_batch, config.train.optim_batch_size, config.train.checkpoint_frequency)
@@ -163,7 +163,7 @@ BROKEN = [
     ("sampling_is_the_policys_own_distribution", ["inference_model.top_p=0.9"], "top_p=1.0"),
     ("a_group_baseline_has_siblings", ["env.repeats=1"], "env.repeats=2"),
     (
-        "dynamic_sampling_has_group_signal",
+        "dynamic_sampling_has_groups",
         ["env.repeats=1", "algorithm=dapo", "algorithm.baseline=none", "algorithm.scale=none"],
         "dynamic_sampling",
     ),
@@ -198,9 +198,9 @@ BROKEN = [
         ["algorithm=gmpo", "algorithm.distill_coef=1", "ref_model.name=other"],
         "algorithm.objective=gmpo weighs whole responses",
     ),
-    ("lockstep_has_no_age", ["train.max_policy_age=1"], "max_policy_age=1"),
+    ("sync_has_no_age", ["train.max_policy_age=1"], "max_policy_age=1"),
     (
-        "lockstep_publishes_after_every_collection",
+        "sync_publishes_after_every_collection",
         ["train.weight_update_frequency=2"],
         "weight_update_frequency=2",
     ),

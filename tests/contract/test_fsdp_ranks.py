@@ -99,8 +99,8 @@ def test_three_updates_equal_one_ranks(kind: str, pair: Pair) -> None:
     options.pop("reduce_once", None)
     one = pair.one(**options)
     before = {name: value.clone() for name, value in engine_weights(one.policy.model)}
-    for turn in range(3):
-        rows = ragged_rows(11 - turn)
+    for step in range(3):
+        rows = ragged_rows(11 - step)
         found, expected = measured(two.update(rows)), measured(one.update(rows))
         close = 1e-5 if kind != "bf16" else 2e-2
         assert found == pytest.approx(expected, rel=close, abs=close)
@@ -113,7 +113,7 @@ def test_three_updates_equal_one_ranks(kind: str, pair: Pair) -> None:
 
 @pytest.mark.parametrize("reduce_once", [True, False])
 def test_groups_without_an_advantage_are_measured_alike(reduce_once: bool, pair: Pair) -> None:
-    """Without a KL term they have no backward pass; in the second turn no row has one but the one that must."""
+    """Without a KL term they have no backward pass; in the second step no row has one but the one that must."""
     options = {"kl_coef": 0.0, "optim_batch_size": 10, "micro_batch_tokens": 20}
     two, one = pair.learner(reduce_once=reduce_once, **options), pair.one(**options)
     for silent in ((1,), (0, 1, 2)):

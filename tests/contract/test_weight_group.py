@@ -126,7 +126,7 @@ def test_a_killed_worker_is_done_without_and_its_successor_gets_the_version_that
     rig.assert_served(weights, 1)
     caplog.clear()
     weights = rig.publish()  # to the other one alone, by broadcast again: nobody needs a copy until the new one comes
-    rig.train()  # the next turn has begun: what the learner holds now was never announced
+    rig.train()  # the next step has begun: what the learner holds now was never announced
     wait_for(lambda: len(rig.fleet.broadcast("ping", deadline_s=60)) == 2, 60)
     rig.assert_served(weights, 2)
     rig.assert_served(rig.publish(), 2)  # by a group of the two that live now

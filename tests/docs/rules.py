@@ -11,7 +11,7 @@ from functools import cache
 from scripts.gpu_proof import STAGES
 from tests.docs.markdown import ROOT, Command
 
-# A run of two turns. Only sizes: what a command says beside them stays as it is written.
+# A run of two steps. Only sizes: what a command says beside them stays as it is written.
 SIZES = {
     "env.num_envs": "16",
     "train.dialog_turns_per_batch": "16",

@@ -17,7 +17,7 @@ from tests.docs.workshop import Workshop, typed
 
 WORKERS = "train_model.num_devices=2 ref_model.num_devices=2 inference_model.num_devices=2"
 LINES = {
-    "lockstep": f"VLLM_USE_V1=0 python grpo.py {WORKERS}",
+    "sync": f"VLLM_USE_V1=0 python grpo.py {WORKERS}",
     "async": f"VLLM_USE_V1=0 python grpo-async.py {WORKERS}",
     "ifeval_config": "python grpo.py --config-name grpo_ifeval",
     "dataset": "python grpo.py env.dataset=ifeval",
@@ -52,7 +52,7 @@ def ran(name: str, workshop: Workshop) -> list[Path]:
     return sorted(path.parent for path in desk.glob(f"{folder}/**/metrics.jsonl"))
 
 
-def turns(run_dir: Path) -> list[dict]:
+def steps(run_dir: Path) -> list[dict]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "grad_norm" in row]
 
@@ -62,7 +62,7 @@ def test_usage_lines_train(name: str, workshop: Workshop) -> None:
     found = ran(name, workshop)
     assert len(found) == {"sweep": 3, "grid": 4}.get(name, 1)
     for run_dir in found:
-        assert len(turns(run_dir)) == 2
+        assert len(steps(run_dir)) == 2
         assert (run_dir / ".hydra" / "config.yaml").is_file()
         assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["checkpoint_000002.pt"]
 
@@ -74,7 +74,7 @@ def test_options_reach_the_run(workshop: Workshop) -> None:
     (first,), (second,) = ran("ifeval_config", workshop), ran("dataset", workshop)
     for run_dir in (first, second):
         assert OmegaConf.load(run_dir / "config.yaml").env.dataset == "ifeval"
-        assert all("reward/instructions" in row for row in turns(run_dir))
+        assert all("reward/instructions" in row for row in steps(run_dir))
     (changed,) = ran("optimizer", workshop)
     config = OmegaConf.load(changed / "config.yaml")
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (2e-5, 0.01)

@@ -110,7 +110,7 @@ class Workshop:
                     shutil.copytree(maker(), desk / place)
 
     def _finished_run(self) -> Path:
-        """One turn of the default preset."""
+        """One step of the default preset."""
         folder = self._folder / "finished_run"
         if not folder.exists():
             options = [*small(typed("python grpo.py")), *_FINISHED, f"hydra.run.dir={folder}"]

@@ -61,7 +61,7 @@ def test_the_last_evaluation_of_a_run_comes_out_again(kind: str, run_dir: Path, 
     found = evaluated(tmp_path, str(run_dir), "--responses", str(files[0]))
     evaluated(tmp_path, str(copy), "--responses", str(files[1]))
     first, *_, own = [row for row in metrics(run_dir) if "eval/accuracy" in row]
-    assert own["step"] == found["turns"] == 2
+    assert own["step"] == found["steps"] == 2
     for part, name in (("greedy", "eval/accuracy"), ("sampled", "eval/avg_at_k")):
         error = {"greedy": "eval/stderr", "sampled": "eval/avg_at_k_stderr"}[part]
         assert (found[part]["accuracy"], found[part]["stderr"]) == (own[name], own[error])
@@ -104,8 +104,8 @@ def test_a_gain_is_that_of_the_same_problems(run_dir: Path, tmp_path: Path, caps
     before = tmp_path / "before.json"
     common = ("--k", "0", "engine=transformers", "env.reward_workers=0", "inference_model.max_tokens=48")
     old = evaluated(tmp_path, "tiny", "--num-samples", "16", *common)
-    (tmp_path / "result.json").rename(before)
-    found = evaluated(tmp_path, str(run_dir), *common, "--against", str(before))
+    before.write_text(json.dumps({("turns" if name == "steps" else name): value for name, value in old.items()}))
+    found = evaluated(tmp_path, str(run_dir), *common, "--against", str(before))  # before the steps had that name
     gain = found["against"]["gain"]["accuracy"]
     assert gain["accuracy"] == found["greedy"]["accuracy"] - old["greedy"]["accuracy"]
     pairs = zip(old["counts"]["accuracy"], found["counts"]["accuracy"], strict=True)

@@ -66,7 +66,7 @@ def test_the_model_comes_with_a_card_that_the_hub_reads(run_dir: Path, tmp_path:
     assert str(run_dir) not in card.text
 
 
-def test_an_earlier_turn_is_made_from_its_checkpoint(run_dir: Path, tmp_path: Path) -> None:
+def test_an_earlier_step_is_made_from_its_checkpoint(run_dir: Path, tmp_path: Path) -> None:
     export(run_dir, "--to", "hf", "--step", "1", "--out", tmp_path / "first")
     export(run_dir, "--to", "hf", "--step", "2", "--out", tmp_path / "second")
     torch.testing.assert_close(logits(tmp_path / "second"), logits(run_dir / "hf"), rtol=0, atol=0)

@@ -73,13 +73,13 @@ def wait_for(condition: Callable[[], object], run: subprocess.Popen, within_s: f
     raise AssertionError("what was waited for never came")
 
 
-def turns(run_dir: Path) -> int:
+def steps(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def require_every_prompt_once(run_dir: Path, num_prompts: int) -> None:
-    """Every group of the epoch was trained in one turn, and the groups are the prompts, each once."""
+    """Every group of the epoch was trained in one step, and the groups are the prompts, each once."""
     rows = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     assert sorted({row["group_id"] for row in rows}) == list(range(num_prompts))
     turns_of = Counter(group for group, _ in {(row["group_id"], row["step"]) for row in rows})
@@ -96,7 +96,7 @@ def test_twenty_killed_workers_cost_no_prompt(tmp_path: Path) -> None:
     num_prompts, seed = 480, time.time_ns()
     dice, run_dir = random.Random(seed), tmp_path / "run"
     with started(run_dir, *epoch_of(num_prompts)) as run:
-        wait_for(lambda: turns(run_dir) >= 1, run)
+        wait_for(lambda: steps(run_dir) >= 1, run)
         for number in range(20):
             role = ROLES[number % 3]
             time.sleep(dice.uniform(0.0, 1.5))
@@ -105,7 +105,7 @@ def test_twenty_killed_workers_cost_no_prompt(tmp_path: Path) -> None:
             wait_for(lambda role=role: kill_one(run, role, dice), run)
         assert run.wait(300) == 0, console(run_dir)
     require_every_prompt_once(run_dir, num_prompts)
-    assert metrics(run_dir)[-1]["workers/restarts"] >= 18, seed  # two may fall after the last turn
+    assert metrics(run_dir)[-1]["workers/restarts"] >= 18, seed  # two may fall after the last step
     assert not any(row["reward_errors"] for row in metrics(run_dir))
 
 
@@ -126,7 +126,7 @@ def kill_one(run: subprocess.Popen, role: str, dice: random.Random) -> bool:
 def test_a_hung_engine_is_found_and_replaced(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with started(run_dir, *epoch_of(80), "inference_model.timeout_s=6") as run:
-        wait_for(lambda: turns(run_dir) >= 2, run)
+        wait_for(lambda: steps(run_dir) >= 2, run)
         (engine,) = [pid for pid, text in workers(run.pid).items() if "ray::rollout" in text]
         hit(engine, signal.SIGSTOP)
         wait_for(lambda: engine not in below(run.pid), run, within_s=100)  # the default deadline is 120 s
@@ -135,15 +135,15 @@ def test_a_hung_engine_is_found_and_replaced(tmp_path: Path) -> None:
 
 
 def test_killed_drivers_lose_and_repeat_no_prompt(tmp_path: Path) -> None:
-    """A checkpoint every second turn, kills anywhere."""
+    """A checkpoint every second step, kills anywhere."""
     num_prompts, run_dir = 160, tmp_path / "run"
     dice = random.Random(time.time_ns())
     options = (*epoch_of(num_prompts), "train.checkpoint_frequency=2", "train.resume=auto")
     resumable = 0  # a kill before the first checkpoint leaves nothing to continue: the run begins anew
     for _ in range(3):
         with started(run_dir, *options) as run:
-            goal = turns(run_dir) + dice.randint(2, 8)
-            wait_for(lambda goal=goal: turns(run_dir) >= goal, run)
+            goal = steps(run_dir) + dice.randint(2, 8)
+            wait_for(lambda goal=goal: steps(run_dir) >= goal, run)
             time.sleep(dice.uniform(0.0, 0.5))
             run.kill()
             run.wait()
@@ -157,18 +157,18 @@ def test_killed_drivers_lose_and_repeat_no_prompt(tmp_path: Path) -> None:
 def test_a_preempted_run_saves_and_ends(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with started(run_dir, *epoch_of(400), "train.checkpoint_frequency=0") as run:
-        wait_for(lambda: turns(run_dir) >= 2, run)
+        wait_for(lambda: steps(run_dir) >= 2, run)
         run.terminate()
         assert run.wait(240) == 130
     (saved,) = (run_dir / "checkpoints").glob("checkpoint_*.pt")
-    assert int(saved.stem.partition("_")[2]) == turns(run_dir) < 100  # of the run's 100: it has not gone on to its end
+    assert int(saved.stem.partition("_")[2]) == steps(run_dir) < 100  # of the run's 100: it has not gone on to its end
 
 
 def test_a_dead_rank_ends_the_run_with_its_name_and_resuming_goes_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options = (*epoch_of(40), "policy.kl_coef=0", "train.checkpoint_frequency=1")
     with started(run_dir, *options, "train_model.num_devices=2") as run:
-        wait_for(lambda: turns(run_dir) >= 3, run)
+        wait_for(lambda: steps(run_dir) >= 3, run)
         victim = random.choice([pid for pid, text in workers(run.pid).items() if "ray::learner" in text])
         hit(victim, signal.SIGKILL)
         assert run.wait(240) == 1, console(run_dir)

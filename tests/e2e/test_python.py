@@ -37,7 +37,7 @@ def brief(completions, answer, **columns):
 
 rows = [{{"prompt": f"How much is {{n}} + 1?", "answer": str(n + 1)}} for n in range(40)]
 result = sota_grpo.train("grpo_cpu", reward=brief, dataset=rows, overrides={overrides!r}, run_dir={run_dir!r})
-print("TURNS", len(result.metrics), result.finished)
+print("STEPS", len(result.metrics), result.finished)
 """
 OPTIONS = (*SMALL, "engine=transformers", "eval.mode=off", "train.checkpoint_frequency=1", "logging.report=false")
 
@@ -64,7 +64,7 @@ def test_functions_of_a_script_grade_in_workers_beside_other_workers(tmp_path: P
     command = [sys.executable, *script(tmp_path, "mode=async", "train.total_dialog_turns=32")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "TURNS 2 True" in done.stdout
+    assert "STEPS 2 True" in done.stdout
     result = Result(tmp_path / "run")
     assert (result.metrics["reward_errors"] == 0).all()
     assert all(row["reward"] == float(len(row["response"]) < 10) for _, row in result.rollouts.iterrows())

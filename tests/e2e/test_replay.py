@@ -45,8 +45,8 @@ def test_a_resumed_run_stores_again_what_it_does_again(tmp_path: Path, grpo) -> 
     assert first.returncode == 0, first.stderr
     assert [step_of(path) for path in stored_steps(run_dir)] == [0, 1, 2, 3]
     before = [content(read_step(path)) for path in stored_steps(run_dir)]
-    for turns in (3, 4):
-        (run_dir / "checkpoints" / f"checkpoint_{turns:06d}.pt").unlink()
+    for steps in (3, 4):
+        (run_dir / "checkpoints" / f"checkpoint_{steps:06d}.pt").unlink()
     longer = (f"train.resume={run_dir}", "train.total_dialog_turns=80", "train.keep_checkpoints=9")
     second = grpo(tmp_path / "again", *OPTIONS, *longer)
     assert second.returncode == 0, second.stderr

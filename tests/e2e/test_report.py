@@ -1,4 +1,4 @@
-"""A run leaves a report that shows what it did, its gate and its stored turns included."""
+"""A run leaves a report that shows what it did, its gate and its stored steps included."""
 
 from __future__ import annotations
 

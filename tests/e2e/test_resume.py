@@ -137,7 +137,7 @@ def test_a_finished_run_is_left_as_it_is_until_it_is_made_longer(tmp_path: Path,
     assert without_clock(metrics(run_dir)) == without_clock(metrics(whole))
 
 
-def test_ctrl_c_saves_the_turn_and_exits(tmp_path: Path, signalled) -> None:
+def test_ctrl_c_saves_the_step_and_exits(tmp_path: Path, signalled) -> None:
     run_dir = tmp_path / "run"
     options = (*SCRIPTED, "eval.mode=off", "train.total_dialog_turns=16000", "train.checkpoint_frequency=25")
     done = signalled(signal.SIGINT, after_rows(run_dir, 2), run_dir, *options)

@@ -60,7 +60,7 @@ class Running:
             time.sleep(0.05)
         return self.process.wait(0)
 
-    def turns(self) -> int:
+    def steps(self) -> int:
         path = self.run_dir / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -92,10 +92,10 @@ def running(run_dir: Path, *options: str, script: str) -> Iterator[Running]:
     assert not any(folder.exists() for folder in folders)
 
 
-def test_lockstep_trains_on_a_server_and_ends_with_its_death(tmp_path: Path) -> None:
+def test_sync_trains_on_a_server_and_ends_with_its_death(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with running(run_dir, "train.total_dialog_turns=16000", script="grpo.py") as run:
-        run.wait_for(lambda: run.turns() >= 3)
+        run.wait_for(lambda: run.steps() >= 3)
         run.kill_server()
         assert run.end(60) == 1
     assert "Checks before training: 8 of 8 passed" in run.console
@@ -115,7 +115,7 @@ def test_async_replaces_a_killed_server_and_trains_every_prompt_once(tmp_path: P
     run_dir, num_prompts = tmp_path / "run", 64
     amount = (f"env.max_samples={num_prompts}", f"train.total_dialog_turns={4 * num_prompts}")
     with running(run_dir, *amount, "check.mode=off", script="grpo-async.py") as run:
-        run.wait_for(lambda: run.turns() >= 3)
+        run.wait_for(lambda: run.steps() >= 3)
         run.kill_server()
         assert run.end() == 0, run.console
     rows = metrics(run_dir)
@@ -125,5 +125,5 @@ def test_async_replaces_a_killed_server_and_trains_every_prompt_once(tmp_path: P
     assert all(row["mismatch_kl"] < 1e-8 for row in rows if row["policy_age/max"] == 0)
     rollouts = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     assert sorted({row["group_id"] for row in rollouts}) == list(range(num_prompts))
-    assert len({(row["group_id"], row["step"]) for row in rollouts}) == num_prompts  # each in one turn
+    assert len({(row["group_id"], row["step"]) for row in rollouts}) == num_prompts  # each in one step
     assert len({row["query"] for row in rollouts}) == num_prompts

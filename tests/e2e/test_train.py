@@ -27,7 +27,7 @@ BASE = (
 )
 ALWAYS = (
     *("step", "reward", "success", "kl", "entropy", "ess", "clip_fraction", "grad_norm", "policy_age/max"),
-    *("response_tokens/mean", "truncated", "groups/zero_signal", "mismatch_kl", "time/step_s", "time/generate_s"),
+    *("response_tokens/mean", "truncated", "groups/zero_advantage", "mismatch_kl", "time/step_s", "time/generate_s"),
     *("time/score_s", "time/ref_s", "time/learn_s", "time/publish_s", "tokens_per_s", "reward/correct"),
 )
 ROLLOUT = (
@@ -68,7 +68,7 @@ def test_the_policy_learns(tmp_path: Path) -> None:
 
 
 def test_kl_in_the_reward(tmp_path: Path) -> None:
-    """The first turn has no KL; later the reward is below the graded terms by coefficient times sum of k1."""
+    """The first step has no KL; later the reward is below the graded terms by coefficient times sum of k1."""
     run(tmp_path, "policy.kl_coef=0.5", "train.kl_coef_in_loss=false", "optimizer.lr=1e-3", "optimizer.warmup_steps=0")
     rows = rollouts(tmp_path)
     for row in rows:
@@ -95,7 +95,7 @@ def test_variants_train_with_a_reference(overrides: tuple[str, ...], tmp_path: P
 
 
 def test_adapter_dropout_is_real(tmp_path: Path) -> None:
-    """The learner's forward differs from the engine's by the dropout, from the second turn on (``B`` starts at 0)."""
+    """The learner's forward differs from the engine's by the dropout, from the second step on (``B`` starts at 0)."""
     rows = run(tmp_path, "train_model.lora.enabled=true", "train_model.lora.dropout=0.1", "optimizer.lr=1e-2",
                "optimizer.warmup_steps=0")  # fmt: skip
     assert rows[0]["mismatch_kl"] < 1e-8
@@ -123,7 +123,7 @@ def test_evaluation_rows_and_their_errors(tmp_path: Path) -> None:
     stages = [sentence.strip() for _, ours, sentence in told if ours and "so far" not in sentence]
     assert [stage.partition(" ")[0] for stage in stages] == [
         *("Reading", "Loading", "Starting", "Putting", "Waiting", "Handing", "Checking", "Evaluating", "The", "The"),
-    ]  # once each: nothing is being started after the first turn
+    ]  # once each: nothing is being started after the first step
     assert stages[-1] == "The first step is done."
 
 

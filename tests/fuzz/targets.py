@@ -125,7 +125,7 @@ def check_table(drawn: tuple[str, bytes, str | None]) -> None:
 
 @cache
 def _a_run() -> Path:
-    run = write_run(Path(tempfile.mkdtemp(prefix="fuzz")) / "run", turns=3, groups=2, siblings=2, stored=(0,))
+    run = write_run(Path(tempfile.mkdtemp(prefix="fuzz")) / "run", steps=3, groups=2, siblings=2, stored=(0,))
     (run / "gate.json").write_text(json.dumps({"passed": True, "checks": [{"name": "ratio", "passed": True}]}))
     (run / "failure.json").write_text(json.dumps({"reason": "it ended"}))
     CheckpointStore(run / "checkpoints").save(2, {"step": 2, "weights": torch.arange(64.0)})

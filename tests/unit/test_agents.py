@@ -312,7 +312,7 @@ def _done(value: Any) -> Future[Any]:
 
 
 def test_prompts_that_differ_share_what_they_begin_with(tokenizer: Any) -> None:
-    """Law: prompt and response of a row, joined, are the tokens that the engine was asked and what it said."""
+    """Invariant: prompt and response of a row, joined, are the tokens that the engine was asked and what it said."""
     rng = random.Random(SEED)
     for _ in range(20):
         head = [rng.randrange(40, 90) for _ in range(rng.randint(1, 6))]

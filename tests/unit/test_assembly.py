@@ -175,7 +175,7 @@ def test_a_mistyped_model_folder_is_not_reported_as_a_missing_gpu(gpus) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([], []),  # 256 responses a turn, on one GPU
+        ([], []),  # 256 responses a step, on one GPU
         (
             ["train.dialog_turns_per_batch=32", "train.optim_batch_size=32"],
             ["The engine samples at most 32 .*per_batch"],

@@ -1,4 +1,4 @@
-"""Laws of the checkpoint store: durable, atomic, loud, and never wrong in silence."""
+"""Invariants of the checkpoint store: durable, atomic, loud, and never wrong in silence."""
 
 from __future__ import annotations
 

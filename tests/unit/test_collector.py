@@ -29,7 +29,7 @@ def make_collector(grader: Grader | None = None, **options) -> RolloutCollector:
 
 def make_source(**options) -> RolloutSource:
     collector = make_collector()
-    return RolloutSource(collector.rollouts, collector.sampling, num_groups=6, lockstep=True, **options)
+    return RolloutSource(collector.rollouts, collector.sampling, num_groups=6, synchronous=True, **options)
 
 
 def column(rows, key) -> list:
@@ -134,16 +134,16 @@ def test_start_without_a_buffer_says_so() -> None:
         make_collector().start()
 
 
-def test_refill_replaces_groups_without_signal_and_counts_them() -> None:
-    """Groups 0, 3, 6, ... are always right: six groups with signal are 1 2 4 5 7 8, three of nine had none."""
+def test_refill_replaces_zero_advantage_groups_and_counts_them() -> None:
+    """Groups 0, 3, 6, ... are always right: the six others are 1 2 4 5 7 8, three of nine have zero advantage."""
     source = make_source(refill=True)
     rows = source.next_batch(0)
     assert sorted(set(column(rows, keys.GROUP_ID))) == [1, 2, 4, 5, 7, 8]
     assert source.metrics()["groups/refilled"] == 3
-    assert source.metrics()["groups/zero_signal"] == 0
+    assert source.metrics()["groups/zero_advantage"] == 0
 
 
 def test_without_refill_constant_groups_stay_and_are_counted() -> None:
     source = make_source()
     assert sorted(set(column(source.next_batch(0), keys.GROUP_ID))) == list(range(6))
-    assert source.metrics()["groups/zero_signal"] == 2
+    assert source.metrics()["groups/zero_advantage"] == 2

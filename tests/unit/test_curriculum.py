@@ -35,7 +35,7 @@ from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.evaluate import Evaluator, Response
 from tests.unit import test_source
 from tests.unit.test_group_buffer import same
-from tests.unit.test_source import REPEATS, Rig, ids, in_lockstep, reload
+from tests.unit.test_source import REPEATS, Rig, ids, reload, synchronous_source
 
 SEED = random.SystemRandom().randrange(1 << 30)
 RNG = random.Random(SEED)
@@ -314,18 +314,18 @@ ORIGINAL_ENV = test_source.small_env
 
 @pytest.mark.parametrize("refill", [False, True])
 @pytest.mark.parametrize("by", ["level", "example"])
-def test_at_age_0_workers_draw_what_lockstep_draws(by: str, refill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_age_0_workers_draw_what_sync_draws(by: str, refill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_source, "small_env", lambda: curriculum_env(by))
     for _ in range(3):
         chosen = {"right": RNG.uniform(0.1, 0.9), "seed": RNG.getrandbits(30), "num_groups": 4, "refill": refill}
-        rig, driven = Rig(**chosen), in_lockstep(**chosen)
-        for turn in range(6):
-            driven.engine.version = turn
-            one, other = driven.next_batch(turn), rig.turn(turn)
+        rig, driven = Rig(**chosen), synchronous_source(**chosen)
+        for step in range(6):
+            driven.engine.version = step
+            one, other = driven.next_batch(step), rig.step(step)
             driven.release(one)
-            assert ids(one) == ids(other), (chosen, turn)
-            assert all(same(*pair) for pair in zip(one.unbind(0), other.unbind(0))), (chosen, turn)
-            assert driven.metrics()["groups/zero_signal"] == rig.source.metrics()["groups/zero_signal"]
+            assert ids(one) == ids(other), (chosen, step)
+            assert all(same(*pair) for pair in zip(one.unbind(0), other.unbind(0))), (chosen, step)
+            assert driven.metrics()["groups/zero_advantage"] == rig.source.metrics()["groups/zero_advantage"]
         assert same_state(driven.env.stream.state_dict(), rig.env.stream.state_dict())
 
 
@@ -345,7 +345,7 @@ def test_saves_at_random_moments_change_no_example(
     chosen = {"num_groups": 3, "refill": refill, "max_draws": 3, "right": 0.2, "seed": RNG.getrandbits(30)}
     options = {**chosen, "max_policy_age": max_policy_age}
     rig, prompts, trained, reloads = Rig(**options), {}, [], 0
-    for turn in range(9):
+    for step in range(9):
         while not rig.source.is_ready():
             if random.random() < 0.15:
                 rig, reloads = reload(rig, tmp_path, **options), reloads + 1
@@ -354,8 +354,8 @@ def test_saves_at_random_moments_change_no_example(
                 assert prompts.setdefault(group_id, request.prompt_ids) == request.prompt_ids
             if not rig.source.handle_events():
                 rig.desk.finish_any()
-        trained.append(rig.source.next_batch(turn))
-        rig.engine.version = turn + 1
+        trained.append(rig.source.next_batch(step))
+        rig.engine.version = step + 1
         if random.random() < 0.3:
             rig, reloads = reload(rig, tmp_path, **options), reloads + 1  # given out: it counts as trained, and learned
         else:
@@ -367,18 +367,18 @@ def test_saves_at_random_moments_change_no_example(
     assert reloads
     if max_policy_age:
         return
-    driven = in_lockstep(**chosen)
-    for turn, batch in enumerate(trained):
-        driven.engine.version = turn
-        expected = driven.next_batch(turn)
-        assert ids(batch) == ids(expected), (chosen, turn)
-        assert all(same(*pair) for pair in zip(batch.unbind(0), expected.unbind(0))), (chosen, turn)
+    driven = synchronous_source(**chosen)
+    for step, batch in enumerate(trained):
+        driven.engine.version = step
+        expected = driven.next_batch(step)
+        assert ids(batch) == ids(expected), (chosen, step)
+        assert all(same(*pair) for pair in zip(batch.unbind(0), expected.unbind(0))), (chosen, step)
         driven.release(expected)
 
 
 def test_what_dynamic_sampling_drops_is_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_source, "small_env", lambda: curriculum_env("example"))
-    source = in_lockstep(right=1.0, seed=SEED, num_groups=2, refill=True, max_draws=3)
+    source = synchronous_source(right=1.0, seed=SEED, num_groups=2, refill=True, max_draws=3)
     batch = source.next_batch(0)
     source.release(batch)
     found = source.metrics()

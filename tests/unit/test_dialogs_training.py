@@ -169,7 +169,7 @@ def make_parts(engine: DialogEngine, env: TaskEnv, dump_dir: Path) -> tuple[Roll
         Rollouts(env, engine),
         Sampling(max_tokens=48),
         num_groups=4,
-        lockstep=True,
+        synchronous=True,
         transforms=[("advantage", GroupAdvantage())],
         seed=SEED,
     )
@@ -234,25 +234,25 @@ def test_the_loop_trains_on_dialogs_of_a_scripted_engine(tmp_path: Path) -> None
         assert 0 < update["grad_norm"] < math.inf
 
 
-def test_a_source_with_workers_gives_the_dialogs_of_lockstep() -> None:
+def test_a_source_with_workers_gives_the_dialogs_of_sync() -> None:
     """At age 0, through the front of the rollout workers: the same rows in the same order."""
     envs = [make_env() for _ in range(2)]
     here = WithExamples(scripted_thinker(envs[0]), envs[0], max_steps=2)
     sampling = Sampling(max_tokens=48)
     options = {"num_groups": 4, "transforms": [("advantage", GroupAdvantage())], "seed": SEED}
-    lockstep = RolloutSource(Rollouts(envs[0], here), sampling, lockstep=True, **options)
+    synchronous = RolloutSource(Rollouts(envs[0], here), sampling, synchronous=True, **options)
     worker = RolloutWorker(lambda: scripted_thinker(envs[1]))
     fleet: Any = SimpleNamespace(submit=worker.run, close=worker.close)
     front = FleetEngine(fleet, name="scripted", max_model_len=2048, share=lambda value: value, deadline_s=9.0)
     there = WithExamples(front, envs[1], max_steps=2)
     workers = RolloutSource(Rollouts(envs[1], there), sampling, wait_deadline_s=20.0, **options)
     for _ in range(3):
-        mine, theirs = lockstep.next_batch(0), workers.next_batch(0)
+        mine, theirs = synchronous.next_batch(0), workers.next_batch(0)
         for one, other in zip(mine.unbind(0), theirs.unbind(0), strict=True):
             for key in (keys.GROUP_ID, keys.FULL_TOKENS, keys.ASSISTANT_MASK, keys.TOKEN_VERSION, keys.ADVANTAGE):
                 assert torch.equal(one.get(key), other.get(key)), f"seed {SEED}"
         workers.release(theirs)
-        lockstep.release(mine)
+        synchronous.release(mine)
     workers.close()
     there.close()
 

@@ -1,4 +1,4 @@
-"""On-policy distillation: the exact gradient law, and runs that learn from a teacher."""
+"""On-policy distillation: the exact gradient, and runs that learn from a teacher."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_run_learns_from_its_teacher_and_is_replayed(name: str, teacher: str, 
 def test_teachers_in_processes_say_what_one_in_this_process_says(
     where: tuple[str, ...], teacher: str, tmp_path: Path
 ) -> None:
-    """In lockstep, and on Ray beside the learner: with equal admission the first step is that of lockstep."""
+    """Synchronous, and on Ray beside the learner: with equal admission the first step is the same."""
     here, there = (
         run(tmp_path / name, f"ref_model.name={teacher}", *ALONE, "check.mode=off", *options)
         for name, options in (("here", ()), ("there", (*where, "train.max_policy_age=0")))

@@ -112,7 +112,7 @@ def test_what_ends_a_run_is_one_sentence(error: Exception, code: int, command, c
     assert capsys.readouterr().err == f"grpo.py: {error}\n"
 
 
-@pytest.mark.parametrize("how", ["between two turns", "at once"])
+@pytest.mark.parametrize("how", ["between two steps", "at once"])
 def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.CaptureFixture) -> None:
     calls = []
 

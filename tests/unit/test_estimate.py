@@ -55,7 +55,7 @@ def test_every_preset_fits_the_hardware_that_its_first_line_names(name: str) -> 
     assert found.fits, found.refusal
     assert len(found.devices) == 1
     facts = found.as_dict()
-    assert facts["optimizer_steps"] >= facts["turns"] > 0
+    assert facts["optimizer_steps"] >= facts["steps"] > 0
 
 
 def fits_with_its_change_only(found: Estimate) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def test_the_precision_of_the_products_is_that_of_the_learner() -> None:
         assert RunMemory(config, QWEN, 100, CPU).how.product_bytes == expected
 
 
-def test_the_probe_times_what_a_turn_does() -> None:
+def test_the_probe_times_what_a_step_does() -> None:
     found = planned("engine=transformers", name="grpo_cpu", probe=True)
     times = found.times
     assert times is not None
@@ -242,7 +242,7 @@ def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) 
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True
     assert found["config"]["seed"] == 7
-    assert found["turns"] == 80
+    assert found["steps"] == 80
     for device in found["devices"]:
         assert device["peak"] == max(sum(parts.values()) for parts in device["moments"].values())
 

@@ -1,4 +1,4 @@
-"""Laws and hand-computed numbers of sota_grpo.functional.advantages."""
+"""Invariants and hand-computed numbers of sota_grpo.functional.advantages."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_ranks_are_even_up_to_one_row(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_two_groups_per_rank_typically_cost_within_a_twentieth_of_the_mean(num_ranks: int) -> None:
-    """The median of 21 draws; the draws themselves are bounded by the law above."""
+    """The median of 21 draws; the draws themselves are bounded by the bound above."""
     worst = []
     for _ in range(21):
         groups = random_groups(2 * num_ranks, size=8, typical=600)

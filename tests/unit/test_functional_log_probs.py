@@ -1,4 +1,4 @@
-"""Laws of sota_grpo.functional.log_probs: exact values and gradients, no tensor of M * V elements, no idle product."""
+"""Invariants of sota_grpo.functional.log_probs: exact values and gradients, no tensor of M * V elements, no waste."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Simulation:
         short = any(self.ready.count(version) < oldest.count(version) for version in set(oldest))
         return None if short else oldest
 
-    def turn(self, pick: Callable[[list[int]], int]) -> None:
+    def step(self, pick: Callable[[list[int]], int]) -> None:
         """Finish groups one by one until a batch stands, train on it, publish, free."""
         self.fill()
         batch = self.next_batch()
@@ -63,16 +63,16 @@ def worst_age(
     """Worst age over three orders of finishing: random, newest first, newest first and then the stragglers."""
     rng = random.Random()
     orders = {
-        "random": lambda running, turn: rng.randrange(len(running)),
-        "newest": lambda running, turn: len(running) - 1,
-        "stragglers": lambda running, turn: len(running) - 1 if turn < 20 else 0,
+        "random": lambda running, step: rng.randrange(len(running)),
+        "newest": lambda running, step: len(running) - 1,
+        "stragglers": lambda running, step: len(running) - 1 if step < 20 else 0,
     }
     worst = 0
     for pick in orders.values():
         slots = max_groups_admitted(age, k) + extra
         simulation = Simulation(slots, k, rng, in_order=in_order, free_first=free_first, discard=discard)
-        for turn in range(40):
-            simulation.turn(partial(pick, turn=turn))
+        for step in range(40):
+            simulation.step(partial(pick, step=step))
         worst = max(worst, simulation.worst_age)
     return worst
 

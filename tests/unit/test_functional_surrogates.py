@@ -1,4 +1,4 @@
-"""Laws and hand-computed numbers of sota_grpo.functional.surrogates."""
+"""Invariants and hand-computed numbers of sota_grpo.functional.surrogates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws and hand-computed numbers of sota_grpo.functional.weighting."""
+"""Invariants and hand-computed numbers of sota_grpo.functional.weighting."""
 
 from __future__ import annotations
 

@@ -85,13 +85,13 @@ def measured_trace(dump_dir: Path) -> list[tuple[float, ...]]:
             lr=1e-3, total_steps=STEPS, optim_batch_size=ROWS, schedule="cosine", warmup_steps=2, micro_batch_tokens=40
         )
         learner = Learner(policy, loss, settings, pad_token_id=0, dump_dir=dump_dir)
-        turns = [scripted_rows(step) for step in range(STEPS)]
-        for rows in turns:  # engine and reference lie near the first policy
+        steps = [scripted_rows(step) for step in range(STEPS)]
+        for rows in steps:  # engine and reference lie near the first policy
             for row, own in learner.scored(rows):
                 row.set(keys.LOG_PROBS, own + row[keys.LOG_PROBS]).set(
                     keys.REF_LOG_PROBS, own + row[keys.REF_LOG_PROBS]
                 )
-        updates = [learner.update(lazy_stack(rows)) for rows in turns]
+        updates = [learner.update(lazy_stack(rows)) for rows in steps]
     return [
         (found["loss/objective"] + found["loss/kl"], found["grad_norm"], found["kl"], found["ess"]) for found in updates
     ]

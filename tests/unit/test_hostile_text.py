@@ -70,7 +70,9 @@ TASKS: dict[str, Callable[[], tuple[Task, tuple[Example, ...]]]] = {  # a task, 
     "calculator": lambda: read(CalculatorTask(), {"answer": "10307"}),
 }
 
-LAWS: dict[str, Callable[[Score], bool]] = {  # of every score, for some tasks; a reply is short and repeats no markup
+INVARIANTS: dict[
+    str, Callable[[Score], bool]
+] = {  # of every score, for some tasks; a reply is short and repeats no markup
     "reasoning": lambda score: -1 <= score.terms["thinking"] <= 0 <= score.terms["format"] <= 1,
     "countdown": lambda score: score.success or (len(said(score)) < 200 and "<|im_end|>" not in said(score)),
     "calculator": lambda score: len(said(score)) < 60,
@@ -144,7 +146,7 @@ def grade(name: str, count: int, seed: int) -> tuple[float, str]:
         assert set(score.terms) == set(task.term_weights)
         assert all(value is None or math.isfinite(value) for value in score.terms.values())
         assert score.error is None
-        assert name not in LAWS or LAWS[name](score), (seed, text[:200])
+        assert name not in INVARIANTS or INVARIANTS[name](score), (seed, text[:200])
         json.dumps(dict(score.info))
     return worst
 

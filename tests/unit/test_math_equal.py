@@ -1,4 +1,4 @@
-"""Laws of the comparison of mathematical answers: random ones, what is written around them, hostile ones."""
+"""Invariants of the comparison of mathematical answers: random ones, what is written around them, hostile ones."""
 
 from __future__ import annotations
 

@@ -163,7 +163,9 @@ def sizes_of(batch: Any) -> list[tuple[str, int]]:
     return [(names[0], len(names)) for names in found.values()]
 
 
-@pytest.mark.parametrize("options", [{"lockstep": True}, {"max_policy_age": 1}, {"lockstep": True, "refill": True}])
+@pytest.mark.parametrize(
+    "options", [{"synchronous": True}, {"max_policy_age": 1}, {"synchronous": True, "refill": True}]
+)
 def test_a_batch_counts_groups_and_each_has_its_tasks_size(options: dict[str, Any]) -> None:
     source = source_of(**options)
     for version in range(3):
@@ -173,11 +175,11 @@ def test_a_batch_counts_groups_and_each_has_its_tasks_size(options: dict[str, An
         assert all(size == SIZES[name] for name, size in found)
         if "refill" not in options:  # which takes what has variance
             assert sorted(name for name, _ in found) == ["few", "few", "many"]
-        flat, start = 0, 0
+        zero, start = 0, 0
         for _, size in found:
             rewards = {float(row[keys.REWARD]) for row in batch.unbind(0)[start : start + size]}
-            flat, start = flat + (len(rewards) == 1), start + size
-        assert source.metrics()["groups/zero_signal"] == flat
+            zero, start = zero + (len(rewards) == 1), start + size
+        assert source.metrics()["groups/zero_advantage"] == zero
         source.engine.update_weights([], version + 1)
         source.release(batch)
 

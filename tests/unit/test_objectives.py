@@ -1,4 +1,4 @@
-"""Laws of GRPOLoss, plain Python loops in float64 as its reference, and what it accepts, refuses and says."""
+"""Invariants of GRPOLoss, plain Python loops in float64 as its reference, and what it accepts, refuses and says."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def hand_batch(behaviour: list[float], advantage: float) -> TensorDict:
     )
 
 
-# ---------------------------------------------------------------------------------------------------- laws
+# ---------------------------------------------------------------------------------------------------- invariants
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,4 +1,4 @@
-"""Laws of the glossary and of the record: what was written is what is read, whatever was killed."""
+"""Invariants of the glossary and of the record: what was written is what is read, whatever was killed."""
 
 from __future__ import annotations
 

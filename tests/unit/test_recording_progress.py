@@ -1,4 +1,4 @@
-"""Laws of the progress line, in a terminal, a file and a notebook, and of the closing table."""
+"""Invariants of the progress line, in a terminal, a file and a notebook, and of the closing table."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SHOWN = {"reward": 0.614, "success": 0.57, "kl": 0.00204, "tokens_per_s": 4209.7
 def test_the_line_reads_as_promised_with_the_time_left_by_the_mean_turn():
     now = iter([0.0, 3.0, 6.2916667])
     progress = Progress(60, first_step=10, stream=io.StringIO(), clock=lambda: next(now))
-    assert progress.update(11, {}) == "step 11/60  ETA 2:27"  # 49 turns of 3 s
-    line = progress.update(12, SHOWN)  # 48 turns of 3.1458 s = 151 s
+    assert progress.update(11, {}) == "step 11/60  ETA 2:27"  # 49 steps of 3 s
+    line = progress.update(12, SHOWN)  # 48 steps of 3.1458 s = 151 s
     assert line == "step 12/60  reward 0.61  success 57 %  kl 0.002  4,210 tok/s  ETA 2:31"
 
 
@@ -37,7 +37,7 @@ def test_the_time_left_forgets_a_slow_start():
     for done in range(2, 41):
         time += 2.0
         line = progress.update(done, {})
-    assert line.endswith("ETA 2:00")  # 60 turns of 2 s: the thousand seconds of the first have left the window
+    assert line.endswith("ETA 2:00")  # 60 steps of 2 s: the thousand seconds of the first have left the window
 
 
 def test_what_was_not_measured_is_left_out():
@@ -144,12 +144,12 @@ class Cell:
         self.messages += 1
 
 
-def test_fast_turns_are_drawn_four_times_a_second_and_the_last_one_stays() -> None:
+def test_fast_steps_are_drawn_four_times_a_second_and_the_last_one_stays() -> None:
     cell, now = Cell(), 0.0
     line = NotebookLine(cell.display, clock=lambda: now)
-    for turn in range(1, 101):
+    for step in range(1, 101):
         now += 0.01  # a second in all
-        line.show(f"step {turn}")
+        line.show(f"step {step}")
     assert cell.messages == 4
     line.close()
     line.close()
@@ -168,8 +168,8 @@ def test_the_progress_of_a_run_takes_that_line(monkeypatch: Any) -> None:
     monkeypatch.setattr(step_log, "NotebookLine", lambda: NotebookLine(cell.display))
     stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
     with Progress(3, stream=stream) as shown:
-        for turn in (1, 2, 3):
-            shown.update(turn, {"reward": 0.5})
+        for step in (1, 2, 3):
+            shown.update(step, {"reward": 0.5})
     assert stream.getvalue() == ""
     assert len(cell.shown) == 1
     assert cell.shown[0].startswith("step 3/3  reward 0.50")

@@ -1,4 +1,4 @@
-"""Laws of the sinks: a copy never prompts, never ends training, and a resumed run continues it."""
+"""Invariants of the sinks: a copy never prompts, never ends training, and a resumed run continues it."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def in_threads() -> Iterator[ThreadLauncher]:
 
 
 def written_here(model: torch.nn.Module, groups: list[list[TensorDictBase]], coeff: float | None = None):
-    """Copies of the rows after the transform of the lockstep loop, all in one batch."""
+    """Copies of the rows after the transform of the synchronous loop, all in one batch."""
     copies = [row.clone() for rows in groups for row in rows]
     here = FrozenReference(deepcopy(model), temperature=0.7)
     ReferenceKL(here, in_reward_coeff=coeff, pad_token_id=0, token_budget=1000)(lazy_stack(copies))

@@ -91,7 +91,7 @@ def test_a_replay_gives_the_losses_and_the_gradient_norm_of_the_run(name: str, t
 
 
 @pytest.mark.parametrize("preset", ["reinforce_pp", "cispo"])
-def test_turn_0_under_another_preset_is_that_of_a_run_under_it(preset: str, plain: Path, tmp_path: Path) -> None:
+def test_step_0_under_another_preset_is_that_of_a_run_under_it(preset: str, plain: Path, tmp_path: Path) -> None:
     """Before the first step all runs of a seed have the same responses."""
     other = run(
         *(tmp_path / "other", f"algorithm={preset}", "train.optim_batch_size=8"),
@@ -106,7 +106,7 @@ def test_turn_0_under_another_preset_is_that_of_a_run_under_it(preset: str, plai
     assert found["agrees"]
 
 
-def test_what_stands_in_the_turn_is_what_the_run_saw(plain: Path) -> None:
+def test_what_stands_in_the_step_is_what_the_run_saw(plain: Path) -> None:
     tokenizer = load_tokenizer("tiny")
     for path, row in zip(stored_steps(plain), metrics(plain), strict=True):
         stored = read_step(path)
@@ -120,7 +120,7 @@ def test_what_stands_in_the_turn_is_what_the_run_saw(plain: Path) -> None:
             if assistant
         ]
         assert len(said) == round(row["response_tokens/mean"] * 16)
-        assert max(abs(gap) for gap, _ in said) < 1e-4  # in lockstep the behaviour policy is the policy before the step
+        assert max(abs(gap) for gap, _ in said) < 1e-4  # synchronous, the behaviour policy is that before the step
         assert min(entropy for _, entropy in said) >= 0
         for sample, row_td in zip(stored.samples, stored.rows, strict=True):
             assert "".join(sample["pieces"]) == tokenizer.decode(row_td.get(keys.RESPONSE_TOKENS))

@@ -61,7 +61,7 @@ def test_metrics_of_tools_have_titles_and_sentences_in_a_mixture_too() -> None:
 
 
 def test_errors_by_hand() -> None:
-    """64 responses per turn: 0.4 / 8, and sqrt(0.25 * 0.75 / 64)."""
+    """64 responses per step: 0.4 / 8, and sqrt(0.25 * 0.75 / 64)."""
     row = {"step": 3, "dialog_turns": 256, "reward": 0.5, "reward/std": 0.4, "success": 0.25, "truncated": 0.0}
     found = curves(run_of(row | {"eval/accuracy": 0.5, "eval/stderr": 0.03}))["errors"]
     assert found["reward"]["v"] == [0.05]
@@ -75,7 +75,7 @@ def test_no_error_without_the_number_of_responses() -> None:
     assert curves(run_of({"step": 0, "reward": 0.5, "reward/std": 0.4, "success": 0.5}))["errors"] == {}
 
 
-def test_what_most_turns_lack_is_kept_by_place() -> None:
+def test_what_most_steps_lack_is_kept_by_place() -> None:
     rows = [{"step": step, "reward": step / 8, "kl": None} for step in range(8)]
     rows[6]["eval/accuracy"] = 0.5
     found = curves(run_of(*rows))["columns"]
@@ -93,7 +93,7 @@ def test_the_x_axes() -> None:
     assert found["seconds"] == [2, 4, 6, 7]
 
 
-def test_thinning_keeps_evaluations_the_last_turn_and_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thinning_keeps_evaluations_the_last_step_and_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"step": step, "reward": 0.5, "time/step_s": 1.0} for step in range(12)]
     rows[5]["eval/accuracy"] = 0.5
     monkeypatch.setattr(module, "NUMBERS", 9)  # 12 rows of 3 metrics: every fourth stays

@@ -48,8 +48,8 @@ def damage(run_dir: Path, name: str, rng: random.Random) -> None:
 def test_a_run_with_an_odd_file_does_not_cost_the_others_their_page(tmp_path: Path, name: str) -> None:
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
-    sound, damaged = write_run(tmp_path / "sweep" / "0", turns=2, groups=2), tmp_path / "sweep" / "1"
-    whole = write_run(tmp_path / "whole", turns=2, groups=2, finished=rng.random() < 0.5)
+    sound, damaged = write_run(tmp_path / "sweep" / "0", steps=2, groups=2), tmp_path / "sweep" / "1"
+    whole = write_run(tmp_path / "whole", steps=2, groups=2, finished=rng.random() < 0.5)
     checks = [{"name": "ratio", "passed": True, "sentence": "it is 1", "seconds": 0.25}]
     (whole / "gate.json").write_text(json.dumps({"mode": "warn", "checks": checks}))
     (whole / "failure.json").write_text(json.dumps({"reason": "it failed"}))

@@ -28,8 +28,8 @@ DIALOG = {
 
 def test_a_group_of_dialogs_has_their_turns_and_its_prompts(tmp_path: Path) -> None:
     """Where the tokens are stored they are the text, and the turns say how many each has."""
-    fields = lambda turn, *_: {"dialog": DIALOG, "task": "tools"} if turn else {}  # noqa: E731
-    run_dir = write_run(tmp_path, turns=3, groups=2, stored=[2], fields=fields)
+    fields = lambda step, *_: {"dialog": DIALOG, "task": "tools"} if step else {}  # noqa: E731
+    run_dir = write_run(tmp_path, steps=3, groups=2, stored=[2], fields=fields)
     groups = [json.loads(text) for text in choose_groups(read_run(run_dir), 1_000_000).encoded]
     old, plain, stored = groups[0], groups[2], groups[4]
     assert "turns" not in old

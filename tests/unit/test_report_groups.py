@@ -26,7 +26,7 @@ def chosen(run_dir: Path, budget: int) -> tuple[list[dict[str, Any]], Any]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 10, 1000])
-def test_every_turn_has_its_place_in_the_order(count: int) -> None:
+def test_every_step_has_its_place_in_the_order(count: int) -> None:
     assert sorted(spread(count)) == list(range(count))
 
 
@@ -37,38 +37,38 @@ def test_the_first_of_the_order_are_evenly_spread(taken: int) -> None:
 
 
 def test_everything_is_shown_where_it_fits(tmp_path: Path) -> None:
-    groups, found = chosen(write_run(tmp_path, turns=5, groups=3), 1_000_000)
+    groups, found = chosen(write_run(tmp_path, steps=5, groups=3), 1_000_000)
     assert [(group["step"], group["id"]) for group in groups] == [(i // 3, i) for i in range(15)]
     assert found.total == 15
     assert found.ages == [
         (0, 3 * 5),
         (1, 2 * 5),
-    ]  # two, two and one a turn; odd ones are a version old
+    ]  # two, two and one a step; odd ones are a version old
     zero, cut, plain = groups[:3]
     assert (zero["zero"], zero["cut"], len(zero["samples"])) == (True, False, 1)
     assert (cut["zero"], cut["cut"], len(cut["samples"])) == (False, True, 2)
     assert plain["samples"][0]["terms"] == {"correct": 1}
 
 
-def test_a_small_page_has_the_newest_turn_the_first_and_the_middle(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, turns=101, groups=8)
+def test_a_small_page_has_the_newest_step_the_first_and_the_middle(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, steps=101, groups=8)
     whole = sum(len(json.dumps(group)) for group in chosen(run_dir, 10_000_000)[0])
     groups, found = chosen(run_dir, whole // 20)
-    turns = sorted({group["step"] for group in groups})
-    assert {0, 50, 100} <= set(turns)
-    assert max(b - a for a, b in pairwise(turns)) <= 25
+    steps = sorted({group["step"] for group in groups})
+    assert {0, 50, 100} <= set(steps)
+    assert max(b - a for a, b in pairwise(steps)) <= 25
     assert found.total == 808
     assert len(groups) < 80
 
 
 def test_a_group_too_large_for_the_page_does_not_end_it(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, turns=3, response=lambda turn, *_: "a" * (19_000 if turn == 2 else 5))
+    run_dir = write_run(tmp_path, steps=3, response=lambda step, *_: "a" * (19_000 if step == 2 else 5))
     groups, _ = chosen(run_dir, 9_000)
     assert {group["step"] for group in groups} == {0, 1}
 
 
 def test_lines_in_another_form_are_found_too(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, turns=4)
+    run_dir = write_run(tmp_path, steps=4)
     quick = scan(run_dir / ROLLOUTS_FILE)
     rows = [json.loads(line) for line in (run_dir / ROLLOUTS_FILE).read_text().splitlines()]
     lines = [json.dumps(dict(reversed(row.items()))) + "\n" for row in rows]
@@ -78,8 +78,8 @@ def test_lines_in_another_form_are_found_too(tmp_path: Path) -> None:
     assert quick.ages == slow.ages
 
 
-def test_stored_turns_show_all_samples_with_their_tokens(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, turns=6, groups=2, siblings=4, stored=[0, 4])
+def test_stored_steps_show_all_samples_with_their_tokens(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, steps=6, groups=2, siblings=4, stored=[0, 4])
     groups, found = chosen(run_dir, 1_000_000)
     whole = [group for group in groups if group["whole"]]
     assert found.stored == [0, 4]
@@ -124,7 +124,7 @@ def test_a_very_long_response_keeps_its_ends() -> None:
     assert found["entropy"] == [*range(2500), *range(9500, 10_000)]
 
 
-def test_a_damaged_stored_turn_is_left_out_and_the_rest_is_shown(tmp_path: Path) -> None:
+def test_a_damaged_stored_step_is_left_out_and_the_rest_is_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", stored=(0, 4, 8))
     stored = sorted((run / "steps").glob("step_*.pt"))
     before = choose_groups(read_run(run), 1 << 24).stored

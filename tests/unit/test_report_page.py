@@ -54,7 +54,7 @@ def page_of(*runs: Path, out: Path) -> tuple[Reader, dict[str, Any]]:
 
 
 def test_hostile_text_is_data_and_nothing_else(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, turns=4, response=lambda turn, group, sample: HOSTILE[turn])
+    run_dir = write_run(tmp_path, steps=4, response=lambda step, group, sample: HOSTILE[step])
     reader, data = page_of(run_dir, out=tmp_path / "report.html")
     assert len(reader.scripts) == 3
     assert not reader.addresses
@@ -83,7 +83,7 @@ def test_a_page_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_page_of_a_run_that_is_being_written(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, turns=3, finished=False)
+    run_dir = write_run(tmp_path, steps=3, finished=False)
     with (run_dir / ROLLOUTS_FILE).open("a") as file:
         file.write('{"step": 3, "group_id": 9, "rew')
     _, data = page_of(run_dir, out=tmp_path / "report.html")
@@ -124,10 +124,10 @@ def test_seeds_of_one_config_are_found(tmp_path: Path) -> None:
     assert seeds_of_one_config(runs) == [[0, 2], [1]]
 
 
-def test_a_thousand_turns_of_three_runs_stay_under_ten_megabytes(tmp_path: Path) -> None:
-    """Every turn is in the curves; of the groups, what fits."""
+def test_a_thousand_steps_of_three_runs_stay_under_ten_megabytes(tmp_path: Path) -> None:
+    """Every step is in the curves; of the groups, what fits."""
     runs = [
-        write_run(tmp_path / str(seed), turns=1000, groups=1, seed=seed, response=lambda *_: "words " * 400)
+        write_run(tmp_path / str(seed), steps=1000, groups=1, seed=seed, response=lambda *_: "words " * 400)
         for seed in range(3)
     ]
     _, data = page_of(*runs, out=tmp_path / "report.html")
@@ -175,7 +175,7 @@ def test_mistakes_are_one_sentence(
     sentence: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_run(Path("run"), turns=1)
+    write_run(Path("run"), steps=1)
     code, said = told(["report", *arguments], capsys)
     assert code == 2
     assert sentence in said
@@ -201,8 +201,8 @@ def test_pages_cost_a_run_half_a_percent_and_the_last_one(tmp_path: Path) -> Non
 
     (tmp_path / METRICS_FILE).write_text("one line\n")
     report = TrainingReport(tmp_path, write=write, clock=clock)
-    for turn in range(200):
-        clock.now = max(clock.now, 10.0 * turn)
+    for step in range(200):
+        clock.now = max(clock.now, 10.0 * step)
         report.checkpoint()
     assert all(0.3 * count <= 0.005 * (began + 0.3) for count, began in enumerate(written, 1))
     assert len(written) > 20

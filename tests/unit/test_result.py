@@ -1,4 +1,4 @@
-"""A run directory as frames: which line is a turn, which an evaluation, and what is not there."""
+"""A run directory as frames: which line is a step, which an evaluation, and what is not there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from sota_grpo import Result, UserError
 from sota_grpo.policy.load import load_model, load_tokenizer, save_hf
+from sota_grpo.report.data import read_run
 
 LINES = [
     {"step": 0, "eval/accuracy": 0.25, "eval/num_samples": 8},
@@ -30,7 +31,7 @@ def write(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_turns_and_evaluations_are_two_tables(run_dir: Path) -> None:
+def test_steps_and_evaluations_are_two_tables(run_dir: Path) -> None:
     result = Result(str(run_dir))
     assert result.metrics["reward"].to_dict() == {0: 0.1, 1: 0.3}
     assert result.metrics["kl"].isna().to_dict() == {0: True, 1: False}
@@ -45,7 +46,13 @@ def test_a_run_that_is_training_is_read_up_to_its_last_whole_line(run_dir: Path)
     assert result.metrics["reward"].to_dict() == {0: 0.1, 1: 0.3, 2: 0.5}
 
 
-def test_before_the_first_turn_every_table_is_empty(run_dir: Path) -> None:
+def test_a_metric_of_an_older_run_has_its_name_of_today(run_dir: Path) -> None:
+    write(run_dir / "metrics.jsonl", [{"step": 0, "groups/zero_signal": 3}, {"step": 1, "groups/zero_advantage": 2}])
+    assert Result(run_dir).metrics["groups/zero_advantage"].to_dict() == {0: 3, 1: 2}
+    assert [row["groups/zero_advantage"] for row in read_run(run_dir).rows] == [3, 2]
+
+
+def test_before_the_first_step_every_table_is_empty(run_dir: Path) -> None:
     write(run_dir / "metrics.jsonl", [])
     result = Result(run_dir)
     assert [len(table) for table in (result.metrics, result.evaluations, result.rollouts)] == [0, 0, 0]

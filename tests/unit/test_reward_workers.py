@@ -56,11 +56,11 @@ def moods(num_groups: int, **at: tuple[int, int]):
     return lambda request, index: says.get((request.group_id % num_groups, index), f"say {request.group_id + index}")
 
 
-def test_training_in_lockstep_goes_on_and_counts_what_failed(env: TaskEnv, pool: GradingPool, tmp_path: Path) -> None:
+def test_training_in_sync_goes_on_and_counts_what_failed(env: TaskEnv, pool: GradingPool, tmp_path: Path) -> None:
     engine = make_saying(env, moods(4, spin=(1, 2), crash=(3, 0)))
     transforms = [("score", GroupAdvantage())]
     source = RolloutSource(
-        Rollouts(env, engine), SAMPLING, num_groups=4, lockstep=True, transforms=transforms, seed=SEED
+        Rollouts(env, engine), SAMPLING, num_groups=4, synchronous=True, transforms=transforms, seed=SEED
     )
     learner, batches = make_subject(tmp_path).learner, []
     done = run(
@@ -71,7 +71,7 @@ def test_training_in_lockstep_goes_on_and_counts_what_failed(env: TaskEnv, pool:
         first_step=0,
         num_steps=2,
         before=lambda step: None,
-        after=lambda turns: True,
+        after=lambda steps: True,
     )
     assert done == 2
     for batch, update, metrics in batches:

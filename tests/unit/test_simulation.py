@@ -94,14 +94,14 @@ def test_no_scenario_exceeds_the_age_and_shares_are_shares(env_of: Callable) -> 
         assert found.most_in_flight == (scenario.max_policy_age + 1) * scenario.num_groups, scenario
 
 
-def test_without_a_tail_lockstep_is_the_sum_and_age_1_the_larger_of_both(env_of: Callable) -> None:
+def test_without_a_tail_sync_is_the_sum_and_age_1_the_larger_of_both(env_of: Callable) -> None:
     """Sigma 0, 8 places, 8 groups of 16 tokens of 0.02 s: 0.32 s to sample, 0.16 s to learn."""
     options = {"num_workers": 2, "groups_per_worker": 4, "num_groups": 8, "sigma": 0.0, "generation_ratio": 2.0}
-    lockstep = Simulation(env_of(), Scenario(max_policy_age=0, num_steps=8, **options)).run()
+    synchronous = Simulation(env_of(), Scenario(max_policy_age=0, num_steps=8, **options)).run()
     ahead = Simulation(env_of(), Scenario(max_policy_age=1, num_steps=8, **options)).run()
-    assert lockstep.step_s == pytest.approx(0.48)
-    assert lockstep.learner_idle == pytest.approx(2 / 3)
-    assert lockstep.worker_idle == pytest.approx(1 / 3)
+    assert synchronous.step_s == pytest.approx(0.48)
+    assert synchronous.learner_idle == pytest.approx(2 / 3)
+    assert synchronous.worker_idle == pytest.approx(1 / 3)
     assert ahead.step_s == pytest.approx(0.32)
     assert ahead.worker_idle == pytest.approx(0.0, abs=1e-9)
 

@@ -1,4 +1,4 @@
-"""The source: lockstep's batches at age 0, the age bound at any other, every prompt exactly once."""
+"""The source: synchronous batches at age 0, the age bound at any other, every prompt exactly once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty
 from sota_grpo.source.admission import Group, Refill
 from sota_grpo.source.collector import RolloutCollector
 from sota_grpo.source.rollouts import Rollouts
-from sota_grpo.source.source import RolloutSource, constant_rows
+from sota_grpo.source.source import RolloutSource, zero_advantage_rows
 from sota_grpo.stopping import Interrupted
 from sota_grpo.training.checkpoint import CheckpointStore
 from tests.l3_parts import make_env
@@ -111,10 +111,10 @@ class Rig:
             },
         )
 
-    def turn(self, version: int, *, choose: Callable[[], None] | None = None, ahead: int = 0):
-        """One turn of the loop; ``ahead`` more groups finish while the learner learns."""
+    def step(self, version: int, *, choose: Callable[[], None] | None = None, ahead: int = 0):
+        """One step of the loop; ``ahead`` more groups finish while the learner learns."""
         while not self.source.is_ready():
-            if not self.source.handle_events():  # flat groups that stay are handled without anything finishing
+            if not self.source.handle_events():  # groups that stay are handled without anything finishing
                 (choose or self.desk.finish_any)()
         batch = self.source.next_batch(version)
         for _ in range(min(ahead, len(self.desk.open))):
@@ -133,76 +133,79 @@ def ids(batch) -> list[int]:
     return found[::REPEATS]
 
 
-def in_lockstep(*, right: float, seed: int, **options) -> RolloutSource:
+def synchronous_source(*, right: float, seed: int, **options) -> RolloutSource:
     """Over a real engine, which the source drives."""
     env = small_env()
     rollouts = Rollouts(env, random_engine(env, right=right, seed=seed))
     return RolloutSource(
-        rollouts, SAMPLING, lockstep=True, transforms=[("score", GroupAdvantage())], seed=seed, **options
+        rollouts, SAMPLING, synchronous=True, transforms=[("score", GroupAdvantage())], seed=seed, **options
     )
 
 
-def lockstep(*, right: float, seed: int, turns: int, num_groups: int, refill: bool, max_draws: int) -> list:
-    """(batch, metrics) of each turn, by hand: rounds of collections, until none of the groups is flat."""
+def synchronous_batches(*, right: float, seed: int, steps: int, num_groups: int, refill: bool, max_draws: int) -> list:
+    """(batch, metrics) of each step, by hand: rounds of collections, until no group is a zero-advantage one."""
     env = small_env()
     engine = random_engine(env, right=right, seed=seed)
     collector = RolloutCollector(env, engine, sampling=SAMPLING, dialog_turns_per_batch=REPEATS, seed=seed)
     found = []
-    for version in range(turns):
+    for version in range(steps):
         engine.version = version
-        kept, flat = [], []
+        kept, zero = [], []
         for _ in range(max_draws if refill else 1):
             if len(kept) == num_groups * REPEATS:
                 break
             rows = collector.collect(num_groups - len(kept) // REPEATS)
-            alike = [refill and each for each in constant_rows(rows)]
+            alike = [refill and each for each in zero_advantage_rows(rows)]
             kept += itertools.compress(rows, [not each for each in alike])
-            flat += itertools.compress(rows, alike)
+            zero += itertools.compress(rows, alike)
         missing = num_groups * REPEATS - len(kept)
-        kept = sorted(kept + flat[len(flat) - missing :], key=lambda row: int(row.get(keys.GROUP_ID)))
+        kept = sorted(kept + zero[len(zero) - missing :], key=lambda row: int(row.get(keys.GROUP_ID)))
         batch = GroupAdvantage()(lazy_stack(kept))
         counts = {
-            "groups/refilled": (len(flat) - missing) // REPEATS,
-            "groups/zero_signal": sum(constant_rows(kept)) // REPEATS,
+            "groups/refilled": (len(zero) - missing) // REPEATS,
+            "groups/zero_advantage": sum(zero_advantage_rows(kept)) // REPEATS,
         }
         found.append((batch, counts))
     return found
 
 
 def require_equal(batches: list, expected: list, context: str) -> None:
-    for turn, (batch, (other, _)) in enumerate(zip(batches, expected)):
-        assert ids(batch) == ids(other), f"{context}, turn {turn}"
-        assert all(same(one, two) for one, two in zip(batch.unbind(0), other.unbind(0))), f"{context}, turn {turn}"
+    for step, (batch, (other, _)) in enumerate(zip(batches, expected)):
+        assert ids(batch) == ids(other), f"{context}, step {step}"
+        assert all(same(one, two) for one, two in zip(batch.unbind(0), other.unbind(0))), f"{context}, step {step}"
 
 
 @pytest.mark.parametrize("refill", [False, True])
-def test_at_age_0_the_batches_are_those_of_lockstep_bit_for_bit(refill: bool) -> None:
+def test_at_age_0_the_batches_are_those_of_sync_bit_for_bit(refill: bool) -> None:
     for _ in range(12):
         seed, right = random.getrandbits(30), random.choice([0.0, 0.05, 0.2, 0.5, 0.9, 1.0])
         num_groups, max_draws = random.randint(1, 6), random.randint(1, 4)
         context = f"seed {seed}, right {right}, num_groups {num_groups}, max_draws {max_draws}"
         chosen = {"right": right, "seed": seed, "num_groups": num_groups, "refill": refill, "max_draws": max_draws}
-        expected = lockstep(turns=4, **chosen)
+        expected = synchronous_batches(steps=4, **chosen)
         rig = Rig(**chosen)
-        driven = in_lockstep(**chosen)
+        driven = synchronous_source(**chosen)
         found: list[list] = [[], []]
-        for turn, (_, metrics) in enumerate(expected):
-            found[0].append(rig.turn(turn))
-            driven.engine.version = turn
-            found[1].append(driven.next_batch(turn))
+        for step, (_, metrics) in enumerate(expected):
+            found[0].append(rig.step(step))
+            driven.engine.version = step
+            found[1].append(driven.next_batch(step))
             for source in (rig.source, driven):
-                for name in ("groups/refilled", "groups/zero_signal"):
-                    assert source.metrics()[name] == metrics[name], f"{name}: {context}, turn {turn}"
+                for name in ("groups/refilled", "groups/zero_advantage"):
+                    assert source.metrics()[name] == metrics[name], f"{name}: {context}, step {step}"
             driven.release(found[1][-1])
         for batches in found:
             require_equal(batches, expected, context)
         assert sorted(rig.desk.asked) == list(range(len(rig.desk.asked)))
 
 
-def test_lockstep_and_workers_continue_each_other() -> None:
-    """A run in lockstep may go on with workers, and back, prompts and seeds the same; the old form of a state too."""
+def test_sync_and_workers_continue_each_other() -> None:
+    """A synchronous run may go on with workers, and back, prompts and seeds the same; the old form of a state too."""
     seed = random.randrange(10**6)
-    whole = [batch for batch, _ in lockstep(right=0.5, seed=seed, turns=8, num_groups=4, refill=False, max_draws=1)]
+    whole = [
+        batch
+        for batch, _ in synchronous_batches(right=0.5, seed=seed, steps=8, num_groups=4, refill=False, max_draws=1)
+    ]
     found = []
 
     def go_on(source: RolloutSource, version: int) -> dict:
@@ -211,27 +214,27 @@ def test_lockstep_and_workers_continue_each_other() -> None:
         source.release(found[-1])
         return source.state_dict()
 
-    state = go_on(in_lockstep(right=0.5, seed=seed, num_groups=4), 0)
+    state = go_on(synchronous_source(right=0.5, seed=seed, num_groups=4), 0)
     for version in (1, 3):
         rig = Rig(right=0.5, seed=seed)
         rig.source.load_state_dict(state)
         rig.engine.version = version
-        found.append(rig.turn(version))
-        source = in_lockstep(right=0.5, seed=seed, num_groups=4)
+        found.append(rig.step(version))
+        source = synchronous_source(right=0.5, seed=seed, num_groups=4)
         source.load_state_dict(rig.source.state_dict())
         state = go_on(source, version + 1)
-    old = in_lockstep(right=0.5, seed=seed, num_groups=4)
+    old = synchronous_source(right=0.5, seed=seed, num_groups=4)
     old.env.stream.draw(20)
-    source = in_lockstep(right=0.5, seed=seed, num_groups=4)
+    source = synchronous_source(right=0.5, seed=seed, num_groups=4)
     source.load_state_dict({"stream": old.env.stream.state_dict(), "collected": 60})
     go_on(source, 5)
     assert [ids(batch) for batch in found] == [ids(batch) for batch in whole[:6]]
 
 
 @pytest.mark.parametrize("max_policy_age", [0, 2])
-def test_in_lockstep_nothing_is_asked_for_beside_the_learner_and_a_batch_together(max_policy_age: int) -> None:
+def test_in_sync_nothing_is_asked_for_beside_the_learner_and_a_batch_together(max_policy_age: int) -> None:
     calls: list[int] = []
-    source = in_lockstep(
+    source = synchronous_source(
         right=0.3,
         seed=random.getrandbits(30),
         num_groups=5,
@@ -254,12 +257,12 @@ def test_in_lockstep_nothing_is_asked_for_beside_the_learner_and_a_batch_togethe
 
 
 @pytest.mark.parametrize("stage", ["sample", "grade"])
-def test_in_lockstep_replacements_are_asked_for_together_once_the_last_group_is_graded(stage: str) -> None:
-    """All four groups are flat; engine or grader are late for group 0, and what replaces the others waits for it."""
+def test_in_sync_replacements_are_asked_for_together_once_the_last_group_is_graded(stage: str) -> None:
+    """All four groups are zero-advantage ones; one is late, and what replaces the others waits for it."""
     calls: list[int] = []
     late: list[tuple[Future, Future]] = []
     looks = itertools.count()
-    source = in_lockstep(right=0.0, seed=random.getrandbits(30), num_groups=4, refill=True, max_draws=2)
+    source = synchronous_source(right=0.0, seed=random.getrandbits(30), num_groups=4, refill=True, max_draws=2)
     start, local = source.engine._start, source.env.grader
     source.engine._start = lambda tickets, *rest: calls.append(len(tickets)) or start(tickets, *rest)
 
@@ -321,14 +324,14 @@ def test_no_order_of_finishing_exceeds_the_age(max_policy_age: int) -> None:
             return take(request, sampling)
 
         rig.desk.submit = ask
-        for turn in range(12):
-            batch = rig.turn(turn, choose=mixed(rig, admitted), ahead=random.randint(0, 6))
+        for step in range(12):
+            batch = rig.step(step, choose=mixed(rig, admitted), ahead=random.randint(0, 6))
             for row in batch.unbind(0):
                 versions = row.get(keys.TOKEN_VERSION)[row.get(keys.ASSISTANT_MASK)]
                 assert int(row.get(keys.POLICY_VERSION)) == versions.min()
                 assert admitted[int(row.get(keys.GROUP_ID))] <= versions.min()
-                assert versions.max() <= turn
-                worst = max(worst, turn - int(versions.min()))
+                assert versions.max() <= step
+                worst = max(worst, step - int(versions.min()))
     assert worst == max_policy_age
 
 
@@ -336,16 +339,16 @@ def test_a_token_above_the_age_is_refused() -> None:
     rig = Rig()
     rig.engine.version = -1  # an engine that serves older weights than it says
     with pytest.raises(RuntimeError, match="policy version -1 arrived at version 0"):
-        rig.turn(0)
+        rig.step(0)
 
 
 def test_a_batch_waits_for_the_oldest_group_while_younger_ones_are_finished() -> None:
-    """K = 2, age 1: four slots. Groups 0..3 are admitted at version 0, 4 and 5 at version 1, so turn 1 needs two of
-    the four; when 0 has not finished, turn 1 takes 3, and turn 2 waits for 0 although 4 and 5 are there."""
+    """K = 2, age 1: four slots. Groups 0..3 are admitted at version 0, 4 and 5 at version 1, so step 1 needs two of
+    the four; when 0 has not finished, step 1 takes 3, and step 2 waits for 0 although 4 and 5 are there."""
     rig = Rig(num_groups=2, max_policy_age=1)
     rig.source.is_ready()
     script = iter([1, 2, 3])
-    assert ids(rig.turn(0, choose=lambda: rig.desk.finish(next(script)))) == [1, 2]
+    assert ids(rig.step(0, choose=lambda: rig.desk.finish(next(script)))) == [1, 2]
     assert rig.desk.asked == [0, 1, 2, 3, 4, 5]
     for group_id in (3, 4, 5):
         rig.desk.finish(group_id)
@@ -393,8 +396,8 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
         "seed": random.getrandbits(30),
     }
     rig, trained, replaced, kept = Rig(**options), [], 0, 0
-    turns = 14
-    for turn in range(turns):
+    steps = 14
+    for step in range(steps):
         while not rig.source.is_ready():
             if random.random() < 0.2:
                 finished = len(rig.source._slots.buffer)
@@ -404,10 +407,10 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
                 continue
             if not rig.source.handle_events():
                 rig.desk.finish_any()
-        batch = rig.source.next_batch(turn)
+        batch = rig.source.next_batch(step)
         trained += [(batch, rig.source.metrics())]
         replaced += rig.source.metrics()["groups/refilled"]
-        rig.engine.version = turn + 1
+        rig.engine.version = step + 1
         if random.random() < 0.3:
             rig = reload(rig, tmp_path, **options)  # a batch that was given out counts as trained
         else:
@@ -429,13 +432,13 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
             assert row[keys.QUERY] == rig.env.stream.example_of(int(row.get(keys.GROUP_ID))).query
     if max_policy_age == 0:
         chosen = {name: options[name] for name in ("right", "seed", "num_groups", "refill", "max_draws")}
-        expected = lockstep(turns=turns, **chosen)
+        expected = synchronous_batches(steps=steps, **chosen)
         require_equal([batch for batch, _ in trained], expected, f"seed {options['seed']}")
 
 
 def test_pending_groups_are_asked_for_first_and_in_order(tmp_path) -> None:
     rig = Rig(num_groups=2, max_policy_age=2)
-    rig.turn(0, ahead=2)
+    rig.step(0, ahead=2)
     pending = sorted(rig.desk.open)
     fresh = reload(rig, tmp_path, num_groups=2, max_policy_age=3)  # a larger age has room for two more
     fresh.source.is_ready()
@@ -448,7 +451,7 @@ def test_a_state_of_another_shape_or_too_late_is_refused() -> None:
         with pytest.raises(UserError, match="resume with the same"):
             Rig(**options).source.load_state_dict(state)
     with pytest.raises(UserError, match="as many devices as it had"):
-        in_lockstep(right=0.5, seed=0, num_groups=4).load_state_dict(state)
+        synchronous_source(right=0.5, seed=0, num_groups=4).load_state_dict(state)
     rig = Rig(max_policy_age=1)
     rig.source.is_ready()
     with pytest.raises(RuntimeError, match="load before the first batch"):
@@ -520,7 +523,7 @@ def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, thr
 
 
 def test_graders_and_reference_work_group_by_group_and_never_on_replaced_groups() -> None:
-    """Groups 0, 1, ... are sent to the reference as they are graded, flat ones not, and rows may be other objects."""
+    """Groups 0, 1, ... are sent to the reference as they are graded, replaced ones not; rows may be other objects."""
     graded: list[str] = []
     referred: list[int] = []
 
@@ -538,7 +541,7 @@ def test_graders_and_reference_work_group_by_group_and_never_on_replaced_groups(
     local = small_env().grader
     seed = random.getrandbits(30)
     rig = Rig(num_groups=3, refill=True, right=0.3, seed=seed, max_draws=50, grade=grade, reference=refer)
-    batch = rig.turn(0)
+    batch = rig.step(0)
     drawn = range(3 + int(rig.source.metrics()["groups/refilled"]))
     assert sorted(graded) == sorted(rig.env.stream.example_of(number).query for number in drawn)
     assert sorted(referred) == ids(batch)
@@ -550,27 +553,27 @@ def test_graders_and_reference_work_group_by_group_and_never_on_replaced_groups(
 def test_draws_beyond_the_bound_keep_flat_groups_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is ever right, four groups, three rounds: 12 draws, and the last four of them are the batch."""
     rig = Rig(refill=True, right=0.0, max_draws=3)
-    assert ids(rig.turn(0)) == [8, 9, 10, 11]
+    assert ids(rig.step(0)) == [8, 9, 10, 11]
     assert "12 draws are spent: 4 groups" in caplog.text
     assert rig.source.metrics()["groups/refilled"] == 8
-    assert rig.source.metrics()["groups/zero_signal"] == 4
+    assert rig.source.metrics()["groups/zero_advantage"] == 4
 
 
 @pytest.mark.parametrize("max_policy_age", [1, 3])
-def test_no_turn_draws_more_than_its_rounds_when_nothing_has_a_signal(max_policy_age: int) -> None:
+def test_no_step_draws_more_than_its_rounds_when_every_group_has_zero_advantage(max_policy_age: int) -> None:
     rig = Rig(refill=True, right=0.0, max_draws=3, num_groups=4, max_policy_age=max_policy_age)
     slots = 4 * (max_policy_age + 1)
     drawn = 0
-    for turn in range(6):
-        rig.turn(turn, ahead=random.randint(0, 8))
+    for step in range(6):
+        rig.step(step, ahead=random.randint(0, 8))
         fresh, drawn = len(rig.desk.asked) - drawn, len(rig.desk.asked)
-        # release() at the end of a turn draws 4 for the next, and may replace what is held over
-        assert fresh <= (slots if turn == 0 else 0) + 2 * 2 * 4 + 4
+        # release() at the end of a step draws 4 for the next, and may replace what is held over
+        assert fresh <= (slots if step == 0 else 0) + 2 * 2 * 4 + 4
 
 
-def test_a_flat_group_of_an_earlier_turn_is_replaced_as_one_of_the_first_round() -> None:
-    """K = 2, age 1, two rounds. Turn 1 draws four groups, turn 2 two more; then group 3 of turn 1 comes out flat: one
-    draw. Its replacement is flat too, of round 1 still: one more. That one is of round 2, the last."""
+def test_a_zero_advantage_group_of_an_earlier_step_is_replaced_as_one_of_the_first_round() -> None:
+    """K = 2, age 1, two rounds. Step 1 draws four groups, step 2 two more; group 3 of step 1 has zero advantage: one
+    draw. Its replacement has zero advantage too, of round 1 still: one more. That one is of round 2, the last."""
     refill = Refill(num_groups=2, slots=4, max_draws=2)
     refill.start_step()
     older = [Group(number, None, 0, *refill.begin_draw()) for number in range(4)]
@@ -584,17 +587,21 @@ def test_a_flat_group_of_an_earlier_turn_is_replaced_as_one_of_the_first_round()
     assert refill.may_draw()
     refill.add(Group(7, None, 1, *refill.replace()), [])
     assert not refill.may_draw()
-    again = Refill(num_groups=2, slots=4, max_draws=2)
-    again.load_state_dict(refill.state_dict(), lambda group_id: None)
-    before, after = ({name: value for name, value in vars(one).items() if name != "_pool"} for one in (refill, again))
-    assert before == after
-    assert [group.group_id for group, _ in again.settle()] == [7]
+    state = refill.state_dict()
+    older_names = {"step": "turn", "num_draws": "_draws"}
+    old = {**state, "counts": {older_names.get(name, name): count for name, count in state["counts"].items()}}
+    old["flat"] = old.pop("zero_draws")
+    for saved in (state, old):
+        again = Refill(num_groups=2, slots=4, max_draws=2)
+        again.load_state_dict(saved, lambda group_id: None)
+        assert {**vars(again), "_pool": None} == {**vars(refill), "_pool": None}
+        assert [group.group_id for group, _ in again.settle()] == [7]
 
 
-def test_the_length_penalty_does_not_make_a_flat_group_worth_training() -> None:
-    """Dynamic sampling judges the graded reward; what groups go through comes after it, as in lockstep."""
+def test_the_length_penalty_does_not_make_a_zero_advantage_group_worth_training() -> None:
+    """Dynamic sampling judges the graded reward; what groups go through comes after it, as in synchronous mode."""
     rig = Rig(refill=True, right=0.0, max_draws=2, group_transforms=[OverlongPenalty(10, 9)])
-    batch = rig.turn(0)
+    batch = rig.step(0)
     assert rig.source.metrics()["groups/refilled"] > 0
     rewards = torch.cat([row.get(keys.REWARD) for row in batch.unbind(0)])
     lengths = torch.stack([row.get(keys.ASSISTANT_MASK).sum() for row in batch.unbind(0)])
@@ -616,7 +623,7 @@ def test_metrics_are_in_the_glossary_and_count_what_is_left() -> None:
 
 
 def test_threads_that_finish_at_random_moments_give_every_prompt_once() -> None:
-    """Real threads: twelve turns with age 2, groups of random durations, batches of the bound's age."""
+    """Real threads: twelve steps with age 2, groups of random durations, batches of the bound's age."""
     env = small_env()
     engine = random_engine(env, right=0.5, seed=0)
 
@@ -629,10 +636,10 @@ def test_threads_that_finish_at_random_moments_give_every_prompt_once() -> None:
         desk = Desk(engine)
         desk.submit = lambda request, sampling: pool.submit(generate, request)
         source = RolloutSource(Rollouts(env, desk), SAMPLING, num_groups=3, max_policy_age=2, refill=True, max_draws=4)
-        for turn in range(12):
-            batch = source.next_batch(turn)
+        for step in range(12):
+            batch = source.next_batch(step)
             seen += ids(batch)
-            engine.version = turn + 1
+            engine.version = step + 1
             source.release(batch)
         source.close()
     assert len(seen) == len(set(seen)) == 36

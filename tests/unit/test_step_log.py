@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from sota_grpo.recording.metrics import declared
-from sota_grpo.recording.step_log import SignalWatch, batch_metrics
+from sota_grpo.recording.step_log import ZeroAdvantageWatch, batch_metrics
 
 
 def row(prompt: int, response: int, reward: float, advantage: float, version: int, cut: bool) -> TensorDict:
@@ -69,15 +69,15 @@ def test_a_term_that_would_hide_another_metric_is_refused() -> None:
 
 
 def warnings(caplog: pytest.LogCaptureFixture, total: int, advantages: list[float], failed: float = 0.0) -> list[str]:
-    watch = SignalWatch(total)
+    watch = ZeroAdvantageWatch(total)
     with caplog.at_level(logging.WARNING):
         for step, advantage in enumerate(advantages):
-            turn = {"advantage": advantage, "reward": 0.25, "reward_errors": failed, "dialog_turns": 8.0 * (step + 1)}
-            watch.look(step, turn)
+            row = {"advantage": advantage, "reward": 0.25, "reward_errors": failed, "dialog_turns": 8.0 * (step + 1)}
+            watch.look(step, row)
     return [record.getMessage() for record in caplog.records]
 
 
-def test_three_turns_in_a_row_without_a_signal_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_three_steps_in_a_row_of_zero_advantage_groups_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     told = warnings(caplog, 20, [0.5, 0.0, 0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.0])
     assert len(told) == 1
     assert told[0].startswith("In 3 steps in a row every group's rewards were equal (mean 0.25)")

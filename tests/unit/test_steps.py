@@ -1,4 +1,4 @@
-"""Stored turns: what is written comes back, whatever it holds; what a resumed run does again is dropped."""
+"""Stored steps: what is written comes back, whatever it holds; what a resumed run does again is dropped."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def make_stored(step: int = 20, rows: list[TensorDict] | None = None, **changes)
     return StoredStep(**{**options, **changes})
 
 
-def test_a_stored_turn_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_stored_step_comes_back_as_it_was_written(tmp_path: Path) -> None:
     stored = make_stored()
     path = save_step(tmp_path, stored)
     assert path == tmp_path / "steps" / "step_000020.pt"
@@ -128,7 +128,7 @@ def test_a_sample_has_one_entry_for_each_token_after_its_prompt(tmp_path: Path) 
         assert sample["log_probs"] == [-0.25] * len(sample["pieces"])
 
 
-def test_turns_from_the_restart_on_are_dropped(tmp_path: Path) -> None:
+def test_steps_from_the_restart_on_are_dropped(tmp_path: Path) -> None:
     for step in (0, 2, 4):
         save_step(tmp_path, make_stored(step))
     torn = tmp_path / STEPS_FOLDER / ".step_000004.pt.5f3a.tmp"
@@ -138,7 +138,7 @@ def test_turns_from_the_restart_on_are_dropped(tmp_path: Path) -> None:
     assert not torn.exists()
 
 
-def test_the_oldest_turns_go_first_but_for_turn_0(tmp_path: Path) -> None:
+def test_the_oldest_steps_go_first_but_for_step_0(tmp_path: Path) -> None:
     size = save_step(tmp_path, make_stored(0)).stat().st_size
     for step in (1, 2, 3):
         save_step(tmp_path, make_stored(step), most_bytes=int(2.5 * size))
@@ -148,7 +148,7 @@ def test_the_oldest_turns_go_first_but_for_turn_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["empty", "text", "cut", "of another program"])
-def test_a_damaged_turn_is_a_sentence(kind: str, tmp_path: Path) -> None:
+def test_a_damaged_step_is_a_sentence(kind: str, tmp_path: Path) -> None:
     path = save_step(tmp_path, make_stored())
     if kind == "of another program":
         torch.save({"model": torch.zeros(3)}, path)
@@ -182,18 +182,18 @@ class Watched:
         return {"grad_norm": 1.0}
 
 
-def turn(stored: StoredSteps, step: int) -> float:
+def take(stored: StoredSteps, step: int) -> float:
     batch = lazy_stack([make_row(2, 3)])
     update = stored.update(batch)
     return stored.write(step, update, batch, rollout_rows(batch, Letters()))
 
 
-def test_the_first_turn_and_those_after_a_checkpoint_are_stored(tmp_path: Path) -> None:
+def test_the_first_step_and_those_after_a_checkpoint_are_stored(tmp_path: Path) -> None:
     learner = Watched()
     stored = StoredSteps(learner, tmp_path, Letters(), device="cpu", enabled=True)
-    seconds = [turn(stored, 5), turn(stored, 6)]
+    seconds = [take(stored, 5), take(stored, 6)]
     stored.after_checkpoint()
-    seconds += [turn(stored, 7), turn(stored, 8)]
+    seconds += [take(stored, 7), take(stored, 8)]
     assert [step_of(path) for path in stored_steps(tmp_path)] == [5, 7]
     assert learner.calls == ["measured", "update", "update", "measured", "update", "update"]
     assert [each > 0 for each in seconds] == [True, False, True, False]
@@ -201,7 +201,7 @@ def test_the_first_turn_and_those_after_a_checkpoint_are_stored(tmp_path: Path) 
 
 
 def test_storing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look takes 40 s and a turn 100 s: the first is over the share and the free seconds until turn 13 is done."""
+    """A look takes 40 s and a step 100 s: the first is over the share and the free seconds until step 13 is done."""
     now_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now_s[0], perf_counter=lambda: now_s[0])
     monkeypatch.setattr(step_log, "time", clock)
@@ -214,7 +214,7 @@ def test_storing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkey
     stored = StoredSteps(Slow(), tmp_path, Letters(), device="cpu", enabled=True)
     for step in range(30):
         began_s = now_s[0]
-        turn(stored, step)
+        take(stored, step)
         now_s[0] = max(now_s[0], began_s + 100.0)
         stored.after_checkpoint()
     assert [step_of(path) for path in stored_steps(tmp_path)] == [0, 14, 27]
@@ -224,9 +224,9 @@ def test_storing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkey
 def test_nothing_is_stored_when_it_is_switched_off(tmp_path: Path) -> None:
     learner = Watched()
     stored = StoredSteps(learner, tmp_path, Letters(), device="cpu", enabled=False)
-    turn(stored, 0)
+    take(stored, 0)
     stored.after_checkpoint()
-    turn(stored, 1)
+    take(stored, 1)
     assert learner.calls == ["update", "update"]
     assert not (tmp_path / STEPS_FOLDER).exists()
 

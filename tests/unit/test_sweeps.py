@@ -28,7 +28,7 @@ from sota_grpo.sweeps import (
     write_summary,
 )
 
-TURNS = 12
+STEPS = 12
 
 
 def make_run(
@@ -40,12 +40,12 @@ def make_run(
     began: bool = True,
     finished: bool = True,
 ) -> Path:
-    """A run directory as a command leaves it; each turn takes 2 s, the evaluation 5 s."""
+    """A run directory as a command leaves it; each step takes 2 s, the evaluation 5 s."""
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {json.dumps(one)}\n" for one in overrides))
     if began:
-        (folder / RUN_FILE).write_text(json.dumps({"signature": "x", "num_steps": TURNS, "finished": finished}))
-    rows = [{"step": turn, "reward": one, "lr": turn / 10, "time/step_s": 2.0} for turn, one in enumerate(rewards)]
+        (folder / RUN_FILE).write_text(json.dumps({"signature": "x", "num_steps": STEPS, "finished": finished}))
+    rows = [{"step": step, "reward": one, "lr": step / 10, "time/step_s": 2.0} for step, one in enumerate(rewards)]
     rows += [] if accuracy is None else [evaluation(len(rewards), accuracy)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -58,15 +58,15 @@ def evaluation(step: int, accuracy: float) -> dict:
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-def test_turns_are_averaged_over_the_last_ten_and_evaluations_and_counters_are_the_last(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "0", rewards=range(TURNS), accuracy=0.75)
+def test_steps_are_averaged_over_the_last_ten_and_evaluations_and_counters_are_the_last(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "0", rewards=range(STEPS), accuracy=0.75)
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(evaluation(TURNS, 0.25)) + '\n{"step": 99, "rew')  # a kill tore the last line
+        file.write(json.dumps(evaluation(STEPS, 0.25)) + '\n{"step": 99, "rew')  # a kill tore the last line
     (run,) = read_sweep(tmp_path).runs
     assert run.metrics["reward"] == 6.5  # of 2 .. 11
     assert run.metrics["lr"] == 1.1
     assert (run.metrics["eval/accuracy"], run.metrics["eval/stderr"]) == (0.25, 0.03)
-    assert (run.turns, run.asked, run.seconds) == (TURNS, TURNS, 34.0)
+    assert (run.steps, run.asked, run.seconds) == (STEPS, STEPS, 34.0)
 
 
 def test_a_sweeper_optimises_accuracy_or_else_reward(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_without_several_seeds_of_a_setting_nothing_is_averaged(tmp_path: Path) 
 
 
 def test_the_table_says_it_all_and_takes_no_value_for_markup(tmp_path: Path) -> None:
-    make_run(tmp_path / "0", ["train_model.devices=[0,1]"], rewards=[0.25] * TURNS, accuracy=0.5)
+    make_run(tmp_path / "0", ["train_model.devices=[0,1]"], rewards=[0.25] * STEPS, accuracy=0.5)
     make_run(tmp_path / "1", ["train_model.devices=[red]"], rewards=[], began=False)
     note_failure(tmp_path / "1", UserError("Not a device."))
     lines = as_text(read_sweep(tmp_path)).splitlines()

@@ -17,7 +17,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which Triton reads wh
 pytest.importorskip("triton", reason="needs Triton, which liger-kernel brings along")
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the laws below run in this process")
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run in this process")
 def test_in_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],

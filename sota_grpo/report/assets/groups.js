@@ -41,7 +41,7 @@ function shortList(steps) {
 
 function flagsOf(group) {
   const flags = [];
-  if (group.zero) flags.push(el("span", { class: "flag zero" }, "zero-signal"));
+  if (group.zero) flags.push(el("span", { class: "flag zero" }, "zero-advantage"));
   if (group.cut) flags.push(el("span", { class: "flag cut" }, "truncated"));
   if (hasTokens(group)) flags.push(el("span", { class: "flag" }, "tokens"));
   return flags;
@@ -180,7 +180,7 @@ function refilter() {
   showGroup(at >= 0 ? at : firstWorthALook());
 }
 
-// The newest group that says something: with signal, and with tokens where there are any.
+// The newest group that says something: with advantages, and with tokens where there are any.
 function firstWorthALook() {
   const found = browse.found;
   for (const good of [(group) => !group.zero && hasTokens(group), (group) => !group.zero]) {

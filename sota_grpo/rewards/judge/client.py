@@ -202,7 +202,7 @@ class JudgeClient:
         num_failed = num_unreadable = 0
         for attempt in itertools.count():
             after_s = 0.0
-            self._await_turn()
+            self._await_pause()
             if attempt:
                 self.add(retries=1)
             try:
@@ -263,7 +263,7 @@ class JudgeClient:
                 )
                 raise self._gone
 
-    def _await_turn(self) -> None:
+    def _await_pause(self) -> None:
         """Return when the judge may be asked again, by what it said."""
         while True:
             if self._gone is not None:

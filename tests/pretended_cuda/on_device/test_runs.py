@@ -1,4 +1,4 @@
-"""Whole lockstep runs on the device: gate, sampling, reference, training, checkpoints, and going on from one."""
+"""whole synchronous runs on the device: gate, sampling, reference, training, checkpoints, and going on from one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = (
 
 
 def run(folder: Path, *overrides: str) -> list[dict]:
-    """The metrics of two turns of packed rows, of which one had a gradient at least."""
+    """The metrics of two steps of packed rows, of which one had a gradient at least."""
     assert train(compose("grpo_cpu", [*SMALL, *overrides]), folder) == 2
     assert "computes packed rows" in (folder / "training.log").read_text()
     rows = metrics(folder)
