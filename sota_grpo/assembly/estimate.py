@@ -182,7 +182,7 @@ def _find_machine(config: Config, memory_gib: float | None) -> tuple[Machine, st
     elsewhere = config.ray.address is not None
     has_gpu = torch.cuda.is_available() and not elsewhere
     if config.device == "cpu" or (config.device == "auto" and is_local and not has_gpu and not elsewhere):
-        return Machine("cpu", memory or _machine_bytes(), None, _own_bytes()), "the CPU of this machine"
+        return Machine("cpu", memory or machine_bytes(), None, _own_bytes()), "the CPU of this machine"
     if has_gpu:
         gpu, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
         return Machine("cuda", memory or gpu.total_memory, count, 0), f"{count} x {gpu.name} on this machine"
@@ -191,7 +191,7 @@ def _find_machine(config: Config, memory_gib: float | None) -> tuple[Machine, st
     return Machine("cuda", int(size * GIB), None, 0), f"GPUs of {size:g} GiB, none of them here ({source})"
 
 
-def _machine_bytes() -> int:
+def machine_bytes() -> int:
     """Memory of this machine, or what its container may take of it."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -207,6 +208,43 @@ def cores_per_gpu() -> int:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     shares = [node.get("CPU", 0) // node["GPU"] for node in nodes if node.get("GPU", 0)]
     return max(1, int(min(shares, default=1)))
+
+
+def each_node(address: str, task: Callable[..., Any], *args: Any) -> list[tuple[str, Any, float]]:
+    """Call a function of this package once on every node of a running cluster, all at a time.
+
+    Returns:
+        Of each node its address, what the function returned or raised, and when that arrived here (seconds).
+
+    Raises:
+        ImportError: Ray is not installed.
+        ConnectionError: nobody answers at ``address``.
+    """
+    ray = _imported_ray(local=False)
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    owned = not ray.is_initialized()
+    if owned:
+        _connect(ray, address, 0, None)
+    try:
+        calls = {}
+        remote = ray.remote(num_cpus=0, max_retries=0)(task)
+        for node in (node for node in ray.nodes() if node["Alive"]):
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            calls[remote.options(scheduling_strategy=there).remote(*args)] = node["NodeManagerAddress"]
+        answers, waiting = [], list(calls)
+        while waiting:
+            (done,), waiting = ray.wait(waiting, num_returns=1)
+            arrived = time.time()
+            try:
+                answer = ray.get(done)
+            except Exception as error:  # the node's own, or Ray's
+                answer = error
+            answers.append((calls[done], answer, arrived))
+        return sorted(answers, key=lambda answer: answer[0])
+    finally:
+        if owned:
+            ray.shutdown()
 
 
 class RayLauncher(Launcher):

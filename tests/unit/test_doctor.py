@@ -1,0 +1,92 @@
+"""``sota-grpo doctor``: each lack is seen and told with its fix; a machine that has everything passes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sota_grpo.cli import doctor, main
+from sota_grpo.cli.doctor import FAILED, OK, WARNING, Node
+
+
+def found(subject: str, folder: Path = Path("outputs")) -> tuple[str, str]:
+    """State and sentence of one look, as ``examine`` has it."""
+    (one,) = (each for each in doctor.examine(str(folder.absolute())).findings if each.subject == subject)
+    return one.state, one.sentence
+
+
+def test_a_node_that_has_everything_exits_with_0(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "--run-dir", str(tmp_path / "runs"), "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert end.value.code == 0
+    assert [one["subject"] for one in said["nodes"][0]["findings"]][:3] == ["Python", "packages", "GPU"]
+    assert list(tmp_path.iterdir()) == []  # nothing is left
+
+
+def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch) -> None:
+    """A package out of its range and one that is missing, little shared memory, a full disk, few files, a token."""
+    real = doctor.version
+
+    def version(name: str) -> str:
+        if name == "peft":
+            raise PackageNotFoundError(name)
+        return "0.99.0" if name == "tensordict" else real(name)
+
+    monkeypatch.setattr(doctor, "version", version)
+    state, sentence = found("packages")
+    assert state == FAILED
+    assert "tensordict is 0.99.0, <0.15,>=0.14.3 is needed" in sentence
+    assert "peft is missing" in sentence
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 * 2**20))
+    state, sentence = found("shared memory")
+    assert (state, "--shm-size=" in sentence) == (WARNING, True)
+    assert found("disk", tmp_path)[0] == WARNING
+
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 1024))
+    assert found("open files") == (
+        WARNING,
+        "256 may be open, and Ray wants thousands: `ulimit -n 1024` before the start.",
+    )
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    state, sentence = found("Ray")
+    assert (state, "export RAY_AUTH_MODE=token" in sentence, "secret" in sentence) == (WARNING, True, False)
+
+
+def test_a_folder_that_cannot_be_written_fails_the_node(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(
+        doctor, "NamedTemporaryFile", lambda **_: (_ for _ in ()).throw(OSError(30, "Read-only file system"))
+    )
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "--run-dir", str(tmp_path)])
+    assert end.value.code == 1
+    assert "FAILED  disk" in capsys.readouterr().out
+
+
+def test_a_look_that_breaks_costs_only_itself(monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "_gpu", lambda: 1 / 0)
+    assert found("GPU") == (WARNING, "could not be looked at (ZeroDivisionError: division by zero).")
+    assert found("Python")[0] == OK
+
+
+def test_nodes_are_compared() -> None:
+    """Other versions fail, clocks that differ warn, and a node without the package is named."""
+    missing = doctor._of_answer("10.0.0.2", ModuleNotFoundError("No module named 'sota_grpo'"), 5.0)
+    assert missing.findings[0].state == FAILED
+    assert missing.findings[0].sentence.startswith("sota_grpo cannot be imported there")
+    here, there = Node("a", (), {"ray": "2.60.0"}, 0.0), Node("b", (), {}, 3.5)
+    assert [(one.state, one.sentence) for one in doctor.compare([here, there])] == [
+        (FAILED, "ray is 2.60.0 on a, missing on b; install the same everywhere."),
+        (WARNING, "at most 3.5 s apart; start chrony on every node."),
+    ]
