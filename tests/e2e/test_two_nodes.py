@@ -1,0 +1,103 @@
+"""Two real nodes: other network namespaces, another Ray node; links that are cut, nodes that die and join."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import command, metrics
+from tests.two_nodes import TwoNodes, two_nodes, why_not
+
+pytest.importorskip("ray", reason="needs Ray (the extra ray)")
+WHY_NOT = why_not()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+STEPS = 12
+RUN = (
+    "env.num_envs=32",
+    "env.repeats=4",
+    "env.max_samples=256",
+    "train.dialog_turns_per_batch=16",
+    "train.optim_batch_size=16",
+    f"train.total_dialog_turns={16 * STEPS}",
+    "train.checkpoint_frequency=2",
+    "train.resume=auto",
+    "inference_model.max_tokens=24",
+    "inference_model.num_devices=2",
+    "engine=transformers",
+    "check.mode=off",
+    "eval.mode=off",
+    "train.export_hf=false",
+)
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().count('"reward"') if path.is_file() else 0
+
+
+def wait_for(moment: Callable[[], bool], within_s: float = 300.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not moment():
+        assert time.monotonic() < deadline, "the moment to act at never came"
+        time.sleep(0.2)
+
+
+def train(nodes: TwoNodes, run_dir: Path):
+    """Start a run on the head's node."""
+    options = (*RUN, f"ray.address={nodes.address}")
+    return nodes.start(0, *command(run_dir, *options, script="grpo-async.py"))
+
+
+def require_each_prompt_once(run_dir: Path) -> None:
+    rows = [row for row in metrics(run_dir) if "reward" in row]
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    lines = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    steps = {(row["group_id"], row["step"]) for row in lines}
+    assert sorted(group for group, _ in steps) == list(range(4 * STEPS))
+
+
+def test_a_link_that_is_cut_costs_no_prompt(tmp_path: Path) -> None:
+    """Workers stand on both nodes; while the link is down for 5 s nobody is taken for dead."""
+    run_dir = tmp_path / "run"
+    with two_nodes(tmp_path, cpus=(1, 3)) as nodes:
+        asked = nodes.run(
+            0,
+            sys.executable,
+            "-m",
+            "sota_grpo.cli",
+            "doctor",
+            "--address",
+            nodes.address,
+            "--run-dir",
+            str(run_dir),
+            "--json",
+        )
+        findings = [one for node in json.loads(asked.stdout)["nodes"] for one in node["findings"]]
+        assert [one["state"] for one in findings if one["subject"] == "run directory"] == ["ok", "ok"]
+        run = train(nodes, run_dir)
+        wait_for(lambda: steps_done(run_dir) >= 3)
+        assert any("ray::" in Path(f"/proc/{pid}/cmdline").read_text() for pid in nodes.pids(1))
+        nodes.cut(5.0)
+        assert run.wait(timeout=300) == 0, nodes.console(0)
+    require_each_prompt_once(run_dir)
+
+
+def test_a_node_that_dies_and_one_that_joins_cost_no_prompt(tmp_path: Path) -> None:
+    """Where an engine stood on it, the run goes on with what is left or with the node that joins; where the learner
+    did, it ends with a sentence, and the same command goes on."""
+    run_dir = tmp_path / "run"
+    with two_nodes(tmp_path, cpus=(2, 2)) as nodes:
+        run = train(nodes, run_dir)
+        wait_for(lambda: steps_done(run_dir) >= 3)
+        nodes.kill(1)
+        nodes.join(1)
+        if run.wait(timeout=300) != 0:
+            assert "train.resume=auto" in nodes.console(0)
+            run = train(nodes, run_dir)
+            assert run.wait(timeout=300) == 0, nodes.console(0)
+    require_each_prompt_once(run_dir)

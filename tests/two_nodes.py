@@ -1,0 +1,151 @@
+"""Two nodes on one machine: network namespaces with addresses of their own, joined by a virtual link; Ray on both."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.e2e.processes import hit, require_gone
+
+_BIN = Path(sys.executable).parent
+_PORT = 6379
+
+
+def why_not() -> str | None:
+    """What this machine lacks for it; None where it can be had."""
+    if shutil.which("ip") is None:
+        return "needs ip (iproute2)"
+    probe = f"sgp{secrets.token_hex(3)}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if made.returncode:
+        return f"needs the right to make network namespaces: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", probe], check=True)
+    return None
+
+
+class TwoNodes:
+    """Nodes 0 (Ray's head, where runs are started) and 1, the far one.
+
+    Args:
+        cpus: logical CPUs of each: Ray gives every worker one.
+    """
+
+    def __init__(self, folder: Path, cpus: tuple[int, int]) -> None:
+        mark = secrets.token_hex(3)
+        subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250)}"
+        self.names = [f"sg{mark}{index}" for index in (0, 1)]
+        self.addresses = [f"{subnet}.{index + 1}" for index in (0, 1)]
+        self.address = f"{self.addresses[0]}:{_PORT}"
+        self._folder, self._cpus = folder, cpus
+        self._temporary = Path(tempfile.mkdtemp(prefix="r"))  # short: Ray's sockets lie in it
+        self.environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "RAY_TMPDIR": str(self._temporary),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }
+        self._rays: dict[int, subprocess.Popen] = {}
+        self._seen: set[int] = set()
+
+    def open(self) -> None:
+        for name in self.names:
+            _ip("netns", "add", name)
+        first, second = (f"v{name}" for name in self.names)
+        _ip(
+            "link", "add", first, "netns", self.names[0], "type", "veth", "peer", "name", second, "netns", self.names[1]
+        )
+        for name, address in zip(self.names, self.addresses):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", f"v{name}")
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", f"v{name}", "up")
+        self.join(0)
+        self.join(1)
+
+    def join(self, index: int) -> None:
+        """Start Ray on a node."""
+        where = (
+            ["--head", f"--port={_PORT}", "--include-dashboard=false"] if index == 0 else [f"--address={self.address}"]
+        )
+        size = [f"--num-cpus={self._cpus[index]}", "--object-store-memory=200000000"]
+        self._rays[index] = self.start(
+            index, str(_BIN / "ray"), "start", *where, f"--node-ip-address={self.addresses[index]}", *size, "--block"
+        )
+        deadline = time.monotonic() + 120
+        while self._alive() <= index:
+            assert time.monotonic() < deadline, f"node {index} did not join"
+            assert self._rays[index].poll() is None, f"ray start ended: {self.console(index)}"
+            time.sleep(0.5)
+
+    def _alive(self) -> int:
+        code = f"import ray; ray.init({self.address!r}, logging_level=40); print(sum(n['Alive'] for n in ray.nodes()))"
+        done = self.run(0, sys.executable, "-c", code)
+        return int(done.stdout.split()[-1]) if done.returncode == 0 else 0
+
+    def start(self, index: int, *line: str) -> subprocess.Popen:
+        """Start a command on a node; what it writes goes to :meth:`console`."""
+        log = (self._folder / f"console{index}.log").open("ab")
+        inside = ["ip", "netns", "exec", self.names[index], *line]
+        return subprocess.Popen(inside, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.environment)
+
+    def run(self, index: int, *line: str) -> subprocess.CompletedProcess:
+        """A command on a node, to its end."""
+        inside = ["ip", "netns", "exec", self.names[index], *line]
+        return subprocess.run(inside, capture_output=True, text=True, timeout=300, env=self.environment)
+
+    def console(self, index: int) -> str:
+        return (self._folder / f"console{index}.log").read_text(errors="replace")
+
+    def pids(self, index: int) -> list[int]:
+        done = subprocess.run(["ip", "netns", "pids", self.names[index]], capture_output=True, text=True, check=True)
+        return [int(pid) for pid in done.stdout.split()]
+
+    def cut(self, seconds: float) -> None:
+        """Take the link away for a while."""
+        _ip("-n", self.names[0], "link", "set", f"v{self.names[0]}", "down")
+        time.sleep(seconds)
+        _ip("-n", self.names[0], "link", "set", f"v{self.names[0]}", "up")
+
+    def kill(self, index: int) -> None:
+        """SIGKILL for everything that runs on a node, as when its power fails."""
+        for pid in self.pids(index):
+            self._seen.add(pid)
+            hit(pid, signal.SIGKILL)
+        self._rays[index].wait()
+
+    def close(self) -> None:
+        for index in (1, 0):
+            self._seen |= set(self.pids(index))
+            for pid in self.pids(index):
+                hit(pid, signal.SIGKILL)
+        for process in self._rays.values():
+            process.wait()
+        require_gone(self._seen)
+        for name in self.names:
+            _ip("netns", "delete", name)
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+@contextmanager
+def two_nodes(folder: Path, cpus: tuple[int, int]) -> Iterator[TwoNodes]:
+    """Two nodes with Ray on both; nothing of them is left afterwards."""
+    nodes = TwoNodes(folder, cpus)
+    try:
+        nodes.open()
+        yield nodes
+    finally:
+        nodes.close()
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
