@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from sota_grpo.policy.causal import base_model
 from sota_grpo.policy.sharding import gathered
+from sota_grpo.policy.tensor_files import Kept
 from sota_grpo.policy.weight_pack import WeightPack, padded
 
 
@@ -119,6 +120,17 @@ def packed_weights(
     state = base_model(model).state_dict(keep_vars=True).values()
     room = sum(padded(value.numel() * rounded_dtype(value, dtype).itemsize) for value in state)
     return WeightPack.of(ticking(), room=room)
+
+
+def engine_layout(model: nn.Module) -> dict[str, Kept]:
+    """Shapes and dtypes of :func:`engine_weights` before any is computed or gathered; a tied weight once."""
+    found: dict[str, Kept] = {}
+    seen: set[int] = set()
+    for name, value in base_model(model).state_dict(keep_vars=True).items():
+        if ".lora_A." not in name and ".lora_B." not in name and id(value) not in seen:
+            seen.add(id(value))
+            found[name.replace(".base_layer.", ".")] = Kept.of(value)
+    return found
 
 
 def _merged_parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, torch.Tensor]]:
