@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sota_grpo.policy.causal import base_model, decoder_layers, fuse_layers, kernel_difference
 from sota_grpo.policy.shared_prompt import SHARED_ATTENTION
@@ -74,8 +75,14 @@ def own_rows(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, int] | N
         return (local(tensor), 0) if ranks.leads else None
     if tensor.placements != (Shard(0),):
         raise NotImplementedError(f"a tensor is divided as {tensor.placements}, and only rows are written by ranks")
-    (chunk,) = tensor.__create_chunk_list__()
-    return (tensor.to_local(), chunk.offsets[0]) if chunk.sizes[0] else None
+    start, stop = _rows_of(tensor)
+    return (tensor.to_local(), start) if start < stop else None
+
+
+def _rows_of(tensor: DTensor) -> tuple[int, int]:
+    """This rank's first row, and the one after its last."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0], offset[0] + shape[0]
 
 
 def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Tensor:
@@ -86,8 +93,7 @@ def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Ten
     """
     if not isinstance(like, DTensor):
         return in_memory(whole)
-    (chunk,) = like.__create_chunk_list__()
-    start, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
+    start, stop = _rows_of(like)
     part = whole.rows(start, stop) if isinstance(whole, StoredTensor) else whole[start:stop].clone()
     places = like.device_mesh, like.placements
     return DTensor.from_local(part.to(like.device), *places, run_check=False, shape=like.shape, stride=like.stride())

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from sota_grpo.assembly.evaluation import load_trained
+from sota_grpo.errors import UserError
+from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.tensor_files import Kept, StoredTensor, in_memory, stored_tensors, write_tensors
 from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
+from sota_grpo.training.remote_learner import LearnerWorker
 from sota_grpo.training.shards import Shards, ShardWriter
 from sota_grpo.untrusted import TensorFileError
+from tests.unit.tiny_models import make_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
@@ -111,9 +117,9 @@ def test_a_file_that_claims_more_than_it_has_is_refused_before_anything_is_made_
         stored_tensors([path])
 
 
-@pytest.mark.parametrize("cuts", [[0, 2, 2], [0, 3, 2]], ids=["a gap at the end is not seen, so", "an overlap"])
-def test_pieces_that_make_no_whole(cuts: list[int], tmp_path: Path) -> None:
-    layouts = [Kept(torch.float32, (3, 2)), Kept(torch.float32, (2, 2), first_row=cuts[2])]
+@pytest.mark.parametrize("first_row", [0, 2, 4], ids=["the same rows twice", "an overlap", "a gap"])
+def test_pieces_that_make_no_whole(first_row: int, tmp_path: Path) -> None:
+    layouts = [Kept(torch.float32, (3, 2)), Kept(torch.float32, (2, 2), first_row)]
     paths = [tmp_path / f"rank_0000{rank}.safetensors" for rank in range(2)]
     for path, kept in zip(paths, layouts):
         write_tensors(path, {"w": kept}, [torch.ones(kept.shape)])
@@ -246,3 +252,23 @@ def test_a_copy_that_fails_lets_training_go_on_and_is_told(tmp_path: Path, monke
     with pytest.raises(MemoryError):
         writer.written().result(30)
     writer.close()
+
+
+def test_an_evaluation_reads_the_weights_of_a_state_in_parts(tmp_path: Path) -> None:
+    store, writer = CheckpointStore(tmp_path), ShardWriter(Ranks())
+    trained, other = make_model(), make_model()
+    weights = dict(CausalPolicy(trained, shared_prompt=False).scorer.named_parameters())
+    shards = Shards(store.folder(1), lambda: dict([writer.written().result()]))
+    rest = writer.begin(shards.folder, {"model": {name: value.detach() for name, value in weights.items()}})
+    load_trained(store.save(1, {"learner": rest}, shards), other)
+    assert all(torch.equal(one, two) for one, two in zip(other.state_dict().values(), trained.state_dict().values()))
+    writer.close()
+
+
+def test_a_rank_that_does_not_see_the_run_directory_says_so(tmp_path: Path) -> None:
+    worker = LearnerWorker.__new__(LearnerWorker)
+    worker.learner = SimpleNamespace(ranks=Ranks(rank=3, size=4))  # type: ignore[assignment]
+    (tmp_path / "there").touch()
+    worker.sees(str(tmp_path / "there"))
+    with pytest.raises(UserError, match=r"Rank 3 of the learner, on .*, cannot write to .*hydra\.run\.dir"):
+        worker.sees(str(tmp_path / "not there"))
