@@ -136,9 +136,9 @@ class CheckpointStore:
         except BaseException as error:
             if shards is not None:
                 shutil.rmtree(shards.folder, ignore_errors=True)
-            if not isinstance(error, (OSError, RunFailed)):
-                raise
-            raise CheckpointError(self._write_failure(step, error)) from error
+            if isinstance(error, (OSError, RunFailed)):  # a rank may have died
+                raise CheckpointError(self._write_failure(step, error)) from error
+            raise
         self._prune(step, shards)
         return path
 
@@ -215,14 +215,14 @@ class CheckpointStore:
                 shutil.rmtree(folder, ignore_errors=True)
         drop_leftovers(self.directory)
 
-    def _write_failure(self, step: int, error: BaseException) -> str:
-        what = getattr(error, "strerror", None) or error
+    def _write_failure(self, step: int, error: OSError | RunFailed) -> str:
+        what = error.strerror if isinstance(error, OSError) and error.strerror else error
         message = f"the checkpoint of step {step} could not be written to {self.directory}: {what}"
-        if self.directory.is_dir():
+        if self.directory.is_dir() and isinstance(error, OSError):
             message += f" ({shutil.disk_usage(self.directory).free / 2**20:.0f} MiB free)"
         kept = self.paths()
         message += f"; {kept[0][1].name} is the last good one" if kept else "; there is no earlier one"
-        return message + "; free space there or choose another output directory"
+        return message + ("; free space there or choose another output directory" * isinstance(error, OSError))
 
 
 class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
@@ -414,7 +414,7 @@ def _stored(path: Path, folder: str, files: Mapping[str, str]) -> dict[str, Stor
     """The tensors that ranks have written beside ``path``, once their files are known to be those that were written."""
     if not _FOLDER.fullmatch(folder) or not all(_RANK_FILE.fullmatch(name) for name in files):
         raise ValueError(folder)
-    paths = [path.parent / folder / name for name in files]
+    paths = [path.absolute().parent / folder / name for name in files]  # other processes read them too
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
         for file, expected, found in zip(paths, files.values(), pool.map(_sha256, paths)):
             if expected != found:

@@ -266,7 +266,7 @@ class RemoteLearner:
 
     def begin_save(self, folder: Path) -> tuple[dict[str, Any], Shards]:
         """The state but for its tensors, which every rank begins to write to ``folder``; training goes on meanwhile."""
-        return self._call("begin_save", str(folder)), Shards(folder, self._written)
+        return self._call("begin_save", str(folder.absolute())), Shards(folder, self._written)
 
     def _written(self) -> dict[str, str]:
         """The SHA-256 of each rank's file, when all are written.

@@ -24,6 +24,7 @@ from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
 from sota_grpo.training.remote_learner import LearnerWorker
 from sota_grpo.training.shards import Shards, ShardWriter
 from sota_grpo.untrusted import TensorFileError
+from sota_grpo.workers.base import WorkerDied
 from tests.unit.tiny_models import make_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
@@ -169,6 +170,24 @@ def test_a_writer_that_was_killed_leaves_the_checkpoint_of_the_same_step_and_is_
     saved(store, 1, 2.0)
     assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000001/"]
     assert float(store.latest()[1]["learner"]["model"]["w"].read()[0, 0]) == 2.0
+
+
+def test_ranks_that_died_while_they_wrote_leave_the_old_one_and_no_half(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    kept = saved(store, 1)
+
+    def dead() -> dict[str, str]:
+        raise WorkerDied("learner-1 was ended by SIGKILL")
+
+    shards = Shards(store.folder(2), dead)
+    shards.folder.mkdir()
+    (shards.folder / "rank_00000.safetensors").touch()
+    with pytest.raises(
+        CheckpointError, match=r"step 2 .*ended by SIGKILL; checkpoint_000001\.pt is the last good one$"
+    ):
+        store.save(2, {}, shards)
+    assert [path for _, path in store.paths()] == [kept]
+    assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000001/"]
 
 
 def damage(path: Path) -> None:
