@@ -65,6 +65,7 @@ def test_any_rows_of_a_tensor_come_back_from_however_many_files(tmp_path: Path) 
             assert torch.equal(stored[name].rows(start, stop), value[start:stop])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_and_safetensors_read_the_files_too(tmp_path: Path) -> None:
     whole = {"a": torch.randn(5, 3), "b": torch.randn(4).bfloat16()}
     paths = split(tmp_path / "files", whole, {"a": [0, 3, 5], "b": [0, 1, 4]})
