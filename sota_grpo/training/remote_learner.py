@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import save_hf
-from sota_grpo.policy.lora import packed_weights
+from sota_grpo.policy.lora import packed_weights, weight_slices
 from sota_grpo.policy.sharding import gathered
-from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.training.forward_passes import LearnerSettings
@@ -112,13 +112,16 @@ class LearnerWorker:
         """:meth:`ShardWriter.written`."""
         return self._writer.written()
 
-    def weights(self, base: bool = True, dtype: torch.dtype | None = None) -> Future[WeightPack | None]:
-        """What engines load: :func:`sota_grpo.policy.lora.packed_weights`."""
+    def weights(
+        self, base: bool = True, dtype: torch.dtype | None = None, index: int = 0, most_bytes: int = 0
+    ) -> Future[tuple[WeightPack, int] | None]:
+        """A part of what engines load (:func:`sota_grpo.policy.lora.weight_slices`), and how many parts there are."""
 
-        def weights() -> WeightPack | None:
+        def weights() -> tuple[WeightPack, int] | None:
             model, progress = self.learner.policy.model, self._thread.progress
-            pack = packed_weights(model, base=base, dtype=dtype, progress=progress)
-            return pack if self.learner.ranks.leads else None
+            slices = weight_slices(model, base=base, dtype=dtype, most_bytes=most_bytes)
+            pack = packed_weights(model, base=base, dtype=dtype, names=slices[index], progress=progress)
+            return (pack, len(slices)) if self.learner.ranks.leads else None
 
         return self._thread.submit(weights)
 
@@ -152,6 +155,7 @@ class LearnerWorker:
         self._writer.close()
 
 
+_PACK_BYTES = 256 << 20  # of the weights that rank 0 packs at once
 _PINGS_PER_SILENCE = 4
 _LONGEST_PING_PAUSE_S = 10.0
 
@@ -203,6 +207,7 @@ class RemoteLearner:
         self.workers = tuple(workers)
         self.settings = settings
         self.version = 0
+        self.pack_bytes = _PACK_BYTES
         self._share = share
         self._silence_s, self._start_silence_s, self._grace_s = silence_s, start_silence_s, grace_s
         self._ready = False
@@ -285,9 +290,14 @@ class RemoteLearner:
         self._call("load_state_dict", self._share(StatePack.of(state)))
         self.version = state["version"]
 
-    def weights(self, *, base: bool = True, dtype: torch.dtype | None = None) -> WeightPack:
-        """What engines load, as :func:`sota_grpo.policy.lora.packed_weights` gives it."""
-        return self._call("weights", base, dtype)
+    def weights(self, *, base: bool = True, dtype: torch.dtype | None = None) -> WeightPacks:
+        """What engines load (:func:`sota_grpo.policy.lora.engine_weights`), of which rank 0 packs a part at a time."""
+        packs: list[WeightPack] = []
+        count = 1
+        while len(packs) < count:
+            pack, count = self._call("weights", base, dtype, len(packs), self.pack_bytes)
+            packs.append(pack)
+        return WeightPacks(tuple(packs))
 
     weight_layout = _asked(WeightSender.weight_layout)
     send_weights = _asked(WeightSender.send_weights)

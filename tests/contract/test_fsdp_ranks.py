@@ -133,6 +133,20 @@ def test_groups_without_an_advantage_are_measured_alike(reduce_once: bool, pair:
     assert_equal_weights(two, one)
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_that_are_packed_in_parts_are_the_same(lora: bool, pair: Pair) -> None:
+    two = pair.learner(lora=lora)
+    whole = dict(two.weights().tensors())
+    two.pack_bytes = 3000
+    packs = two.weights().packs
+    parts = dict(item for pack in packs for item in pack)
+    largest = max(value.nbytes for value in whole.values())
+    assert len(packs) > 2
+    assert all(pack.num_bytes <= max(3000, largest) for pack in packs)
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], value) for name, value in whole.items())
+
+
 def test_each_rank_keeps_half(pair: Pair) -> None:
     two, one = pair.learner(), pair.one()
     two.update(ragged_rows(4))
