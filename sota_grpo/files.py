@@ -131,6 +131,7 @@ def _beside(path: Path, ending: str = "tmp") -> Path:  # see _LEFTOVER
 
 
 def sync(path: Path) -> None:
+    """Return when a file's content, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
