@@ -43,10 +43,10 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # never through what lies there
         yield temporary
         if durable:
-            _sync(temporary)
+            sync(temporary)
         os.replace(temporary, path)
         if durable:
-            _sync(path.parent)
+            sync(path.parent)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -130,7 +130,8 @@ def _beside(path: Path, ending: str = "tmp") -> Path:  # see _LEFTOVER
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.{ending}")  # a name that nobody can have prepared
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Return when a file's content, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

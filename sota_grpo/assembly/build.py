@@ -281,6 +281,8 @@ def _roles_in_workers(
     fleets = [engine.fleet, *([reference.fleet] if reference else [])]
     for fleet in fleets:
         fleet.wait_ready()
+    if isinstance(learner, RemoteLearner):
+        learner.require_folder(run_dir)
     grader = own_grader(env.grader)
     if isinstance(grader, GradingPool):  # waited for by whoever started it
         fleets.append(grader.fleet)

@@ -48,8 +48,6 @@ THRESHOLD = "MALLOC_MMAP_THRESHOLD_"  # of glibc: see sota_grpo.assembly.memory
 VLLM_CPU_POOL = GIB  # keys and values of vLLM on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise
 CUDA_CONTEXT = 600 * 2**20  # of a process on a GPU: driver, kernels, workspaces of the matrix library
 GRADER_BYTES = 60 * 2**20  # of a reward worker
-# of a state that several ranks save: gathered, packed for its way, in the store, and in the process that writes it
-COPIES_OF_RANKS = 4
 SAMPLE, SCORE, TRAIN, AT_WORK, GATE = "sampling", "reference", "training", "at work", "checks"
 
 
@@ -301,8 +299,7 @@ class RunMemory:
         return {
             "loading the model": self.model.parameters * self.how.weight_bytes,
             "the checks": asleep + (trained if self.config.check.mode != "off" else 0),
-            "a checkpoint on its way to the disk": asleep
-            + 3 * trained * (COPIES_OF_RANKS if self.how.ranks > 1 else 1),
+            "a checkpoint on its way to the disk": asleep + 3 * trained,
         }
 
 
@@ -394,7 +391,7 @@ def require_disk(config: Config, run_dir: Path) -> None:
     """
     model, _ = find_architecture(model_name(config), trust_remote_code=config.model.trust_remote_code)
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
-    saved = sum(path.stat().st_size for _, path in CheckpointStore(run_dir / CHECKPOINTS).paths())  # they make room
+    saved = CheckpointStore(run_dir / CHECKPOINTS).num_bytes  # they make room
     free = shutil.disk_usage(there).free + saved
     needed = disk_of(config, model)
     if needed.total <= free:

@@ -26,6 +26,7 @@ from sota_grpo.config.validators import READERS, validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
+from sota_grpo.policy.tensor_files import in_memory
 from sota_grpo.recording.progress import starting
 from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, EXPORTED, RUN_FILE, read_record
 from sota_grpo.rewards.grading import GradingPool, own_grader
@@ -192,7 +193,7 @@ def load_trained(checkpoint: Path, model: nn.Module) -> None:
         )
     with torch.no_grad():
         for name, value in mine.items():
-            value.copy_(saved[name])
+            value.copy_(in_memory(saved[name]))
 
 
 @contextmanager

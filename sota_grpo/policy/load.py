@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,9 +28,10 @@ from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_folder
 from sota_grpo.policy import model_sizes
 from sota_grpo.policy.causal import base_model
-from sota_grpo.policy.lora import engine_weights
+from sota_grpo.policy.lora import engine_layout, engine_weights
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.smollm2 import SMOLLM2, smollm2_folder
+from sota_grpo.policy.tensor_files import write_model
 from sota_grpo.text import first_line
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -321,28 +323,58 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
             child.p = rate
 
 
-def save_hf(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: str | os.PathLike[str]) -> Path:
+def save_hf(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: str | os.PathLike[str],
+    progress: Callable[[], object] = lambda: None,
+) -> Path:
     """Write weights (LoRA merged, safetensors), configuration, tokenizer and chat template to ``directory``.
 
     ``AutoModelForCausalLM.from_pretrained(directory)`` and vLLM load it. The folder is written beside the old one
-    and takes its place when it is complete. Of a sharded model every rank takes part, and rank 0 writes.
+    and takes its place when it is complete. Of a sharded model every rank takes part, and rank 0 writes each weight as
+    it is gathered. Where transformers stores a model in another form than it computes with, it writes that itself, and
+    rank 0 has all weights at once.
 
     Args:
         model: a causal language model, with or without LoRA; not changed.
         tokenizer: the tokenizer the model was trained with.
         directory: the folder; an earlier export there is replaced.
+        progress: called for every weight.
 
     Raises:
         OSError: the file system refused; an earlier export is still there.
         ValueError: ``directory`` holds something that is not an export (no ``config.json``), so is not replaced.
     """
-    target = Path(directory)
-    weights = dict(engine_weights(model))  # before anything can fail: other ranks may be taking part
-    if not weights:  # another rank's
+    target, weights = Path(directory), engine_weights(model)
+    first = next(weights, None)
+    if first is None:  # another rank's
         return target
-    if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
-    with atomic_folder(target) as partial:
-        base_model(model).save_pretrained(partial, state_dict=weights)
-        tokenizer.save_pretrained(partial)
+    try:
+        if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
+            raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
+        with atomic_folder(target) as partial:
+            _write_weights(base_model(model), partial, chain([first], weights), progress)
+            tokenizer.save_pretrained(partial)
+    finally:
+        for _ in weights:  # whatever failed: the other ranks are taking part
+            progress()
     return target
+
+
+def _write_weights(
+    model: PreTrainedModel, folder: Path, weights: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], object]
+) -> None:
+    if getattr(model, "_weight_conversions", None) != []:  # transformers' own; None: it was not loaded by it
+        model.save_pretrained(folder, state_dict=dict(weights))
+        return
+    model.save_pretrained(folder, state_dict={})  # its configuration
+    layout = engine_layout(model)
+
+    def named() -> Iterator[torch.Tensor]:
+        for name, weight in weights:
+            progress()
+            if name in layout:
+                yield weight.cpu()
+
+    write_model(folder, layout, named())

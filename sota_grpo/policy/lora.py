@@ -5,7 +5,7 @@ engine needs of them: plain merged weights under the model's own names, computed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from sota_grpo.policy.causal import base_model
 from sota_grpo.policy.sharding import gathered
+from sota_grpo.policy.tensor_files import Kept
 from sota_grpo.policy.weight_pack import WeightPack, padded
 
 
@@ -59,7 +60,7 @@ def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def engine_weights(
-    model: nn.Module, *, base: bool = True, dtype: torch.dtype | None = None
+    model: nn.Module, *, base: bool = True, dtype: torch.dtype | None = None, names: Set[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, weight) as a rollout engine loads them: transformers' names, LoRA merged, detached.
 
@@ -75,6 +76,7 @@ def engine_weights(
         base: False leaves out what training cannot change: parameters that are frozen and have no adapter.
         dtype: of all the engine's matrices, to which it would round these: they are rounded before they are gathered or
             leave their device, to the same bits. None leaves them as they are.
+        names: of those that are wanted; None: all.
 
     >>> import torch
     >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -89,8 +91,11 @@ def engine_weights(
     inner = base_model(model)
     uses = Counter(id(value) for value in inner.state_dict(keep_vars=True).values())
     tied: dict[int, torch.Tensor | None] = {}  # gathered once, by all ranks alike
-    for name, value in _merged_parts(inner, base):
-        whole = tied[id(value)] if id(value) in tied else gathered(rounded(value, dtype))
+    for name, value, layer in _parts(inner, base):
+        if names is not None and name not in names:
+            continue
+        own = value if layer is None else _merged(layer, value)
+        whole = tied[id(value)] if id(value) in tied else gathered(rounded(own, dtype))
         if uses[id(value)] > 1:
             tied[id(value)] = whole
         if whole is not None:
@@ -102,27 +107,62 @@ def packed_weights(
     *,
     base: bool = True,
     dtype: torch.dtype | None = None,
+    names: Set[str] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> WeightPack:
     """:func:`engine_weights` in one buffer of the host, filled one by one; of the ranks of a sharded model, rank 0's.
 
     Args:
-        model, base, dtype: see there.
+        model, base, dtype, names: see there.
         progress: called for every weight.
     """
 
     def ticking() -> Iterator[tuple[str, torch.Tensor]]:
-        for item in engine_weights(model, base=base, dtype=dtype):
+        for item in engine_weights(model, base=base, dtype=dtype, names=names):
             progress()
             yield item
 
-    state = base_model(model).state_dict(keep_vars=True).values()
-    room = sum(padded(value.numel() * rounded_dtype(value, dtype).itemsize) for value in state)
-    return WeightPack.of(ticking(), room=room)
+    state = {name: value for name, value, _ in _parts(base_model(model), base) if names is None or name in names}
+    return WeightPack.of(ticking(), room=sum(_room(value, dtype) for value in state.values()))
 
 
-def _merged_parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of :func:`engine_weights` as this rank holds them."""
+def _room(value: torch.Tensor, dtype: torch.dtype | None) -> int:
+    return padded(value.numel() * rounded_dtype(value, dtype).itemsize)
+
+
+def weight_slices(
+    model: nn.Module, *, base: bool = True, dtype: torch.dtype | None = None, most_bytes: int
+) -> list[set[str]]:
+    """The names of :func:`engine_weights` in groups that can be packed one after the other; tied ones stay together.
+
+    Args:
+        model, base, dtype: see there.
+        most_bytes: of a group, but for a weight that is larger.
+    """
+    slices: list[set[str]] = [set()]
+    homes: dict[int, set[str]] = {}
+    room = 0
+    for name, value, _ in _parts(base_model(model), base):
+        if id(value) not in homes:
+            if slices[-1] and room + _room(value, dtype) > most_bytes:
+                slices.append(set())
+                room = 0
+            room += _room(value, dtype)
+            homes[id(value)] = slices[-1]
+        homes[id(value)].add(name)
+    return slices
+
+
+def engine_layout(model: nn.Module) -> dict[str, Kept]:
+    """Shapes and dtypes of :func:`engine_weights` before any is computed or gathered; a tied weight once."""
+    first: dict[int, tuple[str, Kept]] = {}
+    for name, value, _ in _parts(base_model(model), base=True):
+        first.setdefault(id(value), (name, Kept.of(value)))
+    return dict(first.values())
+
+
+def _parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, torch.Tensor, LoraLinear | None]]:
+    """The weights of :func:`engine_weights` as this rank holds them, each with the layer whose adapter it lacks."""
     adapted = {name: module for name, module in inner.named_modules() if isinstance(module, LoraLinear)}
     trainable = {name for name, value in inner.named_parameters(remove_duplicate=False) if value.requires_grad}
     for name, value in inner.state_dict(keep_vars=True).items():
@@ -131,11 +171,11 @@ def _merged_parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, tor
         owner, inside_adapter, leaf = name.partition(".base_layer.")
         if not inside_adapter:
             if base or name in trainable:
-                yield name, value
+                yield name, value, None
         elif leaf == "weight":
-            yield f"{owner}.{leaf}", _merged(adapted[owner], value)
+            yield f"{owner}.{leaf}", value, adapted[owner]
         elif base:
-            yield f"{owner}.{leaf}", value
+            yield f"{owner}.{leaf}", value, None
 
 
 @torch.no_grad()

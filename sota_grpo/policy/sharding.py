@@ -19,10 +19,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sota_grpo.policy.causal import base_model, decoder_layers, fuse_layers, kernel_difference
 from sota_grpo.policy.shared_prompt import SHARED_ATTENTION
+from sota_grpo.policy.tensor_files import StoredTensor, in_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,11 +63,40 @@ def replicated(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def divided(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`gathered`: ``whole``, known to every rank, cut as ``like`` is. No message is sent."""
+def own_rows(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, int] | None:
+    """What this rank has to write of a tensor, uncopied, and its first row in the whole; None where there is nothing.
+
+    Of what is not divided, rank 0's counts.
+
+    >>> own_rows(torch.ones(2), Ranks())
+    (tensor([1., 1.]), 0)
+    """
+    if not isinstance(tensor, DTensor) or tensor.placements == (Replicate(),):
+        return (local(tensor), 0) if ranks.leads else None
+    if tensor.placements != (Shard(0),):
+        raise NotImplementedError(f"a tensor is divided as {tensor.placements}, and only rows are written by ranks")
+    start, stop = _rows_of(tensor)
+    return (tensor.to_local(), start) if start < stop else None
+
+
+def _rows_of(tensor: DTensor) -> tuple[int, int]:
+    """This rank's first row, and the one after its last."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0], offset[0] + shape[0]
+
+
+def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`gathered` and of :func:`own_rows`: ``whole``, which every rank can see, cut as ``like`` is.
+
+    No message is sent. Of a stored tensor this rank reads its own rows. A part is a copy; a whole that stays whole is
+    what it was.
+    """
     if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+        return in_memory(whole)
+    start, stop = _rows_of(like)
+    part = whole.rows(start, stop) if isinstance(whole, StoredTensor) else whole[start:stop].clone()
+    places = like.device_mesh, like.placements
+    return DTensor.from_local(part.to(like.device), *places, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def optimizer_state(
@@ -86,8 +117,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
 
     def own(value: Any, parameter: torch.Tensor) -> Any:
         """Moments have the shape of their parameter; the count of steps is a scalar that every rank keeps."""
-        is_moment = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        return divided(value, parameter) if is_moment else value
+        if not isinstance(value, (torch.Tensor, StoredTensor)):
+            return value
+        return divided(value, parameter) if value.shape == parameter.shape else in_memory(value).clone()
 
     entries = {
         index: {name: own(value, parameters[index]) for name, value in entry.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -90,6 +90,17 @@ class WeightPack:
     def num_bytes(self) -> int:
         """Size of what travels."""
         return self.buffer.nbytes
+
+
+@dataclass(frozen=True)
+class WeightPacks:
+    """Packs that were made one after the other, so that nobody had to hold all of them while they were made."""
+
+    packs: tuple[WeightPack, ...]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of each pack, as :meth:`WeightPack.tensors`."""
+        return chain.from_iterable(self.packs)
 
 
 def views(places: Mapping[str, Place], whole: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -150,21 +150,26 @@ class Run:
     def _save(self, steps: int) -> None:
         """On a GPU, or where the learner is other processes, training goes on while its copied state is written.
 
-        A learner on this machine's CPU has no core to spare for that, and its copy would need memory beside it.
+        Learners in other processes copy and write their parts themselves. A learner on this machine's CPU has no core
+        to spare for that, and its copy would need memory beside it.
         """
         began = time.perf_counter()
         self.saves.wait()  # one copy of the state at a time
-        learner = self.parts.learner
-        learned, here = learner.state_dict(), isinstance(learner, Learner)
+        learner, shards = self.parts.learner, None
+        here = isinstance(learner, Learner)
         on_cpu = here and learner.device.type == "cpu"
+        if here:
+            learned = learner.state_dict() if on_cpu else host_copy(learner.state_dict())
+        else:
+            learned, shards = learner.begin_save(self.checkpoints.folder(steps))
         state = {
-            "learner": learned if on_cpu or not here else host_copy(learned),  # of other processes it is a copy
+            "learner": learned,
             "source": host_copy(self.parts.source.state_dict()),
             "rng": rng_state(),
             "num_threads": torch.get_num_threads(),
             "config": asdict(self.config),
         }
-        self.saves.save(steps, state)
+        self.saves.save(steps, state, shards)
         if on_cpu:
             self.saves.wait()
         self.stored.after_checkpoint()

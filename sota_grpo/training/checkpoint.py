@@ -4,6 +4,14 @@ A checkpoint is a ``torch.save`` archive followed by a 40-byte footer: 8 bytes o
 before it. (torch's own reader does not compare the archive's CRCs, so a flipped bit would load as a wrong number.)
 The file is written under a temporary name in the same directory, synced, renamed, and the directory synced, so that a
 name ``checkpoint_*.pt`` never stands for a half-written file. Plain ``torch.load(path)`` reads it too.
+
+Of a learner in processes of its own each rank writes its tensors itself, to a file of the safetensors format in a
+folder beside it (:mod:`sota_grpo.training.shards`). The folder has a name that was never used before; the ``.pt`` is
+written last and names it, with the SHA-256 of every file in it::
+
+    checkpoint_000020.pt
+    checkpoint_000020.5f0c81d2a9b3/rank_00000.safetensors
+    checkpoint_000020.5f0c81d2a9b3/rank_00001.safetensors
 """
 
 from __future__ import annotations
@@ -14,9 +22,10 @@ import os
 import pickle
 import random
 import re
+import secrets
 import shutil
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,13 +36,19 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from sota_grpo.errors import RunFailed
-from sota_grpo.files import atomic_file, drop_leftovers
+from sota_grpo.files import atomic_file, drop_leftovers, sync
+from sota_grpo.policy.tensor_files import StoredTensor, stored_tensors
 from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
+from sota_grpo.training.shards import Shards, filled
 from sota_grpo.untrusted import TensorFileError, load_tensors, open_file
 
 _MAGIC = b"SGRPOck1"
 _FOOTER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 _NAME = re.compile(r"checkpoint_(\d{6,})\.pt")
+_FOLDER = re.compile(r"checkpoint_(\d{6,})\.[0-9a-f]{12}")  # of what ranks write
+_RANK_FILE = re.compile(r"rank_\d{5}\.safetensors")
+_SHARDS = "shards"  # in a state: the name of the folder, and the SHA-256 of each file there
+_HASHED_AT_ONCE = 8
 _PRIMITIVES = (bool, int, float, str, bytes, type(None))
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _READ_BYTES = 1 << 22
@@ -82,12 +97,25 @@ class CheckpointStore:
         found = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
         return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
 
-    def save(self, step: int, state: dict[str, Any]) -> Path:
+    def folder(self, step: int) -> Path:
+        """Where ranks may write their parts of a checkpoint that :meth:`save` is given next; never used before."""
+        return self.directory / f"checkpoint_{step:06d}.{secrets.token_hex(6)}"
+
+    @property
+    def num_bytes(self) -> int:
+        """That all checkpoints take on the disk."""
+        names = {path.stem for _, path in self.paths()}
+        folders = [path for path in self._folders() if path.stem in names]
+        files = [path for _, path in self.paths()] + [file for folder in folders for file in folder.iterdir()]
+        return sum(file.stat().st_size for file in files)
+
+    def save(self, step: int, state: dict[str, Any], shards: Shards | None = None) -> Path:
         """Write ``checkpoint_{step:06d}.pt`` durably, then prune to the last ``keep``.
 
         Args:
             step: non-negative index of the checkpoint.
             state: nested dicts, lists and tuples of tensors and plain Python values.
+            shards: what ranks are writing of it, in a :meth:`folder` of this step; it is waited for.
 
         Raises:
             TypeError: a value that ``torch.load(weights_only=True)`` would refuse to read; the message gives its path.
@@ -100,11 +128,18 @@ class CheckpointStore:
         path = self.directory / f"checkpoint_{step:06d}.pt"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            if shards is not None:
+                state = state | {_SHARDS: {"folder": shards.folder.name, "files": dict(shards.written())}}
+                sync(shards.folder)
             with atomic_file(path, durable=True) as temporary:
                 _write(temporary, state)
-        except OSError as error:
-            raise CheckpointError(self._write_failure(step, error)) from error
-        self._prune(step)
+        except BaseException as error:
+            if shards is not None:
+                shutil.rmtree(shards.folder, ignore_errors=True)
+            if isinstance(error, (OSError, RunFailed)):  # a rank may have died
+                raise CheckpointError(self._write_failure(step, error)) from error
+            raise
+        self._prune(step, shards)
         return path
 
     def latest(self, parts: Sequence[str] = ()) -> tuple[int, dict[str, Any]] | None:
@@ -133,6 +168,9 @@ class CheckpointStore:
     def load(path: str | os.PathLike[str], parts: Sequence[str] = ()) -> dict[str, Any]:
         """Read one checkpoint onto the CPU after checking its SHA-256; no code in it is run.
 
+        What ranks have written is checked as well and not read: its tensors are
+        :class:`~sota_grpo.policy.tensor_files.StoredTensor`.
+
         Args:
             path: of the file.
             parts: names that it has to hold.
@@ -145,7 +183,8 @@ class CheckpointStore:
                 state = load_tensors(file, _require_intact(file, path))
             if not isinstance(state, dict) or not state.keys() >= set(parts):
                 raise TypeError(state)
-            return state
+            shards = state.pop(_SHARDS, None)
+            return state if shards is None else filled(state, _stored(Path(path), **shards))
         except OSError as error:
             raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror or error}") from error
         except CheckpointError:
@@ -156,7 +195,12 @@ class CheckpointStore:
             what = f"{type(error).__name__}; no code in it was run"
             raise CheckpointError(f"checkpoint {path} is no checkpoint of this program ({what})") from None
 
-    def _prune(self, step: int) -> None:
+    def _folders(self) -> list[Path]:
+        if not self.directory.is_dir():
+            return []
+        return [path for path in self.directory.iterdir() if _FOLDER.fullmatch(path.name) and not path.is_symlink()]
+
+    def _prune(self, step: int, shards: Shards | None) -> None:
         """Delete later steps, all but the newest ``keep``, and leftovers of writers that were killed."""
         for later, path in self.paths():
             if later > step:
@@ -164,15 +208,21 @@ class CheckpointStore:
                 path.unlink()
         for _, path in self.paths()[self.keep :]:
             path.unlink()
+        kept = {path.stem for _, path in self.paths()}
+        own = f"checkpoint_{step:06d}"
+        for folder in self._folders():
+            if folder.stem not in kept or (folder.stem == own and (shards is None or folder != shards.folder)):
+                shutil.rmtree(folder, ignore_errors=True)
         drop_leftovers(self.directory)
 
-    def _write_failure(self, step: int, error: OSError) -> str:
-        message = f"the checkpoint of step {step} could not be written to {self.directory}: {error.strerror or error}"
-        if self.directory.is_dir():
+    def _write_failure(self, step: int, error: OSError | RunFailed) -> str:
+        what = error.strerror if isinstance(error, OSError) and error.strerror else error
+        message = f"the checkpoint of step {step} could not be written to {self.directory}: {what}"
+        if self.directory.is_dir() and isinstance(error, OSError):
             message += f" ({shutil.disk_usage(self.directory).free / 2**20:.0f} MiB free)"
         kept = self.paths()
         message += f"; {kept[0][1].name} is the last good one" if kept else "; there is no earlier one"
-        return message + "; free space there or choose another output directory"
+        return message + ("; free space there or choose another output directory" * isinstance(error, OSError))
 
 
 class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
@@ -200,14 +250,17 @@ class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # whose threads are no daemons
         self._saving: Future[Path] | None = None
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Any], shards: Shards | None = None) -> None:
         """Begin to write; waits for the checkpoint before.
+
+        Args:
+            step, state, shards: as :meth:`CheckpointStore.save` takes them.
 
         Raises:
             CheckpointError: that one could not be written.
         """
         self.wait()
-        self._saving = self._writer.submit(self.store.save, step, state)
+        self._saving = self._writer.submit(self.store.save, step, state, shards)
 
     def check(self) -> None:
         """Raise what kept a checkpoint from being written; does not wait."""
@@ -355,6 +408,23 @@ def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> int:
     if footer[len(_MAGIC) :] != digest.digest():
         raise CheckpointError(f"checkpoint {path} is damaged: its SHA-256 does not match its {size} bytes")
     return size - _FOOTER_BYTES
+
+
+def _stored(path: Path, folder: str, files: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """The tensors that ranks have written beside ``path``, once their files are known to be those that were written."""
+    if not _FOLDER.fullmatch(folder) or not all(_RANK_FILE.fullmatch(name) for name in files):
+        raise ValueError(folder)
+    paths = [path.absolute().parent / folder / name for name in files]  # other processes read them too
+    with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
+        for file, expected, found in zip(paths, files.values(), pool.map(_sha256, paths)):
+            if expected != found:
+                raise CheckpointError(f"checkpoint {path} is damaged: {folder}/{file.name} does not match its SHA-256")
+    return stored_tensors(paths)
+
+
+def _sha256(path: Path) -> str:
+    with open_file(path, levels=3) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def _require_loadable(value: Any, where: str) -> None:

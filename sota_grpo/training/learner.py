@@ -90,6 +90,8 @@ class Learner(ForwardPasses):
         self.parameters = list(self.trainable.values())
         self.drops_out = bool(dropouts(policy))
         self.changed: list[Changed] = []
+        #: Called before a parameter or what the optimizer keeps of one changes: somebody may be copying them.
+        self.before_change: Callable[[], object] = lambda: None
         self.optimizer = torch.optim.AdamW(
             self.parameters,
             lr=settings.lr,
@@ -183,6 +185,7 @@ class Learner(ForwardPasses):
         if not all(math.isfinite(value) for value in judged.values()):
             self._stop_at_non_finite(rows, judged)
         if not skipped:
+            self.before_change()
             self.scaler.step(self.optimizer)
             self.schedule.step()
             self.optimizer_steps += 1
@@ -280,6 +283,7 @@ class Learner(ForwardPasses):
 
     def perturb(self) -> None:
         """Change every trainable tensor, in place, until :meth:`restore`."""
+        self.before_change()
         self.changed = perturb(self.parameters)
 
     def restore(self) -> None:
@@ -343,22 +347,17 @@ class Learner(ForwardPasses):
             f"{path}. A smaller optimizer.lr or train.precision=fp32 are the usual cures."
         )
 
-    def state_dict(self, *, progress: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    def state_dict(self, kept: Callable[[torch.Tensor], Any] = gathered) -> dict[str, Any]:
         """Trainable parameters, optimizer, schedule, scaler and counters, all of plain types.
 
         Its form is the same for any number of ranks. Of several all must take part, and rank 0's alone is whole.
 
         Args:
-            progress: called after each tensor.
+            kept: what of each tensor, as this rank holds it, is to stand in the state.
         """
-
-        def whole(tensor: torch.Tensor) -> torch.Tensor | None:
-            progress()
-            return gathered(tensor)
-
         return {
-            "model": {name: whole(parameter.detach()) for name, parameter in self.trainable.items()},
-            "optimizer": optimizer_state(self.optimizer, whole),
+            "model": {name: kept(parameter.detach()) for name, parameter in self.trainable.items()},
+            "optimizer": optimizer_state(self.optimizer, kept),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "version": self.version,
@@ -366,13 +365,14 @@ class Learner(ForwardPasses):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, bit for bit on as many ranks; every rank is given the whole."""
+        """Continue from :meth:`state_dict`, bit for bit on as many ranks; each is given the whole, or where it lies."""
         missing = self.trainable.keys() ^ state["model"].keys()
         if missing:
             raise UserError(
                 f"The checkpoint and the model differ in {len(missing)} trainable parameters, for example "
                 f"{min(missing)}; resume with the model.name and train_model.lora of the run that wrote it."
             )
+        self.before_change()
         with torch.no_grad():
             for name, parameter in self.trainable.items():
                 parameter.copy_(divided(state["model"][name], parameter))

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import update_wrapper
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from tensordict import TensorDictBase
 from transformers import PreTrainedTokenizerBase
 
-from sota_grpo.errors import RunFailed
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import save_hf
-from sota_grpo.policy.lora import packed_weights
-from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.policy.lora import packed_weights, weight_slices
+from sota_grpo.policy.sharding import gathered
+from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
+from sota_grpo.training.shards import Shards, ShardWriter
 from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied, WorkerThread
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.weight_transfer import WeightSender
@@ -53,6 +59,8 @@ class LearnerWorker:
         self.learner: Learner = self._thread.submit(make_learner).result()
         self.learner.policy.register_forward_hook(lambda *_: self._thread.progress())
         leads = self.learner.ranks.leads
+        self._writer = ShardWriter(self.learner.ranks)
+        self.learner.before_change = self._writer.wait_copied
         self._sender = WeightSender(self.learner.policy.model, leads=leads, progress=self._thread.progress)
 
     def update(self, rows: RowPack) -> Future[dict[str, float | None]]:
@@ -68,23 +76,52 @@ class LearnerWorker:
     def state_dict(self) -> Future[StatePack | None]:
         """:meth:`Learner.state_dict`."""
 
+        def whole(tensor: torch.Tensor) -> torch.Tensor | None:
+            self._thread.progress()
+            return gathered(tensor)
+
         def state_dict() -> StatePack | None:
-            state = self.learner.state_dict(progress=self._thread.progress)
+            state = self.learner.state_dict(whole)
             return StatePack.of(state) if self.learner.ranks.leads else None
 
         return self._thread.submit(state_dict)
 
     def load_state_dict(self, state: StatePack) -> Future[None]:
-        """:meth:`Learner.load_state_dict`."""
-        return self._thread.submit(lambda: self.learner.load_state_dict(state.state()))
+        """:meth:`Learner.load_state_dict`; of several ranks each copies its own rows out of the pack."""
+        learner = self.learner
+        return self._thread.submit(lambda: learner.load_state_dict(state.state(views=learner.ranks.size > 1)))
 
-    def weights(self, base: bool = True, dtype: torch.dtype | None = None) -> Future[WeightPack | None]:
-        """What engines load: :func:`sota_grpo.policy.lora.packed_weights`."""
+    def sees(self, path: str) -> None:
+        """Check that a file of the driver's is here, in a folder that this process can write to.
 
-        def weights() -> WeightPack | None:
+        Raises:
+            UserError: it is not.
+        """
+        folder = os.path.dirname(path)
+        if not (os.path.isfile(path) and os.access(folder, os.W_OK)):
+            raise UserError(
+                f"Rank {self.learner.ranks.rank} of the learner, on {platform.node()}, cannot write to {folder}, where "
+                "every rank writes its part of each checkpoint; set hydra.run.dir to a folder that all nodes share."
+            )
+
+    def begin_save(self, folder: str) -> Future[Any]:
+        """Begin to write this rank's part of the state; what of it is no tensor (:class:`ShardWriter`)."""
+        return self._thread.submit(lambda: self._writer.begin(Path(folder), self.learner.state_dict(lambda own: own)))
+
+    def written(self) -> Future[tuple[str, str]]:
+        """:meth:`ShardWriter.written`."""
+        return self._writer.written()
+
+    def weights(
+        self, base: bool = True, dtype: torch.dtype | None = None, index: int = 0, most_bytes: int = 0
+    ) -> Future[tuple[WeightPack, int] | None]:
+        """A part of what engines load (:func:`sota_grpo.policy.lora.weight_slices`), and how many parts there are."""
+
+        def weights() -> tuple[WeightPack, int] | None:
             model, progress = self.learner.policy.model, self._thread.progress
-            pack = packed_weights(model, base=base, dtype=dtype, progress=progress)
-            return pack if self.learner.ranks.leads else None
+            slices = weight_slices(model, base=base, dtype=dtype, most_bytes=most_bytes)
+            pack = packed_weights(model, base=base, dtype=dtype, names=slices[index], progress=progress)
+            return (pack, len(slices)) if self.learner.ranks.leads else None
 
         return self._thread.submit(weights)
 
@@ -96,8 +133,8 @@ class LearnerWorker:
         """:func:`sota_grpo.policy.load.save_hf`, written by rank 0."""
         if self.tokenizer is None:
             raise ValueError("this learner was built without a tokenizer, which an export needs")
-        tokenizer = self.tokenizer
-        return self._thread.submit(lambda: save_hf(self.learner.policy.model, tokenizer, folder) and None)
+        given = self.learner.policy.model, self.tokenizer, folder, self._thread.progress
+        return self._thread.submit(lambda: save_hf(*given) and None)
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
         """Any other method of the learner, or of its :class:`WeightSender`; rows come packed."""
@@ -109,14 +146,16 @@ class LearnerWorker:
         return self._thread.submit(answer)
 
     def ping(self) -> float:
-        """Seconds since the last forward pass or gathered weight of a call that is running; 0 when idle."""
-        return self._thread.silent_s()
+        """Seconds since the last forward pass, gathered weight or written slice of what is running; 0 when idle."""
+        return max(self._thread.silent_s(), self._writer.silent_s())
 
     def close(self) -> None:
         """End after what is queued."""
         self._thread.close()
+        self._writer.close()
 
 
+_PACK_BYTES = 256 << 20  # of the weights that rank 0 packs at once
 _PINGS_PER_SILENCE = 4
 _LONGEST_PING_PAUSE_S = 10.0
 
@@ -168,6 +207,7 @@ class RemoteLearner:
         self.workers = tuple(workers)
         self.settings = settings
         self.version = 0
+        self.pack_bytes = _PACK_BYTES
         self._share = share
         self._silence_s, self._start_silence_s, self._grace_s = silence_s, start_silence_s, grace_s
         self._ready = False
@@ -219,14 +259,45 @@ class RemoteLearner:
         """:meth:`Learner.state_dict`: one form for any number of ranks, one included."""
         return self._call("state_dict").state()
 
+    def require_folder(self, folder: Path) -> None:
+        """Check that every rank, on whatever machine, can write its part of a checkpoint below ``folder``.
+
+        Raises:
+            UserError: one cannot; the sentence names it.
+        """
+        ending = f".{secrets.token_hex(6)}.tmp"  # of a leftover, should this process be killed here
+        with NamedTemporaryFile(dir=folder, prefix=".seen", suffix=ending) as probe:
+            self._call("sees", probe.name)
+
+    def begin_save(self, folder: Path) -> tuple[dict[str, Any], Shards]:
+        """The state but for its tensors, which every rank begins to write to ``folder``; training goes on meanwhile."""
+        return self._call("begin_save", str(folder.absolute())), Shards(folder, self._written)
+
+    def _written(self) -> dict[str, str]:
+        """The SHA-256 of each rank's file, when all are written.
+
+        Raises:
+            LearnerDied, WorkerDied: a rank died or hangs.
+            OSError: the file system refused.
+        """
+        answers = [worker.call("written") for worker in self.workers]
+        while pending := [answer for answer in answers if not answer.done()]:
+            self._wait(pending)
+        return dict(answer.result() for answer in answers)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """:meth:`Learner.load_state_dict`, of whatever number of ranks the state is."""
+        """:meth:`Learner.load_state_dict`, of whatever number of ranks the state is, in memory or stored by ranks."""
         self._call("load_state_dict", self._share(StatePack.of(state)))
         self.version = state["version"]
 
-    def weights(self, *, base: bool = True, dtype: torch.dtype | None = None) -> WeightPack:
-        """What engines load, as :func:`sota_grpo.policy.lora.packed_weights` gives it."""
-        return self._call("weights", base, dtype)
+    def weights(self, *, base: bool = True, dtype: torch.dtype | None = None) -> WeightPacks:
+        """What engines load (:func:`sota_grpo.policy.lora.engine_weights`), of which rank 0 packs a part at a time."""
+        packs: list[WeightPack] = []
+        count = 1
+        while len(packs) < count:
+            pack, count = self._call("weights", base, dtype, len(packs), self.pack_bytes)
+            packs.append(pack)
+        return WeightPacks(tuple(packs))
 
     weight_layout = _asked(WeightSender.weight_layout)
     send_weights = _asked(WeightSender.send_weights)

@@ -187,9 +187,13 @@ class StatePack:
         rest = tree_map_only(torch.Tensor, emptied, state)
         return cls(WeightPack.of(tensors), rest)
 
-    def state(self) -> Any:
-        """What was packed, each tensor in memory of its own: ``torch.save`` refuses one memory under two dtypes."""
-        tensors = {name: tensor.clone() for name, tensor in self.tensors.tensors()}
+    def state(self, *, views: bool = False) -> Any:
+        """What was packed, each tensor in memory of its own: ``torch.save`` refuses one memory under two dtypes.
+
+        Args:
+            views: of the buffer instead, which are to be read only.
+        """
+        tensors = {name: tensor if views else tensor.clone() for name, tensor in self.tensors.tensors()}
         return tree_map_only(_Tensor, lambda value: tensors[value.name], self.rest)
 
 

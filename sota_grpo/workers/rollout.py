@@ -18,7 +18,7 @@ import sota_grpo.workers.packing  # noqa: F401  (groups are pickled as three ten
 from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.stepping import SteppingEngine, Streams, response_rooms
 from sota_grpo.policy.lora import AdapterPack
-from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers.base import OpenCalls, WorkerDied, promised
 from sota_grpo.workers.fleet import Fleet
@@ -74,7 +74,7 @@ class RolloutWorker:
 
         return self._submit(keep)
 
-    def update_weights(self, pack: WeightPack | AdapterPack, version: int) -> Future[int]:
+    def update_weights(self, pack: WeightPack | WeightPacks | AdapterPack, version: int) -> Future[int]:
         """Push weights under the running groups; the version that the engine serves from the next token on.
 
         Args:
@@ -270,7 +270,7 @@ class FleetEngine(Streams):
         else:
             if isinstance(weights, AdapterPack):
                 self._send_base()
-            elif not isinstance(weights, WeightPack):
+            elif not isinstance(weights, (WeightPack, WeightPacks)):
                 weights = WeightPack.of(weights)
             served = self._broadcast("update_weights", self._share(weights), version)
         if wrong := sorted(set(served) - {version}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from sota_grpo.policy.lora import add_lora, engine_weights
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.collate import row_list
-from sota_grpo.training.checkpoint import CheckpointStore
+from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
 from sota_grpo.training.forward_passes import ForwardPasses
 from sota_grpo.training.learner import Learner, NonFiniteStep
 from sota_grpo.training.remote_learner import LearnerDied, RemoteLearner
@@ -37,7 +38,7 @@ CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
 @dataclass
 class Pair:
-    """Two processes, and whatever learner they have at the moment."""
+    """Two processes, or as many as there are workers, and whatever learner they have at the moment."""
 
     workers: list[ProcessWorker]
     launcher: ProcessLauncher
@@ -57,13 +58,19 @@ class Pair:
         return [answer.result(timeout=60) for answer in answers]
 
 
+@contextmanager
+def started(size: int, folder: Path) -> Iterator[Pair]:
+    launcher = ProcessLauncher()
+    place = {"size": size, "init_method": f"file://{folder}/rendezvous", "dump_dir": str(folder)}
+    specs = [WorkerSpec("tests.rank_rigs:bench", {"rank": rank, **place}) for rank in range(size)]
+    with closing(launcher):
+        yield Pair([launcher.start(f"learner-{n}", spec, threads=1) for n, spec in enumerate(specs)], launcher, folder)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder, launcher = tmp_path_factory.mktemp("ranks"), ProcessLauncher()
-    place = {"size": 2, "init_method": f"file://{folder}/rendezvous", "dump_dir": str(folder)}
-    specs = [WorkerSpec("tests.rank_rigs:bench", {"rank": rank, **place}) for rank in range(2)]
-    yield Pair([launcher.start(f"learner-{n}", spec, threads=1) for n, spec in enumerate(specs)], launcher, folder)
-    launcher.close()
+    with started(2, tmp_path_factory.mktemp("ranks")) as two:
+        yield two
 
 
 def assert_equal_weights(two: RemoteLearner, one: Learner, **tolerance: float) -> None:
@@ -126,6 +133,20 @@ def test_groups_without_an_advantage_are_measured_alike(reduce_once: bool, pair:
     assert_equal_weights(two, one)
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_that_are_packed_in_parts_are_the_same(lora: bool, pair: Pair) -> None:
+    two = pair.learner(lora=lora)
+    whole = dict(two.weights().tensors())
+    two.pack_bytes = 3000
+    packs = two.weights().packs
+    parts = dict(item for pack in packs for item in pack)
+    largest = max(value.nbytes for value in whole.values())
+    assert len(packs) > 2
+    assert all(pack.num_bytes <= max(3000, largest) for pack in packs)
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], value) for name, value in whole.items())
+
+
 def test_each_rank_keeps_half(pair: Pair) -> None:
     two, one = pair.learner(), pair.one()
     two.update(ragged_rows(4))
@@ -155,19 +176,31 @@ def test_a_checkpoint_changes_the_number_of_ranks(lora: bool, pair: Pair, tmp_pa
     whole, first, second = pair.one(**options), pair.learner(**options), pair.one(**options)
     for batch in batches:
         whole.update(batch.clone())
+    store = CheckpointStore(tmp_path)
     first.update(batches[0])
-    CheckpointStore(tmp_path).save(1, first.state_dict())
-    second.load_state_dict(CheckpointStore(tmp_path).latest()[1])
+    save(store, 1, first)
+    sizes = [file.stat().st_size for file in tmp_path.glob("checkpoint_000001.*/rank_*.safetensors")]
+    assert len(sizes) == 2
+    assert max(sizes) < 0.6 * sum(sizes)  # the counts of steps and the header stand in rank 0's
+    second.load_state_dict(store.latest()[1]["learner"])
     second.update(batches[1])
-    CheckpointStore(tmp_path).save(2, second.state_dict())
+    save(store, 2, second)
     third = pair.learner(**options)
-    third.load_state_dict(CheckpointStore(tmp_path).latest()[1])
+    third.load_state_dict(store.latest()[1]["learner"])
     assert third.version == 2
     metrics = third.update(batches[2])
     assert_equal_weights(third, whole)
     assert (third.version, metrics["optimizer_steps"]) == (3, whole.optimizer_steps)
     left, right = shapes(third.state_dict()), shapes(whole.state_dict())
     assert left == right
+
+
+def save(store: CheckpointStore, step: int, learner: Learner | RemoteLearner) -> Path:
+    """As a run does."""
+    if isinstance(learner, Learner):
+        return store.save(step, {"learner": learner.state_dict()})
+    rest, shards = learner.begin_save(store.folder(step))
+    return store.save(step, {"learner": rest}, shards)
 
 
 def shapes(value: Any) -> Any:
@@ -179,18 +212,64 @@ def shapes(value: Any) -> Any:
     return (type(value), value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value)
 
 
-def test_a_resumed_pair_continues_bit_for_bit_under_dropout(pair: Pair) -> None:
+def test_a_resumed_pair_continues_bit_for_bit_under_dropout(pair: Pair, tmp_path: Path) -> None:
     options = {"lora": True, "dropout": 0.4}
     batches = [ragged_rows(7) for _ in range(2)]
     whole = pair.learner(**options)
     whole.update(batches[0])
-    state = whole.state_dict()
-    whole.update(batches[1])
+    store = CheckpointStore(tmp_path)
+    rest, shards = whole.begin_save(store.folder(1))
+    whole.update(batches[1])  # while the ranks copy and write what was before it
     expected = dict(whole.weights().tensors())
+    store.save(1, {"learner": rest}, shards)
     resumed = pair.learner(**options)
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(store.latest()[1]["learner"])
     resumed.update(batches[1])
     assert all(torch.equal(value, expected[name]) for name, value in resumed.weights().tensors())
+
+
+@pytest.mark.slow
+def test_four_ranks_then_one_then_two_then_four(pair: Pair, tmp_path: Path) -> None:
+    """As four without a break; and what four have saved, four read bit for bit."""
+    (tmp_path / "four").mkdir()
+    batches, store = [ragged_rows(9) for _ in range(4)], CheckpointStore(tmp_path, keep=9)
+    with started(4, tmp_path / "four") as four:
+        whole = four.learner()
+        for batch in batches:
+            whole.update(batch)
+        expected = dict(whole.weights().tensors())
+        learner = four.learner()
+        for turn, who in enumerate((None, pair.one, pair.learner, four.learner)):
+            if who is not None:
+                save(store, turn, learner)
+                learner = who()
+                learner.load_state_dict(store.latest()[1]["learner"])
+            learner.update(batches[turn])
+        for name, value in learner.weights().tensors():
+            torch.testing.assert_close(value, expected[name], **CLOSE)
+        save(store, 4, learner)
+        saved, again = learner.state_dict(), four.learner()
+        again.load_state_dict(store.latest()[1]["learner"])
+        torch.testing.assert_close(again.state_dict(), saved, rtol=0.0, atol=0.0)
+
+
+def test_a_disk_that_is_full_for_a_rank_ends_no_learner_and_keeps_the_old(pair: Pair, tmp_path: Path) -> None:
+    store, two = CheckpointStore(tmp_path), pair.learner()
+    rows = ragged_rows(5)
+    two.update(rows)
+    kept = save(store, 1, two)
+    folder = store.folder(2)
+    folder.mkdir()
+    (folder / "rank_00001.safetensors").touch()  # so that rank 1 cannot make it
+    rest, shards = two.begin_save(folder)
+    with pytest.raises(
+        CheckpointError, match=r"step 2 could not be written.*File exists.*checkpoint_000001\.pt is the last"
+    ):
+        store.save(2, {"learner": rest}, shards)
+    assert not folder.exists()
+    assert [path for _, path in store.paths()] == [kept]
+    two.update(rows)
+    save(store, 2, two)
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -259,8 +259,8 @@ def _save_plain_tensors(checkpoint: ModuleType) -> None:
     original = checkpoint.CheckpointStore.save
 
     @functools.wraps(original)
-    def save(self: Any, step: int, state: Any) -> Any:
-        return original(self, step, plain(state))
+    def save(self: Any, step: int, state: Any, shards: Any = None) -> Any:
+        return original(self, step, plain(state), shards)
 
     checkpoint.CheckpointStore.save = save
 

@@ -6,6 +6,9 @@ import copy
 import json
 import shutil
 from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,10 @@ from sota_grpo import keys
 from sota_grpo.policy import load
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import ModelNotFoundError, load_model, load_tokenizer, resolve_model_path, save_hf
+from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.reference import FrozenReference
+from sota_grpo.policy.tensor_files import write_model
+from tests.rank_rigs import trained_adapter
 from tests.unit.tiny_models import FAMILIES, SIZES, make_model, make_rows, make_tokenizer, repad
 
 
@@ -261,6 +267,29 @@ def test_an_export_reloads_to_equal_logits(family, tmp_path):
     (tmp_path / "mine" / "thesis.txt").write_text("ten years")
     with pytest.raises(ValueError, match="holds no exported model"):
         save_hf(model, make_tokenizer(), tmp_path / "mine")
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("most_bytes", [10**9, 10**6])
+def test_an_export_that_is_written_weight_by_weight_is_what_transformers_writes(
+    adapter: bool, most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = load_model("tiny")
+    model = trained_adapter(base) if adapter else base
+    base.save_pretrained(tmp_path / "theirs", state_dict=dict(engine_weights(model)))
+    monkeypatch.setattr(load, "write_model", partial(write_model, most_bytes=most_bytes))
+    monkeypatch.setattr(base, "save_pretrained", partial(only_its_configuration, base.save_pretrained))
+    save_hf(model, load_tokenizer("tiny"), tmp_path / "ours")
+    assert (len(list((tmp_path / "ours").glob("*.safetensors"))) > 1) == (most_bytes == 10**6)
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert (tmp_path / "ours" / "config.json").read_text() == (tmp_path / "theirs" / "config.json").read_text()
+
+
+def only_its_configuration(save: Any, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
+    assert state_dict == {}
+    save(folder, state_dict=state_dict)
 
 
 def test_a_frozen_reference_does_not_follow_the_policy():

@@ -16,11 +16,14 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
+from sota_grpo.policy.sharding import Ranks
+from sota_grpo.policy.tensor_files import stored_tensors
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import ReferenceKL, reference_log_probs
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
+from sota_grpo.training.shards import ShardWriter
 from tests.pretended_cuda import kernels
 from tests.pretended_cuda.counters import host_traffic
 from tests.rank_rigs import ragged_rows, trained_adapter
@@ -184,3 +187,18 @@ def test_a_micro_batch_seldom_makes_the_host_wait(whose: str, tmp_path: Path) ->
     print(f"a micro-batch: {waits:.1f} waits, {copies:.1f} copies; in one:\n{single}")
     assert waits <= WAITS_PER_MICRO_BATCH
     assert copies <= COPIES_PER_MICRO_BATCH
+
+
+def test_what_a_rank_writes_is_what_was_there_before_the_step_that_went_on(tmp_path: Path) -> None:
+    learner = build(tmp_path, "cuda", lora=False, dropout=0.0, tied=True, checkpointing=False)
+    learner.update(rows())
+    writer = ShardWriter(Ranks(device=CUDA))
+    learner.before_change = writer.wait_copied
+    before = {name: value.detach().cpu().clone() for name, value in learner.trainable.items()}
+    writer.begin(tmp_path / "parts", learner.state_dict())
+    learner.update(rows())
+    name, _ = writer.written().result(60)
+    stored = stored_tensors([tmp_path / "parts" / name])
+    assert all(torch.equal(stored[f"model.{name}"].read(), value) for name, value in before.items())
+    assert not any(torch.equal(value.detach().cpu(), before[name]) for name, value in learner.trainable.items())
+    writer.close()

@@ -1,0 +1,294 @@
+"""Laws of checkpoints that ranks write in parts: whole or not there, read row by row, and no claim believed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from sota_grpo.assembly.evaluation import load_trained
+from sota_grpo.errors import UserError
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.sharding import Ranks
+from sota_grpo.policy.tensor_files import Kept, StoredTensor, in_memory, stored_tensors, write_tensors
+from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
+from sota_grpo.training.remote_learner import LearnerWorker
+from sota_grpo.training.shards import Shards, ShardWriter
+from sota_grpo.untrusted import TensorFileError
+from sota_grpo.workers.base import WorkerDied
+from tests.unit.tiny_models import make_model
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
+
+
+def split(folder: Path, whole: dict[str, torch.Tensor], cuts: dict[str, list[int]]) -> list[Path]:
+    """Each tensor's rows over files, as ranks write them; a rank without rows of it leaves it out."""
+    folder.mkdir()
+    count = len(next(iter(cuts.values()))) - 1
+    paths = [folder / f"rank_{rank:05d}.safetensors" for rank in range(count)]
+    for rank, path in enumerate(paths):
+        pieces = {
+            name: (value[cuts[name][rank] : cuts[name][rank + 1]], cuts[name][rank]) for name, value in whole.items()
+        }
+        pieces = {name: piece for name, piece in pieces.items() if piece[0].numel()}
+        layout = {name: Kept.of(*piece) for name, piece in pieces.items()}
+        write_tensors(path, layout, (tensor for tensor, _ in pieces.values()), durable=True)
+    return paths
+
+
+def random_tensors() -> dict[str, torch.Tensor]:
+    rows = torch.randint(1, 9, ()).item()
+    return {str(dtype): (torch.randn(rows, 3, 2) * 9).to(dtype) for dtype in DTYPES} | {"vector": torch.randn(5)}
+
+
+def test_any_rows_of_a_tensor_come_back_from_however_many_files(tmp_path: Path) -> None:
+    for number in range(5):
+        whole = random_tensors()
+        cuts = {
+            name: [0, *sorted(torch.randint(0, len(value) + 1, (3,)).tolist()), len(value)]
+            for name, value in whole.items()
+        }
+        stored = stored_tensors(split(tmp_path / str(number), whole, cuts))
+        assert stored.keys() == whole.keys()
+        for name, value in whole.items():
+            assert torch.equal(stored[name].read(), value)
+            start, stop = sorted(torch.randint(0, len(value) + 1, (2,)).tolist())
+            assert torch.equal(stored[name].rows(start, stop), value[start:stop])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_and_safetensors_read_the_files_too(tmp_path: Path) -> None:
+    whole = {"a": torch.randn(5, 3), "b": torch.randn(4).bfloat16()}
+    paths = split(tmp_path / "files", whole, {"a": [0, 3, 5], "b": [0, 1, 4]})
+    assert torch.equal(torch.cat([load_file(path)["a"] for path in paths]), whole["a"])
+    found = {name: torch.empty_like(value) for name, value in whole.items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "files")), no_dist=True)
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+def test_a_scalar_and_a_tensor_that_is_not_as_announced(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a.safetensors", {"step": Kept.of(torch.tensor(3.0))}, [torch.tensor(3.0)])
+    assert stored_tensors([tmp_path / "a.safetensors"])["step"].read() == 3.0
+    with pytest.raises(ValueError, match=r"w is torch\.float32 \(3,\) and was to be"):
+        write_tensors(tmp_path / "b.safetensors", {"w": Kept(torch.float32, (2,))}, [torch.ones(3)])
+
+
+def with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    def changed(content: bytes) -> bytes:
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + content[8 + length :]
+
+    return changed
+
+
+LIES = {
+    "more bytes than the file has": with_header(lambda h: h["w"].update(shape=[10**9, 2], data_offsets=[0, 8 * 10**9])),
+    "a shape that its bytes have not": with_header(lambda h: h["w"].update(shape=[10**9, 2])),
+    "bytes of another one too": with_header(lambda h: h.update(v=dict(h["w"]))),
+    "negative bytes": with_header(lambda h: h["w"].update(shape=[-4, -2])),
+    "an odd dtype": with_header(lambda h: h["w"].update(dtype="OBJECT")),
+    "rows that begin later": with_header(
+        lambda h: h["__metadata__"].update(DCP_SHARDING_INFO='{"w": {"saved_offsets": [1, 0]}}')
+    ),
+    "no list of offsets": with_header(lambda h: h["__metadata__"].update(DCP_SHARDING_INFO="[]1")),
+    "a header longer than the file": lambda content: (1 << 60).to_bytes(8, "little") + content[8:],
+    "a header that is no object": lambda content: (2).to_bytes(8, "little") + b"[]",
+    "a header nested for ever": lambda content: (10**5).to_bytes(8, "little") + b"[" * 10**5,
+    "nothing": lambda content: b"",
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_file_that_claims_more_than_it_has_is_refused_before_anything_is_made_of_it(lie: str, tmp_path: Path) -> None:
+    path = tmp_path / "rank_00000.safetensors"
+    write_tensors(path, {"w": Kept(torch.float32, (4, 2))}, [torch.ones(4, 2)])
+    path.write_bytes(LIES[lie](path.read_bytes()))
+    with pytest.raises(TensorFileError):
+        stored_tensors([path])
+
+
+@pytest.mark.parametrize("first_row", [0, 2, 4], ids=["the same rows twice", "an overlap", "a gap"])
+def test_pieces_that_make_no_whole(first_row: int, tmp_path: Path) -> None:
+    layouts = [Kept(torch.float32, (3, 2)), Kept(torch.float32, (2, 2), first_row)]
+    paths = [tmp_path / f"rank_0000{rank}.safetensors" for rank in range(2)]
+    for path, kept in zip(paths, layouts):
+        write_tensors(path, {"w": kept}, [torch.ones(kept.shape)])
+    with pytest.raises(TensorFileError, match="the pieces of w do not make a whole"):
+        stored_tensors(paths)
+
+
+def saved(store: CheckpointStore, step: int, value: float = 1.0) -> Path:
+    """A checkpoint of one rank in a process of its own."""
+    writer = ShardWriter(Ranks())
+    state = {"model": {"w": torch.full((4, 2), value)}, "betas": (0.9, 0.99), 3: [torch.tensor(step), torch.empty(0)]}
+    shards = Shards(store.folder(step), lambda: dict([writer.written().result()]))
+    rest = writer.begin(shards.folder, state)
+    path = store.save(step, {"learner": rest}, shards)
+    writer.close()
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name.partition(".")[0] + ("/" if path.is_dir() else "") for path in folder.iterdir())
+
+
+def test_a_state_in_parts_comes_back_and_old_ones_go_with_their_folders(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        saved(store, step, float(step))
+    found = store.latest()
+    assert found is not None
+    learner = found[1]["learner"]
+    assert isinstance(learner["model"]["w"], StoredTensor)
+    assert torch.equal(learner["model"]["w"].read(), torch.full((4, 2), 3.0))
+    assert learner["betas"] == (0.9, 0.99)
+    assert (int(in_memory(learner[3][0])), learner[3][1].numel()) == (3, 0)
+    assert names(tmp_path) == ["checkpoint_000002", "checkpoint_000002/", "checkpoint_000003", "checkpoint_000003/"]
+    assert store.num_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    store.save(2, {"step": 2})  # in one file, of a run that was rewound
+    assert names(tmp_path) == ["checkpoint_000002"]
+
+
+def test_a_writer_that_was_killed_leaves_the_checkpoint_of_the_same_step_and_is_cleaned_up(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    saved(store, 1, 1.0)
+    half = store.folder(1)
+    half.mkdir()
+    (half / "rank_00000.safetensors").write_bytes(b"half")
+    assert float(store.latest()[1]["learner"]["model"]["w"].read()[0, 0]) == 1.0
+    saved(store, 1, 2.0)
+    assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000001/"]
+    assert float(store.latest()[1]["learner"]["model"]["w"].read()[0, 0]) == 2.0
+
+
+def test_ranks_that_died_while_they_wrote_leave_the_old_one_and_no_half(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    kept = saved(store, 1)
+
+    def dead() -> dict[str, str]:
+        raise WorkerDied("learner-1 was ended by SIGKILL")
+
+    shards = Shards(store.folder(2), dead)
+    shards.folder.mkdir()
+    (shards.folder / "rank_00000.safetensors").touch()
+    with pytest.raises(
+        CheckpointError, match=r"step 2 .*ended by SIGKILL; checkpoint_000001\.pt is the last good one$"
+    ):
+        store.save(2, {}, shards)
+    assert [path for _, path in store.paths()] == [kept]
+    assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000001/"]
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [damage, Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1])])
+def test_a_damaged_part_falls_back_to_the_checkpoint_before(
+    harm: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path)
+    saved(store, 1)
+    saved(store, 2)
+    (part,) = tmp_path.glob("checkpoint_000002.*/rank_00000.safetensors")
+    harm(part)
+    with caplog.at_level(logging.WARNING):
+        found = store.latest(["learner"])
+    assert found is not None
+    assert found[0] == 1
+    assert "Skipping the checkpoint of step 2" in caplog.text
+
+
+ODD = {"folder": "checkpoint_000001.0123456789ab", "files": {}}
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        ODD | {"folder": "../checkpoint_000001.0123456789ab"},
+        ODD | {"files": {"../../secret.safetensors": "0"}},
+        ODD | {"files": ["rank_00000.safetensors"]},
+        ODD | {"more": 1},
+        {"folder": 1, "files": {}},
+        "text",
+    ],
+)
+def test_what_names_files_elsewhere_is_no_checkpoint(shards: Any, tmp_path: Path) -> None:
+    path = CheckpointStore(tmp_path).save(1, {"learner": {}, "shards": shards})
+    with pytest.raises(CheckpointError, match="no checkpoint of this program"):
+        CheckpointStore.load(path)
+
+
+def test_a_state_whose_tensor_is_in_no_file_is_refused(tmp_path: Path) -> None:
+    path = CheckpointStore(tmp_path).save(1, {"learner": {"stored_tensor": "w"}, "shards": ODD})
+    with pytest.raises(CheckpointError, match="no checkpoint of this program"):
+        CheckpointStore.load(path)
+
+
+def test_a_step_waits_until_the_copy_is_made_and_not_until_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, weight = threading.Event(), torch.ones(3)
+    write = write_tensors
+
+    def slow(*args: Any, **options: Any) -> str:
+        go_on.wait(30)
+        return write(*args, **options)
+
+    monkeypatch.setattr("sota_grpo.training.shards.write_tensors", slow)
+    writer = ShardWriter(Ranks())
+    writer.begin(tmp_path / "a", {"w": weight})
+    writer.wait_copied()
+    weight.fill_(2.0)
+    assert not writer.written().done()
+    go_on.set()
+    name, _ = writer.written().result(30)
+    assert torch.equal(load_file(tmp_path / "a" / name)["w"], torch.ones(3))
+    writer.close()
+
+
+def test_a_copy_that_fails_lets_training_go_on_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("sota_grpo.training.shards.copy_to_host", full)
+    writer = ShardWriter(Ranks())
+    writer.begin(tmp_path / "a", {"w": torch.ones(3)})
+    writer.wait_copied()
+    with pytest.raises(MemoryError):
+        writer.written().result(30)
+    writer.close()
+
+
+def test_an_evaluation_reads_the_weights_of_a_state_in_parts(tmp_path: Path) -> None:
+    store, writer = CheckpointStore(tmp_path), ShardWriter(Ranks())
+    trained, other = make_model(), make_model()
+    weights = dict(CausalPolicy(trained, shared_prompt=False).scorer.named_parameters())
+    shards = Shards(store.folder(1), lambda: dict([writer.written().result()]))
+    rest = writer.begin(shards.folder, {"model": {name: value.detach() for name, value in weights.items()}})
+    load_trained(store.save(1, {"learner": rest}, shards), other)
+    assert all(torch.equal(one, two) for one, two in zip(other.state_dict().values(), trained.state_dict().values()))
+    writer.close()
+
+
+def test_a_rank_that_does_not_see_the_run_directory_says_so(tmp_path: Path) -> None:
+    worker = LearnerWorker.__new__(LearnerWorker)
+    worker.learner = SimpleNamespace(ranks=Ranks(rank=3, size=4))  # type: ignore[assignment]
+    (tmp_path / "there").touch()
+    worker.sees(str(tmp_path / "there"))
+    with pytest.raises(UserError, match=r"Rank 3 of the learner, on .*, cannot write to .*hydra\.run\.dir"):
+        worker.sees(str(tmp_path / "not there"))
