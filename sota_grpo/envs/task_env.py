@@ -128,6 +128,9 @@ def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: An
         }
         if sample.record is not None:
             row[keys.DIALOG] = NonTensorData(json.dumps(sample.record))
+        if sample.kept is not None:
+            counts = torch.cat([sample.kept.counts.new_zeros(len(ids)), sample.kept.counts])
+            row["kept"] = {"ids": sample.kept.ids, "counts": counts}
         rows.append(TensorDict(row, batch_size=[]))
     return rows
 
