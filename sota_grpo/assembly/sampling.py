@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from sota_grpo.assembly.judging import judged_task
-from sota_grpo.config import Config, is_truncated, model_name, reward_names, walk
+from sota_grpo.config import Config, model_name, most_kept, reward_names, walk
 from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, task_configs, weights
 from sota_grpo.config.secrets import api_key
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
@@ -27,7 +27,7 @@ from sota_grpo.policy.load import resolve_model_path
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, own_grader
-from sota_grpo.rl.records import MOST_KEPT, Sampling
+from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks import make_task, parameters, task_class
 from sota_grpo.tasks.dataset import SUFFIXES, DatasetError, load_rows, unique_examples
@@ -305,7 +305,7 @@ def make_sampling(config: Config) -> Sampling:
         max_tokens=part.max_tokens,
         temperature=part.temperature,
         top_p=part.top_p,
-        top_k=part.top_k or (MOST_KEPT if is_truncated(config) else 0),
+        top_k=most_kept(config),
         min_p=part.min_p,
         ignore_eos=part.ignore_eos,
     )

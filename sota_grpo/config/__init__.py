@@ -20,6 +20,7 @@ from sota_grpo.engines import ENGINES
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.model_sizes import SIZES, model_of_size
 from sota_grpo.rewards.judge import KINDS
+from sota_grpo.rl.records import MOST_KEPT
 from sota_grpo.tasks import TASKS
 
 
@@ -527,16 +528,16 @@ def has_reference(config: Config) -> bool:
     return config.policy.kl_coef > 0 or config.algorithm.distill_coef > 0
 
 
-def is_truncated(config: Config) -> bool:
-    """Whether responses are drawn from a part of the vocabulary.
+def most_kept(config: Config) -> int:
+    """Most tokens of the set that one is drawn from; 0 where that is the whole vocabulary.
 
     >>> config = Config()
     >>> config.inference_model.top_p = 0.9
-    >>> is_truncated(Config()), is_truncated(config)
-    (False, True)
+    >>> most_kept(Config()), most_kept(config)
+    (0, 1024)
     """
     sampling = config.inference_model
-    return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    return sampling.top_k or (MOST_KEPT if sampling.top_p < 1 or sampling.min_p > 0 else 0)
 
 
 def reward_names(config: Config) -> list[str]:

@@ -13,7 +13,7 @@ from sota_grpo.config import (
     ModelConfig,
     algorithm_rules,
     changed_options,
-    is_truncated,
+    most_kept,
     responses_per_step,
     reward_names,
     walk,
@@ -148,7 +148,7 @@ def the_run_has_at_least_one_step(config: Config) -> Iterator[str]:
 def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
     """Where a part of the vocabulary is left out, the learner has to know which, token by token."""
     sampling, name = config.inference_model, config.engine.name
-    truncated = is_truncated(config)
+    truncated = most_kept(config) > 0
     said = f"inference_model.top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p}"
     if truncated and name in ENGINES and not ENGINES[name].tells_kept:
         others = ", ".join(one for one, kind in ENGINES.items() if kind.tells_kept)

@@ -128,8 +128,9 @@ def kept_log_probs(
     log_probs = logits.index_select(0, sets.drawn) - top.squeeze(1) - mass.log()
     if not with_entropy:
         return log_probs, None
-    entropy = mass.log() - (z * p).sum(1) / mass
-    return log_probs, entropy if entropy_grad else entropy.detach()
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy = mass.log() - (z * p).sum(1) / mass
+    return log_probs, entropy
 
 
 class _KeptLogits(torch.autograd.Function):
