@@ -53,7 +53,10 @@ RUNS = {
         *("algorithm=reinforce_pp", KL, "train_model.lora.enabled=true"),
         *("train_model.lora.dropout=0.2", "train.optim_batch_size=8", "train.micro_batch_tokens=512"),
     ),
-    "dialogs of two turns": ("algorithm=grpo", "env.reasoning=true", "env.max_steps=2", "train.optim_batch_size=4"),
+    "dialogs of two turns, min-p": (
+        *("algorithm=grpo", "env.reasoning=true", "env.max_steps=2", "train.optim_batch_size=4"),
+        *("inference_model.min_p=0.02", "inference_model.temperature=1.5"),
+    ),
 }
 
 
