@@ -256,9 +256,9 @@ def test_kept_sets_are_told_and_log_probs_are_over_them(rig: Rig, how: dict[str,
 def test_tokens_that_tie_with_the_last_of_top_k_are_told_too(rig: Rig):
     weights = {name: torch.zeros_like(tensor) for name, tensor in rig.model.state_dict().items()}
     rig.engine.update_weights(weights.items(), rig.engine.version + 1)
-    outputs = generate(rig.engine, ragged_requests(1, 2), Sampling(max_tokens=4, top_k=2))
+    (output,) = generate(rig.engine, ragged_requests(1, 2), Sampling(max_tokens=4, top_k=2)).values()
     rig.push(7)
-    for sample in outputs[0].samples:
+    for sample in output.samples:
         assert sample.kept.counts.tolist() == [VOCAB] * len(sample.token_ids)
         torch.testing.assert_close(sample.log_probs, torch.full_like(sample.log_probs, -math.log(VOCAB)))
 
