@@ -189,7 +189,7 @@ def system(subject: Subject, seed: int) -> Changed:
 @contextmanager
 def top_p(subject: Subject, seed: int) -> Changed:
     changed = replace(subject, sampling=replace(subject.sampling, top_p=0.9), rows=[])
-    changed.rows = gate.graded_rows(changed)
+    changed.rows = [row.exclude("kept") for row in gate.graded_rows(changed)]
     yield changed, AGREEMENT
 
 

@@ -30,7 +30,7 @@ from sota_grpo.assembly.memory import (
     vllm_pool_bytes,
 )
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows
-from sota_grpo.config import Config, has_reference, model_name, responses_per_step, with_options
+from sota_grpo.config import Config, has_reference, model_name, most_kept, responses_per_step, with_options
 from sota_grpo.config.mixture import group_sizes, longest_response
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.engines import ENGINES, is_server
@@ -190,6 +190,7 @@ class RunMemory:
             shard_gradients=part.shard_gradients,
             on_cpu=on_cpu,
             repeats_keys=self.config.model.attn_implementation is not None or not (on_cpu or product_bytes == 2),
+            kept=min(most_kept(self.config), self.model.vocab),
             heap=on_cpu and platform.libc_ver()[0] == "glibc" and THRESHOLD not in os.environ,
         )
 

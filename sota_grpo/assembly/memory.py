@@ -55,6 +55,7 @@ from sota_grpo.policy.model_sizes import Architecture
 TILE_BYTES_ON_CPU, TILE_BYTES = 8 * 2**20, 256 * 2**20  # of sota_grpo.functional.log_probs
 HEAP_TENSOR = 32 * 2**20  # glibc's largest threshold above which memory comes in pages of its own
 LOST, LOST_WITH_ADAPTER, LOST_UNDER_CHECKPOINTING = 0.2, 0.8, 0.4  # see the module
+KEPT_BYTES = 76  # of a token of a kept set: indices, logit, softmax and entropy (60 where that has no gradient)
 SLOT_BYTES = 150  # of a padded slot in the elementwise loss, see sota_grpo.functional.balance.fill
 PREFILL_TOKENS = 2048  # of one pass over prompts, see sota_grpo.engines.decode_attention
 VLLM_PASS_TOKENS = 8192  # that vLLM computes at once, its default
@@ -74,6 +75,7 @@ class Learning:
     shard_gradients: bool = False  # several ranks sum gradients after every micro-batch; else each holds them whole
     on_cpu: bool = True  # the tiles of logits are small
     repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
+    kept: int = 0  # most tokens of a kept set, where sampling is truncated
     heap: bool = False  # small tensors come from the C library's heap, see the module
 
     @property
@@ -152,6 +154,8 @@ def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
 def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     """Of the head's backward pass: tiles, the gradient of the hidden states, one tile of that of the weight."""
     wide = 4 * rows.predicted * model.hidden
+    if how.kept:
+        return how.tile_bytes + 2 * wide + rows.predicted * how.kept * KEPT_BYTES
     if how.rank:
         return how.tile_bytes + 2 * wide
     half = how.product_bytes if how.product_bytes < 4 else 0
@@ -284,7 +288,7 @@ def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     layer = rows.tokens * 3 * (c * model.intermediate + w * model.hidden)
     cast = c * max(inputs * outputs for inputs, outputs in model.linear_layers) if how.casts else 0
     hidden = rows.predicted * model.hidden * (w + (c if how.casts else 0))
-    return layer + cast + hidden + rows.slots * SLOT_BYTES + how.tile_bytes
+    return layer + cast + hidden + rows.slots * SLOT_BYTES + how.tile_bytes + rows.predicted * how.kept * KEPT_BYTES
 
 
 def kv_bytes_per_token(model: Architecture, number_bytes: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from sota_grpo.assembly.judging import judged_task
-from sota_grpo.config import Config, model_name, reward_names, walk
+from sota_grpo.config import Config, model_name, most_kept, reward_names, walk
 from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, task_configs, weights
 from sota_grpo.config.secrets import api_key
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
@@ -305,7 +305,8 @@ def make_sampling(config: Config) -> Sampling:
         max_tokens=part.max_tokens,
         temperature=part.temperature,
         top_p=part.top_p,
-        top_k=part.top_k,
+        top_k=most_kept(config),
+        min_p=part.min_p,
         ignore_eos=part.ignore_eos,
     )
 

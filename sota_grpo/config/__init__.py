@@ -20,6 +20,7 @@ from sota_grpo.engines import ENGINES
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.model_sizes import SIZES, model_of_size
 from sota_grpo.rewards.judge import KINDS
+from sota_grpo.rl.records import MOST_KEPT
 from sota_grpo.tasks import TASKS
 
 
@@ -367,8 +368,13 @@ class InferenceModelConfig:
     enforce_eager: bool | None = opt(None, "vLLM without CUDA graphs; null: only on CPU")
     max_tokens: int = opt(1024, "most tokens of one response")
     temperature: float = opt(1.0, "sampling temperature; the learner divides its logits by it too")
-    top_p: float = opt(1.0, "nucleus sampling; below 1 the ratio is biased, so training refuses it")
-    top_k: int = opt(0, "top-k sampling; above 0 the ratio is biased, so training refuses it")
+    top_p: float = opt(1.0, "sample from the fewest most likely tokens that have so much mass; 1 keeps every token")
+    top_k: int = opt(
+        0, "sample from the most likely tokens, so many; 0 keeps every token, or 1024 of them beside top_p or min_p"
+    )
+    min_p: float = opt(
+        0.0, "sample from tokens that are at least so likely, as a share of the most likely one; 0 keeps every token"
+    )
     stop: list[str] = part(list, "texts that end a response; the token that completes one is kept")
     engine_kwargs: Any = opt(None, "vLLM: further arguments, such as {max_num_batched_tokens: 8192}")
     ignore_eos: bool = opt(False, "sample to max_tokens even after the end (benchmarks)")
@@ -520,6 +526,18 @@ def has_reference(config: Config) -> bool:
     (False, True)
     """
     return config.policy.kl_coef > 0 or config.algorithm.distill_coef > 0
+
+
+def most_kept(config: Config) -> int:
+    """Most tokens of the set that one is drawn from; 0 where that is the whole vocabulary.
+
+    >>> config = Config()
+    >>> config.inference_model.top_p = 0.9
+    >>> most_kept(Config()), most_kept(config)
+    (0, 1024)
+    """
+    sampling = config.inference_model
+    return sampling.top_k or (MOST_KEPT if sampling.top_p < 1 or sampling.min_p > 0 else 0)
 
 
 def reward_names(config: Config) -> list[str]:

@@ -13,6 +13,7 @@ from sota_grpo.config import (
     ModelConfig,
     algorithm_rules,
     changed_options,
+    most_kept,
     responses_per_step,
     reward_names,
     walk,
@@ -33,6 +34,7 @@ from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import PASSED, PICKLED
 from sota_grpo.rl.objective_files import in_file
+from sota_grpo.rl.records import MOST_KEPT
 from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.reasoning_gym import task_faults
 from sota_grpo.tasks.servers import FORMS, server_of
@@ -86,7 +88,10 @@ def every_coefficient_is_not_negative(config: Config) -> Iterator[str]:
             yield f"{name}={value} must not be negative."
 
 
-_SHARES = ("inference_model.gpu_memory_utilization", "inference_model.top_p", "env.curriculum_floor")
+_SHARES = (
+    *("inference_model.gpu_memory_utilization", "inference_model.top_p", "inference_model.min_p"),
+    "env.curriculum_floor",
+)
 _DECAYS = ("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2", "env.curriculum_decay")
 
 
@@ -141,12 +146,28 @@ def the_run_has_at_least_one_step(config: Config) -> Iterator[str]:
 
 
 def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
-    """top-p and top-k below their neutral values sample from another distribution than the one that is trained."""
-    sampling = config.inference_model
-    if sampling.top_p < 1.0 or sampling.top_k > 0:
+    """Where a part of the vocabulary is left out, the learner has to know which, token by token."""
+    sampling, name = config.inference_model, config.engine.name
+    truncated = most_kept(config) > 0
+    said = f"inference_model.top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p}"
+    if truncated and name in ENGINES and not ENGINES[name].tells_kept:
+        others = ", ".join(one for one, kind in ENGINES.items() if kind.tells_kept)
         yield (
-            f"inference_model.top_p={sampling.top_p} and top_k={sampling.top_k} sample from a truncated distribution, "
-            "which biases the importance ratio of every token; use top_p=1.0 and top_k=0."
+            f"{said} sample from a truncated distribution, and engine={name} does not say which tokens it keeps, so "
+            f"that the importance ratio of every token would be biased; use one of {others}, or top_p=1.0, top_k=0 "
+            "and min_p=0.0."
+        )
+    if truncated and config.train_model.log_probs == "liger":
+        yield (
+            f"train_model.log_probs=liger computes the whole vocabulary, and {said} leave a part of it; use "
+            "train_model.log_probs=tiled."
+        )
+    if sampling.top_p <= 0:
+        yield f"inference_model.top_p={sampling.top_p} keeps no token; use a share above 0."
+    if not 0 <= sampling.top_k <= MOST_KEPT:
+        yield (
+            f"inference_model.top_k={sampling.top_k} is not between 0 and {MOST_KEPT}, the most ids that travel with "
+            f"a token; use {MOST_KEPT}, or 0 to keep every token."
         )
     if sampling.temperature == 0:
         yield "inference_model.temperature=0 gives every sibling the same response; use a temperature above 0."

@@ -179,6 +179,7 @@ class Kind:
         server: samples in a process of its own, started here or reached by ``engine.url``.
         expandable_segments: takes memory that torch can grow, on a GPU.
         takes_kwargs: is vLLM, whose further arguments are ``inference_model.engine_kwargs``.
+        tells_kept: says from which tokens each was drawn where sampling is truncated (``Sample.kept``).
         verl, trl: what these call it; None: they have no such engine.
     """
 
@@ -187,14 +188,17 @@ class Kind:
     server: bool = False
     expandable_segments: bool = True
     takes_kwargs: bool = False
+    tells_kept: bool = False
     verl: str | None = None
     trl: str | None = None
 
 
 #: By the name that ``engine=`` takes; each has a preset in ``config/engine/``.
 ENGINES: Mapping[str, Kind] = {
-    "vllm": Kind("vllm_engine:VLLMEngine", "vllm", takes_kwargs=True, verl="vllm", trl="colocate"),
-    "transformers": Kind("transformers_engine:transformers_engine", "transformers", trl="transformers"),
+    "vllm": Kind("vllm_engine:VLLMEngine", "vllm", takes_kwargs=True, tells_kept=True, verl="vllm", trl="colocate"),
+    "transformers": Kind(
+        "transformers_engine:transformers_engine", "transformers", tells_kept=True, trl="transformers"
+    ),
     "scripted": Kind("scripted:scripted_engine", "none"),
     "vllm_server": Kind(
         "server_engine:server_engine", "vllm", server=True, takes_kwargs=True, verl="vllm", trl="server"

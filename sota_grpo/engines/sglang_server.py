@@ -63,11 +63,12 @@ class SGLangDialect(Dialect):
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
     def refuse(self, request: GroupRequest, sampling: Sampling) -> None:
-        """Raise ValueError for top-p and top-k sampling."""
-        if sampling.top_p < 1 or sampling.top_k > 0:
+        """Raise ValueError for top-p, top-k and min-p sampling."""
+        if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
             raise ValueError(
-                "SGLang reports log-probs before top-p and top-k, not those of what it samples from; use top_p=1 and "
-                f"top_k=0 instead of top_p={sampling.top_p:g} and top_k={sampling.top_k}."
+                "SGLang reports log-probs before top-p and top-k, not those of what it samples from; use top_p=1, "
+                f"top_k=0 and min_p=0 instead of top_p={sampling.top_p:g}, top_k={sampling.top_k} and "
+                f"min_p={sampling.min_p:g}."
             )
 
     def _request(self, order: Order) -> dict[str, Any]:

@@ -62,4 +62,5 @@ class StopStrings:
         if end is None:
             return sample
         parts = {name: getattr(sample, name)[:end].clone() for name in ("token_ids", "log_probs", "versions")}
-        return replace(sample, **parts, truncated=False)
+        kept = None if sample.kept is None else sample.kept.first(end)
+        return replace(sample, **parts, kept=kept, truncated=False)

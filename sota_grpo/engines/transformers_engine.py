@@ -28,7 +28,7 @@ from sota_grpo.engines.stepping import (
     tied_names,
 )
 from sota_grpo.engines.stop_strings import StopStrings
-from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample, Sampling, sample_seed
 
 _SHRINK_BELOW = 0.9  # the batch is compacted when less than this share of its rows is still alive
 _BITS = 24  # every multiple of 2^-24 in [0, 1) is a float32
@@ -68,15 +68,19 @@ def uniforms(seeds: torch.Tensor, num: int) -> torch.Tensor:
 def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """The distribution that tokens are drawn from: ``softmax(keep(logits / temperature))``.
 
-    ``keep`` sets to minus infinity what top-k, then top-p, leaves out, so the rest is renormalised. At temperature 0
-    (greedy, a point mass) the raw distribution at temperature 1 is reported, as vLLM does.
+    ``keep`` sets to minus infinity what min-p, then top-k, then top-p leaves out, in vLLM's order, so the rest is
+    renormalised; tokens that tie with the last that top-k keeps are kept. At temperature 0 (greedy, a point mass) the
+    raw distribution at temperature 1 is reported, as vLLM does.
 
     Args:
         logits: ``[N, V]``, any float type.
-        sampling: temperature, top_p, top_k.
+        sampling: temperature, top_p, top_k, min_p.
 
     Returns:
-        float32 ``[N, V]``.
+        float32 ``[N, V]``; the kept set is where it is not 0.
+
+    Source: Holtzman et al. 2020 (arXiv:1904.09751, section 3.1) for top-p, Fan et al. 2018 (arXiv:1805.04833, section
+    5.2) for top-k, Nguyen et al. 2024 (arXiv:2407.01082, section 3) for min-p.
 
     >>> logits = torch.tensor([[0.0, 1.0, 2.0]])
     >>> sampled_probs(logits, Sampling(max_tokens=1, top_k=1)).tolist()
@@ -86,6 +90,10 @@ def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.temperature > 0:
         if sampling.temperature != 1:
             scores = scores.to(torch.float32) / sampling.temperature
+        if sampling.min_p > 0:
+            scores = scores.to(torch.float32)
+            floor = scores.amax(-1, keepdim=True) + math.log(sampling.min_p)
+            scores = scores.masked_fill(scores < floor, -torch.inf)
         if 0 < sampling.top_k < scores.shape[-1]:
             floor = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
             scores = scores.masked_fill(scores < floor, -torch.inf)
@@ -208,6 +216,7 @@ class GroupDecoder:
         # Results, one row per sample; `_rows` maps the batch's rows to them.
         self._tokens = torch.zeros((num_rows, horizon), dtype=torch.int64, device=device)
         self._log_probs = torch.zeros((num_rows, horizon), dtype=torch.float32, device=device)
+        self._kept: list[list[torch.Tensor]] = [[] for _ in seeds]  # int32 ids of each token's set, if truncated
         self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._truncated = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self._rows = torch.arange(num_rows, device=device)
@@ -248,9 +257,22 @@ class GroupDecoder:
             tokens = logits.argmax(-1)
         self._tokens[self._rows, t] = tokens
         self._log_probs[self._rows, t] = probs.gather(1, tokens[:, None]).squeeze(1).log()
+        if self._sampling.is_truncated:
+            self._keep_sets(probs > 0)
         self._versions.append(version)
         self._last_tokens = tokens
         return self._end_rows(tokens, t + 1)
+
+    def _keep_sets(self, kept: torch.Tensor) -> None:
+        """Note down the tokens that each row's next one was drawn from, ``[N, V]``."""
+        ids = kept.nonzero()[:, 1].to(torch.int32).cpu()
+        for row, own in zip(self._rows.tolist(), ids.split(kept.sum(1).tolist())):
+            self._kept[row].append(own)
+
+    def _sets(self, row: int, length: int) -> KeptTokens | None:
+        """Those of a row that has ended."""
+        own = self._kept[row][:length]
+        return KeptTokens(torch.cat(own), torch.tensor([*map(len, own)], dtype=torch.int32)) if own else None
 
     def _end_dropped_rows(self) -> None:
         dropped = [row for row, group in enumerate(self._group_of_row) if group in self._dropped]
@@ -306,6 +328,7 @@ class GroupDecoder:
                 log_probs=log_probs[i, :length].clone(),
                 versions=versions[:length].clone(),
                 truncated=truncated[i],
+                kept=self._sets(first + i, length),
             )
             for i, length in enumerate(lengths)
         )

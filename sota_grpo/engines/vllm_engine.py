@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights, matrix_dtype
-from sota_grpo.engines.vllm_server import engine_arguments, sampling_parameters
-from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample
+from sota_grpo.engines.vllm_server import TIES, engine_arguments, sampling_parameters
+from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample
 
 PROVIDER = "sota_grpo_cpu"
 
@@ -73,6 +73,10 @@ class VLLMEngine(SteppingEngine):
     Sample ``i`` of a request is drawn from vLLM's own stream of seed ``sample_seed(request.seed) + i``; equal calls
     give equal tokens as long as vLLM batches them alike. Log-probs are those of the sampled (processed) distribution.
 
+    With top-k the kept tokens are those whose processed log-prob is finite, of the ``top_k`` and :data:`TIES` most
+    likely ones that vLLM is asked for; top-p or min-p without top-k are sampled and not told. vLLM's own
+    ``return_sampling_mask`` needs its second model runner, which 0.32 has on GPUs only.
+
     Contract. Consumes: requests. Produces: groups, as their last sample ends. Waits for: nothing. Weights may be
     pushed from another thread, or between two steps: running requests go on with the new weights, and every token
     carries the version that sampled it. Cached prompts of an older version are never used for a new group.
@@ -106,6 +110,7 @@ class VLLMEngine(SteppingEngine):
         dtypes = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
         self.weight_dtype = dtypes.pop() if len(dtypes) == 1 else None
         found_config, trusts = self._engine.model_config.hf_config, options.trust_remote_code
+        self._vocab_size = int(self._engine.model_config.get_vocab_size())
         self._shapes, self._tied = expected_weights(found_config, trust_remote_code=trusts)
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
@@ -116,8 +121,11 @@ class VLLMEngine(SteppingEngine):
         self._wake_now()
         for ticket, (request, room, sampling, _) in flights.items():
             self._requests[ticket] = request
+            told = {}
+            if sampling.is_truncated and sampling.top_k > 0:
+                told = {"logprobs": min(sampling.top_k + TIES, self._vocab_size)}
             params = SamplingParams(
-                **sampling_parameters(request, sampling, room, self._eos_token_ids) | self._stop,
+                **sampling_parameters(request, sampling, room, self._eos_token_ids) | self._stop | told,
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
@@ -131,7 +139,8 @@ class VLLMEngine(SteppingEngine):
         with eager:
             outputs = self._engine.step()
         ended = {int(output.request_id): output for output in outputs if output.finished}
-        return [(ticket, _group_output(self._requests.pop(ticket), output)) for ticket, output in ended.items()]
+        vocab = self._vocab_size
+        return [(ticket, _group_output(self._requests.pop(ticket), output, vocab)) for ticket, output in ended.items()]
 
     def _drop(self, tickets: Collection[int]) -> None:
         for ticket in tickets:
@@ -239,19 +248,56 @@ def _weight_dtype(model: torch.nn.Module) -> torch.dtype | None:
     return matrix_dtype(model.parameters())
 
 
-def _group_output(request: GroupRequest, output: Any) -> GroupOutput:
-    samples = [_sample(completion) for completion in sorted(output.outputs, key=lambda completion: completion.index)]
+def _group_output(request: GroupRequest, output: Any, vocab: int) -> GroupOutput:
+    ordered = sorted(output.outputs, key=lambda completion: completion.index)
+    samples = [_sample(completion, vocab) for completion in ordered]
     if len(samples) == 1:
         samples = samples * request.num_samples
     return GroupOutput(group_id=request.group_id, samples=tuple(samples))
 
 
-def _sample(completion: Any) -> Sample:
+def _sample(completion: Any, vocab: int) -> Sample:
+    log_probs, kept = sampled_and_kept(completion.logprobs, len(completion.token_ids), vocab)
     spans = completion.weight_versions
     versions = [torch.full((span.end - span.start,), int(span.version), dtype=torch.int64) for span in spans]
     return Sample(
         token_ids=torch.tensor(completion.token_ids, dtype=torch.int64),
-        log_probs=torch.tensor(completion.logprobs.logprobs, dtype=torch.float32),
+        log_probs=log_probs,
         versions=torch.cat(versions),
         truncated=completion.finish_reason == "length",
+        kept=kept,
     )
+
+
+def sampled_and_kept(found: Any, num_tokens: int, vocab: int) -> tuple[Tensor, KeptTokens | None]:
+    """Log-probs ``[R]`` of the sampled tokens, and their kept sets if more than they were asked for.
+
+    Args:
+        found: vLLM's ``FlatLogprobs``: for each token itself, then equally many of the most likely ones, itself perhaps
+            once more; those that were not kept have a log-prob of minus infinity.
+        num_tokens: of the response.
+        vocab: tokens that there are.
+
+    Raises:
+        RuntimeError: all that were asked for are kept, so that there may be more.
+
+    >>> from types import SimpleNamespace
+    >>> ids, nothing = [5, 7, 5, 3], float("-inf")
+    >>> flat = SimpleNamespace(token_ids=ids, logprobs=[-1.0, -0.5, -1.0, nothing])
+    >>> log_probs, kept = sampled_and_kept(flat, num_tokens=1, vocab=100)
+    >>> log_probs.tolist(), kept.ids.tolist(), kept.counts.tolist()
+    ([-1.0], [5, 7], [2])
+    """
+    log_probs = torch.tensor(found.logprobs, dtype=torch.float32).view(num_tokens, -1)
+    if log_probs.shape[1] == 1:
+        return log_probs[:, 0], None
+    ids = torch.tensor(found.token_ids, dtype=torch.int32).view(num_tokens, -1)
+    asked = log_probs.shape[1] - 1
+    if asked < vocab and bool(log_probs[:, 1:].isfinite().all(1).any()):
+        raise RuntimeError(
+            f"vLLM kept {asked} tokens or more at one position, where more than {TIES} tie with the last that top_k "
+            "keeps, and tells no more of them; use engine=transformers, or float32 weights (torch_dtype=float32)."
+        )
+    kept = log_probs.isfinite()
+    kept[:, 1:] &= ids[:, 1:] != ids[:, :1]
+    return log_probs[:, 0].clone(), KeptTokens(ids[kept], kept.sum(1).to(torch.int32))

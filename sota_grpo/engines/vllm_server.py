@@ -27,8 +27,9 @@ import torch
 from sota_grpo.engines import Deadlines, EngineOptions
 from sota_grpo.engines.inference_server import Dialect, HttpClient, Order, ServerError, Versions, finite_sample
 from sota_grpo.errors import UserError
-from sota_grpo.rl.records import GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.records import MOST_KEPT, GroupRequest, Sample, Sampling, sample_seed
 
+TIES = 64  # tokens that may tie with the last that top-k keeps: vLLM keeps them all
 _CPU_BLOCK_TOKENS = 32  # vLLM's default on CPU is 128: prompts below that would share nothing
 KEY_VARIABLE = "VLLM_API_KEY"  # vLLM reads it too; a command line would show it to every user of the machine
 NEEDED_OPTIONS = (
@@ -119,6 +120,7 @@ def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "generation_config": "vllm",  # else the model's folder adds stop tokens and sampling defaults of its own
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MOST_KEPT + TIES,
         "enable_prefix_caching": True,
         "max_model_len": options.max_model_len,
         "dtype": options.dtype,
@@ -234,6 +236,7 @@ def sampling_parameters(
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "max_tokens": room,
         "seed": sample_seed(request.seed) + request.first_sample,
         "stop_token_ids": [] if sampling.ignore_eos else list(stop_token_ids),

@@ -32,6 +32,7 @@ from sota_grpo.rl.records import (
     Example,
     GroupOutput,
     GroupRequest,
+    KeptTokens,
     Sample,
     Sampling,
     Score,
@@ -294,7 +295,7 @@ class Dialog:
         parts = [_heard(own), *self._parts] if own else self._parts
         fields = ("token_ids", "log_probs", "versions", "assistant_mask")
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in fields}
-        return Sample(**joined, truncated=self.truncated, record=self.record)
+        return Sample(**joined, truncated=self.truncated, record=self.record, kept=_joined(parts))
 
 
 def _heard(token_ids: Sequence[int]) -> Sample:
@@ -302,6 +303,18 @@ def _heard(token_ids: Sequence[int]) -> Sample:
     count = len(token_ids)
     heard, nothing = torch.tensor(token_ids, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
     return Sample(heard, torch.zeros(count), torch.full((count,), -1), False, nothing)
+
+
+def _joined(parts: Sequence[Sample]) -> KeptTokens | None:
+    """The kept sets of all parts, where the policy's have some; what others said has none."""
+    known = [part.kept for part in parts]
+    if not any(known):
+        return None
+    ids, counts = [], []
+    for part, kept in zip(parts, known):
+        ids += [] if kept is None else [kept.ids]
+        counts.append(torch.zeros(len(part.token_ids), dtype=torch.int32) if kept is None else kept.counts)
+    return KeptTokens(torch.cat(ids), torch.cat(counts))
 
 
 def num_shared(prompts: Sequence[Sequence[int]]) -> int:

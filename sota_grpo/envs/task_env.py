@@ -126,10 +126,19 @@ def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: An
                 "truncated": truncated,
             },
         }
-        if sample.record is not None:
-            row[keys.DIALOG] = NonTensorData(json.dumps(sample.record))
-        rows.append(TensorDict(row, batch_size=[]))
+        rows.append(TensorDict(row | _told_of(sample, len(ids)), batch_size=[]))
     return rows
+
+
+def _told_of(sample: Sample, num_prompt_tokens: int) -> dict[Any, Any]:
+    """The entries that a sample has or has not: what a dialog says of itself, the sets that its tokens are from."""
+    told: dict[Any, Any] = {}
+    if sample.record is not None:
+        told[keys.DIALOG] = NonTensorData(json.dumps(sample.record))
+    if sample.kept is not None:
+        ids, counts = sample.kept
+        told["kept"] = {"ids": ids, "counts": torch.cat([counts.new_zeros(num_prompt_tokens), counts])}
+    return told
 
 
 def _oldest(versions: torch.Tensor) -> torch.Tensor:

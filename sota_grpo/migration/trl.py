@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sota_grpo.config import Config, responses_per_step
+from sota_grpo.config import Config, most_kept, responses_per_step
 from sota_grpo.config.algorithm_rules import has_no_ratio
 from sota_grpo.config.mixture import longest_response
 from sota_grpo.engines import ENGINES
@@ -314,6 +314,10 @@ def _engine(config: Config, ours: Account) -> dict[str, Any]:
         "top_p": ours["inference_model.top_p"],
         "top_k": ours["inference_model.top_k"],
     }
+    if most_kept(config):
+        ours.remark(
+            "inference_model.top_p", "TRL before 1.17 takes log-probs over the whole vocabulary, a biased ratio."
+        )
     name, url = ours["engine.name"], ours["engine.url"]
     known = "colocate" if name == "auto" else ENGINES[name].trl
     if known is None:

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sota_grpo.config import Config, responses_per_step
+from sota_grpo.config import Config, most_kept, responses_per_step
 from sota_grpo.config.algorithm_rules import has_no_ratio
 from sota_grpo.config.mixture import longest_response
 from sota_grpo.engines import ENGINES, is_server
@@ -313,6 +313,8 @@ def _rollout(config: Config, ours: Account) -> dict[str, Any]:
         ours.remark("engine.name", "verl samples with vllm or sglang; this is vllm.")
     elif is_server(engine):
         ours.remark("engine.name", "verl starts the engine itself.")
+    if most_kept(config):
+        ours.remark("inference_model.top_p", "verl takes log-probs over the whole vocabulary, so its ratio is biased.")
     found = {
         f"{_ROLLOUT}.name": known or "vllm",
         f"{_ROLLOUT}.n": config.env.repeats,

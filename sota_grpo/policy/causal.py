@@ -27,6 +27,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from sota_grpo import keys
 from sota_grpo.errors import UserError
+from sota_grpo.functional.kept_sets import KeptSets, kept_log_probs
 from sota_grpo.functional.log_probs import chunked_log_probs
 from sota_grpo.policy.shared_prompt import (
     LAYER_TYPES,
@@ -56,6 +57,9 @@ class CausalPolicy(TensorDictModuleBase):
     where the model's attention can take that; else, with a warning that says why, rows are padded. The LM head runs
     only at the positions that predict an assistant token, tile by tile, so no ``[N, T, V]`` tensor exists. Softmax and
     log are float32; autocast is the caller's.
+
+    Rows that were sampled by top-k, top-p or min-p say from which tokens each was drawn (``keys.KEPT_IDS``): softmax
+    and entropy are over those alone then (:mod:`sota_grpo.functional.kept_sets`).
 
     To spread it over ranks see :func:`sota_grpo.policy.sharding.shard`.
 
@@ -134,8 +138,7 @@ class CausalPolicy(TensorDictModuleBase):
             ValueError: the first token of a row is an assistant token, which nothing predicts.
         """
         layout = tensordict.get_non_tensor(keys.LAYOUT, default=None)
-        tokens, attention_mask, assistant_mask = (tensordict.get(key) for key in self.in_keys)
-        log_probs, entropy = self.log_probs(tokens, attention_mask, assistant_mask, layout)
+        log_probs, entropy = self.log_probs(*(tensordict.get(key) for key in self.in_keys), layout, kept_of(tensordict))
         out = tensordict.copy()
         out.set(keys.LOG_PROBS, log_probs)
         if entropy is not None:
@@ -148,29 +151,62 @@ class CausalPolicy(TensorDictModuleBase):
         attention_mask: torch.Tensor,
         assistant_mask: torch.Tensor,
         layout: Layout | None = None,
+        kept: Kept | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return log-probabilities and entropies ``[N, T]`` (float32, 0 off the assistant mask) of int64 ``[N, T]``.
 
-        They are on the model's device, wherever the rows are; rows on the CPU cost no wait for the device.
+        They are on the model's device, wherever the rows are; rows on the CPU cost no wait for the device. ``kept`` are
+        ids ``[N, K]`` and counts ``[N, T]`` of rows whose sampling was truncated.
         """
-        layout = layout or self.layout(tokens, attention_mask, assistant_mask)
+        layout = layout or self.layout(tokens, attention_mask, assistant_mask, kept)
         device = next(self.parameters()).device
         if layout is not None:
             return self.scorer(layout.to(device))
-        return self.scorer(None, *(each.to(device) for each in (tokens, attention_mask, assistant_mask)))
+        sets = _sets(tokens, assistant_mask, kept)
+        rows = [each.to(device) for each in (tokens, attention_mask, assistant_mask)]
+        return self.scorer(None, *rows, kept=None if sets is None else sets.to(device))
 
-    def layout(self, tokens: torch.Tensor, attention_mask: torch.Tensor, assistant_mask: torch.Tensor) -> Layout | None:
+    def layout(
+        self,
+        tokens: torch.Tensor,
+        attention_mask: torch.Tensor,
+        assistant_mask: torch.Tensor,
+        kept: Kept | None = None,
+    ) -> Layout | None:
         """How the rows ``[N, T]`` will be packed, on the CPU; None for rows or a model that cannot be.
 
         Raises:
-            ValueError: the first token of a row is an assistant token, which nothing predicts.
+            ValueError: the first token of a row is an assistant token, which nothing predicts; or a token was not drawn
+                from the set that its row has for it.
         """
         tokens, attention_mask, assistant_mask = tokens.cpu(), attention_mask.cpu(), assistant_mask.cpu()
         if bool(assistant_mask[:, 0].any()):
             row = int(assistant_mask[:, 0].nonzero()[0])
             raise ValueError(f"row {row} begins with an assistant token, which nothing predicts; give it a prompt")
         packs = self.shared_prompt and is_right_padded(attention_mask)
-        return pack(tokens, attention_mask, assistant_mask) if packs else None
+        if not packs:
+            return None
+        layout = pack(tokens, attention_mask, assistant_mask)
+        layout.kept = _sets(tokens, assistant_mask, kept)
+        return layout
+
+
+Kept = tuple[torch.Tensor, torch.Tensor]
+
+
+def kept_of(rows: TensorDictBase) -> Kept | None:
+    """The kept ids and counts of padded rows, where they have them."""
+    ids, counts = rows.get(keys.KEPT_IDS, None), rows.get(keys.KEPT_COUNTS, None)
+    return None if ids is None or counts is None else (ids, counts)
+
+
+def _sets(tokens: torch.Tensor, assistant_mask: torch.Tensor, kept: Kept | None) -> KeptSets | None:
+    """The sets of the assistant tokens, row after row, on the CPU."""
+    if kept is None:
+        return None
+    tokens, mask, ids, counts = (each.cpu() for each in (tokens, assistant_mask, *kept))
+    real = torch.arange(ids.shape[1]) < counts.sum(1, keepdim=True)
+    return KeptSets.of(ids[real], counts[mask], tokens[mask])
 
 
 class Scorer(nn.Module):
@@ -199,37 +235,41 @@ class Scorer(nn.Module):
             require_liger(softcap=self.softcap, has_bias=base.get_output_embeddings().bias is not None)
         self.shared_prompt = shared_prompt and _takes_packed_rows(base)
 
-    def forward(self, layout: Layout | None, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, layout: Layout | None, *rows: torch.Tensor, kept: KeptSets | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`CausalPolicy.log_probs`: of a layout, or of padded ``rows``; all on the model's device."""
         model = base_model(self.model)
         if layout is not None:
-            hidden, targets, put = packed_hidden(model, layout), layout.targets, layout.scatter
+            hidden, targets, put, kept = packed_hidden(model, layout), layout.targets, layout.scatter, layout.kept
             hidden = hidden.index_select(0, layout.predicting)
         else:
             tokens, attention_mask, assistant_mask = rows
             predicted = assistant_mask[:, 1:]
             hidden = padded_hidden(model, tokens, attention_mask)[:, :-1][predicted]
             targets, put = tokens[:, 1:][predicted], functools.partial(_scatter, assistant_mask=assistant_mask)
-        log_probs, entropy = self._head(hidden, targets)
+        log_probs, entropy = self._head(hidden, targets, kept)
         if entropy is not None:
             entropy = put(entropy if self.entropy_grad else entropy.detach())
         return put(log_probs), entropy
 
-    def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _head(
+        self, hidden: torch.Tensor, targets: torch.Tensor, kept: KeptSets | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         head: Any = base_model(self.model).get_output_embeddings()
         entropy: dict[str, bool] = {"with_entropy": self.with_entropy, "entropy_grad": self.entropy_grad}
-        if self.liger:
+        if self.liger and kept is None:
             return liger_log_probs(hidden, head.weight, targets, temperature=self.temperature, **entropy)
-        return chunked_log_probs(
-            hidden,
-            head.weight,
-            targets,
-            bias=head.bias,
-            temperature=self.temperature,
-            softcap=self.softcap,
-            logits_bytes=self.logits_bytes,
+        options: dict[str, Any] = {
+            "bias": head.bias,
+            "temperature": self.temperature,
+            "softcap": self.softcap,
+            "logits_bytes": self.logits_bytes,
             **entropy,
-        )
+        }
+        if kept is not None:
+            return kept_log_probs(hidden, head.weight, kept, **options)
+        return chunked_log_probs(hidden, head.weight, targets, **options)
 
 
 def _scatter(values: torch.Tensor, assistant_mask: torch.Tensor) -> torch.Tensor:

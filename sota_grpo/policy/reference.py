@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.causal import CausalPolicy, kept_of
 from sota_grpo.policy.lora import adapter_disabled
 
 
@@ -57,7 +57,7 @@ class _Computed:
         with ExitStack() as entered:
             for context in self._contexts:
                 entered.enter_context(context())
-            log_probs, _ = self._policy.log_probs(tokens, attention_mask, assistant_mask)
+            log_probs, _ = self._policy.log_probs(tokens, attention_mask, assistant_mask, kept=kept_of(rows))
         return log_probs.to(tokens.device)
 
     def close(self) -> None:

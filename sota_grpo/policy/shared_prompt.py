@@ -39,6 +39,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from sota_grpo.functional.kept_sets import KeptSets
 from sota_grpo.policy.weight_pack import copy_to
 
 SHARED_ATTENTION = "sota_grpo_shared"
@@ -102,17 +103,20 @@ class Layout:
     place: Tensor  # int64 [N, T] on the CPU, packed position of each real token; siblings share their prompt's
     blocks: tuple[Block, ...]  # prompts and their responses, in the order of the packed sequence
     windows: list[int | None] = field(default_factory=list)  # the sliding window that each layer asked for
+    kept: KeptSets | None = None  # of the M assistant tokens, where sampling was truncated
 
     def tensors(self) -> list[Tensor]:
         """What a GPU computes with; see :meth:`on`."""
         spans = self.spans
         own = [self.tokens, self.positions, self.predicting, self.targets, self.slots]
-        return [*own, spans.key_index, spans.query_ends, spans.key_ends]
+        kept = [] if self.kept is None else self.kept[:4]
+        return [*own, spans.key_index, spans.query_ends, spans.key_ends, *kept]
 
     def on(self, tensors: Sequence[Tensor]) -> Layout:
         """The same layout with :meth:`tensors` on another device."""
-        ids, positions, predicting, targets, slots, key_index, query_ends, key_ends = tensors
-        moved = Layout(ids, positions, predicting, targets, slots, self.place, self.blocks)
+        ids, positions, predicting, targets, slots, key_index, query_ends, key_ends, *sets = tensors
+        kept = None if self.kept is None else KeptSets(*sets, self.kept.largest)
+        moved = Layout(ids, positions, predicting, targets, slots, self.place, self.blocks, kept=kept)
         moved.spans = replace(self.spans, key_index=key_index, query_ends=query_ends, key_ends=key_ends)
         return moved
 

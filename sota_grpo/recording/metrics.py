@@ -114,6 +114,7 @@ _DECLARED = (
     Metric("turns/mean", "mean", "Mean number of turns that the policy has in a dialog.", "turns"),
     Metric("turn_tokens/mean", "mean", "Mean length of one turn of the policy.", "tokens"),
     Metric("prompt_tokens/mean", "mean", "Mean length of a prompt.", "tokens"),
+    Metric("kept_tokens", "mean", "Tokens that a sampled one was drawn from, with top_p, top_k or min_p.", "tokens"),
     Metric("truncated", "mean", "Share of responses that the engine stopped for length.", "share"),
     Metric("groups/zero_advantage", "sum", "Groups whose rewards are all equal.", "groups"),
     Metric("groups/refilled", "sum", "Zero-advantage groups that dynamic sampling replaced.", "groups"),

@@ -239,6 +239,8 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
         "policy_age/mean": age.mean(),
         "policy_age/max": age.max(),
     }
+    if keys.KEPT_COUNTS in rows[0].keys(include_nested=True):
+        values["kept_tokens"] = sum(row.get(keys.KEPT_COUNTS).sum() for row in rows) / said.sum().clamp(min=1)
     means = {name: float(value) for name, value in values.items()}
     terms, extras = [_terms(row) for row in rows], _extras(rows)
     numbers = [

@@ -44,6 +44,8 @@ _PER_TOKEN: tuple[tuple[Key, float | bool], ...] = (
     (keys.PROXIMAL_LOG_PROBS, 0.0),
     (keys.LOSS_WEIGHT, 0.0),
     (keys.TOKEN_VERSION, -1),
+    (keys.KEPT_COUNTS, 0),
+    (keys.KEPT_IDS, -1),  # in a width of its own
 )
 _PER_ROW: tuple[Key, ...] = (keys.ADVANTAGE, keys.GROUP_ID, keys.SAMPLE_ID, keys.POLICY_VERSION)
 
@@ -164,11 +166,14 @@ def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
     """
     real = batch.get(keys.ATTENTION_MASK).bool()
     rows = []
-    for mask, row in zip(real, batch.exclude(keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS).unbind(0), strict=True):
+    others = batch.exclude(keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS, keys.KEPT_IDS)
+    for index, (mask, row) in enumerate(zip(real, others.unbind(0), strict=True)):
         cut = row.clone(recurse=False)
         for key, value in row.items(include_nested=True, leaves_only=True):
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == mask.shape[0]:
                 cut.set(key, value[mask])
+        if batch.get(keys.KEPT_IDS, None) is not None:
+            cut.set(keys.KEPT_IDS, batch.get(keys.KEPT_IDS)[index, : int(row.get(keys.KEPT_COUNTS).sum())])
         rows.append(cut)
     return lazy_stack(rows, 0)
 

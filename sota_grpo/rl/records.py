@@ -84,6 +84,7 @@ class Sampling:
         temperature: logits are divided by it; 0 means greedy.
         top_p: nucleus mass, 1 keeps every token.
         top_k: number of most likely tokens kept, 0 keeps every token.
+        min_p: least probability of a token that is kept, as a share of that of the most likely one; 0 keeps every one.
         ignore_eos: keep sampling to ``max_tokens`` even after EOS (benchmarks).
     """
 
@@ -92,6 +93,16 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     ignore_eos: bool = False
+    min_p: float = 0.0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary; greedy is a choice of its own.
+
+        >>> Sampling(max_tokens=8, top_p=0.9).is_truncated, Sampling(max_tokens=8).is_truncated
+        (True, False)
+        """
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,27 @@ class GroupRequest:
     first_sample: int = 0
 
 
+#: Most tokens of a kept set, 4 KiB of ids: above, a sample's sets would take more than all else of it together.
+MOST_KEPT = 1024
+
+
+class KeptTokens(NamedTuple):
+    """The sets that the tokens of a response were drawn from, where sampling was truncated.
+
+    Args:
+        ids: int32 ``[K]``, set after set; each has the token that was drawn.
+        counts: int32 ``[R]``, tokens of each set; 0 for a token that the policy did not draw.
+    """
+
+    ids: torch.Tensor
+    counts: torch.Tensor
+
+    def first(self, num_tokens: int) -> KeptTokens:
+        """Those of the first tokens of the response."""
+        counts = self.counts[:num_tokens].clone()
+        return KeptTokens(self.ids[: int(counts.sum())].clone(), counts)
+
+
 @dataclass(frozen=True)
 class Sample:
     """One response: ids ``[R]`` (EOS included), log-probs ``[R]`` f32, policy version of each token ``[R]``.
@@ -119,7 +151,8 @@ class Sample:
     ``assistant_mask`` ``[R]`` is False on the tokens of user and tool turns, whose log-prob is 0 and whose version is
     -1; None means that the policy produced every token. ``record`` (JSON-serialisable) is what a dialog with tools has
     to say of itself to its grader (:class:`~sota_grpo.envs.agents.ToolTalk`); of another dialog of several turns it is
-    ``replies``, the turns (``role``, ``content``) after each turn of the policy that was answered.
+    ``replies``, the turns (``role``, ``content``) after each turn of the policy that was answered. ``kept`` is there
+    where sampling was truncated and the engine can say so; log-probs are then those over the kept sets.
     """
 
     token_ids: torch.Tensor
@@ -128,6 +161,7 @@ class Sample:
     truncated: bool
     assistant_mask: torch.Tensor | None = None
     record: Mapping[str, Any] | None = None
+    kept: KeptTokens | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from sota_grpo import keys
 from sota_grpo.functional.balance import PromptGroup, rank_shares
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.functional.weighting import Aggregation
-from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model
+from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, kept_of
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import copy_to
 from sota_grpo.rl.collate import micro_batches, pad_rows, prompt_groups
@@ -108,7 +108,7 @@ class ForwardPasses:
         The layout is computed before the copy, and all goes in one, so that the host need not wait for the device.
         """
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
-        layout = self.policy.layout(*(batch.get(key) for key in self.policy.in_keys))
+        layout = self.policy.layout(*(batch.get(key) for key in self.policy.in_keys), kept_of(batch))
         if self.device.type == "cuda":
             names, values = zip(*batch.items(include_nested=True, leaves_only=True))
             moved = copy_to([*values, *([] if layout is None else layout.tensors())], self.device)

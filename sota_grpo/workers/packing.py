@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from sota_grpo import keys
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.rl.records import GroupOutput, Sample
+from sota_grpo.rl.records import GroupOutput, KeptTokens, Sample
 
 Key = str | tuple[str, ...]
 
@@ -212,7 +212,8 @@ def packed(group: GroupOutput) -> tuple[Any, ...]:
     joined = [torch.cat(column).detach().cpu().numpy() for column in columns]
     masks = [None if each.assistant_mask is None else each.assistant_mask.numpy() for each in samples]
     lengths = [len(each.token_ids) for each in samples]
-    return unpacked, (group.group_id, *joined, lengths, [each.truncated for each in samples], masks)
+    kept = [None if each.kept is None else tuple(part.numpy() for part in each.kept) for each in samples]
+    return unpacked, (group.group_id, *joined, lengths, [each.truncated for each in samples], masks, kept)
 
 
 def unpacked(
@@ -223,11 +224,14 @@ def unpacked(
     lengths: Sequence[int],
     truncated: Sequence[bool],
     masks: Sequence[np.ndarray | None],
+    kept: Sequence[tuple[np.ndarray, np.ndarray] | None],
 ) -> GroupOutput:
     """The group; its samples are views of three tensors of its own."""
     columns = (torch.tensor(column).split(lengths) for column in (token_ids, log_probs, versions))
     own_masks = (None if mask is None else torch.tensor(mask) for mask in masks)
-    return GroupOutput(group_id, tuple(Sample(*parts) for parts in zip(*columns, truncated, own_masks, strict=True)))
+    own_kept = (None if sets is None else KeptTokens(*map(torch.tensor, sets)) for sets in kept)
+    by_sample = zip(zip(*columns, truncated, own_masks, strict=True), own_kept, strict=True)
+    return GroupOutput(group_id, tuple(Sample(*parts, kept=sets) for parts, sets in by_sample))
 
 
 copyreg.pickle(GroupOutput, packed)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import nn
 
 from sota_grpo import keys
+from sota_grpo.policy.causal import kept_of
 from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
@@ -116,6 +117,13 @@ def reference_worker(
 
 
 _READ: tuple[Any, ...] = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK)
+_KEPT: tuple[Any, ...] = (keys.KEPT_IDS, keys.KEPT_COUNTS)  # where sampling was truncated
+
+
+def _read(rows: Sequence[TensorDictBase]) -> tuple[Any, ...]:
+    return _READ if rows[0].get(keys.KEPT_COUNTS, None) is None else _READ + _KEPT
+
+
 _MAX_ATTEMPTS = 3  # rows that three workers died of will cost a fourth one its life too
 
 
@@ -167,7 +175,7 @@ class ReferenceService:
         if listed[0].get(keys.REF_LOG_PROBS, None) is not None:
             done.set_result(listed)
             return done
-        answer = self.fleet.submit(RowPack.of(listed, _READ))
+        answer = self.fleet.submit(RowPack.of(listed, _read(listed)))
         answer.add_done_callback(lambda answer: resolve(done, lambda: self._write(listed, answer.result())))
         return done
 
@@ -176,6 +184,10 @@ class ReferenceService:
         tokens, real = rows.get(keys.FULL_TOKENS), rows.get(keys.ATTENTION_MASK).bool()
         ends = (real * torch.arange(1, real.shape[1] + 1, device=real.device)).amax(-1).clamp(min=1)
         cut = [row.select(*_READ).auto_batch_size_()[:end] for row, end in zip(rows.unbind(0), ends.tolist())]
+        if (kept := kept_of(rows)) is not None:
+            for row, end, ids, counts in zip(cut, ends.tolist(), *kept):
+                row.batch_size = []
+                row.update({"kept": {"ids": ids[: int(counts.sum())], "counts": counts[:end]}})
         count = min(self._num_workers, len(cut))  # every n-th row, so that rows sorted by length give equal parts
         answers = [self.fleet.submit(RowPack.of(cut[first::count])) for first in range(count)]
         log_probs = torch.zeros(tokens.shape)

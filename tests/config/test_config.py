@@ -160,7 +160,19 @@ BROKEN = [
         "train.optim_batch_size=128",
     ),
     ("the_run_has_at_least_one_step", ["train.total_dialog_turns=64"], "total_dialog_turns=128"),
-    ("sampling_is_the_policys_own_distribution", ["inference_model.top_p=0.9"], "top_p=1.0"),
+    (
+        "sampling_is_the_policys_own_distribution",
+        ["engine=vllm_server", "inference_model.min_p=0.1"],
+        "use one of vllm, transformers, or top_p=1.0, top_k=0 and min_p=0.0",
+    ),
+    (
+        "sampling_is_the_policys_own_distribution",
+        ["train_model.log_probs=liger", "inference_model.top_p=0.9"],
+        "train_model.log_probs=tiled",
+    ),
+    ("sampling_is_the_policys_own_distribution", ["inference_model.top_k=2000"], "use 1024, or 0"),
+    ("sampling_is_the_policys_own_distribution", ["inference_model.top_p=0"], "top_p=0.0 keeps no token"),
+    ("sampling_is_the_policys_own_distribution", ["inference_model.temperature=0"], "temperature above 0"),
     ("a_group_baseline_has_siblings", ["env.repeats=1"], "env.repeats=2"),
     (
         "dynamic_sampling_has_groups",

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from sota_grpo.engines import EngineOptions, make_engine
+from sota_grpo.engines.transformers_engine import sampled_probs
 from sota_grpo.engines.vllm_engine import PROVIDER
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
@@ -228,17 +229,38 @@ def test_eos_as_the_last_allowed_token_is_not_a_truncation(rig: Rig):
     assert not matching[0].truncated
 
 
-def test_log_probs_of_top_k_are_those_of_what_was_kept(rig: Rig):
-    requests = ragged_requests(3, 4)
-    outputs = generate(rig.engine, requests, Sampling(max_tokens=10, top_k=2))
+@pytest.mark.parametrize(
+    "how", [{"top_k": 2}, {"top_k": 9, "top_p": 0.8}, {"top_k": 20, "top_p": 0.9, "min_p": 0.1, "temperature": 1.5}]
+)
+def test_kept_sets_are_told_and_log_probs_are_over_them(rig: Rig, how: dict[str, Any]):
+    """What :func:`sampled_probs` keeps of transformers' logits, but for a token at the edge of one set in a hundred."""
+    requests, sampling = ragged_requests(3, 4), Sampling(max_tokens=10, **how)
+    outputs = generate(rig.engine, requests, sampling)
+    others = num_sets = 0
     for request in requests:
         for sample in outputs[request.group_id].samples:
             ids = torch.tensor([*request.prompt_ids, *sample.token_ids.tolist()])
             with torch.no_grad():
-                logits = rig.model(ids[None]).logits[0, len(request.prompt_ids) - 1 : -1]
-            kept = logits.topk(2).values
-            chosen = logits.gather(1, sample.token_ids[:, None]).squeeze(1)
-            torch.testing.assert_close(sample.log_probs, chosen - kept.logsumexp(-1), rtol=0, atol=1e-5)
+                logits = rig.model(ids[None]).logits[0, len(request.prompt_ids) - 1 : -1] / sampling.temperature
+            sets = sample.kept.ids.split(sample.kept.counts.tolist())
+            assert len(sets) == len(sample.token_ids)
+            expected = sampled_probs(logits * sampling.temperature, sampling)
+            for own, z, probs, token, log_prob in zip(sets, logits, expected, sample.token_ids, sample.log_probs):
+                assert int(token) in own.tolist()
+                assert log_prob.item() == pytest.approx(float(z[token] - z[own.long()].logsumexp(0)), abs=1e-5)
+                others += sorted(own.tolist()) != probs.nonzero().squeeze(1).tolist()
+                num_sets += 1
+    assert others <= num_sets // 100
+
+
+def test_tokens_that_tie_with_the_last_of_top_k_are_told_too(rig: Rig):
+    weights = {name: torch.zeros_like(tensor) for name, tensor in rig.model.state_dict().items()}
+    rig.engine.update_weights(weights.items(), rig.engine.version + 1)
+    (output,) = generate(rig.engine, ragged_requests(1, 2), Sampling(max_tokens=4, top_k=2)).values()
+    rig.push(7)
+    for sample in output.samples:
+        assert sample.kept.counts.tolist() == [VOCAB] * len(sample.token_ids)
+        torch.testing.assert_close(sample.log_probs, torch.full_like(sample.log_probs, -math.log(VOCAB)))
 
 
 def test_a_group_alone_gives_the_tokens_it_gives_in_a_batch(rig: Rig):

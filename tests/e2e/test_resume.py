@@ -46,7 +46,9 @@ def after_rows(run_dir: Path, count: int, delay_s: float = 0.0) -> Callable[[], 
 
 
 def test_killed_run_equals_the_uninterrupted_one(tmp_path: Path, grpo, signalled) -> None:
+    """With the sets that top-p keeps, which travel with the tokens."""
     options = (*SCRIPTED, "engine=transformers", "env.reward_workers=1", "train.total_dialog_turns=160")
+    options += ("inference_model.top_p=0.9", "inference_model.temperature=1.5")
     whole = grpo(tmp_path / "whole", *options)
     assert whole.returncode == 0, whole.stderr
     run_dir, again = tmp_path / "killed", (*options, "train.resume=auto")

@@ -54,7 +54,7 @@ def test_a_reward_function_that_fails_at_every_text_fails_its_check(
 
 def test_a_config_that_cannot_run_is_a_mistake_and_no_failed_check() -> None:
     with pytest.raises(UserError, match="top_p"):
-        called(*SMALL, "inference_model.top_p=0.9")
+        called(*SMALL, "engine=scripted", "inference_model.top_p=0.9")
 
 
 def test_the_directory_of_a_run_is_not_written_into(tmp_path: Path) -> None:

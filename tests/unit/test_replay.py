@@ -45,6 +45,7 @@ RUNS = {
     "grpo, its steps and epochs": ("algorithm=grpo", KL, "train.optim_batch_size=8", "train.epochs=2"),
     "dr_grpo, entropy": ("algorithm=dr_grpo", "algorithm.entropy_coef=0.01", "algorithm.drop_truncated=true"),
     "dapo, penalty": ("algorithm=dapo", "algorithm.overlong_buffer=24", "algorithm.dynamic_sampling_max_draws=2"),
+    "top-p, KL": ("algorithm=grpo", KL, "inference_model.top_p=0.9", "inference_model.temperature=1.5"),
     "gspo, two steps": ("algorithm=gspo", "train.optim_batch_size=8"),
     "cispo, correction": ("algorithm=cispo", "algorithm.correction=sequence", "train.optim_batch_size=8"),
     "rloo, KL in the reward": ("algorithm=rloo", KL, "train.kl_coef_in_loss=false"),
@@ -52,7 +53,10 @@ RUNS = {
         *("algorithm=reinforce_pp", KL, "train_model.lora.enabled=true"),
         *("train_model.lora.dropout=0.2", "train.optim_batch_size=8", "train.micro_batch_tokens=512"),
     ),
-    "dialogs of two turns": ("algorithm=grpo", "env.reasoning=true", "env.max_steps=2", "train.optim_batch_size=4"),
+    "dialogs of two turns, min-p": (
+        *("algorithm=grpo", "env.reasoning=true", "env.max_steps=2", "train.optim_batch_size=4"),
+        *("inference_model.min_p=0.02", "inference_model.temperature=1.5"),
+    ),
 }
 
 

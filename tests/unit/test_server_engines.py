@@ -95,7 +95,7 @@ def test_a_group_goes_out_as_ids_and_comes_back_as_samples(rigs: Rigs, kind: str
 def test_what_vllm_is_asked(rigs: Rigs):
     fake = FakeVLLM()
     engine = rigs.engine(fake)
-    sampling = Sampling(max_tokens=100, temperature=0.5, top_p=0.9, top_k=4)
+    sampling = Sampling(max_tokens=100, temperature=0.5, top_p=0.9, top_k=4, min_p=0.05)
     add(engine, [request(9, num_samples=3, seed=8)], sampling)
     ((_, output),) = steps_until(engine)
     asked = fake.bodies(GENERATE["vllm"])[-1]
@@ -105,6 +105,7 @@ def test_what_vllm_is_asked(rigs: Rigs):
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 4,
+        "min_p": 0.05,
         "max_tokens": CONTEXT - 3,
         "seed": sample_seed(8),
         "stop_token_ids": [1, 3],
@@ -153,12 +154,12 @@ def test_what_sglang_is_asked(rigs: Rigs):
     assert params[0]["stop_token_ids"] == []
 
 
-@pytest.mark.parametrize("sampling", [Sampling(max_tokens=4, top_k=5), Sampling(max_tokens=4, top_p=0.9)])
-def test_sglang_is_not_asked_for_log_probs_that_it_cannot_tell(rigs: Rigs, sampling: Sampling):
+@pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_sglang_is_not_asked_for_log_probs_that_it_cannot_tell(rigs: Rigs, sampling: dict):
     fake = FakeSGLang()
     engine = rigs.engine(fake)
     with pytest.raises(ValueError, match="before top-p and top-k"):
-        add(engine, [request(9)], sampling)
+        add(engine, [request(9)], Sampling(max_tokens=4, **sampling))
     assert (engine.num_in_flight, fake.bodies("/generate")) == (0, [])
 
 

@@ -1,0 +1,182 @@
+"""Log-probs of tokens that were drawn from a part of the vocabulary only (top-k, top-p, min-p).
+
+Sampling that keeps the set ``S`` of a position draws from ``q(v) = p(v) 1[v in S] / p(S)``. Every policy that the loss
+compares is renormalised over the same ``S``, that of the engine's policy when it drew the token. Then on samples of
+``q`` the mean of ``q_new(v) / q(v)`` is 1 and that of ``q_new(v) / q(v) f(v)`` is ``E_{q_new} f``, as importance
+sampling asks for; of ``p_new(v) / p(v)``, which is ``q_new(v) / q(v)`` times ``p_new(S) / p(S)``, it is not.
+
+Only the logits in ``S`` are needed: each is a product of its own, of one hidden state and one output embedding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sota_grpo.functional.log_probs import LOGITS_BYTES, LOGITS_BYTES_ON_CPU
+
+
+class KeptSets(NamedTuple):
+    """The kept tokens of ``M`` positions, ``K`` in all, set after set.
+
+    Args:
+        ids: int64 ``[K]``, tokens.
+        rows: int64 ``[K]``, the position of each, ascending.
+        columns: int64 ``[K]``, its index in its set.
+        drawn: int64 ``[M]``, where in ``ids`` the token that was drawn stands.
+        largest: tokens of the largest set.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    columns: Tensor
+    drawn: Tensor
+    largest: int
+
+    @classmethod
+    def of(cls, ids: Tensor, counts: Tensor, targets: Tensor) -> KeptSets:
+        """From the sets one after the other.
+
+        Args:
+            ids: integers ``[K]``.
+            counts: integers ``[M]``, size of each set.
+            targets: int64 ``[M]``, the tokens that were drawn.
+
+        Raises:
+            ValueError: a set does not have its token, or has it twice; or there are more or fewer ids than counted.
+
+        >>> sets = KeptSets.of(torch.tensor([7, 9, 4]), torch.tensor([2, 1]), torch.tensor([9, 4]))
+        >>> sets.rows.tolist(), sets.columns.tolist(), sets.drawn.tolist(), sets.largest
+        ([0, 0, 1], [0, 1, 0], [1, 2], 2)
+        """
+        ids, counts = ids.long(), counts.long()
+        if int(counts.sum()) != len(ids):
+            raise ValueError(f"{len(ids)} kept tokens were given, and their sets count {int(counts.sum())}.")
+        every = torch.arange(len(counts), device=ids.device)
+        rows = every.repeat_interleave(counts)
+        columns = torch.arange(len(ids), device=ids.device) - (counts.cumsum(0) - counts)[rows]
+        drawn = (ids == targets[rows]).nonzero().squeeze(1)
+        if not torch.equal(rows[drawn], every):
+            wrong = every[torch.bincount(rows[drawn], minlength=len(counts)) != 1]
+            raise ValueError(
+                f"{len(wrong)} of {len(counts)} sampled tokens do not stand once in the set that they were drawn from "
+                f"(the first is token {int(targets[wrong[0]])}): the engine's sets are not those of its tokens."
+            )
+        return cls(ids, rows, columns, drawn, int(counts.max()) if len(counts) else 0)
+
+    def to(self, device: torch.device) -> KeptSets:
+        """Itself on ``device``."""
+        return KeptSets(*(each.to(device) for each in self[:4]), self.largest)
+
+
+def kept_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    sets: KeptSets,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logits_bytes: int | None = None,
+    with_entropy: bool = False,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each drawn token under the softmax over its kept set, and that distribution's entropy.
+
+    ``log q_m = z_m[target_m] - log sum_{v in S_m} exp z_m[v]`` and ``entropy_m = -sum_{v in S_m} q_m(v) log q_m(v)``,
+    with ``z`` the logits of :func:`sota_grpo.functional.log_probs.chunked_log_probs`, which this equals where every
+    set is the vocabulary, up to rounding. The gradient by a logit outside of the set is 0; a set of one token has a
+    log-prob, an entropy and gradients of exactly 0.
+
+    Takes ``K H`` products for ``K`` kept tokens in all, where the whole vocabulary takes ``M V H``, and
+    ``M max |S|`` numbers for the softmax. On CUDA the gradients are summed in no fixed order.
+
+    Args:
+        hidden: ``[M, H]``, the states that predict the tokens.
+        weight: ``[V, H]``, the output embedding; another dtype is converted to that of ``hidden``.
+        sets: of the ``M`` tokens.
+        bias, temperature, softcap, with_entropy, entropy_grad: as there.
+        logits_bytes: memory for output embeddings that are gathered; the defaults are those of the logits there.
+
+    Returns:
+        log-probs ``[M]`` and entropy ``[M]`` (None unless asked for), in nats, float32 (float64 for float64 input).
+
+    Source: importance sampling between two densities on one support, Owen 2013, "Monte Carlo theory, methods and
+    examples", section 9.1.
+
+    >>> hidden, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 0.0], [0.0, 5.0], [9.0, -5.0]])
+    >>> sets = KeptSets.of(torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([1]))
+    >>> log_probs, entropy = kept_log_probs(hidden, weight, sets, with_entropy=True)
+    >>> round(log_probs.item(), 4), round(entropy.item(), 4)  # two equal logits are kept: -log 2 and log 2
+    (-0.6931, 0.6931)
+    """
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    if logits_bytes is None:
+        logits_bytes = LOGITS_BYTES_ON_CPU if hidden.device.type == "cpu" else LOGITS_BYTES
+    logits = _KeptLogits.apply(hidden, weight, bias, sets, logits_bytes)
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+    lowest = torch.finfo(logits.dtype).min  # finite, and its exp is 0: no infinity is ever multiplied
+    z = logits.new_full((len(hidden), sets.largest), lowest).index_put((sets.rows, sets.columns), logits)
+    top = z.detach().amax(1, keepdim=True) if z.numel() else z.detach().sum(1, keepdim=True)
+    z = z - top
+    p = z.exp()
+    mass = p.sum(1)
+    log_probs = logits.index_select(0, sets.drawn) - top.squeeze(1) - mass.log()
+    if not with_entropy:
+        return log_probs, None
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy = mass.log() - (z * p).sum(1) / mass
+    return log_probs, entropy
+
+
+class _KeptLogits(torch.autograd.Function):
+    """``hidden[rows_k] . weight[ids_k] + bias[ids_k]``, ``[K]``, with the gathered rows made again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, sets: KeptSets, num_bytes: int
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, sets.rows, sets.ids)
+        ctx.num_bytes, ctx.bias_shape = num_bytes, None if bias is None else bias.shape
+        logits = hidden.new_empty(len(sets.ids), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for piece in _pieces(len(logits), hidden, num_bytes):
+            state, embedding = _gathered(hidden, weight, sets.rows[piece], sets.ids[piece])
+            logits[piece] = (state * embedding).sum(1)
+        return logits if bias is None else logits + bias.index_select(0, sets.ids)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, rows, ids = ctx.saved_tensors
+        to_hidden, to_weight, to_bias = (None, None, None)
+        if ctx.needs_input_grad[0]:
+            to_hidden = torch.zeros_like(hidden, dtype=grad.dtype)
+        if ctx.needs_input_grad[1]:
+            to_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, grad.dtype))
+        if ctx.needs_input_grad[2]:
+            to_bias = grad.new_zeros(ctx.bias_shape).index_add_(0, ids, grad)
+        for piece in _pieces(len(grad), hidden, ctx.num_bytes):
+            state, embedding = _gathered(hidden, weight, rows[piece], ids[piece])
+            pull = grad[piece].unsqueeze(1)
+            if to_hidden is not None:
+                to_hidden.index_add_(0, rows[piece], embedding * pull)
+            if to_weight is not None:
+                to_weight.index_add_(0, ids[piece], (state * pull).to(to_weight.dtype))
+        to_hidden = None if to_hidden is None else to_hidden.to(hidden.dtype)
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), to_bias, None, None
+
+
+def _gathered(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """States and embeddings of some logits, in the wide dtype; the embedding as the dtype of ``hidden`` rounds it."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return hidden.index_select(0, rows).to(wide), weight.index_select(0, ids).to(hidden.dtype).to(wide)
+
+
+def _pieces(total: int, hidden: Tensor, num_bytes: int) -> list[slice]:
+    """``range(total)`` in pieces whose gathered rows, and their products, take ``num_bytes``."""
+    size = max(1, num_bytes // (3 * hidden.shape[1] * max(4, hidden.element_size())))
+    return [slice(start, start + size) for start in range(0, total, size)]

@@ -1,0 +1,211 @@
+"""Laws of sota_grpo.functional.kept_sets: values and gradients by hand, and that what they estimate has no bias."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from sota_grpo.functional import KeptSets, chunked_log_probs, kept_log_probs
+
+M, H, V = 11, 5, 14
+
+
+@pytest.fixture(autouse=True)
+def _fresh_seed() -> None:
+    print("torch.manual_seed", torch.seed())
+
+
+def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((M, H), (V, H), (V,)))
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+
+
+def random_sets() -> tuple[list[list[int]], Tensor, KeptSets]:
+    """Sets of 1 to V tokens in no order, the first of one token and the last of all; a token out of each."""
+    sizes = [1, *torch.randint(1, V + 1, (M - 2,)).tolist(), V]
+    sets = [torch.randperm(V)[:size].tolist() for size in sizes]
+    targets = torch.tensor([kept[int(torch.randint(len(kept), ()))] for kept in sets])
+    ids = torch.tensor([token for kept in sets for token in kept], dtype=torch.int32)
+    return sets, targets, KeptSets.of(ids, torch.tensor(sizes), targets)
+
+
+def by_hand(hidden: Tensor, weight: Tensor, bias: Tensor, sets: list[list[int]], targets: Tensor, temperature, softcap):
+    """Log-prob of each token and entropy, position by position, from whole rows of logits."""
+    found = []
+    for state, kept, target in zip(hidden, sets, targets.tolist()):
+        logits = weight @ state + bias
+        logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+        outside = torch.tensor([token not in kept for token in range(V)])
+        log_q = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
+        found.append(torch.stack([log_q[target], -sum(log_q[token].exp() * log_q[token] for token in kept)]))
+    return torch.stack(found).unbind(1)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("logits_bytes", [1, 3000, None])
+def test_values_and_gradients_are_those_of_masked_logits(softcap: float | None, logits_bytes: int | None):
+    arguments = problem()
+    sets, targets, index = random_sets()
+    pulls = torch.randn(2, M, dtype=torch.float64)
+    options = {"bias": arguments[2], "temperature": 0.7, "softcap": softcap, "logits_bytes": logits_bytes}
+    found = kept_log_probs(*arguments[:2], index, with_entropy=True, entropy_grad=True, **options)
+    expected = by_hand(*arguments, sets, targets, 0.7, softcap)
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad((torch.stack(pair) * pulls).sum(), arguments) for pair in (found, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_frozen_gets_no_gradient_and_the_entropy_none_unless_asked_for():
+    hidden, weight, bias = problem()
+    _, _, index = random_sets()
+    weight.requires_grad_(False)
+    log_probs, entropy = kept_log_probs(hidden, weight, index, bias=bias.detach(), with_entropy=True)
+    assert not entropy.requires_grad
+    log_probs.sum().backward()
+    assert weight.grad is None
+    assert hidden.grad.abs().sum() > 0
+
+
+def test_a_set_of_all_tokens_is_the_whole_softmax():
+    hidden, weight, bias = problem(torch.float32)
+    targets = torch.randint(V, (M,))
+    index = KeptSets.of(torch.arange(V).repeat(M), torch.full((M,), V), targets)
+    options = {"bias": bias, "temperature": 1.3, "with_entropy": True}
+    ours = torch.stack(kept_log_probs(hidden, weight, index, **options))
+    torch.testing.assert_close(ours, torch.stack(chunked_log_probs(hidden, weight, targets, **options)))
+
+
+def test_a_set_of_one_token_has_a_log_prob_an_entropy_and_gradients_of_exactly_0():
+    hidden, weight, bias = problem(torch.float32)
+    targets = torch.randint(V, (M,))
+    index = KeptSets.of(targets.int(), torch.ones(M), targets)
+    with torch.no_grad():
+        hidden *= 1e4  # logits of any size
+    found = kept_log_probs(hidden, weight, index, bias=bias, with_entropy=True, entropy_grad=True)
+    assert all(bool((values == 0).all()) for values in found)
+    for gradient in torch.autograd.grad(sum(found).sum(), (hidden, weight, bias)):
+        assert bool((gradient == 0).all())
+
+
+def test_logits_that_differ_by_thousands_stay_finite():
+    hidden = torch.tensor([[3e4], [-3e4]], requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0], [-1.0]], requires_grad=True)
+    index = KeptSets.of(torch.tensor([0, 2, 1, 2, 0]), torch.tensor([2, 3]), torch.tensor([2, 2]))
+    found = kept_log_probs(hidden, weight, index, with_entropy=True, entropy_grad=True)
+    assert found[0].tolist() == [-6e4, 0.0]
+    assert found[1].tolist() == [0.0, 0.0]
+    gradients = torch.autograd.grad(sum(found).sum(), (hidden, weight))
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def test_tokens_outside_of_all_sets_are_neither_read_nor_moved():
+    hidden, weight, _ = problem()
+    index = KeptSets.of(torch.tensor([3, 5] * M), torch.full((M,), 2), torch.full((M,), 5))
+    with torch.no_grad():
+        weight[torch.tensor([token for token in range(V) if token not in (3, 5)])] = torch.nan
+    log_probs, _ = kept_log_probs(hidden, weight, index)
+    log_probs.sum().backward()
+    assert bool(hidden.grad.isfinite().all())
+    assert weight.grad.abs().sum(1).nonzero().squeeze(1).tolist() == [3, 5]
+
+
+def test_half_precision_rounds_its_inputs_only():
+    hidden, weight, _ = (each.detach() for each in problem(torch.float32))
+    _, _, index = random_sets()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = kept_log_probs(hidden, weight, index)
+    expected, _ = kept_log_probs(hidden.bfloat16().double(), weight.bfloat16().double(), index)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_positions_are_no_error():
+    hidden, weight, _ = problem()
+    nothing = torch.zeros(0, dtype=torch.int64)
+    log_probs, entropy = kept_log_probs(hidden[:0], weight, KeptSets.of(nothing, nothing, nothing), with_entropy=True)
+    assert len(log_probs) == len(entropy) == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "counts", "targets", "sentence"),
+    [
+        ([1, 2, 3], [2, 1], [2, 4], r"1 of 2 sampled tokens do not stand once .* token 4"),
+        ([1, 1, 3], [2, 1], [1, 3], r"1 of 2 .* token 1"),
+        ([1, 2, 3], [2, 2], [1, 3], r"3 kept tokens .* count 4"),
+    ],
+)
+def test_sets_that_are_not_those_of_their_tokens_are_refused(ids, counts, targets, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        KeptSets.of(torch.tensor(ids), torch.tensor(counts), torch.tensor(targets))
+
+
+def nucleus(probs: Tensor, top_p: float) -> list[int]:
+    """The fewest most likely tokens that have so much mass."""
+    order = probs.argsort(descending=True).tolist()
+    mass, kept = 0.0, []
+    for token in order:
+        if mass < top_p:
+            kept.append(token)
+            mass += float(probs[token])
+    return kept
+
+
+class Bigrams:
+    """All responses of two tokens of a policy whose logits are products, as sampled with a nucleus of 0.8."""
+
+    def __init__(self, vocab: int = 8):
+        self.hidden = torch.randn(vocab + 1, H, dtype=torch.float64)  # what was said before; the last is the prompt
+        self.weight = 0.5 * torch.randn(vocab, H, dtype=torch.float64)
+        self.kept = [nucleus(row.softmax(-1), 0.8) for row in self.hidden @ self.weight.T]
+        self.texts = [(a, b) for a, b in product(range(vocab), repeat=2) if a in self.kept[-1] and b in self.kept[a]]
+        self.reward = torch.randn(len(self.texts), dtype=torch.float64)
+
+    def log_q(self, weight: Tensor) -> Tensor:
+        """``[texts]``, over the kept sets of the policy that sampled."""
+        before = [context for a, _ in self.texts for context in (len(self.hidden) - 1, a)]
+        said = torch.tensor([token for text in self.texts for token in text])
+        sets = [self.kept[context] for context in before]
+        counts = torch.tensor([len(kept) for kept in sets])
+        index = KeptSets.of(torch.tensor([token for kept in sets for token in kept]), counts, said)
+        return kept_log_probs(self.hidden[before], weight, index)[0].view(-1, 2).sum(1)
+
+    def log_p(self, weight: Tensor) -> Tensor:
+        """``[texts]``, over the whole vocabulary."""
+        log_p = (self.hidden @ weight.T).log_softmax(-1)
+        return torch.stack([log_p[-1, a] + log_p[a, b] for a, b in self.texts])
+
+
+def test_the_expected_gradient_is_exact_and_that_of_untruncated_log_probs_is_not():
+    """Over every text that can be sampled: ``sum_x q(x) A(x) grad log q(x)`` is the gradient of ``sum_x q(x) A(x)``.
+
+    Its advantage has a mean of 0, as a group's have; with one token alone that would hide the bias.
+    """
+    gaps = []
+    for _ in range(8):
+        world = Bigrams()
+        weight = world.weight.clone().requires_grad_()
+        q = world.log_q(weight).exp()
+        assert q.sum().item() == pytest.approx(1, abs=1e-12)
+        advantage = world.reward - (q.detach() * world.reward).sum()
+        (exact,) = torch.autograd.grad((q * advantage).sum(), weight)
+        ours, naive = (
+            torch.autograd.grad((q.detach() * advantage * log(weight)).sum(), weight)[0]
+            for log in (world.log_q, world.log_p)
+        )
+        torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
+        gaps.append(float((naive - exact).norm() / exact.norm()))
+    print("relative bias of untruncated log-probs", [round(gap, 3) for gap in gaps])
+    assert sum(gaps) / len(gaps) > 0.02
+
+
+def test_a_ratio_of_kept_distributions_has_mean_1_and_carries_means_to_the_new_policy():
+    world = Bigrams()
+    moved = world.weight + 0.3 * torch.randn_like(world.weight)
+    q, new = world.log_q(world.weight), world.log_q(moved)
+    assert (q.exp() * (new - q).exp()).sum().item() == pytest.approx(1, abs=1e-12)
+    carried = (q.exp() * (new - q).exp() * world.reward).sum()
+    assert carried.item() == pytest.approx((new.exp() * world.reward).sum().item(), abs=1e-12)
+    assert (q.exp() * (world.log_p(world.weight) - q).exp()).sum().item() < 0.999

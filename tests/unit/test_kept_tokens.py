@@ -1,0 +1,267 @@
+"""The kept sets of truncated sampling on their way: from the engine through rows, packs and dialogs to the policy."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from sota_grpo import keys
+from sota_grpo.assembly.sampling import make_sampling
+from sota_grpo.config import Config
+from sota_grpo.engines.stop_strings import StopStrings
+from sota_grpo.engines.transformers_engine import TransformersEngine, sampled_probs
+from sota_grpo.engines.vllm_engine import sampled_and_kept
+from sota_grpo.envs import finish_rows, prompt_rows
+from sota_grpo.envs.dialogs import Dialog
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.reference import FrozenReference
+from sota_grpo.rl.collate import pad_rows, unpad_rows
+from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.records import Example, GroupOutput, KeptTokens, Sample, Sampling
+from sota_grpo.training import gate
+from sota_grpo.training.gate import run_gate
+from sota_grpo.workers.packing import RowPack, pack_rows, unpack_rows
+from sota_grpo.workers.reference import ReferenceService, ReferenceWorker, _read
+from tests.engine_rigs import CONTEXT, EOS, PAD, VOCAB, generate, ragged_requests, tiny_model
+from tests.l3_parts import make_subject
+
+WAYS = {
+    "top_p": {"top_p": 0.7},
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.3},
+    "all": {"temperature": 1.5, "top_p": 0.9, "top_k": 8, "min_p": 0.05},
+}
+
+
+def sampled(model: torch.nn.Module, **how: float) -> list[tuple[tuple[int, ...], Sample]]:
+    """Prompts and samples, 4 of each of 3 prompts, of lengths that differ."""
+    engine = TransformersEngine(model, eos_token_ids=[EOS], pad_token_id=PAD)
+    requests = ragged_requests(3, 4)
+    outputs = generate(engine, requests, Sampling(max_tokens=24, **how))
+    return [(request.prompt_ids, sample) for request in requests for sample in outputs[request.group_id].samples]
+
+
+def rows_of(samples: list[tuple[tuple[int, ...], Sample]]) -> list[TensorDict]:
+    class Silent:
+        def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
+            return ""
+
+    rows = []
+    for group, (prompt, sample) in enumerate(samples):
+        (head,) = prompt_rows(group, Example("", ""), prompt, repeats=1)
+        rows += finish_rows(head, [sample], Silent())
+    return rows
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_tells_the_sets_that_it_drew_from_and_log_probs_over_them(way: str) -> None:
+    """Against the logits of a forward pass without padding: at most a token at the edge of a set is another."""
+    model = tiny_model()
+    sampling = Sampling(max_tokens=24, **WAYS[way])
+    samples = sampled(model, **WAYS[way])
+    assert len({len(sample.token_ids) for _, sample in samples}) > 1
+    num_sets = others = 0
+    for prompt, sample in samples:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *sample.token_ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        expected = sampled_probs(logits, sampling)
+        sets = sample.kept.ids.split(sample.kept.counts.tolist())
+        assert len(sets) == len(sample.token_ids)
+        for own, probs, token, log_prob in zip(sets, expected, sample.token_ids, sample.log_probs):
+            assert int(token) in own.tolist()
+            num_sets += 1
+            if own.tolist() != probs.nonzero().squeeze(1).tolist():
+                others += 1
+                continue
+            assert log_prob.item() == pytest.approx(probs[token].log().item(), abs=1e-5)
+    assert others <= num_sets // 100
+    assert max(int(sample.kept.counts.max()) for _, sample in samples) > 1
+
+
+def test_min_p_keeps_what_is_likely_enough_and_comes_before_top_p() -> None:
+    """Of 0.5, 0.25, 0.15, 0.1 a min-p of 0.25 leaves 5/9, 5/18 and 1/6; a top-p of 0.83 all three, of 0.8 two."""
+    logits = torch.tensor([[0.5, 0.1, 0.15, 0.25]]).log()
+    probs = sampled_probs(logits, Sampling(max_tokens=1, min_p=0.25, top_p=0.84))
+    torch.testing.assert_close(probs, torch.tensor([[5 / 9, 0.0, 1 / 6, 5 / 18]]))
+    probs = sampled_probs(logits, Sampling(max_tokens=1, min_p=0.25, top_p=0.82))
+    torch.testing.assert_close(probs, torch.tensor([[2 / 3, 0.0, 0.0, 1 / 3]]))
+
+
+def test_tokens_that_tie_with_the_last_kept_one_are_kept() -> None:
+    probs = sampled_probs(torch.tensor([[1.0, 2.0, 1.0, 0.0]]), Sampling(max_tokens=1, top_k=2))
+    assert (probs > 0).tolist() == [[True, True, True, False]]
+
+
+def test_whole_distributions_and_greedy_ones_have_no_sets() -> None:
+    model = tiny_model()
+    for how in ({}, {"temperature": 0.0, "top_p": 0.5}):
+        assert all(sample.kept is None for _, sample in sampled(model, **how))
+
+
+def test_top_p_and_min_p_keep_1024_tokens_at_most() -> None:
+    config = Config()
+    assert make_sampling(config).top_k == 0
+    config.inference_model.min_p = 0.1
+    assert make_sampling(config).top_k == 1024
+    config.inference_model.top_k = 20
+    assert make_sampling(config).top_k == 20
+
+
+def by_hand(model: torch.nn.Module, prompt: tuple[int, ...], sample: Sample, temperature: float) -> torch.Tensor:
+    """Log-prob and entropy of each token, ``[R, 2]``, from whole rows of logits."""
+    logits = model(torch.tensor([[*prompt, *sample.token_ids.tolist()]])).logits[0, len(prompt) - 1 : -1] / temperature
+    outside = torch.ones_like(logits, dtype=torch.bool)
+    for position, own in enumerate(sample.kept.ids.split(sample.kept.counts.tolist())):
+        outside[position, own.long()] = False
+    log_q = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
+    entropy = -(log_q.exp() * log_q.masked_fill(outside, 0)).sum(-1)
+    return torch.stack([log_q.gather(1, sample.token_ids[:, None]).squeeze(1), entropy], 1)
+
+
+@pytest.mark.parametrize("shared_prompt", [True, False])
+def test_a_policy_of_other_weights_is_renormalised_over_the_sets(shared_prompt: bool) -> None:
+    """Log-probs, entropies and gradients, packed and padded, are those of masked logits."""
+    samples = sampled(tiny_model(), **WAYS["all"])
+    batch = pad_rows(rows_of(samples), pad_token_id=PAD)
+    policy = CausalPolicy(tiny_model(seed=4), temperature=1.5, shared_prompt=shared_prompt, entropy_grad=True)
+    out, mask = policy(batch), batch[keys.ASSISTANT_MASK]
+    found = torch.stack([out[keys.LOG_PROBS], out["entropy"]], -1)
+    expected = torch.cat([by_hand(policy.model, prompt, sample, 1.5) for prompt, sample in samples])
+    torch.testing.assert_close(found[mask], expected, rtol=1e-4, atol=1e-5)
+    assert not found[~mask].any()
+    pulls = torch.randn_like(expected)
+    parameters = list(policy.parameters())
+    ours, theirs = (torch.autograd.grad((values * pulls).sum(), parameters) for values in (found[mask], expected))
+    for own, other in zip(ours, theirs):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()) + 1e-6)
+
+
+def test_a_token_that_its_set_does_not_have_is_refused() -> None:
+    rows = rows_of(sampled(tiny_model(), top_k=3))
+    first = int(rows[0][keys.KEPT_COUNTS].sum())
+    rows[0][keys.KEPT_IDS].copy_(torch.full((first,), VOCAB - 1))
+    rows[0][keys.FULL_TOKENS][-1] = 2
+    with pytest.raises(ValueError, match="do not stand once in the set"):
+        CausalPolicy(tiny_model())(pad_rows(rows, pad_token_id=PAD))
+
+
+def test_a_batch_has_sets_in_all_rows_or_in_none() -> None:
+    rows = rows_of(sampled(tiny_model(), top_k=3))
+    del rows[1]["kept"]
+    with pytest.raises(ValueError, match="missing in 1 of 12 rows"):
+        pad_rows(rows, pad_token_id=PAD)
+
+
+def test_torchrls_wrappers_which_know_no_sets_are_refused() -> None:
+    class Wrapper(torch.nn.Module):
+        def get_dist(self) -> None: ...
+
+    loss = GRPOLoss(CausalPolicy(tiny_model()))
+    loss.actor_network = Wrapper()
+    with pytest.raises(ValueError, match="kept sets"):
+        loss(lazy_stack(rows_of(sampled(tiny_model(), top_k=3))))
+
+
+def same(one: TensorDict, other: TensorDict) -> bool:
+    names = (keys.FULL_TOKENS, keys.KEPT_IDS, keys.KEPT_COUNTS)
+    return all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in names)
+
+
+def test_sets_of_vllm_that_may_have_more_tokens_than_were_asked_for_are_refused() -> None:
+    """Of two tokens three are asked for each; the second has all three, which is all only where there are no more."""
+    ids, nothing = [5, 5, 6, 7, 8, 8, 9, 4], -torch.inf
+    found = SimpleNamespace(token_ids=ids, logprobs=[-1.0, -1.0, -0.5, nothing, -1.1, -1.1, -1.1, -1.1])
+    with pytest.raises(RuntimeError, match="kept 3 tokens or more"):
+        sampled_and_kept(found, num_tokens=2, vocab=10)
+    log_probs, kept = sampled_and_kept(found, num_tokens=2, vocab=3)
+    torch.testing.assert_close(log_probs, torch.tensor([-1.0, -1.1]))
+    assert (kept.ids.tolist(), kept.counts.tolist()) == ([5, 6, 8, 9, 4], [2, 3])
+
+
+def test_packs_pads_and_pickles_keep_the_sets() -> None:
+    samples = sampled(tiny_model(), top_p=0.8)
+    rows = rows_of(samples)
+    for again in (RowPack.of(rows).rows(), unpack_rows(pack_rows(rows))):
+        assert all(map(same, again, rows))
+    assert all(map(same, unpad_rows(pad_rows(rows, pad_token_id=PAD)).unbind(0), rows))
+    group = GroupOutput(3, tuple(sample for _, sample in samples))
+    for sample, again in zip(group.samples, pickle.loads(pickle.dumps(group)).samples, strict=True):
+        assert all(map(torch.equal, sample.kept, again.kept))
+        assert [part.dtype for part in again.kept] == [torch.int32, torch.int32]
+
+
+def test_what_others_say_in_a_dialog_has_no_set_and_a_cut_leaves_none_behind() -> None:
+    kept = KeptTokens(torch.tensor([5, 6, 9, 7, 8], dtype=torch.int32), torch.tensor([2, 1, 2], dtype=torch.int32))
+    said = Sample(torch.tensor([5, 9, 7]), -torch.ones(3), torch.zeros(3).long(), truncated=False, kept=kept)
+    dialog = Dialog(None, (1, 2))
+    for number in range(2):
+        dialog.speak(said)
+        if number == 0:
+            dialog.hear([3, 4])
+    whole = dialog.sample(common=2)
+    assert whole.kept.counts.tolist() == [2, 1, 2, 0, 0, 2, 1, 2]
+    assert whole.kept.ids.tolist() == [5, 6, 9, 7, 8] * 2
+    plain = Dialog(None, (1, 2))
+    plain.speak(replace(said, kept=None))
+    plain.hear([3])
+    assert plain.sample(common=2).kept is None
+    tokenizer = load_tokenizer("tiny")
+    ids = torch.tensor(tokenizer("it is not")["input_ids"])
+    sets = KeptTokens(ids.int(), torch.ones(len(ids), dtype=torch.int32))
+    long = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids)).long(), truncated=True, kept=sets)
+    (cut,) = StopStrings(tokenizer, ["is"]).cut(GroupOutput(0, (long,))).samples
+    assert cut.kept.ids.tolist() == cut.token_ids.tolist()
+    assert len(cut.kept.counts) == len(cut.token_ids) < len(ids)
+
+
+def test_a_reference_is_renormalised_over_the_same_sets_wherever_it_lives() -> None:
+    """With the policy's weights it says what the policy says: a KL of 0."""
+    samples = sampled(tiny_model(), top_p=0.8)
+    rows = rows_of(samples)
+    batch = pad_rows(rows, pad_token_id=PAD)
+    own = CausalPolicy(tiny_model())(batch)[keys.LOG_PROBS]
+    torch.testing.assert_close(FrozenReference(tiny_model())(batch), own)
+    worker = ReferenceWorker(tiny_model(), temperature=1.0, token_budget=CONTEXT, pad_token_id=PAD)
+    try:
+        answers = worker.run(RowPack.of(rows, _read(rows))).result()
+        for row, values in zip(own, answers):
+            torch.testing.assert_close(torch.tensor(values), row[: len(values)], rtol=1e-4, atol=1e-5)
+
+        class Fleet:
+            submit = staticmethod(worker.run)
+
+        service = ReferenceService(Fleet(), num_workers=2)
+        torch.testing.assert_close(service(batch), own, rtol=1e-4, atol=1e-5)
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("adapter", [None, partial(add_lora, r=4, alpha=8, dropout=0.3)], ids=["whole", "lora"])
+def test_a_declared_truncation_passes_the_gate(adapter, tmp_path: Path) -> None:
+    subject = make_subject(tmp_path, temperature=2.0, top_p=0.9, max_tokens=64, adapter=adapter)
+    assert [check.name for check in run_gate(subject, "warn") if not check.passed] == []
+    sizes = torch.cat([row[keys.KEPT_COUNTS][row[keys.ASSISTANT_MASK]] for row in subject.rows])
+    assert int(sizes.min()) >= 1
+    assert float(sizes.float().mean()) > 1.5  # and not of a policy that is sure of everything
+
+
+def test_a_wider_truncation_than_the_sets_say_does_not(tmp_path: Path) -> None:
+    """An engine that tells the whole vocabulary and draws with a top-p of 0.8."""
+    subject = make_subject(tmp_path, temperature=4.0, top_p=0.8, max_tokens=96)
+    rows = subject.sample()
+    vocabulary = subject.learner.policy.model.config.vocab_size
+    for row in rows:
+        counts = torch.where(row[keys.ASSISTANT_MASK], vocabulary, 0).int()
+        every = torch.arange(vocabulary, dtype=torch.int32).repeat(int((counts > 0).sum()))
+        row["kept"] = TensorDict({"ids": every, "counts": counts})
+    subject.rows = rows
+    assert not gate.first_ratio_is_one(subject).passed
