@@ -190,6 +190,7 @@ class RunMemory:
             checkpointing=part.gradient_checkpointing,
             ranks=len(self.plan.placement.train),
             shard_gradients=part.shard_gradients,
+            optimizer=self.config.optimizer.name,
             on_cpu=on_cpu,
             repeats_keys=self.config.model.attn_implementation is not None or not (on_cpu or product_bytes == 2),
             heap=on_cpu and platform.libc_ver()[0] == "glibc" and THRESHOLD not in os.environ,
@@ -295,14 +296,14 @@ class RunMemory:
         """
         if self.plan.device_type == "cpu":
             return None
-        trained = self.how.trained_bytes(self.model)
+        trained, saved = self.how.trained_bytes(self.model), self.how.optimizer_bytes(self.model)
         engine = self.model.parameters * dtype_bytes(engine_dtype(self.config.inference_model.torch_dtype, "cuda"))
         asleep = engine if self.plan.placement.colocated and not self.plan.workers else 0
         return {
             "loading the model": self.model.parameters * self.how.weight_bytes,
             "the checks": asleep + (trained if self.config.check.mode != "off" else 0),
             "a checkpoint on its way to the disk": asleep
-            + 3 * trained * (COPIES_OF_RANKS if self.how.ranks > 1 else 1),
+            + (trained + saved) * (COPIES_OF_RANKS if self.how.ranks > 1 else 1),
         }
 
 
@@ -354,7 +355,7 @@ def dtype_bytes(dtype: str) -> int:
 class Disk:
     """What a run writes."""
 
-    checkpoint: int  # bytes of one: the trained weights and the optimizer's two moments of each
+    checkpoint: int  # bytes of one: the trained weights and the optimizer's state
     checkpoints: int  # that are there at once: those that are kept and the one that is being written
     export: int  # bytes of the trained model at the end
 
@@ -380,10 +381,12 @@ def disk_of(config: Config, model: Architecture) -> Disk:
     """
     part, train = config.train_model, config.train
     own = dtype_bytes(part.torch_dtype) * model.parameters
-    trained = 4 * model.adapter_parameters(part.lora.r) if part.lora.enabled else own
+    weight_bytes, rank = dtype_bytes(part.torch_dtype), part.lora.r if part.lora.enabled else 0
+    how = Learning(weight_bytes=weight_bytes, rank=rank, optimizer=config.optimizer.name)
+    trained = how.trained_bytes(model) + how.optimizer_bytes(model)
     steps = train.total_dialog_turns // responses_per_step(config)
     saves = -(-steps // train.checkpoint_frequency) if train.checkpoint_frequency else 1
-    return Disk(3 * trained, min(train.keep_checkpoints + 1, saves), own * train.export_hf)
+    return Disk(trained, min(train.keep_checkpoints + 1, saves), own * train.export_hf)
 
 
 def require_disk(config: Config, run_dir: Path) -> None:

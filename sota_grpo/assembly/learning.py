@@ -208,11 +208,13 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
     train, optimizer = config.train, config.optimizer
     per_collection = train.epochs * (responses_per_step(config) // train.optim_batch_size)
     return LearnerSettings(
+        optimizer=optimizer.name,
         lr=optimizer.lr,
         weight_decay=optimizer.weight_decay,
         beta1=optimizer.beta1,
         beta2=optimizer.beta2,
         eps=optimizer.eps,
+        momentum=optimizer.momentum,
         clip_grad_norm=optimizer.clip_grad_norm,
         schedule=optimizer.schedule,
         warmup_steps=optimizer.warmup_steps,

@@ -19,6 +19,7 @@ from typing import Any
 from sota_grpo.engines import ENGINES
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.model_sizes import SIZES, model_of_size
+from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.rewards.judge import KINDS
 from sota_grpo.tasks import TASKS
 
@@ -401,13 +402,19 @@ class PolicyConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and its schedule."""
+    """The optimizer, AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) by default, and its schedule."""
 
+    name: str = opt(
+        "adamw",
+        "AdamW; AdamW with moments of 8 bits (bitsandbytes); or Muon for matrices of layers, AdamW for the rest",
+        OPTIMIZERS.keys(),
+    )
     lr: float = opt(1e-6, "peak learning rate")
     weight_decay: float = opt(0.0, "decoupled weight decay")
     beta1: float = opt(0.9, "decay of the gradient average")
     beta2: float = opt(0.999, "decay of the squared-gradient average")
     eps: float = opt(1e-8, "added to the root of the squared-gradient average")
+    momentum: float = opt(0.95, "name=muon: decay of the gradient average of matrices")
     clip_grad_norm: float = opt(1.0, "largest norm of the gradient; 0 leaves it as it is")
     schedule: str = opt("constant", "learning rate after the warm-up", ("constant", "linear", "cosine"))
     warmup_steps: int = opt(0, "optimizer steps over which the learning rate rises from 0")
@@ -455,7 +462,7 @@ class Config:
     inference_model: InferenceModelConfig = part(InferenceModelConfig, "the engine's copy")
     ref_model: RefModelConfig = part(RefModelConfig, "the reference")
     policy: PolicyConfig = part(PolicyConfig, "pull towards the reference")
-    optimizer: OptimizerConfig = part(OptimizerConfig, "AdamW")
+    optimizer: OptimizerConfig = part(OptimizerConfig, "optimizer")
     train: TrainConfig = part(TrainConfig, "amounts")
     eval: EvalConfig = part(EvalConfig, "evaluation")
     ray: RayConfig = part(RayConfig, "cluster")

@@ -543,6 +543,18 @@ BROKEN = [
             ),
         )
     ),
+    (
+        "an_optimizer_trains_what_it_can",
+        ["optimizer.name=muon", "train_model.lora.enabled=true"],
+        "two factors of one; use optimizer.name=adamw",
+    ),
+    ("an_optimizer_trains_what_it_can", ["optimizer.name=adamw_8bit", "train_model.num_devices=2"], "has 2 devices"),
+    (
+        "an_optimizer_trains_what_it_can",
+        ["optimizer.name=adamw_8bit", "train_model.devices=[0,1,2]"],
+        "has 3 devices",
+    ),
+    ("an_optimizer_trains_what_it_can", ["optimizer.momentum=0.9"], "belongs to optimizer.name=muon"),
     ("arguments_are_passed_on_by_name", [*JUDGED, "reward.judge.extra_body=[a]"], "reward.judge.extra_body={NAME"),
 ]
 

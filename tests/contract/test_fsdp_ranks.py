@@ -87,6 +87,7 @@ KINDS = {
     },
     "proximal, two epochs, weights by token": {"epochs": 2, "recompute": True, "aggregation": "token"},
     "lora, proximal, two epochs, checkpointing": {"lora": True, "epochs": 2, "recompute": True, "checkpointing": True},
+    "muon": {"optimizer": "muon"},
     "bf16": {"precision": "bf16", "lr": 1e-4},
 }
 
