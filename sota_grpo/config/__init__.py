@@ -311,6 +311,9 @@ class ModelConfig:
         None, "further arguments of from_pretrained for the learner and the reference, such as {use_safetensors: true}"
     )
     trust_remote_code: bool = opt(False, "run Python code that ships with the model")
+    quantization: str | None = opt(
+        None, "with an adapter: the frozen weights of its layers in 4 bits (QLoRA, bitsandbytes)", ("nf4", "fp4")
+    )
 
 
 @dataclass

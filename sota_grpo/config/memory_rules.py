@@ -29,3 +29,21 @@ def an_optimizer_trains_what_it_can(config: Config) -> Iterator[str]:
         )
     if name != "muon" and config.optimizer.momentum != (default := OptimizerConfig().momentum):
         yield f"optimizer.momentum={config.optimizer.momentum} belongs to optimizer.name=muon; leave it at {default}."
+
+
+def only_frozen_weights_are_in_4_bits(config: Config) -> Iterator[str]:
+    kind, ranks = config.model.quantization, learner_ranks(config)
+    if kind is None:
+        return
+    if not config.train_model.lora.enabled:
+        yield (
+            f"model.quantization={kind} keeps weights in 4 bits, which cannot be trained, and train_model.lora.enabled="
+            "false trains them; add train_model.lora.enabled=true."
+        )
+    if ranks > 1:
+        yield (
+            f"model.quantization={kind} is for a learner of one device, and it has {ranks}, which divide whole weights "
+            "among them; use train_model.num_devices=1 or model.quantization=null."
+        )
+    if config.train_model.compile:
+        yield f"train_model.compile=true cannot look into the products of model.quantization={kind}; leave it out."

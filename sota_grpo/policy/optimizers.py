@@ -196,8 +196,17 @@ def require_package(name: str) -> None:
         UserError: it is not.
     """
     package = OPTIMIZERS[name].package
-    if package is not None and find_spec(package) is None:
+    if package is not None:
+        require_installed(package, f"optimizer.name={name}", "optimizer.name=adamw")
+
+
+def require_installed(package: str, option: str, other: str) -> None:
+    """That what ``option`` needs is there, else ``other`` is proposed; the extra is called as the package.
+
+    Raises:
+        UserError: it is not.
+    """
+    if find_spec(package) is None:
         raise UserError(
-            f"optimizer.name={name} needs {package}, which is not installed: `pip install 'sota-grpo[{package}]'`, or "
-            "use optimizer.name=adamw."
+            f"{option} needs {package}, which is not installed: `pip install 'sota-grpo[{package}]'`, or use {other}."
         )
