@@ -215,9 +215,10 @@ def tell_of_few_problems(config: Config, task: Task) -> None:
         logger.info("All %d held-out problems are measured (eval.num_samples=%d).", count, wanted)
 
 
-def make_publisher(model: nn.Module, engine: Engine, *, share_device: bool = False) -> Publisher:
-    """Merged weights of ``model``, pushed to ``engine``."""
-    return Publisher(partial(engine_weights, model), [engine], share_device=share_device)
+def make_publisher(config: Config, model: nn.Module, engine: Engine, *, share_device: bool = False) -> Publisher:
+    """Merged weights of ``model``, or its adapter alone, pushed to ``engine``."""
+    weights = partial(AdapterPack.of if config.inference_model.serve_adapter else engine_weights, model)
+    return Publisher(weights, [engine], share_device=share_device)
 
 
 def _computes_in_float32(config: Config, device_type: str) -> bool:
@@ -248,7 +249,7 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
     return Roles(
         engine=engine,
         learner=learner,
-        publisher=make_publisher(model, engine, share_device=share_device),
+        publisher=make_publisher(config, model, engine, share_device=share_device),
         source_options={"synchronous": True, "sleep_engine": share_device, "transforms": transforms},
         transforms=transforms,
         export=partial(save_hf, model, tokenizer),

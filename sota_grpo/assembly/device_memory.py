@@ -190,6 +190,7 @@ class RunMemory:
             checkpointing=part.gradient_checkpointing,
             ranks=len(self.plan.placement.train),
             shard_gradients=part.shard_gradients,
+            quantized=self.config.model.quantization is not None,
             optimizer=self.config.optimizer.name,
             on_cpu=on_cpu,
             repeats_keys=self.config.model.attn_implementation is not None or not (on_cpu or product_bytes == 2),

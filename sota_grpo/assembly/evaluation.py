@@ -221,7 +221,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
             model = add_adapter(config, base)
             if target.checkpoint is not None:
                 load_trained(target.checkpoint, model)
-            make_publisher(model, engine).publish(target.steps or 0)
+            make_publisher(config, model, engine).publish(target.steps or 0)
         grader = own_grader(env.grader)
         if isinstance(grader, GradingPool):
             grader.wait_ready()

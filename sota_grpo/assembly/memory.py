@@ -77,6 +77,7 @@ class Learning:
     shard_gradients: bool = False  # several ranks sum gradients after every micro-batch; else each holds them whole
     on_cpu: bool = True  # the tiles of logits are small
     repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
+    quantized: bool = False  # the matrices of layers are in 4 bits, under an adapter
     optimizer: str = "adamw"  # of sota_grpo.policy.optimizers
     heap: bool = False  # small tensors come from the C library's heap, see the module
 
@@ -92,6 +93,20 @@ class Learning:
     def trained(self, model: Architecture) -> Trained:
         """Sizes of what has a gradient."""
         return Trained.of(model, rank=self.rank, weight_bytes=self.weight_bytes)
+
+    def base_bytes(self, model: Architecture) -> int:
+        """Of the weights themselves, without an adapter.
+
+        In 4 bits 64 of a matrix share a scale of 8 bits, and 256 of these one in float32 (arXiv:2305.14314, section 3).
+        """
+        matrices = model.layers * model.layer_matrices if self.quantized else 0
+        packed = matrices // 2 + matrices // 64 + matrices // (64 * 64)
+        return (model.parameters - matrices) * self.weight_bytes + packed
+
+    def dequantized_bytes(self, model: Architecture) -> int:
+        """Of the largest matrix of a layer as it is computed with: one at a time, beside its copy in half precision."""
+        largest = max(inputs * outputs for inputs, outputs in model.linear_layers)
+        return largest * (self.weight_bytes + (self.product_bytes if self.casts else 0)) if self.quantized else 0
 
     def optimizer_bytes(self, model: Architecture) -> int:
         """What the optimizer keeps between two steps."""
@@ -147,7 +162,7 @@ def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     if how.checkpointing:
         layers = model.layers * rows.tokens * how.weight_bytes * model.hidden
     else:
-        cast = how.product_bytes * model.layer_matrices if how.casts else 0
+        cast = how.product_bytes * model.layer_matrices if how.casts and not how.quantized else 0
         layers = model.layers * (layer_bytes(model, how, rows) + cast)
     return layers + rows.tokens * 2 * how.weight_bytes * model.head_dim + _last_norm_bytes(model, how, rows)
 
@@ -237,7 +252,8 @@ def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: 
     saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES
     of_head = head_bytes(model, how, rows)
     one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
-    cast = c * model.layer_matrices if how.checkpointing and how.casts else 0
+    one_layer += how.dequantized_bytes(model)
+    cast = c * model.layer_matrices if how.checkpointing and how.casts and not how.quantized else 0
     if how.checkpointing:
         one_layer += layer_bytes(model, how, rows) + cast
     moments = [
@@ -275,7 +291,7 @@ def _standing_bytes(model: Architecture, how: Learning) -> tuple[int, int, int]:
     Of several ranks each gathers the embedding, the head and two layers at a time: the one that computes and the next.
     """
     trained, state = how.trained_bytes(model), how.optimizer_bytes(model)
-    weights = model.parameters * how.weight_bytes + (trained if how.rank else 0)
+    weights = how.base_bytes(model) + (trained if how.rank else 0)
     if how.ranks == 1:
         return weights, trained, state
     gathered = (model.embedding_parameters + 2 * model.layer_parameters) * how.weight_bytes

@@ -70,6 +70,7 @@ class LoggingConfig:
     run_name: str | None = opt(None, "W&B name of the run; null: the run directory's name")
     tags: list[str] = part(list, "W&B tags")
     tensorboard: bool = opt(False, "write the metrics to tensorboard/ in the run directory too")
+    trackio: bool = opt(False, "copy metrics, samples and the config to Trackio, a local dashboard")
     report: bool = opt(True, "write report.html at every checkpoint and at the end")
     store_steps: bool = opt(True, "keep step 0 and the steps after checkpoints whole in steps/, for report and replay")
     num_examine: int = opt(0, "completions per step written out in debug_logs/, with the breakdown of their reward")
@@ -375,6 +376,12 @@ class InferenceModelConfig:
     top_k: int = opt(0, "top-k sampling; above 0 the ratio is biased, so training refuses it")
     stop: list[str] = part(list, "texts that end a response; the token that completes one is kept")
     engine_kwargs: Any = opt(None, "vLLM: further arguments, such as {max_num_batched_tokens: 8192}")
+    serve_adapter: bool = opt(
+        False, "vLLM in this process: it is sent the adapter alone, and computes with it beside the base, unmerged"
+    )
+    batch_invariant: bool = opt(
+        False, "vLLM on NVIDIA GPUs from compute capability 9.0: no sample depends on what is computed beside it"
+    )
     ignore_eos: bool = opt(False, "sample to max_tokens even after the end (benchmarks)")
 
 
