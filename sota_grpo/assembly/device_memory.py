@@ -38,6 +38,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.functional.balance import PromptGroup, fill
 from sota_grpo.policy.load import find_architecture
 from sota_grpo.policy.model_sizes import Architecture
+from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.recording.run_files import CHECKPOINTS
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.gate import NUM_COMPARED, NUM_SAMPLES, compared_budgets
@@ -51,6 +52,7 @@ GRADER_BYTES = 60 * 2**20  # of a reward worker
 # of a state that several ranks save: gathered, packed for its way, in the store, and in the process that writes it
 COPIES_OF_RANKS = 4
 SAMPLE, SCORE, TRAIN, AT_WORK, GATE = "sampling", "reference", "training", "at work", "checks"
+LOAD = "loading"  # where it can be more than what follows
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,9 @@ class RunMemory:
             if passing and (references or (ranks and not own)):
                 moments[SCORE] = base | resting | asleep | {"reference: pass": passing}
             moments |= {moment: base | parts | asleep for moment, parts in learner.items()}
+            if on_cpu and learner and self.how.quantized:  # the model is whole before it is in 4 bits
+                whole = {"weights": self.model.parameters * self.how.weight_bytes}
+                moments[LOAD] = base | whole | {part: engine[part] for part in kept if part in engine}
         present = {"learner": ranks, "engine": engines, "reference": references or (on_cpu and passing)}
         roles = tuple(role for role, count in present.items() if count)
         return DeviceMemory(name, roles, moments, self.machine.memory, problem)
@@ -408,8 +413,9 @@ def require_disk(config: Config, run_dir: Path) -> None:
     ]
     least = (fewer[-1] if fewer else {}) | ({"train.export_hf": False} if config.train.export_hf else {})
     adapter = {"train_model.lora.enabled": True}
+    has_other = not config.train_model.lora.enabled and OPTIMIZERS[config.optimizer.name].trains_adapters
     fix = "free space there, or choose another hydra.run.dir"
-    for options in (*fewer, least, *([] if config.train_model.lora.enabled else [adapter, least | adapter])):
+    for options in (*fewer, least, *([adapter, least | adapter] if has_other else [])):
         changed = disk_of(with_options(config, options), model)
         if changed.total <= free:  # the mildest change comes first
             fix = f"use {' '.join(overrides_of(options))} ({changed.total / GIB:.3g} GiB), or {fix}"

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from sota_grpo.assembly.device_memory import disk_of
+from sota_grpo.config import Config, with_options
 from sota_grpo.errors import UserError
 from sota_grpo.policy import optimizers
 from sota_grpo.policy.causal import layer_matrices
 from sota_grpo.policy.load import architecture_from
+from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS, Rates, Trained, make_optimizer, require_package
 from sota_grpo.policy.sharding import Ranks
 from tests.rank_rigs import build_learner, ragged_rows
@@ -163,3 +166,17 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     require_package("muon")
     with pytest.raises(UserError, match=r"pip install 'sota-grpo\[bitsandbytes\]'"):
         require_package("adamw_8bit")
+
+
+def test_a_checkpoint_is_estimated_from_what_the_optimizer_keeps() -> None:
+    """The weights and, of 1448 parameters, both moments; or of the matrices one. 64 numbers are kept in 8 bits here."""
+    tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
+    sizes = {name: disk_of(with_options(Config(), {"optimizer.name": name}), tiny).checkpoint for name in OPTIMIZERS}
+    matrices = tiny.layers * tiny.layer_matrices
+    assert sizes["adamw"] == 12 * tiny.parameters
+    assert sizes["muon"] == 12 * tiny.parameters - 4 * matrices
+    small = tiny.parameters - matrices - tiny.head_weights
+    packed = matrices + tiny.head_weights
+    scales = 4 * (2 * 7 + 1)  # a block each, of at most 256 numbers
+    k_and_v = 2 * 2 * 8 * 4  # with 32 numbers each they are small themselves
+    assert sizes["adamw_8bit"] == 4 * tiny.parameters + 8 * (small + k_and_v) + 2 * (packed - k_and_v + scales - 4 * 4)
