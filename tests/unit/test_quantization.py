@@ -17,7 +17,9 @@ from sota_grpo.policy.load import load_tokenizer, save_hf
 from sota_grpo.policy.lora import AdapterPack, adapter_disabled, add_lora, base_pack, engine_weights
 from sota_grpo.policy.quantization import dequantized, is_quantized, quantize
 from sota_grpo.rl.collate import pad_rows
-from tests.rank_rigs import ragged_rows
+from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.training.learner import Learner
+from tests.rank_rigs import learner_settings, ragged_rows
 from tests.unit.tiny_models import make_model
 
 pytest.importorskip("bitsandbytes")
@@ -121,3 +123,26 @@ def test_nothing_but_the_adapter_is_trained_and_saved(pair: tuple[Any, Any]) -> 
     sizes = [{name for name, p in model.named_parameters() if p.requires_grad} for model in (packed, plain)]
     assert sizes[0] == sizes[1]
     assert not any(isinstance(module, nn.Linear) and "embed" in name for name, module in packed.named_modules())
+
+
+def test_a_quantised_learner_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    """The checkpoint has the adapter alone; the base is quantised again from the same weights."""
+    plain = make_model(**WIDE).train()
+
+    def learner() -> Learner:
+        policy = CausalPolicy(adapted(quantize(copy.deepcopy(plain), "nf4")))
+        return Learner(
+            policy, GRPOLoss(policy, entropy_bonus=False), learner_settings(), pad_token_id=0, dump_dir=tmp_path
+        )
+
+    one, other = learner(), learner()
+    batches = [ragged_rows(8) for _ in range(3)]
+    one.update(batches[0])
+    torch.save(one.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert all("lora_" in name for name in state["model"])
+    other.update(batches[2])
+    other.load_state_dict(state)
+    for batch in batches[1:]:
+        assert one.update(batch)["grad_norm"] == other.update(batch)["grad_norm"]
+    assert all(torch.equal(value, other.trainable[name]) for name, value in one.trainable.items())
