@@ -50,7 +50,7 @@ def only_frozen_weights_are_in_4_bits(config: Config) -> Iterator[str]:
         yield f"train_model.compile=true cannot look into the products of model.quantization={kind}; leave it out."
 
 
-def an_adapter_is_served_by_vllm_in_lockstep(config: Config) -> Iterator[str]:
+def an_adapter_is_served_by_a_synchronous_vllm(config: Config) -> Iterator[str]:
     if not config.inference_model.serve_adapter:
         return
     option, name = "inference_model.serve_adapter=true", config.engine.name

@@ -559,9 +559,9 @@ BROKEN = [
     ("only_frozen_weights_are_in_4_bits", ["model.quantization=nf4"], "add train_model.lora.enabled=true"),
     ("only_frozen_weights_are_in_4_bits", [*QLORA, "train_model.num_devices=2"], "one device, and it has 2"),
     ("only_frozen_weights_are_in_4_bits", [*QLORA, "train_model.compile=true"], "cannot look into the products"),
-    ("an_adapter_is_served_by_vllm_in_lockstep", ["inference_model.serve_adapter=true"], "trains none; enable it"),
+    ("an_adapter_is_served_by_a_synchronous_vllm", ["inference_model.serve_adapter=true"], "trains none; enable it"),
     *(
-        ("an_adapter_is_served_by_vllm_in_lockstep", [*SERVED, override], expected)
+        ("an_adapter_is_served_by_a_synchronous_vllm", [*SERVED, override], expected)
         for override, expected in (
             ("engine=transformers", "has no effect on engine=transformers"),
             ("mode=async", "mode=async with tensor_parallel_size=1 has workers"),
