@@ -24,6 +24,7 @@ from sota_grpo.assembly.memory import Learning, MicroBatch, learner_memory
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import architecture_from, enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.quantization import quantize
 from sota_grpo.rl.collate import micro_batches, prompt_groups
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.forward_passes import LearnerSettings
@@ -36,7 +37,7 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
 SMALL = {
-    **{"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 64, "vocab": 300, "tied": True},
+    **{"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate": 64, "vocab": 300, "tied": True},
     **{"prompt": 8, "response": 8, "group": 2, "groups": 2, "budget": 64},
 }
 
@@ -64,6 +65,8 @@ def make_policy(case: dict[str, Any]) -> CausalPolicy:
     model: Any = FAMILIES[case.get("family", "qwen2")][1](model_config(case)).train()
     if case.get("checkpointing"):
         enable_gradient_checkpointing(model)
+    if case.get("quantization"):
+        quantize(model, case["quantization"])
     if case.get("rank"):
         model = add_lora(model, r=case["rank"], alpha=case["rank"], dropout=case.get("dropout", 0.0))
     return CausalPolicy(model)
@@ -75,6 +78,8 @@ def how_of(case: dict[str, Any]) -> Learning:
         rank=case.get("rank", 0),
         dropout=case.get("dropout", 0.0) > 0,
         checkpointing=case.get("checkpointing", False),
+        quantized="quantization" in case,
+        optimizer=case.get("optimizer", "adamw"),
         heap="MALLOC_MMAP_THRESHOLD_" not in os.environ,
     )
 
@@ -126,14 +131,21 @@ def batches_of(rows: Sequence[TensorDictBase], budget: int) -> list[MicroBatch]:
     return found
 
 
-def train(case: dict[str, Any], rows: list[TensorDictBase], updates: int = 2) -> None:
+def train(
+    case: dict[str, Any], rows: list[TensorDictBase], updates: int = 2, policy: CausalPolicy | None = None
+) -> None:
     """Build a learner and take some steps: from the second on the optimizer has its moments.
 
     With ``gate`` in the case it takes none, and compares two gradients.
     """
-    policy = make_policy(case)
+    policy = policy or make_policy(case)
     settings = LearnerSettings(
-        lr=1e-6, total_steps=10, optim_batch_size=len(rows), micro_batch_tokens=case["budget"], aggregation="token"
+        lr=1e-6,
+        total_steps=10,
+        optim_batch_size=len(rows),
+        micro_batch_tokens=case["budget"],
+        aggregation="token",
+        optimizer=case.get("optimizer", "adamw"),
     )
     learner = Learner(policy, GRPOLoss(policy, entropy_bonus=False), settings, pad_token_id=0, dump_dir=Path("."))
     if case.get("gate"):
@@ -156,6 +168,10 @@ def estimated(case: dict[str, Any]) -> int:
         "train.micro_batch_tokens": case["budget"],
         "inference_model.max_tokens": case["response"],
         "train_model.gradient_checkpointing": bool(case.get("checkpointing")),
+        "train_model.lora.enabled": bool(case.get("rank")),
+        "train_model.lora.r": case.get("rank") or 16,
+        "model.quantization": case.get("quantization") or "null",
+        "optimizer.name": case.get("optimizer", "adamw"),
         "device": "cpu",
         "engine": "transformers",
     }
@@ -170,11 +186,16 @@ def estimated(case: dict[str, Any]) -> int:
 
 def compared(case: dict[str, Any]) -> dict[str, Any]:
     """What the learner of a case took at its peak, and what was predicted."""
-    train(SMALL | {name: case[name] for name in ("rank", "dropout", "checkpointing", "family") if name in case},
-          make_rows(SMALL))  # fmt: skip
+    kept = ("rank", "dropout", "checkpointing", "family", "optimizer", "quantization")
+    train(SMALL | {name: case[name] for name in kept if name in case}, make_rows(SMALL))
     rows = make_rows(case)
     predicted = learner_memory(architecture_from(model_config(case)), how_of(case), batches_of(rows, case["budget"]))
-    measured = peak_bytes(lambda: train(case, rows))
+    if case.get("quantization"):  # it is made of a whole model, whose peak is another moment's
+        policy = make_policy(case)
+        standing = {value.data_ptr(): value.nbytes for value in policy.model.state_dict().values()}
+        measured = sum(standing.values()) + (peak_bytes(lambda: train(case, rows, policy=policy)) or 0)
+    else:
+        measured = peak_bytes(lambda: train(case, rows))
     found = {"predicted": sum(predicted.values()), "measured": measured, "parts": predicted}
     return found | ({"estimated": estimated(case)} if case.get("full") else {})
 

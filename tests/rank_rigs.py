@@ -82,9 +82,13 @@ def build_learner(
     checkpointing: bool = False,
     dtype: torch.dtype = torch.float32,
     kl_coef: float = 0.05,
+    in_float32: bool = False,
     **settings: Any,
 ) -> Learner:
-    """The same random weights for every number of ranks: rank 0's, which it sends; adapters as after some training."""
+    """The same random weights for every number of ranks: rank 0's, which it sends; adapters as after some training.
+
+    With ``in_float32`` nothing in the optimizer's step is rounded to bfloat16, as Muon's iterations are.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(11 + ranks.rank)
         model = make_model().to(dtype).train()
@@ -95,7 +99,11 @@ def build_learner(
     policy = CausalPolicy(model, temperature=0.8)
     shard(policy, ranks)
     loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=kl_coef)
-    return Learner(policy, loss, learner_settings(**settings), pad_token_id=0, dump_dir=Path(dump_dir), ranks=ranks)
+    settings = learner_settings(**settings)
+    learner = Learner(policy, loss, settings, pad_token_id=0, dump_dir=Path(dump_dir), ranks=ranks)
+    if in_float32:
+        learner.optimizer.step = patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)(learner.optimizer.step)
+    return learner
 
 
 class Reductions(TorchDispatchMode):

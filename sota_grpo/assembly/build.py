@@ -215,9 +215,10 @@ def tell_of_few_problems(config: Config, task: Task) -> None:
         logger.info("All %d held-out problems are measured (eval.num_samples=%d).", count, wanted)
 
 
-def make_publisher(model: nn.Module, engine: Engine, *, share_device: bool = False) -> Publisher:
-    """Merged weights of ``model``, pushed to ``engine``."""
-    return Publisher(partial(engine_weights, model), [engine], share_device=share_device)
+def make_publisher(config: Config, model: nn.Module, engine: Engine, *, share_device: bool = False) -> Publisher:
+    """Merged weights of ``model``, or its adapter alone, pushed to ``engine``."""
+    weights = partial(AdapterPack.of if config.inference_model.serve_adapter else engine_weights, model)
+    return Publisher(weights, [engine], share_device=share_device)
 
 
 def _computes_in_float32(config: Config, device_type: str) -> bool:
@@ -231,13 +232,15 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
     device_type, placement = plan.device_type, plan.placement
     share_device = placement.colocated and device_type == "cuda"
     starting(f"Loading the policy {model_name(config)}")
-    base = make_model(config, torch.device(device_name(device_type, placement.train)))
+    device = torch.device(device_name(device_type, placement.train))
+    base = make_model(config, device)
     starting(f"Starting the engine {plan.engine}")
     # the engine copies the model while that has no adapter
     engine = start_engine(config, device_name(device_type, placement.inference), tokenizer, base, run_dir)
     opened.callback(engine.close)
     starting("Putting the learner together")
-    learner = make_learner(config, make_policy(config, base, device_type), tokenizer.pad_token_id, device_type, run_dir)
+    policy = make_policy(config, base, device_type, device)
+    learner = make_learner(config, policy, tokenizer.pad_token_id, device_type, run_dir)
     reference = make_reference(config, learner.policy, placement, device_type, learner.autocast)
     if reference is not None:
         opened.callback(reference.close)
@@ -246,7 +249,7 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
     return Roles(
         engine=engine,
         learner=learner,
-        publisher=make_publisher(model, engine, share_device=share_device),
+        publisher=make_publisher(config, model, engine, share_device=share_device),
         source_options={"synchronous": True, "sleep_engine": share_device, "transforms": transforms},
         transforms=transforms,
         export=partial(save_hf, model, tokenizer),
@@ -319,8 +322,8 @@ def _learner_beside_workers(
         return remote, remote.export_hf
     if plan.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cluster.threads)
-    base = make_model(config, torch.device(device_name(plan.device_type, plan.placement.train)))
-    policy = make_policy(config, base, plan.device_type)
+    device = torch.device(device_name(plan.device_type, plan.placement.train))
+    policy = make_policy(config, make_model(config, device), plan.device_type, device)
     learner = make_learner(config, policy, tokenizer.pad_token_id, plan.device_type, run_dir)
     return learner, partial(save_hf, policy.model, tokenizer)
 

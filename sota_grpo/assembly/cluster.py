@@ -95,7 +95,9 @@ class Cluster:
         starts = []
         for index, gpus in enumerate(self._engines):
             log_path = str(self._run_dir / f"{self._plan.engine}-{index}.log")
-            own = replace(options, log_path=log_path, environment=dict(self._placed(gpus).get("env", {})))
+            own = replace(
+                options, log_path=log_path, environment={**options.environment, **self._placed(gpus).get("env", {})}
+            )
             starts.append(starter(self._servers, "rollout", spec_of(own)))
         return lambda slot: starts[slot](slot)
 

@@ -38,6 +38,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.functional.balance import PromptGroup, fill
 from sota_grpo.policy.load import find_architecture
 from sota_grpo.policy.model_sizes import Architecture
+from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.recording.run_files import CHECKPOINTS
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.gate import NUM_COMPARED, NUM_SAMPLES, compared_budgets
@@ -49,6 +50,7 @@ VLLM_CPU_POOL = GIB  # keys and values of vLLM on a CPU, unless VLLM_CPU_KVCACHE
 CUDA_CONTEXT = 600 * 2**20  # of a process on a GPU: driver, kernels, workspaces of the matrix library
 GRADER_BYTES = 60 * 2**20  # of a reward worker
 SAMPLE, SCORE, TRAIN, AT_WORK, GATE = "sampling", "reference", "training", "at work", "checks"
+LOAD = "loading"  # where it can be more than what follows
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,9 @@ class RunMemory:
             if passing and (references or (ranks and not own)):
                 moments[SCORE] = base | resting | asleep | {"reference: pass": passing}
             moments |= {moment: base | parts | asleep for moment, parts in learner.items()}
+            if on_cpu and learner and self.how.quantized:  # the model is whole before it is in 4 bits
+                whole = {"weights": self.model.parameters * self.how.weight_bytes}
+                moments[LOAD] = base | whole | {part: engine[part] for part in kept if part in engine}
         present = {"learner": ranks, "engine": engines, "reference": references or (on_cpu and passing)}
         roles = tuple(role for role, count in present.items() if count)
         return DeviceMemory(name, roles, moments, self.machine.memory, problem)
@@ -188,6 +193,8 @@ class RunMemory:
             checkpointing=part.gradient_checkpointing,
             ranks=len(self.plan.placement.train),
             shard_gradients=part.shard_gradients,
+            quantized=self.config.model.quantization is not None,
+            optimizer=self.config.optimizer.name,
             on_cpu=on_cpu,
             repeats_keys=self.config.model.attn_implementation is not None or not (on_cpu or product_bytes == 2),
             kept=min(most_kept(self.config), self.model.vocab),
@@ -294,13 +301,13 @@ class RunMemory:
         """
         if self.plan.device_type == "cpu":
             return None
-        trained = self.how.trained_bytes(self.model)
+        trained, saved = self.how.trained_bytes(self.model), self.how.optimizer_bytes(self.model)
         engine = self.model.parameters * dtype_bytes(engine_dtype(self.config.inference_model.torch_dtype, "cuda"))
         asleep = engine if self.plan.placement.colocated and not self.plan.workers else 0
         return {
             "loading the model": self.model.parameters * self.how.weight_bytes,
             "the checks": asleep + (trained if self.config.check.mode != "off" else 0),
-            "a checkpoint on its way to the disk": asleep + 3 * trained,
+            "a checkpoint on its way to the disk": asleep + trained + saved,
         }
 
 
@@ -352,7 +359,7 @@ def dtype_bytes(dtype: str) -> int:
 class Disk:
     """What a run writes."""
 
-    checkpoint: int  # bytes of one: the trained weights and the optimizer's two moments of each
+    checkpoint: int  # bytes of one: the trained weights and the optimizer's state
     checkpoints: int  # that are there at once: those that are kept and the one that is being written
     export: int  # bytes of the trained model at the end
 
@@ -378,10 +385,12 @@ def disk_of(config: Config, model: Architecture) -> Disk:
     """
     part, train = config.train_model, config.train
     own = dtype_bytes(part.torch_dtype) * model.parameters
-    trained = 4 * model.adapter_parameters(part.lora.r) if part.lora.enabled else own
+    weight_bytes, rank = dtype_bytes(part.torch_dtype), part.lora.r if part.lora.enabled else 0
+    how = Learning(weight_bytes=weight_bytes, rank=rank, optimizer=config.optimizer.name)
+    trained = how.trained_bytes(model) + how.optimizer_bytes(model)
     steps = train.total_dialog_turns // responses_per_step(config)
     saves = -(-steps // train.checkpoint_frequency) if train.checkpoint_frequency else 1
-    return Disk(3 * trained, min(train.keep_checkpoints + 1, saves), own * train.export_hf)
+    return Disk(trained, min(train.keep_checkpoints + 1, saves), own * train.export_hf)
 
 
 def require_disk(config: Config, run_dir: Path) -> None:
@@ -402,8 +411,9 @@ def require_disk(config: Config, run_dir: Path) -> None:
     ]
     least = (fewer[-1] if fewer else {}) | ({"train.export_hf": False} if config.train.export_hf else {})
     adapter = {"train_model.lora.enabled": True}
+    has_other = not config.train_model.lora.enabled and OPTIMIZERS[config.optimizer.name].trains_adapters
     fix = "free space there, or choose another hydra.run.dir"
-    for options in (*fewer, least, *([] if config.train_model.lora.enabled else [adapter, least | adapter])):
+    for options in (*fewer, least, *([adapter, least | adapter] if has_other else [])):
         changed = disk_of(with_options(config, options), model)
         if changed.total <= free:  # the mildest change comes first
             fix = f"use {' '.join(overrides_of(options))} ({changed.total / GIB:.3g} GiB), or {fix}"

@@ -44,6 +44,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import MODEL_LOCK, find_architecture, load_tokenizer, resolve_model_path
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.model_sizes import Architecture
+from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.dataset import DatasetError
@@ -273,6 +274,7 @@ def smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any]
 def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """What can be changed: how much each asks of the user, and its settings, the mildest first."""
     train, inference = run.config.train_model, run.config.inference_model
+    kind = OPTIMIZERS[run.config.optimizer.name]
     longest, sizes = sum(run.largest_sample), [run.config.train.micro_batch_tokens]
     while sizes[-1] > longest:  # halved down to one that holds the longest sample: below that nothing changes
         sizes.append(sizes[-1] // 2)
@@ -285,7 +287,8 @@ def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[st
         yield 2, [{"inference_model.gpu_memory_utilization": share} for share in shares]
         tight = -(-longest // 256) * 256  # a context that holds the largest sample and little more
         yield 3, [{"inference_model.max_model_len": tight}] if tight < run.context else []
-        yield 16, [{"train_model.num_devices": n} for n in (2, 4, 8) if n > (train.num_devices or 1)]
+        divides = kind.over_ranks and run.config.model.quantization is None
+        yield 16, [{"train_model.num_devices": n} for n in (2, 4, 8) if divides and n > (train.num_devices or 1)]
         yield 16, [{"inference_model.num_devices": 1}] if inference.num_devices is None else []
         yield 18, [{"inference_model.tensor_parallel_size": n, "inference_model.num_devices": n} for n in (2, 4, 8)]
         yield 3, [] if train.shard_gradients else [{"train_model.shard_gradients": True}]
@@ -293,7 +296,7 @@ def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[st
     halves = [{"train_model.torch_dtype": "bfloat16"}] if train.torch_dtype in ("auto", "float32") else []
     if train.lora.enabled:
         yield 4, halves
-    elif with_lora:
+    elif with_lora and kind.trains_adapters:
         adapter = {"train_model.lora.enabled": True}
         yield 8, [adapter, *(adapter | half for half in halves)]
 

@@ -214,14 +214,15 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_")))  # logs of servers
         env, instances = open_env(config, task, tokenizer, opened, draws=False)
-        base = None if target.checkpoint is None else make_model(config, torch.device("cpu"))
+        is_as_stored = target.checkpoint is None and config.model.quantization is None
+        base = None if is_as_stored else make_model(config, torch.device("cpu"))
         engine = start_engine(config, device, tokenizer, base, scratch)  # it copies the model before that is adapted
         opened.callback(engine.close)
         if base is not None:
-            assert target.checkpoint is not None
             model = add_adapter(config, base)
-            load_trained(target.checkpoint, model)
-            make_publisher(model, engine).publish(target.steps or 0)
+            if target.checkpoint is not None:
+                load_trained(target.checkpoint, model)
+            make_publisher(config, model, engine).publish(target.steps or 0)
         grader = own_grader(env.grader)
         if isinstance(grader, GradingPool):
             grader.wait_ready()

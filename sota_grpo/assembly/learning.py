@@ -22,6 +22,7 @@ from sota_grpo.functional.log_probs import builds_kernels
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.quantization import quantize
 from sota_grpo.policy.reference import AdapterOffReference, Context, FrozenReference, ReferencePolicy
 from sota_grpo.policy.sharding import Ranks, join_ranks, shard
 from sota_grpo.rl.objective_files import surrogate
@@ -50,7 +51,7 @@ def make_model(config: Config, device: torch.device, *, weights: bool = True) ->
             attn_implementation=attention,
             trust_remote_code=config.model.trust_remote_code,
             gradient_checkpointing=part.gradient_checkpointing,
-            device=device,
+            device="cpu" if config.model.quantization else device,  # it moves as it is quantised
             weights=weights,
             load_kwargs=config.model.load_kwargs,
         )
@@ -62,23 +63,33 @@ def make_model(config: Config, device: torch.device, *, weights: bool = True) ->
         ) from error
 
 
-def add_adapter(config: Config, model: PreTrainedModel) -> nn.Module:
+def add_adapter(config: Config, model: PreTrainedModel, device: torch.device | None = None) -> nn.Module:
     """The model itself, or under ``train_model.lora`` its base weights frozen and an adapter to train.
+
+    Under ``model.quantization`` these are in 4 bits from here on, and on ``device``.
 
     Whatever was built before, the adapter's first numbers are those of the seed.
     """
     lora = config.train_model.lora
     if not lora.enabled:
         return model
+    if config.model.quantization is not None:
+        model = quantize(model, config.model.quantization, device)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         return add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout)
 
 
-def make_policy(config: Config, base: PreTrainedModel, device_type: str) -> CausalPolicy:
-    """The policy whose log-probs are trained, its adapter added, under the temperature that it is sampled with."""
+def make_policy(
+    config: Config, base: PreTrainedModel, device_type: str, device: torch.device | None = None
+) -> CausalPolicy:
+    """The policy whose log-probs are trained, its adapter added, under the temperature that it is sampled with.
+
+    Args:
+        device: of the policy; None: that of ``base``.
+    """
     return CausalPolicy(
-        add_adapter(config, base),
+        add_adapter(config, base, device),
         temperature=config.inference_model.temperature,
         entropy_grad=config.algorithm.entropy_coef > 0,
         shared_prompt=config.model.attn_implementation is None,
@@ -90,6 +101,8 @@ def make_policy(config: Config, base: PreTrainedModel, device_type: str) -> Caus
 def wants_fused_layers(config: Config, device_type: str) -> bool:
     """Whether the learner's layers are compiled, and with them the reference's, which must compute alike."""
     asked = config.train_model.compile
+    if config.model.quantization is not None:  # its products are calls that no compiler looks into
+        return False
     return device_type == "cuda" and builds_kernels() if asked is None else asked
 
 
@@ -208,11 +221,13 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
     train, optimizer = config.train, config.optimizer
     per_collection = train.epochs * (responses_per_step(config) // train.optim_batch_size)
     return LearnerSettings(
+        optimizer=optimizer.name,
         lr=optimizer.lr,
         weight_decay=optimizer.weight_decay,
         beta1=optimizer.beta1,
         beta2=optimizer.beta2,
         eps=optimizer.eps,
+        momentum=optimizer.momentum,
         clip_grad_norm=optimizer.clip_grad_norm,
         schedule=optimizer.schedule,
         warmup_steps=optimizer.warmup_steps,

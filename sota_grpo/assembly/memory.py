@@ -2,7 +2,7 @@
 
 Plain numbers in, bytes out. What is counted is what this project's own code keeps: rows packed with each prompt once
 and attention that saves its inputs, its output and one number per token and head
-(:mod:`sota_grpo.policy.shared_prompt`), logits in tiles (:mod:`sota_grpo.functional.log_probs`), AdamW in place.
+(:mod:`sota_grpo.policy.shared_prompt`), logits in tiles (:mod:`sota_grpo.functional.log_probs`), an update in place.
 
 **A decoder layer** saves for its backward pass, per token, with ``H`` hidden, ``Q`` and ``K`` the widths of queries and
 of keys, ``I`` the MLP's, ``w`` bytes per weight and ``c`` per number of the matrix products (2 under autocast, else
@@ -29,7 +29,9 @@ next, which finds them all (``G``); ``E`` is the gradient of the head (``w V H``
     decoder     activations of all layers, E where it waits for a tied embedding or is new, one MLP's gradients
     embedding   G, and where head and embedding are tied, E once more: each has made a dense gradient by then
 
-Weights and the optimizer's two moments are there throughout.
+    step        G, and what the optimizer works with (:mod:`sota_grpo.policy.optimizers`)
+
+Weights and the optimizer's state are there throughout.
 
 **The C library's heap** (glibc, on a CPU) gives tensors below 32 MiB room that others have left only in part: gradients
 that are made while activations go lie between their pieces. So high-water marks add up instead of taking turns, and
@@ -51,6 +53,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sota_grpo.policy.model_sizes import Architecture
+from sota_grpo.policy.optimizers import OPTIMIZERS, Trained
 
 TILE_BYTES_ON_CPU, TILE_BYTES = 8 * 2**20, 256 * 2**20  # of sota_grpo.functional.log_probs
 HEAP_TENSOR = 32 * 2**20  # glibc's largest threshold above which memory comes in pages of its own
@@ -76,6 +79,8 @@ class Learning:
     on_cpu: bool = True  # the tiles of logits are small
     repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
     kept: int = 0  # most tokens of a kept set, where sampling is truncated
+    quantized: bool = False  # the matrices of layers are in 4 bits, under an adapter
+    optimizer: str = "adamw"  # of sota_grpo.policy.optimizers
     heap: bool = False  # small tensors come from the C library's heap, see the module
 
     @property
@@ -86,6 +91,28 @@ class Learning:
     @property
     def tile_bytes(self) -> int:
         return TILE_BYTES_ON_CPU if self.on_cpu else TILE_BYTES
+
+    def trained(self, model: Architecture) -> Trained:
+        """Sizes of what has a gradient."""
+        return Trained.of(model, rank=self.rank, weight_bytes=self.weight_bytes)
+
+    def base_bytes(self, model: Architecture) -> int:
+        """Of the weights themselves, without an adapter.
+
+        In 4 bits 64 of a matrix share a scale of 8 bits, and 256 of these one in float32 (arXiv:2305.14314, section 3).
+        """
+        matrices = model.layers * model.layer_matrices if self.quantized else 0
+        packed = matrices // 2 + matrices // 64 + matrices // (64 * 64)
+        return (model.parameters - matrices) * self.weight_bytes + packed
+
+    def dequantized_bytes(self, model: Architecture) -> int:
+        """Of the largest matrix of a layer as it is computed with: one at a time, beside its copy in half precision."""
+        largest = max(inputs * outputs for inputs, outputs in model.linear_layers)
+        return largest * (self.weight_bytes + (self.product_bytes if self.casts else 0)) if self.quantized else 0
+
+    def optimizer_bytes(self, model: Architecture) -> int:
+        """What the optimizer keeps between two steps."""
+        return OPTIMIZERS[self.optimizer].state_bytes(self.trained(model))
 
     def trained_bytes(self, model: Architecture) -> int:
         """Of all weights that have a gradient, and so of their gradients and of each moment."""
@@ -137,7 +164,7 @@ def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     if how.checkpointing:
         layers = model.layers * rows.tokens * how.weight_bytes * model.hidden
     else:
-        cast = how.product_bytes * model.layer_matrices if how.casts else 0
+        cast = how.product_bytes * model.layer_matrices if how.casts and not how.quantized else 0
         layers = model.layers * (layer_bytes(model, how, rows) + cast)
     return layers + rows.tokens * 2 * how.weight_bytes * model.head_dim + _last_norm_bytes(model, how, rows)
 
@@ -187,6 +214,8 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
     head = 0 if how.rank else how.weight_bytes * model.head_weights
     made_anew = head * (int(model.tied) + int(len(micro_batches) > 1))
     moments.append((whole + made_anew, 0, 0))
+    stepping = OPTIMIZERS[how.optimizer].step_bytes(how.trained(model), how.on_cpu)
+    moments.append((whole, 0, stepping))
     gradients, activations, logits = worst = max(moments, key=sum)
     parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     parts |= {"activations": activations, "logits": logits}
@@ -227,7 +256,8 @@ def _moments(model: Architecture, how: Learning, rows: MicroBatch, *, is_first: 
     saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES
     of_head = head_bytes(model, how, rows)
     one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
-    cast = c * model.layer_matrices if how.checkpointing and how.casts else 0
+    one_layer += how.dequantized_bytes(model)
+    cast = c * model.layer_matrices if how.checkpointing and how.casts and not how.quantized else 0
     if how.checkpointing:
         one_layer += layer_bytes(model, how, rows) + cast
     moments = [
@@ -260,18 +290,22 @@ def _heap_bytes(
 
 
 def _standing_bytes(model: Architecture, how: Learning) -> tuple[int, int, int]:
-    """Weights, the whole gradient and the optimizer's moments of one rank.
+    """Weights, the whole gradient and the optimizer's state of one rank.
 
     Of several ranks each gathers the embedding, the head and two layers at a time: the one that computes and the next.
     """
-    trained = how.trained_bytes(model)
-    weights = model.parameters * how.weight_bytes + (trained if how.rank else 0)
+    trained, state = how.trained_bytes(model), how.optimizer_bytes(model)
+    weights = how.base_bytes(model) + (trained if how.rank else 0)
     if how.ranks == 1:
-        return weights, trained, 2 * trained
+        return weights, trained, state
     gathered = (model.embedding_parameters + 2 * model.layer_parameters) * how.weight_bytes
     passing = 0 if how.rank else gathered - model.layer_parameters * how.weight_bytes
     part = -(-trained // how.ranks)
-    return -(-weights // how.ranks) + gathered, (part + passing if how.shard_gradients else trained), 2 * part
+    return (
+        -(-weights // how.ranks) + gathered,
+        (part + passing if how.shard_gradients else trained),
+        -(-state // how.ranks),
+    )
 
 
 def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:

@@ -19,6 +19,7 @@ from sota_grpo.config.secrets import use_config_token
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.model_sizes import is_on_the_hub, missing_folder
+from sota_grpo.policy.optimizers import require_installed, require_package
 from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
 from sota_grpo.recording.progress import starting
 from sota_grpo.recording.sinks import require_sinks
@@ -48,6 +49,9 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
     if run_dir is not None:
         require_free(run_dir, config.train.resume)
     require_sinks(config)
+    require_package(config.optimizer.name)
+    if config.model.quantization is not None:
+        require_installed("bitsandbytes", f"model.quantization={config.model.quantization}", "model.quantization=null")
     for option, name in (("model.name", model_name(config)), ("ref_model.name", config.ref_model.name)):
         sentence = name and missing_folder(name, option)
         if sentence:

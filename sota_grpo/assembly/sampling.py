@@ -380,8 +380,17 @@ def engine_options(
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,
         stop=tuple(part.stop),
+        adapter_rank=config.train_model.lora.r if part.serve_adapter else 0,
+        environment={"VLLM_BATCH_INVARIANT": "1"} if part.batch_invariant else {},
         engine_kwargs=part.engine_kwargs or {},
     )
+    if engine != "vllm" and part.serve_adapter:  # what engine=auto is
+        raise UserError(f"inference_model.serve_adapter=true has no effect on engine={engine}; leave it out.")
+    if part.batch_invariant and not (ENGINES[engine].takes_kwargs and device_type == "cuda"):
+        raise UserError(
+            f"inference_model.batch_invariant=true is for vLLM on a GPU, and this is engine={engine} on {device_type}; "
+            "leave it out."
+        )
     if options.engine_kwargs:
         from sota_grpo.engines.vllm_server import refuse_arguments
 

@@ -19,6 +19,7 @@ from typing import Any
 from sota_grpo.engines import ENGINES
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.policy.model_sizes import SIZES, model_of_size
+from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.rewards.judge import KINDS
 from sota_grpo.rl.records import MOST_KEPT
 from sota_grpo.tasks import TASKS
@@ -70,6 +71,7 @@ class LoggingConfig:
     run_name: str | None = opt(None, "W&B name of the run; null: the run directory's name")
     tags: list[str] = part(list, "W&B tags")
     tensorboard: bool = opt(False, "write the metrics to tensorboard/ in the run directory too")
+    trackio: bool = opt(False, "copy metrics, samples and the config to Trackio, a local dashboard")
     report: bool = opt(True, "write report.html at every checkpoint and at the end")
     store_steps: bool = opt(True, "keep step 0 and the steps after checkpoints whole in steps/, for report and replay")
     num_examine: int = opt(0, "completions per step written out in debug_logs/, with the breakdown of their reward")
@@ -311,6 +313,9 @@ class ModelConfig:
         None, "further arguments of from_pretrained for the learner and the reference, such as {use_safetensors: true}"
     )
     trust_remote_code: bool = opt(False, "run Python code that ships with the model")
+    quantization: str | None = opt(
+        None, "with an adapter: the frozen weights of its layers in 4 bits (QLoRA, bitsandbytes)", ("nf4", "fp4")
+    )
 
 
 @dataclass
@@ -377,6 +382,12 @@ class InferenceModelConfig:
     )
     stop: list[str] = part(list, "texts that end a response; the token that completes one is kept")
     engine_kwargs: Any = opt(None, "vLLM: further arguments, such as {max_num_batched_tokens: 8192}")
+    serve_adapter: bool = opt(
+        False, "vLLM in this process: it is sent the adapter alone, and computes with it beside the base, unmerged"
+    )
+    batch_invariant: bool = opt(
+        False, "vLLM on NVIDIA GPUs from compute capability 9.0: no sample depends on what is computed beside it"
+    )
     ignore_eos: bool = opt(False, "sample to max_tokens even after the end (benchmarks)")
 
 
@@ -407,13 +418,19 @@ class PolicyConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and its schedule."""
+    """The optimizer, AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) by default, and its schedule."""
 
+    name: str = opt(
+        "adamw",
+        "AdamW; AdamW with moments of 8 bits (bitsandbytes); or Muon for matrices of layers, AdamW for the rest",
+        OPTIMIZERS.keys(),
+    )
     lr: float = opt(1e-6, "peak learning rate")
     weight_decay: float = opt(0.0, "decoupled weight decay")
     beta1: float = opt(0.9, "decay of the gradient average")
     beta2: float = opt(0.999, "decay of the squared-gradient average")
     eps: float = opt(1e-8, "added to the root of the squared-gradient average")
+    momentum: float = opt(0.95, "name=muon: decay of the gradient average of matrices")
     clip_grad_norm: float = opt(1.0, "largest norm of the gradient; 0 leaves it as it is")
     schedule: str = opt("constant", "learning rate after the warm-up", ("constant", "linear", "cosine"))
     warmup_steps: int = opt(0, "optimizer steps over which the learning rate rises from 0")
@@ -461,7 +478,7 @@ class Config:
     inference_model: InferenceModelConfig = part(InferenceModelConfig, "the engine's copy")
     ref_model: RefModelConfig = part(RefModelConfig, "the reference")
     policy: PolicyConfig = part(PolicyConfig, "pull towards the reference")
-    optimizer: OptimizerConfig = part(OptimizerConfig, "AdamW")
+    optimizer: OptimizerConfig = part(OptimizerConfig, "optimizer")
     train: TrainConfig = part(TrainConfig, "amounts")
     eval: EvalConfig = part(EvalConfig, "evaluation")
     ray: RayConfig = part(RayConfig, "cluster")

@@ -13,6 +13,7 @@ from sota_grpo.config import (
     ModelConfig,
     algorithm_rules,
     changed_options,
+    memory_rules,
     most_kept,
     responses_per_step,
     reward_names,
@@ -92,7 +93,10 @@ _SHARES = (
     *("inference_model.gpu_memory_utilization", "inference_model.top_p", "inference_model.min_p"),
     "env.curriculum_floor",
 )
-_DECAYS = ("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2", "env.curriculum_decay")
+_DECAYS = (
+    *("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum"),
+    "env.curriculum_decay",
+)
 
 
 def every_share_lies_between_0_and_1(config: Config) -> Iterator[str]:
@@ -544,8 +548,8 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
             )
 
 
-_HERE = {__name__, algorithm_rules.__name__}
-_EVERY = [*globals().values(), *vars(algorithm_rules).values()]
+_HERE = {__name__, algorithm_rules.__name__, memory_rules.__name__}
+_EVERY = [*globals().values(), *vars(algorithm_rules).values(), *vars(memory_rules).values()]
 _GENERATORS = [rule for rule in _EVERY if isgeneratorfunction(rule) and rule.__module__ in _HERE]
 RULES = tuple(rule for rule in _GENERATORS if rule is not obstacles_to_a_broadcast)  # those above, in their order
 

@@ -74,11 +74,12 @@ class EngineOptions:
             server is made of is its own business.
         api_key: of the server at ``url``.
         log_path: what a server that is started prints goes here.
-        environment: for it, on top of this process's (``CUDA_VISIBLE_DEVICES``, ...).
+        environment: of a server, on top of this process's (``CUDA_VISIBLE_DEVICES``, ...); vLLM here sets it.
         deadlines: of every wait for a server.
         script: what the scripted engine says; None: random tokens.
         duration_s: how long it takes.
         stop: texts that end a response, beside the end tokens (:mod:`sota_grpo.engines.stop_strings`).
+        adapter_rank: of the LoRA adapters that vLLM is given instead of whole weights; 0: it is given these.
         engine_kwargs: further arguments of vLLM (in this process, or of the server that is started).
     """
 
@@ -106,6 +107,7 @@ class EngineOptions:
     script: Script | None = None
     duration_s: Duration = 0.0
     stop: Sequence[str] = ()
+    adapter_rank: int = 0
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def is_eager(self, *, on_cpu: bool) -> bool:

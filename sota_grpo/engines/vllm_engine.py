@@ -16,7 +16,9 @@ from torch import Tensor
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights, matrix_dtype
+from sota_grpo.engines.vllm_adapters import Adapters, adapter_arguments
 from sota_grpo.engines.vllm_server import TIES, engine_arguments, sampling_parameters
+from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, KeptTokens, Sample
 
 PROVIDER = "sota_grpo_cpu"
@@ -107,6 +109,7 @@ class VLLMEngine(SteppingEngine):
         self._engine: Any = self._llm.llm_engine
         self.max_model_len = int(self._engine.model_config.max_model_len)
         self._engine.set_weight_version("0")
+        self._adapters = Adapters() if options.adapter_rank else None
         dtypes = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
         self.weight_dtype = dtypes.pop() if len(dtypes) == 1 else None
         found_config, trusts = self._engine.model_config.hf_config, options.trust_remote_code
@@ -131,7 +134,8 @@ class VLLMEngine(SteppingEngine):
             )
             # The salt keys the prefix cache by version: it cannot be reset while other requests run.
             prompt = tokens_input(list(request.prompt_ids), cache_salt=str(self.version))
-            self._engine.add_request(str(ticket), prompt, params)
+            adapter = self._adapters.request() if self._adapters else None
+            self._engine.add_request(str(ticket), prompt, params, lora_request=adapter)
 
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
         # On CPU the only compiled function counts ranks that nobody reads; compiling it takes seconds per process.
@@ -155,6 +159,9 @@ class VLLMEngine(SteppingEngine):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight; the next token of every request comes from them.
 
+        An engine of adapters is given an :class:`~sota_grpo.policy.lora.AdapterPack` instead, under one number, so that
+        requests that run go on with it.
+
         vLLM leaves the output layer of a tied model on its old values, without an error, unless ``lm_head.weight`` is
         pushed beside the embedding: so all names of the ``state_dict()`` are required.
 
@@ -162,6 +169,9 @@ class VLLMEngine(SteppingEngine):
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was copied then.
         """
         engine = self._require_open()
+        if isinstance(weights, AdapterPack):
+            self._update_adapter(weights, version)
+            return
         pushed = checked_weights(weights, self._shapes, self._tied, tied_required=True)
         pairs = [(name, tensor.detach()) for name, tensor in pushed.items()]
         if self._tensor_parallel_size > 1:  # the workers are other processes: the tensors travel as bytes
@@ -170,10 +180,22 @@ class VLLMEngine(SteppingEngine):
             self._wake_now()
             self._finish_batches()
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
-            if not engine.has_unfinished_requests():
-                engine.reset_prefix_cache()
-            engine.set_weight_version(str(version))
-            self.version = version
+            self._serve(version)
+
+    def _update_adapter(self, adapter: AdapterPack, version: int) -> None:
+        if self._adapters is None:
+            raise ValueError("This engine was built without adapter_rank; push whole weights.")
+        with self._between_steps():
+            self._wake_now()
+            self._finish_batches()
+            self._engine.add_lora(self._adapters.loading(adapter))
+            self._serve(version)
+
+    def _serve(self, version: int) -> None:
+        if not self._engine.has_unfinished_requests():
+            self._engine.reset_prefix_cache()
+        self._engine.set_weight_version(str(version))
+        self.version = version
 
     def _finish_batches(self) -> None:
         """Fetch what has been launched and not been fetched, and launch nothing more meanwhile.
@@ -208,6 +230,8 @@ class VLLMEngine(SteppingEngine):
             self._engine.engine_core.shutdown()
             self._engine = None
             self._llm = None
+            if self._adapters is not None:
+                self._adapters.close()
         self._resolve_ended()
 
 
@@ -216,6 +240,7 @@ def _start(options: EngineOptions, *, on_cpu: bool) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM sets it only after its imports
+    os.environ.update(options.environment)
     if on_cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     with warnings.catch_warnings():
@@ -225,6 +250,8 @@ def _start(options: EngineOptions, *, on_cpu: bool) -> Any:
         # ids in, ids out
         quiet = {"skip_tokenizer_init": not options.stop, "use_tqdm_on_load": False}
         arguments = engine_arguments(options, on_cpu=on_cpu) | quiet
+        if options.adapter_rank:
+            arguments |= adapter_arguments(options.adapter_rank)
         if on_cpu:
             arguments["ir_op_priority"] = cpu_norms()
         return LLM(options.model_path, **arguments)

@@ -16,6 +16,7 @@ from sota_grpo.config.algorithm_rules import has_no_ratio
 from sota_grpo.config.mixture import longest_response
 from sota_grpo.engines import ENGINES
 from sota_grpo.migration.data import Account, Facts
+from sota_grpo.policy.optimizers import OPTIMIZERS
 
 SCRIPT = """{comment}
 from __future__ import annotations
@@ -272,7 +273,11 @@ def _optimizer(config: Config, ours: Account) -> dict[str, Any]:
         ours.remark("optimizer.warmup_steps", f"TRL's first step is at 0, ours at 1/{warmup} of the rate.")
     if ours["optimizer.weight_decay"]:
         ours.remark("optimizer.weight_decay", "transformers' Trainer leaves biases and norms out.")
+    optimizer = OPTIMIZERS[ours["optimizer.name"]].trl
+    if optimizer is None and config.optimizer.name != "adamw":
+        ours.remark("optimizer.name", "transformers' Trainer has no such optimizer; this is AdamW.")
     return {
+        **({"optim": optimizer} if optimizer else {}),
         "learning_rate": ours["optimizer.lr"],
         "lr_scheduler_type": "constant_with_warmup" if schedule == "constant" and warmup else schedule,
         "warmup_steps": warmup,

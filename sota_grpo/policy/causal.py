@@ -510,9 +510,20 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers: what transformers itself keeps together when it spreads a model over devices."""
+    """The layers: what transformers itself keeps together when it spreads a model over devices.
+
+    FSDP2 makes a sharded one an object of a subclass.
+    """
     names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    return [
+        module for module in model.modules() if not names.isdisjoint(kind.__name__ for kind in type(module).__mro__)
+    ]
+
+
+def layer_matrices(policy: CausalPolicy) -> list[torch.nn.Parameter]:
+    """Every two-dimensional parameter inside a decoder layer: neither embedding nor head, no bias and no norm."""
+    layers = decoder_layers(base_model(policy.model))
+    return [parameter for layer in layers for parameter in layer.parameters() if parameter.ndim == 2]
 
 
 def fuse_layers(model: PreTrainedModel) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 
 from sota_grpo.policy.causal import base_model
+from sota_grpo.policy.quantization import dequantized, is_quantized
 from sota_grpo.policy.sharding import gathered
 from sota_grpo.policy.tensor_files import Kept
 from sota_grpo.policy.weight_pack import WeightPack, padded
@@ -45,6 +46,7 @@ def add_lora(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0
     config = LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", bias="none", task_type="CAUSAL_LM"
     )
+    model.is_loaded_in_4bit = is_quantized(model)  # type: ignore[assignment]  # asked by peft, which has layers for it
     return get_peft_model(model, config)
 
 
@@ -123,7 +125,7 @@ def packed_weights(
             yield item
 
     state = {name: value for name, value, _ in _parts(base_model(model), base) if names is None or name in names}
-    return WeightPack.of(ticking(), room=sum(_room(value, dtype) for value in state.values()))
+    return WeightPack.of(ticking(), room=sum(_room(dequantized(value), dtype) for value in state.values()))
 
 
 def _room(value: torch.Tensor, dtype: torch.dtype | None) -> int:
@@ -157,13 +159,14 @@ def engine_layout(model: nn.Module) -> dict[str, Kept]:
     """Shapes and dtypes of :func:`engine_weights` before any is computed or gathered; a tied weight once."""
     first: dict[int, tuple[str, Kept]] = {}
     for name, value, _ in _parts(base_model(model), base=True):
-        first.setdefault(id(value), (name, Kept.of(value)))
+        if id(value) not in first:
+            first[id(value)] = name, Kept.of(dequantized(value))
     return dict(first.values())
 
 
-def _parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, torch.Tensor, LoraLinear | None]]:
+def _parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, torch.Tensor, LoraLayer | None]]:
     """The weights of :func:`engine_weights` as this rank holds them, each with the layer whose adapter it lacks."""
-    adapted = {name: module for name, module in inner.named_modules() if isinstance(module, LoraLinear)}
+    adapted = {name: module for name, module in inner.named_modules() if isinstance(module, LoraLayer)}
     trainable = {name for name, value in inner.named_parameters(remove_duplicate=False) if value.requires_grad}
     for name, value in inner.state_dict(keep_vars=True).items():
         if ".lora_A." in name or ".lora_B." in name:
@@ -174,12 +177,13 @@ def _parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, torch.Tens
                 yield name, value, None
         elif leaf == "weight":
             yield f"{owner}.{leaf}", value, adapted[owner]
-        elif base:
+        elif base and not leaf.startswith("weight."):  # those say how a weight is quantised
             yield f"{owner}.{leaf}", value, None
 
 
 @torch.no_grad()
-def _merged(layer: LoraLinear, weight: torch.Tensor) -> torch.Tensor:
+def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    weight = dequantized(weight)
     merged = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for adapter in layer.active_adapters:
         merged = merged + layer.get_delta_weight(adapter).to(merged.dtype)
@@ -225,7 +229,7 @@ class AdapterPack:
         tensors: list[tuple[str, torch.Tensor]] = []
         scales: dict[str, float] = {}
         for name, module in base_model(model).named_modules():
-            if isinstance(module, LoraLinear):
+            if isinstance(module, LoraLayer):
                 (adapter,) = module.active_adapters
                 first: Any = module.lora_A[adapter]
                 second: Any = module.lora_B[adapter]
@@ -260,7 +264,7 @@ def base_pack(model: nn.Module) -> WeightPack:
     """The weights under the adapter of ``model``, under the base model's own names, for :meth:`AdapterPack.merged`."""
     inner = base_model(model)
     return WeightPack.of(
-        (name.replace(".base_layer.", "."), value)
-        for name, value in inner.state_dict().items()
-        if ".lora_A." not in name and ".lora_B." not in name
+        (name.replace(".base_layer.", "."), dequantized(value).detach())
+        for name, value in inner.state_dict(keep_vars=True).items()
+        if ".lora_A." not in name and ".lora_B." not in name and ".base_layer.weight." not in name
     )

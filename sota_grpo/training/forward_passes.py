@@ -17,6 +17,7 @@ from sota_grpo.functional.flops import ModelShape
 from sota_grpo.functional.weighting import Aggregation
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, kept_of
 from sota_grpo.policy.load import dropouts
+from sota_grpo.policy.optimizers import Rates
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import copy_to
 from sota_grpo.rl.collate import Row, pad_rows, row_prompts
@@ -28,7 +29,9 @@ class LearnerSettings:
     """How rows become optimizer steps.
 
     Args:
+        optimizer: its name (:mod:`sota_grpo.policy.optimizers`).
         lr, weight_decay, beta1, beta2, eps: AdamW.
+        momentum: Muon's, of the gradients of matrices.
         clip_grad_norm: largest gradient norm; 0 leaves the gradient as it is.
         schedule: ``constant``, or ``linear`` or ``cosine`` to 0 at ``total_steps``; each after ``warmup_steps``.
         optim_batch_size: rows per optimizer step.
@@ -46,10 +49,12 @@ class LearnerSettings:
     total_steps: int
     optim_batch_size: int
     optim_groups: int | None = None
+    optimizer: str = "adamw"
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    momentum: float = 0.95
     clip_grad_norm: float = 1.0
     schedule: str = "constant"
     warmup_steps: int = 0
@@ -60,6 +65,10 @@ class LearnerSettings:
     drop_truncated: bool = False
     recompute: bool = False
     precision: str = "fp32"
+
+    @property
+    def rates(self) -> Rates:
+        return Rates(self.lr, self.weight_decay, (self.beta1, self.beta2), self.eps, self.momentum)
 
 
 def learning_rate_factor(step: int, settings: LearnerSettings) -> float:

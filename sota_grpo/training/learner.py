@@ -18,8 +18,9 @@ from sota_grpo import keys
 from sota_grpo.engines import Engine
 from sota_grpo.errors import UserError
 from sota_grpo.functional import kl_k3
-from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.causal import CausalPolicy, layer_matrices
 from sota_grpo.policy.load import dropouts, without_dropout
+from sota_grpo.policy.optimizers import make_optimizer
 from sota_grpo.policy.sharding import (
     Ranks,
     divided,
@@ -93,14 +94,7 @@ class Learner(ForwardPasses):
         self.changed: list[Changed] = []
         #: Called before a parameter or what the optimizer keeps of one changes: somebody may be copying them.
         self.before_change: Callable[[], object] = lambda: None
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(settings.optimizer, self.parameters, layer_matrices(policy), settings.rates)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, settings)
         )

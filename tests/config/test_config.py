@@ -148,6 +148,8 @@ def test_every_field_is_read_by_the_assembly() -> None:
 
 JUDGED = ("reward.judge.kind=chat", "reward.judge.url=http://127.0.0.1:1")
 WRONG = ("env.dataset=math", "reward.wrong=-2")
+QLORA = ["model.quantization=nf4", "train_model.lora.enabled=true"]
+SERVED = ["train_model.lora.enabled=true", "inference_model.serve_adapter=true"]
 BROKEN = [
     ("every_choice_is_one_of_its_values", ["check.mode=maybe"], "strict"),
     ("every_amount_is_positive", ["train.epochs=0"], "train.epochs"),
@@ -555,6 +557,39 @@ BROKEN = [
             ),
         )
     ),
+    (
+        "an_optimizer_trains_what_it_can",
+        ["optimizer.name=muon", "train_model.lora.enabled=true"],
+        "two factors of one; use optimizer.name=adamw",
+    ),
+    ("an_optimizer_trains_what_it_can", ["optimizer.name=adamw_8bit", "train_model.num_devices=2"], "has 2 devices"),
+    (
+        "an_optimizer_trains_what_it_can",
+        ["optimizer.name=adamw_8bit", "train_model.devices=[0,1,2]"],
+        "has 3 devices",
+    ),
+    ("only_frozen_weights_are_in_4_bits", ["model.quantization=nf4"], "add train_model.lora.enabled=true"),
+    ("only_frozen_weights_are_in_4_bits", [*QLORA, "train_model.num_devices=2"], "one device, and it has 2"),
+    ("only_frozen_weights_are_in_4_bits", [*QLORA, "train_model.compile=true"], "cannot look into the products"),
+    ("an_adapter_is_served_by_a_synchronous_vllm", ["inference_model.serve_adapter=true"], "trains none; enable it"),
+    *(
+        ("an_adapter_is_served_by_a_synchronous_vllm", [*SERVED, override], expected)
+        for override, expected in (
+            ("engine=transformers", "has no effect on engine=transformers"),
+            ("mode=async", "mode=async with tensor_parallel_size=1 has workers"),
+            ("inference_model.tensor_parallel_size=2", "tensor_parallel_size=2 has workers"),
+            ("model.quantization=nf4", "as it is stored, and model.quantization=nf4 trains on another"),
+        )
+    ),
+    *(
+        ("batches_are_invariant_where_vllm_offers_it", ["inference_model.batch_invariant=true", *overrides], expected)
+        for overrides, expected in (
+            (["engine=transformers"], "has no effect on engine=transformers"),
+            (["engine=vllm_server", "engine.url=http://127.0.0.1:1"], "start that with VLLM_BATCH_INVARIANT=1"),
+            (["engine=vllm"], "compute capability 9.0 or above, and this is device=cpu"),
+        )
+    ),
+    ("an_optimizer_trains_what_it_can", ["optimizer.momentum=0.9"], "belongs to optimizer.name=muon"),
     ("arguments_are_passed_on_by_name", [*JUDGED, "reward.judge.extra_body=[a]"], "reward.judge.extra_body={NAME"),
 ]
 

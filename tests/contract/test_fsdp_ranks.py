@@ -94,6 +94,7 @@ KINDS = {
     },
     "proximal, two epochs, weights by token": {"epochs": 2, "recompute": True, "aggregation": "token"},
     "lora, proximal, two epochs, checkpointing": {"lora": True, "epochs": 2, "recompute": True, "checkpointing": True},
+    "muon, whose iterations amplify rounding": {"optimizer": "muon", "in_float32": True},
     "bf16": {"precision": "bf16", "lr": 1e-4},
 }
 

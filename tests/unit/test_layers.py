@@ -18,7 +18,7 @@ ROOMS = (
     *("engines", "workers", "rewards", "tasks", "config", "recording", "envs", "source", "training", "assembly"),
     *("migration", "sweeps", "report", "run", "cli"),
 )
-HEAVY = ("vllm", "ray", "wandb", "datasets", "plotly", "tensorboard", "optuna")
+HEAVY = ("vllm", "ray", "wandb", "datasets", "plotly", "tensorboard", "optuna", "trackio", "bitsandbytes")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -26,6 +26,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "an adapter": TOKENS | LONG | {"rank": 16},
     "an adapter with dropout": TOKENS | SHORT | {"rank": 16, "dropout": 0.05},
     "checkpointing": TOKENS | LONG | {"checkpointing": True},
+    "moments of 8 bits": TOKENS | LONG | {"optimizer": "adamw_8bit"},
+    "muon": DEEP | SHORT | {"family": "llama", "optimizer": "muon"},
+    "an adapter on weights of 4 bits": DEEP | SHORT | {"family": "llama", "rank": 16, "quantization": "nf4"},
 }
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc"

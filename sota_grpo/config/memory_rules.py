@@ -1,0 +1,82 @@
+"""Rules of what saves memory, and of what vLLM alone has, each named as the rule it states; see :mod:`.validators`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sota_grpo.config import Config, OptimizerConfig
+from sota_grpo.engines import ENGINES
+from sota_grpo.policy.optimizers import OPTIMIZERS
+
+
+def learner_ranks(config: Config) -> int:
+    """Devices of the learner, an FSDP2 rank on each."""
+    part = config.train_model
+    return len(part.devices) if part.devices else part.num_devices or 1
+
+
+def an_optimizer_trains_what_it_can(config: Config) -> Iterator[str]:
+    name, lora, ranks = config.optimizer.name, config.train_model.lora, learner_ranks(config)
+    kind = OPTIMIZERS[name]
+    if lora.enabled and not kind.trains_adapters:
+        yield (
+            f"optimizer.name={name} makes the step of a whole matrix orthogonal, and train_model.lora.enabled=true "
+            "trains two factors of one; use optimizer.name=adamw."
+        )
+    if ranks > 1 and not kind.over_ranks:
+        yield (
+            f"optimizer.name={name} keeps its moments in blocks that one process holds whole, and the learner has "
+            f"{ranks} devices, which divide AdamW's among them; use optimizer.name=adamw or train_model.num_devices=1."
+        )
+    if name != "muon" and config.optimizer.momentum != (default := OptimizerConfig().momentum):
+        yield f"optimizer.momentum={config.optimizer.momentum} belongs to optimizer.name=muon; leave it at {default}."
+
+
+def only_frozen_weights_are_in_4_bits(config: Config) -> Iterator[str]:
+    kind, ranks = config.model.quantization, learner_ranks(config)
+    if kind is None:
+        return
+    if not config.train_model.lora.enabled:
+        yield (
+            f"model.quantization={kind} keeps weights in 4 bits, which cannot be trained, and train_model.lora.enabled="
+            "false trains them; add train_model.lora.enabled=true."
+        )
+    if ranks > 1:
+        yield (
+            f"model.quantization={kind} is for a learner of one device, and it has {ranks}, which divide whole weights "
+            "among them; use train_model.num_devices=1 or model.quantization=null."
+        )
+    if config.train_model.compile:
+        yield f"train_model.compile=true cannot look into the products of model.quantization={kind}; leave it out."
+
+
+def an_adapter_is_served_by_a_synchronous_vllm(config: Config) -> Iterator[str]:
+    if not config.inference_model.serve_adapter:
+        return
+    option, name = "inference_model.serve_adapter=true", config.engine.name
+    if not config.train_model.lora.enabled:
+        yield f"{option} serves an adapter, and train_model.lora.enabled=false trains none; enable it."
+    if name not in ("auto", "vllm"):
+        yield f"{option} has no effect on engine={name}, which is given merged weights; use engine=vllm."
+    if config.mode != "sync" or config.inference_model.tensor_parallel_size > 1:
+        yield (
+            f"{option} is for one engine beside the learner, and mode={config.mode} with tensor_parallel_size="
+            f"{config.inference_model.tensor_parallel_size} has workers; leave it out: they merge the adapter."
+        )
+    if config.model.quantization is not None:
+        yield (
+            f"{option} leaves the engine's base as it is stored, and model.quantization={config.model.quantization} "
+            "trains on another; leave one of them out."
+        )
+
+
+def batches_are_invariant_where_vllm_offers_it(config: Config) -> Iterator[str]:
+    if not config.inference_model.batch_invariant:
+        return
+    option, name = "inference_model.batch_invariant=true", config.engine.name
+    if name in ENGINES and not ENGINES[name].takes_kwargs:
+        yield f"{option} has no effect on engine={name}; leave it out or use engine=vllm."
+    if config.engine.url is not None:
+        yield f"{option} has no effect on a server that runs already; start that with VLLM_BATCH_INVARIANT=1."
+    if config.device == "cpu":
+        yield f"{option} needs an NVIDIA GPU of compute capability 9.0 or above, and this is device=cpu; leave it out."

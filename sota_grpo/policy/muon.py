@@ -1,0 +1,60 @@
+"""Muon for the matrices of decoder layers, AdamW for all else, as one optimizer with one state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import AdamW, Muon, Optimizer
+
+from sota_grpo.policy.optimizers import Rates
+
+
+class MuonAndAdamW(Optimizer):
+    """Muon (Jordan et al. 2024) orthogonalises the averaged gradient ``M [m, n]`` of a matrix before it is a step::
+
+        W <- W - lr * (0.2 sqrt(max(m, n)) * NS(M) + weight_decay * W),   NS(M) ~ U V^T of  M = U S V^T
+
+    The factor is that of Liu et al. 2025 (arXiv:2502.16982, eq. 4): entries of the step are then as large as AdamW's,
+    so both share ``lr``, its schedule and ``weight_decay``. Embedding, head, biases and norms are AdamW's, as the
+    authors advise. The first group is Muon's, the second AdamW's.
+
+    Args:
+        matrices: of ``[m, n]`` each.
+        others: of any shape.
+
+    >>> weight, bias = (torch.nn.Parameter(torch.zeros(size)) for size in ((4, 4), (4,)))
+    >>> optimizer = MuonAndAdamW([weight], [bias], Rates(0.1, 0.0, (0.9, 0.999), 1e-8, 0.95))
+    >>> weight.grad, bias.grad = torch.eye(4), torch.ones(4)
+    >>> optimizer.step()
+    >>> [round(float(value), 2) for value in bias.detach()]
+    [-0.1, -0.1, -0.1, -0.1]
+    >>> 0.5 < float(-weight[0, 0] / 0.1 / 0.4) < 1.5  # five iterations bring singular values near 1, not to it
+    True
+    """
+
+    def __init__(self, matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates):
+        common: dict[str, Any] = {"lr": rates.lr, "weight_decay": rates.weight_decay}
+        self._parts: list[Optimizer] = [
+            Muon(matrices, momentum=rates.momentum, adjust_lr_fn="match_rms_adamw", **common),
+            AdamW(others, betas=rates.betas, eps=rates.eps, fused=True, **common),
+        ]
+        super().__init__([{"params": list(matrices)}, {"params": list(others)}], {})
+        self.param_groups = [part.param_groups[0] for part in self._parts]
+        self._share()
+
+    def _share(self) -> None:
+        """Both parts read and write the groups and the state of this one."""
+        for part, group in zip(self._parts, self.param_groups):
+            part.param_groups, part.state = [group], self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of both; ``closure`` is not called."""
+        for part in self._parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self._share()

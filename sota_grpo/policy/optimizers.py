@@ -1,0 +1,212 @@
+"""The optimizers, by the name that ``optimizer.name`` takes, each with what it keeps of a model and what it refuses.
+
+Torch and the packages of the optimizers are imported when one is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from sota_grpo.errors import UserError
+from sota_grpo.policy.model_sizes import Architecture
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 256  # numbers that share a scale in 8-bit moments
+MIN_8BIT = 4096  # smaller tensors keep their moments in float32
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the optimizers are built from, in the terms of ``optimizer`` in the config."""
+
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    momentum: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Sizes of what is trained: ``(rows, columns)`` of the matrices in decoder layers, numbers of all the rest.
+
+    Args:
+        matrices: in decoder layers, adapters' included.
+        others: embedding and head, then biases and norms together, which are small tensors.
+        small: the last of ``others``.
+        weight_bytes: of each number, and so of its gradient.
+    """
+
+    matrices: Sequence[tuple[int, int]]
+    others: Sequence[int]
+    small: int
+    weight_bytes: int
+
+    @classmethod
+    def of(cls, model: Architecture, *, rank: int, weight_bytes: int) -> Trained:
+        """All weights of a model, or the adapter of that rank, which is kept in float32.
+
+        >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
+        >>> whole, adapter = (Trained.of(tiny, rank=rank, weight_bytes=2) for rank in (0, 4))
+        >>> whole.numbers == tiny.parameters, adapter.numbers == tiny.adapter_parameters(4), adapter.weight_bytes
+        (True, True, 4)
+        """
+        if rank:
+            pairs = [pair for inputs, outputs in model.linear_layers for pair in ((inputs, rank), (rank, outputs))]
+            return cls(pairs * model.layers, (), 0, 4)
+        matrices = list(model.linear_layers) * model.layers
+        heads = [model.head_weights] * (1 if model.tied else 2)
+        small = model.parameters - model.layers * model.layer_matrices - sum(heads)
+        return cls(matrices, heads, small, weight_bytes)
+
+    @property
+    def numbers(self) -> int:
+        return sum(rows * columns for rows, columns in self.matrices) + sum(self.others) + self.small
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """All that a new optimizer declares.
+
+    Args:
+        build: the optimizer of ``(matrices of decoder layers, all other parameters)``.
+        state_bytes: what it keeps between two steps.
+        step_bytes: what its step works with beside that, on a CPU or not.
+        package: that it needs beyond torch, which is the name of an extra too.
+        trains_adapters: it can train LoRA's factors.
+        over_ranks: its state can be divided over ranks (FSDP2).
+        trl: what transformers' Trainer calls it, where that is not its default.
+    """
+
+    build: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Rates], torch.optim.Optimizer]
+    state_bytes: Callable[[Trained], int]
+    step_bytes: Callable[[Trained, bool], int] = lambda trained, on_cpu: 0
+    package: str | None = None
+    trains_adapters: bool = True
+    over_ranks: bool = True
+    trl: str | None = None
+
+
+def _adamw(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+    import torch
+
+    return torch.optim.AdamW(
+        [*matrices, *others],
+        lr=rates.lr,
+        weight_decay=rates.weight_decay,
+        betas=rates.betas,
+        eps=rates.eps,
+        fused=True,
+    )
+
+
+def _adamw_8bit(
+    matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates
+) -> torch.optim.Optimizer:
+    """AdamW whose moments are kept in 8 bits, a scale for each 256 of them (Dettmers et al. 2022, arXiv:2110.02861)."""
+    require_package("adamw_8bit")
+    from bitsandbytes.optim import AdamW8bit
+
+    options = {"betas": rates.betas, "eps": rates.eps, "min_8bit_size": MIN_8BIT}
+    return AdamW8bit([*matrices, *others], lr=rates.lr, weight_decay=rates.weight_decay, **options)
+
+
+def _muon(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates) -> torch.optim.Optimizer:
+    from sota_grpo.policy.muon import MuonAndAdamW
+
+    return MuonAndAdamW(matrices, others, rates)
+
+
+def _two_moments(trained: Trained) -> int:
+    return 2 * trained.weight_bytes * trained.numbers
+
+
+def _two_moments_in_8_bits(trained: Trained) -> int:
+    """A byte each and a float32 scale per block; those of small tensors in float32."""
+    sizes = [rows * columns for rows, columns in trained.matrices] + list(trained.others)
+    return 8 * trained.small + sum(
+        2 * (size + 4 * -(-size // BLOCK)) if size >= MIN_8BIT else 8 * size for size in sizes
+    )
+
+
+def _largest(trained: Trained) -> int:
+    return max([rows * columns for rows, columns in trained.matrices] + list(trained.others))
+
+
+def _momentum_and_moments(trained: Trained) -> int:
+    matrices = sum(rows * columns for rows, columns in trained.matrices)
+    return trained.weight_bytes * (matrices + 2 * (trained.numbers - matrices))
+
+
+def _orthogonalised(trained: Trained) -> int:
+    """Of the largest matrix: the update, in half precision three times, and two of its products with itself."""
+    rows, columns = max(trained.matrices, key=lambda shape: shape[0] * shape[1])
+    return (trained.weight_bytes + 6) * rows * columns + 4 * min(rows, columns) ** 2
+
+
+OPTIMIZERS: Mapping[str, OptimizerKind] = {
+    "adamw": OptimizerKind(_adamw, _two_moments),
+    "adamw_8bit": OptimizerKind(
+        _adamw_8bit,
+        _two_moments_in_8_bits,
+        # on a CPU one tensor after another is updated in float32: both moments, gradient, denominator and its root
+        step_bytes=lambda trained, on_cpu: 20 * _largest(trained) if on_cpu else 0,
+        package="bitsandbytes",
+        over_ranks=False,
+        trl="adamw_bnb_8bit",
+    ),
+    "muon": OptimizerKind(
+        _muon,
+        _momentum_and_moments,
+        step_bytes=lambda trained, on_cpu: _orthogonalised(trained),
+        trains_adapters=False,
+    ),
+}
+
+
+def make_optimizer(
+    name: str, parameters: Sequence[torch.Tensor], matrices: Collection[torch.Tensor], rates: Rates
+) -> torch.optim.Optimizer:
+    """The optimizer ``name`` of ``parameters``.
+
+    Args:
+        parameters: all that are trained.
+        matrices: the two-dimensional ones inside decoder layers, among others.
+
+    Raises:
+        UserError: its package is not installed.
+    """
+    inside = {id(parameter) for parameter in matrices}
+    if name == "adamw":  # in the order of the model, which is that of older checkpoints
+        return OPTIMIZERS[name].build(parameters, (), rates)
+    first = [parameter for parameter in parameters if id(parameter) in inside]
+    return OPTIMIZERS[name].build(first, [one for one in parameters if id(one) not in inside], rates)
+
+
+def require_package(name: str) -> None:
+    """That the package of the optimizer ``name`` is there.
+
+    Raises:
+        UserError: it is not.
+    """
+    package = OPTIMIZERS[name].package
+    if package is not None:
+        require_installed(package, f"optimizer.name={name}", "optimizer.name=adamw")
+
+
+def require_installed(package: str, option: str, other: str) -> None:
+    """That what ``option`` needs is there, else ``other`` is proposed; the extra is called as the package.
+
+    Raises:
+        UserError: it is not.
+    """
+    if find_spec(package) is None:
+        raise UserError(
+            f"{option} needs {package}, which is not installed: `pip install 'sota-grpo[{package}]'`, or use {other}."
+        )
