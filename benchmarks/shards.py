@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,12 +177,17 @@ def save(
     rest, shards = learner.begin_save(store.folder(1))
     stalled = time.perf_counter() - began
     with ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(lambda: store.save(1, {"learner": rest}, shards) and time.perf_counter() - began)
+        saving = pool.submit(_seconds, began, partial(store.save, 1, {"learner": rest}, shards))
         if training:
             learner.update(make_rows())
             after = [waited for _, waited in ask_all(learner, "process")]
             stalled += max(late - early for early, late in zip(before, after))
         return stalled, saving.result()
+
+
+def _seconds(began: float, write: Callable[[], object]) -> float:
+    write()
+    return time.perf_counter() - began
 
 
 def main() -> None:

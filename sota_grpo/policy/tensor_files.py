@@ -153,7 +153,8 @@ def write_model(
         if groups[-1] and kept.num_bytes + sum(one.num_bytes for one in groups[-1].values()) > most_bytes:
             groups.append({})
         groups[-1][name] = kept
-    stream, places = iter(tensors), {}
+    stream = iter(tensors)
+    places: dict[str, str] = {}
     for number, group in enumerate(groups, start=1):
         file = f"model-{number:05d}-of-{len(groups):05d}{SUFFIX}" if len(groups) > 1 else f"model{SUFFIX}"
         write_tensors(folder / file, group, islice(stream, len(group)))
