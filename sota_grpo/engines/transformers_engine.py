@@ -79,8 +79,8 @@ def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     Returns:
         float32 ``[N, V]``; the kept set is where it is not 0.
 
-    Source: Holtzman et al. 2020 (arXiv:1904.09751, section 3.1) for top-p, Fan et al. 2018 (arXiv:1805.04833, section
-    5.2) for top-k, Nguyen et al. 2024 (arXiv:2407.01082, section 3) for min-p.
+    Source: Holtzman et al. 2020 (arXiv:1904.09751, section 3.1) for top-p, Fan et al. 2018 (arXiv:1805.04833) for
+    top-k, Nguyen et al. 2024 (arXiv:2407.01082, section 3) for min-p.
 
     >>> logits = torch.tensor([[0.0, 1.0, 2.0]])
     >>> sampled_probs(logits, Sampling(max_tokens=1, top_k=1)).tolist()

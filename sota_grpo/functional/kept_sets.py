@@ -10,6 +10,7 @@ Only the logits in ``S`` are needed: each is a product of its own, of one hidden
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,12 @@ class KeptSets(NamedTuple):
 
     def to(self, device: torch.device) -> KeptSets:
         """Itself on ``device``."""
-        return KeptSets(*(each.to(device) for each in self[:4]), self.largest)
+        return self.on([each.to(device) for each in self[:4]])
+
+    def on(self, tensors: Sequence[Tensor]) -> KeptSets:
+        """The same sets with the four tensors on another device."""
+        ids, rows, columns, drawn = tensors
+        return KeptSets(ids, rows, columns, drawn, self.largest)
 
 
 def kept_log_probs(

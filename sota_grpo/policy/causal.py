@@ -138,7 +138,8 @@ class CausalPolicy(TensorDictModuleBase):
             ValueError: the first token of a row is an assistant token, which nothing predicts.
         """
         layout = tensordict.get_non_tensor(keys.LAYOUT, default=None)
-        log_probs, entropy = self.log_probs(*(tensordict.get(key) for key in self.in_keys), layout, kept_of(tensordict))
+        tokens, attention_mask, assistant_mask = (tensordict.get(key) for key in self.in_keys)
+        log_probs, entropy = self.log_probs(tokens, attention_mask, assistant_mask, layout, kept_of(tensordict))
         out = tensordict.copy()
         out.set(keys.LOG_PROBS, log_probs)
         if entropy is not None:

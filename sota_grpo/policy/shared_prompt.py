@@ -115,7 +115,7 @@ class Layout:
     def on(self, tensors: Sequence[Tensor]) -> Layout:
         """The same layout with :meth:`tensors` on another device."""
         ids, positions, predicting, targets, slots, key_index, query_ends, key_ends, *sets = tensors
-        kept = None if self.kept is None else KeptSets(*sets, self.kept.largest)
+        kept = None if self.kept is None else self.kept.on(sets)
         moved = Layout(ids, positions, predicting, targets, slots, self.place, self.blocks, kept=kept)
         moved.spans = replace(self.spans, key_index=key_index, query_ends=query_ends, key_ends=key_ends)
         return moved

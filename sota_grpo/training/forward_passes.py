@@ -108,7 +108,8 @@ class ForwardPasses:
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
         if weights is not None:
             batch.set(keys.LOSS_WEIGHT, as_weights(weights, batch.get(keys.ASSISTANT_MASK)))
-        layout = self.policy.layout(*(batch.get(key) for key in self.policy.in_keys), kept_of(batch))
+        tokens, attention_mask, assistant_mask = (batch.get(key) for key in self.policy.in_keys)
+        layout = self.policy.layout(tokens, attention_mask, assistant_mask, kept_of(batch))
         if self.device.type == "cuda":
             names, values = zip(*batch.items(include_nested=True, leaves_only=True))
             moved = copy_to([*values, *([] if layout is None else layout.tensors())], self.device)

@@ -239,8 +239,8 @@ def unpacked(
     columns = (torch.tensor(column).split(lengths) for column in (token_ids, log_probs, versions))
     own_masks = (None if mask is None else torch.tensor(mask) for mask in masks)
     own_kept = (None if sets is None else KeptTokens(*map(torch.tensor, sets)) for sets in kept)
-    by_sample = zip(zip(*columns, truncated, own_masks, strict=True), own_kept, strict=True)
-    return GroupOutput(group_id, tuple(Sample(*parts, kept=sets) for parts, sets in by_sample))
+    by_sample = zip(*columns, truncated, own_masks, [None] * len(lengths), own_kept, strict=True)
+    return GroupOutput(group_id, tuple(Sample(*parts) for parts in by_sample))
 
 
 copyreg.pickle(GroupOutput, packed)  # type: ignore[arg-type]
