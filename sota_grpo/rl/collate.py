@@ -43,6 +43,7 @@ _PER_TOKEN: tuple[tuple[Key, float | bool], ...] = (
     (keys.REF_LOG_PROBS, 0.0),
     (keys.PROXIMAL_LOG_PROBS, 0.0),
     (keys.LOSS_WEIGHT, 0.0),
+    (keys.OBJECTIVE_MASK, False),
     (keys.TOKEN_VERSION, -1),
 )
 _PER_ROW: tuple[Key, ...] = (keys.ADVANTAGE, keys.GROUP_ID, keys.SAMPLE_ID, keys.POLICY_VERSION)

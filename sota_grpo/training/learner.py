@@ -17,7 +17,7 @@ from torch import nn
 from sota_grpo import keys
 from sota_grpo.engines import Engine
 from sota_grpo.errors import UserError
-from sota_grpo.functional import kl_k3
+from sota_grpo.functional import adapted_entropy_coef, kl_k3, top_entropy_tokens
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import dropouts, without_dropout
 from sota_grpo.policy.sharding import (
@@ -102,6 +102,9 @@ class Learner(ForwardPasses):
             self.optimizer, lambda step: learning_rate_factor(step, settings)
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.precision == "fp16")
+        self.entropy_coef = loss.entropy_coeff  # of the bonus while the entropy is too low, where it is adapted
+        if settings.entropy_target is not None:
+            self._apply_entropy_coef(0.0)
 
     def update(self, rows: TensorDictBase) -> dict[str, float | None]:
         """A training step: ``epochs`` passes over the ``[N]`` ragged rows, an optimizer step per ``optim_batch_size``.
@@ -186,6 +189,7 @@ class Learner(ForwardPasses):
             self.scaler.step(self.optimizer)
             self.schedule.step()
             self.optimizer_steps += 1
+        self._adapt_entropy_coef(metrics, skipped=skipped)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)  # their memory is an engine's until the next step
         metrics |= {**losses, "grad_norm": None if skipped else norm, "lr": None if skipped else rate}
@@ -207,6 +211,7 @@ class Learner(ForwardPasses):
             max_response_tokens=settings.max_response_tokens,
             drop_truncated=settings.drop_truncated and not keep_truncated,
         )
+        threshold = self._keep_top_entropy(row_list(weighted))
         passes = self.passes(row_list(weighted), token_budget, advantage_only=self.loss.advantage_only)
         passes = [one._replace(learns=one.learns and learn) for one in passes]
         last = sum(one.learns for one in passes)
@@ -229,7 +234,44 @@ class Learner(ForwardPasses):
         losses, sums = self.ranks.sums(losses), self.ranks.sums(sums)
         means = _named(diagnostic_means(sums) | {"tokens": sums["tokens"]})
         measured = means.pop("tokens") > 0
-        return _named(losses), {name: value if measured else None for name, value in means.items()}
+        return _named(losses), {name: value if measured else None for name, value in (means | threshold).items()}
+
+    def _keep_top_entropy(self, rows: Sequence[TensorDictBase]) -> dict[str, float]:
+        """Mark which trained tokens of the whole step the surrogate keeps; the least entropy of these, if not all are.
+
+        The entropies are the policy's before the step and without dropout, however the step is split afterwards.
+        """
+        if self.settings.top_entropy_quantile >= 1:
+            return {}
+        entropy = self.measured(rows)[1]
+        trained = torch.cat([row.get(keys.LOSS_WEIGHT).cpu() != 0 for row in rows])
+        kept = top_entropy_tokens(entropy, trained, share=self.settings.top_entropy_quantile)
+        for row, own in zip(rows, kept.split([row.get(keys.FULL_TOKENS).shape[-1] for row in rows])):
+            row.set(keys.OBJECTIVE_MASK, own)
+        return {"entropy_threshold": entropy[kept].min().item() if kept.any() else math.nan}
+
+    def _adapt_entropy_coef(self, metrics: dict[str, float | None], *, skipped: bool) -> None:
+        """Note the coefficient that a step applied, and let its entropy decide on that of the next."""
+        settings, entropy = self.settings, metrics["entropy"]
+        if settings.entropy_target is None:
+            return
+        metrics["entropy_coef"] = self.loss.entropy_coeff
+        if entropy is not None and not skipped:
+            bounds = {"delta": settings.entropy_coef_delta, "largest": settings.entropy_coef_max}
+            found = adapted_entropy_coef(self.entropy_coef, entropy, target=settings.entropy_target, **bounds)
+            self.entropy_coef, applied = found
+            self._apply_entropy_coef(applied)
+
+    def _apply_entropy_coef(self, applied: float) -> None:
+        """What the next step's loss multiplies the entropy by; the head computes no gradient for a bonus of 0."""
+        self.loss.entropy_coeff = applied
+        self.policy.scorer.entropy_grad = applied > 0
+
+    def adopt_entropy_coef(self, other: Learner) -> None:
+        """Stand where ``other`` does, if both adapt their coefficient."""
+        if self.settings.entropy_target is not None and other.settings.entropy_target is not None:
+            self.entropy_coef = other.entropy_coef
+            self._apply_entropy_coef(other.loss.entropy_coeff)
 
     def gradient(self, rows: Sequence[TensorDictBase], *, token_budget: int) -> dict[str, torch.Tensor]:
         """This rank's part of the gradient of one step over ``rows``, by parameter, on the CPU; nothing is updated.
@@ -361,6 +403,7 @@ class Learner(ForwardPasses):
             "optimizer": optimizer_state(self.optimizer, whole),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "entropy_coef": [self.entropy_coef, self.loss.entropy_coeff],
             "version": self.version,
             "optimizer_steps": self.optimizer_steps,
         }
@@ -382,6 +425,9 @@ class Learner(ForwardPasses):
         for group, peak in zip(self.optimizer.param_groups, self.schedule.base_lrs):
             group["lr"] = peak * factor
         self.scaler.load_state_dict(state["scaler"])
+        if self.settings.entropy_target is not None and "entropy_coef" in state:  # older ones had no such coefficient
+            self.entropy_coef, applied = state["entropy_coef"]
+            self._apply_entropy_coef(applied)
         self.version = state["version"]
         self.optimizer_steps = state["optimizer_steps"]
 
