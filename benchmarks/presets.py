@@ -146,11 +146,11 @@ def plot(runs: Sequence[Mapping[str, Any]], target: float, path: Path) -> None:
             points = sorted(run["accuracy"].items())
             axis.plot(*zip(*((n, 100 * value) for n, value in points)), marker=".", markersize=3, linewidth=1)
         axis.tick_params(labelsize=7)
-        axis.grid(alpha=0.3, linewidth=0.4)
+        axis.grid(axis="y", alpha=0.3, linewidth=0.4)
     figure.supxlabel("responses trained on", fontsize=9)
     figure.supylabel("held-out accuracy, greedy, %", fontsize=9)
-    figure.tight_layout(pad=0.6)
-    figure.savefig(path, dpi=90, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.tight_layout(pad=0.6, rect=(0.02, 0.01, 1, 1))
+    figure.savefig(path, dpi=80)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
