@@ -92,7 +92,9 @@ def test_a_replay_gives_the_losses_and_the_gradient_norm_of_the_run(name: str, t
         assert found["agrees"]
     if "skywork" in name:
         assert [row["entropy_coef"] for row in rows] == [0.0, 0.05]
-        losses = compared(run_dir, 1, ["run", "grpo"])["algorithms"]["run"]["losses"]
+        found = compared(run_dir, 1, ["run", "grpo"])["algorithms"]
+        assert found["grpo"]["masked"] == 0 < found["run"]["masked"]  # what the run left out is not in the stored rows
+        losses = found["run"]["losses"]
         assert losses == {name: pytest.approx(rows[1][name], rel=1e-6) for name in ("loss/objective", "loss/entropy")}
     if "LoRA" in name:
         step = open_step(run_dir, 1)
