@@ -56,10 +56,11 @@ def _measured(run_dir: Path, target: float) -> dict[int, float]:
     return curve([json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")], target)
 
 
-def _stop_at(run_dir: Path, target: float, over: threading.Event) -> None:
-    """Ask the run in this process to stop, as SIGTERM does, when an evaluation has reached ``target``."""
+def _stop_at(run_dir: Path, target: float, last: int, over: threading.Event) -> None:
+    """Ask the run in this process to stop, as SIGTERM does, when an evaluation before the last reached ``target``."""
     while not over.wait(0.2):
-        if max(_measured(run_dir, target).values(), default=0.0) >= target:
+        reached = samples_until(_measured(run_dir, target), target)
+        if reached is not None and reached < last:
             os.kill(os.getpid(), signal.SIGTERM)
             return
 
@@ -69,7 +70,7 @@ def train(preset: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     import sota_grpo
 
     run_dir, began, over = options.out / f"{preset}_{seed}_{time.time_ns()}", time.perf_counter(), threading.Event()
-    watch = threading.Thread(target=_stop_at, args=(run_dir, options.target, over), daemon=True)
+    watch = threading.Thread(target=_stop_at, args=(run_dir, options.target, options.samples, over), daemon=True)
     changes = [
         *("engine=transformers", f"algorithm={preset}", f"seed={seed}", "eval.avg_at_k=0", "eval.num_samples=256"),
         *(f"train.total_dialog_turns={options.samples}", f"eval.every={options.every // ROWS_PER_STEP}"),
