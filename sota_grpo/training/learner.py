@@ -252,10 +252,10 @@ class Learner(ForwardPasses):
 
     def _adapt_entropy_coef(self, metrics: dict[str, float | None], *, skipped: bool) -> None:
         """Note the coefficient that a step applied, and let its entropy decide on that of the next."""
-        settings, entropy = self.settings, metrics["entropy"]
+        settings = self.settings
         if settings.entropy_target is None:
             return
-        metrics["entropy_coef"] = self.loss.entropy_coeff
+        metrics["entropy_coef"], entropy = self.loss.entropy_coeff, metrics["entropy"]
         if entropy is not None and not skipped:
             bounds = {"delta": settings.entropy_coef_delta, "largest": settings.entropy_coef_max}
             found = adapted_entropy_coef(self.entropy_coef, entropy, target=settings.entropy_target, **bounds)
