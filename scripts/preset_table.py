@@ -20,6 +20,7 @@ PRESETS = Path(__file__).resolve().parents[1] / "config" / "algorithm"
 TRL = {
     **{"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "gspo": "grpo", "cispo": "cispo", "clip_higher": "grpo"},
     **{"lite_ppo": "dapo", "luspo": "luspo", "sapo": "sapo", "vespo": "vespo", "gmpo": "gmpo", "deepseek_v32": "grpo"},
+    **{"top_entropy": "dapo", "skywork_or1": "dapo"},
 }
 #: By preset the policy loss and the advantage estimator of verl.
 VERL = {
@@ -37,6 +38,8 @@ WHY_NOT = {
     ("luspo", "verl"): "no loss that weighs by length",
     ("vespo", "verl"): "no such loss",
     ("deepseek_v32", "verl"): "no such mask",
+    ("top_entropy", "verl"): "no such mask",
+    ("skywork_or1", "verl"): "a constant coefficient",
     ("lite_ppo", "verl"): "divides by the std of the advantages",
     ("maxrl", "verl"): "no such scale",
     ("maxrl", "trl"): "not in 1.16",

@@ -50,4 +50,8 @@ ADVANTAGE = "advantage"  # f32 [N, 1, 1], exactly 0 for a constant group; writte
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")  # f32 [N, T]; written by ReferenceKL, absent without a reference
 PROXIMAL_LOG_PROBS = ("proximal_log_probs", "full")  # f32 [N, T], recomputed before the first epoch; by the learner
 LAYOUT = "layout"  # policy.shared_prompt.Layout of the padded batch, not a tensor; written by the learner, if it packs
+OBJECTIVE_MASK = (
+    "masks",
+    "objective_mask",
+)  # bool [N, T], tokens that the surrogate keeps; by the learner, unless all
 LOSS_WEIGHT = "loss_weight"  # f32 [N, T], 0 off-mask; written by collate, once per optimizer step

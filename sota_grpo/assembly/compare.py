@@ -275,6 +275,7 @@ def _outcome(learner: Learner, entry: Entry, rows: Sequence[TensorDictBase]) -> 
     learner.policy.scorer.entropy_grad = False  # an objective with a bonus asks for it
     config = in_float32_on_the_cpu(entry.config)
     own = make_learner(config, learner.policy, learner.pad_token_id, "cpu", learner.dump_dir, objective=CoefficientLoss)
+    own.adopt_entropy_coef(learner)
     metrics = own.loss_gradient(rows)
     known = own.loss.rows  # type: ignore[attr-defined]
     columns: dict[str, list[Tensor]] = {name: [] for name in RowCoefficients.__dataclass_fields__}

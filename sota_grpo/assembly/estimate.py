@@ -309,7 +309,8 @@ def _times(run: RunMemory) -> Times:
     shape, load = _shape(run.model, how.rank), shared_load(prompt, [response] * group).times(groups_per_step(config))
     settings = make_settings(config, run.plan.device_type)
     learn = settings.epochs * (step_flops(shape, load) + recomputed_flops(shape, load, checkpointing=how.checkpointing))
-    learn += forward_flops(shape, load) if settings.recompute else 0
+    passes = int(settings.recompute) + (settings.epochs if settings.top_entropy_quantile < 1 else 0)
+    learn += passes * forward_flops(shape, load)
     sample_s = per_step / (rows * run.num_engines) * response * token_s
     return Times(
         learn_s=learn / flops_per_s / how.ranks,

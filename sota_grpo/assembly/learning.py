@@ -239,6 +239,10 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
         aggregation=algorithm.aggregation,
         max_response_tokens=longest_response(config),
         drop_truncated=algorithm.drop_truncated,
+        top_entropy_quantile=algorithm.top_entropy_quantile,
+        entropy_target=algorithm.entropy_target,
+        entropy_coef_delta=algorithm.entropy_coef_delta,
+        entropy_coef_max=algorithm.entropy_coef_max,
         recompute=train.epochs > 1 or algorithm.correction != "none",
         precision=trainer_precision(config, device_type),
     )

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 #: What is compared, in the order shown: metrics of a step that follow from its rows, weights and options alone.
 FIGURES = (
     *("reward", "advantage", "loss/objective", "loss/kl", "loss/entropy", "grad_norm", "kl", "entropy"),
+    *("entropy_coef", "entropy_threshold"),
     "distill/reverse_kl",
     *("clip_fraction", "correction_fraction", "off_policy_fraction", "ess", "kl_approx", "mismatch_kl", "lr"),
 )

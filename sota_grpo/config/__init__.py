@@ -262,6 +262,16 @@ class AlgorithmConfig:
         False, "the KL in the loss times the ratio, so that its gradient is unbiased (DeepSeek-V3.2)"
     )
     entropy_coef: float = opt(0.0, "entropy bonus in the loss; 0 only reports the entropy")
+    entropy_target: float | None = opt(
+        None,
+        "entropy per token, in nats, below which entropy_coef grows with every optimizer step and acts (Skywork-OR1); "
+        "null: it stays as it is",
+    )
+    entropy_coef_delta: float = opt(0.005, "with entropy_target: by how much entropy_coef changes")
+    entropy_coef_max: float = opt(1.0, "with entropy_target: the largest it becomes; the smallest is 0")
+    top_entropy_quantile: float = opt(
+        1.0, "share of an optimizer step's tokens, those of highest entropy, that the objective keeps; 1: all"
+    )
     correction: str = opt(
         "none",
         "weights from the proximal to the behaviour policy, per token or per response: product or geometric mean",

@@ -165,6 +165,33 @@ def options_that_the_objective_does_not_read_keep_their_default(config: Config) 
             )
 
 
+def an_entropy_bonus_is_adapted_between_its_bounds(config: Config) -> Iterator[str]:
+    algorithm, changed = config.algorithm, changed_options(config)
+    coef, largest = algorithm.entropy_coef, algorithm.entropy_coef_max
+    if algorithm.entropy_target is not None and coef > largest:
+        yield (
+            f"algorithm.entropy_coef={coef}, where it begins, is above algorithm.entropy_coef_max={largest}; use "
+            f"algorithm.entropy_coef_max={coef}."
+        )
+    for name in ("algorithm.entropy_coef_delta", "algorithm.entropy_coef_max"):
+        if algorithm.entropy_target is None and name in changed:
+            value, default = changed[name]
+            yield (
+                f"{name}={value} has no effect on algorithm.entropy_target=null, which leaves the coefficient alone; "
+                f"use {name}={default} or give a target."
+            )
+
+
+def tokens_of_high_entropy_are_chosen_one_by_one(config: Config) -> Iterator[str]:
+    """A surrogate that sees whole rows gives every token the weight of its row, the others' included."""
+    objective, share = config.algorithm.objective, config.algorithm.top_entropy_quantile
+    if share < 1 and surrogate(objective).reads("mask"):
+        yield (
+            f"algorithm.top_entropy_quantile={share} keeps single tokens, and algorithm.objective={objective} weighs "
+            "whole responses; use algorithm.objective=clipped."
+        )
+
+
 def a_bound_of_the_ratio_lies_above_that_of_an_unchanged_policy(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     for name, bound, usual in (("dual_clip", algorithm.dual_clip, 3.0), ("ratio_cap", algorithm.ratio_cap, 20.0)):

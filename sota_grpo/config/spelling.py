@@ -90,6 +90,7 @@ THEIRS = {
         "off_policy_mask_threshold": "algorithm.off_policy_threshold",
         "use_bias_correction_kl": "algorithm.kl_unbiased",
     },
+    "use_adaptive_entropy": "algorithm.entropy_target",
     **{"sapo_temperature_pos": "algorithm.tau_positive", "sapo_temperature_neg": "algorithm.tau_negative"},
     **{"vespo_k_pos": "algorithm.k_positive", "vespo_lambda_pos": "algorithm.lambda_positive"},
     **{"vespo_k_neg": "algorithm.k_negative", "vespo_lambda_neg": "algorithm.lambda_negative"},

@@ -67,6 +67,8 @@ _AMOUNTS = (
     *("train.weight_update_frequency", "env.reward_timeout_s", "env.max_steps", "train_model.timeout_s"),
     *("inference_model.timeout_s", "ray.start_timeout_s", "env.tool_timeout_s", "env.max_tool_calls"),
     *("env.max_dialog_s", "env.max_observation_tokens", "env.curriculum_floor"),
+    *("algorithm.top_entropy_quantile", "algorithm.entropy_target"),
+    *("algorithm.entropy_coef_delta", "algorithm.entropy_coef_max"),
 )
 
 
@@ -91,7 +93,7 @@ def every_coefficient_is_not_negative(config: Config) -> Iterator[str]:
 
 _SHARES = (
     *("inference_model.gpu_memory_utilization", "inference_model.top_p", "inference_model.min_p"),
-    "env.curriculum_floor",
+    *("env.curriculum_floor", "algorithm.top_entropy_quantile"),
 )
 _DECAYS = (
     *("train_model.lora.dropout", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum"),

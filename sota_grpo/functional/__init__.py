@@ -18,6 +18,7 @@ from typing import Any
 _PUBLIC = {
     "advantages": ("constant_groups", "decoupled_rewards", "distilled_advantages", "group_advantages"),
     "divergences": ("KL_ESTIMATORS", "importance_weights", "kl_k1", "kl_k2", "kl_k3", "off_policy_tokens"),
+    "entropy": ("adapted_entropy_coef", "top_entropy_tokens"),
     "kept_sets": ("KeptSets", "kept_log_probs"),
     "log_probs": ("chunked_log_probs",),
     "staleness": ("max_groups_admitted",),

@@ -22,6 +22,27 @@ scale ``s_i``
 ``advantage_std``    ``std + eps`` of ``r - b`` over the batch (Hu 2025, REINFORCE++-baseline)
 ``none``             1 (Liu et al. 2025, arXiv:2503.20783, eq. 2)
 ===================  ===================================================================================================
+
+Three responses to one prompt, of 1, 1 and 2 tokens; their mean by length is (1 + 0.5 + 0) / 4:
+
+>>> import torch
+>>> rewards, ids = torch.tensor([1.0, 0.5, 0.0]), torch.zeros(3, dtype=torch.int64)
+>>> lengths = torch.tensor([1, 1, 2])
+>>> group_advantages(rewards, ids, baseline="length_weighted", scale="none", lengths=lengths).tolist()
+[0.625, 0.125, -0.375]
+>>> group_advantages(rewards, ids, baseline="best_of_others", scale="none").tolist()  # 1 above the second, 0.5
+[0.5, 0.0, 0.0]
+
+Two prompts with rewards (1, 0) and (1, 1): against the mean and std (0.5) of all four, or less the group's mean and
+over the std of what is left, 0.4082:
+
+>>> rewards, ids = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
+>>> [round(a, 4) for a in group_advantages(rewards, ids, baseline="batch_mean", scale="batch_std").tolist()]
+[0.5, -1.5, 0.5, 0.5]
+>>> [round(a, 4) for a in group_advantages(rewards, ids, scale="batch_std").tolist()]
+[1.0, -1.0, 0.0, 0.0]
+>>> [round(a, 4) for a in group_advantages(rewards, ids, scale="advantage_std").tolist()]
+[1.2247, -1.2247, 0.0, 0.0]
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def off_policy_tokens(
     Raises:
         ValueError: if the threshold is negative.
 
-    Source: DeepSeek-AI 2025, "DeepSeek-V3.2" (arXiv:2512.02556, off-policy sequence masking).
+    Source: DeepSeek-AI 2025, "DeepSeek-V3.2" (arXiv:2512.02556, eq. 9 by TRL's count, off-policy sequence masking).
 
     >>> log_prob, behaviour = torch.tensor([[-3.0, -1.0], [-3.0, -1.0]]), torch.full((2, 2), -1.0)
     >>> mask, advantage = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[-1.0], [1.0]])

@@ -200,7 +200,20 @@ def _objective(config: Config, ours: Account) -> dict[str, Any]:
     if part.off_policy_threshold is not None:
         found["off_policy_mask_threshold"] = ours["algorithm.off_policy_threshold"]
         ours.remark("algorithm.off_policy_threshold", "without vLLM it is measured from the learner's own log-probs.")
-    if part.entropy_coef and aggregation != "token":
+    if part.top_entropy_quantile < 1:
+        found["top_entropy_quantile"] = ours["algorithm.top_entropy_quantile"]
+        ours.remark("algorithm.top_entropy_quantile", "TRL takes the quantile of each micro-batch, over all devices.")
+    if part.entropy_target is not None:
+        found |= {
+            "use_adaptive_entropy": True,
+            "entropy_target": ours["algorithm.entropy_target"],
+            "entropy_coef_delta": ours["algorithm.entropy_coef_delta"],
+            "entropy_coef_max": ours["algorithm.entropy_coef_max"],
+        }
+    has_bonus = bool(part.entropy_coef) or part.entropy_target is not None
+    if has_bonus and part.top_entropy_quantile < 1:
+        ours.remark("algorithm.entropy_coef", "TRL's bonus and its target are those of the tokens that it keeps.")
+    if has_bonus and aggregation != "token":
         ours.remark("algorithm.entropy_coef", "TRL's bonus is a mean over tokens, whatever the loss type.")
     return found | _correction(config, ours)
 

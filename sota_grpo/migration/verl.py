@@ -149,6 +149,10 @@ def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
             f"{ACTOR}.tau_pos": ours["algorithm.tau_positive"],
             f"{ACTOR}.tau_neg": ours["algorithm.tau_negative"],
         }
+    if part.top_entropy_quantile < 1:
+        ours.remark("algorithm.top_entropy_quantile", "verl has no such mask: every token takes part.")
+    if part.entropy_target is not None:
+        ours.remark("algorithm.entropy_target", "verl's coefficient stays as it begins.")
     if part.aggregation == "constant":
         found[f"{ACTOR}.loss_scale_factor"] = longest_response(config)
     if part.drop_truncated:

@@ -173,6 +173,20 @@ class Ranks:
         total = self.sum(torch.stack([value.detach().double() for value in values.values()]))
         return dict(zip(values, total.unbind()))
 
+    def joined(self, values: torch.Tensor) -> tuple[torch.Tensor, slice]:
+        """Every rank's flat ``values`` one after the other on the CPU, and where this rank's stand; collective.
+
+        >>> Ranks().joined(torch.tensor([1.0, 2.0]))
+        (tensor([1., 2.]), slice(0, 2, None))
+        """
+        counts = torch.zeros(self.size, dtype=torch.int64)
+        counts[self.rank] = len(values)
+        ends = self.sum(counts).cumsum(0).tolist()
+        own = slice(ends[self.rank] - len(values), ends[self.rank])
+        every = torch.zeros(ends[-1], dtype=values.dtype)
+        every[own] = values
+        return self.sum(every).cpu(), own
+
 
 def join_ranks(
     rank: int,

@@ -97,6 +97,8 @@ _DECLARED = (
         "nats",
     ),
     Metric("entropy", "mean", "Entropy of the policy's next-token distribution, per token.", "nats"),
+    Metric("entropy_coef", "mean", "Coefficient of the entropy bonus, where algorithm.entropy_target adapts it."),
+    Metric("entropy_threshold", "mean", "Least entropy that algorithm.top_entropy_quantile keeps, per token.", "nats"),
     Metric("ess", "mean", "Effective sample size of the importance weights over the number of tokens.", "share"),
     Metric("clip_fraction", "mean", "Share of tokens whose gradient the clip removes.", "share"),
     Metric("correction_fraction", "mean", "Share of tokens whose correction weight exceeded its bounds.", "share"),

@@ -33,7 +33,8 @@ MOST_BYTES = 2 << 30  # of all stored steps; the oldest go first, but for step 0
 
 _NAME = re.compile(r"step_(\d{6,})\.pt")
 # what the learner writes, and what stands in the full tokens
-_LEFT_OUT = (keys.LOSS_WEIGHT, keys.PROXIMAL_LOG_PROBS, keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)
+_OF_THE_LEARNER = (keys.LOSS_WEIGHT, keys.PROXIMAL_LOG_PROBS, keys.OBJECTIVE_MASK)
+_LEFT_OUT = (*_OF_THE_LEARNER, keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)
 _ROW_TEXTS = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.RESPONSE_TEXT, keys.REWARD_INFO)
 _FIELD_TEXTS = ("query", "answer", "prompt", "response")
 _HALF = "\ufffd"  # what a decoder writes for bytes that are not a whole character

@@ -45,6 +45,7 @@ _PER_TOKEN: tuple[tuple[Key, float | bool], ...] = (
     (keys.REF_LOG_PROBS, 0.0),
     (keys.PROXIMAL_LOG_PROBS, 0.0),
     (keys.LOSS_WEIGHT, 0.0),
+    (keys.OBJECTIVE_MASK, False),
     (keys.TOKEN_VERSION, -1),
     (keys.KEPT_COUNTS, 0),
     (keys.KEPT_IDS, -1),  # in a width of its own

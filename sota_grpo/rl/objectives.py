@@ -55,7 +55,8 @@ _WRITTEN_BY: dict[Any, str] = {  # what TorchRL's wrappers and environments leav
 class LossTokens:
     """One batch as the surrogates read it: all ``[N, T]``, the advantage possibly ``[N, 1]``; 0 off the mask.
 
-    ``mask`` marks the tokens that take part. Only ``log_prob`` and ``entropy`` carry a gradient.
+    ``mask`` marks the tokens that take part, ``kept`` those that the surrogate keeps (None: all). Only ``log_prob`` and
+    ``entropy`` carry a gradient.
     """
 
     log_prob: Tensor
@@ -66,6 +67,7 @@ class LossTokens:
     proximal: Tensor | None = None
     ref: Tensor | None = None
     entropy: Tensor | None = None
+    kept: Tensor | None = None
 
     @property
     def old(self) -> Tensor:
@@ -207,7 +209,8 @@ class GRPOLoss(LossModule):
     ``loss_objective = sum_t w_t f(rho_t, A_t) c_t`` with ``rho = exp(logp - logp_old)``, ``logp_old`` the proximal
     log-probs where the batch has them, else those it was sampled with; ``w`` the batch's ``loss_weight``, or, where it
     has none, weights derived from its own mask; ``c`` the correction weight from the proximal to the behaviour policy.
-    KL and entropy use the same ``w``. What stands in masked slots, NaN included, changes neither value nor gradient.
+    KL and entropy use the same ``w``; where the batch has an ``objective_mask``, the surrogate alone is 0 off it. What
+    stands in masked slots, NaN included, changes neither value nor gradient.
 
     ``actor_network`` is a transformers causal LM, which is wrapped in a
     :class:`~sota_grpo.policy.causal.CausalPolicy`; a module whose call on the right-padded batch returns
@@ -278,6 +281,7 @@ class GRPOLoss(LossModule):
         proximal_log_prob: NestedKey = keys.PROXIMAL_LOG_PROBS
         loss_weight: NestedKey = keys.LOSS_WEIGHT
         mask: NestedKey = keys.ASSISTANT_MASK
+        objective_mask: NestedKey = keys.OBJECTIVE_MASK
 
     def __init__(
         self,
@@ -386,7 +390,8 @@ class GRPOLoss(LossModule):
         }
         chosen = self.surrogate
         clipped = torch.zeros_like(tokens.mask) if chosen.clipped is None else of_terms(chosen.clipped, terms)
-        return of_terms(chosen.loss, terms), clipped
+        value = of_terms(chosen.loss, terms)
+        return (value, clipped) if tokens.kept is None else (value.where(tokens.kept, 0.0), clipped & tokens.kept)
 
     def _off_policy(self, tokens: LossTokens) -> Tensor | None:
         """Tokens of bad responses that the policy has moved away from; None: they are not looked for."""
@@ -444,14 +449,14 @@ class GRPOLoss(LossModule):
         if self.kl_mask_threshold is not None:
             drift = 0.5 * (read["log_prob"].detach() - read["behaviour"]).square()
             mask = mask & (drift <= self.kl_mask_threshold)
-        weight = read.pop("weight", None)
+        weight, kept = read.pop("weight", None), read.pop("kept", None)
         if weight is None and self.aggregation == "none":
             weight = mask.float()
         elif weight is None:
             weight = loss_weights(mask, self.aggregation, max_response_tokens=self.max_response_tokens)
         mask = mask & (weight != 0)
         selected = {name: torch.where(mask, value, 0.0) for name, value in read.items()}
-        return LossTokens(mask=mask, weight=torch.where(mask, weight, 0.0), **selected)
+        return LossTokens(mask=mask, weight=torch.where(mask, weight, 0.0), kept=kept, **selected)
 
     def _read_module(self, batch: TensorDictBase) -> dict[str, Any]:
         if self.masking_strategy == "generic":
@@ -508,6 +513,7 @@ class GRPOLoss(LossModule):
             "proximal": _per_token(batch, names.proximal_log_prob, side),
             "ref": _per_token(batch, names.ref_log_probs, side),
             "weight": _per_token(batch, names.loss_weight, side),
+            "kept": _per_token(batch, names.objective_mask, side),
         }
         return {name: None if value is None else value.detach() for name, value in stored.items()}
 

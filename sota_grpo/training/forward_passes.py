@@ -41,6 +41,10 @@ class LearnerSettings:
         aggregation: ``token``, ``sequence`` or ``constant`` (DESIGN 4.3).
         max_response_tokens: the constant of ``constant``.
         drop_truncated: truncated rows take no part in the loss.
+        top_entropy_quantile: share of the tokens of an optimizer step, those of highest entropy, that the surrogate
+            keeps; below 1 a forward pass before each optimizer step measures them.
+        entropy_target, entropy_coef_delta, entropy_coef_max: of
+            :func:`sota_grpo.functional.entropy.adapted_entropy_coef`; without a target the coefficient stays.
         recompute: the proximal log-probs are recomputed by this learner before the first step on a batch.
         precision: ``fp32``, ``bf16`` or ``fp16`` autocast; fp16 scales the loss.
     """
@@ -63,6 +67,10 @@ class LearnerSettings:
     aggregation: Aggregation = "sequence"
     max_response_tokens: int | None = None
     drop_truncated: bool = False
+    top_entropy_quantile: float = 1.0
+    entropy_target: float | None = None
+    entropy_coef_delta: float = 0.005
+    entropy_coef_max: float = 1.0
     recompute: bool = False
     precision: str = "fp32"
 

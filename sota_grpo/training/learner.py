@@ -17,8 +17,8 @@ from torch import nn
 from sota_grpo import keys
 from sota_grpo.engines import Engine
 from sota_grpo.errors import UserError
-from sota_grpo.functional import kl_k3
-from sota_grpo.policy.causal import CausalPolicy, layer_matrices
+from sota_grpo.functional import adapted_entropy_coef, kl_k3, top_entropy_tokens
+from sota_grpo.policy.causal import ENTROPY, CausalPolicy, layer_matrices
 from sota_grpo.policy.load import dropouts, without_dropout
 from sota_grpo.policy.optimizers import make_optimizer
 from sota_grpo.policy.sharding import (
@@ -99,6 +99,9 @@ class Learner(ForwardPasses):
             self.optimizer, lambda step: learning_rate_factor(step, settings)
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.precision == "fp16")
+        self.entropy_coef = loss.entropy_coeff  # of the bonus while the entropy is too low, where it is adapted
+        if settings.entropy_target is not None:
+            self._apply_entropy_coef(0.0)
 
     def update(self, rows: TensorDictBase) -> dict[str, float | None]:
         """A training step: ``epochs`` passes over the ``[N]`` ragged rows, an optimizer step per ``optim_batch_size``.
@@ -197,6 +200,7 @@ class Learner(ForwardPasses):
             self.scaler.step(self.optimizer)
             self.schedule.step()
             self.optimizer_steps += 1
+        self._adapt_entropy_coef(metrics, skipped=skipped)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)  # their memory is an engine's until the next step
         metrics |= {**losses, "grad_norm": None if skipped else norm, "lr": None if skipped else rate}
@@ -216,6 +220,7 @@ class Learner(ForwardPasses):
 
     def _run(self, rows: Sequence[Row], passes: Sequence[Pass]) -> tuple[dict[str, float], dict[str, float | None]]:
         """:meth:`_accumulate` over passes of ``rows``."""
+        threshold = self._keep_top_entropy(rows, passes)
         last = sum(one.learns for one in passes)
         self.policy.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -234,7 +239,51 @@ class Learner(ForwardPasses):
         losses, sums = self.ranks.sums(losses), self.ranks.sums(sums)
         means = _named(diagnostic_means(sums) | {"tokens": sums["tokens"]})
         measured = means.pop("tokens") > 0
-        return _named(losses), {name: value if measured else None for name, value in means.items()}
+        return _named(losses), {name: value if measured else None for name, value in (means | threshold).items()}
+
+    def _keep_top_entropy(self, rows: Sequence[Row], passes: Sequence[Pass]) -> dict[str, float]:
+        """Mark which trained tokens of the whole step the surrogate keeps; the least entropy of these, if not all are.
+
+        The entropies are the policy's before the step and without dropout, of all ranks, however the step is split.
+        """
+        if self.settings.top_entropy_quantile >= 1:
+            return {}
+        micros = [(one.rows, any(one.weights)) for one in passes]
+        entropy = self._own(rows, micros, lambda batch: self._policy_outputs(batch).get(ENTROPY))
+        weights = {index: weight for one in passes for index, weight in zip(one.rows, one.weights) if weight}
+        trained = {index: rows[index][keys.ASSISTANT_MASK] for index in weights}
+        own = torch.cat([torch.zeros(0), *(entropy[index][mask] for index, mask in trained.items())])
+        every, mine = self.ranks.joined(own)
+        kept = top_entropy_tokens(
+            every, torch.ones_like(every, dtype=torch.bool), share=self.settings.top_entropy_quantile
+        )
+        sizes = [int(mask.sum()) for mask in trained.values()]
+        for (index, mask), values in zip(trained.items(), kept[mine].split(sizes)):
+            rows[index][keys.OBJECTIVE_MASK] = torch.zeros_like(mask).masked_scatter(mask, values)
+        return {"entropy_threshold": every[kept].min().item() if kept.any() else math.nan}
+
+    def _adapt_entropy_coef(self, metrics: dict[str, float | None], *, skipped: bool) -> None:
+        """Note the coefficient that a step applied, and let its entropy decide on that of the next."""
+        settings = self.settings
+        if settings.entropy_target is None:
+            return
+        metrics["entropy_coef"], entropy = self.loss.entropy_coeff, metrics["entropy"]
+        if entropy is not None and not skipped:
+            bounds = {"delta": settings.entropy_coef_delta, "largest": settings.entropy_coef_max}
+            found = adapted_entropy_coef(self.entropy_coef, entropy, target=settings.entropy_target, **bounds)
+            self.entropy_coef, applied = found
+            self._apply_entropy_coef(applied)
+
+    def _apply_entropy_coef(self, applied: float) -> None:
+        """What the next step's loss multiplies the entropy by; the head computes no gradient for a bonus of 0."""
+        self.loss.entropy_coeff = applied
+        self.policy.scorer.entropy_grad = applied > 0
+
+    def adopt_entropy_coef(self, other: Learner) -> None:
+        """Stand where ``other`` does, if both adapt their coefficient."""
+        if self.settings.entropy_target is not None and other.settings.entropy_target is not None:
+            self.entropy_coef = other.entropy_coef
+            self._apply_entropy_coef(other.loss.entropy_coeff)
 
     def gradient(self, rows: Sequence[TensorDictBase], *, token_budget: int) -> dict[str, torch.Tensor]:
         """This rank's part of the gradient of one step over ``rows``, by parameter, on the CPU; nothing is updated.
@@ -363,6 +412,7 @@ class Learner(ForwardPasses):
             "optimizer": optimizer_state(self.optimizer, kept),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "entropy_coef": [self.entropy_coef, self.loss.entropy_coeff],
             "version": self.version,
             "optimizer_steps": self.optimizer_steps,
         }
@@ -385,6 +435,9 @@ class Learner(ForwardPasses):
         for group, peak in zip(self.optimizer.param_groups, self.schedule.base_lrs):
             group["lr"] = peak * factor
         self.scaler.load_state_dict(state["scaler"])
+        if self.settings.entropy_target is not None and "entropy_coef" in state:  # older ones had no such coefficient
+            self.entropy_coef, applied = state["entropy_coef"]
+            self._apply_entropy_coef(applied)
         self.version = state["version"]
         self.optimizer_steps = state["optimizer_steps"]
 

@@ -313,6 +313,20 @@ BROKEN = [
     ("every_amount_is_positive", ["algorithm=sapo", "algorithm.tau_negative=0"], "algorithm.tau_negative=0"),
     ("every_coefficient_is_not_negative", ["algorithm.off_policy_threshold=-1"], "off_policy_threshold=-1"),
     ("a_group_baseline_has_siblings", ["algorithm=opo", "env.repeats=1"], "length_weighted"),
+    ("every_share_lies_between_0_and_1", ["algorithm.top_entropy_quantile=1.5"], "top_entropy_quantile=1.5"),
+    (
+        "tokens_of_high_entropy_are_chosen_one_by_one",
+        ["algorithm=gmpo", "algorithm.top_entropy_quantile=0.2"],
+        "use algorithm.objective=clipped",
+    ),
+    *(
+        ("an_entropy_bonus_is_adapted_between_its_bounds", more, said)
+        for more, said in (
+            (["algorithm=skywork_or1", "algorithm.entropy_coef=2"], "use algorithm.entropy_coef_max=2.0"),
+            (["algorithm.entropy_coef_delta=0.1"], "use algorithm.entropy_coef_delta=0.005 or give a target"),
+            (["algorithm.entropy_coef_max=0.1"], "use algorithm.entropy_coef_max=1.0 or give a target"),
+        )
+    ),
     ("a_group_baseline_has_siblings", ["algorithm=pass_at_k", "env.repeats=1"], "best_of_others"),
     (
         "options_that_the_objective_does_not_read_keep_their_default",

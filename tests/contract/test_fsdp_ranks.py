@@ -95,6 +95,7 @@ KINDS = {
     "proximal, two epochs, weights by token": {"epochs": 2, "recompute": True, "aggregation": "token"},
     "lora, proximal, two epochs, checkpointing": {"lora": True, "epochs": 2, "recompute": True, "checkpointing": True},
     "muon, whose iterations amplify rounding": {"optimizer": "muon", "in_float32": True},
+    "tokens of high entropy, adapted bonus": {"top_entropy_quantile": 0.4, "entropy_target": 9.0, "kl_coef": 0.0},
     "bf16": {"precision": "bf16", "lr": 1e-4},
 }
 

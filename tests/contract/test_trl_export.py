@@ -19,7 +19,14 @@ from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.run.app import train
 from tests.builders import ModelActor, tiny_model, tiny_tokenizer
 from tests.config.test_config import ALGORITHMS, PRESETS, composed
-from tests.contract.test_trl_parity import DRIFT, MAX_RESPONSE_TOKENS, rows_near, trl_inputs, value_and_gradient
+from tests.contract.test_trl_parity import (
+    DRIFT,
+    MAX_RESPONSE_TOKENS,
+    keep_top_entropy,
+    rows_near,
+    trl_inputs,
+    value_and_gradient,
+)
 from tests.e2e.conftest import SMALL
 
 pytestmark = pytest.mark.bench
@@ -50,11 +57,10 @@ def test_trl_computes_our_gradient_with_them(algorithm: str, tmp_path: Path) -> 
     overrides = (f"algorithm={algorithm}", "policy.kl_coef=0.1", f"inference_model.max_tokens={MAX_RESPONSE_TOKENS}")
     config, model = composed("grpo_cpu", *overrides), tiny_model()
     part = config.algorithm
-    rows = set_loss_weights(
-        rows_near(model, algorithm if algorithm in DRIFT else "grpo"),
-        part.aggregation,
-        max_response_tokens=MAX_RESPONSE_TOKENS,
-    )
+    rows = rows_near(model, algorithm if algorithm in DRIFT else "grpo")
+    if part.top_entropy_quantile < 1:
+        rows = keep_top_entropy(model, rows, part.top_entropy_quantile)
+    rows = set_loss_weights(rows, part.aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
     inputs = trl_inputs(rows)
     batch = pad_rows(rows, pad_token_id=0)
     if algorithm not in DRIFT:  # REINFORCE, and k2: equal in the first step of a batch

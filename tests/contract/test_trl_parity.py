@@ -14,6 +14,9 @@ the conventions of the two differ:
   the whole step only if all micro-batches hold equally many rows; under ``dapo`` and ``cispo`` it divides by the tokens
   of the whole *generation* batch over the number of steps, an average that no single step has. Ours is exact for any
   split (tests/unit/test_objectives.py), so the comparison is made on whole steps.
+- Tokens of high entropy: TRL takes the quantile of each micro-batch, and of entropies rounded to float32, so that in
+  float64 a token whose entropy *is* the quantile may fall out; here none is, since the quantile lies between two.
+- The entropy bonus is a mean over tokens in TRL, whatever the loss type: ours under ``aggregation=token``.
 - Advantages are an input here. TRL's are ``(r - mean) / (std + 1e-4)``, ours have 1e-6 and exact zeros.
 """
 
@@ -28,6 +31,7 @@ from tensordict import TensorDict
 from scripts.preset_table import TRL
 from sota_grpo import keys
 from sota_grpo.config import Config
+from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
 from sota_grpo.migration.trl import trl_arguments
 from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
@@ -42,7 +46,10 @@ MAX_RESPONSE_TOKENS = 9
 # how far the policy moved, so that a good part of the tokens is clipped under each preset's width
 DRIFT = {"gspo": 2e-3, "luspo": 5e-3, "cispo": 1.5}
 #: What decides the loss, as ``sota-grpo export --to trl`` writes it; the rest of its arguments is about the run.
-_OF_THE_LOSS = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "off_policy_mask_threshold")
+_OF_THE_LOSS = (
+    *("epsilon", "epsilon_high", "delta", "importance_sampling_level", "off_policy_mask_threshold"),
+    *("top_entropy_quantile", "use_adaptive_entropy", "entropy_coef", "entropy_target"),
+)
 
 
 def preset(name: str) -> Config:
@@ -103,6 +110,22 @@ def rows_near(model, name: str) -> list[TensorDict]:
     return rows
 
 
+def keep_top_entropy(model, rows: list[TensorDict], share: float) -> list[TensorDict]:
+    """The rows, but for the last ones where a token would have the very entropy of the quantile, with their mask."""
+
+    def at(rows: list[TensorDict]) -> float:
+        return (1 - share) * (sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows) - 1)
+
+    while abs(at(rows) - round(at(rows))) < 1e-6:
+        rows = rows[:-1]
+    batch = pad_rows(rows, pad_token_id=0)
+    with torch.no_grad():
+        entropy = ModelActor(model)(batch.copy())["entropy"]
+    for row, kept in zip(rows, top_entropy_tokens(entropy, batch[keys.ASSISTANT_MASK], share=share), strict=True):
+        row.set(keys.OBJECTIVE_MASK, kept[: len(row[keys.FULL_TOKENS])])
+    return rows
+
+
 def trl_inputs(rows: list[TensorDict]) -> dict[str, torch.Tensor]:
     """Prompts padded on the left, completions on the right."""
 
@@ -139,7 +162,10 @@ def test_preset_equals_trl_in_loss_and_gradient(name, beta, tmp_path) -> None:
     """In float64. LUSPO's sums over tokens are here divided by ``max_tokens``, which is taken out again."""
     model, config = tiny_model().double(), preset(name)
     aggregation = config.algorithm.aggregation
-    rows = set_loss_weights(rows_near(model, name), aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
+    rows = rows_near(model, name)
+    if config.algorithm.top_entropy_quantile < 1:
+        rows = keep_top_entropy(model, rows, config.algorithm.top_entropy_quantile)
+    rows = set_loss_weights(rows, aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
     ours = loss_of(config, ModelActor(model), beta=beta)(pad_rows(rows, pad_token_id=0))
     if loss_of(config, ModelActor(model)).surrogate.clipped:
         assert 0 < ours.clip_fraction < 1, "a batch without clipped tokens would not tell the clips apart"
@@ -169,3 +195,37 @@ def test_k2_has_the_gradient_of_trls_ratio_weighted_k3_on_the_first_use(tmp_path
     del inputs["old_per_token_logps"]  # on policy: TRL takes the current ones
     _, their_grad = value_and_gradient(model, trainer._compute_loss(model, inputs))
     torch.testing.assert_close(grad, their_grad, rtol=1e-5, atol=1e-5)
+
+
+def test_the_entropy_bonus_is_adapted_as_trl_adapts_it(tmp_path) -> None:
+    """Five optimizer steps of entropies below and above the target: coefficient, loss and gradient of each, float64."""
+    model, config = tiny_model().double(), preset("skywork_or1")
+    options = {"entropy_coef_delta": 0.25, "entropy_coef_max": 0.4}
+    trainer = trainer_for("skywork_or1", config, model, 0.0, tmp_path, **options)
+    trainer.current_gradient_accumulation_steps = 1
+    rows = set_loss_weights(rows_near(model, "grpo"), "token")
+    batch, inputs = pad_rows(rows, pad_token_id=0), trl_inputs(rows)
+    loss = GRPOLoss(ModelActor(model), entropy_bonus=True, entropy_coeff=0.0)
+
+    def scaled(factor: float) -> float:
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(factor)
+            return loss(batch.copy()).entropy.item()
+
+    high, low = scaled(1.0), scaled(4.0)
+    scaled(0.25)
+    target = trainer.args.entropy_target = (high + low) / 2
+    model.train()
+    coef, applied, seen = 0.0, 0.0, []
+    for factor in (4.0, 1.0, 0.25, 1.0, 4.0):
+        scaled(factor)
+        loss.entropy_coeff = applied
+        ours = loss(batch.copy())
+        value, grad = value_and_gradient(model, ours.loss_objective + (ours.loss_entropy if applied else 0.0))
+        their_value, their_grad = value_and_gradient(model, trainer._compute_loss(model, inputs))
+        torch.testing.assert_close(value, their_value.to(value), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(grad, their_grad, rtol=1e-6, atol=1e-6)
+        coef, applied = adapted_entropy_coef(coef, ours.entropy.item(), target=target, delta=0.25, largest=0.4)
+        assert trainer.entropy_coef == coef
+        seen.append((coef, applied))
+    assert seen == [(0.25, 0.25), (0.4, 0.4), (pytest.approx(0.15), 0.0), (0.0, 0.0), (0.25, 0.25)]

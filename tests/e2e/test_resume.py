@@ -49,6 +49,7 @@ def test_killed_run_equals_the_uninterrupted_one(tmp_path: Path, grpo, signalled
     """With the sets that top-p keeps, which travel with the tokens."""
     options = (*SCRIPTED, "engine=transformers", "env.reward_workers=1", "train.total_dialog_turns=160")
     options += ("inference_model.top_p=0.9", "inference_model.temperature=1.5")
+    options += ("algorithm.entropy_target=9", "algorithm.top_entropy_quantile=0.5")  # it grows each step
     whole = grpo(tmp_path / "whole", *options)
     assert whole.returncode == 0, whole.stderr
     run_dir, again = tmp_path / "killed", (*options, "train.resume=auto")
@@ -58,6 +59,7 @@ def test_killed_run_equals_the_uninterrupted_one(tmp_path: Path, grpo, signalled
     last = grpo(run_dir, *again)
     assert last.returncode == 0, last.stderr
     assert without_clock(metrics(run_dir)) == without_clock(metrics(tmp_path / "whole"))
+    assert metrics(run_dir)[-1]["entropy_coef"] > metrics(run_dir)[1]["entropy_coef"]
     mine, theirs = final_weights(run_dir), final_weights(tmp_path / "whole")
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)

@@ -29,7 +29,7 @@ def fresh(*overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["curriculum", "learning", "learning_trl", "simulation", "trainer_trl", "trainer_work"]
+    "module", ["curriculum", "learning", "learning_trl", "presets", "simulation", "trainer_trl", "trainer_work"]
 )
 def test_examples_are_true(module: str) -> None:
     found = doctest.testmod(importlib.import_module(f"benchmarks.{module}"))

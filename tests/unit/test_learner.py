@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tensordict import TensorDict, lazy_stack
 from sota_grpo import keys
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.rl.collate import set_loss_weights
+from sota_grpo.rl.collate import plain_rows, row_list, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.forward_passes import LearnerSettings, learning_rate_factor
@@ -456,3 +457,82 @@ def test_learning_rate_schedules() -> None:
         "linear": [0.5, 1.0, 1.0, 0.5, 0.0],
         "cosine": [0.5, 1.0, 1.0, 0.5, 0.0],
     }
+
+
+def _gradient(learner: Learner, rows: list[TensorDict], budget: int) -> tuple[dict[str, torch.Tensor], dict]:
+    """The gradient of one optimizer step, and its metrics; the rows are told which of their tokens were kept."""
+    plain = plain_rows(rows)
+    metrics = learner._run(plain, learner._passes(plain, budget))[1]
+    for row, shown in zip(rows, plain, strict=True):
+        row.set(keys.OBJECTIVE_MASK, shown.get(keys.OBJECTIVE_MASK, torch.zeros_like(row[keys.ASSISTANT_MASK])))
+    return {name: p.grad.clone() for name, p in learner.policy.named_parameters()}, metrics
+
+
+def test_tokens_of_high_entropy_are_those_of_the_whole_optimizer_step(tmp_path: Path) -> None:
+    """Neither micro-batches nor order nor padding choose them; the others' gradient is 0, their weights count."""
+    learner, rows = make_learner(tmp_path, top_entropy_quantile=0.3), make_rows()
+    whole, metrics = _gradient(learner, rows, 1 << 20)
+    mask = torch.cat([row[keys.ASSISTANT_MASK] for row in rows])
+    kept = torch.cat([row[keys.OBJECTIVE_MASK] for row in rows])
+    entropy = learner.measured(rows)[1]
+    assert kept.sum() == mask.sum() - math.ceil(0.7 * (mask.sum().item() - 1) - 1e-9)
+    assert entropy[kept].min() > entropy[mask & ~kept].max()
+    assert metrics["entropy_threshold"] == entropy[kept].min().item()
+    scale = max(float(grad.abs().max()) for grad in whole.values())
+    order = torch.randperm(len(rows)).tolist()
+    for budget, shown in ((1, rows), (13, rows), (1 << 20, [rows[index] for index in order])):
+        assert largest_gap(whole, _gradient(learner, shown, budget)[0]) < 1e-5 * scale
+    # the same by hand: the sum of the weighted log-probs of the kept tokens alone
+    learner.optimizer.zero_grad()
+    batch = learner.padded(row_list(set_loss_weights(rows, learner.settings.aggregation)))
+    own = learner.policy(batch.copy())[keys.LOG_PROBS]
+    ratio = (own - batch[keys.LOG_PROBS]).exp()
+    advantage = batch[keys.ADVANTAGE].squeeze(-1)
+    value = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    weight = torch.where(batch[keys.OBJECTIVE_MASK], batch[keys.LOSS_WEIGHT], 0.0)
+    (weight * value).sum().backward()
+    assert largest_gap(whole, {name: p.grad for name, p in learner.policy.named_parameters()}) < 1e-5 * scale
+
+
+def test_truncated_responses_that_are_dropped_do_not_count_among_the_entropies(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, top_entropy_quantile=0.3, drop_truncated=True)
+    rows = make_rows()
+    for index, row in enumerate(rows):
+        row.set(keys.TRUNCATED, torch.tensor([index % 2 == 0]))
+    _gradient(learner, rows, 40)
+    for row in rows[::2]:
+        assert not row[keys.OBJECTIVE_MASK].any()
+    left = [row.clone() for row in rows[1::2]]
+    _gradient(learner, left, 40)
+    for row, alone in zip(rows[1::2], left):
+        assert torch.equal(row[keys.OBJECTIVE_MASK], alone[keys.OBJECTIVE_MASK])
+
+
+def test_the_entropy_bonus_is_adapted_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """A bound of a half with steps of a quarter; the target is met always, or never."""
+    rows, adapts = make_rows(), {"entropy_coef_delta": 0.25, "entropy_coef_max": 0.5, "optim_batch_size": 2}
+    learner = make_learner(tmp_path, entropy_target=100.0, **adapts)
+    steps = [learner._step(batch) for batch in learner.batches(rows)[:4]]
+    assert [step["entropy_coef"] for step in steps] == [0.0, 0.25, 0.5, 0.5]
+    assert "loss/entropy" not in steps[0]
+    for step, coef in zip(steps[1:], (0.25, 0.5, 0.5)):  # a mean over rows, near that over tokens
+        assert step["loss/entropy"] == pytest.approx(-coef * step["entropy"], rel=0.05)
+    kept = deepcopy(learner.state_dict())
+    resumed = make_learner(tmp_path, entropy_target=100.0, seed=1, **adapts)
+    resumed.load_state_dict(deepcopy(kept))
+    assert resumed.loss.entropy_coeff == 0.5
+    again = learner.batches(rows)[0]
+    assert resumed._step(again) == learner._step(again)
+    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(learner).items())
+    high = make_learner(tmp_path, entropy_target=1e-3, **adapts)
+    high.load_state_dict(kept)
+    falling = [high._step(batch)["entropy_coef"] for batch in learner.batches(rows)[:4]]
+    assert falling == [0.5, 0.0, 0.0, 0.0]
+    assert high.entropy_coef == 0.0
+    constant = make_learner(tmp_path)
+    constant.load_state_dict(kept)
+    assert constant.loss.entropy_coeff == 0.0
+    older = {name: value for name, value in kept.items() if name != "entropy_coef"}
+    fresh = make_learner(tmp_path, entropy_target=100.0, **adapts)
+    fresh.load_state_dict(older)
+    assert fresh.loss.entropy_coeff == fresh.entropy_coef == 0.0

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from sota_grpo import cli, keys
+from sota_grpo.assembly.compare import compared
 from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.replay import (
     Replay,
@@ -53,6 +54,10 @@ RUNS = {
         *("algorithm=reinforce_pp", KL, "train_model.lora.enabled=true"),
         *("train_model.lora.dropout=0.2", "train.optim_batch_size=8", "train.micro_batch_tokens=512"),
     ),
+    "skywork_or1, tokens of high entropy": (
+        *("algorithm=skywork_or1", "algorithm.entropy_target=9", "algorithm.entropy_coef_delta=0.05"),
+        "algorithm.top_entropy_quantile=0.2",
+    ),
     "dialogs of two turns, min-p": (
         *("algorithm=grpo", "env.reasoning=true", "env.max_steps=2", "train.optim_batch_size=4"),
         *("inference_model.min_p=0.02", "inference_model.temperature=1.5"),
@@ -89,6 +94,12 @@ def test_a_replay_gives_the_losses_and_the_gradient_norm_of_the_run(name: str, t
             assert values["stored"] == rows[step][figure]
             assert values["replayed"] == pytest.approx(values["stored"], rel=1e-6, abs=1e-12), figure
         assert found["agrees"]
+    if "skywork" in name:
+        assert [row["entropy_coef"] for row in rows] == [0.0, 0.05]
+        found = compared(run_dir, 1, ["run", "grpo"])["algorithms"]
+        assert found["grpo"]["masked"] == 0 < found["run"]["masked"]  # what the run left out is not in the stored rows
+        losses = found["run"]["losses"]
+        assert losses == {name: pytest.approx(rows[1][name], rel=1e-6) for name in ("loss/objective", "loss/entropy")}
     if "LoRA" in name:
         step = open_step(run_dir, 1)
         assert replay(step).figures == replay(step).figures  # the first leaves nothing behind
