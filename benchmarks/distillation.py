@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.distillation --seeds 3`` first trains the teacher, the embedded policy after GRPO on
 ``arithmetic`` (preset ``grpo_cpu``, 10,240 responses). Then, for every seed, the embedded policy learns the same task
-by that preset, by GRPO in steps of 32 responses to 4 prompts, and from the teacher (``algorithm.distill_coef=1
-algorithm.advantage_coef=0``), which judges each token, in steps of 32 responses to 32 prompts; steps of 32 once for
-each ``--lr``. A learning rate falls to 0 at the end of its run. A seed draws the held-out problems, on which the
-teacher is measured as well. No problem of a training split is held out under any seed.
+by that preset, by GRPO in steps of 32 responses to 4 prompts, and, in short runs, once more so and from the teacher
+(``algorithm.distill_coef=1 algorithm.advantage_coef=0``), which judges each token, in steps of 32 responses to 32
+prompts: both once for each ``--lr``. A learning rate falls to 0 at the end of its run. A seed draws the held-out
+problems, on which the teacher is measured as well. No problem of a training split is held out under any seed.
 
 The goal is the teacher's own greedy accuracy less one standard error of it over problems, down to a whole one.
 Printed: the curves, measured every 256 responses, and the responses after which it was first reached. The run
@@ -77,14 +77,13 @@ def _measure(teacher: Path, seed: int, out: Path, options: argparse.Namespace) -
 
 def ways_of(teacher: Path, options: argparse.Namespace) -> dict[str, tuple[int, list[str]]]:
     """The ways to learn by name: responses a step, and what the preset is changed by."""
-    every = f"train.total_dialog_turns={options.samples}"
-    ways = {"GRPO, 128 a step": (128, [every])}
+    long, short = (f"train.total_dialog_turns={count}" for count in (options.samples, options.short))
+    taught = ["env.repeats=1", f"ref_model.name={teacher}", "algorithm.distill_coef=1", "algorithm.advantage_coef=0"]
+    ways = {"GRPO, 128 a step": (128, [long]), "GRPO, 32 a step": (32, [*SMALL, long])}
     for lr in options.lr:
-        ways[f"GRPO, 32 a step, lr {lr}"] = (32, [*SMALL, every, f"optimizer.lr={lr}"])
-    taught = [*SMALL, "env.repeats=1", f"ref_model.name={teacher}", "algorithm.distill_coef=1"]
-    taught += ["algorithm.advantage_coef=0", f"train.total_dialog_turns={options.distilled}"]
-    for lr in options.lr:
-        ways[f"teacher, 32 a step, lr {lr}"] = (32, [*taught, f"optimizer.lr={lr}"])
+        small = [*SMALL, short, f"optimizer.lr={lr}"]
+        ways[f"GRPO, 32 a step, short, lr {lr}"] = (32, small)
+        ways[f"teacher, 32 a step, short, lr {lr}"] = (32, [*small, *taught])
     return ways
 
 
@@ -134,9 +133,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=10240, help="responses of a run of GRPO, a multiple of 128")
-    parser.add_argument("--distilled", type=int, default=2560, help="responses of a run with the teacher, of 32")
+    parser.add_argument("--short", type=int, default=2560, help="responses of a short run, of GRPO or with the teacher")
     parser.add_argument("--problems", type=int, default=512, help="held-out problems")
-    parser.add_argument("--lr", nargs="+", default=["1e-4", "5e-5"], help="peaks of the learning rate, steps of 32")
+    parser.add_argument("--lr", nargs="+", default=["1e-4", "5e-5"], help="peaks of the learning rate, of short runs")
     parser.add_argument("--teacher", type=Path, help="folder of a teacher that is there already")
     parser.add_argument("--out", type=Path, default=Path("outputs/distillation") / time.strftime("%Y-%m-%d_%H-%M-%S"))
     options = parser.parse_args(argv)

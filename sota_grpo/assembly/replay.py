@@ -53,7 +53,8 @@ _JUDGED = (*_LOSSES, "grad_norm")
 _SAME_ADVANTAGE = 1e-6
 _ONE = 1e-6  # of the effective sample size, where all ratios are 1 but for float32's rounding
 _OF_THE_COLLECTION = tuple(
-    f"algorithm.{name}" for name in ("overlong_buffer", "dynamic_sampling", "dynamic_sampling_max_draws")
+    f"algorithm.{name}"
+    for name in ("overlong_buffer", "dynamic_sampling", "dynamic_sampling_max_draws", "distill_hint")
 )
 _ALGORITHM = {name for name, _, _ in walk() if name.startswith("algorithm.")} - {"algorithm.name"}
 COMPARED = (_ALGORITHM - {*_OF_THE_COLLECTION}) | {"policy.kl_coef", "train.kl_coef_in_loss"}

@@ -96,6 +96,7 @@ _DECLARED = (
         "KL(policy that sampled, teacher), k1, per token: the mean is right, single steps may fall below 0.",
         "nats",
     ),
+    Metric("distill/hinted", "mean", "Responses whose teacher was told a hint (algorithm.distill_hint).", "share"),
     Metric("entropy", "mean", "Entropy of the policy's next-token distribution, per token.", "nats"),
     Metric("ess", "mean", "Effective sample size of the importance weights over the number of tokens.", "share"),
     Metric("clip_fraction", "mean", "Share of tokens whose gradient the clip removes.", "share"),

@@ -239,6 +239,8 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
         "policy_age/mean": age.mean(),
         "policy_age/max": age.max(),
     }
+    if rows[0].get(keys.HINTED, None) is not None:
+        values["distill/hinted"] = _column(batch, keys.HINTED).mean()
     means = {name: float(value) for name, value in values.items()}
     terms, extras = [_terms(row) for row in rows], _extras(rows)
     numbers = [

@@ -112,6 +112,12 @@ SMALL = (
 ALONE = ("algorithm.distill_coef=1", "algorithm.advantage_coef=0")
 RUNS = {
     "alone, adapters, one response per prompt": (*ALONE, "env.repeats=1", "train_model.lora.enabled=true"),
+    "the policy at its start with a hint, below an adapter": (
+        *(*ALONE, "algorithm.distill_hint=gold", "ref_model.name=null", "train_model.lora.enabled=true"),
+    ),
+    "the policy at its start with a sibling's response": (
+        *("algorithm.distill_coef=0.5", "algorithm.distill_hint=sibling", "ref_model.name=null"),
+    ),
     "beside the task, two steps and epochs": (
         *("algorithm.distill_coef=0.5", "train.optim_batch_size=8", "train.epochs=2", "algorithm.entropy_coef=0.01"),
     ),
@@ -131,6 +137,7 @@ def test_a_run_learns_from_its_teacher_and_is_replayed(name: str, teacher: str, 
         assert row["grad_norm"] > 0
         assert row["distill/reverse_kl"] != row["kl"] > 0  # k1 and k3 of the same
         assert replayed(tmp_path / "run", step)["agrees"]
+        assert ("distill/hinted" in row) == any("distill_hint" in option for option in RUNS[name])
     other = replayed(tmp_path / "run", 1, ["algorithm.distill_coef=2"])["figures"]["grad_norm"]
     assert other["other"] != other["replayed"]
     assert "rewards were equal" not in (tmp_path / "run" / "training.log").read_text()
