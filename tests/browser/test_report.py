@@ -450,7 +450,7 @@ def test_runs_that_cannot_be_shown_are_named_with_the_reason(opened: Callable, t
 
 
 def test_comparisons_show_the_table_and_the_tokens_that_differ(opened: Callable, tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", turns=1)
+    run_dir = write_run(tmp_path / "run", steps=1)
     save_comparison(run_dir, comparison(0))
     hostile = comparison(1, HOSTILE)
     hostile["texts"][0]["pieces"] = [*HOSTILE]

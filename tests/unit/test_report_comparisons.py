@@ -33,7 +33,7 @@ def test_one_is_kept_of_each_question_and_the_newest_of_equal_ones(tmp_path: Pat
 
 
 def test_the_report_shows_every_comparison(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", turns=1)
+    run_dir = write_run(tmp_path / "run", steps=1)
     text = write_report([run_dir], tmp_path / "report.html").read_text()
     assert "None yet: <code>sota-grpo compare RUN" in text
     save_comparison(run_dir, comparison(0))
@@ -58,14 +58,14 @@ def test_the_report_shows_every_comparison(tmp_path: Path) -> None:
 
 def test_several_runs_are_told_apart(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        save_comparison(write_run(tmp_path / name, turns=1), comparison(0))
+        save_comparison(write_run(tmp_path / name, steps=1), comparison(0))
     text = write_report([tmp_path], tmp_path / "report.html").read_text()
     for name in ("a", "b"):
         assert f"<summary>{name}: step 0, optimizer step 2: grpo, gspo</summary>" in text
 
 
 def test_hostile_text_is_text(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", turns=1)
+    run_dir = write_run(tmp_path / "run", steps=1)
     found = comparison(0, HOSTILE, options=[*HOSTILE], notes=[*HOSTILE], checkpoint=HOSTILE[0])
     for token, text in zip(found["tokens"], HOSTILE):
         token |= {"before": text, "text": text, "after": text}
@@ -132,7 +132,7 @@ def test_a_damaged_record_costs_a_sentence_or_nothing(tmp_path: Path) -> None:
 def test_what_is_no_comparison_is_named_and_the_others_are_shown(
     tmp_path: Path, content: str | None, sentence: str
 ) -> None:
-    run_dir = write_run(tmp_path / "run", turns=1)
+    run_dir = write_run(tmp_path / "run", steps=1)
     odd = save_comparison(run_dir, comparison(0)).with_name("odd\u202e.json")
     if content is None:
         (tmp_path / "secret.json").write_text(json.dumps(comparison(0)))
