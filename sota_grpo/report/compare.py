@@ -130,7 +130,9 @@ def section(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], most: int) 
         most: bytes; a comparison that would take more goes without its samples, or is left out.
     """
     several = len(runs) > 1
-    parts, left_out, room = [], [], most
+    parts: list[str] = []
+    left_out: list[str] = []
+    room = most
     for run, comparisons in runs:
         for found in comparisons:
             name = f"{run}: " if several else ""
