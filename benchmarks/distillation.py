@@ -2,14 +2,14 @@
 
 ``python -m benchmarks.distillation --seeds 3`` first trains the teacher, the embedded policy after GRPO on
 ``arithmetic`` (preset ``grpo_cpu``, 10,240 responses). Then, for every seed, the embedded policy learns the same task
-once by that preset and once from the teacher (``algorithm.distill_coef=1 algorithm.advantage_coef=0``), which judges
-each token, so that a step takes 32 responses to 32 prompts in the place of 128 to 16; ``--small`` lets GRPO take steps
-of 32 responses too. A seed draws the held-out problems, on which the teacher is measured as well. No problem of a
-training split is held out under any seed.
+by that preset, by GRPO in steps of 32 responses to 4 prompts, and, in short runs, once more so and from the teacher
+(``algorithm.distill_coef=1 algorithm.advantage_coef=0``), which judges each token, in steps of 32 responses to 32
+prompts: both once for each ``--lr``. A learning rate falls to 0 at the end of its run. A seed draws the held-out
+problems, on which the teacher is measured as well. No problem of a training split is held out under any seed.
 
 The goal is the teacher's own greedy accuracy less one standard error of it over problems, down to a whole one.
-Printed: the curves, and the responses after which it was first reached. The run directories and ``distillation.json``
-are in ``--out``.
+Printed: the curves, measured every 256 responses, and the responses after which it was first reached. The run
+directories and ``distillation.json`` are in ``--out``; what has ended there is not run again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ SETTINGS = (
     *("engine=transformers", "train.checkpoint_frequency=0", "eval.avg_at_k=0", "logging.report=false"),
     "logging.store_steps=false",
 )
+EVERY = 256  # responses between two evaluations
 SMALL = ("env.num_envs=32", "train.dialog_turns_per_batch=32", "train.optim_batch_size=32")
 
 
@@ -61,55 +63,69 @@ def reached(curve: dict[int, float], goal: float) -> int | None:
 def goal_of(teacher: Path, seed: int, options: argparse.Namespace) -> Goal:
     """The teacher on the problems of ``seed``."""
     out = options.out / f"teacher_on_{seed}.json"
-    command = [sys.executable, "-m", "sota_grpo.cli", "eval", str(teacher), "--config-name=grpo_cpu", "--k=0"]
-    command += ["--engine=transformers", f"--num-samples={options.problems}", f"--out={out}", f"seed={seed}"]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    if not out.is_file():
+        _measure(teacher, seed, out, options)
     found = json.loads(out.read_text())["greedy"]
     return Goal(found["accuracy"], found["stderr"], options.problems)
 
 
-def curves_of(seed: int, teacher: Path, options: argparse.Namespace) -> dict[str, dict[int, float]]:
-    """Held-out accuracy by samples, of each way to learn."""
-    common = [*SETTINGS, f"seed={seed}", f"eval.num_samples={options.problems}", "train.export_hf=false"]
-    distilled = [*SMALL, "env.repeats=1", f"ref_model.name={teacher}", "algorithm.distill_coef=1"]
-    distilled += ["algorithm.advantage_coef=0", f"train.total_dialog_turns={options.distilled}", "eval.every=8"]
-    ways = {"GRPO": (128, [f"train.total_dialog_turns={options.samples}", "eval.every=4"])}
-    if options.small:
-        ways["GRPO, small steps"] = (32, [*SMALL, f"train.total_dialog_turns={options.samples}", "eval.every=16"])
-    ways["teacher"] = (32, distilled)
-    return {
-        name: train_ours(
-            [*common, *changes], rows, options.out / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
-        ).accuracy
-        for name, (rows, changes) in ways.items()
-    }
+def _measure(teacher: Path, seed: int, out: Path, options: argparse.Namespace) -> None:
+    command = [sys.executable, "-m", "sota_grpo.cli", "eval", str(teacher), "--config-name=grpo_cpu", "--k=0"]
+    command += ["--engine=transformers", f"--num-samples={options.problems}", f"--out={out}", f"seed={seed}"]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+
+
+def ways_of(teacher: Path, options: argparse.Namespace) -> dict[str, tuple[int, list[str]]]:
+    """The ways to learn by name: responses a step, and what the preset is changed by."""
+    long, short = (f"train.total_dialog_turns={count}" for count in (options.samples, options.short))
+    taught = ["env.repeats=1", f"ref_model.name={teacher}", "algorithm.distill_coef=1", "algorithm.advantage_coef=0"]
+    ways = {"GRPO, 128 a step": (128, [long]), "GRPO, 32 a step": (32, [*SMALL, long])}
+    for lr in options.lr:
+        small = [*SMALL, short, f"optimizer.lr={lr}"]
+        ways[f"GRPO, 32 a step, short, lr {lr}"] = (32, small)
+        ways[f"teacher, 32 a step, short, lr {lr}"] = (32, [*small, *taught])
+    return ways
+
+
+def curve_of(name: str, rows: int, changes: Sequence[str], seed: int, options: argparse.Namespace) -> dict[int, float]:
+    """Held-out accuracy by samples; that of a run which has ended in ``--out`` is read and not measured again."""
+    run_dir = options.out / f"{re.sub(r'[^a-zA-Z0-9.-]+', '_', name)}_{seed}"
+    known = run_dir.with_suffix(".json")
+    if not known.is_file():
+        common = [*SETTINGS, f"seed={seed}", f"eval.num_samples={options.problems}", "train.export_hf=false"]
+        curve = train_ours([*common, f"eval.every={EVERY // rows}", *changes], rows, run_dir)
+        known.write_text(json.dumps(curve.accuracy))
+    return {int(samples): accuracy for samples, accuracy in json.loads(known.read_text()).items()}
 
 
 def report(goals: Sequence[Goal], curves: Sequence[dict[str, dict[int, float]]]) -> str:
-    """A row per seed and way.
+    """A row per seed and way; the share is that of the first GRPO to arrive, whatever its steps and learning rate.
 
     >>> print(report([Goal(0.9, 0.05, 100)], [{"GRPO": {0: 0.5, 384: 0.85}, "teacher": {0: 0.5, 128: 0.9}}]))
-    | seed | teacher's accuracy % | goal % | learned by | samples to the goal | share of GRPO's | last % |
-    |---:|---:|---:|---|---:|---:|---:|
-    | 0 | 90.0 | 85.0 | GRPO | 384 | 1.00 | 85.0 after 384 |
-    | 0 | 90.0 | 85.0 | teacher | 128 | 0.33 | 90.0 after 128 |
+    | seed | learned by | samples to the goal | share of GRPO's | to the teacher's own | share | last % |
+    |---:|---|---:|---:|---:|---:|---:|
+    | 0 | GRPO | 384 | 1.00 | - | - | 85.0 after 384 |
+    | 0 | teacher | 128 | 0.33 | 128 | - | 90.0 after 128 |
+    <BLANKLINE>
+    Seed 0: the teacher is right in 90.0 %, the goal is 85.0 %.
     """
-    lines = ["| seed | teacher's accuracy % | goal % | learned by | samples to the goal | share of GRPO's | last % |"]
-    lines += ["|---:|---:|---:|---|---:|---:|---:|"]
+    lines = ["| seed | learned by | samples to the goal | share of GRPO's | to the teacher's own | share | last % |"]
+    lines += ["|---:|---|---:|---:|---:|---:|---:|"]
     for seed, (goal, by_way) in enumerate(zip(goals, curves, strict=True)):
-        plain = reached(by_way["GRPO"], goal.accuracy)
+        plain = [curve for name, curve in by_way.items() if name.startswith("GRPO")]
         for name, curve in by_way.items():
-            samples, last = reached(curve, goal.accuracy), max(curve)
-            share = f"{samples / plain:.2f}" if samples is not None and plain else "-"
-            cells = (
-                seed,
-                f"{100 * goal.teacher:.1f}",
-                f"{100 * goal.accuracy:.1f}",
-                name,
-                samples or "not reached",
-                share,
-            )
-            lines.append("| " + " | ".join(map(str, cells)) + f" | {100 * curve[last]:.1f} after {last} |")
+            cells = [str(seed), name]
+            for wanted in (goal.accuracy, goal.teacher):
+                first = min(filter(None, (reached(other, wanted) for other in plain)), default=None)
+                samples = reached(curve, wanted)
+                cells += [str(samples or "-"), f"{samples / first:.2f}" if samples and first else "-"]
+            cells.append(f"{100 * curve[max(curve)]:.1f} after {max(curve)}")
+            lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    lines += [
+        f"Seed {seed}: the teacher is right in {100 * goal.teacher:.1f} %, the goal is {100 * goal.accuracy:.1f} %."
+        for seed, goal in enumerate(goals)
+    ]
     return "\n".join(lines)
 
 
@@ -117,22 +133,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=10240, help="responses of a run of GRPO, a multiple of 128")
-    parser.add_argument("--distilled", type=int, default=2560, help="responses of a run with the teacher, of 32")
+    parser.add_argument("--short", type=int, default=2560, help="responses of a short run, of GRPO or with the teacher")
     parser.add_argument("--problems", type=int, default=512, help="held-out problems")
-    parser.add_argument("--small", action="store_true", help="GRPO in steps of 32 responses, too")
+    parser.add_argument("--lr", nargs="+", default=["1e-4", "5e-5"], help="peaks of the learning rate, of short runs")
     parser.add_argument("--teacher", type=Path, help="folder of a teacher that is there already")
     parser.add_argument("--out", type=Path, default=Path("outputs/distillation") / time.strftime("%Y-%m-%d_%H-%M-%S"))
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    teacher = options.teacher
-    if teacher is None:
+    teacher = options.teacher or options.out / "teacher" / "hf"
+    if options.teacher is None and not teacher.is_dir():
         train_ours([*SETTINGS, f"seed={TEACHER_SEED}", "eval.mode=off"], 128, options.out / "teacher")
-        teacher = options.out / "teacher" / "hf"
     goals, curves = [], []
     for seed in range(options.seeds):
         goals.append(goal_of(teacher.resolve(), seed, options))
-        curves.append(curves_of(seed, teacher.resolve(), options))
+        ways = ways_of(teacher.resolve(), options)
+        curves.append({name: curve_of(name, *way, seed, options) for name, way in ways.items()})
         found = {"goals": [asdict(goal) for goal in goals], "curves": curves}
         (options.out / "distillation.json").write_text(json.dumps(found, indent=1))
         print(json.dumps(curves[-1]), flush=True)

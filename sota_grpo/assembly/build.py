@@ -53,14 +53,17 @@ from sota_grpo.config.validators import judges_alone, obstacles_to_a_broadcast
 from sota_grpo.engines import Engine, is_server
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine
+from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import KNOWN_TO_PACK
 from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.lora import AdapterPack, base_pack, engine_weights, packed_weights
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, own_grader
+from sota_grpo.rl.hints import Hints
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task
+from sota_grpo.rl.transforms import Ask
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.source import RolloutSource
 from sota_grpo.training.evaluate import Evaluator
@@ -75,6 +78,7 @@ from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
 
 logger = logging.getLogger(__name__)
 
+_SOME = 64  # problems that are asked for a gold response before a run that needs them
 WAIT_S = 3600.0  # longest wait for any sign of life from any group; dead and hung workers are found much sooner
 
 
@@ -244,7 +248,9 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
     reference = make_reference(config, learner.policy, placement, device_type, learner.autocast)
     if reference is not None:
         opened.callback(reference.close)
-    transforms = make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights)
+    transforms = make_transforms(
+        config, reference, tokenizer.pad_token_id, env.task.term_weights, make_hints(config, env)
+    )
     model = learner.policy.model
     return Roles(
         engine=engine,
@@ -275,7 +281,8 @@ def _roles_in_workers(
         share=cluster.engine_launcher.share,
         deadline_s=config.inference_model.timeout_s,
     )
-    reference = _reference_service(config, plan, tokenizer, cluster) if plan.placement.ref else None
+    ask = make_hints(config, env)
+    reference = _reference_service(config, plan, tokenizer, cluster, ask) if plan.placement.ref else None
     if reference is not None:
         opened.callback(reference.close)
     starting(f"Loading the policy {model_name(config)}")
@@ -301,7 +308,7 @@ def _roles_in_workers(
             "wait_deadline_s": WAIT_S,
             "metrics_extra": partial(replacements, fleets),
         },
-        transforms=make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights),
+        transforms=make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights, ask),
         export=export,
     )
 
@@ -342,7 +349,27 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
     )
 
 
-def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster) -> ReferenceService:
+def make_hints(config: Config, env: TaskEnv) -> Ask | None:
+    """What tells the teacher more than the policy knew, where it is told something.
+
+    Raises:
+        UserError: none of the first problems has a gold response, which is the hint.
+    """
+    source: Any = config.algorithm.distill_hint
+    if source == "none":
+        return None
+    gold = env.task.gold_response
+    if source == "gold" and all(gold(env.task.train[at]) is None for at in range(min(_SOME, len(env.task.train)))):
+        raise UserError(
+            f"algorithm.distill_hint=gold tells the teacher the gold response, and {config.env.dataset} has none; use "
+            "algorithm.distill_hint=sibling."
+        )
+    return Hints(source, env.prompt_ids, gold, max_model_len(config)).ask
+
+
+def _reference_service(
+    config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, ask: Ask | None
+) -> ReferenceService:
     options = reference_options(config, plan.device_type) | {
         "model_name": resolve_model_path(reference_name(config)),
         "num_threads": cluster.threads if plan.device_type == "cpu" else None,
@@ -357,7 +384,7 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
         silence_s=config.ref_model.timeout_s,
         start_silence_s=config.ray.start_timeout_s,
     )
-    return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config))
+    return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config), ask=ask)
 
 
 def _publisher_to_workers(

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch.utils.benchmark import Timer
 from sota_grpo.assembly.device_memory import GIB, THRESHOLD, TRAIN, Disk, Machine, RunMemory, disk_of
 from sota_grpo.assembly.devices import describe
 from sota_grpo.assembly.learning import make_settings
-from sota_grpo.assembly.sampling import engine_dtype, task_of
+from sota_grpo.assembly.sampling import engine_dtype, kwargs_of_tasks, start_instances, task_of
 from sota_grpo.config import Config, has_reference, model_name, num_steps
 from sota_grpo.config.mixture import (
     groups_per_step,
@@ -238,13 +238,10 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
         texts = ("".join(message["content"] for message in task.messages(e)) for e in [*task.train, *task.heldout])
         guess = max(len(text.encode()) for text in texts) // _BYTES_PER_TOKEN + 32
         return guess, "from the length of its text, the tokenizer is not here", count
-    env = TaskEnv(
-        task,
-        tokenizer,
-        multi_turn=has_dialogs(config),
-        max_prompt_tokens=context - 1,
-        template_kwargs=config.env.chat_template_kwargs,
-    )
+    with ExitStack() as opened:  # the prompts say which tools there are, and what they are for
+        kwargs = kwargs_of_tasks(config, start_instances(config, opened))
+    limit = context - 1
+    env = TaskEnv(task, tokenizer, multi_turn=has_dialogs(config), max_prompt_tokens=limit, **kwargs)
     longest = env.check_prompts(skip=config.env.skip_unreadable)
     return longest, f"the longest of {len(task.train) + len(task.heldout):,} prompts", len(task.train)
 

@@ -27,7 +27,7 @@ from sota_grpo.policy.reference import AdapterOffReference, Context, FrozenRefer
 from sota_grpo.policy.sharding import Ranks, join_ranks, shard
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
-from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
+from sota_grpo.rl.transforms import Ask, GroupAdvantage, OverlongPenalty, ReferenceKL
 from sota_grpo.text import first_line
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
@@ -249,7 +249,11 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
 
 
 def make_transforms(
-    config: Config, reference: ReferencePolicy | None, pad_token_id: int, term_weights: Mapping[str, float]
+    config: Config,
+    reference: ReferencePolicy | None,
+    pad_token_id: int,
+    term_weights: Mapping[str, float],
+    ask: Ask | None = None,
 ) -> list[tuple[str, Any]]:
     """What happens to a batch between the env and the learner, each with the phase its seconds count to."""
     transforms = make_overlong(config)  # before the reference, so that the graded reward includes it
@@ -260,6 +264,7 @@ def make_transforms(
             pad_token_id=pad_token_id,
             token_budget=config.train.micro_batch_tokens,
             shared_prompt=reference.shared_prompt,
+            ask=ask,
         )
         transforms.append(("ref", transform))
     return transforms + make_advantage(config, term_weights)

@@ -53,8 +53,10 @@ _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
 _JUDGED = (*_LOSSES, "grad_norm")
 _SAME_ADVANTAGE = 1e-6
 _ONE = 1e-6  # of the effective sample size, where all ratios are 1 but for float32's rounding
-_OF_THE_COLLECTION = tuple(
-    f"algorithm.{name}" for name in ("overlong_buffer", "dynamic_sampling", "dynamic_sampling_max_draws")
+_TOLD = "algorithm.distill_hint"  # to a teacher
+_OF_THE_COLLECTION = (
+    *(f"algorithm.{name}" for name in ("overlong_buffer", "dynamic_sampling", "dynamic_sampling_max_draws")),
+    _TOLD,
 )
 _ALGORITHM = {name for name, _, _ in walk() if name.startswith("algorithm.")} - {"algorithm.name"}
 COMPARED = (_ALGORITHM - {*_OF_THE_COLLECTION}) | {"policy.kl_coef", "train.kl_coef_in_loss"}
@@ -317,7 +319,8 @@ def under(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, 
         UserError: an override that does not exist, or does not fit.
     """
     asked = load_config(run_dir, overrides, trust=True)  # the step's own config has been consented to
-    left = tuple(name for name in _OF_THE_COLLECTION if _value(asked, name) != _value(step.config, name))
+    acting = [name for name in _OF_THE_COLLECTION if name != _TOLD or asked.algorithm.distill_coef > 0]
+    left = tuple(name for name in acting if _value(asked, name) != _value(step.config, name))
     return with_options(asked, {name: _value(step.config, name) for name in left}), left
 
 

@@ -216,6 +216,14 @@ def template_kwargs(config: Config, instances: Instances | None) -> dict[str, An
     return {**(config.env.chat_template_kwargs or {}), **({"tools": instances.schemas} if instances else {})}
 
 
+def kwargs_of_tasks(config: Config, instances: Mapping[str, Instances]) -> dict[str, Any]:
+    """:func:`template_kwargs` as a :class:`~sota_grpo.envs.TaskEnv` takes them, of a mixture by task."""
+    if config.env.mixture is None:
+        return {"template_kwargs": template_kwargs(config, instances.get(config.env.dataset))}
+    by_task = {name: template_kwargs(config, own) for name, own in instances.items()}
+    return {"template_kwargs": template_kwargs(config, None), "task_kwargs": by_task}
+
+
 def open_env(
     config: Config,
     task: Task,
@@ -254,7 +262,6 @@ def make_env(
         draws: False needs no curriculum.
     """
     _require_readers(config, tokenizer)
-    is_mixed = config.env.mixture is not None
     env = TaskEnv(
         task,
         tokenizer,
@@ -265,8 +272,7 @@ def make_env(
         max_prompt_tokens=max_model_len(config) - 1,
         grader=grader,
         multi_turn=has_dialogs(config),
-        template_kwargs=template_kwargs(config, None if is_mixed else instances.get(config.env.dataset)),
-        task_kwargs={name: template_kwargs(config, own) for name, own in instances.items()} if is_mixed else None,
+        **kwargs_of_tasks(config, instances),
         make_stream=_stream_maker(config, task) if draws else PromptStream,
     )
     env.check_prompts(skip=config.env.skip_unreadable)

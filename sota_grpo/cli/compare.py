@@ -3,7 +3,7 @@
 All algorithms are given the stored responses and rewards and the weights before one optimizer step: the last of the
 training step, or ``--optimizer-step K``; those before it are taken as the run took them. Of each the gradient's norm,
 the cosine to every other one's, the shares of clipped and masked tokens; and the tokens that they treat most
-differently. Printed, and written as a page beside the run::
+differently. Printed, and left in the run for ``sota-grpo report``, which shows it; ``--out`` writes a page instead::
 
     sota-grpo compare outputs/2026-01-31/10-00-00 --step 20 algorithm=grpo,dapo,gspo train.epochs=2
     sota-grpo compare outputs/2026-01-31/10-00-00 --step 20 algorithm=run,mine.py:sapo
@@ -21,7 +21,6 @@ from typing import Any
 from sota_grpo.cli import add_parser, add_trust, tell_trust, whole
 from sota_grpo.errors import UserError
 
-_FILE = "compare.html"
 _WIDTH = 100, 16  # of text that no terminal limits, and more of it for each algorithm
 _TERMINAL_TEXT = 40  # characters of a token's text with its neighbours
 
@@ -43,15 +42,15 @@ def add_command(commands: Any) -> None:
     add("--optimizer-step", metavar="K", type=one, help="of the step, counted from 1; default: the last")
     add("--tokens", metavar="T", type=whole("a number of tokens"), default=20, help="tokens shown; default: 20")
     add("--json", action="store_true", help="print everything as JSON")
-    add("--out", metavar="FILE", help=f"the page; default: {_FILE} in RUN")
+    add("--out", metavar="FILE", help="a page of its own, and nothing in RUN")
     add_trust(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, print what came of it and write the page; 0 once it is computed.
+    """Compare, print what came of it and write it down; 0 once it is computed.
 
     Raises:
-        UserError: the step cannot be replayed, an algorithm cannot be computed on it, or the page cannot be written.
+        UserError: the step cannot be replayed, an algorithm cannot be computed on it, or a file cannot be written.
     """
     from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, algorithms_of, load_config, overrides_under
     from sota_grpo.run.entry import quiet_console
@@ -63,10 +62,11 @@ def run(options: argparse.Namespace) -> int:
     algorithms, overrides = algorithms_of(options.overrides)
     for name in algorithms:  # what is wrong with the names is told before torch is imported
         load_config(run_dir, overrides_under(name, overrides), trust=True)
-    out = Path(options.out) if options.out else run_dir / _FILE
-    if options.out and not out.parent.is_dir():
+    out = Path(options.out) if options.out else None
+    if out is not None and not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}.")
     from sota_grpo.assembly.compare import compared
+    from sota_grpo.recording.comparisons import save_comparison
     from sota_grpo.report.compare import write_comparison
 
     found = compared(
@@ -78,12 +78,13 @@ def run(options: argparse.Namespace) -> int:
         num_tokens=options.tokens,
         trust=options.trust_run,
     )
-    path = write_comparison(found, out)
+    path = save_comparison(run_dir, found) if out is None else write_comparison(found, out)
     if options.json:
         print(json.dumps(found, indent=1, allow_nan=False))
     else:
         show(found)
-        print(f"\n{path} ({path.stat().st_size / 1e3:.0f} kB)")
+        later = f"; sota-grpo report {run_dir} shows it" if out is None else ""
+        print(f"\n{path} ({path.stat().st_size / 1e3:.0f} kB){later}")
     return 0
 
 
@@ -98,6 +99,7 @@ def show(found: Mapping[str, Any]) -> None:
     algorithms = found["algorithms"]
     width = None if sys.stdout.isatty() else _WIDTH[0] + _WIDTH[1] * max(4, len(algorithms))
     console = Console(width=width, highlight=False, markup=False, emoji=False)
+    console.print(_plain(str(found["run"])))
     console.print(title(found))
     table = figures("", *(column.title for column in COLUMNS))
     for name, values in algorithms.items():

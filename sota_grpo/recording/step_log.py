@@ -241,6 +241,8 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
     }
     if keys.KEPT_COUNTS in rows[0].keys(include_nested=True):
         values["kept_tokens"] = sum(row.get(keys.KEPT_COUNTS).sum() for row in rows) / said.sum().clamp(min=1)
+    if rows[0].get(keys.HINTED, None) is not None:
+        values["distill/hinted"] = _column(batch, keys.HINTED).mean()
     means = {name: float(value) for name, value in values.items()}
     terms, extras = [_terms(row) for row in rows], _extras(rows)
     numbers = [

@@ -1,4 +1,7 @@
-"""The page of ``sota-grpo compare``: one HTML file without any script, so nothing that a model wrote can become one."""
+"""Objectives side by side as HTML without any script, so that nothing that a model wrote can become one.
+
+The report has a section of the comparisons that are in its runs; ``sota-grpo compare --out`` writes one as a page.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,6 @@ from sota_grpo.files import write_text
 from sota_grpo.text import readable
 
 _STYLE = Path(__file__).parent / "assets" / "report.css"
-_OWN_STYLE = """
-main { padding-top: 1rem; } td.figure { text-align: right; white-space: nowrap; }
-.pieces { white-space: pre-wrap; overflow-wrap: anywhere; font: 0.85rem/1.6 var(--mono); }
-mark { color: inherit; background: color-mix(in srgb, var(--plus) 45%, transparent); border-radius: 2px; }
-.up { background: color-mix(in srgb, var(--good) var(--share), transparent); }
-.down { background: color-mix(in srgb, var(--bad) var(--share), transparent); }
-"""
 _FULL = 3.0  # coefficient, in root mean squares, from which a token has its full colour
 
 
@@ -41,8 +37,8 @@ def figure(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
 
 
-def _share(value: float) -> str:
-    return f"{100 * value:.3g} %"
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.3g} %"
 
 
 def _losses(values: Mapping[str, Any]) -> str:
@@ -78,24 +74,24 @@ COLUMNS = (
 def title(found: Mapping[str, Any]) -> str:
     """What was compared, in one sentence.
 
-    >>> found = {"step": 4, "run": "RUN", "optimizer_step": 2, "optimizer_steps": 2, "samples": 8, "num_tokens": 60}
+    >>> found = {"step": 4, "optimizer_step": 2, "optimizer_steps": 2, "samples": 8, "num_tokens": 60}
     >>> title(found | {"checkpoint": None, "ess": 0.98, "options": []})
-    'Step 4 of RUN, optimizer step 2 of 2: 8 samples, 60 tokens, ess of the ratios 0.98, the initial model after 1 step'
+    'Step 4, optimizer step 2 of 2: 8 samples, 60 tokens, ess of the ratios 0.98, the initial model after 1 step'
     """
     done = found["optimizer_step"] - 1
     weights = found["checkpoint"] or "the initial model"
     moved = f" after {done} step{'s' if done > 1 else ''}" if done else ""
     options = f", {' '.join(found['options'])}" if found["options"] else ""
     return readable(
-        f"Step {found['step']} of {found['run']}, optimizer step {found['optimizer_step']} of "
-        f"{found['optimizer_steps']}: {found['samples']} samples, {found['num_tokens']} tokens, ess of the ratios "
-        f"{figure(found['ess'], 6)}, {weights}{moved}{options}",
+        f"Step {found['step']}, optimizer step {found['optimizer_step']} of {found['optimizer_steps']}: "
+        f"{found['samples']} samples, {found['num_tokens']} tokens, ess of the ratios {figure(found['ess'], 6)}, "
+        f"{weights}{moved}{options}",
         keep="",
     )
 
 
 def write_comparison(found: Mapping[str, Any], out: Path) -> Path:
-    """Write the page, complete when it gets its name; an older one of that name is replaced.
+    """Write a page of one comparison, complete when it gets its name; an older one of that name is replaced.
 
     Args:
         found: by :func:`sota_grpo.assembly.compare.compared`.
@@ -114,24 +110,68 @@ def write_comparison(found: Mapping[str, Any], out: Path) -> Path:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The page as text."""
-    sections = [
-        ("Gradients", [*_notes(found), _algorithms(found), _legend()]),
-        ("Cosines between gradients", [_cosines(found)] if len(found["algorithms"]) > 1 else []),
-        ("Tokens", [_coefficients_say(found), _tokens(found)]),
-        ("Samples", [_sample(text) for text in found["texts"]]),
-    ]
-    body = "".join(f"<section><h2>{_text(name)}</h2>{''.join(parts)}</section>\n" for name, parts in sections if parts)
+    """The page of one comparison as text."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>Objectives compared</title>\n'
-        f"<style>\n{_STYLE.read_text(encoding='utf-8')}{_OWN_STYLE}</style>\n</head>\n<body>\n"
-        '<header class="top"><div><h1>Objectives compared</h1>'
-        f'<p class="quiet">{_text(title(found))}</p></div></header>\n'
-        f"<main>\n{body}</main>\n</body>\n</html>\n"
+        f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style>\n</head>\n<body>\n"
+        f'<header class="top"><div><h1>Objectives compared</h1><p class="quiet">{_text(str(found["run"]))}</p></div>'
+        f"</header>\n<main>\n<h2>{_text(_names(found))}</h2>\n{_comparison(found)}</main>\n</body>\n</html>\n"
     )
+
+
+def section(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], most: int) -> tuple[str, list[str]]:
+    """What the report has between its titles of comparisons, and a sentence for each thing that had no room.
+
+    Args:
+        runs: the name of each, and its comparisons.
+        most: bytes; a comparison that would take more goes without its samples, or is left out.
+    """
+    several = len(runs) > 1
+    parts: list[str] = []
+    left_out: list[str] = []
+    room = most
+    for run, comparisons in runs:
+        for found in comparisons:
+            name = f"{run}: " if several else ""
+            name += f"step {found['step']}, optimizer step {found['optimizer_step']}: {_names(found)}"
+            for shown, missing in (
+                (found, ""),
+                ({**found, "texts": []}, "Its samples are left out, for want of room."),
+            ):
+                part = _folded(name, shown, missing, is_open=not parts)
+                if len(part.encode()) <= room:
+                    parts.append(part)
+                    room -= len(part.encode())
+                    break
+            else:
+                left_out.append(readable(f"The comparison of {name} is left out to keep the page small.", keep=""))
+    return "".join(parts), left_out
+
+
+def _folded(name: str, found: Mapping[str, Any], missing: str, *, is_open: bool) -> str:
+    note = f'<p class="quiet">{missing}</p>' if missing else ""
+    state = " open" if is_open else ""
+    return f'<details class="comparison"{state}><summary>{_text(name)}</summary>{_comparison(found)}{note}</details>\n'
+
+
+def _names(found: Mapping[str, Any]) -> str:
+    return ", ".join(found["algorithms"])
+
+
+def _comparison(found: Mapping[str, Any]) -> str:
+    several = len(found["algorithms"]) > 1
+    parts = [
+        f'<p class="quiet">{_text(title(found))}.</p>',
+        *(f"<p>{_text(note)}</p>" for note in found["notes"]),
+        *("<h3>Gradients</h3>", _algorithms(found), _legend()),
+        *(["<h3>Cosines between gradients</h3>", _cosines(found)] if several else []),
+        *("<h3>Tokens</h3>", _coefficients_say(found), _tokens(found)),
+        *(["<h3>Samples</h3>", *map(_sample, found["texts"])] if found["texts"] else []),
+    ]
+    return "\n".join(parts)
 
 
 def _text(text: str, keep: str = "") -> str:
@@ -143,15 +183,12 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Of cells that are HTML already; the first column has names."""
     titles = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     body = "".join(f'<tr><th scope="row">{row[0]}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in rows)
-    return f'<div class="wide" tabindex="0"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
+    table = f'<table class="figures"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="wide" tabindex="0">{table}</div>'
 
 
 def _cell(content: str) -> str:
     return content if content.startswith("<td") else f'<td class="figure">{content}</td>'
-
-
-def _notes(found: Mapping[str, Any]) -> list[str]:
-    return [f"<p>{_text(note)}</p>" for note in found["notes"]]
 
 
 def _algorithms(found: Mapping[str, Any]) -> str:
@@ -182,8 +219,9 @@ def _coefficients_say(found: Mapping[str, Any]) -> str:
     return (
         f'<p class="quiet">Tokens {what} (by {figure(found["largest_difference"])} at most). A step moves the policy '
         "along the sum of the coefficients times the gradients of the tokens' log-probs: above 0 the token becomes "
-        "more likely. Each algorithm's are in units of their root mean square; below them the advantage; * where the "
-        "clip acts. The ratio is to the policy that sampled.</p>"
+        "more likely, green and underlined; below 0 less, red and overlined. Each algorithm's are in units of their "
+        "root mean square; below them the advantage; * where the clip acts. The ratio is to the policy that sampled."
+        "</p>"
     )
 
 
@@ -214,8 +252,8 @@ def _sample(text: Mapping[str, Any]) -> str:
     lines = []
     for algorithm, values in text["coefficients"].items():
         pieces = "".join(_piece(piece, value) for piece, value in zip(text["pieces"], values))
-        lines.append(f'<h4>{_text(algorithm)}</h4><div class="pieces" dir="auto">{pieces}</div>')
-    return f"<h3>{_text(name)}</h3>{''.join(lines)}"
+        lines.append(f'<h5>{_text(algorithm)}</h5><div class="pieces" dir="auto">{pieces}</div>')
+    return f"<h4>{_text(name)}</h4>{''.join(lines)}"
 
 
 def _piece(piece: str, coefficient: float | None) -> str:

@@ -32,6 +32,12 @@ from sota_grpo.rl.collate import micro_batches, pad_rows, row_list, write_rows
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import FailureLog, Scorer, guarded_scores, total_reward
 
+#: Rows in; out come other rows for a reference, and what puts its values of those, one ``[T_i]`` each, behind these.
+Ask = Callable[
+    [Sequence[TensorDictBase] | TensorDictBase],
+    tuple[list[TensorDictBase], Callable[[Sequence[Tensor]], list[Tensor]]],
+]
+
 
 class RowTransform(Transform):
     """``_write(rows)`` on every batch whose first row lacks ``written_key``."""
@@ -171,6 +177,8 @@ class ReferenceKL(RowTransform):
         in_reward_coeff: None leaves the reward alone.
         pad_token_id: padding of the tokens.
         token_budget, shared_prompt: see :func:`sota_grpo.rl.collate.micro_batches`.
+        ask: what the reference is given in the place of the rows, and what comes back of its answers
+            (:meth:`sota_grpo.rl.hints.Hints.ask`); None: the rows themselves.
 
     Raises:
         ValueError: if the reference gives a log-prob that is not finite for a trainable token.
@@ -198,6 +206,7 @@ class ReferenceKL(RowTransform):
         pad_token_id: int,
         token_budget: int,
         shared_prompt: bool = True,
+        ask: Ask | None = None,
     ) -> None:
         reads: list[NestedKey] = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         writes: list[NestedKey] = [keys.REF_LOG_PROBS]
@@ -205,12 +214,13 @@ class ReferenceKL(RowTransform):
             reads += [keys.LOG_PROBS, keys.REWARD]
             writes += [keys.REWARD, keys.KL_TERM, keys.GRADED_REWARD]
         super().__init__(in_keys=reads, out_keys=writes)
-        self.reference, self.in_reward_coeff = reference, in_reward_coeff
+        self.reference, self.in_reward_coeff, self.ask = reference, in_reward_coeff, ask
         self.pad_token_id, self.token_budget, self.shared_prompt = pad_token_id, token_budget, shared_prompt
 
     def _write(self, rows: TensorDictBase) -> None:
         sizes = {"pad_token_id": self.pad_token_id, "token_budget": self.token_budget}
-        log_probs = reference_log_probs(self.reference, row_list(rows), shared_prompt=self.shared_prompt, **sizes)
+        asked, moved_back = (row_list(rows), list) if self.ask is None else self.ask(rows)
+        log_probs = moved_back(reference_log_probs(self.reference, asked, shared_prompt=self.shared_prompt, **sizes))
         write_reference(rows, log_probs, in_reward_coeff=self.in_reward_coeff)
 
 

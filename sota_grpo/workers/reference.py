@@ -15,7 +15,7 @@ from sota_grpo import keys
 from sota_grpo.policy.causal import kept_of
 from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.reference import FrozenReference
-from sota_grpo.rl.transforms import reference_log_probs, write_reference
+from sota_grpo.rl.transforms import Ask, reference_log_probs, write_reference
 from sota_grpo.workers.base import Launcher, WorkerSpec, WorkerThread, promised, resolve
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.packing import RowPack
@@ -141,6 +141,7 @@ class ReferenceService:
         fleet: of reference workers; closed with the service.
         num_workers: into how many parts a call is split.
         in_reward_coeff: see :class:`sota_grpo.rl.transforms.ReferenceKL`; with one, groups come with their reward.
+        ask: see there, too.
 
     Attributes:
         fleet: of the workers; it counts their replacements.
@@ -148,8 +149,10 @@ class ReferenceService:
 
     shared_prompt = True  # a worker cuts what it is given by what its own model can
 
-    def __init__(self, fleet: Fleet, *, num_workers: int, in_reward_coeff: float | None = None) -> None:
-        self.fleet, self._num_workers, self._in_reward_coeff = fleet, num_workers, in_reward_coeff
+    def __init__(
+        self, fleet: Fleet, *, num_workers: int, in_reward_coeff: float | None = None, ask: Ask | None = None
+    ) -> None:
+        self.fleet, self._num_workers, self._in_reward_coeff, self._ask = fleet, num_workers, in_reward_coeff, ask
 
     @classmethod
     def start(cls, launcher: Launcher, options: Mapping[str, Any], *, timeout_s: float) -> ReferenceService:
@@ -175,8 +178,15 @@ class ReferenceService:
         if listed[0].get(keys.REF_LOG_PROBS, None) is not None:
             done.set_result(listed)
             return done
-        answer = self.fleet.submit(RowPack.of(listed, _read(listed)))
-        answer.add_done_callback(lambda answer: resolve(done, lambda: self._write(listed, answer.result())))
+        asked, moved_back = (listed, list) if self._ask is None else self._ask(listed)
+        answer = self.fleet.submit(RowPack.of(asked, _read(asked)))
+
+        def write() -> list[TensorDictBase]:
+            log_probs = moved_back([torch.tensor(values) for values in answer.result()])
+            write_reference(lazy_stack(listed), log_probs, in_reward_coeff=self._in_reward_coeff)
+            return listed
+
+        answer.add_done_callback(lambda _: resolve(done, write))
         return done
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
@@ -198,8 +208,3 @@ class ReferenceService:
 
     def close(self) -> None:
         self.fleet.close()
-
-    def _write(self, rows: list[TensorDictBase], answers: Sequence[np.ndarray]) -> list[TensorDictBase]:
-        log_probs = [torch.tensor(values) for values in answers]
-        write_reference(lazy_stack(rows), log_probs, in_reward_coeff=self._in_reward_coeff)
-        return rows

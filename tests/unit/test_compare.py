@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -161,22 +162,28 @@ def test_tokens_stand_in_their_text(presets: dict[str, Any], stored: StoredStep)
         assert coloured[top["position"]] == pytest.approx(top["algorithms"]["gspo"]["coefficient"], abs=1e-6)
 
 
-def test_the_command_prints_and_writes_one_page(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_leaves_a_record(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def files() -> dict[str, int]:
         return {str(p.relative_to(run_dir)): p.stat().st_mtime_ns for p in run_dir.rglob("*") if p.suffix != ".log"}
 
     before = files()
     command = ["compare", str(run_dir), "--step", "0", "algorithm=grpo,gspo", "--tokens", "3"]
-    printed, pages = [], []
-    for extra in ([], ["--json"]):
+    printed, records, page_alone = [], [], tmp_path / "page.html"
+    for extra in ([], ["--json"], ["--out", str(page_alone)]):
         with pytest.raises(SystemExit, match="0"):
             main([*command, *extra])
         printed.append(capsys.readouterr().out)
-        pages.append((run_dir / "compare.html").read_text())
-    assert pages[0] == pages[1]  # it is deterministic
-    (run_dir / "compare.html").unlink()
+        written = set((run_dir / "comparisons").iterdir())
+        records += [record.read_text() for record in written]
+        shutil.rmtree(run_dir / "comparisons") if len(records) == 1 else None
+    assert len(records) == 3  # a page of its own writes none
+    assert len(set(records)) == 1  # it is deterministic
+    shutil.rmtree(run_dir / "comparisons")
     assert files() == before
-    assert all(word in printed[0] for word in ("gradient norm", "cosine", "difference", "compare.html"))
+    assert all(word in printed[0] for word in ("gradient norm", "cosine", "difference", "sota-grpo report"))
+    assert "Cosines between gradients" in page_alone.read_text()
     found = json.loads(printed[1])
     assert len(found["tokens"]) == 3
     assert list(found["algorithms"]) == ["grpo", "gspo"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,15 +21,18 @@ from sota_grpo.assembly import device_memory
 from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.device_memory import GIB, Machine, RunMemory
 from sota_grpo.assembly.estimate import Estimate, estimate
+from sota_grpo.assembly.sampling import task_of
 from sota_grpo.cli import estimate as command
 from sota_grpo.config import Config
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.errors import UserError
-from sota_grpo.policy.load import architecture_from, resolve_model_path
+from sota_grpo.policy.load import architecture_from, load_tokenizer, resolve_model_path
 from sota_grpo.policy.model_sizes import architecture_of
 from sota_grpo.rl.collate import micro_batches
 from sota_grpo.run.entry import CONFIG_DIR
+from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.training.checkpoint import CheckpointStore
+from sota_grpo.workers.instances import Instances
 from tests.l3_parts import make_subject
 
 PRESETS = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
@@ -147,6 +151,24 @@ def test_the_largest_sample_is_measured_and_ends_at_the_context() -> None:
     assert prompt + response == 100
     assert found.num_problems is not None
     assert "the longest of" in found.places["prompt"]
+
+
+def test_prompts_are_counted_with_the_tools_that_they_tell_of() -> None:
+    """As the chat template writes them, by hand."""
+    tools = Path(__file__).parent / "environments" / "guess.py"
+    options = ["env.max_samples=20", "env.num_heldout=4", "env.max_steps=3", f"env.environment={tools}:Guess"]
+    config = compose("grpo_cpu", options)
+    prompt, _ = estimate(config, probe=False).largest_sample
+    task, tokenizer = task_of(config), load_tokenizer("tiny")
+    with closing(Instances(instance_spec(None, f"{tools}:Guess"), timeout_s=60.0)) as instances:
+        instances.wait_ready()
+        rendered = [
+            tokenizer.apply_chat_template(
+                task.messages(each), tools=instances.schemas, tokenize=False, add_generation_prompt=True
+            )
+            for each in [*task.train, *task.heldout]
+        ]
+    assert prompt == max(len(tokenizer(text)["input_ids"]) for text in rendered)
 
 
 def test_a_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
