@@ -101,6 +101,12 @@ def small(command: Command) -> list[str]:
     return [*(word for word in given if not word.startswith("model.size=")), *sizes, "model.name=tiny"]
 
 
+def small_block(text: str) -> str:
+    """A block of Python whose runs have the sizes of a test, but for those that it gives itself behind the length."""
+    sizes = ", ".join(f'"{name}={value}"' for name, value in SIZES.items())
+    return re.sub(r'"train\.total_dialog_turns=\d+"', sizes, text)
+
+
 def small_tool(command: Command) -> list[str]:
     """The same for another command of ``sota-grpo``: what samples gets the sizes, the others stay as they are.
 

@@ -20,6 +20,7 @@ from tests.docs.rules import (
     is_tool,
     is_training,
     small,
+    small_block,
     small_tool,
     starts_workers,
 )
@@ -89,7 +90,7 @@ class Workshop:
         """Run a Python block as a script at the desk of its document; each has to stand alone."""
         desk = self.desk(block.document.name)
         script = desk / f"block_{block.line}.py"
-        script.write_text(block.text)
+        script.write_text(small_block(block.text))
         return self._server.run([str(script)], cwd=desk)
 
     def estimate(self, command: Command, others: list[Command]) -> Done:

@@ -45,7 +45,6 @@ RUNS = {
     "grpo, its steps and epochs": ("algorithm=grpo", KL, "train.optim_batch_size=8", "train.epochs=2"),
     "dr_grpo, entropy": ("algorithm=dr_grpo", "algorithm.entropy_coef=0.01", "algorithm.drop_truncated=true"),
     "dapo, penalty": ("algorithm=dapo", "algorithm.overlong_buffer=24", "algorithm.dynamic_sampling_max_draws=2"),
-    "gspo, two steps": ("algorithm=gspo", "train.optim_batch_size=8"),
     "cispo, correction": ("algorithm=cispo", "algorithm.correction=sequence", "train.optim_batch_size=8"),
     "rloo, KL in the reward": ("algorithm=rloo", KL, "train.kl_coef_in_loss=false"),
     "reinforce_pp, LoRA, dropout": (
