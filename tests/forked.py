@@ -8,6 +8,7 @@ Hydra, loggers, signals. vLLM is hidden from them, as on a machine where it is n
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -133,6 +134,8 @@ def _serve() -> None:
         import sota_grpo.assembly.evaluation
         import sota_grpo.report  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # a child neither looks through nor copies what was imported here
     for line in iter(sys.stdin.readline, ""):
         child = os.fork()
         if child == 0:

@@ -17,7 +17,7 @@ SIZES = {
     "train.dialog_turns_per_batch": "16",
     "train.optim_batch_size": "16",
     "train.total_dialog_turns": "32",
-    "inference_model.max_tokens": "40",
+    "inference_model.max_tokens": "32",
     "eval.num_samples": "4",
     "eval.avg_at_k": "1",
     "env.max_samples": "200",
@@ -99,6 +99,12 @@ def small(command: Command) -> list[str]:
     if own:
         return [*given, *sizes]
     return [*(word for word in given if not word.startswith("model.size=")), *sizes, "model.name=tiny"]
+
+
+def small_block(text: str) -> str:
+    """A block of Python whose runs have the sizes of a test, but for those that it gives itself behind the length."""
+    sizes = ", ".join(f'"{name}={value}"' for name, value in SIZES.items())
+    return re.sub(r'"train\.total_dialog_turns=\d+"', sizes, text)
 
 
 def small_tool(command: Command) -> list[str]:

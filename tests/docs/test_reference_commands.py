@@ -93,4 +93,4 @@ def test_a_grid_holds_every_pair(workshop: Workshop) -> None:
 @pytest.mark.parametrize("script", ["grpo.py", "grpo-async.py"])
 def test_options_of_the_text_are_known_and_fit(script: str, options: str, workshop: Workshop) -> None:
     command = typed(f"python {script} {options}", "reference_options")
-    workshop.estimate(command).require(f"{script} {options}")
+    workshop.estimate(command, []).require(f"{script} {options}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from tests.docs.rules import (
     is_tool,
     is_training,
     small,
+    small_block,
     small_tool,
     starts_workers,
 )
@@ -88,19 +90,26 @@ class Workshop:
         """Run a Python block as a script at the desk of its document; each has to stand alone."""
         desk = self.desk(block.document.name)
         script = desk / f"block_{block.line}.py"
-        script.write_text(block.text)
+        script.write_text(small_block(block.text))
         return self._server.run([str(script)], cwd=desk)
 
-    def estimate(self, command: Command) -> Done:
-        """Whether the run would fit on the GPUs of its block, as it is written."""
-        for before in _foundations(command.block.document):
-            if is_of_the_shell(before) and before.line < command.line and before not in self._done:
+    def estimate(self, command: Command, others: list[Command]) -> Done:
+        """Whether the run would fit on the GPUs of its block, as it is written; ``others`` of its document are asked
+        about in the same process."""
+        document = command.block.document
+        for before in _foundations(document):
+            if is_of_the_shell(before) and before not in self._done:
                 self._done[before] = self._run(before)
-        memory = ("--memory-gb", command.block.gpu_gib)
-        arguments = (str(self._program), "estimate", *estimated(command), "--no-probe", *memory)
-        if arguments not in self._estimates:  # many commands of a document differ in nothing that counts here
-            self._estimates[arguments] = self._server.run(arguments, cwd=self.desk(command.block.document.name))
-        return self._estimates[arguments]
+        if (document.name, *_question(command)) not in self._estimates:
+            asked = sorted({_question(other) for other in (command, *others) if other.block.document == document})
+            questions = self._folder / f"{document.name}.questions.json"
+            questions.write_text(json.dumps(asked))
+            arguments = [str(ROOT / "tests" / "docs" / "estimates.py"), str(questions)]
+            done = self._server.run(arguments, cwd=self.desk(document.name), environment=[("PYTHONPATH", str(ROOT))])
+            done.require(f"{document.name}: the estimates")
+            answers = json.loads(done.stdout.splitlines()[-1])
+            self._estimates |= {(document.name, *each): Done(*found) for each, found in zip(asked, answers)}
+        return self._estimates[document.name, *_question(command)]
 
     def _put_runs(self, desk: Path, text: str) -> None:
         """Finished runs and sweeps under the names that ``text`` calls them by."""
@@ -136,6 +145,10 @@ class Workshop:
             timeout=_LONG_S,
         )
         return Done(done.returncode, done.stdout, done.stderr)
+
+
+def _question(command: Command) -> tuple[str, ...]:
+    return ("estimate", *estimated(command), "--no-probe", "--memory-gb", command.block.gpu_gib)
 
 
 def typed(text: str, name: str = "typed") -> Command:

@@ -92,12 +92,12 @@ def require_every_prompt_once(run_dir: Path, num_prompts: int) -> None:
 
 
 @pytest.mark.timeout(580)
-def test_twenty_killed_workers_cost_no_prompt(tmp_path: Path) -> None:
-    num_prompts, seed = 480, time.time_ns()
+def test_nine_killed_workers_cost_no_prompt(tmp_path: Path) -> None:
+    num_prompts, seed = 240, time.time_ns()
     dice, run_dir = random.Random(seed), tmp_path / "run"
     with started(run_dir, *epoch_of(num_prompts)) as run:
         wait_for(lambda: steps(run_dir) >= 1, run)
-        for number in range(20):
+        for number in range(9):  # three of each role
             role = ROLES[number % 3]
             time.sleep(dice.uniform(0.0, 1.5))
             # five in a row, and it is given up, rightly: on a slow machine every kill meets a worker that starts
@@ -105,7 +105,7 @@ def test_twenty_killed_workers_cost_no_prompt(tmp_path: Path) -> None:
             wait_for(lambda role=role: kill_one(run, role, dice), run)
         assert run.wait(300) == 0, console(run_dir)
     require_every_prompt_once(run_dir, num_prompts)
-    assert metrics(run_dir)[-1]["workers/restarts"] >= 18, seed  # two may fall after the last step
+    assert metrics(run_dir)[-1]["workers/restarts"] >= 7, seed  # two may fall after the last step
     assert not any(row["reward_errors"] for row in metrics(run_dir))
 
 
@@ -136,11 +136,11 @@ def test_a_hung_engine_is_found_and_replaced(tmp_path: Path) -> None:
 
 def test_killed_drivers_lose_and_repeat_no_prompt(tmp_path: Path) -> None:
     """A checkpoint every second step, kills anywhere."""
-    num_prompts, run_dir = 160, tmp_path / "run"
+    num_prompts, run_dir = 112, tmp_path / "run"
     dice = random.Random(time.time_ns())
     options = (*epoch_of(num_prompts), "train.checkpoint_frequency=2", "train.resume=auto")
     resumable = 0  # a kill before the first checkpoint leaves nothing to continue: the run begins anew
-    for _ in range(3):
+    for _ in range(2):
         with started(run_dir, *options) as run:
             goal = steps(run_dir) + dice.randint(2, 8)
             wait_for(lambda goal=goal: steps(run_dir) >= goal, run)

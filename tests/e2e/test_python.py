@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from tests.e2e.conftest import ENVIRONMENT, ROOT, SMALL, metrics, wait_for, with
 from tests.e2e.processes import require_gone, workers
 from tests.forked import ForkServer
 
-DOCUMENT = ROOT / "docs" / "python.md"
 NOTEBOOK = ROOT / "docs" / "python.ipynb"
 HAS_JUPYTER = all(importlib.util.find_spec(name) is not None for name in ("nbclient", "ipykernel"))
 SCRIPT = """
@@ -46,18 +44,6 @@ def script(folder: Path, *overrides: str) -> list[str]:
     path = folder / "mine.py"
     path.write_text(SCRIPT.format(overrides=[*OPTIONS, *overrides], run_dir=str(folder / "run")))
     return [str(path)]
-
-
-def test_the_first_example_of_the_document_runs_as_a_script(tmp_path: Path, fork_server: ForkServer) -> None:
-    (tmp_path / "example.py").write_text(re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0])
-    done = fork_server.run(["example.py"], cwd=tmp_path)
-    done.require("the example")
-    (run_dir,) = (tmp_path / "outputs").glob("*/*")
-    result = Result(run_dir)
-    assert result.finished
-    assert len(result.metrics) == 2
-    assert (result.metrics["reward_errors"] == 0).all()
-    assert f"Result({str(run_dir.relative_to(tmp_path))!r})" in done.stdout
 
 
 def test_functions_of_a_script_grade_in_workers_beside_other_workers(tmp_path: Path) -> None:

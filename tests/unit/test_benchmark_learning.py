@@ -48,6 +48,7 @@ def test_first_batch_and_first_step_equal_trls(tmp_path: Path, penalty: int) -> 
         assert found.step_gap_same_eps < found.step_gap < 3e-4
 
 
+@pytest.mark.slow
 def test_both_are_asked_the_same_and_measured_alike(tmp_path: Path) -> None:
     changes = fresh(*SMALL, "optimizer.lr=1")
     config = composed(*changes)

@@ -16,6 +16,7 @@ from tests.pretended_cuda import guard
 SHAPE = ["--shape", "tiny", "--tokens", "320", "--prompt", "64", "--response", "64", "--group", "4"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(guard.reason_to_skip() is not None, reason=str(guard.reason_to_skip()))
 def test_the_roofline_of_a_tiny_step() -> None:
     """One prompt of 64 tokens and 4 responses of 64: 320 positions, 256 predicted."""

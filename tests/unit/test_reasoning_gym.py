@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,12 @@ def one_task(name: str, num: int, **options: object) -> ReasoningGymTask:
     return ReasoningGymTask.load(tasks={name: {"weight": 1, **options}}, seed=SEED, num_train=num)
 
 
-EXAMPLES = {name: one_task(name, 3).train[:] for name in ALLOWED}
+@cache
+def examples(name: str) -> list:
+    """Made when asked for: 84 tasks take four seconds, which every collection would spend."""
+    return one_task(name, 3).train[:]
+
+
 TASK = ReasoningGymTask()
 
 
@@ -64,7 +70,7 @@ def test_scorers_that_are_offered_execute_nothing(tmp_path: Path) -> None:
     touch = f"__import__('pathlib').Path('{touched}').touch()"
     for name in ALLOWED:
         for answer in (touch, f"[{touch}]", f'{{"a": {touch}}}', f"({touch}, 1)", f"x = {touch}", f"$({touch})"):
-            assert not TASK.score(f"<answer>{answer}</answer>", EXAMPLES[name][0]).success
+            assert not TASK.score(f"<answer>{answer}</answer>", examples(name)[0]).success
     assert not touched.exists()
 
 
@@ -87,7 +93,7 @@ def test_scorers_that_any_answer_wins_are_refused(name: str, answer: str, option
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_gold_answers_earn_the_full_reward_and_travel_as_json(name: str) -> None:
-    for example in EXAMPLES[name]:
+    for example in examples(name):
         sent = example_of(json.loads(json.dumps(example_columns(example))))
         assert sent == example
         response = TASK.gold_response(sent)
@@ -143,7 +149,7 @@ def test_scorers_survive_hostile_answers(what: str) -> None:
     for name in ALLOWED:
         for answer in (HOSTILE[what], HOSTILE[what] + odd):
             asked = f"<answer>{answer}</answer>"
-            for example in EXAMPLES[name]:
+            for example in examples(name):
                 score = guarded_score(TASK.score, ["correct"], asked, example)
                 assert score.error is None, (name, SEED)
                 assert 0 <= score.terms["correct"] <= 1, (name, SEED)

@@ -47,7 +47,6 @@ RUNS = {
     "dr_grpo, entropy": ("algorithm=dr_grpo", "algorithm.entropy_coef=0.01", "algorithm.drop_truncated=true"),
     "dapo, penalty": ("algorithm=dapo", "algorithm.overlong_buffer=24", "algorithm.dynamic_sampling_max_draws=2"),
     "top-p, KL": ("algorithm=grpo", KL, "inference_model.top_p=0.9", "inference_model.temperature=1.5"),
-    "gspo, two steps": ("algorithm=gspo", "train.optim_batch_size=8"),
     "cispo, correction": ("algorithm=cispo", "algorithm.correction=sequence", "train.optim_batch_size=8"),
     "rloo, KL in the reward": ("algorithm=rloo", KL, "train.kl_coef_in_loss=false"),
     "reinforce_pp, LoRA, dropout": (

@@ -100,7 +100,7 @@ def test_architecture(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, greedy: bool) -> float:
     """Share of 512 held-out problems, drawn afresh, that one response to each solves (standard error 0.022)."""
-    task = ArithmeticTask(seed=SEED, num_heldout=512)
+    task = ArithmeticTask(seed=SEED, num_heldout=256)
     texts = [
         tokenizer.apply_chat_template(task.messages(example), tokenize=False, add_generation_prompt=True)
         for example in task.heldout
@@ -115,6 +115,6 @@ def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, greedy:
 def test_starting_accuracy_lies_in_the_documented_band(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    # over ten seeds 0.52 and 0.45 were measured; five standard errors to each side
-    assert 0.40 < accuracy(model, tokenizer, greedy=True) < 0.64
-    assert 0.33 < accuracy(model, tokenizer, greedy=False) < 0.57
+    # over ten seeds 0.52 and 0.45 were measured; five standard errors of 256 problems to each side
+    assert 0.36 < accuracy(model, tokenizer, greedy=True) < 0.68
+    assert 0.29 < accuracy(model, tokenizer, greedy=False) < 0.61

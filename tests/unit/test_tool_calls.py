@@ -453,7 +453,7 @@ def test_hostile_turns_crash_execute_and_forge_nothing(
 
         return refuse
 
-    ids = [*hostile_turns(rng, tokenizer, 1250)]  # 10,000 of all formats
+    ids = [*hostile_turns(rng, tokenizer, 400)]  # 4,000 of all formats
     num_called = 0
     with monkeypatch.context() as patched:
         patched.chdir(tmp_path)
@@ -466,7 +466,7 @@ def test_hostile_turns_crash_execute_and_forge_nothing(
                 answer = {"role": "tool", "content": turn.calls[0].error or json.dumps(dict(turn.calls[0].arguments))}
                 assert [n for n in turns.ids([answer], 0) if n in special] == framing, f"seed {SEED}"
     assert not list(tmp_path.iterdir())
-    assert num_called > 40, f"seed {SEED}"  # some get through, so the rest is near to calls
+    assert num_called > 10, f"seed {SEED}"  # some get through, so the rest is near to calls
 
 
 @settings(max_examples=60, deadline=None)
