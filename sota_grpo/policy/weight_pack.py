@@ -76,6 +76,32 @@ class WeightPack:
             places[name] = place
         return cls(buffer[:end], places)
 
+    @classmethod
+    def joined(cls, columns: Iterable[tuple[str, list[Tensor]]]) -> WeightPack:
+        """A pack of flat tensors, each joined from several of one dtype, which are copied once.
+
+        >>> pack = WeightPack.joined([("a", [torch.ones(1), torch.zeros(1, 1)])])
+        >>> dict(pack.tensors())["a"].tolist()
+        [1.0, 0.0]
+        """
+        listed = list(columns)
+        sizes = [sum(map(Tensor.numel, parts)) for _, parts in listed]
+        places, end = {}, 0
+        for (name, parts), size in zip(listed, sizes):
+            dtype = parts[0].dtype
+            places[name] = Place(str(dtype).removeprefix("torch."), (size,), end)
+            end += padded(size * dtype.itemsize)
+        buffer = np.empty(end, dtype=np.uint8)
+        targets = dict(views(places, torch.from_numpy(buffer)))
+        for name, parts in listed:
+            if set(map(Tensor.dim, parts)) == {1} and parts[0].is_cpu:
+                torch.cat(parts, out=targets[name])
+            elif all(part.shape == parts[0].shape for part in parts):
+                targets[name].copy_(torch.stack(parts).view(-1))
+            else:
+                targets[name].copy_(torch.cat([part.reshape(-1) for part in parts]))
+        return cls(buffer, places)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the buffer, under the names and in the order given."""
         with warnings.catch_warnings():

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.functional.balance import PromptGroup, rank_shares
-from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
+from sota_grpo.functional.flops import ModelShape
 from sota_grpo.functional.weighting import Aggregation
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model
+from sota_grpo.policy.load import dropouts
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import copy_to
-from sota_grpo.rl.collate import micro_batches, pad_rows, prompt_groups
+from sota_grpo.rl.collate import Row, pad_rows, row_prompts
+from sota_grpo.training.step_plan import Planner, as_weights
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,6 @@ def learning_rate_factor(step: int, settings: LearnerSettings) -> float:
     return 1.0 - done if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-class Pass(NamedTuple):
-    """One micro-batch of an optimizer step.
-
-    Args:
-        rows: what goes through the policy.
-        real: False for rows that only keep this rank in step with the others and count for nothing.
-        learns: whether a backward pass follows.
-    """
-
-    rows: list[TensorDictBase]
-    real: bool
-    learns: bool
-
-
 class ForwardPasses:
     """Forward passes of ``policy``; the arguments are those of :class:`sota_grpo.training.learner.Learner`."""
 
@@ -102,12 +88,17 @@ class ForwardPasses:
         self.ranks = ranks or Ranks()
         self.device = next(policy.parameters()).device
 
-    def padded(self, rows: Sequence[TensorDictBase]) -> TensorDictBase:
+    def padded(
+        self, rows: Sequence[TensorDictBase] | Sequence[Row], weights: Sequence[float] | None = None
+    ) -> TensorDictBase:
         """Right-padded ``[N, T]`` batch on the learner's device, with its layout where the policy packs rows.
 
-        The layout is computed before the copy, and all goes in one, so that the host need not wait for the device.
+        ``weights`` are those of a trained token of each row. The layout is computed before the copy, and all goes in
+        one, so that the host need not wait for the device.
         """
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
+        if weights is not None:
+            batch.set(keys.LOSS_WEIGHT, as_weights(weights, batch.get(keys.ASSISTANT_MASK)))
         layout = self.policy.layout(*(batch.get(key) for key in self.policy.in_keys))
         if self.device.type == "cuda":
             names, values = zip(*batch.items(include_nested=True, leaves_only=True))
@@ -177,68 +168,48 @@ class ForwardPasses:
         self, rows: Sequence[TensorDictBase], measure: Callable[[TensorDictBase], torch.Tensor], *width: int
     ) -> list[torch.Tensor]:
         """``measure`` of padded batches, ``[N, T, *width]``, as ``[T_i, *width]`` on the CPU for each row."""
-        found = self._own(rows, measure)
-        if self.ranks.size > 1:  # each rank fills in its rows; what the others measured is 0 there
-            lengths = [row.get(keys.FULL_TOKENS).shape[-1] for row in rows]
-            flat = torch.cat([found.get(id(row), torch.zeros(length, *width)) for row, length in zip(rows, lengths)])
-            return list(self.ranks.sum(flat).cpu().split(lengths))
-        return [found[id(row)] for row in rows]
+        prompts, budget = row_prompts(rows), self.settings.micro_batch_tokens
+        micros = self.planner().micro_batches(range(len(rows)), prompts, budget)[self.ranks.rank]
+        places, lengths = range(len(rows)), [prompt.tokens for prompt in prompts]
+        return self._whole(self._own(rows, micros, measure), places, lengths, *width)
 
     def _own(
-        self, rows: Sequence[TensorDictBase], measure: Callable[[TensorDictBase], torch.Tensor]
+        self,
+        rows: Sequence[TensorDictBase] | Sequence[Row],
+        micros: Sequence[tuple[list[int], bool]],
+        measure: Callable[[TensorDictBase], torch.Tensor],
     ) -> dict[int, torch.Tensor]:
-        """``measure`` of this rank's share, by the identity of the row."""
-        parts = self.own_micro_batches(rows, self.settings.micro_batch_tokens)
-        values = [measure(self.padded(micro)) for micro, _ in parts]  # fetched when all of them are under way
+        """``measure`` of these micro-batches, by the place of the row."""
+        values = [measure(self.padded([rows[index] for index in micro])) for micro, _ in micros]  # fetched at the end
         return {
-            id(row): own[: row.get(keys.FULL_TOKENS).shape[-1]].clone()
-            for (micro, real), found in zip(parts, values)
+            index: own[: rows[index][keys.FULL_TOKENS].shape[-1]].clone()
+            for (micro, real), found in zip(micros, values)
             if real
-            for row, own in zip(micro, found.cpu())
+            for index, own in zip(micro, found.cpu())
         }
+
+    def _whole(
+        self, found: Mapping[int, torch.Tensor], places: Sequence[int], lengths: Sequence[int], *width: int
+    ) -> list[torch.Tensor]:
+        """What all ranks found of this one's rows, whose places in the whole and whose lengths are given."""
+        if self.ranks.size == 1:
+            return [found[index] for index in range(len(places))]
+        flat = torch.zeros(sum(lengths), *width)
+        parts = flat.split(list(lengths))  # each rank fills in its rows; what the others measured is 0 there
+        for index, value in found.items():
+            parts[places[index]].copy_(value)
+        summed = self.ranks.sum(flat).cpu().split(list(lengths))
+        return [summed[place] for place in places]
 
     def log_prob_gaps(self, rows: Sequence[TensorDictBase]) -> torch.Tensor:
         """Trainer's minus engine's log-prob of every sampled token, flat, in nats."""
         gaps = [(own - row.get(keys.LOG_PROBS))[row.get(keys.ASSISTANT_MASK)] for row, own in self.scored(rows)]
         return torch.cat(gaps)
 
-    def own_micro_batches(
-        self, rows: Sequence[TensorDictBase], token_budget: int
-    ) -> list[tuple[list[TensorDictBase], bool]]:
-        """This rank's share of ``rows``, and whether it is one.
-
-        Ranks gather their layers together, so each must make as many passes as the busiest: one with fewer
-        micro-batches goes through the shortest row again, which then counts for nothing.
-        """
-        if self.ranks.size == 1:
-            return [(part, True) for part in self._micro_batches(rows, token_budget)]
-        groups = prompt_groups(rows)
-        if not self.policy.shared_prompt:
-            groups = [group.part([member]) for group in groups for member in range(len(group.rows))]
-        shares = rank_shares(groups, self.ranks.size, self._cost)
-        parts = [
-            self._micro_batches([rows[index] for piece in share for index in piece.rows], token_budget)
-            for share in shares
-        ]
-        mine = [(part, True) for part in parts[self.ranks.rank]]
-        missing = max(map(len, parts)) - len(mine)
-        again = [min(rows, key=lambda row: row.get(keys.FULL_TOKENS).shape[-1])] if missing else []
-        return mine + [(again, False)] * missing
-
-    def passes(self, rows: Sequence[TensorDictBase], token_budget: int, *, advantage_only: bool) -> list[Pass]:
-        """This rank's passes over the weighted rows of an optimizer step: those that learn come first."""
-        live, still = split_zero_advantage(rows, advantage_only=advantage_only)
-        return [
-            Pass(micro, real, learns)
-            for part, learns in ((live, True), (still, False))
-            for micro, real in self.own_micro_batches(part, token_budget)
-        ]
-
-    def _micro_batches(self, rows: Sequence[TensorDictBase], token_budget: int) -> list[list[TensorDictBase]]:
-        return micro_batches(rows, token_budget=token_budget, shared_prompt=self.policy.shared_prompt)
-
-    def _cost(self, group: PromptGroup) -> int:
-        return step_flops(self.shape, shared_load(group.prompt, group.responses))
+    def planner(self, *, seed: int = 0, advantage_only: bool = False) -> Planner:
+        """Who cuts rows into this policy's micro-batches and shares them out over its ranks."""
+        sizes = (self.ranks.size, self.policy.shared_prompt)
+        return Planner(self.settings, seed, *sizes, advantage_only, bool(dropouts(self.policy)), self.shape)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -263,37 +234,3 @@ class ForwardPasses:
         dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
         # its cache would hold a copy of every layer that FSDP2 gathers and gives back, until the pass ends
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=self.ranks.size == 1)
-
-
-def split_zero_advantage(
-    rows: Sequence[TensorDictBase], *, advantage_only: bool
-) -> tuple[list[TensorDictBase], list[TensorDictBase]]:
-    """Weighted rows that have a gradient, and those that are only measured; a row of weight 0 is neither.
-
-    Where the loss of a token is a multiple of its advantage, groups whose advantages are all exactly 0 (all right, all
-    wrong) have no gradient. At least one row is among the first, since a gradient of zeros is a gradient: an optimizer
-    with momentum moves.
-
-    Args:
-        rows: ragged rows with ``loss_weight`` and ``advantage``.
-        advantage_only: whether every term of the loss is such a multiple; False: each weighted row has a gradient.
-
-    >>> from tensordict import TensorDict
-    >>> def row(group, advantage, weight):
-    ...     masks = {"masks": {"all_assistant_mask": torch.zeros(1).bool()}}
-    ...     tokens = {"tokens": {"full": torch.full((1,), group)}, **masks}
-    ...     signal = {"advantage": torch.full((1, 1), advantage), "loss_weight": torch.tensor([weight])}
-    ...     return TensorDict({"group_id": group, **tokens, **signal})
-    >>> rows = [row(0, 0.0, 1.0), row(0, 1.0, 1.0), row(1, 0.0, 1.0), row(2, 3.0, 0.0)]
-    >>> [[int(one["group_id"]) for one in part] for part in split_zero_advantage(rows, advantage_only=True)]
-    [[0, 0], [1]]
-    """
-    weighted = [row for row in rows if bool(row.get(keys.LOSS_WEIGHT).any())]
-    moving = [not advantage_only or bool(row.get(keys.ADVANTAGE).any()) for row in weighted]
-    live, still = weighted, list[TensorDictBase]()
-    if not all(moving):
-        groups = prompt_groups(weighted)
-        chosen = {index for group in groups if any(moving[index] for index in group.rows) for index in group.rows}
-        live = [row for index, row in enumerate(weighted) if index in chosen]
-        still = [row for index, row in enumerate(weighted) if index not in chosen]
-    return (live, still) if live else (still[:1] or list(rows[:1]), still[1:])

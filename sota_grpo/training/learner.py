@@ -31,10 +31,11 @@ from sota_grpo.policy.sharding import (
     replicated,
 )
 from sota_grpo.recording.metrics import reduce_updates
-from sota_grpo.rl.collate import pad_rows, prompt_groups, row_list, set_loss_weights
+from sota_grpo.rl.collate import Key, Row, pad_rows, plain_rows, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
-from sota_grpo.rl.records import GradientGap, sample_seed
+from sota_grpo.rl.records import GradientGap
 from sota_grpo.training.forward_passes import ForwardPasses, LearnerSettings, learning_rate_factor
+from sota_grpo.training.step_plan import Pass, Planner, Share
 
 METRIC_NAMES = {
     "ESS": "ess",
@@ -113,21 +114,38 @@ class Learner(ForwardPasses):
         Raises:
             NonFiniteStep: a loss or gradient is NaN or infinite.
         """
+        return self.update_share(self.step_planner().shares(plain_rows(rows), self.version)[self.ranks.rank])
+
+    def update_share(self, share: Share) -> dict[str, float | None]:
+        """:meth:`update`, given this rank's share of it."""
         began = time.perf_counter()
-        parts = row_list(rows)
+        rows, clean = plain_rows(share.rows), None
+        own = self._own(rows, share.scoring, self.log_probs)
         if self.settings.recompute:
-            self._set_proximal(parts)
-        clean = None
-        if self.drops_out and not self.settings.recompute:  # the loss's own forward has dropout, the engine none
-            gaps = self.log_prob_gaps(next(self._mini_batches(parts, epoch=0)))
-            clean = kl_k3(torch.zeros_like(gaps), gaps).mean().item()
-        steps = [self._step(batch) for batch in self.batches(parts)]
+            for row, values in zip(rows, self._whole(own, share.places, share.lengths), strict=True):
+                row[keys.PROXIMAL_LOG_PROBS] = values
+        elif share.scoring:  # the loss's own forward has dropout, the engine none
+            clean = self._mismatch(rows, own)
+        steps = [self._step(rows, passes) for passes in share.steps]
         self.version += 1
         found = reduce_updates(steps)
         # the later steps compare with weights that they changed
         found["mismatch_kl"] = steps[0]["mismatch_kl"] if clean is None else clean
         found |= {"packed": int(self.policy.shared_prompt), "optimizer_steps": self.optimizer_steps}
         return found | {"time/learn_s": time.perf_counter() - began}
+
+    def step_planner(self) -> Planner:
+        """Who plans :meth:`update`."""
+        return self.planner(seed=self.seed, advantage_only=self.loss.advantage_only)
+
+    def _mismatch(self, rows: Sequence[Row], own: Mapping[int, torch.Tensor]) -> float:
+        """Mean KL of the log-probs that the ranks measured to the engine's."""
+        masks = {index: rows[index][keys.ASSISTANT_MASK] for index in sorted(own)}
+        gaps = [(own[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
+        flat = torch.cat(gaps) if gaps else torch.zeros(0)
+        terms = {"kl": kl_k3(torch.zeros_like(flat), flat).sum(), "tokens": torch.tensor(float(len(flat)))}
+        sums = self.ranks.sums(terms)
+        return float(sums["kl"] / sums["tokens"])
 
     def batches(self, rows: Sequence[TensorDictBase]) -> list[list[TensorDictBase]]:
         """The rows of each optimizer step of :meth:`update`, in the order of the steps."""
@@ -140,7 +158,8 @@ class Learner(ForwardPasses):
             NonFiniteStep: a loss or gradient is NaN or infinite.
         """
         for batch in batches:
-            self._step(batch)
+            rows = plain_rows(batch)
+            self._step(rows, self._passes(rows, self.settings.micro_batch_tokens))
 
     def loss_gradient(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
         """Leave the gradient of an optimizer step over ``rows`` in ``.grad``, unclipped; nothing is updated.
@@ -155,33 +174,28 @@ class Learner(ForwardPasses):
         return losses | metrics
 
     def _mini_batches(self, rows: Sequence[TensorDictBase], epoch: int) -> Iterator[list[TensorDictBase]]:
-        """Rows of each optimizer step; the second and later epochs mix groups, so that siblings still share a prompt.
+        """:meth:`Planner.mini_batches`."""
+        for batch in self.step_planner().mini_batches(rows, row_prompts(rows), epoch, self.version):
+            yield [rows[index] for index in batch]
 
-        Where the size of a step is no multiple of the groups' sizes, a group is cut at its edge; under ``optim_groups``
-        none is, whatever its size.
-        """
-        order: list[int] = list(range(len(rows)))
-        if epoch:
-            generator = torch.Generator().manual_seed(sample_seed(self.seed, self.version, epoch))
-            groups = prompt_groups(rows)
-            mixed = torch.randperm(len(groups), generator=generator).tolist()
-            order = [index for place in mixed for index in groups[place].rows]
-        pieces, size = [[index] for index in order], self.settings.optim_batch_size
-        if self.settings.optim_groups is not None:
-            pieces, size = _siblings(rows, order), self.settings.optim_groups
-        for start in range(0, len(pieces), size):
-            yield [rows[index] for piece in pieces[start : start + size] for index in piece]
+    def _passes(
+        self, rows: Sequence[Row], token_budget: int, *, keep_truncated: bool = False, learn: bool = True
+    ) -> list[Pass]:
+        """This rank's passes over the rows of one optimizer step; without ``learn`` none has a backward pass."""
+        order, prompts = range(len(rows)), row_prompts(rows)
+        found = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
+        return [one._replace(learns=one.learns and learn) for one in found[self.ranks.rank]]
 
-    def _step(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
+    def _step(self, rows: Sequence[Row], passes: Sequence[Pass]) -> dict[str, float | None]:
         """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
-        losses, metrics = self._accumulate(rows, self.settings.micro_batch_tokens)
+        losses, metrics = self._run(rows, passes)
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
         self.scaler.unscale_(self.optimizer)
         norm = float(replicated(nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm or math.inf)))
         skipped = self.scaler.is_enabled() and scale > 1 and not math.isfinite(norm)
         judged = losses if skipped else {**losses, "grad_norm": norm}
         if not all(math.isfinite(value) for value in judged.values()):
-            self._stop_at_non_finite(rows, judged)
+            self._stop_at_non_finite([rows[index] for one in passes for index in one.rows], judged)
         if not skipped:
             self.scaler.step(self.optimizer)
             self.schedule.step()
@@ -200,25 +214,19 @@ class Learner(ForwardPasses):
 
         Without ``learn`` there are no backward passes and no gradient.
         """
-        settings = self.settings
-        weighted = set_loss_weights(
-            rows,
-            settings.aggregation,
-            max_response_tokens=settings.max_response_tokens,
-            drop_truncated=settings.drop_truncated and not keep_truncated,
-        )
-        passes = self.passes(row_list(weighted), token_budget, advantage_only=self.loss.advantage_only)
-        passes = [one._replace(learns=one.learns and learn) for one in passes]
+        plain = plain_rows(rows)
+        return self._run(plain, self._passes(plain, token_budget, keep_truncated=keep_truncated, learn=learn))
+
+    def _run(self, rows: Sequence[Row], passes: Sequence[Pass]) -> tuple[dict[str, float], dict[str, float | None]]:
+        """:meth:`_accumulate` over passes of ``rows``."""
         last = sum(one.learns for one in passes)
         self.policy.train()
         self.optimizer.zero_grad(set_to_none=True)
         losses: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
-        for index, (micro, real, learns) in enumerate(passes, start=1):
+        for index, (micro, weights, learns) in enumerate(passes, start=1):
             reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
-            batch = self.padded(micro)
-            if not real:
-                batch.get(keys.LOSS_WEIGHT).zero_()
+            batch = self.padded([rows[place] for place in micro], weights)
             with self.autocast(), torch.set_grad_enabled(learns):
                 out = self.loss(batch)
             terms = {name: value for name, value in out.items() if name.startswith("loss_")}
@@ -294,10 +302,13 @@ class Learner(ForwardPasses):
         since all may be; adapter dropout is off.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        rows = [row.copy().set(keys.ADVANTAGE, torch.randn((1, 1), generator=generator)) for row in rows]
+        changed = plain_rows(rows)
+        for row in changed:
+            row[keys.ADVANTAGE] = torch.randn((1, 1), generator=generator)
         if self.settings.recompute:
-            self._set_proximal(rows)
-        metrics = self._dry_run(rows, self.settings.micro_batch_tokens, learn=False)
+            for row, values in self.scored(changed):
+                row[keys.PROXIMAL_LOG_PROBS] = values
+        metrics = self._dry_run(changed, self.settings.micro_batch_tokens, learn=False)
         return metrics | {"packed": int(self.policy.shared_prompt)}
 
     def _dry_run(
@@ -306,7 +317,7 @@ class Learner(ForwardPasses):
         with without_dropout(self.policy):
             return self._accumulate(rows, token_budget, keep_truncated=True, learn=learn)[1]
 
-    def _unclipped(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+    def _unclipped(self, rows: Sequence[TensorDictBase]) -> list[dict[Key, torch.Tensor]]:
         """Copies with advantages above 0 and all ratios near a half, so that no objective clips, caps or masks a token.
 
         One whose weight is a function of a whole row's ratio (VESPO) is given ratios of 1: 0.5^100 would weigh nothing.
@@ -319,28 +330,26 @@ class Learner(ForwardPasses):
         generator = torch.Generator().manual_seed(self.seed)
         shift = 0.0 if self.loss.surrogate.weighs_rows else math.log(2)
         found = []
-        for row, own in self.scored([row.copy() for row in rows]):
-            old = torch.where(row.get(keys.ASSISTANT_MASK), own + shift, 0.0)
+        for row, own in self.scored(plain_rows(rows)):
+            old = torch.where(row[keys.ASSISTANT_MASK], own + shift, 0.0)
             advantage = 0.5 + torch.rand((1, 1), generator=generator)
-            row.set(keys.LOG_PROBS, old).set(keys.PROXIMAL_LOG_PROBS, old).set(keys.ADVANTAGE, advantage)
+            row |= {keys.LOG_PROBS: old, keys.PROXIMAL_LOG_PROBS: old, keys.ADVANTAGE: advantage}
             if self.loss.distill_coeff:  # a teacher that likes every token better adds no token that is clipped
-                row.set(keys.REF_LOG_PROBS, own + torch.rand(own.shape, generator=generator))
+                row[keys.REF_LOG_PROBS] = own + torch.rand(own.shape, generator=generator)
             found.append(row)
         return found
 
-    def _set_proximal(self, rows: Sequence[TensorDictBase]) -> None:
-        for row, values in self.scored(rows):
-            row.set(keys.PROXIMAL_LOG_PROBS, values)
-
-    def _stop_at_non_finite(self, rows: Sequence[TensorDictBase], metrics: dict[str, float]) -> None:
-        path = self.dump_dir / f"non_finite_step_{self.optimizer_steps}.pt"
-        if self.ranks.leads:
-            batch = pad_rows(rows, pad_token_id=self.pad_token_id)
-            torch.save({"batch": batch.to_dict(), "metrics": metrics}, path)
+    def _stop_at_non_finite(self, rows: Sequence[Row], metrics: dict[str, float]) -> None:
+        """Of several ranks each writes the rows that it computed."""
+        rank = "" if self.ranks.leads else f".rank_{self.ranks.rank}"
+        path = self.dump_dir / f"non_finite_step_{self.optimizer_steps}{rank}.pt"
+        batch = pad_rows(rows, pad_token_id=self.pad_token_id)
+        torch.save({"batch": batch.to_dict(), "metrics": metrics}, path)
         bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+        beside = "" if self.ranks.size == 1 else " and in those of the other ranks beside it"
         raise NonFiniteStep(
             f"Optimizer step {self.optimizer_steps} is not finite ({bad}); it changed no weight, and its batch is in "
-            f"{path}. A smaller optimizer.lr or train.precision=fp32 are the usual cures."
+            f"{path}{beside}. A smaller optimizer.lr or train.precision=fp32 are the usual cures."
         )
 
     def state_dict(self, *, progress: Callable[[], object] = lambda: None) -> dict[str, Any]:
@@ -384,14 +393,6 @@ class Learner(ForwardPasses):
         self.scaler.load_state_dict(state["scaler"])
         self.version = state["version"]
         self.optimizer_steps = state["optimizer_steps"]
-
-
-def _siblings(rows: Sequence[TensorDictBase], order: Iterable[int]) -> list[list[int]]:
-    """The indexes of ``order`` by group, in the order of the first of each."""
-    found: dict[int, list[int]] = {}
-    for index in order:
-        found.setdefault(int(rows[index].get(keys.GROUP_ID)), []).append(index)
-    return list(found.values())
 
 
 class Changed(NamedTuple):

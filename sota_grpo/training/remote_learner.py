@@ -18,10 +18,11 @@ from sota_grpo.errors import RunFailed
 from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.collate import plain_rows, row_list
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
+from sota_grpo.training.step_plan import Planner, Share
 from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied, WorkerThread
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.weight_transfer import WeightSender
@@ -55,13 +56,16 @@ class LearnerWorker:
         leads = self.learner.ranks.leads
         self._sender = WeightSender(self.learner.policy.model, leads=leads, progress=self._thread.progress)
 
-    def update(self, rows: RowPack) -> Future[dict[str, float | None]]:
-        """:meth:`Learner.update`. The random stream, which adapters' dropout reads, is this step's and this rank's."""
+    def update(self, share: Share) -> Future[dict[str, float | None]]:
+        """:meth:`Learner.update_share`, its rows packed.
+
+        The random stream, which adapters' dropout reads, is this step's and this rank's.
+        """
 
         def update() -> dict[str, float | None]:
             learner = self.learner
             torch.manual_seed(sample_seed(learner.seed, learner.version, learner.ranks.rank))
-            return learner.update(rows.rows())
+            return learner.update_share(share._replace(rows=share.rows.rows()))
 
         return self._thread.submit(update)
 
@@ -171,6 +175,7 @@ class RemoteLearner:
         self._share = share
         self._silence_s, self._start_silence_s, self._grace_s = silence_s, start_silence_s, grace_s
         self._ready = False
+        self._planner: Planner | None = None
         self._order = threading.Lock()
 
     def wait_ready(self) -> None:
@@ -209,9 +214,13 @@ class RemoteLearner:
                     self._die(index, why)
 
     def update(self, rows: TensorDictBase) -> dict[str, float | None]:
-        """:meth:`Learner.update`, with the time that the driver waited; the rows are left as they are."""
+        """:meth:`Learner.update`, with the time that the driver took; each rank is sent its own rows, planned here."""
         began = time.perf_counter()
-        found = self._call("update", self._packed(rows))
+        if self._planner is None:
+            self._planner = self._call("ask", "step_planner")
+        shares = self._planner.shares(plain_rows(rows), self.version)
+        packed = [(share._replace(rows=RowPack.of(share.rows)),) for share in shares]
+        found = self._call_each("update", packed)
         self.version += 1
         return found | {"time/learn_s": time.perf_counter() - began}
 
@@ -254,7 +263,11 @@ class RemoteLearner:
         return self._share(RowPack.of(row_list(rows)))
 
     def _call(self, method: str, *args: Any) -> Any:
-        """Rank 0's answer, when all have answered.
+        """:meth:`_call_each` with the same arguments."""
+        return self._call_each(method, [args] * len(self.workers))
+
+    def _call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> Any:
+        """Rank 0's answer, when all have answered; each is given arguments of its own.
 
         Raises:
             LearnerDied: a rank died or hangs, or failed where the others wait for it.
@@ -262,7 +275,7 @@ class RemoteLearner:
         """
         self.wait_ready()
         with self._order:
-            answers = [worker.call(method, *args) for worker in self.workers]
+            answers = [worker.call(method, *own) for worker, own in zip(self.workers, args, strict=True)]
         self._wait(answers)
         failed = [index for index, answer in enumerate(answers) if answer.done() and answer.exception()]
         if not failed:

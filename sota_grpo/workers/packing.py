@@ -12,6 +12,7 @@ every pickle of a group so, Ray's included.
 from __future__ import annotations
 
 import copyreg
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,10 @@ from torch.utils._pytree import tree_map_only
 
 from sota_grpo import keys
 from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.rl.collate import Key, Row, plain_rows
 from sota_grpo.rl.records import GroupOutput, Sample
 
-Key = str | tuple[str, ...]
+Shapes = Sequence[int | tuple[int, ...]]  # of the values of one entry, row by row: that of ``[n]`` is n
 
 _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # they stand in the full tokens
 
@@ -45,10 +47,10 @@ class RowPack:
     """
 
     columns: WeightPack
-    shapes: Mapping[Key, Sequence[torch.Size]]
+    shapes: Mapping[Key, Shapes]
 
     @classmethod
-    def of(cls, rows: Sequence[TensorDictBase], names: Sequence[Any] | None = None) -> RowPack:
+    def of(cls, rows: Sequence[TensorDictBase] | Sequence[Row], names: Sequence[Any] | None = None) -> RowPack:
         """Pack rows that have the same entries.
 
         Args:
@@ -60,38 +62,45 @@ class RowPack:
         """
         if not rows:
             raise ValueError("RowPack.of got no rows; a batch needs at least one.")
+        plain = rows if isinstance(rows[0], dict) else plain_rows(rows)
         if names is None:
-            entries = rows[0].items(include_nested=True, leaves_only=True)
-            names = [name for name, value in entries if isinstance(value, torch.Tensor) and not _stays(name)]
-        columns, shapes = [], {}
+            names = [name for name in plain[0] if not _stays(name)]
+        columns: dict[Key, list[torch.Tensor]] = {}
         for name in names:
-            values = [row.get(name, None) for row in rows]
-            missing = [index for index, value in enumerate(values) if value is None]
-            if missing:
-                raise ValueError(f"{name} is missing in row {missing[0]}; write it to all rows of a batch or to none.")
-            shapes[name] = [value.shape for value in values]
-            columns.append(
-                (str(name), torch.cat([value if value.dim() == 1 else value.reshape(-1) for value in values]))
-            )
-        return cls(WeightPack.of(columns), shapes)
+            try:
+                columns[name] = [row[name] for row in plain]
+            except KeyError:
+                missing = next(index for index, row in enumerate(plain) if name not in row)
+                raise ValueError(
+                    f"{name} is missing in row {missing}; write it to all rows of a batch or to none."
+                ) from None
+        shapes: dict[Key, Shapes] = {}
+        for name, values in columns.items():
+            flat = set(map(torch.Tensor.dim, values)) == {1}
+            own: Shapes = list(map(torch.Tensor.numel, values)) if flat else [tuple(value.shape) for value in values]
+            shapes[name] = next(
+                (known for known in shapes.values() if known == own), own
+            )  # equal ones are pickled once
+        return cls(WeightPack.joined((str(name), values) for name, values in columns.items()), shapes)
 
-    def rows(self) -> list[TensorDictBase]:
-        """The rows again, as views that are not to be written into."""
+    def rows(self) -> list[dict[Key, torch.Tensor]]:
+        """The rows again, as dicts of views that are not to be written into."""
         columns = dict(self.columns.tensors())
         split = {name: _split(columns[str(name)], shapes) for name, shapes in self.shapes.items()}
-        return [TensorDict(dict(zip(split, parts)), []) for parts in zip(*split.values(), strict=True)]
+        return [dict(zip(split, parts)) for parts in zip(*split.values(), strict=True)]
 
 
-def _split(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
-    """Views of ``flat`` in these shapes, with as few calls per row as they allow: every rank does it for every row.
+def _split(flat: torch.Tensor, shapes: Shapes) -> Sequence[torch.Tensor]:
+    """Views of ``flat`` in these shapes, with as few calls per row as they allow.
 
-    >>> [part.shape for part in _split(torch.arange(5), [torch.Size([2]), torch.Size([3])])]
-    [torch.Size([2]), torch.Size([3])]
+    >>> [part.shape for part in _split(torch.arange(5), [2, (3, 1)])]
+    [torch.Size([2]), torch.Size([3, 1])]
     """
     if all(shape == shapes[0] for shape in shapes):
-        return flat.view(len(shapes), *shapes[0]).unbind(0)
-    parts = flat.split([shape.numel() for shape in shapes])
-    return [part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, shapes)]
+        first = shapes[0]
+        return flat.view(len(shapes), *(first if isinstance(first, tuple) else (first,))).unbind(0)
+    parts = flat.split([math.prod(shape) if isinstance(shape, tuple) else shape for shape in shapes])
+    return [part.view(shape) if isinstance(shape, tuple) else part for part, shape in zip(parts, shapes)]
 
 
 def pack_rows(rows: Sequence[TensorDictBase]) -> dict[str, Any]:

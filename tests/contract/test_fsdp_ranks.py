@@ -22,7 +22,7 @@ from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora, engine_weights
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.recording.metrics import declared
-from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.collate import row_list, row_prompts
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.forward_passes import ForwardPasses
 from sota_grpo.training.learner import Learner, NonFiniteStep
@@ -137,7 +137,8 @@ def test_each_rank_keeps_half(pair: Pair) -> None:
 
 def test_gradients_are_summed_once_per_step_where_memory_allows(pair: Pair) -> None:
     rows = row_list(ragged_rows(5, longest=5))
-    passes = len(ForwardPasses(pair.one().policy, learner_settings(), 0, Ranks(0, 2)).own_micro_batches(rows, 1))
+    planner = ForwardPasses(pair.one().policy, learner_settings(), 0, Ranks(0, 2)).planner()
+    passes = len(planner.micro_batches(range(5), row_prompts(rows), 1)[0])
     assert passes in (3, 4)  # one rank has three rows, or four siblings
     counts = {}
     for once in (True, False):
@@ -243,10 +244,12 @@ def test_an_export_is_the_merged_model_and_a_refused_one_leaves_the_ranks_alive(
 def test_a_step_that_is_not_finite_stops_both_ranks_with_unchanged_weights(pair: Pair) -> None:
     two, rows = pair.learner(), ragged_rows(5)
     row_list(rows)[3].set(keys.ADVANTAGE, torch.full((1, 1), float("nan")))
-    with pytest.raises(NonFiniteStep, match=r"non_finite_step_0\.pt"):
+    with pytest.raises(NonFiniteStep, match=r"non_finite_step_0\.pt and in those of the other ranks"):
         two.update(rows)
     assert_equal_weights(two, pair.one(), rtol=0.0, atol=0.0)
-    assert torch.isnan(torch.load(pair.folder / "non_finite_step_0.pt")["batch"]["advantage"]).any()
+    dumps = [torch.load(pair.folder / f"non_finite_step_0{rank}.pt")["batch"] for rank in ("", ".rank_1")]
+    assert sum(len(dump["advantage"]) for dump in dumps) == 5
+    assert torch.isnan(torch.cat([dump["advantage"] for dump in dumps])).sum() == 1
 
 
 def test_fp16_scales_and_skips_alike(pair: Pair) -> None:

@@ -24,7 +24,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.rl.collate import micro_batches, prompt_groups, row_list
+from sota_grpo.rl.collate import micro_batches, plain_rows, prompt_groups, row_list, row_prompts
 from sota_grpo.training.forward_passes import ForwardPasses
 from sota_grpo.training.remote_learner import LearnerDied, LearnerWorker, RemoteLearner
 from sota_grpo.workers.base import IDLE_METHOD, WorkerDied
@@ -37,19 +37,57 @@ from tests.unit.tiny_models import VOCAB, make_model
 @pytest.mark.parametrize("shared", [True, False])
 def test_ranks_make_equally_many_passes_over_every_row_once(count: int, shared: bool) -> None:
     policy, rows = CausalPolicy(make_model(), shared_prompt=shared), row_list(ragged_rows(count))
-    settings = learner_settings()
-    parts = [ForwardPasses(policy, settings, 0, Ranks(rank, 3)).own_micro_batches(rows, 30) for rank in range(3)]
+    settings, prompts = learner_settings(), row_prompts(rows)
+    planner = ForwardPasses(policy, settings, 0, Ranks(0, 3)).planner()
+    parts = planner.micro_batches(range(count), prompts, 30)
     assert len({len(part) for part in parts}) == 1
-    seen = Counter(id(row) for part in parts for micro, real in part if real for row in micro)
-    assert seen == Counter(map(id, rows))
+    seen = Counter(index for part in parts for micro, real in part if real for index in micro)
+    assert seen == Counter(range(count))
     shortest = min(row[keys.FULL_TOKENS].shape[0] for row in rows)
     for micro, real in itertools.chain(*parts):
-        longest = max(row[keys.FULL_TOKENS].shape[0] for row in micro)
-        packed = sum(group.tokens for group in prompt_groups(micro))
+        longest = max(rows[index][keys.FULL_TOKENS].shape[0] for index in micro)
+        packed = sum(group.tokens for group in prompt_groups([rows[index] for index in micro]))
         assert (packed if shared else len(micro) * longest) <= 30
         assert real or (len(micro), longest) == (1, shortest)
-    alone = ForwardPasses(policy, settings, 0, None).own_micro_batches(rows, 30)
-    assert alone == [(part, True) for part in micro_batches(rows, token_budget=30, shared_prompt=shared)]
+    alone = ForwardPasses(policy, settings, 0, None).planner().micro_batches(range(count), prompts, 30)
+    expected = micro_batches(rows, token_budget=30, shared_prompt=shared)
+    assert [[rows[index] for index in micro] for micro, _ in alone[0]] == expected
+
+
+def test_each_rank_is_sent_the_rows_that_it_computes_and_no_others() -> None:
+    """24 rows, 3 ranks, 2 epochs, steps of 12: every step's tokens weigh 1 together, over all shares."""
+    rows = plain_rows(ragged_rows(24))
+    policy = CausalPolicy(make_model())
+    for epochs in (1, 2):
+        settings = learner_settings(epochs=epochs, optim_batch_size=12, aggregation="token")
+        shares = ForwardPasses(policy, settings, 0, Ranks(0, 3)).planner().shares(rows, version=4)
+        for step in range(2 * epochs):
+            weights: Counter[int] = Counter()
+            for share in shares:
+                for one in share.steps[step]:
+                    for index, weight in zip(one.rows, one.weights):
+                        weights[share.places[index]] += weight
+            sampled = {place: int(rows[place][keys.ASSISTANT_MASK].sum()) for place in weights}
+            assert len(weights) >= 12  # a row that keeps a rank in step weighs nothing
+            assert sum(weights[place] * count for place, count in sampled.items()) == pytest.approx(1)
+        for share in shares:
+            assert all(row is rows[place] for row, place in zip(share.rows, share.places, strict=True))
+            used = {index for step in share.steps for one in step for index in one.rows}
+            assert used == set(range(len(share.rows)))
+        if epochs == 1:
+            assert sum(len(share.rows) for share in shares) < 24 + 3 * 2  # each once, but for what keeps in step
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True, "epochs": 2}, {"aggregation": "token"}])
+def test_a_share_that_travelled_is_learned_like_the_whole(options: dict[str, Any], tmp_path) -> None:
+    rows = ragged_rows(11)
+    whole, sent = (build_learner(Ranks(), str(tmp_path), **options) for _ in range(2))
+    (share,) = sent.step_planner().shares(plain_rows(rows), 0)
+    pack = pickle.loads(pickle.dumps(share._replace(rows=RowPack.of(share.rows)), protocol=5))
+    found, expected = sent.update_share(pack._replace(rows=pack.rows.rows())), whole.update(rows)
+    assert found | {"time/learn_s": 0} == expected | {"time/learn_s": 0}
+    for mine, theirs in zip(sent.parameters, whole.parameters, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -69,7 +107,7 @@ def test_rows_arrive_without_their_text() -> None:
     found = pickle.loads(pickle.dumps(RowPack.of(rows), protocol=5)).rows()
     for mine, theirs in zip(rows, found, strict=True):
         names = {name for name, value in mine.items(True, True) if isinstance(value, torch.Tensor)}
-        assert set(theirs.keys(True, True)) == names == set(mine.keys(True, True)) - {keys.RESPONSE_TEXT}
+        assert set(theirs) == names == set(mine.keys(True, True)) - {keys.RESPONSE_TEXT}
         for name in names:
             assert torch.equal(theirs[name], mine[name])
             assert theirs[name].dtype == mine[name].dtype
@@ -247,7 +285,8 @@ def test_every_rank_is_given_the_calls_of_all_threads_in_one_order() -> None:
 def test_a_rank_shows_progress_while_it_gathers_its_state(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of a large model takes longer than a rank may be silent."""
     worker = LearnerWorker(lambda: build_learner(Ranks(), str(tmp_path)))
-    worker.update(RowPack.of(row_list(ragged_rows(5)))).result()
+    (share,) = worker.learner.step_planner().shares(plain_rows(ragged_rows(5)), 0)
+    worker.update(share._replace(rows=RowPack.of(share.rows))).result()
     ticks = []
     monkeypatch.setattr(worker._thread, "progress", lambda: ticks.append(None))
     state = worker.state_dict().result().state()

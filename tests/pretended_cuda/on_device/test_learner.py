@@ -174,7 +174,7 @@ def test_a_micro_batch_seldom_makes_the_host_wait(whose: str, tmp_path: Path) ->
                 learner._accumulate(batch, budget)
             else:
                 reference_log_probs(reference, batch, pad_token_id=0, token_budget=budget)
-        counted[len(learner.own_micro_batches(batch, budget))] = traffic
+        counted[len(learner._passes(batch, budget))] = traffic
     (many, several), (one, single) = counted.items()
     assert one == 1
     assert many >= 4

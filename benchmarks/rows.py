@@ -1,0 +1,105 @@
+"""What the rows of a training step cost the driver and each rank: ``python -m benchmarks.rows --ranks 8``.
+
+Rows as a source gives them, groups of 8, prompts of 50 to 150 and responses of 100 to 500 tokens. The driver plans the
+step and packs each rank's rows; a rank reads its own and pads its micro-batches. Nothing is computed by a model and no
+transport is timed. Medians of ``--repeat`` runs in one process, in milliseconds of processor time; beside other work they
+are too high.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+
+from sota_grpo import keys
+from sota_grpo.functional.flops import ModelShape
+from sota_grpo.rl.collate import pad_rows, plain_rows
+from sota_grpo.training.forward_passes import LearnerSettings
+from sota_grpo.training.step_plan import Planner, Share, as_weights
+from sota_grpo.workers.packing import RowPack
+
+
+def make_rows(count: int) -> LazyStackedTensorDict:
+    rows, prompt = [], 0
+    for index in range(count):
+        prompt = prompt if index % 8 else int(torch.randint(50, 150, ()))
+        head = torch.full((prompt,), index // 8)
+        response = torch.randint(3, 100, (int(torch.randint(100, 500, ())),))
+        length = prompt + len(response)
+        row = {
+            keys.FULL_TOKENS: torch.cat([head, response]),
+            keys.ATTENTION_MASK: torch.ones(length, dtype=torch.bool),
+            keys.ASSISTANT_MASK: torch.arange(length) >= prompt,
+            keys.LOG_PROBS: torch.randn(length),
+            keys.REF_LOG_PROBS: torch.randn(length),
+            keys.TOKEN_VERSION: torch.zeros(length, dtype=torch.int64),
+            keys.ADVANTAGE: torch.randn(1, 1),
+            keys.REWARD: torch.randn(1, 1),
+            keys.GROUP_ID: torch.tensor(index // 8),
+            keys.SAMPLE_ID: torch.tensor(index % 8),
+            keys.POLICY_VERSION: torch.zeros(1, dtype=torch.int64),
+            keys.TRUNCATED: torch.tensor([False]),
+        }
+        rows.append(TensorDict(row).set_non_tensor(keys.RESPONSE_TEXT, "text"))
+    return lazy_stack(rows)
+
+
+def packed(shares: list[Share]) -> list[Share]:
+    return [share._replace(rows=RowPack.of(share.rows)) for share in shares]
+
+
+def pickled(share: Share) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    buffers: list[pickle.PickleBuffer] = []
+    return pickle.dumps(share, protocol=5, buffer_callback=buffers.append), buffers
+
+
+def padded(share: Share) -> None:
+    rows = share.rows.rows()
+    for step in share.steps:
+        for one in step:
+            batch = pad_rows([rows[place] for place in one.rows], pad_token_id=0)
+            batch.set(keys.LOSS_WEIGHT, as_weights(one.weights, batch.get(keys.ASSISTANT_MASK)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=4096)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps")
+    parser.add_argument("--repeat", type=int, default=7)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    batch = make_rows(args.samples)
+    settings = LearnerSettings(lr=1e-6, total_steps=1, optim_batch_size=args.samples // args.steps)
+    shape = ModelShape(1_310_000_000, 0, 43_008, 233_000_000)
+    planner = Planner(settings, 0, args.ranks, True, True, False, shape)
+    spent: dict[str, list[float]] = {}
+
+    def timed(what: str, work: Callable[..., Any], *given: Any) -> Any:
+        began = time.process_time()
+        found = work(*given)
+        spent.setdefault(what, []).append(1000 * (time.process_time() - began))
+        return found
+
+    for _ in range(args.repeat):
+        rows = timed("driver: read", plain_rows, batch)
+        shares = timed("driver: plan", planner.shares, rows, 0)
+        packs = timed("driver: pack", packed, shares)
+        sent = timed("driver: pickle", lambda packs: [pickled(pack) for pack in packs], packs)
+        share = timed("rank: unpickle", lambda sent: pickle.loads(sent[0], buffers=sent[1]), sent[0])
+        timed("rank: rows and padding", padded, share)
+    medians = {what: statistics.median(times) for what, times in spent.items()}
+    for who in ("driver", "rank"):
+        medians[f"{who}: all"] = sum(ms for what, ms in medians.items() if what.startswith(who))
+    print("\n".join(f"{what:<24}{ms:8.1f} ms" for what, ms in medians.items()))
+
+
+if __name__ == "__main__":
+    main()
