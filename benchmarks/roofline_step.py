@@ -99,7 +99,7 @@ def trace_step(case: Case) -> tuple[Trace, HostTraffic, Ours]:
 @contextmanager
 def _phases() -> Iterator[None]:
     """The head's two passes are "head", the rest of loss and backward pass "body", and what follows "optimizer"."""
-    head, accumulate, step = log_probs._TiledLogProbs, Learner._accumulate, Learner._step
+    head, run, step = log_probs._TiledLogProbs, Learner._run, Learner._step
 
     def within(name: str, function: Any) -> Any:
         def inside(*args: Any, **options: Any) -> Any:
@@ -111,7 +111,7 @@ def _phases() -> Iterator[None]:
     with (
         mock.patch.object(head, "forward", staticmethod(within("head", head.forward))),
         mock.patch.object(head, "backward", staticmethod(within("head", head.backward))),
-        mock.patch.object(Learner, "_accumulate", within("body", accumulate)),
+        mock.patch.object(Learner, "_run", within("body", run)),
         mock.patch.object(Learner, "_step", within("optimizer", step)),
     ):
         yield

@@ -2,8 +2,8 @@
 
 Rows as a source gives them, groups of 8, prompts of 50 to 150 and responses of 100 to 500 tokens. The driver plans the
 step and packs each rank's rows; a rank reads its own and pads its micro-batches. Nothing is computed by a model and no
-transport is timed. Medians of ``--repeat`` runs in one process, in milliseconds of processor time; beside other work they
-are too high.
+transport is timed. Medians of ``--repeat`` runs in one process, in milliseconds of processor time, which other work
+beside it makes longer.
 """
 
 from __future__ import annotations

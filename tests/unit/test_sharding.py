@@ -102,6 +102,14 @@ def test_the_shape_is_the_models(lora: bool) -> None:
     assert found == (expected or ModelShape(2 * layer, 0, 2 * 16, VOCAB * 16))
 
 
+def test_ranks_keep_no_half_precision_copy_of_every_layer() -> None:
+    """Autocast's cache would keep one of each layer that is gathered and given back, until the pass ends."""
+    policy = CausalPolicy(make_model())
+    for size in (1, 2):
+        with ForwardPasses(policy, learner_settings(precision="bf16"), 0, Ranks(0, size)).autocast():
+            assert torch.is_autocast_cache_enabled() == (size == 1)
+
+
 def test_rows_arrive_without_their_text() -> None:
     rows = row_list(ragged_rows(9))
     found = pickle.loads(pickle.dumps(RowPack.of(rows), protocol=5)).rows()
