@@ -51,7 +51,7 @@ def end_group_with(owner: int) -> None:
         if hasattr(os, "pidfd_open"):
             for handle in _handles([owner]):
                 select.select([handle], [], [])
-            time.sleep(_GRACE_S)  # a shepherd has been told, too, and ends more than the group, this process first
+            time.sleep(_GRACE_S)  # a subreaper has been told, too, and ends more than the group, this process first
         else:
             while os.getppid() == owner:
                 time.sleep(_LOOK_EVERY_S)
@@ -60,10 +60,10 @@ def end_group_with(owner: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def shepherd() -> None:
+def fork_under_subreaper() -> None:
     """Linux: return in a child of this process, which itself only stays to end whatever the child leaves behind.
 
-    Processes that get away from the child, into a session of their own, become the shepherd's when their parents end.
+    Processes that get away from the child, into a session of their own, become the subreaper's when their parents end.
     It kills them all when the child has ended, and then ends as the child did. SIGTERM, or the end of the thread that
     started it, has it kill the child first. To be called while there is one thread only.
     """

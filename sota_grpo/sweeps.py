@@ -69,7 +69,7 @@ class RunRow:
     state: str  # finished, running, stopped or failed
     note: str  # why it failed, or why it is not finished; empty where there is nothing to say
     steps: int  # training steps done so far
-    asked: int | None  # training steps that it was started for, where it began to train
+    num_steps: int | None  # training steps that it was started for, where it began to train
     seconds: float  # of its steps and evaluations, by the clock; what a run takes to start is not among them
     #: By name: of what is measured every step the mean over the last 10 steps that measured it, of evaluations and
     #: counters the last value.
@@ -193,7 +193,7 @@ def _read_run(path: Path, root: Path) -> RunRow:
     nothing = (dict[str, float](), 0, 0.0)
     metrics, steps, seconds = tried(lambda: read_metrics(path / METRICS_FILE), nothing)
     overrides = tried(lambda: _overrides(path / OVERRIDES_FILE), dict[str, str]())
-    asked = (read_record(path) or {}).get("num_steps")
+    num_steps = (read_record(path) or {}).get("num_steps")
     return RunRow(
         name=one_line(path.relative_to(root).as_posix()),
         path=path,
@@ -202,7 +202,7 @@ def _read_run(path: Path, root: Path) -> RunRow:
         note=one_line("; ".join(dict.fromkeys(notes)), None),
         metrics=metrics,
         steps=steps,
-        asked=asked if isinstance(asked, int) else None,
+        num_steps=num_steps if isinstance(num_steps, int) else None,
         seconds=seconds,
     )
 
@@ -277,9 +277,9 @@ def as_csv(sweep: Sweep) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["run", *sweep.varied, "state", "note", "steps", "seconds", *names])
     for run in sweep.ranked:
-        asked = [run.overrides.get(name, "") for name in sweep.varied]
+        chosen = [run.overrides.get(name, "") for name in sweep.varied]
         measured = [run.metrics.get(name, "") for name in names]
-        writer.writerow([run.name, *asked, run.state, run.note, run.steps, f"{run.seconds:.1f}", *measured])
+        writer.writerow([run.name, *chosen, run.state, run.note, run.steps, f"{run.seconds:.1f}", *measured])
     return text.getvalue()
 
 
@@ -337,7 +337,7 @@ def _tables(sweep: Sweep) -> list[list[list[str]]]:
         if ACCURACY in run.metrics:
             means[ACCURACY] = run.metrics[ACCURACY], run.metrics.get(ACCURACY_ERROR)
         measured = cells(run.overrides, sweep.varied, means)
-        runs.append([run.name, *measured, _count(run.steps, run.asked), run.state, duration(run.seconds)])
+        runs.append([run.name, *measured, _count(run.steps, run.num_steps), run.state, duration(run.seconds)])
     names = [name for name in sweep.varied if name != SEED]
     settings = [["seeds", *names, REWARD, "accuracy", *extra]]
     for one in sweep.settings:

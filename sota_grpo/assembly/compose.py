@@ -230,14 +230,9 @@ def load_config(
         _find_inputs(one, run_dir)
     if not trust:
         left = sorted(needs_consent(config).items() - needs_consent(given).items())
-        require_consent(
-            run_dir, [f"{act} ({one_line(option)})" for option, act in left if not _unread(option, unused)], remedy
-        )
+        acts = [f"{act} ({one_line(option)})" for option, act in left if _run_option(option) not in unused]
+        require_consent(run_dir, acts, remedy)
     return config
-
-
-def _unread(option: str, unused: Collection[str]) -> bool:
-    return _run_option(option) in unused
 
 
 def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:

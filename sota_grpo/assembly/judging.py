@@ -21,7 +21,7 @@ from sota_grpo.rewards.grading import Grader
 from sota_grpo.rewards.judge import CLASSIFIER, TERM, Judged, Rules
 from sota_grpo.rewards.judge.cache import VerdictCache
 from sota_grpo.rewards.judge.classifier import ClassifierScorer
-from sota_grpo.rewards.judge.client import JudgeClient, Patience
+from sota_grpo.rewards.judge.client import JudgeClient, RetryPolicy
 from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
 from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Example
@@ -46,16 +46,16 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
     Raises:
         UserError: nobody answers there, or something cannot be read.
     """
-    part = config.reward.judge
-    if part.kind is None:
+    options = config.reward.judge
+    if options.kind is None:
         return task, make_grader(task)
     judged = Judged(_rules(config), task.term_weights)
     changed = copy.copy(task)
     vars(changed).update(term_weights=judged.term_weights, gold_response=_no_gold_response, is_judged=True)
-    if part.kind == CLASSIFIER:
-        assert part.model is not None
+    if options.kind == CLASSIFIER:
+        assert options.model is not None
         bare = without_examples(task)
-        scorer = ClassifierScorer(scorer_of(task), bare, part.model, judged, label=part.label)
+        scorer = ClassifierScorer(scorer_of(task), bare, options.model, judged, label=options.label)
         vars(changed).update(score=scorer)
         return changed, make_grader(changed)
     starting("Asking for the judge")
@@ -65,7 +65,7 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
     except BaseException:
         judge.close()
         raise
-    return changed, JudgedGrader(grader, judge, without_examples(task), judged, prices=part.prices)
+    return changed, JudgedGrader(grader, judge, without_examples(task), judged, prices=options.prices)
 
 
 def _no_gold_response(example: Example) -> None: ...
@@ -80,14 +80,14 @@ def _rules(config: Config) -> Mapping[str | None, Rules]:
 
 
 def _rules_of(config: Config, term: str) -> Rules:
-    part = config.reward.judge
+    options = config.reward.judge
     return Rules(
         term,
-        part.weight,
-        _rubric(part.rubric),
-        part.pairwise,
-        part.reference,
-        config.reward.success_above if part.alone else None,
+        options.weight,
+        _rubric(options.rubric),
+        options.pairwise,
+        options.reference,
+        config.reward.success_above if options.alone else None,
     )
 
 
@@ -105,11 +105,11 @@ def _rubric(given: str | None) -> str:
 
 
 def _judge(config: Config, run_dir: Path | None) -> Judge:
-    part = config.reward.judge
-    assert part.kind is not None
+    options = config.reward.judge
+    assert options.kind is not None
     opened = ExitStack()
     with opened:
-        url, key = part.url, judge_key()
+        url, key = options.url, judge_key()
         revive: Any = None
         if url is None:
             server = _server(config, run_dir, opened)
@@ -117,7 +117,7 @@ def _judge(config: Config, run_dir: Path | None) -> Judge:
         client = _client(config, url, key, revive)
         opened.callback(client.close)
         client.connect()
-        kept = Path(part.cache).expanduser() if part.cache else run_dir and run_dir / CACHE_FILE
+        kept = Path(options.cache).expanduser() if options.cache else run_dir and run_dir / CACHE_FILE
         judge = Judge(client, VerdictCache(kept), opened.pop_all().close)
     return judge
 
@@ -126,36 +126,38 @@ def _server(config: Config, run_dir: Path | None, opened: ExitStack) -> JudgeSer
     """A vLLM server for the judge, not started yet; closed with ``opened``."""
     from sota_grpo.rewards.judge.server import JudgeServer  # brings torch
 
-    part = config.reward.judge
-    assert part.kind is not None
-    assert part.model is not None
+    options = config.reward.judge
+    assert options.kind is not None
+    assert options.model is not None
     if find_spec("vllm") is None:
         raise UserError(
             "A judge is started here with vLLM, which is not installed; install it, or give reward.judge.url."
         )
     folder = run_dir or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_judge_")))
-    server = JudgeServer(part.kind, part.model, rows=part.concurrency, log_path=folder / LOG_FILE, device=part.device)
+    server = JudgeServer(
+        options.kind, options.model, rows=options.concurrency, log_path=folder / LOG_FILE, device=options.device
+    )
     opened.callback(server.close)
-    starting(f"Starting the judge {part.model}")
+    starting(f"Starting the judge {options.model}")
     return server
 
 
 def _client(config: Config, url: str, key: str | None, revive: Any) -> JudgeClient:
-    part = config.reward.judge
-    assert part.kind is not None
+    options = config.reward.judge
+    assert options.kind is not None
     endpoint = Endpoint(
-        part.kind,
-        part.model or "",
-        max_tokens=part.max_tokens,
-        label=part.label,
-        extra_body=part.extra_body or {},
+        options.kind,
+        options.model or "",
+        max_tokens=options.max_tokens,
+        label=options.label,
+        extra_body=options.extra_body or {},
     )
     return JudgeClient(
         url,
         endpoint,
         api_key=key,
-        concurrency=part.concurrency,
-        patience=Patience(part.timeout_s, part.retries, part.gone_s),
+        concurrency=options.concurrency,
+        retry=RetryPolicy(options.timeout_s, options.retries, options.gone_s),
         **({} if revive is None else {"revive": revive}),
     )
 

@@ -289,27 +289,27 @@ def replay_configs(
         UserError: an override that does not exist, contradicts another, cannot matter to a step whose responses are
             given, or needs what was not stored.
     """
-    asked, left = under(step, run_dir, overrides)
-    given = by_option(overrides)
-    for name, override in given.items():
+    changed, left = under(step, run_dir, overrides)
+    by_name = by_option(overrides)
+    for name, override in by_name.items():
         if name not in ("algorithm", MEMORY, *COMPARED):
             raise UserError(
                 f"{override} cannot change a step whose responses, rewards and weights are given; a replay takes "
                 f"algorithm=PRESET, options of the algorithm, policy.kl_coef and train.kl_coef_in_loss, and {MEMORY} "
                 "for its memory."
             )
-    own = with_options(step.config, {MEMORY: asked.train.micro_batch_tokens})
-    if all(name == MEMORY for name in given):
+    own = with_options(step.config, {MEMORY: changed.train.micro_batch_tokens})
+    if all(name == MEMORY for name in by_name):
         return own, None, ()
-    if all(_value(asked, name) == _value(own, name) for name in COMPARED):
+    if all(_value(changed, name) == _value(own, name) for name in COMPARED):
         raise UserError(f"The run had {' '.join(overrides)} itself, so there is nothing to compare.")
-    for name, override in given.items():
-        missing = _missing(name, asked)
+    for name, override in by_name.items():
+        missing = _missing(name, changed)
         if missing is not None:
             raise UserError(f"{override} has no effect without {missing}.")
-    require_stored(step, asked, given)
-    validate(asked)
-    return own, asked, left
+    require_stored(step, changed, by_name)
+    validate(changed)
+    return own, changed, left
 
 
 def under(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
@@ -318,10 +318,10 @@ def under(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, 
     Raises:
         UserError: an override that does not exist, or does not fit.
     """
-    asked = load_config(run_dir, overrides, trust=True)  # the step's own config has been consented to
-    acting = [name for name in _OF_THE_COLLECTION if name != _TOLD or asked.algorithm.distill_coef > 0]
-    left = tuple(name for name in acting if _value(asked, name) != _value(step.config, name))
-    return with_options(asked, {name: _value(step.config, name) for name in left}), left
+    changed = load_config(run_dir, overrides, trust=True)  # the step's own config has been consented to
+    acting = [name for name in _OF_THE_COLLECTION if name != _TOLD or changed.algorithm.distill_coef > 0]
+    left = tuple(name for name in acting if _value(changed, name) != _value(step.config, name))
+    return with_options(changed, {name: _value(step.config, name) for name in left}), left
 
 
 def by_option(overrides: Sequence[str]) -> dict[str, str]:
@@ -374,20 +374,22 @@ def _missing(name: str, config: Config) -> str | None:
     return "policy.kl_coef above 0" if name == "train.kl_coef_in_loss" and config.policy.kl_coef == 0 else None
 
 
-def require_stored(step: Step, asked: Config, given: dict[str, str]) -> None:
+def require_stored(step: Step, changed: Config, by_name: dict[str, str]) -> None:
     """Refuse what needs the weights of the reward terms, or the reference's log-probs, where the step has none."""
-    if asked.algorithm.decouple_terms and not step.config.algorithm.decouple_terms:
+    if changed.algorithm.decouple_terms and not step.config.algorithm.decouple_terms:
         raise UserError(
             f"algorithm.decouple_terms=true needs the weights of the reward terms, which step {step.stored.step} has "
             "where the run decoupled them itself."
         )
     if step.stored.rows[0].get(keys.REF_LOG_PROBS, None) is not None:
         return
-    asks = [override for name, override in given.items() if name in ("algorithm.kl_estimator", "algorithm.kl_unbiased")]
-    if asked.policy.kl_coef > 0:
-        asks = [given.get("policy.kl_coef", f"policy.kl_coef={asked.policy.kl_coef:g}")]
-    if asked.algorithm.distill_coef > 0:
-        asks = [f"algorithm.distill_coef={asked.algorithm.distill_coef:g}"]
+    asks = [
+        override for name, override in by_name.items() if name in ("algorithm.kl_estimator", "algorithm.kl_unbiased")
+    ]
+    if changed.policy.kl_coef > 0:
+        asks = [by_name.get("policy.kl_coef", f"policy.kl_coef={changed.policy.kl_coef:g}")]
+    if changed.algorithm.distill_coef > 0:
+        asks = [f"algorithm.distill_coef={changed.algorithm.distill_coef:g}"]
     if asks:
         raise UserError(
             f"{asks[0]} needs the reference's log-probs, and step {step.stored.step} has none: the run had "

@@ -65,22 +65,24 @@ def run(options: argparse.Namespace) -> int:
 
         quiet_console()
         logging.getLogger("sota_grpo").setLevel(logging.WARNING)  # what the probe builds says nothing of the run
-        found = estimate(config, memory_gib=options.memory_gb, prompt_tokens=options.prompt_tokens, probe=options.probe)
+        estimated = estimate(
+            config, memory_gib=options.memory_gb, prompt_tokens=options.prompt_tokens, probe=options.probe
+        )
     if options.json:
         resolved = {"config": asdict(config)} if options.show_config else {}
-        print(json.dumps(resolved | found.as_dict(), indent=1))
+        print(json.dumps(resolved | estimated.as_dict(), indent=1))
     else:
         if options.show_config:
             from omegaconf import OmegaConf
 
             print(OmegaConf.to_yaml(OmegaConf.structured(config)))
-        show(found)
-    if found.refusal:
-        print(f"sota-grpo: {found.refusal}", file=sys.stderr)
-    return 0 if found.fits else 2
+        show(estimated)
+    if estimated.refusal:
+        print(f"sota-grpo: {estimated.refusal}", file=sys.stderr)
+    return 0 if estimated.fits else 2
 
 
-def show(found: Estimate) -> None:
+def show(estimated: Estimate) -> None:
     """Tables on standard output, plain where it is no terminal."""
     from rich.console import Console
 
@@ -89,10 +91,10 @@ def show(found: Estimate) -> None:
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     facts = figures("", "")
     facts.columns[1].justify, facts.show_header = "left", False
-    for name, text in _facts(found):
+    for name, text in _facts(estimated):
         facts.add_row(name, text)
     console.print(facts)
-    for device in found.devices:
+    for device in estimated.devices:
         table = figures(f"{device.name} ({', '.join(device.roles)}), GiB", *device.moments)
         moments = list(device.moments.values())
         for part in dict.fromkeys(part for parts in reversed(moments) for part in parts if parts[part]):
@@ -102,8 +104,8 @@ def show(found: Estimate) -> None:
         table.add_row("sum", *map(_cell, sums))
         table.add_row(f"of {device.capacity / 2**30:.1f} GiB", *(f"{size / device.capacity:.0%}" for size in sums))
         console.print(table)
-    full = max(device.peak / device.capacity for device in found.devices)
-    if not found.fits:
+    full = max(device.peak / device.capacity for device in estimated.devices)
+    if not estimated.fits:
         console.print("It does not fit.")
     elif full > TIGHT:
         console.print(f"It fits, tightly: {full:.0%} of a device, and the estimate is good to about 15 %.")
@@ -116,42 +118,42 @@ def _cell(size: int | None) -> str:
     return f"{gib:.2f}" if gib >= 0.01 else "<0.01" if size else "-"
 
 
-def _facts(found: Estimate) -> Iterator[tuple[str, str]]:
+def _facts(estimated: Estimate) -> Iterator[tuple[str, str]]:
     """What is known of the run, one line each."""
     from sota_grpo.config.mixture import mean_group_size
 
-    config, facts, places = found.config, found.as_dict(), found.places
-    prompt, response = found.largest_sample
+    config, facts, places = estimated.config, estimated.as_dict(), estimated.places
+    prompt, response = estimated.largest_sample
     steps, size = facts["steps"], facts["responses_per_step"]
-    yield "model", f"{facts['model']['name']}, {found.model.parameters:,} parameters ({places['model']})"
+    yield "model", f"{facts['model']['name']}, {estimated.model.parameters:,} parameters ({places['model']})"
     yield "devices", f"{facts['placement']} ({places['machine']})"
     yield "engine", facts["engine"]
     yield "largest sample", f"{prompt:,} prompt tokens ({places['prompt']}) + {response:,} of the response"
-    if found.num_problems is None:
+    if estimated.num_problems is None:
         yield "one epoch", "the data is not here"
     else:
-        samples = round(found.num_problems * mean_group_size(config))
-        epoch = f"{found.num_problems:,} problems, {samples:,} responses"
+        samples = round(estimated.num_problems * mean_group_size(config))
+        epoch = f"{estimated.num_problems:,} problems, {samples:,} responses"
         yield "one epoch", f"{epoch}; the run goes {steps * size / samples:.3g} times through the data"
     count = facts["micro_batches_per_step"]
     run = f"{steps:,} steps of {size:,} responses, {facts['optimizer_steps']:,} optimizer steps of"
     micro_batches = f"{count:,} micro-batch" + ("" if count == 1 else "es")
     of_step = round(config.train.optim_batch_size * mean_group_size(config) / config.env.repeats)
     yield "the run", f"{run} {of_step:,} in {micro_batches} at full length"
-    if found.host:
-        moment = max(found.host, key=found.host.__getitem__)
-        gib = found.host[moment] / 2**30
+    if estimated.host:
+        moment = max(estimated.host, key=estimated.host.__getitem__)
+        gib = estimated.host[moment] / 2**30
         yield "host memory", f"at least {gib:.3g} GiB on the machine of the learner, for {moment}"
-    yield "disk", found.disk.sentence
-    yield "time", _time(found, steps)
+    yield "disk", estimated.disk.sentence
+    yield "time", _time(estimated, steps)
 
 
-def _time(found: Estimate, steps: int) -> str:
+def _time(estimated: Estimate, steps: int) -> str:
     from sota_grpo.text import duration
 
-    times = found.times
+    times = estimated.times
     if times is None:
-        return "not measured" if found.machine.is_here else "not measured: the devices are not here"
+        return "not measured" if estimated.machine.is_here else "not measured: the devices are not here"
     total = duration(steps * times.step_s)
     return (
         f"at most {total} at full length: {times.step_s:.3g} s a step (sampling {times.sample_s:.3g}, learning "

@@ -51,36 +51,36 @@ def run(options: argparse.Namespace) -> int:
     tell_trust(options, config)
     from sota_grpo.assembly.replay import replayed
 
-    found = replayed(run_dir, options.step, options.overrides, trust=options.trust_run)
-    print(json.dumps(found, indent=2) if options.json else as_text(found), end="\n" if options.json else "")
+    result = replayed(run_dir, options.step, options.overrides, trust=options.trust_run)
+    print(json.dumps(result, indent=2) if options.json else as_text(result), end="\n" if options.json else "")
     return 0
 
 
-def as_text(found: Mapping[str, Any]) -> str:
+def as_text(result: Mapping[str, Any]) -> str:
     """What :func:`sota_grpo.assembly.replay.replayed` found, for a person to read."""
-    start = found["checkpoint"] or "the initial weights"
-    steps = found["optimizer_steps"]
+    start = result["checkpoint"] or "the initial weights"
+    steps = result["optimizer_steps"]
     lines = [
-        f"Step {found['step']} of {found['run']}: {found['samples']} samples in {found['groups']} groups, {steps} "
+        f"Step {result['step']} of {result['run']}: {result['samples']} samples in {result['groups']} groups, {steps} "
         f"optimizer step{'s' if steps != 1 else ''} from {start}",
         "",
-        *_table(found),
+        *_table(result),
         "",
-        _verdict(found),
+        _verdict(result),
     ]
-    if "clip" in found:
-        lines += [_advantages(found["advantages"]), _clip(found["clip"])]
-    return "\n".join([*lines, *found["notes"], ""])
+    if "clip" in result:
+        lines += [_advantages(result["advantages"]), _clip(result["clip"])]
+    return "\n".join([*lines, *result["notes"], ""])
 
 
-def _table(found: Mapping[str, Any]) -> list[str]:
+def _table(result: Mapping[str, Any]) -> list[str]:
     titles = {name: name for name in ("stored", "replayed", "difference")}
-    if "clip" in found:
-        command = " ".join(found["overrides"])
+    if "clip" in result:
+        command = " ".join(result["overrides"])
         other = command if len(command) <= _WIDTH else command[: _WIDTH - 2] + ".."
         titles |= {"other": other, "other_difference": "difference"}
     rows = [["", *titles.values()]]
-    rows += [[name, *(_number(row[column]) for column in titles)] for name, row in found["figures"].items()]
+    rows += [[name, *(_number(row[column]) for column in titles)] for name, row in result["figures"].items()]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
@@ -97,13 +97,13 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.9g}"
 
 
-def _verdict(found: Mapping[str, Any]) -> str:
-    name, distance = found["worst"]["name"], found["worst"]["relative_difference"]
+def _verdict(result: Mapping[str, Any]) -> str:
+    name, distance = result["worst"]["name"], result["worst"]["relative_difference"]
     if distance is None:
         return f"The replay does not agree with the run: only one of them has {name}."
     if distance == 0:
         return "The replay gives the losses and the gradient norm of the run exactly."
-    outcome = "agrees" if found["agrees"] else "does not agree"
+    outcome = "agrees" if result["agrees"] else "does not agree"
     return f"The replay {outcome} with the run: the largest relative difference is {distance:.1e} ({name})."
 
 

@@ -86,21 +86,21 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
             yield write
         return
     partial = Path(f"{name}.partial")
-    given = f"{option} {name}"
+    target = f"{option} {name}"
     if read is not None and Path(read).resolve() in (Path(name).resolve(), partial.resolve()):
-        raise UserError(f"{given} would overwrite the input; give another file.")
+        raise UserError(f"{target} would overwrite the input; give another file.")
     try:
         if Path(name).exists() and not Path(name).is_file():
-            raise UserError(f"{given} is there and is no file; give a file, or - for stdout.")
+            raise UserError(f"{target} is there and is no file; give a file, or - for stdout.")
         file = partial.open("w", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{given} cannot be written ({error.strerror}).") from error
-    with file, _writing(file, given, str(partial)) as write:
+        raise UserError(f"{target} cannot be written ({error.strerror}).") from error
+    with file, _writing(file, target, str(partial)) as write:
         yield write
     try:
         partial.replace(name)
     except OSError as error:
-        raise RunFailed(f"{given} cannot be written ({error.strerror}); {partial} holds all rows.") from error
+        raise RunFailed(f"{target} cannot be written ({error.strerror}); {partial} holds all rows.") from error
 
 
 @contextmanager
@@ -138,7 +138,7 @@ class Line:
     """A line of the input: its row, and what to grade or why it cannot be."""
 
     row: dict[str, Any]
-    asked: tuple[str, Example] | None = None
+    pair: tuple[str, Example] | None = None
     error: str | None = None
 
 
@@ -213,10 +213,10 @@ def _score_text(task: Task, options: argparse.Namespace) -> None:
         raise UserError(f"--row {options.row!r} is not a JSON object.")
     row |= {"response": options.text} | ({} if options.answer is None else {"answer": options.answer})
     line = _line(task, 1, json.dumps(row))
-    if line.asked is None:
+    if line.pair is None:
         raise UserError(f"{line.error}; give --answer, or the columns that the task needs with --row.")
     with row_writer(options.output) as write, _graders(task, options) as pool:
-        graded = graded_row(task, line.row, pool.scores([line.asked]).result()[0])
+        graded = graded_row(task, line.row, pool.scores([line.pair]).result()[0])
         write({name: value for name, value in graded.items() if name not in row})
 
 
@@ -243,12 +243,12 @@ def _scored(pool: Any, lines: Iterator[Line], ahead: int) -> Iterator[tuple[Line
     waiting: deque[tuple[list[Line], Future[list[Score]]]] = deque()
     while (batch := list(islice(lines, _BATCH))) or waiting:
         if batch:
-            waiting.append((batch, pool.scores([line.asked for line in batch if line.asked is not None])))
+            waiting.append((batch, pool.scores([line.pair for line in batch if line.pair is not None])))
         if not batch or len(waiting) > ahead:
             answered, scores = waiting.popleft()
             left = iter(scores.result())
             for line in answered:
-                yield line, (None if line.asked is None else next(left))
+                yield line, (None if line.pair is None else next(left))
 
 
 def _line(task: Task, number: int, text: str) -> Line:
@@ -260,7 +260,7 @@ def _line(task: Task, number: int, text: str) -> Line:
     if not isinstance(row, dict):
         return Line({"line": number}, error=f"{place}: holds {type(row).__name__}, not an object")
     try:
-        return Line(row, asked=(text_of(row, "response", place), task.read_row(row, place)))
+        return Line(row, pair=(text_of(row, "response", place), task.read_row(row, place)))
     except DatasetError as error:
         return Line(row, error=str(error).rstrip("."))
 

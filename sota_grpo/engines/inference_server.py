@@ -439,7 +439,7 @@ def start_server(
     """
     log_path = Path(options.log_path)
     logger.info("An inference server is started; what it says goes to %s.", log_path)
-    # A killed server leaves sockets and meeting points behind. On a GPU the temporary folder keeps compiled code too.
+    # A killed server leaves sockets and rendezvous files behind. On a GPU the temporary folder keeps compiled code too.
     leavings = {"TMPDIR" if on_cpu else "VLLM_RPC_BASE_PATH": str(scratch)}
     for attempt in range(1, _PORT_TRIES + 1):
         port, key = _free_port(), secrets.token_urlsafe(32)

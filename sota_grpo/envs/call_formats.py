@@ -113,10 +113,10 @@ def check_json(value: Any) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise ValueError("a key stands there twice")
-    return found
+    return values
 
 
 def _no_constant(name: str) -> None:
@@ -130,13 +130,13 @@ def _extent(text: str, start: int) -> int | None:
         BadCall: too deep.
     """
     depth = 0
-    for found in _BRACKETS.finditer(text, start):
-        sign = text[found.start()]
+    for bracket in _BRACKETS.finditer(text, start):
+        sign = text[bracket.start()]
         if sign == '"':
             continue
         depth += 1 if sign in "[{" else -1
         if depth <= 0:
-            return found.end()
+            return bracket.end()
         if depth > MAX_DEPTH:
             raise BadCall(f"it is nested deeper than {MAX_DEPTH}")
     return None
@@ -177,19 +177,19 @@ class MarkedCalls:
         spoken = False
         begins = self._begins()
         position = _after(text, self.thinks_until, 0) if self.thinks_until else 0
-        while (found := begins.search(text, position)) is not None:
-            said.append(text[position : found.start()])
+        while (match := begins.search(text, position)) is not None:
+            said.append(text[position : match.start()])
             spoken = spoken or bool(said[-1].strip(f"{OTHER};, \t\r\n"))
-            if found.lastgroup != "call":
-                ends = dict(THINKING).get(found[0])
-                position = _after(text, ends, found.end()) if ends else found.end()
+            if match.lastgroup != "call":
+                ends = dict(THINKING).get(match[0])
+                position = _after(text, ends, match.end()) if ends else match.end()
             elif self.opening:
-                position = self._opened(text, found.end(), limits, calls)
-            elif spoken or not self._is_call(text, found.start()):  # an object that is said
-                said.append(found[0])
-                spoken, position = True, found.end()
+                position = self._opened(text, match.end(), limits, calls)
+            elif spoken or not self._is_call(text, match.start()):  # an object that is said
+                said.append(match[0])
+                spoken, position = True, match.end()
             else:
-                position = self._opened(text, found.start(), limits, calls)
+                position = self._opened(text, match.start(), limits, calls)
         return "".join((*said, text[position:])), calls
 
     def _is_call(self, text: str, start: int) -> bool:
@@ -215,9 +215,7 @@ class MarkedCalls:
         try:
             while True:
                 if len(calls) >= limits.calls:
-                    calls.append(
-                        SaidCall("", {}, f"a turn can have {limits.calls} calls; this and what follows is more")
-                    )
+                    calls.append(SaidCall("", {}, _too_many(limits)))
                     return len(text)
                 call, position = self._call(text, position + listed, limits)
                 position = _skip(text, position)
@@ -285,14 +283,14 @@ def without_specials(text: str, specials: Sequence[str]) -> str:
 
 
 def _skip(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    return found.end() if found else position
+    match = _SPACE.match(text, position)
+    return match.end() if match else position
 
 
 def _after(text: str, ends: str, position: int) -> int:
     """Behind the end of a thinking; one that does not end is all that follows."""
-    found = text.find(ends, position)
-    return found + len(ends) if found >= 0 else len(text)
+    at = text.find(ends, position)
+    return at + len(ends) if at >= 0 else len(text)
 
 
 class TemplateCalls:
@@ -385,15 +383,15 @@ class TemplateCalls:
         import regex  # transformers' own, whose searches have a timeout
         from transformers.utils.chat_parsing.content_parsers import parse_content
 
-        arguments = self._calls.content_args
-        parser = arguments.get("value_parser") or {"name": "text"}
-        tags = regex.compile(arguments["tag_pattern"], regex.DOTALL)
-        found: dict[str, Any] = {}
+        options = self._calls.content_args
+        parser = options.get("value_parser") or {"name": "text"}
+        tags = regex.compile(options["tag_pattern"], regex.DOTALL)
+        arguments: dict[str, Any] = {}
         for tag in tags.finditer(body, timeout=_left(deadline)):
-            if tag["key"] in found:
+            if tag["key"] in arguments:
                 raise BadCall(f"the argument {tag['key'][:MAX_NAME]!r} stands there twice")
-            found[tag["key"]] = parse_content(tag["value"], parser.get("name", "text"), parser.get("args", {}))
-        return found
+            arguments[tag["key"]] = parse_content(tag["value"], parser.get("name", "text"), parser.get("args", {}))
+        return arguments
 
 
 class _Timed(NamedTuple):
@@ -431,10 +429,10 @@ def derive(one: str, two: str | None, name: str, arguments: Mapping[str, Any], e
     >>> derive(turn, turn + "\\n" + turn, "f", {"x": 1}, "").opening
     '<call>'
     """
-    found = _call_in(one, 0, name, arguments)
-    if found is None:
+    call = _call_in(one, 0, name, arguments)
+    if call is None:
         return None
-    start, end, keys = found
+    start, end, keys = call
     before, after = one[:start], one[end:].removesuffix(ending)
     for _, thought in THINKING:
         before = before[before.rfind(thought) + len(thought) :] if thought in before else before

@@ -142,18 +142,18 @@ class _Part:
 
     def metrics(self, num_groups: int) -> dict[str, float]:
         rates = self.rates.rates().tolist() if len(self.names) > 1 else []
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for level, (name, rate) in enumerate(zip(self.names, rates)):
-            found |= {f"{name}/pass_rate": rate} if rate == rate else {}
-            found |= {f"{name}/share": self.num_learned.get(level, 0) / num_groups} if num_groups else {}
+            metrics |= {f"{name}/pass_rate": rate} if rate == rate else {}
+            metrics |= {f"{name}/share": self.num_learned.get(level, 0) / num_groups} if num_groups else {}
         if self.members is None:
             tried = self.rates.trials > 0
             seen, passes, trials = int(tried.sum()), self.rates.passes[tried], self.rates.trials[tried]
-            found["seen"] = seen / len(tried)
-            found["solved"] = int((passes == trials).sum()) / len(tried)
-            found["unsolved"] = int((passes == 0).sum()) / len(tried)
-            found |= {"pass_rate": float((passes / trials).mean())} if seen else {}
-        return found
+            metrics["seen"] = seen / len(tried)
+            metrics["solved"] = int((passes == trials).sum()) / len(tried)
+            metrics["unsolved"] = int((passes == 0).sum()) / len(tried)
+            metrics |= {"pass_rate": float((passes / trials).mean())} if seen else {}
+        return metrics
 
 
 class CurriculumStream(PromptStream):
@@ -267,11 +267,13 @@ class CurriculumStream(PromptStream):
 
     def metrics(self) -> dict[str, float]:
         """Of each level its pass rate and its share of the groups learned from; of examples, what is solved or not."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, part in self._parts.items():
             own = part.metrics(sum(part.num_learned.values()))
-            found |= {f"curriculum/{name}/{key}" if name else f"curriculum/{key}": value for key, value in own.items()}
-        return found
+            metrics |= {
+                f"curriculum/{name}/{key}" if name else f"curriculum/{key}": value for key, value in own.items()
+            }
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands: counts of the levels that were tried, and groups that may still be asked for."""

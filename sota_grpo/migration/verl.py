@@ -105,37 +105,37 @@ def _advantage(config: Config, ours: Account) -> dict[str, Any]:
         ours.remark("algorithm.baseline", f"verl has none with algorithm.scale={scale}; this is grpo's, a group mean.")
     elif estimator.startswith("reinforce"):
         ours.remark("algorithm.scale", "verl whitens over tokens, so long responses weigh more; ours over responses.")
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "algorithm.adv_estimator": estimator,
         "algorithm.norm_adv_by_std_in_grpo": scale != "none",
     }
     if ours["algorithm.dynamic_sampling"]:
-        found |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "score"}
+        options |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "score"}
         ours.remark("algorithm.dynamic_sampling_max_draws", "verl's trainer draws on without a limit.")
     buffer = ours["algorithm.overlong_buffer"]
     if buffer:
         penalty = {"enable": True, "len": buffer, "penalty_factor": 1.0, "log": True}
-        found |= {
+        options |= {
             "reward.reward_manager.name": "dapo",
             "+reward.reward_kwargs.max_resp_len": longest_response(config),
             "+reward.reward_kwargs.overlong_buffer_cfg": penalty,
         }
-    return found
+    return options
 
 
 def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
     """verl's loss of the same gradient. Its CISPO clips the ratio from below too: at 0 here, where it never is."""
-    part = config.algorithm
-    loss = ours.loss_of("verl", "algorithm.ratio", f"verl's {part.objective} takes the ratio per token.")
+    algorithm = config.algorithm
+    loss = ours.loss_of("verl", "algorithm.ratio", f"verl's {algorithm.objective} takes the ratio per token.")
     low, high = ours.clips("verl")
-    if loss in _BY_ROWS and part.aggregation != "sequence":
+    if loss in _BY_ROWS and algorithm.aggregation != "sequence":
         later = "; 0.9.1 heeds it" if loss == "gspo" else ""
         text = f"verl 0.9.0's {loss} weighs by sequence whatever loss_agg_mode says{later}."
         ours.remark("algorithm.aggregation", text.replace("gspo", "GSPO"))
     bound = ours["algorithm.ratio_cap" if loss == "dppo_tv" else "algorithm.dual_clip"]
-    if loss == "gspo" and part.dual_clip is not None:
+    if loss == "gspo" and algorithm.dual_clip is not None:
         ours.remark("algorithm.dual_clip", "verl's GSPO has no dual clip.")
-    found = {
+    options = {
         f"{ACTOR}.policy_loss.loss_mode": loss,
         f"{ACTOR}.clip_ratio": low,
         f"{ACTOR}.clip_ratio_low": 1.0 if loss == "cispo" else low,
@@ -145,27 +145,27 @@ def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
         f"{ACTOR}.entropy_coeff": ours["algorithm.entropy_coef"],
     }
     if loss == "sapo":
-        found |= {
+        options |= {
             f"{ACTOR}.tau_pos": ours["algorithm.tau_positive"],
             f"{ACTOR}.tau_neg": ours["algorithm.tau_negative"],
         }
-    if part.top_entropy_quantile < 1:
+    if algorithm.top_entropy_quantile < 1:
         ours.remark("algorithm.top_entropy_quantile", "verl has no such mask: every token takes part.")
-    if part.entropy_target is not None:
+    if algorithm.entropy_target is not None:
         ours.remark("algorithm.entropy_target", "verl's coefficient stays as it begins.")
-    if part.aggregation == "constant":
-        found[f"{ACTOR}.loss_scale_factor"] = longest_response(config)
-    if part.drop_truncated:
+    if algorithm.aggregation == "constant":
+        options[f"{ACTOR}.loss_scale_factor"] = longest_response(config)
+    if algorithm.drop_truncated:
         ours.remark("algorithm.drop_truncated", "verl trains on truncated responses.")
-    return found
+    return options
 
 
 def _correction(config: Config, ours: Account) -> dict[str, Any]:
     """Which log-probs the ratio is taken to, and how the engine's mismatch is weighed."""
-    part, prefix = config.algorithm, "algorithm.rollout_correction"
+    algorithm, prefix = config.algorithm, "algorithm.rollout_correction"
     if ours["algorithm.correction"] == "none":
         used_once = ours["train.epochs"] == 1
-        is_plain = surrogate(part.objective).verl.get(part.ratio) == "vanilla"
+        is_plain = surrogate(algorithm.objective).verl.get(algorithm.ratio) == "vanilla"
         if used_once and not (is_plain or has_no_ratio(config)):
             ours.remark(
                 "algorithm.correction",
@@ -173,16 +173,16 @@ def _correction(config: Config, ours: Account) -> dict[str, Any]:
                 "verl offers for its plain clipped loss only (bypass_mode).",
             )
         return {f"{prefix}.bypass_mode": used_once and is_plain}
-    cap, floor, mode = part.correction_cap, part.correction_floor, part.correction_mode
+    cap, floor, mode = algorithm.correction_cap, algorithm.correction_floor, algorithm.correction_mode
     ours.carry("algorithm.correction_mode", "algorithm.correction_cap")
     if mode == "reject":  # verl bounds the inverse of our weight
         ours.carry("algorithm.correction_floor")
         return {
             f"{prefix}.bypass_mode": False,
-            f"{prefix}.rollout_rs": _REJECTIONS[part.correction],
+            f"{prefix}.rollout_rs": _REJECTIONS[algorithm.correction],
             f"{prefix}.rollout_rs_threshold": f"{1 / cap}_{1 / floor if floor else NEVER_BINDS}",
         }
-    if part.correction == "geometric":
+    if algorithm.correction == "geometric":
         ours.remark("algorithm.correction", "verl has no weight of this level, only a rejection, so there is none.")
         return {f"{prefix}.bypass_mode": False}
     if floor and mode == "truncate":
@@ -191,7 +191,7 @@ def _correction(config: Config, ours: Account) -> dict[str, Any]:
         ours.carry("algorithm.correction_floor")
     return {
         f"{prefix}.bypass_mode": False,
-        f"{prefix}.rollout_is": part.correction,
+        f"{prefix}.rollout_is": algorithm.correction,
         f"{prefix}.rollout_is_threshold": f"{floor or '1e-9'}_{cap}"
         if mode == "mask"
         else cap,  # a range: outside is 0
@@ -202,16 +202,16 @@ def _reference(config: Config, ours: Account) -> dict[str, Any]:
     """The KL to the reference, in the loss or in the reward; at coefficient 0 neither builds one."""
     coef, estimator = ours["policy.kl_coef"], ours["algorithm.kl_estimator"]
     in_loss = ours["train.kl_coef_in_loss"]
-    found = {f"{ACTOR}.use_kl_loss": coef > 0 and in_loss, "algorithm.use_kl_in_reward": coef > 0 and not in_loss}
+    options = {f"{ACTOR}.use_kl_loss": coef > 0 and in_loss, "algorithm.use_kl_in_reward": coef > 0 and not in_loss}
     if coef > 0 and in_loss:
-        found |= {f"{ACTOR}.kl_loss_coef": coef, f"{ACTOR}.kl_loss_type": _KL_TYPES[estimator]}
+        options |= {f"{ACTOR}.kl_loss_coef": coef, f"{ACTOR}.kl_loss_type": _KL_TYPES[estimator]}
     elif coef > 0:
-        found |= {"algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": coef}
+        options |= {"algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": coef}
         ours.remark(
             "train.kl_coef_in_loss",
             "in a group that is graded alike, verl divides the differences of KL by their spread; ours leaves them.",
         )
-    return found
+    return options
 
 
 def _optimizer(config: Config, ours: Account) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _optimizer(config: Config, ours: Account) -> dict[str, Any]:
         ours.remark("optimizer.schedule", "verl's FSDP learner knows constant and cosine; this is constant.")
     if warmup:
         ours.remark("optimizer.warmup_steps", "verl begins at 0 and counts iterations, not optimizer steps.")
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         f"{prefix}.lr": ours["optimizer.lr"],
         f"{prefix}.weight_decay": ours["optimizer.weight_decay"],
         f"{prefix}.betas": [ours["optimizer.beta1"], ours["optimizer.beta2"]],
@@ -233,8 +233,8 @@ def _optimizer(config: Config, ours: Account) -> dict[str, Any]:
     }
     eps = ours["optimizer.eps"]
     if eps != 1e-8:  # torch's own default
-        found[f"{prefix}.override_optimizer_config"] = {"eps": eps}
-    return found
+        options[f"{prefix}.override_optimizer_config"] = {"eps": eps}
+    return options
 
 
 def _data(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def _data(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
 def _model(ours: Account, facts: Facts) -> dict[str, Any]:
     ours.carry("model.name", "model.size")
     trusted = ours["model.trust_remote_code"]
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         f"{_MODEL}.path": facts.model,
         f"{_MODEL}.trust_remote_code": trusted,
         "data.trust_remote_code": trusted,
@@ -272,9 +272,9 @@ def _model(ours: Account, facts: Facts) -> dict[str, Any]:
     }
     attention = ours["model.attn_implementation"]
     if attention is not None:
-        found[f"+{_MODEL}.override_config.attn_implementation"] = attention
+        options[f"+{_MODEL}.override_config.attn_implementation"] = attention
     if ours["train_model.lora.enabled"]:
-        found |= {
+        options |= {
             f"{_MODEL}.lora_rank": ours["train_model.lora.r"],
             f"{_MODEL}.lora_alpha": ours["train_model.lora.alpha"],
             f"{_MODEL}.target_modules": "all-linear",
@@ -282,7 +282,7 @@ def _model(ours: Account, facts: Facts) -> dict[str, Any]:
         }
         if ours["train_model.lora.dropout"]:
             ours.remark("train_model.lora.dropout", "the adapters of verl's FSDP learner have no dropout.")
-    return found
+    return options
 
 
 def _actor(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def _actor(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
     if budget < longest:
         ours.remark("train.micro_batch_tokens", f"raised to the longest sequence, {longest}; it counts every prompt.")
     saved = ["model", "optimizer", "extra", *(["hf_model"] if ours["train.export_hf"] else [])]
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         f"{ACTOR}.ppo_mini_batch_size": max(1, size // repeats),
         f"{ACTOR}.ppo_epochs": ours["train.epochs"],
         f"{ACTOR}.shuffle": config.train.epochs > 1,
@@ -306,8 +306,8 @@ def _actor(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
     precision = ours["train.precision"]
     if precision in ("fp32", "fp16"):  # verl's default is bf16
         kinds = {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-        found |= {f"+{role}.fsdp_config.mixed_precision": kinds for role in (ACTOR, _REF)}
-    return found
+        options |= {f"+{role}.fsdp_config.mixed_precision": kinds for role in (ACTOR, _REF)}
+    return options
 
 
 def _rollout(config: Config, ours: Account) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def _rollout(config: Config, ours: Account) -> dict[str, Any]:
         ours.remark("engine.name", "verl starts the engine itself.")
     if most_kept(config):
         ours.remark("inference_model.top_p", "verl takes log-probs over the whole vocabulary, so its ratio is biased.")
-    found = {
+    options = {
         f"{_ROLLOUT}.name": known or "vllm",
         f"{_ROLLOUT}.n": config.env.repeats,
         f"{_ROLLOUT}.temperature": ours["inference_model.temperature"],
@@ -334,7 +334,7 @@ def _rollout(config: Config, ours: Account) -> dict[str, Any]:
         f"{_ROLLOUT}.max_num_seqs": ours["env.num_envs"],
     }
     context = ours["inference_model.max_model_len"]
-    return found if context is None else found | {f"{_ROLLOUT}.max_model_len": context}
+    return options if context is None else options | {f"{_ROLLOUT}.max_model_len": context}
 
 
 def _trainer(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:

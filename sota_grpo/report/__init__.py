@@ -265,7 +265,7 @@ def _about(run: RunData, name: str) -> dict[str, Any]:
         "name": name,
         "path": str(run.path),
         "done": run.steps,
-        "asked": run.asked,
+        "asked": run.num_steps,
         "state": run.state,
         "note": run.note,
         "written": f"{datetime.fromtimestamp(run.written, UTC):%Y-%m-%d %H:%M} UTC",

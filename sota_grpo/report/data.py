@@ -86,7 +86,7 @@ class RunData:
     path: Path  # as the user named it, or found below what they named
     rows: list[dict[str, Any]]  # metrics by step, ascending; what was measured before a step and in it is one row
     config: dict[str, Any]  # nested, as resolved; empty where there is none
-    asked: int | None  # steps that it was started for
+    num_steps: int | None  # steps that it was started for
     state: str  # finished, running, failed or stopped
     note: str  # why it failed; empty where it did not
     gate: dict[str, Any] | None  # of gate.json
@@ -161,12 +161,12 @@ def read_run(path: Path) -> RunData:
         how = f"it {'is' if state == 'running' else 'has'} {state}" + (f" ({note})" if note else "")
         raise UserError(f"The run in {path} has not finished a step: {how}.")
     record = read_record(path) or {}
-    asked = record.get("num_steps")
+    num_steps = record.get("num_steps")
     return RunData(
         path=path,
         rows=[rows[step] for step in sorted(rows)],
         config=read_config(path),
-        asked=asked if isinstance(asked, int) else None,
+        num_steps=num_steps if isinstance(num_steps, int) else None,
         state=state,
         note=note,
         gate=read_json(path / GATE_FILE),

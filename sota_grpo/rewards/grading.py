@@ -24,7 +24,7 @@ from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
 from sota_grpo.workers.slots import TaskLost, TaskOverdue
 
-Asked = list[tuple[str, Example]]
+Pairs = list[tuple[str, Example]]
 
 _SILENCE_S = 60.0
 _COUNT = struct.Struct("=q")
@@ -38,7 +38,7 @@ class Grader(Protocol):
     is no response's fault. ``close`` is idempotent.
     """
 
-    def scores(self, asked: Sequence[tuple[str, Example]]) -> Future[list[Score]]: ...
+    def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]: ...
 
     def close(self) -> None: ...
 
@@ -59,10 +59,10 @@ class LocalGrader:
         self._score, self._term_names = score, tuple(term_names)
         self._failures = FailureLog()
 
-    def scores(self, asked: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
+    def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         """One score per pair; the future is done already."""
         done = promised()
-        resolve(done, lambda: list(map(self._failures.add, guarded_scores(self._score, self._term_names, asked))))
+        resolve(done, lambda: list(map(self._failures.add, guarded_scores(self._score, self._term_names, pairs))))
         return done
 
     def close(self) -> None:
@@ -145,9 +145,9 @@ class RewardWorker:
         self._progress_counter = ProgressCounter(progress_fd)
         self._thread = WorkerThread("grader")
 
-    def run(self, asked: Sequence[tuple[str, Example]], page: int = 0) -> Future[list[Score]]:
+    def run(self, pairs: Sequence[tuple[str, Example]], page: int = 0) -> Future[list[Score]]:
         """The scores of ``(response, example)`` pairs, in their order; ``page`` is this call's in the counter."""
-        return self._thread.submit(self._grade, asked, page)
+        return self._thread.submit(self._grade, pairs, page)
 
     def ping(self) -> float:
         """Seconds for which the grader has been at one response."""
@@ -156,15 +156,15 @@ class RewardWorker:
     def close(self) -> None:
         self._thread.close()
 
-    def _grade(self, asked: Sequence[tuple[str, Example]], page: int) -> list[Score]:
+    def _grade(self, pairs: Sequence[tuple[str, Example]], page: int) -> list[Score]:
         answers = itertools.count(1)
 
         def tick() -> None:
             self._thread.progress()
             self._progress_counter.note(page, next(answers))
 
-        scores = guarded_scores(self._score, self._term_names, asked, tick=tick)
-        self._progress_counter.note(page, len(asked))  # a grader of whole groups has answered once
+        scores = guarded_scores(self._score, self._term_names, pairs, tick=tick)
+        self._progress_counter.note(page, len(pairs))  # a grader of whole groups has answered once
         return scores
 
 
@@ -205,7 +205,7 @@ class GradingPool:
             num_workers,
             capacity=1,  # so that a worker's end is the doing of one group
             task_deadline_s=timeout_s,
-            progress=lambda asked, page: progress_counter.read(page),
+            progress=lambda pairs, page: progress_counter.read(page),
             silence_s=max(_SILENCE_S, 2 * timeout_s),  # the deadline of a response comes first
             max_attempts=1,
         )
@@ -214,26 +214,26 @@ class GradingPool:
         """Return when every worker can grade; ``WorkerDied`` says why one cannot start."""
         self.fleet.wait_ready()
 
-    def scores(self, asked: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
+    def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         """One score per pair, some day; workers that are not ready yet hold up nobody but the future."""
-        return self._grade(list(asked))
+        return self._grade(list(pairs))
 
     def close(self) -> None:
         """End the workers; futures that are open fail."""
         self.fleet.close()
         self._launcher.close()
 
-    def _grade(self, asked: Asked, is_suspect: bool = False) -> Future[list[Score]]:
+    def _grade(self, pairs: Pairs, is_suspect: bool = False) -> Future[list[Score]]:
         done = promised()
-        if not asked:
+        if not pairs:
             done.set_result([])
             return done
         page = self._progress_counter.open()
-        self.fleet.submit(asked, page).add_done_callback(partial(self._answered, asked, is_suspect, page, done))
+        self.fleet.submit(pairs, page).add_done_callback(partial(self._answered, pairs, is_suspect, page, done))
         return done
 
     def _answered(
-        self, asked: Asked, is_suspect: bool, page: int, done: Future[list[Score]], answer: Future[list[Score]]
+        self, pairs: Pairs, is_suspect: bool, page: int, done: Future[list[Score]], answer: Future[list[Score]]
     ) -> None:
         error = answer.exception()
         if not isinstance(error, (TaskOverdue, TaskLost)):
@@ -242,26 +242,26 @@ class GradingPool:
             return
         # The page is not freed: a worker that is about to be killed may still write to it.
         num_graded = error.progress if isinstance(error, TaskOverdue) else self._progress_counter.read(page)
-        parts = self._again(asked, num_graded, error, is_suspect)
-        gathered(parts).add_done_callback(lambda found: resolve(done, lambda: list(chain(*found.result()))))
+        parts = self._again(pairs, num_graded, error, is_suspect)
+        gathered(parts).add_done_callback(lambda graded: resolve(done, lambda: list(chain(*graded.result()))))
 
     def _again(
-        self, asked: Asked, num_graded: int, error: TaskOverdue | TaskLost, is_suspect: bool
+        self, pairs: Pairs, num_graded: int, error: TaskOverdue | TaskLost, is_suspect: bool
     ) -> list[Future[list[Score]]]:
         """The group in parts: whom the worker was at, who came before, who comes after; their scores in order."""
-        is_unclear = num_graded >= len(asked) or (self._grades_groups and num_graded == 0)
-        if is_unclear and len(asked) > 1:
-            return [self._grade([pair]) for pair in asked]
-        at = min(num_graded, len(asked) - 1)
+        is_unclear = num_graded >= len(pairs) or (self._grades_groups and num_graded == 0)
+        if is_unclear and len(pairs) > 1:
+            return [self._grade([pair]) for pair in pairs]
+        at = min(num_graded, len(pairs) - 1)
         if is_suspect or isinstance(error, TaskOverdue) or isinstance(error.__cause__, ProcessEndedItself):
             late = isinstance(error, TaskOverdue)
             died = f"WorkerDied: {error.__cause__ or error}"
             reason = f"TimeoutError: no score within {self._timeout_s:g} s" if late else died
             failed = promised()
-            failed.set_result([self._failures.add(failed_score(self._term_names, reason, asked[at][1]))])
+            failed.set_result([self._failures.add(failed_score(self._term_names, reason, pairs[at][1]))])
         else:
-            failed = self._grade([asked[at]], is_suspect=True)
-        return [self._grade(asked[:at]), failed, self._grade(asked[at + 1 :])]
+            failed = self._grade([pairs[at]], is_suspect=True)
+        return [self._grade(pairs[:at]), failed, self._grade(pairs[at + 1 :])]
 
 
 def own_grader(grader: Grader) -> Grader:

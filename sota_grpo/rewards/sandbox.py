@@ -164,12 +164,12 @@ class FusionRunner:
                 text = answer.read(8 * MAX_OUTPUT_BYTES)
                 if answer.status != 200:
                     raise OSError(f"the sandbox {self.url} answered {answer.status}")
-                found = json.loads(text)
+                content = json.loads(text)
         except (urllib3.exceptions.HTTPError, ValueError, RecursionError) as error:
             raise OSError(f"the sandbox {self.url} gave no answer ({type(error).__name__})") from error
-        if not isinstance(found, dict) or found.get("status") == "SandboxError":
+        if not isinstance(content, dict) or content.get("status") == "SandboxError":
             raise OSError(f"the sandbox {self.url} failed")
-        result = found.get("run_result")
+        result = content.get("run_result")
         result = result if isinstance(result, dict) else {}
         ended = result.get("status") == "Finished" and result.get("return_code") == 0
         return Ran(str(result.get("stdout") or "")[:MAX_OUTPUT_BYTES], ended)
@@ -265,17 +265,17 @@ def _bytes(text: str) -> bytes:
 
 def _read(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
     """What comes until the end, and whether that came before the deadline and the bound."""
-    found = bytearray()
+    output = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
-        while len(found) <= MAX_OUTPUT_BYTES:
+        while len(output) <= MAX_OUTPUT_BYTES:
             if not selector.select(max(0.0, deadline - time.monotonic())):
-                return bytes(found), False
+                return bytes(output), False
             piece = os.read(stream.fileno(), 1 << 16)
             if not piece:
-                return bytes(found), True
-            found += piece
-    return bytes(found[:MAX_OUTPUT_BYTES]), False
+                return bytes(output), True
+            output += piece
+    return bytes(output[:MAX_OUTPUT_BYTES]), False
 
 
 @cache

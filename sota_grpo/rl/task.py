@@ -181,9 +181,9 @@ def guarded_scores(
     score_group = getattr(score, "score_group", None)
     if score_group is not None and pairs:
         try:
-            found = _checked_group(score_group(pairs), term_names, [example for _, example in pairs])
+            scores = _checked_group(score_group(pairs), term_names, [example for _, example in pairs])
             tick()
-            return found
+            return scores
         except WrongTerms:
             raise
         except BaseException as error:
@@ -196,26 +196,26 @@ def guarded_scores(
     return scores
 
 
-def _checked_group(found: Sequence[Score], term_names: Collection[str], examples: Sequence[Example]) -> list[Score]:
-    if len(found) != len(examples):
-        reason = f"ValueError: the grader returned {len(found)} scores for {len(examples)} responses"
+def _checked_group(scores: Sequence[Score], term_names: Collection[str], examples: Sequence[Example]) -> list[Score]:
+    if len(scores) != len(examples):
+        reason = f"ValueError: the grader returned {len(scores)} scores for {len(examples)} responses"
         return [failed_score(term_names, reason, example) for example in examples]
-    return [_checked(one, term_names, example) for one, example in zip(found, examples, strict=True)]
+    return [_checked(one, term_names, example) for one, example in zip(scores, examples, strict=True)]
 
 
-def _checked(found: Score, term_names: Collection[str], example: Example) -> Score:
-    if found.error is not None:
-        return failed_score(term_names, found.error, example)
-    if set(found.terms) != set(term_names):
+def _checked(score: Score, term_names: Collection[str], example: Example) -> Score:
+    if score.error is not None:
+        return failed_score(term_names, score.error, example)
+    if set(score.terms) != set(term_names):
         raise WrongTerms(
-            f"the grader returned the terms {sorted(found.terms)} but term_weights names {sorted(term_names)}; "
+            f"the grader returned the terms {sorted(score.terms)} but term_weights names {sorted(term_names)}; "
             "make them the same."
         )
-    terms = {name: None if value is None else float(value) for name, value in found.terms.items()}
+    terms = {name: None if value is None else float(value) for name, value in score.terms.items()}
     if not all(value is None or abs(value) <= LARGEST for value in terms.values()):
         return failed_score(term_names, f"ValueError: a term is not finite in float32: {terms}", example)
-    info = json.loads(json.dumps(dict(found.info))) if found.info else {}
-    return replace(found, terms=terms, success=bool(found.success), info=info)
+    info = json.loads(json.dumps(dict(score.info))) if score.info else {}
+    return replace(score, terms=terms, success=bool(score.success), info=info)
 
 
 def failed_score(term_names: Collection[str], error: str, example: Example | None = None) -> Score:

@@ -157,7 +157,7 @@ def parameters_by_name(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Mappin
     >>> parameters_by_name([{"name": "now", "description": "The time.", "parameters": {"type": "object"}}])
     {'now': {'type': 'object'}}
     """
-    found: dict[str, Mapping[str, Any]] = {}
+    parameters_of: dict[str, Mapping[str, Any]] = {}
     for number, schema in enumerate(schemas):
         function = schema.get("function", schema) if isinstance(schema, Mapping) else {}
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -166,12 +166,12 @@ def parameters_by_name(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Mappin
         parameters = function.get("parameters", {})
         if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
             raise UserError(f"the schema of the tool {name} has no object of parameters; make it with function_schemas")
-        if name in found:
+        if name in parameters_of:
             raise UserError(f"two tools are called {name!r}; rename one")
-        found[name] = parameters
-    if not found:
+        parameters_of[name] = parameters
+    if not parameters_of:
         raise UserError("there are no tools; give at least one function")
-    return found
+    return parameters_of
 
 
 def argument_error(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:

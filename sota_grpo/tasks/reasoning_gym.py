@@ -70,10 +70,10 @@ def task_faults(tasks: Any) -> Iterator[str]:
     if not tasks or not isinstance(tasks, Mapping):
         yield "env.dataset=reasoning_gym draws its problems from env.tasks; give for example env.tasks={chain_sum: 1}."
         return
-    for name, given in tasks.items():
+    for name, value in tasks.items():
         if name in REFUSED:
             yield f"env.tasks names {name}, which is refused: {REFUSED[name]}."
-        options = given if isinstance(given, Mapping) else {"weight": given}
+        options = value if isinstance(value, Mapping) else {"weight": value}
         weight, levels = options.get("weight", 1), _levels_of(options)
         if type(weight) is not int or weight < 0:
             yield f"env.tasks.{name} has the weight {weight}, which must be a whole number of parts, 0 or more."
@@ -84,7 +84,7 @@ def task_faults(tasks: Any) -> Iterator[str]:
             yield f"env.tasks.{name} has the levels {options['level']}; name one at least, and each once."
         for option in options.keys() & _OURS.keys():
             yield f"env.tasks.{name} has the option {option}, which the run decides; use {_OURS[option]}."
-    if not any(given.get("weight", 1) if isinstance(given, Mapping) else given for given in tasks.values()):
+    if not any(value.get("weight", 1) if isinstance(value, Mapping) else value for value in tasks.values()):
         yield "env.tasks gives every task the weight 0; give one of them a part."
 
 
@@ -170,8 +170,8 @@ class ReasoningGymTask:
         self._options: dict[tuple[str, int | None], str] = {}  # of a level, as JSON, by which a dataset is kept
         for sentence in task_faults(tasks) if tasks is not None else ():
             raise UserError(sentence)
-        for name, given in (tasks or {}).items():
-            options = dict(given) if isinstance(given, Mapping) else {"weight": given}
+        for name, value in (tasks or {}).items():
+            options = dict(value) if isinstance(value, Mapping) else {"weight": value}
             self._weights[name] = options.pop("weight", 1)
             self._levels[name] = _levels_of(options)
             for level in self._levels[name]:
@@ -345,22 +345,22 @@ def _source(name: str, options: str) -> Any:
         UserError: there is no such task, option or level, or the task refuses a value.
     """
     _require_known(name)
-    factory, given = _package(), json.loads(options)
+    factory, chosen = _package(), json.loads(options)
     kind, config_class = factory.DATASETS[name]
-    level = given.pop("level", None)
+    level = chosen.pop("level", None)
     known = config_class.__dataclass_fields__.keys() - _OURS.keys()
-    for option in given.keys() - known:
+    for option in chosen.keys() - known:
         takes = ", ".join(sorted(["weight", *(["level"] if name in factory.CURRICULA else []), *known]))
         raise UserError(f"env.tasks.{name} has no option {option}; it takes {takes}.")
     values = {} if level is None else _values_of_level(name, level)
-    values |= given | {"seed": 0, "size": _SIZES.get(name, _SIZE)}
+    values |= chosen | {"seed": 0, "size": _SIZES.get(name, _SIZE)}
     try:
         return kind(config=config_class(**values))
     except Exception as error:  # assertions and type errors of the config class
         what = f"level={level} " if level is not None else ""
         raise UserError(
-            f"env.tasks.{name} cannot be made with {what}{given or ''} ({type(error).__name__}: {error}); choose other "
-            "values."
+            f"env.tasks.{name} cannot be made with {what}{chosen or ''} ({type(error).__name__}: {error}); choose "
+            "other values."
         ) from error
 
 

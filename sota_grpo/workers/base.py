@@ -468,8 +468,8 @@ class Start:
 
         Args:
             now_s: on the owner's clock.
-            beside: all that start with it. One may wait for another (who downloads, who comes last to a meeting): while
-                one of them works, none is silent.
+            beside: all that start with it. One may wait for another (who downloads, who comes last to a rendezvous):
+                while one of them works, none is silent.
 
         >>> start, other = Start(10.0, began_s=0.0), Start(10.0, began_s=0.0)
         >>> other.answered(idle_s=0.0, now_s=9.0)

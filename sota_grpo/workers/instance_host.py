@@ -182,16 +182,16 @@ class _Board:
         self._since: float | None = None
         self._is_sweep_due = False
         self._selector = selectors.DefaultSelector()
-        self._bell, self._ear = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ear.setblocking(False)
-        self._selector.register(self._ear, selectors.EVENT_READ, self._wake)
+        self._wakeup_out, self._wakeup_in = socket.socketpair()
+        self._wakeup_out.setblocking(False)
+        self._wakeup_in.setblocking(False)
+        self._selector.register(self._wakeup_in, selectors.EVENT_READ, self._wake)
 
     def post(self, function: Callable[..., None], *args: Any) -> None:
         """Have a function called on the thread of :meth:`run`."""
         self._inbox.append(partial(function, *args))
         with suppress(BlockingIOError):  # it has been rung for already
-            self._bell.send(b"!")
+            self._wakeup_out.send(b"!")
 
     def add(self, instance: _Instance) -> None:
         """Make a process known; called by the thread that has forked it, which holds ``forking``."""
@@ -239,7 +239,7 @@ class _Board:
         self._reasons.pop(key, None)
 
     def _wake(self, _: int) -> None:
-        self._ear.recv(_READ_BYTES)
+        self._wakeup_in.recv(_READ_BYTES)
         while self._inbox:
             self._inbox.popleft()()
 
@@ -247,7 +247,7 @@ class _Board:
         self._instances[instance.key] = instance
         self._selector.register(instance.connection, selectors.EVENT_READ, partial(self._serve, instance))
         if instance.death is not None:
-            self._selector.register(instance.death, selectors.EVENT_READ, partial(self._bury, instance))
+            self._selector.register(instance.death, selectors.EVENT_READ, partial(self._reap, instance))
 
     def _at(self, wait_s: float, function: Callable[[], None]) -> None:
         heapq.heappush(self._deadlines, (time.monotonic() + wait_s, next(self._numbers), function))
@@ -300,7 +300,7 @@ class _Board:
             instance.received += received
             self._read(instance)
         elif instance.death is None:
-            self._bury(instance)
+            self._reap(instance)
         else:  # it has ended, which is told in a moment; else something else holds its process
             self._hang_up(instance)
             self._limit(instance, _END_S, "it closed its connection")
@@ -361,7 +361,7 @@ class _Board:
         if is_idle:
             self._reasons[instance.key] = reason
         if instance.death is None:
-            self._bury(instance)
+            self._reap(instance)
 
     def _forget(self, instance: _Instance, reason: str) -> None:
         instance.num_events += 1
@@ -376,7 +376,7 @@ class _Board:
             self._selector.unregister(instance.connection)
         instance.connection.close()
 
-    def _bury(self, instance: _Instance, _: int = 0) -> None:
+    def _reap(self, instance: _Instance, _: int = 0) -> None:
         """Its process has ended, or its connection where nothing else is told: reap it, and end what it leaves."""
         while not instance.is_gone and instance.death is not None and self._receive(instance):
             pass  # what it said last

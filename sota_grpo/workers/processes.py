@@ -37,7 +37,7 @@ from sota_grpo.workers.base import (
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
-    "from sota_grpo.orphans import shepherd; shepherd();"
+    "from sota_grpo.orphans import fork_under_subreaper; fork_under_subreaper();"
     "from sota_grpo.workers.processes import serve_child; serve_child(int(sys.argv[3]), int(sys.argv[4]))"
 )
 CLOSING_S = 10.0  # longest wait for threads
@@ -191,7 +191,7 @@ class ProcessWorker:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = spawner.submit(_spawn, name, theirs.fileno(), environment, pass_fds).result()
-        self.pid = self._process.pid  # of its shepherd, until the process that works gives its own
+        self.pid = self._process.pid  # of its subreaper, until the process that works gives its own
         self._printer = threading.Thread(target=_show, args=(name, self._process.stdout), daemon=True)
         self._printer.start()
         self._connection = Connection(os.dup(self._socket.fileno()))
@@ -212,7 +212,7 @@ class ProcessWorker:
             self._reader.join(_REAP_S)
 
     def _end_group(self) -> None:
-        """By its shepherd, which finds more than the group; by the kernel where that does not answer."""
+        """By its subreaper, which finds more than the group; by the kernel where that does not answer."""
         with suppress(ProcessLookupError):  # it has ended and been reaped
             if sys.platform == "linux":
                 os.kill(self._process.pid, signal.SIGTERM)
@@ -238,7 +238,7 @@ class ProcessWorker:
                     self._socket.shutdown(socket.SHUT_RDWR)
                 self._resolve(Message.receive(self._connection))
         except (EOFError, OSError):
-            self._bury()
+            self._reap()
         finally:
             if death is not None:
                 os.close(death)
@@ -254,7 +254,7 @@ class ProcessWorker:
             succeeded, value = False, error
         self._calls.resolve(number, succeeded, value)
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
         self._end_group()
@@ -278,7 +278,7 @@ class ProcessLauncher(Launcher):
     process dies, even by SIGKILL and even while they hold the interpreter lock; elsewhere they notice within a second.
     A process ignores Ctrl-C: whoever started it decides when it ends. What it prints goes to stderr, line by line:
     stdout is for what the command that started it has to say. On Linux a worker is two processes, the one that
-    works and its shepherd (:func:`sota_grpo.orphans.shepherd`).
+    works and its subreaper (:func:`sota_grpo.orphans.fork_under_subreaper`).
 
     >>> launcher = ProcessLauncher()
     >>> worker = launcher.start("counter-0", WorkerSpec("collections:Counter", {"a": 2}), threads=1)

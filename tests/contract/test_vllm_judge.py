@@ -17,7 +17,7 @@ from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rewards.judge import Judged, Rules
 from sota_grpo.rewards.judge.cache import VerdictCache
-from sota_grpo.rewards.judge.client import JudgeClient, Patience
+from sota_grpo.rewards.judge.client import JudgeClient, RetryPolicy
 from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
 from sota_grpo.rewards.judge.questions import Endpoint
 from sota_grpo.rewards.judge.server import JudgeServer
@@ -74,7 +74,7 @@ def test_a_reward_model_gives_what_transformers_gives_and_is_started_again_when_
                 Endpoint(kind, name, label=1),
                 api_key=key,
                 revive=server.revive,
-                patience=Patience(first_pause_s=0.1),
+                retry=RetryPolicy(first_pause_s=0.1),
             )
             client.connect()
             assert not client.endpoint.as_text

@@ -22,7 +22,7 @@ from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rewards.judge import Judged, Rules
 from sota_grpo.rewards.judge import client as client_module
 from sota_grpo.rewards.judge.cache import LONGEST_LINE, Verdict, VerdictCache
-from sota_grpo.rewards.judge.client import JudgeClient, JudgeGone, Patience
+from sota_grpo.rewards.judge.client import JudgeClient, JudgeGone, RetryPolicy
 from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
 from sota_grpo.rewards.judge.questions import Endpoint
 from sota_grpo.rl.records import TASK, Example, Score
@@ -30,7 +30,7 @@ from sota_grpo.rl.task import SampledText
 from tests.process_rigs import wait_for
 from tests.unit.fake_judge import FakeJudge, Say, chat, fair, nonce_of, score_of, shown
 
-QUICK = Patience(timeout_s=20.0, retries=2, gone_s=30.0, first_pause_s=0.01)
+QUICK = RetryPolicy(timeout_s=20.0, retries=2, gone_s=30.0, first_pause_s=0.01)
 EXAMPLE = Example("2 + 2?", "4")
 OWN = {"right": 2.0}
 
@@ -62,14 +62,14 @@ def opened(fake: FakeJudge) -> Iterator[Open]:
     graders = []
 
     def open_one(
-        patience: Patience = QUICK,
+        retry: RetryPolicy = QUICK,
         cache: Path | None = None,
         rules: Mapping[Any, Rules] | None = None,
         own: Mapping[str, float] = OWN,
         prices: Sequence[float] = (),
         **options: Any,
     ) -> JudgedGrader:
-        client = JudgeClient(fake.url, Endpoint("chat", "judge-1"), patience=patience, **options)
+        client = JudgeClient(fake.url, Endpoint("chat", "judge-1"), retry=retry, **options)
         judged = Judged(rules or {None: Rules(rubric="Is it right?")}, own)
         grader = LocalGrader(own_score, own)
         graders.append(JudgedGrader(grader, Judge(client, VerdictCache(cache)), Sums(), judged, prices=prices))
@@ -295,7 +295,7 @@ def test_a_judge_that_stays_away_ends_the_run_and_what_it_said_is_kept(
 ) -> None:
     monkeypatch.setattr(client_module, "_TELL_AFTER_S", 0.1)
     path, first, later = tmp_path / "judge.jsonl", texts_of(3), texts_of(3)
-    grader = opened(Patience(5.0, 2, 0.5, 0.02), cache=path)
+    grader = opened(RetryPolicy(5.0, 2, 0.5, 0.02), cache=path)
     asked(grader, first)
     fake.kill()
     with pytest.raises(JudgeGone, match=r"has not answered for 0:0[01] \(no connection, .*train.resume=auto continues"):
@@ -323,13 +323,13 @@ def test_a_judge_that_only_fails_ends_the_run_with_its_words(fake: FakeJudge, op
     """No response is to blame, and none is trained on as wrong."""
     fake.answer = lambda body: say
     with pytest.raises(JudgeGone, match=why):
-        asked(opened(Patience(5.0, 1, 0.4, 0.02)), texts_of(4))
+        asked(opened(RetryPolicy(5.0, 1, 0.4, 0.02)), texts_of(4))
 
 
 def test_a_judge_that_hangs_is_gone_too(fake: FakeJudge, opened: Open) -> None:
     fake.gate.clear()
     with pytest.raises(JudgeGone, match=r"no answer within 0\.1 s"):
-        asked(opened(Patience(0.1, 1, 0.5, 0.02)), texts_of(2))
+        asked(opened(RetryPolicy(0.1, 1, 0.5, 0.02)), texts_of(2))
 
 
 def test_an_answer_that_was_on_its_way_blames_no_other_question(fake: FakeJudge, opened: Open) -> None:
@@ -346,7 +346,7 @@ def test_an_answer_that_was_on_its_way_blames_no_other_question(fake: FakeJudge,
 
     fake.answer = gone
     with pytest.raises(JudgeGone):
-        asked(opened(Patience(5.0, 1, 0.5, 0.02)), texts_of(2))
+        asked(opened(RetryPolicy(5.0, 1, 0.5, 0.02)), texts_of(2))
 
 
 def test_a_judge_without_a_single_verdict_is_given_up(fake: FakeJudge, opened: Open) -> None:

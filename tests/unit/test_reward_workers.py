@@ -189,7 +189,7 @@ def sent_away(path: Path) -> int:
     return int(path.read_text())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a shepherd needs Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="a subreaper needs Linux")
 @pytest.mark.parametrize("end", ["crash", "spin", "exit", "close"])
 def test_what_a_grader_sends_away_ends_with_it(end: str, tmp_path: Path) -> None:
     example = make_env().task.train[0]

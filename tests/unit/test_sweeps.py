@@ -66,7 +66,7 @@ def test_steps_are_averaged_over_the_last_ten_and_evaluations_and_counters_are_t
     assert run.metrics["reward"] == 6.5  # of 2 .. 11
     assert run.metrics["lr"] == 1.1
     assert (run.metrics["eval/accuracy"], run.metrics["eval/stderr"]) == (0.25, 0.03)
-    assert (run.steps, run.asked, run.seconds) == (STEPS, STEPS, 34.0)
+    assert (run.steps, run.num_steps, run.seconds) == (STEPS, STEPS, 34.0)
 
 
 def test_a_sweeper_optimises_accuracy_or_else_reward(tmp_path: Path) -> None:

@@ -66,8 +66,8 @@ class _Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long what is waited for.
+class RetryPolicy:
+    """How long an answer is waited for, and how often it is asked for again.
 
     Args:
         timeout_s: longest time for one answer.
@@ -112,7 +112,7 @@ class JudgeClient:
         url: of the judge, with or without a last ``/v1``.
         api_key: sent as a bearer token; None: none.
         concurrency: most questions that are asked at a time.
-        patience: see there.
+        retry: see there.
         revive: of a server that was started here: asked where nobody answers; url and key of a new one, or None.
 
     Raises:
@@ -126,10 +126,10 @@ class JudgeClient:
         *,
         api_key: str | None = None,
         concurrency: int = 16,
-        patience: Patience = Patience(),
+        retry: RetryPolicy = RetryPolicy(),
         revive: Callable[[], tuple[str, str] | None] = lambda: None,
     ) -> None:
-        self.endpoint, self._patience, self._concurrency, self._revive = endpoint, patience, concurrency, revive
+        self.endpoint, self._retry, self._concurrency, self._revive = endpoint, retry, concurrency, revive
         self._turn_to(url, api_key)
         self.counts, self._lock = Counts(), threading.Lock()
         self._waiting: queue.SimpleQueue[tuple[Question, Future[Verdict]] | None] = queue.SimpleQueue()
@@ -226,7 +226,7 @@ class JudgeClient:
                 if self._is_to_blame(num_failed, first_at, last_at):
                     return Verdict(None, f"JudgeError: {error}", is_final=False)
                 last_at = now
-                self._require_patience(str(error))
+                self._require_retry(str(error))
             else:
                 self._note_verdict(None)
                 return Verdict(answer.value, said=answer.said)
@@ -240,12 +240,12 @@ class JudgeClient:
             first_at: when it failed first; an answer since then may have been on its way as the judge went.
             last_at: when it failed before this time, or NaN.
         """
-        late = time.monotonic() - first_at > self._patience.gone_s
-        if num_failed <= self._patience.retries and not late:
+        late = time.monotonic() - first_at > self._retry.gone_s
+        if num_failed <= self._retry.retries and not late:
             return False
         if self._answered_at > last_at:
             return True
-        if num_failed <= self._patience.retries:
+        if num_failed <= self._retry.retries:
             return False
         with suppress(_NotNow, _Failed, _Refused, Unreadable):
             self._send(self.endpoint.ping())
@@ -276,12 +276,12 @@ class JudgeClient:
     def _pause(self, attempt: int, after_s: float) -> None:
         if after_s:
             with self._lock:
-                limit = time.monotonic() + min(after_s, self._patience.gone_s)
+                limit = time.monotonic() + min(after_s, self._retry.gone_s)
                 self._not_before = max(self._not_before, limit)
-        pause_s = min(_LONGEST_PAUSE_S, self._patience.first_pause_s * 2 ** min(attempt, 16))
+        pause_s = min(_LONGEST_PAUSE_S, self._retry.first_pause_s * 2 ** min(attempt, 16))
         self._closed.wait(pause_s * random.uniform(0.5, 1.5))  # those that failed together do not come back together
 
-    def _require_patience(self, reason: str) -> None:
+    def _require_retry(self, reason: str) -> None:
         """Tell who is waited for; raise when it is too long."""
         now = time.monotonic()
         with self._lock:
@@ -290,7 +290,7 @@ class JudgeClient:
             was_told = self._told_at >= self._silent_since
             tell = silent_s > _TELL_AFTER_S and not (was_told and now - self._told_at < _TELL_EVERY_S)
             self._told_at = now if tell else self._told_at
-        left = self._patience.gone_s - silent_s
+        left = self._retry.gone_s - silent_s
         if left <= 0:
             self._gone = JudgeGone(
                 f"The judge at {self.url} has not answered for {duration(silent_s)} ({reason}), and nothing is trained "
@@ -382,8 +382,8 @@ class JudgeClient:
             _NotNow: nobody is there.
             _Failed: the answer does not end in time, or is too long.
         """
-        deadline = time.monotonic() + self._patience.timeout_s
-        timeout = urllib3.Timeout(connect=min(_CONNECT_S, self._patience.timeout_s), read=self._patience.timeout_s)
+        deadline = time.monotonic() + self._retry.timeout_s
+        timeout = urllib3.Timeout(connect=min(_CONNECT_S, self._retry.timeout_s), read=self._retry.timeout_s)
         options: dict[str, Any] = {"headers": self._headers, "timeout": timeout, "retries": False}
         options |= {"redirect": False, "preload_content": False}  # the key goes nowhere else
         content = bytearray()
@@ -395,13 +395,13 @@ class JudgeClient:
                     if len(content) > MOST_BYTES:
                         raise _Failed(f"its answer has more than {MOST_BYTES} bytes")
                     if time.monotonic() > deadline:
-                        raise _Failed(f"no whole answer within {self._patience.timeout_s:g} s")
+                        raise _Failed(f"no whole answer within {self._retry.timeout_s:g} s")
                 answer.release_conn()
             except BaseException:
                 answer.close()
                 raise
         except urllib3.exceptions.ReadTimeoutError:
-            raise _Failed(f"no answer within {self._patience.timeout_s:g} s") from None
+            raise _Failed(f"no answer within {self._retry.timeout_s:g} s") from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise _NotNow(f"no connection, {first_line(error).rpartition(': ')[2]}") from None
         return answer.status, answer.headers, bytes(content)

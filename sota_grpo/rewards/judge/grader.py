@@ -25,7 +25,7 @@ from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import FailureLog, Task, failed_score
 from sota_grpo.workers.base import gathered, promised, resolve
 
-Asked = Sequence[tuple[str, Example]]
+Pairs = Sequence[tuple[str, Example]]
 
 
 class Judge:
@@ -49,28 +49,28 @@ class Judge:
         """
         key = question.key
         with self._lock:
-            found = self._open.get(key)
-            known = self._cache.get(key) if found is None else None
-            if found is None and known is None:
+            pending = self._open.get(key)
+            known = self._cache.get(key) if pending is None else None
+            if pending is None and known is None:
                 verdict = self._open[key] = promised()
-        if found is not None or known is not None:
+        if pending is not None or known is not None:
             self.client.add(cached=1)
-            return found or _done(known)
+            return pending or _done(known)
         try:
-            asked = self.client.ask(question)
+            answer = self.client.ask(question)
         except BaseException:
             self._forget(key)
             raise
-        asked.add_done_callback(lambda asked: resolve(verdict, partial(self._kept, key, asked)))
+        answer.add_done_callback(lambda answer: resolve(verdict, partial(self._kept, key, answer)))
         return verdict
 
     def _forget(self, key: str) -> None:
         with self._lock:
             self._open.pop(key, None)
 
-    def _kept(self, key: str, asked: Future[Verdict]) -> Verdict:
+    def _kept(self, key: str, answer: Future[Verdict]) -> Verdict:
         try:
-            verdict = asked.result()
+            verdict = answer.result()
             if verdict.is_final:
                 self._cache.put(key, verdict)
         except OSError as error:
@@ -117,23 +117,23 @@ class JudgedGrader:
         self._judged, self._prices = judged, tuple(prices)
         self._failures = FailureLog()
 
-    def scores(self, asked: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
+    def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         """One score per pair, some day."""
         done: Future[list[Score]] = promised()
-        own, verdicts = self.grader.scores(asked), self._verdicts(asked)
+        own, verdicts = self.grader.scores(pairs), self._verdicts(pairs)
 
         def joined(_: Any) -> None:
-            resolve(done, lambda: [*map(self._joined, asked, own.result(), verdicts.result())])
+            resolve(done, lambda: [*map(self._joined, pairs, own.result(), verdicts.result())])
 
         own.add_done_callback(lambda _: verdicts.add_done_callback(joined))
         return done
 
-    def _verdicts(self, asked: Asked) -> Future[list[Verdict | None]]:
+    def _verdicts(self, pairs: Pairs) -> Future[list[Verdict | None]]:
         """Of each response the judge's; None where it is not asked."""
-        groups = [[*group] for _, group in groupby(asked, key=lambda pair: pair[1])]
+        groups = [[*group] for _, group in groupby(pairs, key=lambda pair: pair[1])]
         parts = [self._of_group([text for text, _ in group], group[0][1]) for group in groups]
         done: Future[list[Verdict | None]] = promised()
-        gathered(parts).add_done_callback(lambda found: resolve(done, lambda: [*chain(*found.result())]))
+        gathered(parts).add_done_callback(lambda verdicts: resolve(done, lambda: [*chain(*verdicts.result())]))
         return done
 
     def _of_group(self, texts: Sequence[str], example: Example) -> Future[list[Verdict | None]]:
@@ -145,8 +145,8 @@ class JudgedGrader:
         reference = (example.answer or None) if rules.shows_reference else None
         group = [Material(prompt, _said(text), reference) for text in texts]
         if not rules.num_rivals:
-            asked: list[Future[Any]] = [self.judge.ask(endpoint.ask(one)) for one in group]
-            return gathered(asked)
+            verdicts: list[Future[Any]] = [self.judge.ask(endpoint.ask(one)) for one in group]
+            return gathered(verdicts)
         return self._tournament(endpoint, group, rules.num_rivals)
 
     def _tournament(
@@ -162,12 +162,12 @@ class JudgedGrader:
         ]
         done: Future[list[Verdict | None]] = promised()
         gathered(compared).add_done_callback(
-            lambda found: resolve(done, lambda: win_rates(len(group), pairs, found.result()))
+            lambda verdicts: resolve(done, lambda: win_rates(len(group), pairs, verdicts.result()))
         )
         return done
 
-    def _joined(self, asked: tuple[str, Example], score: Score, verdict: Verdict | None) -> Score:
-        weights, example = self._judged.term_weights, asked[1]
+    def _joined(self, pair: tuple[str, Example], score: Score, verdict: Verdict | None) -> Score:
+        weights, example = self._judged.term_weights, pair[1]
         if score.error is not None:  # it was told where it happened
             return failed_score(weights, score.error, example)
         if verdict is None:
