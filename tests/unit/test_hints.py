@@ -35,7 +35,7 @@ def rows_of(count: int, *, group_size: int = 4, right: Sequence[int] = ()) -> li
     rows = [row.exclude(keys.REF_LOG_PROBS) for row in random_rows(generator(), count, group_size=group_size)]
     for index, row in enumerate(rows):
         row.set(keys.PROMPT_TOKENS, row[keys.FULL_TOKENS][: -len(row[keys.RESPONSE_TOKENS])])
-        row.set("answer", f"gold {index // group_size}").set(keys.RESPONSE_TEXT, f"response {index}")
+        row.set("answer", f"gold {index // group_size % 2}").set(keys.RESPONSE_TEXT, f"response {index}")
         row.set(keys.SUCCESS, torch.tensor([index in right]))
     for row in rows[::group_size]:  # siblings have one prompt
         for other in rows[int(row["group_id"]) * group_size :][:group_size]:
@@ -45,8 +45,9 @@ def rows_of(count: int, *, group_size: int = 4, right: Sequence[int] = ()) -> li
 
 
 def ids_of(example: Example, text: str) -> list[int]:
-    """A prompt that says which hint it has, longer with the number of the question."""
-    return [3 + ord(letter) % 30 for letter in f"{example.query}{text}"[-5 - int(example.query[-1]) :]]
+    """A prompt that says which question and which hint it has."""
+    hint = text.split("\n\n")[2]
+    return [3 + ord(letter) % 30 for letter in f"{example.query[-1] * 2}{hint}"]
 
 
 def gold_of(example: Example) -> str | None:
@@ -76,7 +77,7 @@ def test_log_probs_are_those_behind_the_hint_whatever_the_packing(budget: int, s
         rows = rows_of(12, right=right)
         hints = Hints(source, ids_of, gold_of, longest=60)
         ReferenceKL(reference, ask=hints.ask, **sizes)(lazy_stack(rows))
-        told = {"gold": ["gold 0"] * 4 + [None] * 4 + ["gold 2"] * 4}
+        told = {"gold": ["gold 0"] * 4 + [None] * 4 + ["gold 0"] * 4}
         told["sibling"] = [f"response {at}" if at >= 0 else None for at in (2, 2, 0, 0, *[-1] * 4, 9, -1, 9, 9)]
         for row, hint in zip(rows, told[source], strict=True):
             example = Example(row["query"], row["answer"])
