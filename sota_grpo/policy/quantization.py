@@ -40,7 +40,7 @@ def quantize(model: PreTrainedModel, kind: str, device: torch.device | None = No
             if isinstance(module, nn.Linear):
                 owner, _, leaf = name.rpartition(".")
                 setattr(layer.get_submodule(owner), leaf, _in_4_bits(module, kind, device))
-    return model if device is None else model.to(device)
+    return model if device is None else model.to(device)  # type: ignore[arg-type]
 
 
 def _in_4_bits(module: nn.Linear, kind: str, device: torch.device | None) -> nn.Module:

@@ -18,7 +18,7 @@ ROOMS = (
     *("engines", "workers", "rewards", "tasks", "config", "recording", "envs", "source", "training", "assembly"),
     *("migration", "sweeps", "report", "run", "cli"),
 )
-HEAVY = ("vllm", "ray", "wandb", "datasets", "plotly", "tensorboard", "optuna", "trackio", "bitsandbytes")
+HEAVY = ("vllm", "ray", "wandb", "datasets", "plotly", "tensorboard", "optuna", "trackio")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
