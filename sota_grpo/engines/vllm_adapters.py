@@ -49,7 +49,7 @@ class Adapters:
         """The adapter of a request; None before the first."""
         return self._request() if self._is_there else None
 
-    def _request(self, **options: bool) -> Any:
+    def _request(self, **options: Any) -> Any:
         from vllm.lora.request import LoRARequest
 
         return LoRARequest("policy", 1, str(self._folder), **options)

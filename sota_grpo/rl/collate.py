@@ -328,4 +328,4 @@ def _collect(rows: Iterable[TensorDictBase] | Iterable[Row], key: Key) -> list[T
             f"{key} is missing in {len(missing)} of {len(values)} rows (the first is row {missing[0]}); "
             "write it to all rows of a batch or to none."
         )
-    return values
+    return [value for value in values if value is not None]

@@ -185,7 +185,7 @@ class Learner(ForwardPasses):
         found = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
         return [one._replace(learns=one.learns and learn) for one in found[self.ranks.rank]]
 
-    def _step(self, rows: Sequence[Row], passes: Sequence[Pass]) -> dict[str, float | None]:
+    def _step(self, rows: Sequence[dict[Key, torch.Tensor]], passes: Sequence[Pass]) -> dict[str, float | None]:
         """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
         losses, metrics = self._run(rows, passes)
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
@@ -218,7 +218,9 @@ class Learner(ForwardPasses):
         plain = plain_rows(rows)
         return self._run(plain, self._passes(plain, token_budget, keep_truncated=keep_truncated, learn=learn))
 
-    def _run(self, rows: Sequence[Row], passes: Sequence[Pass]) -> tuple[dict[str, float], dict[str, float | None]]:
+    def _run(
+        self, rows: Sequence[dict[Key, torch.Tensor]], passes: Sequence[Pass]
+    ) -> tuple[dict[str, float], dict[str, float | None]]:
         """:meth:`_accumulate` over passes of ``rows``."""
         threshold = self._keep_top_entropy(rows, passes)
         last = sum(one.learns for one in passes)
@@ -241,7 +243,7 @@ class Learner(ForwardPasses):
         measured = means.pop("tokens") > 0
         return _named(losses), {name: value if measured else None for name, value in (means | threshold).items()}
 
-    def _keep_top_entropy(self, rows: Sequence[Row], passes: Sequence[Pass]) -> dict[str, float]:
+    def _keep_top_entropy(self, rows: Sequence[dict[Key, torch.Tensor]], passes: Sequence[Pass]) -> dict[str, float]:
         """Mark which trained tokens of the whole step the surrogate keeps; the least entropy of these, if not all are.
 
         The entropies are the policy's before the step and without dropout, of all ranks, however the step is split.
