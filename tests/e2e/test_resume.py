@@ -59,7 +59,9 @@ def test_killed_run_equals_the_uninterrupted_one(tmp_path: Path, grpo, signalled
     last = grpo(run_dir, *again)
     assert last.returncode == 0, last.stderr
     assert without_clock(metrics(run_dir)) == without_clock(metrics(tmp_path / "whole"))
-    assert metrics(run_dir)[-1]["entropy_coef"] > metrics(run_dir)[1]["entropy_coef"]
+    coefs = [row["entropy_coef"] for row in metrics(run_dir) if "entropy_coef" in row]
+    assert len(coefs) > 2
+    assert coefs == sorted(set(coefs))
     mine, theirs = final_weights(run_dir), final_weights(tmp_path / "whole")
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
