@@ -39,7 +39,8 @@ from sota_grpo.assembly.replay import (
     scored_rows,
     under,
 )
-from sota_grpo.config import Config, with_options
+from sota_grpo.config import Config
+from sota_grpo.config.spelling import with_options
 from sota_grpo.config.validators import RULES, validate
 from sota_grpo.errors import UserError
 from sota_grpo.rl.coefficients import CoefficientLoss, RowCoefficients

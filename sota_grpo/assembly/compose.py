@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.config import Config, register, walk
+from sota_grpo.config import Config, register
 from sota_grpo.config.judging import rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS
 from sota_grpo.config.secrets import use_config_token, without_token
-from sota_grpo.config.spelling import flat, no_option
+from sota_grpo.config.spelling import flat, no_option, walk
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
 from sota_grpo.rewards.functions import PICKLED

@@ -30,9 +30,9 @@ from sota_grpo.assembly.memory import (
     vllm_pool_bytes,
 )
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows
-from sota_grpo.config import Config, has_reference, model_name, most_kept, responses_per_step, with_options
+from sota_grpo.config import Config, has_reference, model_name, most_kept, responses_per_step
 from sota_grpo.config.mixture import group_sizes, longest_response
-from sota_grpo.config.spelling import overrides_of
+from sota_grpo.config.spelling import overrides_of, with_options
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
 from sota_grpo.functional.balance import PromptGroup, fill

@@ -18,10 +18,10 @@ from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, compose, load_config
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import heldout_task, open_env, start_engine
-from sota_grpo.config import AlgorithmConfig, Config, ModelConfig, changed_options, model_name, walk
+from sota_grpo.config import AlgorithmConfig, Config, ModelConfig, model_name
 from sota_grpo.config.mixture import OF_TOOLS, entry_faults, task_configs, tasks_named
 from sota_grpo.config.secrets import use_config_token
-from sota_grpo.config.spelling import overrides_of
+from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.config.validators import READERS, validate
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy

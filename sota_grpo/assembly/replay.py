@@ -24,7 +24,8 @@ from torch import Tensor
 from sota_grpo import keys
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, load_config
 from sota_grpo.assembly.learning import kl_in_reward, make_advantage, make_learner, make_model, make_policy
-from sota_grpo.config import Config, model_name, walk, with_options
+from sota_grpo.config import Config, model_name
+from sota_grpo.config.spelling import walk, with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import OPTIONS, readers

@@ -14,9 +14,10 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from sota_grpo.assembly.judging import judged_task
-from sota_grpo.config import Config, model_name, most_kept, reward_names, walk
+from sota_grpo.config import Config, model_name, most_kept, reward_names
 from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, task_configs, weights
 from sota_grpo.config.secrets import api_key
+from sota_grpo.config.spelling import walk
 from sota_grpo.engines import ENGINES, Deadlines, Engine, EngineOptions, is_server, make_engine, resolve_engine_name
 from sota_grpo.envs import PromptStream, TaskEnv
 from sota_grpo.envs.agents import Budgets, ToolPartner

@@ -10,10 +10,8 @@ key fails before anything else happens. Rules that involve several options are i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import reduce
+from dataclasses import dataclass, field
 from typing import Any
 
 from sota_grpo.engines import ENGINES
@@ -577,40 +575,3 @@ def reward_names(config: Config) -> list[str]:
     """The functions of ``reward.path``, in order; ``compute_score`` where none is named, as in verl."""
     name = config.reward.name
     return ["compute_score"] if name is None else list(name) if isinstance(name, (list, tuple)) else [name]
-
-
-def walk(config: Any = None, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Every leaf option as ``(dotted name, dataclass field, value)``, in the order of the schema.
-
-    Args:
-        config: or a section of one; None: the defaults.
-        prefix: of the names.
-
-    >>> [name for name, _, _ in walk()][:3]
-    ['seed', 'mode', 'device']
-    """
-    section = Config() if config is None else config
-    options: list[tuple[str, Any, Any]] = []
-    for item in fields(section):
-        name, value = prefix + item.name, getattr(section, item.name)
-        options += walk(value, f"{name}.") if is_dataclass(value) else [(name, item, value)]
-    return options
-
-
-def changed_options(config: Config) -> dict[str, tuple[Any, Any]]:
-    """Value and default of every option that is not at its default, by name.
-
-    >>> changed_options(Config(seed=3))
-    {'seed': (3, 0)}
-    """
-    options = zip(walk(config), walk())
-    return {name: (value, default) for (name, _, value), (_, _, default) in options if value != default}
-
-
-def with_options(config: Config, options: dict[str, Any]) -> Config:
-    """A copy of ``config`` with other values, by dotted name."""
-    changed = copy.deepcopy(config)
-    for name, value in options.items():
-        *sections, leaf = name.split(".")
-        setattr(reduce(getattr, sections, changed), leaf, value)
-    return changed

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sota_grpo.config import Config, changed_options, model_name, responses_per_step, reward_names, walk
+from sota_grpo.config import Config, model_name, responses_per_step, reward_names
 from sota_grpo.config.mixture import READERS, has_dialogs, longest_response
+from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, readers
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.tasks import parameters

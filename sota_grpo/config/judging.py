@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from sota_grpo.config import Config, JudgeConfig, changed_options, reward_names
+from sota_grpo.config import Config, JudgeConfig, reward_names
+from sota_grpo.config.spelling import changed_options
 from sota_grpo.rewards.judge import CHAT, CLASSIFIER, CLASSIFY, POOLING
 from sota_grpo.text import one_line
 

@@ -18,7 +18,8 @@ from difflib import get_close_matches
 from fractions import Fraction
 from typing import Any
 
-from sota_grpo.config import Config, RewardConfig, changed_options, responses_per_step, walk
+from sota_grpo.config import Config, RewardConfig, responses_per_step
+from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.tasks import TASKS, parameters, task_class
 
 READERS = {  # options of some tasks only, by the parameter of a task that reads it; the others refuse them

@@ -12,12 +12,10 @@ from sota_grpo.config import (
     Config,
     ModelConfig,
     algorithm_rules,
-    changed_options,
     memory_rules,
     most_kept,
     responses_per_step,
     reward_names,
-    walk,
 )
 from sota_grpo.config.judging import judge_faults
 from sota_grpo.config.mixture import (
@@ -31,6 +29,7 @@ from sota_grpo.config.mixture import (
     turns_of_tasks,
     unread_options,
 )
+from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import PASSED, PICKLED

@@ -30,9 +30,9 @@ from sota_grpo.assembly.compose import (
 from sota_grpo.assembly.evaluation import PRESET_OF, exported_steps, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import make_env, task_of
-from sota_grpo.config import SECRETS, Config, changed_options, model_name, responses_per_step, walk
+from sota_grpo.config import SECRETS, Config, model_name, responses_per_step
 from sota_grpo.config.mixture import task_configs, tasks_named
-from sota_grpo.config.spelling import overrides_of
+from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_folder
 from sota_grpo.migration.data import Account, Facts, trl_rows, verl_rows, write_parquet

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.config import walk
+from sota_grpo.config.spelling import walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_json
 from sota_grpo.text import sentence

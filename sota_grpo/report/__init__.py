@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.assembly.compose import PATH_OPTIONS
-from sota_grpo.config import SECRETS, walk
-from sota_grpo.config.spelling import flat
+from sota_grpo.config import SECRETS
+from sota_grpo.config.spelling import flat, walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
 from sota_grpo.recording.comparisons import read_comparisons

@@ -11,7 +11,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from sota_grpo.config import Config, register, validators, walk
+from sota_grpo.config import Config, register, validators
+from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import READERS, ConfigError, validate
 from sota_grpo.recording.sinks import SINKS
 from sota_grpo.tasks import TASKS, parameters

@@ -13,8 +13,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from sota_grpo.assembly.compose import anchor_paths, compose, load_config
-from sota_grpo.config import register, walk
-from sota_grpo.config.spelling import THEIRS
+from sota_grpo.config import register
+from sota_grpo.config.spelling import THEIRS, walk
 from sota_grpo.errors import UserError
 from sota_grpo.run.entry import CONFIG_DIR
 

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from sota_grpo.config import Config, walk, with_options
+from sota_grpo.config import Config
+from sota_grpo.config.spelling import walk, with_options
 from sota_grpo.migration.data import (
     FILES,
     Account,

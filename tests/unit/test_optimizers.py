@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from sota_grpo.assembly.device_memory import disk_of
-from sota_grpo.config import Config, with_options
+from sota_grpo.config import Config
+from sota_grpo.config.spelling import with_options
 from sota_grpo.errors import UserError
 from sota_grpo.policy import optimizers
 from sota_grpo.policy.causal import layer_matrices
