@@ -14,6 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 COMMON = (
     *("engine=transformers", "device=cpu", "eval.mode=off", "check.mode=off", "env.num_envs=32", "env.repeats=4"),
     *("train.dialog_turns_per_batch=32", "train.optim_batch_size=16", "train.total_dialog_turns=320"),
@@ -40,6 +43,15 @@ def digest(*files: Path) -> str:
     return found.hexdigest()[:16]
 
 
+def weights_digest(file: Path) -> str:
+    """Of names, dtypes and values, however the file lays them out."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(load_file(file).items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()[:16]
+
+
 def trace(options: tuple[str, ...], run_dir: Path) -> str:
     """Train; the digests of the responses and of the weights."""
     command = [sys.executable, "grpo.py", "--config-name", "grpo_cpu", f"hydra.run.dir={run_dir}", *COMMON, *options]
@@ -48,7 +60,7 @@ def trace(options: tuple[str, ...], run_dir: Path) -> str:
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    return f"{digest(*sorted(run_dir.glob('rollouts*')))} {digest(run_dir / 'hf' / 'model.safetensors')}"
+    return f"{digest(*sorted(run_dir.glob('rollouts*')))} {weights_digest(run_dir / 'hf' / 'model.safetensors')}"
 
 
 def main() -> None:
