@@ -238,12 +238,17 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
         texts = ("".join(message["content"] for message in task.messages(e)) for e in [*task.train, *task.heldout])
         guess = max(len(text.encode()) for text in texts) // _BYTES_PER_TOKEN + 32
         return guess, "from the length of its text, the tokenizer is not here", count
+    lacks = ""
     with ExitStack() as opened:  # the prompts say which tools there are, and what they are for
-        kwargs = kwargs_of_tasks(config, start_instances(config, opened))
+        try:
+            instances = start_instances(config, opened)
+        except UserError as error:  # a server that is not up yet, or runs where training will
+            instances, lacks = {}, f", without their tools: {error}"
+        kwargs = kwargs_of_tasks(config, instances)
     limit = context - 1
     env = TaskEnv(task, tokenizer, multi_turn=has_dialogs(config), max_prompt_tokens=limit, **kwargs)
     longest = env.check_prompts(skip=config.env.skip_unreadable)
-    return longest, f"the longest of {len(task.train) + len(task.heldout):,} prompts", len(task.train)
+    return longest, f"the longest of {len(task.train) + len(task.heldout):,} prompts{lacks}", len(task.train)
 
 
 def smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any] | None:

@@ -29,6 +29,10 @@ class KeptSets(NamedTuple):
         columns: int64 ``[K]``, its index in its set.
         drawn: int64 ``[M]``, where in ``ids`` the token that was drawn stands.
         largest: tokens of the largest set.
+
+    >>> sets = KeptSets.of(torch.tensor([3, 5, 8]), torch.tensor([1, 2]), torch.tensor([3, 8]))
+    >>> sets.ids[sets.drawn].tolist(), sets.rows.tolist()
+    ([3, 8], [0, 1, 1])
     """
 
     ids: Tensor

@@ -40,7 +40,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Policy",
         (
             *("kl", "distill/", "entropy", "clip_fraction", "ess", "mismatch_kl", "kl_approx"),
-            *("correction_fraction", "off_policy_fraction", "entropy_coef", "entropy_threshold"),
+            *("correction_fraction", "off_policy_fraction", "entropy_coef", "entropy_threshold", "kept_tokens"),
         ),
     ),
     ("Responses", ("response_tokens/", "truncated", "prompt_tokens/mean")),

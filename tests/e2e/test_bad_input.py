@@ -74,7 +74,7 @@ def test_unwritable_output_directory(tmp_path: Path, grpo) -> None:
     done = grpo(tmp_path / "file" / "run", *QUICK)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
-    assert str(tmp_path / "file") in done.stderr.splitlines()[-1]  # vLLM, where installed, says a line of its own
+    assert str(tmp_path / "file") in done.stderr  # libraries may say lines of their own after it
 
 
 def test_damaged_checkpoints(tmp_path: Path, grpo) -> None:

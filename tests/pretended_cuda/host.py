@@ -163,6 +163,7 @@ def _answer_queries() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    torch._C._cuda_getCurrentRawStream = lambda device: 0  # asked for when libraries are imported
     for name in ("init", "_lazy_init", "set_device", "ipc_collect", "set_stream"):
         setattr(torch.cuda, name, lambda *args, **options: None)  # a function each: torch tells them apart by identity
 

@@ -14,7 +14,7 @@ import torch
 from sota_grpo import keys
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.collate import prompt_groups, set_loss_weights
+from sota_grpo.rl.collate import prompt_groups
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.training import gate
 from sota_grpo.training.checkpoint import rng_state
@@ -187,7 +187,7 @@ def test_rows_that_are_all_truncated_pass(tmp_path: Path) -> None:
 def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = make_subject(tmp_path, micro_batch_tokens=1)
     padded, seen = subject.learner.padded, []
-    monkeypatch.setattr(subject.learner, "padded", lambda rows: seen.append(rows) or padded(rows))
+    monkeypatch.setattr(subject.learner, "padded", lambda rows, *weights: seen.append(rows) or padded(rows, *weights))
     assert failed(subject) == []
     # several rows at once only where the split is compared, and there no more tokens than the two longest could have
     together = [sum(group.tokens for group in prompt_groups(rows)) for rows in seen if len(rows) > 1]
@@ -254,14 +254,13 @@ def test_a_tied_head_that_stays_old_is_found(subject: Subject) -> None:
 
 def test_a_mean_of_micro_batch_means_is_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commonest mistake of the field: each micro-batch normalised by itself."""
-    from sota_grpo.training import forward_passes
+    padded = subject.learner.padded
 
-    whole = forward_passes.micro_batches
+    def renormalised(rows, weights=None):
+        tokens = sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows)
+        return padded(rows, weights and [1 / tokens] * len(rows))
 
-    def renormalised(rows, **options):
-        return [set_loss_weights(part, "token") for part in whole(rows, **options)]
-
-    monkeypatch.setattr(forward_passes, "micro_batches", renormalised)
+    monkeypatch.setattr(subject.learner, "padded", renormalised)
     assert failed(subject) == ["the gradient does not depend on the split"]
 
 
