@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.assembly.build import make_hints
@@ -18,7 +18,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.reference import FrozenReference
 from sota_grpo.rl.collate import pad_rows
-from sota_grpo.rl.hints import HINT, Hints
+from sota_grpo.rl.hints import HINT, Hints, behind
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.transforms import ReferenceKL
@@ -167,3 +167,18 @@ def test_a_task_without_gold_responses_is_refused() -> None:
     config = compose("grpo_cpu", ["algorithm.distill_coef=1", "algorithm.distill_hint=gold"])
     with pytest.raises(UserError, match=r"arithmetic has none; use algorithm\.distill_hint=sibling"):
         make_hints(config, SimpleNamespace(task=task))
+
+
+def test_the_sets_that_tokens_were_drawn_from_follow_their_tokens_behind_the_hint() -> None:
+    """A teacher is renormalised over the policy's own sets, so they stand where their tokens do."""
+    row = TensorDict(
+        {
+            "tokens": {"full": torch.tensor([4, 5, 6])},
+            "masks": {"all_attention_mask": torch.ones(3).bool(), "all_assistant_mask": torch.tensor([0, 1, 1]).bool()},
+            "kept": {"ids": torch.tensor([5, 9, 6]), "counts": torch.tensor([0, 2, 1])},
+        }
+    )
+    other = behind(row, torch.tensor([7, 8, 3]))
+    assert other[keys.KEPT_COUNTS].tolist() == [0, 0, 0, 2, 1]
+    assert other[keys.KEPT_IDS].tolist() == [5, 9, 6]
+    assert behind(row, None)[keys.KEPT_COUNTS].tolist() == [0, 2, 1]
