@@ -146,6 +146,7 @@ def _run_target(
     exported = exported_steps(run_dir, config)
     if step is None and exported is not None:
         config.model.name, config.model.size = str(run_dir / EXPORTED), ModelConfig().size
+        config.model.quantization = None  # it was exported dequantised
         return Target(name, config, steps=exported)
     steps, checkpoint = find_checkpoint(run_dir, step)
     return Target(name, config, checkpoint, steps)

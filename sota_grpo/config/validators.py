@@ -174,6 +174,8 @@ def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
             f"inference_model.top_k={sampling.top_k} is not between 0 and {MOST_KEPT}, the most ids that travel with "
             f"a token; use {MOST_KEPT}, or 0 to keep every token."
         )
+    if sampling.top_k == 1 or sampling.min_p >= 1:
+        yield f"{said} keep one token, so that every sibling is the same response; use top_k=0 and min_p below 1."
     if sampling.temperature == 0:
         yield "inference_model.temperature=0 gives every sibling the same response; use a temperature above 0."
 
@@ -503,7 +505,8 @@ _OF_LOADING = {  # arguments of from_pretrained that have no effect or a wrong o
     **{"trust_remote_code": "use model.trust_remote_code", "attn_implementation": "use model.attn_implementation"},
     **dict.fromkeys(("device_map", "device_mesh", "max_memory"), "use train_model.num_devices"),
     **dict.fromkeys(("tp_plan", "tp_size", "offload_folder"), "use train_model.num_devices"),
-    **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit", "gguf_file"), "weights are trained whole"),
+    **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit"), "use model.quantization"),
+    "gguf_file": "weights are trained whole",
     **dict.fromkeys(("revision", "code_revision", "subfolder"), "engine and tokenizer need it too: give the folder"),
     **dict.fromkeys(("token", "use_auth_token"), "it would be saved with the run; use HF_TOKEN"),
     "weights_only": "a pickle is code",

@@ -169,7 +169,8 @@ _REFUSED = {  # beginnings of names of vLLM's arguments, and why they are not pa
         "devices are given by inference_model.num_devices, devices and tensor_parallel_size",
     ),
     **dict.fromkeys(
-        ("enable_lora", "max_lora", "default_mm_loras"), "adapters are merged before they are given to an engine"
+        ("enable_lora", "max_lora", "default_mm_loras"),
+        "adapters are merged before they are given to an engine, or served under inference_model.serve_adapter=true",
     ),
     **dict.fromkeys(
         ("worker_cls", "worker_extension_cls", "scheduler_cls", "weight_transfer_config"),

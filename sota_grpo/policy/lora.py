@@ -125,10 +125,13 @@ def packed_weights(
             yield item
 
     state = {name: value for name, value, _ in _parts(base_model(model), base) if names is None or name in names}
-    return WeightPack.of(ticking(), room=sum(_room(dequantized(value), dtype) for value in state.values()))
+    return WeightPack.of(ticking(), room=sum(_room(value, dtype) for value in state.values()))
 
 
 def _room(value: torch.Tensor, dtype: torch.dtype | None) -> int:
+    state = getattr(value, "quant_state", None)  # of a weight in 4 bits, whose own shape is that of its bytes
+    if state is not None:
+        value = torch.empty(state.shape, dtype=state.dtype, device="meta")
     return padded(value.numel() * rounded_dtype(value, dtype).itemsize)
 
 

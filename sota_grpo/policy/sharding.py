@@ -93,6 +93,8 @@ def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Ten
     """
     if not isinstance(like, DTensor):
         return in_memory(whole)
+    if whole.shape != like.shape:
+        raise ValueError(f"a tensor of shape {tuple(whole.shape)} is given for one of {tuple(like.shape)}")
     start, stop = _rows_of(like)
     part = whole.rows(start, stop) if isinstance(whole, StoredTensor) else whole[start:stop].clone()
     places = like.device_mesh, like.placements
@@ -116,7 +118,12 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def own(value: Any, parameter: torch.Tensor) -> Any:
-        """Moments have the shape of their parameter; the count of steps is a scalar that every rank keeps."""
+        """Moments have the shape of their parameter; the count of steps is a scalar that every rank keeps.
+
+        What bitsandbytes quantised lies a level deeper, and whole: one process has it.
+        """
+        if isinstance(value, Mapping):
+            return {name: in_memory(one) if isinstance(one, StoredTensor) else one for name, one in value.items()}
         if not isinstance(value, (torch.Tensor, StoredTensor)):
             return value
         return divided(value, parameter) if value.shape == parameter.shape else in_memory(value).clone()

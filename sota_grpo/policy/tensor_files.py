@@ -36,6 +36,7 @@ _METADATA, _PLACES, _BEGINS = "__metadata__", "DCP_SHARDING_INFO", "saved_offset
 _SLICE_BYTES = 16 << 20
 _SYNC_BYTES = 512 << 20  # what the disk has not taken is bounded, and a writer shows progress
 _HEADER_BYTES = 64 << 20
+_MOST_DIMENSIONS = 64  # of torch's own tensors
 _LEVELS = 3  # from a run directory to such a file: checkpoints, the checkpoint's folder, the file
 
 
@@ -255,6 +256,8 @@ def _pieces(path: Path) -> list[tuple[str, Piece]]:
     found, claimed = [], 0
     for name, entry in header.items():
         shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
+        if len(shape) > _MOST_DIMENSIONS:
+            raise TensorFileError(f"{name} has {len(shape)} dimensions")
         first = begins[name][_BEGINS] if begins else [0] * len(shape)
         numbers = (*shape, start, stop, *first)
         if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or any(first[1:]):

@@ -96,13 +96,13 @@ def read_comparisons(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
 def _is_comparison(record: Any) -> bool:
     if not _fits(record, _SHAPE) or not record["algorithms"]:
         return False
-    names = record["algorithms"].keys()
+    names = list(record["algorithms"])  # rows are printed under heads of this order
     tables = [record["cosines"], *record["cosines"].values(), *(token["algorithms"] for token in record["tokens"])]
     lines = [text["coefficients"] for text in record["texts"]]
     lengths = [
         (len(values), len(text["pieces"])) for text in record["texts"] for values in text["coefficients"].values()
     ]
-    return all(each.keys() == names for each in (*tables, *lines)) and all(one == other for one, other in lengths)
+    return all(list(each) == names for each in (*tables, *lines)) and all(one == other for one, other in lengths)
 
 
 def _fits(value: Any, shape: Any) -> bool:

@@ -25,7 +25,7 @@ import re
 import secrets
 import shutil
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -98,15 +98,19 @@ class CheckpointStore:
         return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
 
     def folder(self, step: int) -> Path:
-        """Where ranks may write their parts of a checkpoint that :meth:`save` is given next; never used before."""
+        """Where ranks may write their parts of a checkpoint that :meth:`save` is given next; never used before.
+
+        What killed writers left is removed first: no one may be at work. A run that is killed in every save would fill
+        the disk otherwise.
+        """
+        self._drop_unnamed({path.stem for _, path in self.paths()})
         return self.directory / f"checkpoint_{step:06d}.{secrets.token_hex(6)}"
 
     @property
     def num_bytes(self) -> int:
         """That all checkpoints take on the disk."""
-        names = {path.stem for _, path in self.paths()}
-        folders = [path for path in self._folders() if path.stem in names]
-        files = [path for _, path in self.paths()] + [file for folder in folders for file in folder.iterdir()]
+        files = [path for _, path in self.paths()]
+        files += [file for folder in self._folders() for file in folder.iterdir()]
         return sum(file.stat().st_size for file in files)
 
     def save(self, step: int, state: dict[str, Any], shards: Shards | None = None) -> Path:
@@ -199,6 +203,11 @@ class CheckpointStore:
         if not self.directory.is_dir():
             return []
         return [path for path in self.directory.iterdir() if _FOLDER.fullmatch(path.name) and not path.is_symlink()]
+
+    def _drop_unnamed(self, kept: Collection[str]) -> None:
+        for folder in self._folders():
+            if folder.stem not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _prune(self, step: int, shards: Shards | None) -> None:
         """Delete later steps, all but the newest ``keep``, and leftovers of writers that were killed."""

@@ -129,22 +129,24 @@ class Learner(ForwardPasses):
         self.version += 1
         found = reduce_updates(steps)
         # the later steps compare with weights that they changed
-        found["mismatch_kl"] = steps[0]["mismatch_kl"] if clean is None else clean
+        is_clean = share.scoring and not self.settings.recompute
+        found["mismatch_kl"] = clean if is_clean else steps[0]["mismatch_kl"]
         found |= {"packed": int(self.policy.shared_prompt), "optimizer_steps": self.optimizer_steps}
         return found | {"time/learn_s": time.perf_counter() - began}
 
     def step_planner(self) -> Planner:
         """Who plans :meth:`update`."""
-        return self.planner(seed=self.seed, advantage_only=self.loss.advantage_only)
+        steady = self.settings.entropy_target is None  # else rows without an advantage may learn from a bonus, later
+        return self.planner(seed=self.seed, advantage_only=self.loss.advantage_only and steady)
 
-    def _mismatch(self, rows: Sequence[Row], own: Mapping[int, torch.Tensor]) -> float:
-        """Mean KL of the log-probs that the ranks measured to the engine's."""
+    def _mismatch(self, rows: Sequence[Row], own: Mapping[int, torch.Tensor]) -> float | None:
+        """Mean KL of the log-probs that the ranks measured to the engine's; None over no token."""
         masks = {index: rows[index][keys.ASSISTANT_MASK] for index in sorted(own)}
         gaps = [(own[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
         flat = torch.cat(gaps) if gaps else torch.zeros(0)
         terms = {"kl": kl_k3(torch.zeros_like(flat), flat).sum(), "tokens": torch.tensor(float(len(flat)))}
         sums = self.ranks.sums(terms)
-        return float(sums["kl"] / sums["tokens"])
+        return float(sums["kl"] / sums["tokens"]) if sums["tokens"] else None
 
     def batches(self, rows: Sequence[TensorDictBase]) -> list[list[TensorDictBase]]:
         """The rows of each optimizer step of :meth:`update`, in the order of the steps."""
@@ -194,7 +196,8 @@ class Learner(ForwardPasses):
         skipped = self.scaler.is_enabled() and scale > 1 and not math.isfinite(norm)
         judged = losses if skipped else {**losses, "grad_norm": norm}
         if not all(math.isfinite(value) for value in judged.values()):
-            self._stop_at_non_finite([rows[index] for one in passes for index in one.rows], judged)
+            counted = [index for one in passes for index, weight in zip(one.rows, one.weights) if weight]
+            self._stop_at_non_finite([rows[index] for index in counted or passes[0].rows], judged)
         if not skipped:
             self.before_change()
             self.scaler.step(self.optimizer)
@@ -275,6 +278,10 @@ class Learner(ForwardPasses):
             found = adapted_entropy_coef(self.entropy_coef, entropy, target=settings.entropy_target, **bounds)
             self.entropy_coef, applied = found
             self._apply_entropy_coef(applied)
+
+    @property
+    def _entropy_coefs(self) -> list[float]:
+        return [self.entropy_coef, self.loss.entropy_coeff]
 
     def _apply_entropy_coef(self, applied: float) -> None:
         """What the next step's loss multiplies the entropy by; the head computes no gradient for a bonus of 0."""
@@ -414,7 +421,7 @@ class Learner(ForwardPasses):
             "optimizer": optimizer_state(self.optimizer, kept),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "entropy_coef": [self.entropy_coef, self.loss.entropy_coeff],
+            **({} if self.settings.entropy_target is None else {"entropy_coef": self._entropy_coefs}),
             "version": self.version,
             "optimizer_steps": self.optimizer_steps,
         }

@@ -210,11 +210,12 @@ def cores_per_gpu() -> int:
     return max(1, int(min(shares, default=1)))
 
 
-def each_node(address: str, task: Callable[..., Any], *args: Any) -> list[tuple[str, Any, float]]:
+def each_node(address: str, task: Callable[..., Any], *args: Any, deadline_s: float) -> list[tuple[str, Any, float]]:
     """Call a function of this package once on every node of a running cluster, all at a time.
 
     Returns:
-        Of each node its address, what the function returned or raised, and when that arrived here (seconds).
+        Of each node its address, what the function returned or raised (TimeoutError: nothing within ``deadline_s``),
+        and when that arrived here (seconds).
 
     Raises:
         ImportError: Ray is not installed.
@@ -233,9 +234,15 @@ def each_node(address: str, task: Callable[..., Any], *args: Any) -> list[tuple[
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             calls[remote.options(scheduling_strategy=there).remote(*args)] = node["NodeManagerAddress"]
         answers, waiting = [], list(calls)
+        until = time.monotonic() + deadline_s
         while waiting:
-            (done,), waiting = ray.wait(waiting, num_returns=1)
+            ended, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, until - time.monotonic()))
             arrived = time.time()
+            if not ended:
+                late = TimeoutError(f"it said nothing within {deadline_s:g} s")
+                answers += [(calls[call], late, arrived) for call in waiting]
+                break
+            (done,) = ended
             try:
                 answer = ray.get(done)
             except Exception as error:  # the node's own, or Ray's

@@ -481,7 +481,7 @@ BROKEN = [
         ["engine=vllm_server", "engine.url=http://h:1", "inference_model.engine_kwargs={max_logprobs: 8}"],
         "a server that runs already",
     ),
-    ("a_model_is_loaded_with_nothing_of_ours", ["model.load_kwargs={load_in_4bit: true}"], "weights are trained whole"),
+    ("a_model_is_loaded_with_nothing_of_ours", ["model.load_kwargs={load_in_4bit: true}"], "use model.quantization"),
     ("a_mixture_names_tasks_and_their_options", ["env.mixture={a: {weight: 0}}"], "env.mixture.a.weight=0"),
     ("tasks_of_a_mixture_keep_the_rules", ["env.mixture={a: {difficulty: 6}}"], "env.mixture.a: env.difficulty=6"),
     (
@@ -597,13 +597,20 @@ BROKEN = [
     ("only_frozen_weights_are_in_4_bits", ["model.quantization=nf4"], "add train_model.lora.enabled=true"),
     ("only_frozen_weights_are_in_4_bits", [*QLORA, "train_model.num_devices=2"], "one device, and it has 2"),
     ("only_frozen_weights_are_in_4_bits", [*QLORA, "train_model.compile=true"], "cannot look into the products"),
+    (
+        "only_frozen_weights_are_in_4_bits",
+        [*QLORA, "policy.kl_coef=0.01", "ref_model.process=true"],
+        "has the base as it is stored",
+    ),
+    ("sampling_is_the_policys_own_distribution", ["inference_model.top_k=1"], "keep one token"),
     ("an_adapter_is_served_by_a_synchronous_vllm", ["inference_model.serve_adapter=true"], "trains none; enable it"),
     *(
         ("an_adapter_is_served_by_a_synchronous_vllm", [*SERVED, override], expected)
         for override, expected in (
             ("engine=transformers", "has no effect on engine=transformers"),
-            ("mode=async", "mode=async with tensor_parallel_size=1 has workers"),
-            ("inference_model.tensor_parallel_size=2", "tensor_parallel_size=2 has workers"),
+            ("mode=async", "mode=async, several devices"),
+            ("inference_model.tensor_parallel_size=2", "they merge the adapter"),
+            ("train_model.num_devices=2", "they merge the adapter"),
             ("model.quantization=nf4", "as it is stored, and model.quantization=nf4 trains on another"),
         )
     ),

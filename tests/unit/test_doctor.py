@@ -45,6 +45,11 @@ def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch) -> No
     assert "tensordict is 0.99.0, <0.15,>=0.14.3 is needed" in sentence
     assert "peft is missing" in sentence
 
+    monkeypatch.setattr(doctor, "version", lambda name: "1.0" if name in ("ray", "setuptools") else real(name))
+    state, sentence = found("packages")
+    assert (state, "by the extra ray" in sentence, "setuptools" in sentence) == (WARNING, True, False)
+    (tmp_path / "file").touch()
+    assert found("disk", tmp_path / "file" / "runs")[0] == FAILED
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 * 2**20))
     state, sentence = found("shared memory")
     assert (state, "--shm-size=" in sentence) == (WARNING, True)
@@ -85,8 +90,10 @@ def test_nodes_are_compared() -> None:
     missing = doctor._of_answer("10.0.0.2", ModuleNotFoundError("No module named 'sota_grpo'"), 5.0)
     assert missing.findings[0].state == FAILED
     assert missing.findings[0].sentence.startswith("sota_grpo cannot be imported there")
-    here, there = Node("a", (), {"ray": "2.60.0"}, 0.0), Node("b", (), {}, 3.5)
-    assert [(one.state, one.sentence) for one in doctor.compare([here, there])] == [
+    hung = doctor._of_answer("10.0.0.3", TimeoutError("it said nothing within 9 s"), 5.0)
+    assert (hung.findings[0].state, "said nothing" in hung.findings[0].sentence) == (FAILED, True)
+    here, there = Node("a", (), {"python": "3.11", "ray": "2.60.0"}, 0.0), Node("b", (), {"python": "3.11"}, 3.5)
+    assert [(one.state, one.sentence) for one in doctor.compare([here, there, missing])] == [
         (FAILED, "ray is 2.60.0 on a, missing on b; install the same everywhere."),
         (WARNING, "at most 3.5 s apart; start chrony on every node."),
     ]

@@ -513,6 +513,22 @@ def _one_step(learner: Learner, rows: list[TensorDict]) -> dict[str, float | Non
     return learner._step(plain, learner._passes(plain, learner.settings.micro_batch_tokens))
 
 
+def test_rows_without_an_advantage_learn_from_a_bonus_that_begins_within_the_step(tmp_path: Path) -> None:
+    """A step is planned before its first optimizer step, when the coefficient is still 0."""
+    adapts = {"entropy_target": 100.0, "entropy_coef_delta": 0.25, "entropy_coef_max": 0.5, "optim_batch_size": 4}
+    rows = make_rows()
+    for row in rows[: len(rows) // 2]:
+        row.set(keys.ADVANTAGE, torch.zeros_like(row[keys.ADVANTAGE]))
+    learner, by_hand = make_learner(tmp_path, epochs=2, **adapts), make_learner(tmp_path, epochs=2, **adapts)
+    kept = learner.step_planner()
+    learner.update(lazy_stack(rows))
+    by_hand.advance(by_hand.batches(rows))
+    assert all(torch.equal(value, weights(by_hand)[name]) for name, value in weights(learner).items())
+    assert learner.entropy_coef == 0.5
+    assert kept == learner.step_planner()
+    assert not kept.advantage_only
+
+
 def test_the_entropy_bonus_is_adapted_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     """A bound of a half with steps of a quarter; the target is met always, or never."""
     rows, adapts = make_rows(), {"entropy_coef_delta": 0.25, "entropy_coef_max": 0.5, "optim_batch_size": 2}

@@ -14,17 +14,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from tensordict import lazy_stack
 
 from sota_grpo.assembly.evaluation import load_trained
 from sota_grpo.errors import UserError
+from sota_grpo.policy import optimizers
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.tensor_files import Kept, StoredTensor, in_memory, stored_tensors, write_tensors
 from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
 from sota_grpo.training.remote_learner import LearnerWorker
-from sota_grpo.training.shards import Shards, ShardWriter
+from sota_grpo.training.shards import Shards, ShardWriter, filled
 from sota_grpo.untrusted import TensorFileError
 from sota_grpo.workers.base import WorkerDied
+from tests.unit.test_learner import make_learner, make_rows
 from tests.unit.tiny_models import make_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
@@ -171,6 +174,36 @@ def test_a_writer_that_was_killed_leaves_the_checkpoint_of_the_same_step_and_is_
     saved(store, 1, 2.0)
     assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000001/"]
     assert float(CheckpointStore.load(path)["learner"]["model"]["w"].read()[0, 0]) == 2.0
+
+
+def test_saves_that_are_killed_again_and_again_fill_no_disk(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    saved(store, 1)
+    for _ in range(3):  # each ends while its ranks write
+        half = store.folder(2)
+        half.mkdir()
+        (half / "rank_00000.safetensors").write_bytes(b"half")
+    assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000001/", "checkpoint_000002/"]
+    assert store.num_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_what_a_rank_wrote_of_8_bit_moments_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie a level deeper than others: a cluster's only rank writes them."""
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(optimizers, "MIN_8BIT", 16)  # so that a tiny model has them
+    rows = lazy_stack(make_rows())
+    learner, other = (make_learner(tmp_path, optimizer="adamw_8bit", seed=seed) for seed in (0, 3))
+    learner.update(rows)
+    writer = ShardWriter(Ranks())
+    folder = CheckpointStore(tmp_path).folder(1)
+    rest = writer.begin(folder, learner.state_dict(lambda own: own))
+    name, _ = writer.written().result()
+    writer.close()
+    other.load_state_dict(filled(rest, stored_tensors([folder / name])))
+    assert other.update(rows)["grad_norm"] == learner.update(rows)["grad_norm"]
+    assert all(
+        torch.equal(own, other.state_dict()["model"][name]) for name, own in learner.state_dict()["model"].items()
+    )
 
 
 def test_ranks_that_died_while_they_wrote_leave_the_old_one_and_no_half(tmp_path: Path) -> None:
