@@ -15,7 +15,11 @@ from tests.two_nodes import TwoNodes, two_nodes, why_not
 
 pytest.importorskip("ray", reason="needs Ray (the extra ray)")
 WHY_NOT = why_not()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),  # two of Ray's nodes start, on a machine that may be busy
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+]
 STEPS = 12
 RUN = (
     "env.num_envs=32",
