@@ -8,6 +8,7 @@ left and responses on the right, and computes every row's prompt; GRPOTrainer of
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,10 @@ class Trl:
             train_dataset=Dataset.from_dict({"prompt": ["<eos>"]}),
             processing_class=PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>"),
         )
+        self.layer_kernels = LayerKernels(self.trainer.model)
         if liger:
-            apply_liger_kernel(self.trainer.model, self.trainer.args.liger_kernel_config)
+            with self.layer_kernels:
+                apply_liger_kernel(self.trainer.model, self.trainer.args.liger_kernel_config)
         self.trainer.create_optimizer()
         self.trainer.model, self.trainer.optimizer = self.trainer.accelerator.prepare(
             self.trainer.model, self.trainer.optimizer
@@ -69,7 +72,8 @@ class Trl:
     def step(self) -> float:
         while True:
             try:
-                return self._step()
+                with self.layer_kernels:
+                    return self._step()
             except torch.OutOfMemoryError:
                 if self.num_micro_batches >= len(self.batch["prompt_ids"]):
                     raise
@@ -92,6 +96,26 @@ class Trl:
 
     def tensors(self) -> Sequence[torch.Tensor]:
         return kept_tensors(self.trainer.model, self.trainer.optimizer.optimizer)
+
+
+class LayerKernels:
+    """What a library puts into the module of a model's class while it is entered, and only then.
+
+    liger-kernel replaces the rotary function and the classes of norms and MLPs for the whole process. Whoever takes
+    turns with TRL, or builds a model after it, would compute with them too.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.module = sys.modules[type(model).__module__]
+        self.replaced: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self.before = dict(vars(self.module))
+        vars(self.module).update(self.replaced)
+
+    def __exit__(self, *error: object) -> None:
+        self.replaced = {name: value for name, value in vars(self.module).items() if value is not self.before.get(name)}
+        vars(self.module).update(self.before)
 
 
 def padded_rows(rows: Sequence[TensorDict]) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -113,6 +114,8 @@ def install() -> None:
     _join_with_gloo()
     imports.around("sota_grpo.training.checkpoint", after=_save_plain_tensors)
     imports.around("sota_grpo.functional.tile_kernels", after=_interpret_kernels)
+    imports.around("triton.runtime.interpreter", after=_pass_floats)
+    imports.around("triton.language.extra.libdevice", after=_find_square_roots)
 
 
 def _interpret_kernels(module: ModuleType) -> None:
@@ -129,6 +132,28 @@ def _interpret_kernels(module: ModuleType) -> None:
 
     for name in ("scan", "pull"):
         setattr(module, name, on_the_cpu(getattr(module, name)))
+
+
+def _pass_floats(interpreter: ModuleType) -> None:
+    """A float reaches a kernel as an fp32 scalar, as compiled kernels have it, and not as Python's."""
+    convert = interpreter._implicit_cvt
+
+    def as_scalar(value: Any) -> Any:
+        if not isinstance(value, float):
+            return convert(value)
+        language = interpreter.tl
+        handle = interpreter.TensorHandle(np.array([value], dtype=np.float32), language.float32)
+        return language.tensor(handle, language.float32)
+
+    interpreter._implicit_cvt = as_scalar
+
+
+def _find_square_roots(libdevice: ModuleType) -> None:
+    """``rsqrt``, which norms of other houses take from CUDA's own library, is the interpreter's."""
+    from triton.language.math import rsqrt
+    from triton.runtime.interpreter import interpreter_semantic
+
+    libdevice.rsqrt = functools.partial(rsqrt, _semantic=interpreter_semantic)  # type: ignore[attr-defined]
 
 
 def _inner(value: Any) -> Any:

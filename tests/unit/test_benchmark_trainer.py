@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
 
 from benchmarks.trainer import Ours, main, measure, run
-from benchmarks.trainer_work import SHAPES, Case, make_rows, shared_loads
+from benchmarks.trainer_work import SHAPES, Case, make_model, make_rows, shared_loads
 from sota_grpo import keys
 from sota_grpo.functional.flops import Load, padded_load
 from sota_grpo.rl.collate import prompt_groups
@@ -96,6 +97,23 @@ def test_systems_take_turns_on_one_case() -> None:
     pytest.importorskip("trl", reason="TRL is a benchmark-only dependency: pip install sota-grpo[bench]")
     found = run(SMALL, against=["trl"], measure_peak=False, repeat=1, profiled=False)
     assert [result["who"] for result in found] == ["ours", "trl"]
+
+
+@pytest.mark.bench
+def test_a_library_replaces_layers_for_its_own_steps_only() -> None:
+    pytest.importorskip("trl", reason="TRL is a benchmark-only dependency: pip install sota-grpo[bench]")
+    from benchmarks.trainer_trl import LayerKernels
+
+    model = make_model(SMALL)
+    module = sys.modules[type(model).__module__]
+    before, kernels = dict(vars(module)), LayerKernels(model)
+    with kernels:
+        module.apply_rotary_pos_emb = module.Qwen2MLP = "theirs"
+    assert dict(vars(module)) == before
+    with kernels:
+        assert (module.apply_rotary_pos_emb, module.Qwen2MLP) == ("theirs", "theirs")
+    assert dict(vars(module)) == before
+    assert set(kernels.replaced) == {"apply_rotary_pos_emb", "Qwen2MLP"}
 
 
 @pytest.mark.gpu
