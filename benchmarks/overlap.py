@@ -21,8 +21,7 @@ from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.rollouts import Rollouts
-from sota_grpo.source.source import RolloutSource
+from sota_grpo.source.source import Rollouts, RolloutSource
 from sota_grpo.tasks import make_task
 
 GROUPS, SAMPLES, TOKENS = 16, 8, 64

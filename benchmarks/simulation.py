@@ -28,8 +28,7 @@ from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs import TaskEnv
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.rollouts import Rollouts
-from sota_grpo.source.source import RolloutSource
+from sota_grpo.source.source import Rollouts, RolloutSource
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupRequest, Sampling, Score
-from sota_grpo.source.rollouts import Rollouts
+from sota_grpo.source.source import Rollouts
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.gate import Subject

@@ -64,8 +64,7 @@ from sota_grpo.rl.hints import Hints
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import Ask
-from sota_grpo.source.rollouts import Rollouts
-from sota_grpo.source.source import RolloutSource
+from sota_grpo.source.source import Rollouts, RolloutSource
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.gate import NamedReference, Subject
 from sota_grpo.training.learner import Learner, Publisher

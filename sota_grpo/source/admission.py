@@ -6,16 +6,17 @@ import bisect
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.envs.prompts import PromptStream
 from sota_grpo.errors import UserError
-from sota_grpo.functional import max_groups_admitted
+from sota_grpo.functional import constant_groups, max_groups_admitted
 from sota_grpo.rl.records import Example
 from sota_grpo.workers.packing import pack_rows, unpack_rows
 
@@ -271,6 +272,34 @@ def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: 
         if missing <= 0:
             return True
     return False
+
+
+def require_age(rows: Sequence[TensorDictBase], version: int, max_policy_age: int) -> None:
+    """Assert the bound on the age of every row's oldest token.
+
+    Raises:
+        RuntimeError: a token is older than ``max_policy_age`` versions, or all are newer than ``version``.
+    """
+    oldest = min(int(row.get(keys.POLICY_VERSION)) for row in rows)
+    if not 0 <= version - oldest <= max_policy_age:
+        raise RuntimeError(
+            f"A token of policy version {oldest} arrived at version {version}; train.max_policy_age is "
+            f"{max_policy_age}."
+        )
+
+
+def zero_advantage_rows(rows: Sequence[TensorDictBase]) -> list[bool]:
+    """For each row, whether all graded rewards of its group are equal."""
+    key = keys.GRADED_REWARD if keys.GRADED_REWARD in rows[0].keys(include_nested=True) else keys.REWARD
+    rewards = torch.stack([row.get(key).reshape(()) for row in rows])
+    groups = torch.stack([row.get(keys.GROUP_ID).reshape(()) for row in rows])
+    return constant_groups(rewards, groups).tolist()
+
+
+def num_zero_advantage_groups(rows: Sequence[TensorDictBase]) -> int:
+    """How many groups, of whatever sizes, have graded rewards that are all equal."""
+    marked = zip(rows, zero_advantage_rows(rows), strict=True)
+    return len({int(row.get(keys.GROUP_ID)) for row, is_zero in marked if is_zero})
 
 
 class Slots:

@@ -15,7 +15,7 @@ from torchrl.data import ReplayBuffer
 from sota_grpo.engines import Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.rl.records import Sampling, sample_seed
-from sota_grpo.source.rollouts import Prompt, Rollouts
+from sota_grpo.source.source import Prompt, Rollouts
 
 
 class RolloutCollector(BaseCollector):

@@ -56,7 +56,7 @@ from sota_grpo.recording.run_files import GATE_FILE
 from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import Example, Sampling, Score, sample_seed, task_of_example
 from sota_grpo.rl.task import SampledText, Task, total_reward
-from sota_grpo.source.rollouts import Prompt, Rollouts
+from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks.dataset import normalised
 from sota_grpo.training.checkpoint import rng_state, set_rng_state
 from sota_grpo.training.learner import Learner, Publisher

@@ -15,8 +15,7 @@ from sota_grpo import keys
 from sota_grpo.rewards.grading import Grader, LocalGrader
 from sota_grpo.rl.records import Example, Sampling, Score
 from sota_grpo.source.collector import RolloutCollector
-from sota_grpo.source.rollouts import Prompt, Rollouts
-from sota_grpo.source.source import RolloutSource
+from sota_grpo.source.source import Prompt, Rollouts, RolloutSource
 from tests.l3_parts import make_env, make_scripted
 
 

@@ -27,7 +27,7 @@ from sota_grpo.recording.metrics import declared
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import failed_score
-from sota_grpo.source.rollouts import Graded, Prompt
+from sota_grpo.source.source import Graded, Prompt
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.mixture import MixedExamples
 from sota_grpo.tasks.table import TableTask

@@ -31,8 +31,7 @@ from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.rollouts import Rollouts
-from sota_grpo.source.source import RolloutSource
+from sota_grpo.source.source import Rollouts, RolloutSource
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
 from sota_grpo.training.forward_passes import LearnerSettings

@@ -30,7 +30,7 @@ from sota_grpo.recording.step_log import batch_metrics
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import SUBTASK, TASK, Example, Sampling, Score
 from sota_grpo.rl.task import guarded_scores, scorer_of, total_reward
-from sota_grpo.source.rollouts import Prompt, Rollouts
+from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.mixture import MixedExamples, MixtureTask, place_in_rounds, task_of_draw

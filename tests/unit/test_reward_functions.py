@@ -22,7 +22,7 @@ from sota_grpo.rewards.grading import LocalGrader, grading_pool
 from sota_grpo.rl.records import Example, Sampling, Score
 from sota_grpo.rl.task import SampledText, Task, guarded_score, guarded_scores, scorer_of
 from sota_grpo.rl.transforms import write_scores
-from sota_grpo.source.rollouts import Prompt, Rollouts
+from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks.calculator import CalculatorTask
 from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.tasks.table import TableTask

@@ -24,8 +24,7 @@ from sota_grpo.rewards.grading import GradingPool, LocalGrader
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import RolloutCollector
-from sota_grpo.source.rollouts import Rollouts
-from sota_grpo.source.source import RolloutSource
+from sota_grpo.source.source import Rollouts, RolloutSource
 from sota_grpo.tasks import make_scorer
 from sota_grpo.training import gate
 from sota_grpo.training.evaluate import Evaluator

@@ -22,10 +22,9 @@ from sota_grpo.errors import UserError
 from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty
-from sota_grpo.source.admission import Group, Refill
+from sota_grpo.source.admission import Group, Refill, zero_advantage_rows
 from sota_grpo.source.collector import RolloutCollector
-from sota_grpo.source.rollouts import Rollouts
-from sota_grpo.source.source import RolloutSource, zero_advantage_rows
+from sota_grpo.source.source import Rollouts, RolloutSource
 from sota_grpo.stopping import Interrupted
 from sota_grpo.training.checkpoint import CheckpointStore
 from tests.l3_parts import make_env
