@@ -62,9 +62,9 @@ def test_usage_lines_train(name: str, workshop: Workshop) -> None:
     found = ran(name, workshop)
     assert len(found) == {"sweep": 3, "grid": 4}.get(name, 1)
     for run_dir in found:
-        assert len(steps(run_dir)) == 2
+        assert len(steps(run_dir)) == 1
         assert (run_dir / ".hydra" / "config.yaml").is_file()
-        assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["checkpoint_000002.pt"]
+        assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["checkpoint_000001.pt"]
 
 
 def test_options_reach_the_run(workshop: Workshop) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.markdown import Command, blocks, commands
-from tests.docs.rules import SIZES, small, why_not_run
+from tests.docs.rules import SIZES, UNCHECKED, small, why_not_run
 from tests.docs.workshop import typed
 
 DOCUMENT = """
@@ -66,7 +66,7 @@ def test_what_is_not_run_must_name_what_exists(text: str, wrong: str) -> None:
 
 
 def test_only_sizes_and_the_model_are_added() -> None:
-    sizes = [f"{name}={value}" for name, value in SIZES.items()]
+    sizes = [*(f"{name}={value}" for name, value in SIZES.items()), UNCHECKED]
     assert small(typed("python grpo.py optimizer.lr=1e-5")) == ["optimizer.lr=1e-5", *sizes, "model.name=tiny"]
     assert small(typed("python grpo.py model.size=4B")) == [*sizes, "model.name=tiny"]
     assert small(typed("python grpo.py model.name=path/to/your/model"))[-1] != "model.name=tiny"
