@@ -130,6 +130,7 @@ class CheckpointStore:
             raise ValueError(f"step is {step}, but a checkpoint's step counts from 0")
         _require_loadable(state, "state")
         path = self.directory / f"checkpoint_{step:06d}.pt"
+        inode = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if shards is not None:
@@ -137,8 +138,10 @@ class CheckpointStore:
                 sync(shards.folder)
             with atomic_file(path, durable=True) as temporary:
                 _write(temporary, state)
+                inode = temporary.stat().st_ino
         except BaseException as error:
-            if shards is not None:
+            named = path.is_file() and path.stat().st_ino == inode  # whole, only its name may not outlive a power cut
+            if shards is not None and not named:
                 shutil.rmtree(shards.folder, ignore_errors=True)
             if isinstance(error, (OSError, RunFailed)):  # a rank may have died
                 raise CheckpointError(self._write_failure(step, error)) from error

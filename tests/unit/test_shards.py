@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import threading
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tensordict import lazy_stack
 
+from sota_grpo import files
 from sota_grpo.assembly.evaluation import load_trained
 from sota_grpo.errors import UserError
 from sota_grpo.policy import optimizers
@@ -222,6 +224,25 @@ def test_ranks_that_died_while_they_wrote_leave_the_old_one_and_no_half(tmp_path
         store.save(2, {}, shards)
     assert [path for _, path in store.paths()] == [kept]
     assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000001/"]
+
+
+def test_a_name_whose_sync_fails_keeps_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rename was done, so the new checkpoint is what a resumed run reads."""
+    store, real = CheckpointStore(tmp_path), files.sync
+
+    def refuse_the_name(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, "I/O error")
+        real(path)
+
+    saved(store, 1, 1.0)
+    monkeypatch.setattr(files, "sync", refuse_the_name)
+    with pytest.raises(CheckpointError, match="step 2 could not be written"):
+        saved(store, 2, 2.0)
+    assert [path.name for _, path in store.paths()] == ["checkpoint_000002.pt", "checkpoint_000001.pt"]
+    step, state = store.latest() or (0, {})
+    assert step == 2
+    assert torch.equal(state["learner"]["model"]["w"].read(), torch.full((4, 2), 2.0))
 
 
 def damage(path: Path) -> None:
