@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from sota_grpo.envs.dialog_env import DialogEnv, DialogRows, Tools
-from sota_grpo.envs.prompts import PromptStream
-from sota_grpo.envs.task_env import TaskEnv, complete_rows, finish_rows, prompt_rows
+from sota_grpo.envs.task_env import PromptStream, TaskEnv
+from sota_grpo.rl.collate import complete_rows, finish_rows, prompt_rows
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import SUFFIXES
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sota_grpo.envs.prompts import PromptStream
+from sota_grpo.envs.task_env import PromptStream
 from sota_grpo.errors import UserError
 from sota_grpo.functional.curriculum import signal_shares
 from sota_grpo.rl.records import Example, sample_seed
@@ -168,7 +168,7 @@ class CurriculumStream(PromptStream):
     run was cut off is sampled and graded again, and may count again.
 
     Args:
-        examples, seed: of :class:`~sota_grpo.envs.prompts.PromptStream`.
+        examples, seed: of :class:`~sota_grpo.envs.task_env.PromptStream`.
         rule: the options.
         level: of an example; None where the task has none.
 

@@ -28,8 +28,9 @@ from torchrl.data import Unbounded
 from sota_grpo import keys
 from sota_grpo.envs.agents import Budgets, ToolPartner
 from sota_grpo.envs.dialogs import Dialog, GradedTurns, Partner, Rules, TurnTokens, num_shared
-from sota_grpo.envs.task_env import DRAWN, TaskEnv, done_entries, finish_rows, prompt_rows, response_ids
+from sota_grpo.envs.task_env import DRAWN, TaskEnv
 from sota_grpo.rewards.functions import PICKLED, pickled
+from sota_grpo.rl.collate import done_entries, finish_rows, prompt_rows, response_ids
 from sota_grpo.rl.records import Example, GroupRequest, Sample, Score, sample_seed
 from sota_grpo.rl.task import SampledText, Task
 from sota_grpo.rl.transforms import graded_texts
@@ -296,7 +297,7 @@ class _Gathered:
 
 
 class DialogRows:
-    """Makes one row of the steps of each dialog, as :func:`~sota_grpo.envs.finish_rows` makes it of a sample.
+    """Makes one row of the steps of each dialog, as :func:`~sota_grpo.rl.collate.finish_rows` makes it of a sample.
 
     A dialog's row has all that was said, the assistant mask on what the policy sampled, and the reward of the last
     step. Rows come as whole groups, as soon as the last sibling has ended; what has not ended waits for the next

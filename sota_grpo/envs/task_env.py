@@ -1,41 +1,26 @@
-"""Any task as a single-turn TorchRL environment that speaks token ids.
-
-A response is one ragged row, ``batch_size=[]``, for :class:`TaskEnv` and the streaming collector alike. A prompt of two
-tokens and a response of three, sampled by version 7 while version 8 landed::
-
-    tokens.full               p   p   a   a   a
-    masks.all_assistant_mask  .   .   x   x   x
-    log_probs.full            0   0  -.4 -.1 -.9
-    next.token_version       -1  -1   7   7   8      next.policy_version = 7
-
-In a dialog of two turns, whose user turn ``u`` stands between what the policy said::
-
-    tokens.full               p   p   a   a   u   u   a
-    masks.all_assistant_mask  .   .   x   x   .   .   x
-    log_probs.full            0   0  -.4 -.1  0   0  -.9
-    next.token_version       -1  -1   7   7  -1  -1   8
-"""
+"""Any task as a single-turn TorchRL environment that speaks token ids, and the order in which its prompts are drawn."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import Binary, Categorical, Composite, NonTensor, StackedComposite, Unbounded
 from torchrl.envs import EnvBase
 
 from sota_grpo import keys
 from sota_grpo.envs.chat_tokens import ChatTokens, Messages
-from sota_grpo.envs.prompts import PromptStream
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import Grader, LocalGrader
-from sota_grpo.rl.records import Example, Sample, Score, task_of_example
+from sota_grpo.rl.collate import done_entries, prompt_rows, response_ids
+from sota_grpo.rl.records import Example, Score, sample_seed, task_of_example
 from sota_grpo.rl.task import SampledText, Task
 from sota_grpo.rl.transforms import graded_texts, write_scores
 from sota_grpo.tasks.mixture import MixedExamples
@@ -46,196 +31,131 @@ logger = logging.getLogger(__name__)
 _NAMED = 10  # prompts that are left out are named up to so many
 
 
-def prompt_rows(group_id: int, example: Example, prompt_ids: Sequence[int], repeats: int) -> list[TensorDictBase]:
-    """The ``repeats`` sibling rows of one drawn prompt, before anything is sampled.
+class PromptStream:
+    """An endless, deterministic sequence of ``(group id, example)``.
+
+    Draw ``k`` is element ``k mod n`` of the permutation of ``n`` examples that ``(seed, k div n)`` gives, so it depends
+    on nothing but the seed and ``k``. Group ids count draws: the same example drawn twice has two.
+
+    Of :class:`~sota_grpo.tasks.mixture.MixedExamples` it is so within each task, whose draws are those that its weight
+    gives it, under a seed of its own.
 
     Args:
-        group_id: unique per draw.
-        example: the problem; its raw texts travel with the row.
-        prompt_ids: the templated prompt ``[P]``.
-        repeats: group size; sibling ``i`` gets ``sample_id = i``.
-
-    >>> rows = prompt_rows(3, Example("1 + 1?", "2"), [5, 6, 7], repeats=2)
-    >>> [(row["group_id"].item(), row["sample_id"].item(), row["tokens", "prompt"].tolist()) for row in rows]
-    [(3, 0, [5, 6, 7]), (3, 1, [5, 6, 7])]
-    """
-    prompt = torch.tensor(prompt_ids, dtype=torch.int64)
-    texts = {keys.QUERY: example.query, keys.ANSWER: example.answer, keys.EXTRA: json.dumps(dict(example.extra))}
-    shared = {key: NonTensorData(text) for key, text in texts.items()}
-    group = torch.tensor(group_id)
-    return [
-        TensorDict(
-            {**shared, keys.GROUP_ID: group, keys.SAMPLE_ID: torch.tensor(index), "tokens": {"prompt": prompt}},
-            batch_size=[],
-        )
-        for index in range(repeats)
-    ]
-
-
-def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: Any) -> list[TensorDictBase]:
-    """The rows of a sampled group: ids as they were sampled, masks, log-probs, versions, text, done.
-
-    The text is decoded for grading and reading only; nothing is ever tokenised again. In a dialog of several turns it
-    is that of the last one, and off the assistant mask log-probs are 0 and versions -1 whatever a sample has there.
-
-    The rows share the prompt's tensors and texts, and what has one value per token is computed for all rows as one
-    tensor: their entries are views of it, side by side, which no other row can see.
-
-    Args:
-        prompt: a row of :func:`prompt_rows`; its siblings have the same prompt.
-        samples: responses ``[R_i]``, ``R_i >= 1``; sample ``i`` becomes the row of ``sample_id = i``.
-        tokenizer: decodes the responses, special tokens left out.
-
-    >>> class Letters:
-    ...     def decode(self, ids, skip_special_tokens):
-    ...         return "".join(chr(96 + i) for i in ids)
-    >>> (prompt,) = prompt_rows(3, Example("1 + 1?", "2"), [5, 6], repeats=1)
-    >>> ids = [torch.tensor([1]), torch.tensor([2, 3])]
-    >>> samples = [Sample(each, -torch.ones(len(each)), torch.full((len(each),), 7), truncated=False) for each in ids]
-    >>> [(row["tokens", "full"].tolist(), row["text", "response"]) for row in finish_rows(prompt, samples, Letters())]
-    [([5, 6, 1], 'a'), ([5, 6, 2, 3], 'bc')]
-    """
-    ids = prompt.get(keys.PROMPT_TOKENS)
-    tokens = _behind(ids, [sample.token_ids for sample in samples])
-    produced, log_probs, versions = _sampled(ids.shape[0], samples)
-    lengths = [len(sample.token_ids) + len(ids) for sample in samples]
-    attention = torch.ones_like(tokens, dtype=torch.bool)
-    by_row = zip(
-        samples,
-        torch.arange(len(samples)).unbind(0),
-        *(each.split(lengths) for each in (tokens, attention, produced, log_probs, versions)),
-        *done_entries(torch.tensor([sample.truncated for sample in samples])).values(),
-        strict=True,
-    )
-    drawn = dict(prompt.items())
-    rows: list[TensorDictBase] = []
-    for sample, index, full, real, said, probs, version, done, terminated, truncated in by_row:
-        text = tokenizer.decode(last_turn(sample), skip_special_tokens=True)
-        row = {
-            **drawn,
-            keys.SAMPLE_ID: index,
-            "tokens": {"prompt": ids, "response": sample.token_ids, "full": full},
-            "masks": {"all_attention_mask": real, "all_assistant_mask": said},
-            "log_probs": {"full": probs},
-            "text": {"response": NonTensorData(text)},
-            "next": {
-                "token_version": version,
-                "policy_version": _oldest(version[said]),
-                "done": done,
-                "terminated": terminated,
-                "truncated": truncated,
-            },
-        }
-        rows.append(TensorDict(row | _told_of(sample, len(ids)), batch_size=[]))
-    return rows
-
-
-def _told_of(sample: Sample, num_prompt_tokens: int) -> dict[Any, Any]:
-    """The entries that a sample has or has not: what a dialog says of itself, the sets that its tokens are from."""
-    told: dict[Any, Any] = {}
-    if sample.record is not None:
-        told[keys.DIALOG] = NonTensorData(json.dumps(sample.record))
-    if sample.kept is not None:
-        ids, counts = sample.kept
-        told["kept"] = {"ids": ids, "counts": torch.cat([counts.new_zeros(num_prompt_tokens), counts])}
-    return told
-
-
-def _oldest(versions: torch.Tensor) -> torch.Tensor:
-    """The version of the oldest token; -1 without any."""
-    return versions.min() if len(versions) else versions.new_tensor(-1)
-
-
-def _behind(head: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``head`` before every part, one after the other: ``[sum(P + R_i)]``."""
-    return torch.cat([piece for part in parts for piece in (head, part)])
-
-
-def _sampled(num_prompt_tokens: int, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Assistant mask, log-probs and versions of all rows, one after the other, prompts included."""
-    off = torch.zeros(num_prompt_tokens, dtype=torch.bool)
-    masks = [sample.assistant_mask for sample in samples]
-    whole = [torch.ones_like(s.token_ids, dtype=torch.bool) if m is None else m for s, m in zip(samples, masks)]
-    produced = _behind(off, whole)
-    log_probs = _behind(off.float(), [sample.log_probs.float() for sample in samples])
-    versions = _behind(off.long(), [sample.versions.long() for sample in samples])
-    return produced, torch.where(produced, log_probs, 0.0), torch.where(produced, versions, -1)
-
-
-def last_turn(sample: Sample) -> torch.Tensor:
-    """The ids of the policy's last turn, which is what a grader reads; in a dialog of one turn, all of them.
-
-    >>> ids, mask = torch.tensor([5, 6, 7, 8]), torch.tensor([True, False, True, True])
-    >>> last_turn(Sample(ids, torch.zeros(4), torch.zeros(4), truncated=False, assistant_mask=mask)).tolist()
-    [7, 8]
-    """
-    if sample.assistant_mask is None:
-        return sample.token_ids
-    others = (~sample.assistant_mask).nonzero()
-    return sample.token_ids[int(others[-1]) + 1 :] if len(others) else sample.token_ids
-
-
-def done_entries(truncated: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
-    """``done``, ``terminated`` and ``truncated`` of finished responses, each a bool ``[1]`` per response.
-
-    Args:
-        truncated: bool ``[G]``.
-
-    >>> {name: [each.item() for each in flags] for name, flags in done_entries(torch.tensor([True, False])).items()}
-    {'done': [True, True], 'terminated': [False, True], 'truncated': [True, False]}
-    """
-    flags = {"done": torch.ones_like(truncated), "terminated": ~truncated, "truncated": truncated}
-    return {name: each.unsqueeze(1).unbind(0) for name, each in flags.items()}
-
-
-def response_ids(row: TensorDictBase) -> torch.Tensor:
-    """The response ``[R]`` that a policy wrote: ``tokens.response``, else ``tokens.full`` past the prompt.
+        examples: what to draw from.
+        seed: of the permutations.
+        shuffle: False draws in the given order, every epoch.
 
     Raises:
-        KeyError: the policy wrote neither.
+        ValueError: no examples, or a state of another stream.
+
+    >>> stream = PromptStream([Example(f"{i} + 1?", str(i + 1)) for i in range(3)], seed=0, shuffle=False)
+    >>> [(group_id, example.query) for group_id, example in stream.draw(4)]
+    [(0, '0 + 1?'), (1, '1 + 1?'), (2, '2 + 1?'), (3, '0 + 1?')]
+    >>> stream.state_dict()
+    {'seed': 0, 'num_examples': 3, 'epoch': 1, 'position': 1, 'next_group_id': 4}
+    >>> stream.example_of(2).query
+    '2 + 1?'
     """
-    response = row.get(keys.RESPONSE_TOKENS, None)
-    if response is not None:
-        return response
-    full = row.get(keys.FULL_TOKENS, None)
-    if full is None:
-        raise KeyError("the policy wrote neither ('tokens', 'response') nor ('tokens', 'full'); the env grades tokens.")
-    return full[..., row.get(keys.PROMPT_TOKENS).shape[-1] :]
+
+    def __init__(self, examples: Sequence[Example], *, seed: int = 0, shuffle: bool = True):
+        if not len(examples) or (isinstance(examples, MixedExamples) and not all(map(len, examples.parts.values()))):
+            raise ValueError("there are no examples to draw prompts from; give a task with at least one.")
+        self.examples, self.seed, self.shuffle = examples, seed, shuffle
+        self.next_group_id = 0
+        self._first_group_id = 0  # of the draws under this seed
+
+    def draw(self, num_groups: int) -> list[tuple[int, Example]]:
+        """The next ``num_groups`` prompts, each with a group id that no other draw has."""
+        group_ids = range(self.next_group_id, self.next_group_id + num_groups)
+        self.next_group_id += num_groups
+        return [(group_id, self.example_of(group_id)) for group_id in group_ids]
+
+    def example_of(self, group_id: int) -> Example:
+        """The example that was drawn as ``group_id``; changes nothing.
+
+        Raises:
+            ValueError: no prompt has been drawn under that id with the stream's present seed.
+        """
+        if not self._first_group_id <= group_id < self.next_group_id:
+            raise ValueError(
+                f"group {group_id} is not of this stream: under its seed it has drawn the groups "
+                f"{self._first_group_id} to {self.next_group_id - 1}."
+            )
+        name, draw = self._task_of(group_id)
+        count = len(self.examples.parts[name] if isinstance(self.examples, MixedExamples) else self.examples)
+        return self._example(name, self._index(draw, count, self._seed_of(name)))
+
+    def observe(self, group_id: int, passes: int, trials: int) -> None:
+        """What the responses of a group earned, where somebody draws by it."""
+
+    def update(self, held: Collection[int]) -> None:
+        """A batch was released; of the groups before it those ``held`` may be asked for again."""
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to say of the draws."""
+        return {}
+
+    def reseed(self, seed: int) -> None:
+        """Start over with another seed; group ids go on, so that they stay unique."""
+        self.seed = seed
+        self._first_group_id = self.next_group_id
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, as plain integers; of a mixture also what it is made of."""
+        epoch, position = divmod(self.next_group_id - self._first_group_id, len(self.examples))
+        place = {"epoch": epoch, "position": position, "next_group_id": self.next_group_id}
+        return self._identity() | place
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken.
+
+        Raises:
+            ValueError: the state is of a stream over another number of examples, with another seed, another mixture or
+                another curriculum: its position would mean other prompts here.
+        """
+        own = {"mixture": None, "curriculum": None, "num_examples": 0, "seed": 0} | self._identity()
+        for name, value in own.items():
+            if state_dict.get(name) != value:
+                what = "the curriculum" if name == "curriculum" else "the dataset and the seed"
+                raise ValueError(
+                    f"the saved stream of prompts has {name}={state_dict.get(name)} and this one {name}={value}; "
+                    f"resume with {what} of the saved run."
+                )
+        self.next_group_id = state_dict["next_group_id"]
+        drawn = state_dict["epoch"] * len(self.examples) + state_dict["position"]
+        self._first_group_id = self.next_group_id - drawn
+
+    def _index(self, draw: int, count: int, seed: int) -> int:
+        """Which of ``count`` examples their draw ``draw`` gives."""
+        epoch, position = divmod(draw, count)
+        return _permutation(count, seed, epoch)[position] if self.shuffle else position
+
+    def _task_of(self, group_id: int) -> tuple[str, int]:
+        """The task of a mixture that a draw is of, and the draws of that task before it; without a mixture ``""``."""
+        draw = group_id - self._first_group_id
+        return self.examples.drawn(draw) if isinstance(self.examples, MixedExamples) else ("", draw)
+
+    def _seed_of(self, task: str) -> int:
+        if not task:
+            return self.seed
+        return sample_seed(self.seed, int.from_bytes(hashlib.blake2b(task.encode(), digest_size=8).digest()))
+
+    def _example(self, task: str, index: int) -> Example:
+        return self.examples.example(task, index) if isinstance(self.examples, MixedExamples) else self.examples[index]
+
+    def _identity(self) -> dict[str, Any]:
+        """What a state must have alike; of a mixture the number of examples of each task and its weight, too."""
+        own = {"seed": self.seed, "num_examples": len(self.examples)}
+        if not isinstance(self.examples, MixedExamples):
+            return own
+        parts, weights = self.examples.parts, self.examples.weights
+        return own | {"mixture": {name: [len(part), str(weights[name])] for name, part in parts.items()}}
 
 
-def complete_rows(rows: TensorDictBase) -> TensorDictBase:
-    """Rows that TorchRL's own collector and LLM wrapper made, with what they leave out written in place.
-
-    TorchRL's wrappers give ``log_probs.response`` and no assistant mask in tokens mode; :class:`GRPOLoss` and
-    ``collate`` read ``log_probs.full`` and ``masks.all_assistant_mask``. Give it as the collector's ``postproc``.
-
-    The log-probs are copied as they are, and ``TransformersWrapper`` of torchrl 0.14.1 writes 0 for the first token of
-    every response and drops padding tokens that were sampled: train on proximal log-probs recomputed by the learner.
-
-    Args:
-        rows: of any batch shape, lazily stacked where they are ragged: the collector's ``[N]``, or ``[N, 1]`` of
-            ``env.rollout(1, policy)``, which the losses read after ``reshape(-1)``.
-
-    >>> row = TensorDict({"tokens": {"prompt": torch.tensor([1, 2]), "response": torch.tensor([3])},
-    ...                   "log_probs": {"response": torch.tensor([-0.5])}}, [])
-    >>> complete_rows(row)["log_probs", "full"].tolist(), row["masks", "all_assistant_mask"].tolist()
-    ([0.0, 0.0, -0.5], [False, False, True])
-    """
-    if isinstance(rows, LazyStackedTensorDict):
-        for part in rows.tensordicts:  # what unbind gives may be copies
-            complete_rows(part)
-        return rows
-    prompt, response = rows.get(keys.PROMPT_TOKENS), response_ids(rows)
-    full = torch.cat([prompt, response], -1)
-    assistant = torch.zeros_like(full, dtype=torch.bool)
-    assistant[..., prompt.shape[-1] :] = True
-    rows.set(keys.FULL_TOKENS, full)
-    rows.set(keys.ATTENTION_MASK, torch.ones_like(assistant))
-    rows.set(keys.ASSISTANT_MASK, assistant)
-    sampled = rows.get(("log_probs", "response"), None)
-    if sampled is not None:
-        rows.set(keys.LOG_PROBS, torch.cat([sampled.new_zeros(prompt.shape), sampled], -1))
-    return rows
+@lru_cache(maxsize=32)  # groups in flight reach into the epoch before, and each task of a mixture has one
+def _permutation(count: int, seed: int, epoch: int) -> list[int]:
+    generator = torch.Generator().manual_seed(sample_seed(seed, epoch))
+    return torch.randperm(count, generator=generator).tolist()
 
 
 def _named(example: Example) -> str:

@@ -1,4 +1,19 @@
-"""Ragged rows to padded batches, the weight of every token, and the split into micro-batches.
+"""Samples to ragged rows, rows to padded batches, the weight of every token, and the split into micro-batches.
+
+A response is one ragged row, ``batch_size=[]``. A prompt of two tokens and a response of three, sampled by version 7
+while version 8 landed::
+
+    tokens.full               p   p   a   a   a
+    masks.all_assistant_mask  .   .   x   x   x
+    log_probs.full            0   0  -.4 -.1 -.9
+    next.token_version       -1  -1   7   7   8      next.policy_version = 7
+
+In a dialog of two turns, whose user turn ``u`` stands between what the policy said::
+
+    tokens.full               p   p   a   a   u   u   a
+    masks.all_assistant_mask  .   .   x   x   .   .   x
+    log_probs.full            0   0  -.4 -.1  0   0  -.9
+    next.token_version       -1  -1   7   7  -1  -1   8
 
 Three rows in (``p`` prompt, ``a`` assistant, ``.`` padding) under ``token``, so that each of the six ``a`` weighs 1/6::
 
@@ -20,18 +35,20 @@ or padded afterwards, the sums over the micro-batches are the same (docs/design.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sota_grpo import keys
 from sota_grpo.functional.balance import PromptGroup, fill
 from sota_grpo.functional.weighting import Aggregation, row_weights
+from sota_grpo.rl.records import Example, Sample
 
 Key = str | tuple[str, ...]
 Row = Mapping[Key, Tensor]  # of a sample, as a learner reads it: a TensorDict, or a dict of its tensors
@@ -80,6 +97,198 @@ def _tensors(row: TensorDictBase, path: tuple[str, ...] = ()) -> dict[Key, Tenso
         elif isinstance(value, TensorDictBase):  # text is none
             found |= _tensors(value, (*path, name))
     return found
+
+
+def prompt_rows(group_id: int, example: Example, prompt_ids: Sequence[int], repeats: int) -> list[TensorDictBase]:
+    """The ``repeats`` sibling rows of one drawn prompt, before anything is sampled.
+
+    Args:
+        group_id: unique per draw.
+        example: the problem; its raw texts travel with the row.
+        prompt_ids: the templated prompt ``[P]``.
+        repeats: group size; sibling ``i`` gets ``sample_id = i``.
+
+    >>> rows = prompt_rows(3, Example("1 + 1?", "2"), [5, 6, 7], repeats=2)
+    >>> [(row["group_id"].item(), row["sample_id"].item(), row["tokens", "prompt"].tolist()) for row in rows]
+    [(3, 0, [5, 6, 7]), (3, 1, [5, 6, 7])]
+    """
+    prompt = torch.tensor(prompt_ids, dtype=torch.int64)
+    texts = {keys.QUERY: example.query, keys.ANSWER: example.answer, keys.EXTRA: json.dumps(dict(example.extra))}
+    shared = {key: NonTensorData(text) for key, text in texts.items()}
+    group = torch.tensor(group_id)
+    return [
+        TensorDict(
+            {**shared, keys.GROUP_ID: group, keys.SAMPLE_ID: torch.tensor(index), "tokens": {"prompt": prompt}},
+            batch_size=[],
+        )
+        for index in range(repeats)
+    ]
+
+
+def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: Any) -> list[TensorDictBase]:
+    """The rows of a sampled group: ids as they were sampled, masks, log-probs, versions, text, done.
+
+    The text is decoded for grading and reading only; nothing is ever tokenised again. In a dialog of several turns it
+    is that of the last one, and off the assistant mask log-probs are 0 and versions -1 whatever a sample has there.
+
+    The rows share the prompt's tensors and texts, and what has one value per token is computed for all rows as one
+    tensor: their entries are views of it, side by side, which no other row can see.
+
+    Args:
+        prompt: a row of :func:`prompt_rows`; its siblings have the same prompt.
+        samples: responses ``[R_i]``, ``R_i >= 1``; sample ``i`` becomes the row of ``sample_id = i``.
+        tokenizer: decodes the responses, special tokens left out.
+
+    >>> class Letters:
+    ...     def decode(self, ids, skip_special_tokens):
+    ...         return "".join(chr(96 + i) for i in ids)
+    >>> (prompt,) = prompt_rows(3, Example("1 + 1?", "2"), [5, 6], repeats=1)
+    >>> ids = [torch.tensor([1]), torch.tensor([2, 3])]
+    >>> samples = [Sample(each, -torch.ones(len(each)), torch.full((len(each),), 7), truncated=False) for each in ids]
+    >>> [(row["tokens", "full"].tolist(), row["text", "response"]) for row in finish_rows(prompt, samples, Letters())]
+    [([5, 6, 1], 'a'), ([5, 6, 2, 3], 'bc')]
+    """
+    ids = prompt.get(keys.PROMPT_TOKENS)
+    tokens = _behind(ids, [sample.token_ids for sample in samples])
+    produced, log_probs, versions = _sampled(ids.shape[0], samples)
+    lengths = [len(sample.token_ids) + len(ids) for sample in samples]
+    attention = torch.ones_like(tokens, dtype=torch.bool)
+    by_row = zip(
+        samples,
+        torch.arange(len(samples)).unbind(0),
+        *(each.split(lengths) for each in (tokens, attention, produced, log_probs, versions)),
+        *done_entries(torch.tensor([sample.truncated for sample in samples])).values(),
+        strict=True,
+    )
+    drawn = dict(prompt.items())
+    rows: list[TensorDictBase] = []
+    for sample, index, full, real, said, probs, version, done, terminated, truncated in by_row:
+        text = tokenizer.decode(last_turn(sample), skip_special_tokens=True)
+        row = {
+            **drawn,
+            keys.SAMPLE_ID: index,
+            "tokens": {"prompt": ids, "response": sample.token_ids, "full": full},
+            "masks": {"all_attention_mask": real, "all_assistant_mask": said},
+            "log_probs": {"full": probs},
+            "text": {"response": NonTensorData(text)},
+            "next": {
+                "token_version": version,
+                "policy_version": _oldest(version[said]),
+                "done": done,
+                "terminated": terminated,
+                "truncated": truncated,
+            },
+        }
+        rows.append(TensorDict(row | _told_of(sample, len(ids)), batch_size=[]))
+    return rows
+
+
+def _told_of(sample: Sample, num_prompt_tokens: int) -> dict[Any, Any]:
+    """The entries that a sample has or has not: what a dialog says of itself, the sets that its tokens are from."""
+    told: dict[Any, Any] = {}
+    if sample.record is not None:
+        told[keys.DIALOG] = NonTensorData(json.dumps(sample.record))
+    if sample.kept is not None:
+        ids, counts = sample.kept
+        told["kept"] = {"ids": ids, "counts": torch.cat([counts.new_zeros(num_prompt_tokens), counts])}
+    return told
+
+
+def _oldest(versions: Tensor) -> Tensor:
+    """The version of the oldest token; -1 without any."""
+    return versions.min() if len(versions) else versions.new_tensor(-1)
+
+
+def _behind(head: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """``head`` before every part, one after the other: ``[sum(P + R_i)]``."""
+    return torch.cat([piece for part in parts for piece in (head, part)])
+
+
+def _sampled(num_prompt_tokens: int, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Assistant mask, log-probs and versions of all rows, one after the other, prompts included."""
+    off = torch.zeros(num_prompt_tokens, dtype=torch.bool)
+    masks = [sample.assistant_mask for sample in samples]
+    whole = [torch.ones_like(s.token_ids, dtype=torch.bool) if m is None else m for s, m in zip(samples, masks)]
+    produced = _behind(off, whole)
+    log_probs = _behind(off.float(), [sample.log_probs.float() for sample in samples])
+    versions = _behind(off.long(), [sample.versions.long() for sample in samples])
+    return produced, torch.where(produced, log_probs, 0.0), torch.where(produced, versions, -1)
+
+
+def last_turn(sample: Sample) -> Tensor:
+    """The ids of the policy's last turn, which is what a grader reads; in a dialog of one turn, all of them.
+
+    >>> ids, mask = torch.tensor([5, 6, 7, 8]), torch.tensor([True, False, True, True])
+    >>> last_turn(Sample(ids, torch.zeros(4), torch.zeros(4), truncated=False, assistant_mask=mask)).tolist()
+    [7, 8]
+    """
+    if sample.assistant_mask is None:
+        return sample.token_ids
+    others = (~sample.assistant_mask).nonzero()
+    return sample.token_ids[int(others[-1]) + 1 :] if len(others) else sample.token_ids
+
+
+def done_entries(truncated: Tensor) -> dict[str, tuple[Tensor, ...]]:
+    """``done``, ``terminated`` and ``truncated`` of finished responses, each a bool ``[1]`` per response.
+
+    Args:
+        truncated: bool ``[G]``.
+
+    >>> {name: [each.item() for each in flags] for name, flags in done_entries(torch.tensor([True, False])).items()}
+    {'done': [True, True], 'terminated': [False, True], 'truncated': [True, False]}
+    """
+    flags = {"done": torch.ones_like(truncated), "terminated": ~truncated, "truncated": truncated}
+    return {name: each.unsqueeze(1).unbind(0) for name, each in flags.items()}
+
+
+def response_ids(row: TensorDictBase) -> Tensor:
+    """The response ``[R]`` that a policy wrote: ``tokens.response``, else ``tokens.full`` past the prompt.
+
+    Raises:
+        KeyError: the policy wrote neither.
+    """
+    response = row.get(keys.RESPONSE_TOKENS, None)
+    if response is not None:
+        return response
+    full = row.get(keys.FULL_TOKENS, None)
+    if full is None:
+        raise KeyError("the policy wrote neither ('tokens', 'response') nor ('tokens', 'full'); the env grades tokens.")
+    return full[..., row.get(keys.PROMPT_TOKENS).shape[-1] :]
+
+
+def complete_rows(rows: TensorDictBase) -> TensorDictBase:
+    """Rows that TorchRL's own collector and LLM wrapper made, with what they leave out written in place.
+
+    TorchRL's wrappers give ``log_probs.response`` and no assistant mask in tokens mode; :class:`GRPOLoss` and
+    ``collate`` read ``log_probs.full`` and ``masks.all_assistant_mask``. Give it as the collector's ``postproc``.
+
+    The log-probs are copied as they are, and ``TransformersWrapper`` of torchrl 0.14.1 writes 0 for the first token of
+    every response and drops padding tokens that were sampled: train on proximal log-probs recomputed by the learner.
+
+    Args:
+        rows: of any batch shape, lazily stacked where they are ragged: the collector's ``[N]``, or ``[N, 1]`` of
+            ``env.rollout(1, policy)``, which the losses read after ``reshape(-1)``.
+
+    >>> row = TensorDict({"tokens": {"prompt": torch.tensor([1, 2]), "response": torch.tensor([3])},
+    ...                   "log_probs": {"response": torch.tensor([-0.5])}}, [])
+    >>> complete_rows(row)["log_probs", "full"].tolist(), row["masks", "all_assistant_mask"].tolist()
+    ([0.0, 0.0, -0.5], [False, False, True])
+    """
+    if isinstance(rows, LazyStackedTensorDict):
+        for part in rows.tensordicts:  # what unbind gives may be copies
+            complete_rows(part)
+        return rows
+    prompt, response = rows.get(keys.PROMPT_TOKENS), response_ids(rows)
+    full = torch.cat([prompt, response], -1)
+    assistant = torch.zeros_like(full, dtype=torch.bool)
+    assistant[..., prompt.shape[-1] :] = True
+    rows.set(keys.FULL_TOKENS, full)
+    rows.set(keys.ATTENTION_MASK, torch.ones_like(assistant))
+    rows.set(keys.ASSISTANT_MASK, assistant)
+    sampled = rows.get(("log_probs", "response"), None)
+    if sampled is not None:
+        rows.set(keys.LOG_PROBS, torch.cat([sampled.new_zeros(prompt.shape), sampled], -1))
+    return rows
 
 
 def set_loss_weights(

@@ -102,7 +102,7 @@ class ScoreResponse(RowTransform):
 def graded_texts(rows: Sequence[TensorDictBase]) -> list[tuple[str, Example]]:
     """What a grader reads of finished rows: the response's text, and the example that it answers.
 
-    Siblings that share their texts, as those of :func:`sota_grpo.envs.finish_rows` do, share their example too.
+    Siblings that share their texts, as those of :func:`sota_grpo.rl.collate.finish_rows` do, share their example too.
 
     >>> from tensordict import TensorDict
     >>> graded_texts([TensorDict({"text": {"response": "4"}, "query": "2+2?", "answer": "#### 4"})])

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.envs.prompts import PromptStream
+from sota_grpo.envs.task_env import PromptStream
 from sota_grpo.errors import UserError
 from sota_grpo.functional import constant_groups, max_groups_admitted
 from sota_grpo.rl.records import Example

@@ -21,10 +21,9 @@ from torchrl.envs.transforms import Transform
 from sota_grpo import keys
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Inbox, completed
-from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
-from sota_grpo.envs.task_env import last_turn
+from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
-from sota_grpo.rl.collate import row_list
+from sota_grpo.rl.collate import finish_rows, last_turn, prompt_rows, row_list
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.rl.task import SampledText
 from sota_grpo.rl.transforms import write_scores

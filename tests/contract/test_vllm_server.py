@@ -19,10 +19,10 @@ from sota_grpo import keys
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.inference_server import ServerDied
 from sota_grpo.engines.server_engine import ServerEngine, server_engine
-from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
+from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, TurnTokens
-from sota_grpo.envs.task_env import last_turn
 from sota_grpo.policy.load import load_model, load_tokenizer
+from sota_grpo.rl.collate import finish_rows, last_turn, prompt_rows
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sampling, Score
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.arithmetic import ArithmeticTask

@@ -20,14 +20,14 @@ from sota_grpo import keys
 from sota_grpo.engines import Engine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.transformers_engine import TransformersEngine
-from sota_grpo.envs import TaskEnv, finish_rows, prompt_rows
+from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, TurnTokens
 from sota_grpo.loop import run
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.collate import pad_rows, set_loss_weights
+from sota_grpo.rl.collate import finish_rows, pad_rows, prompt_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage

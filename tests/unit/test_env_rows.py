@@ -10,9 +10,9 @@ import torch
 from tensordict import lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.envs import PromptStream, complete_rows, finish_rows, prompt_rows
-from sota_grpo.envs.task_env import last_turn
+from sota_grpo.envs import PromptStream, complete_rows
 from sota_grpo.recording.step_log import rollout_rows
+from sota_grpo.rl.collate import finish_rows, last_turn, prompt_rows
 from sota_grpo.rl.records import Example, Sample, Score
 from sota_grpo.rl.transforms import graded_texts, write_scores
 from tests.unit.test_envs import char_tokenizer

@@ -9,7 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from sota_grpo import keys
-from sota_grpo.envs import finish_rows, prompt_rows
+from sota_grpo.rl.collate import finish_rows, prompt_rows
 from sota_grpo.rl.records import Example, Sample
 from sota_grpo.source.admission import GroupBuffer
 from sota_grpo.training.checkpoint import CheckpointStore

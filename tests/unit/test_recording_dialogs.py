@@ -14,11 +14,11 @@ import torch
 from tensordict import NonTensorData, TensorDictBase, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.envs import finish_rows, prompt_rows
 from sota_grpo.recording.run_files import ROLLOUTS_FILE
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
 from sota_grpo.recording.step_log import dialog_of, rollout_rows
 from sota_grpo.report.groups import scan
+from sota_grpo.rl.collate import finish_rows, prompt_rows
 from sota_grpo.rl.records import SUBTASK, TASK, Example, Sample
 
 SEED = random.SystemRandom().randrange(1 << 30)
