@@ -38,8 +38,8 @@ from sota_grpo.envs.task_env import PromptStream
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rl.collate import row_list
-from sota_grpo.rl.records import Example, Sampling
-from sota_grpo.rl.task import Task, total_reward
+from sota_grpo.rl.records import Example, Sampling, total_reward
+from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.run.app import num_steps
 from sota_grpo.run.entry import CONFIG_DIR

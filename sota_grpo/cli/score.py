@@ -27,8 +27,8 @@ from sota_grpo.cli import above_zero, add_parser, whole
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.rewards import ANSWER_FORMATS
 from sota_grpo.rewards.ifeval import find_punkt
-from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import Task, total_reward
+from sota_grpo.rl.records import Example, Score, total_reward
+from sota_grpo.rl.task import Task
 from sota_grpo.tasks import TASKS, make_scorer
 from sota_grpo.tasks.dataset import DatasetError, text_of
 from sota_grpo.text import json_line

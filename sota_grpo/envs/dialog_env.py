@@ -31,8 +31,8 @@ from sota_grpo.envs.dialogs import Dialog, GradedTurns, Partner, Rules, TurnToke
 from sota_grpo.envs.task_env import DRAWN, TaskEnv
 from sota_grpo.rewards.functions import PICKLED, pickled
 from sota_grpo.rl.collate import done_entries, finish_rows, prompt_rows, response_ids
-from sota_grpo.rl.records import Example, GroupRequest, Sample, Score, sample_seed
-from sota_grpo.rl.task import SampledText, Task
+from sota_grpo.rl.records import Example, GroupRequest, Sample, SampledText, Score, sample_seed
+from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import graded_texts
 from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.tasks.wrappers import with_tools

@@ -34,12 +34,12 @@ from sota_grpo.rl.records import (
     GroupRequest,
     KeptTokens,
     Sample,
+    SampledText,
     Sampling,
     Score,
     sample_seed,
     task_of_example,
 )
-from sota_grpo.rl.task import SampledText
 from sota_grpo.rl.tool_schemas import call_id
 from sota_grpo.workers.base import promised, resolve
 

@@ -22,9 +22,10 @@ from sota_grpo.config.validators import READERS
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.functional.weighting import soft_overlong_penalty
+from sota_grpo.rewards.grading import guarded_scores
 from sota_grpo.rl.objective_files import surrogate
-from sota_grpo.rl.records import Example
-from sota_grpo.rl.task import SampledText, Task, guarded_scores, total_reward
+from sota_grpo.rl.records import Example, SampledText, total_reward
+from sota_grpo.rl.task import Task
 
 _WIDTH = 118
 _item = textwrap.TextWrapper(_WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)

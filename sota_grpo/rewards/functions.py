@@ -27,7 +27,8 @@ from typing import Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.files import error_line, run_python
-from sota_grpo.rl.task import LARGEST, graders_error
+from sota_grpo.rewards.grading import graders_error
+from sota_grpo.rl.records import LARGEST
 from sota_grpo.text import sentence
 
 VERL, TRL = "verl", "trl"

@@ -1,4 +1,4 @@
-"""Rewards of texts: graded in this process, or in processes where a hang or a crash costs one process, not the run.
+"""Rewards of texts that nobody trusts: in this process, or in others, where a hang or a crash costs one, not the run.
 
 Imports no torch.
 """
@@ -6,28 +6,173 @@ Imports no torch.
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import os
 import struct
 import tempfile
+import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Protocol
 
-from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import FailureLog, Scorer, Task, failed_score, guarded_scores, prepare, scorer_of
+from sota_grpo.rl.records import LARGEST, Example, Score, task_of_example
+from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of
+from sota_grpo.text import one_line
 from sota_grpo.workers.base import WorkerSpec, WorkerThread, gathered, promised, resolve
 from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
 from sota_grpo.workers.slots import TaskLost, TaskOverdue
 
+logger = logging.getLogger(__name__)
+
 Pairs = list[tuple[str, Example]]
 
 _SILENCE_S = 60.0
 _COUNT = struct.Struct("=q")
+
+
+class WrongTerms(KeyError):
+    """A grader returns other terms than its task names: a mistake of the task, which no response can make."""
+
+
+def guarded_score(score: Scorer, term_names: Collection[str], response: str, example: Example) -> Score:
+    """The score of one response; a grader that fails is reported in ``error`` with all terms 0, and raises nothing.
+
+    Model text is untrusted: a grader fails when it raises, reports an error, or returns a term that is not finite.
+
+    Args:
+        score: the task's grader.
+        term_names: the terms that it must return, no others.
+
+    Raises:
+        WrongTerms: the grader returns other terms than ``term_names``: a mistake of the task, not of the text.
+
+    >>> def ratio(response, example):
+    ...     value = float(response) / float(example.answer)
+    ...     return Score({"ratio": value}, success=value == 1)
+    >>> guarded_score(ratio, ["ratio"], "2", Example("8 / 2?", "4"))
+    Score(terms={'ratio': 0.5}, success=False, error=None, info={}, reply=None)
+    >>> guarded_score(ratio, ["ratio"], "two", Example("8 / 2?", "4")).terms
+    {'ratio': 0.0}
+    """
+    try:
+        return _checked(score(response, example), term_names, example)
+    except WrongTerms:
+        raise
+    except BaseException as error:  # whatever the model's text makes a grader do must not end the run
+        return failed_score(term_names, graders_error(error), example)
+
+
+def guarded_scores(
+    score: Scorer,
+    term_names: Collection[str],
+    pairs: Sequence[tuple[str, Example]],
+    tick: Callable[[], None] = lambda: None,
+) -> list[Score]:
+    """The scores of ``(response, example)`` pairs, in their order, each guarded as :func:`guarded_score` says.
+
+    A grader that has a method ``score_group(pairs) -> list of Score`` is given all pairs at once. Where that raises,
+    they are graded one by one, so that only the response that it cannot grade fails.
+
+    Args:
+        tick: called after every answer of the grader.
+
+    Raises:
+        WrongTerms: as :func:`guarded_score`.
+
+    >>> class Shortest:
+    ...     def score_group(self, pairs):
+    ...         least = min(len(response) for response, _ in pairs)
+    ...         return [Score({"shortest": float(len(response) == least)}, False) for response, _ in pairs]
+    ...     def __call__(self, response, example):
+    ...         return self.score_group([(response, example)])[0]
+    >>> example = Example("8 / 2?", "4")
+    >>> [one.terms for one in guarded_scores(Shortest(), ["shortest"], [("4", example), ("four", example)])]
+    [{'shortest': 1.0}, {'shortest': 0.0}]
+    """
+    score_group = getattr(score, "score_group", None)
+    if score_group is not None and pairs:
+        try:
+            scores = _checked_group(score_group(pairs), term_names, [example for _, example in pairs])
+            tick()
+            return scores
+        except WrongTerms:
+            raise
+        except BaseException as error:
+            reason = graders_error(error)
+            logger.debug("%d responses are graded one by one, because together: %s", len(pairs), reason)
+    scores = []
+    for response, example in pairs:
+        scores.append(guarded_score(score, term_names, response, example))
+        tick()
+    return scores
+
+
+def _checked_group(scores: Sequence[Score], term_names: Collection[str], examples: Sequence[Example]) -> list[Score]:
+    if len(scores) != len(examples):
+        reason = f"ValueError: the grader returned {len(scores)} scores for {len(examples)} responses"
+        return [failed_score(term_names, reason, example) for example in examples]
+    return [_checked(one, term_names, example) for one, example in zip(scores, examples, strict=True)]
+
+
+def _checked(score: Score, term_names: Collection[str], example: Example) -> Score:
+    if score.error is not None:
+        return failed_score(term_names, score.error, example)
+    if set(score.terms) != set(term_names):
+        raise WrongTerms(
+            f"the grader returned the terms {sorted(score.terms)} but term_weights names {sorted(term_names)}; "
+            "make them the same."
+        )
+    terms = {name: None if value is None else float(value) for name, value in score.terms.items()}
+    if not all(value is None or abs(value) <= LARGEST for value in terms.values()):
+        return failed_score(term_names, f"ValueError: a term is not finite in float32: {terms}", example)
+    info = json.loads(json.dumps(dict(score.info))) if score.info else {}
+    return replace(score, terms=terms, success=bool(score.success), info=info)
+
+
+def failed_score(term_names: Collection[str], error: str, example: Example | None = None) -> Score:
+    """The score of a response whose grader failed: every term 0, no success, the reason beside it.
+
+    Of an ``example`` of a mixture, the terms of the other tasks do not apply.
+
+    >>> failed_score(["right"], "TimeoutError: 5 s")
+    Score(terms={'right': 0.0}, success=False, error='TimeoutError: 5 s', info={}, reply=None)
+    """
+    task = None if example is None else task_of_example(example.extra)
+    terms = {name: 0.0 if task is None or name.startswith(f"{task}/") else None for name in term_names}
+    return Score(terms, False, one_line(error))
+
+
+def graders_error(error: BaseException) -> str:
+    """What a grader raised, as text.
+
+    Raises:
+        KeyboardInterrupt: it was the user's, who can reach nothing but the main thread.
+    """
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise error
+    return f"{type(error).__name__}: {error}"
+
+
+class FailureLog:
+    """Tells each kind of grader failure once, so that a thousand of them do not fill the log."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def add(self, score: Score) -> Score:
+        """Log the failure of ``score``, if it has one, and return the score."""
+        if score.error is not None:
+            kind = score.error.partition(":")[0]
+            logger.log(logging.DEBUG if kind in self._told else logging.WARNING, "grader failed: %s", score.error)
+            self._told.add(kind)
+        return score
 
 
 class Grader(Protocol):
@@ -126,7 +271,7 @@ def _nameless_file() -> int:
 
 
 class RewardWorker:
-    """Grades lists of responses on a thread of its own, guarded as :func:`sota_grpo.rl.task.guarded_scores` says.
+    """Grades lists of responses on a thread of its own, guarded as :func:`guarded_scores` says.
 
     Args:
         score, term_names: as in :class:`GradingPool`; the grader's ``prepare()``, if it has one, is called here, when

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,6 +56,9 @@ def metric_tasks(extra: Mapping[str, Any]) -> tuple[str, ...]:
     return names
 
 
+LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
+
+
 @dataclass(frozen=True)
 class Score:
     """The graded response.
@@ -73,6 +77,40 @@ class Score:
     error: str | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     reply: Mapping[str, str] | None = None
+
+
+def total_reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
+    """``sum_k weight_k * term_k`` over the terms that apply; 0 where none does.
+
+    >>> total_reward({"right": 1.0, "brief": None, "form": 0.5}, {"right": 2.0, "brief": 9.0, "form": -1.0})
+    1.5
+    """
+    return sum((weights[name] * value for name, value in terms.items() if value is not None), 0.0)
+
+
+class SampledText(str):
+    """A response's text with the ids that it was decoded from, for a grader that counts tokens; else a plain text.
+
+    Of a dialog with tools it is the last turn, and ``record`` tells of the whole (:class:`Sample`).
+
+    >>> text = SampledText("4", [52, 2])
+    >>> import pickle
+    >>> text == "4", list(pickle.loads(pickle.dumps(text)).token_ids)
+    (True, [52, 2])
+    """
+
+    token_ids: array[int]
+    record: Mapping[str, Any] | None
+
+    def __new__(
+        cls, text: str, token_ids: Iterable[int] | bytes = (), record: Mapping[str, Any] | None = None
+    ) -> SampledText:
+        made = super().__new__(cls, text)
+        made.token_ids, made.record = array("i", token_ids), record
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampledText, (str(self), self.token_ids.tobytes(), self.record)
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from sota_grpo.functional.advantages import (
 )
 from sota_grpo.functional.weighting import soft_overlong_penalty
 from sota_grpo.rl.collate import micro_batches, pad_rows, row_list, write_rows
-from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import FailureLog, Scorer, guarded_scores, total_reward
+from sota_grpo.rl.records import Example, Score, total_reward
 
 #: Rows in; out come other rows for a reference, and what puts its values of those, one ``[T_i]`` each, behind these.
 Ask = Callable[
@@ -59,44 +58,6 @@ class RowTransform(Transform):
 
     def transform_output_spec(self, output_spec: Any) -> Any:
         return output_spec  # rewards keep their spec; the rest exists after a step only, never after a reset
-
-
-class ScoreResponse(RowTransform):
-    """Grade every response: text in, ``reward = sum_k weight_k * term_k`` out, its terms and the success beside it.
-
-    Reads ``("text", "response")``, ``query``, ``answer`` and, where there is one, ``extra`` (JSON); writes
-    ``("next", "reward")``, ``("next", "reward_terms", name)``, ``("next", "success")``, ``("next", "reward_error")``
-    and ``("next", "reward_timeout")``, each ``[N, 1]``, and ``("next", "reward_info")`` (JSON). Model text is
-    untrusted: a grader that raises, reports an error or returns a term that is not finite is counted in
-    ``reward_error`` with all terms 0, and never ends the run.
-
-    Args:
-        score: ``(response, example) -> Score``; one with a method ``score_group`` is given the whole batch.
-        term_weights: weight of each term; the grader must return exactly these names.
-
-    Raises:
-        KeyError: if the grader returns other terms than ``term_weights`` names: a mistake of the task, not of the text.
-
-    >>> def exact(text, example):
-    ...     return Score({"exact": float(text == example.answer)}, success=text == example.answer)
-    >>> from tensordict import TensorDict
-    >>> rows = TensorDict({"text": {"response": "4"}, "query": "2+2?", "answer": "4"}).unsqueeze(0)
-    >>> ScoreResponse(exact, {"exact": 2.0})(rows)["next", "reward"].tolist()
-    [[2.0]]
-    """
-
-    written_key = keys.SUCCESS
-
-    def __init__(self, score: Scorer, term_weights: Mapping[str, float]) -> None:
-        written = [keys.REWARD, keys.SUCCESS, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.REWARD_INFO]
-        terms = [(*keys.REWARD_TERMS, name) for name in term_weights]
-        super().__init__(in_keys=[keys.RESPONSE_TEXT, keys.QUERY, keys.ANSWER], out_keys=[*written, *terms])
-        self.score, self.term_weights = score, dict(term_weights)
-        self._failures = FailureLog()
-
-    def _write(self, rows: TensorDictBase) -> None:
-        scores = guarded_scores(self.score, self.term_weights, graded_texts(row_list(rows)))
-        write_scores(rows, [self._failures.add(score) for score in scores], self.term_weights)
 
 
 def graded_texts(rows: Sequence[TensorDictBase]) -> list[tuple[str, Example]]:

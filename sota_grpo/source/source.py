@@ -24,8 +24,7 @@ from sota_grpo.engines.stepping import Inbox, completed
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.rl.collate import finish_rows, last_turn, prompt_rows, row_list
-from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
-from sota_grpo.rl.task import SampledText
+from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, SampledText, Sampling, Score, sample_seed
 from sota_grpo.rl.transforms import write_scores
 from sota_grpo.source.admission import Group, Rows, Slots, num_zero_advantage_groups, require_age, zero_advantage_rows
 from sota_grpo.stopping import Interrupted

@@ -14,8 +14,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from sota_grpo.rewards.grading import guarded_score
 from sota_grpo.rl.records import TASK, Example, Score
-from sota_grpo.rl.task import Task, guarded_score, prepare, without_examples
+from sota_grpo.rl.task import Task, prepare, without_examples
 from sota_grpo.tasks.dataset import DatasetError
 
 Counts = Mapping[str, tuple[float, float]]

@@ -41,18 +41,9 @@ from sota_grpo.rewards.functions import (
     recognise,
     unpickled,
 )
-from sota_grpo.rl.records import USED_UP, Example, Score
-from sota_grpo.rl.task import (
-    SampledText,
-    Scorer,
-    Task,
-    failed_score,
-    guarded_score,
-    prepare,
-    scorer_of,
-    total_reward,
-    without_examples,
-)
+from sota_grpo.rewards.grading import failed_score, guarded_score
+from sota_grpo.rl.records import USED_UP, Example, SampledText, Score, total_reward
+from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of, without_examples
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.table import TableTask, source_of
 

@@ -11,8 +11,7 @@ from statistics import fmean
 
 from sota_grpo import keys
 from sota_grpo.envs.curriculum import level_name
-from sota_grpo.rl.records import Example, Sample, Sampling, Score, sample_seed, task_of_example
-from sota_grpo.rl.task import total_reward
+from sota_grpo.rl.records import Example, Sample, Sampling, Score, sample_seed, task_of_example, total_reward
 from sota_grpo.source.source import Prompt, Rollouts
 
 logger = logging.getLogger(__name__)

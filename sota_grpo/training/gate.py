@@ -54,8 +54,8 @@ from sota_grpo.files import write_json
 from sota_grpo.functional.divergences import mean_ratio, temperature_slope
 from sota_grpo.recording.run_files import GATE_FILE
 from sota_grpo.rl.collate import row_list
-from sota_grpo.rl.records import Example, Sampling, Score, sample_seed, task_of_example
-from sota_grpo.rl.task import SampledText, Task, total_reward
+from sota_grpo.rl.records import Example, SampledText, Sampling, Score, sample_seed, task_of_example, total_reward
+from sota_grpo.rl.task import Task
 from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks.dataset import normalised
 from sota_grpo.training.checkpoint import rng_state, set_rng_state

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from sota_grpo.errors import UserError
 from sota_grpo.orphans import adopt_orphans, children, die_with_parent, ending
-from sota_grpo.rl.task import LARGEST
+from sota_grpo.rl.records import LARGEST
 from sota_grpo.text import one_line
 from sota_grpo.workers.base import promised
 from sota_grpo.workers.instance_process import LENGTH, live

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.rl.task import LARGEST
+from sota_grpo.rl.records import LARGEST
 from sota_grpo.text import sentence
 
 LENGTH = struct.Struct(">I")

@@ -27,9 +27,9 @@ from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.report import report_json
 from sota_grpo.report.data import read_runs
 from sota_grpo.rewards.extract import extract_answer
+from sota_grpo.rewards.grading import guarded_score
 from sota_grpo.rewards.maths import math_equal
 from sota_grpo.rl.records import Example
-from sota_grpo.rl.task import guarded_score
 from sota_grpo.sweeps import as_text, read_sweep
 from sota_grpo.tasks.gsm8k import GSM8KTask
 from sota_grpo.tasks.ifeval import IFEvalTask

@@ -21,8 +21,7 @@ from sota_grpo.envs.agents import Budgets, ToolPartner
 from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
 from sota_grpo.envs.tool_calls import ToolCallReader
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
-from sota_grpo.rl.task import SampledText
+from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, SampledText, Sampling, Score
 from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import FunctionScorer, with_reward_functions, with_tools

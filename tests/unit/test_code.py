@@ -16,8 +16,9 @@ from sota_grpo.config import Config
 from sota_grpo.errors import UserError
 from sota_grpo.rewards import sandbox
 from sota_grpo.rewards.extract import last_code_block
+from sota_grpo.rewards.grading import guarded_score
 from sota_grpo.rewards.sandbox import BwrapRunner, FusionRunner, Limits, Ran, make_runner, run_tests, why_no_bwrap
-from sota_grpo.rl.task import guarded_score, scorer_of
+from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks.code import CodeTask
 from sota_grpo.tasks.dataset import DatasetError
 

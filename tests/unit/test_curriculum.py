@@ -24,9 +24,8 @@ from sota_grpo.errors import UserError
 from sota_grpo.functional.curriculum import signal_shares
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.metrics import declared
-from sota_grpo.rewards.grading import LocalGrader
+from sota_grpo.rewards.grading import LocalGrader, failed_score
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import failed_score
 from sota_grpo.source.source import Graded, Prompt
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.mixture import MixedExamples

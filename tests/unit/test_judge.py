@@ -25,8 +25,7 @@ from sota_grpo.rewards.judge.cache import LONGEST_LINE, Verdict, VerdictCache
 from sota_grpo.rewards.judge.client import JudgeClient, JudgeGone, RetryPolicy
 from sota_grpo.rewards.judge.grader import Judge, JudgedGrader
 from sota_grpo.rewards.judge.questions import Endpoint
-from sota_grpo.rl.records import TASK, Example, Score
-from sota_grpo.rl.task import SampledText
+from sota_grpo.rl.records import TASK, Example, SampledText, Score
 from tests.process_rigs import wait_for
 from tests.unit.fake_judge import FakeJudge, Say, chat, fair, nonce_of, score_of, shown
 

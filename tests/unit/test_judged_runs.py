@@ -26,7 +26,7 @@ from sota_grpo.rewards.grading import GradingPool, own_grader
 from sota_grpo.rewards.judge.classifier import ClassifierScorer
 from sota_grpo.rewards.judge.grader import JudgedGrader
 from sota_grpo.rewards.judge.server import JudgeDialect
-from sota_grpo.rl.task import total_reward
+from sota_grpo.rl.records import total_reward
 from sota_grpo.training.runs import signature
 from tests.unit.fake_judge import FakeJudge, score_of
 

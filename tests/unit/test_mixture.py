@@ -27,9 +27,9 @@ from sota_grpo.migration.export import published
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.metrics import OF_TASK, declared
 from sota_grpo.recording.step_log import batch_metrics
-from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.records import SUBTASK, TASK, Example, Sampling, Score
-from sota_grpo.rl.task import guarded_scores, scorer_of, total_reward
+from sota_grpo.rewards.grading import LocalGrader, guarded_scores
+from sota_grpo.rl.records import SUBTASK, TASK, Example, Sampling, Score, total_reward
+from sota_grpo.rl.task import scorer_of
 from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import DatasetError

@@ -16,8 +16,9 @@ import pytest
 
 from sota_grpo.errors import UserError
 from sota_grpo.migration.data import example_columns, example_of
+from sota_grpo.rewards.grading import guarded_score
 from sota_grpo.rl.records import SUBTASK, Example
-from sota_grpo.rl.task import guarded_score, scorer_of
+from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks import make_scorer, make_task
 from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.reasoning_gym import REFUSED, ReasoningGymTask, task_faults

@@ -18,9 +18,9 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
-from sota_grpo.rewards.grading import LocalGrader, grading_pool
-from sota_grpo.rl.records import Example, Sampling, Score
-from sota_grpo.rl.task import SampledText, Task, guarded_score, guarded_scores, scorer_of
+from sota_grpo.rewards.grading import LocalGrader, grading_pool, guarded_score, guarded_scores
+from sota_grpo.rl.records import Example, SampledText, Sampling, Score
+from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.rl.transforms import write_scores
 from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks.calculator import CalculatorTask

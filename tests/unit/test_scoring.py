@@ -10,8 +10,8 @@ import pytest
 from tensordict import TensorDict, lazy_stack
 
 from sota_grpo.recording.step_log import rollout_rows
-from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import LARGEST, WrongTerms, failed_score, guarded_score, guarded_scores
+from sota_grpo.rewards.grading import WrongTerms, failed_score, guarded_score, guarded_scores
+from sota_grpo.rl.records import LARGEST, Example, Score
 from sota_grpo.rl.transforms import write_scores
 
 EXAMPLE = Example("2 + 2?", "4")

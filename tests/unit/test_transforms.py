@@ -15,9 +15,10 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import Compose
 
 from sota_grpo import keys
+from sota_grpo.envs.task_env import ScoreResponse
 from sota_grpo.rl.collate import pad_rows, row_list
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL, ScoreResponse
+from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from tests.builders import generator, random_row, random_rows
 
 WEIGHTS = {"right": 1.0, "short": 0.25}

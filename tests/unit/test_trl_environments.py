@@ -15,7 +15,7 @@ from sota_grpo import keys
 from sota_grpo.envs import DialogEnv
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rewards.functions import RewardFunctionError
-from sota_grpo.rl.task import SampledText
+from sota_grpo.rl.records import SampledText
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions, with_tools
 from sota_grpo.workers.instances import Instances, InstanceSpec

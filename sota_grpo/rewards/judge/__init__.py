@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from sota_grpo.rl.records import Example, Score, task_of_example
-from sota_grpo.rl.task import total_reward
+from sota_grpo.rl.records import Example, Score, task_of_example, total_reward
 
 CHAT, SCORE, CLASSIFY, POOLING, CLASSIFIER = "chat", "score", "classify", "pooling", "classifier"
 KINDS = (CHAT, SCORE, CLASSIFY, POOLING, CLASSIFIER)  # of reward.judge.kind

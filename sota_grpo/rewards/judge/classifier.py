@@ -7,10 +7,11 @@ from functools import cached_property
 from typing import Any
 
 from sota_grpo.errors import UserError
+from sota_grpo.rewards.grading import guarded_scores
 from sota_grpo.rewards.judge import Judged
 from sota_grpo.rewards.judge.questions import data, dialog
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import Scorer, Task, guarded_scores, prepare
+from sota_grpo.rl.task import Scorer, Task, prepare
 from sota_grpo.text import first_line
 
 _ROWS = 8  # responses in one forward pass

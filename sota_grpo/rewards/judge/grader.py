@@ -16,13 +16,13 @@ from statistics import fmean
 from typing import Any
 
 from sota_grpo.errors import RunFailed
-from sota_grpo.rewards.grading import Grader
+from sota_grpo.rewards.grading import FailureLog, Grader, failed_score
 from sota_grpo.rewards.judge import TERM, Judged
 from sota_grpo.rewards.judge.cache import Verdict, VerdictCache
 from sota_grpo.rewards.judge.client import JudgeClient
 from sota_grpo.rewards.judge.questions import TIE, Endpoint, Material, Question, dialog, pairs_of
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.task import FailureLog, Task, failed_score
+from sota_grpo.rl.task import Task
 from sota_grpo.workers.base import gathered, promised, resolve
 
 Pairs = Sequence[tuple[str, Example]]
