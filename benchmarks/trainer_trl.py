@@ -58,7 +58,8 @@ class Trl:
         self.layer_kernels = LayerKernels(self.trainer.model)
         if liger:
             with self.layer_kernels:
-                apply_liger_kernel(self.trainer.model, self.trainer.args.liger_kernel_config)
+                # not its head: that replaces the forward in which TRL's own fused head is
+                apply_liger_kernel(self.trainer.model, {"fused_linear_cross_entropy": False})
         self.trainer.create_optimizer()
         self.trainer.model, self.trainer.optimizer = self.trainer.accelerator.prepare(
             self.trainer.model, self.trainer.optimizer
