@@ -21,8 +21,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from sota_grpo import keys
 from sota_grpo.functional.flops import ModelShape
 from sota_grpo.rl.collate import pad_rows, plain_rows
-from sota_grpo.training.forward_passes import LearnerSettings
-from sota_grpo.training.step_plan import Planner, Share, as_weights
+from sota_grpo.training.forward_passes import LearnerSettings, Planner, Share, as_weights
 from sota_grpo.workers.packing import RowPack
 
 

@@ -35,7 +35,7 @@ from sota_grpo.config.mixture import group_sizes, longest_response
 from sota_grpo.config.spelling import overrides_of, with_options
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
-from sota_grpo.functional.balance import PromptGroup, fill
+from sota_grpo.functional.micro_batches import PromptGroup, fill
 from sota_grpo.policy.load import find_architecture
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS

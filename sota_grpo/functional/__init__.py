@@ -16,17 +16,19 @@ from importlib import import_module
 from typing import Any
 
 _PUBLIC = {
-    "advantages": ("constant_groups", "decoupled_rewards", "distilled_advantages", "group_advantages"),
+    "advantages": (
+        *("constant_groups", "decoupled_rewards", "distilled_advantages", "group_advantages", "soft_overlong_penalty"),
+    ),
     "divergences": ("KL_ESTIMATORS", "importance_weights", "kl_k1", "kl_k2", "kl_k3", "off_policy_tokens"),
     "entropy": ("adapted_entropy_coef", "top_entropy_tokens"),
     "kept_sets": ("KeptSets", "kept_log_probs"),
     "log_probs": ("chunked_log_probs",),
+    "micro_batches": ("loss_weights", "row_weights"),
     "staleness": ("max_groups_admitted",),
     "surrogates": (
         *("SURROGATES", "Surrogate", "cispo_surrogate", "clipped_surrogate", "clipped_tokens", "reinforce_surrogate"),
         *("dppo_surrogate", "gmpo_surrogate", "sapo_surrogate", "sequence_log_ratio", "vespo_surrogate"),
     ),
-    "weighting": ("loss_weights", "row_weights", "soft_overlong_penalty"),
 }
 _HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_HOMES)

@@ -210,6 +210,37 @@ def distilled_advantages(
     return advantage_coeff * advantage.detach() + distill_coeff * (teacher.detach() - log_prob.detach())
 
 
+def soft_overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Tensor:
+    """DAPO's length penalty, to be added to the reward.
+
+    0 up to ``max_tokens - buffer_tokens``, then falling in a straight line, ``(max_tokens - buffer_tokens - |o|) /
+    buffer_tokens``, to -1 at ``max_tokens`` and beyond.
+
+    Args:
+        lengths: int64 ``[N]``, response tokens.
+        max_tokens: longest response that is not fully penalised.
+        buffer_tokens: tokens over which the penalty grows, 1 to ``max_tokens``.
+
+    Returns:
+        float32 ``[N]``, in [-1, 0].
+
+    Raises:
+        ValueError: if ``buffer_tokens`` is not in that range.
+
+    Source: Yu et al. 2025 (arXiv:2503.14476, eq. 13).
+
+    >>> soft_overlong_penalty(torch.tensor([10, 80, 85, 100, 120]), max_tokens=100, buffer_tokens=20).tolist()
+    [0.0, 0.0, -0.25, -1.0, -1.0]
+    """
+    if not 1 <= buffer_tokens <= max_tokens:
+        raise ValueError(
+            f"buffer_tokens is {buffer_tokens} and max_tokens is {max_tokens}; "
+            "the buffer is the end of the allowed length, from 1 token up to all of it."
+        )
+    left = (max_tokens - buffer_tokens - lengths).clamp(min=-buffer_tokens, max=0)
+    return (left.double() / buffer_tokens).float()
+
+
 def _told_apart_by_nothing(values: Tensor, index: Tensor, counts: Tensor, baseline: str, scale: str) -> Tensor:
     """Rows of a constant set ``[N]``, the set being the one that the formula looks at."""
     constant = torch.zeros_like(values, dtype=torch.bool)

@@ -403,8 +403,8 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> 
 
     Against plain GSPO, whose ratio ``s_i`` is differentiated as it stands (each token receives ``1/|o_i|`` of it): when
     the tokens of a row share one advantage and one loss weight, as under every aggregation of
-    :mod:`sota_grpo.functional.weighting`, the gradients are equal, ``w_i s_i A_i sum_t grad log_prob_t``, and the clip
-    takes or leaves the row as a whole. They differ only where advantages or weights differ inside a row; there the
+    :func:`~sota_grpo.functional.row_weights`, the gradients are equal, ``w_i s_i A_i sum_t grad log_prob_t``, and the
+    clip takes or leaves the row as a whole. They differ only where advantages or weights differ inside a row; there the
     token form credits each token with its own.
 
     Args:

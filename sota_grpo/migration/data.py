@@ -20,8 +20,8 @@ from sota_grpo.config import SECRETS, AlgorithmConfig, Config
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import READERS
 from sota_grpo.errors import UserError
+from sota_grpo.functional.advantages import soft_overlong_penalty
 from sota_grpo.functional.surrogates import SURROGATES
-from sota_grpo.functional.weighting import soft_overlong_penalty
 from sota_grpo.rewards.grading import guarded_scores
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.records import Example, SampledText, total_reward

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
 from itertools import chain
@@ -291,36 +290,6 @@ def architecture_from(config: Any, *, trust_remote_code: bool = False) -> Archit
     )
     counted = sum(weight.numel() for weight in model.parameters())
     return replace(found, other=counted - found.parameters)
-
-
-def dropouts(module: nn.Module) -> list[nn.Dropout]:
-    """The dropouts that drop.
-
-    >>> len(dropouts(nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.1))))
-    1
-    """
-    return [child for child in module.modules() if isinstance(child, nn.Dropout) and child.p > 0]
-
-
-@contextmanager
-def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Every dropout of ``module`` is the identity inside.
-
-    >>> module = nn.Dropout(0.5)
-    >>> with without_dropout(module):
-    ...     module.p
-    0.0
-    >>> module.p
-    0.5
-    """
-    rates = [(child, child.p) for child in dropouts(module)]
-    for child, _ in rates:
-        child.p = 0.0
-    try:
-        yield
-    finally:
-        for child, rate in rates:
-            child.p = rate
 
 
 def save_hf(

@@ -46,8 +46,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sota_grpo import keys
-from sota_grpo.functional.balance import PromptGroup, fill
-from sota_grpo.functional.weighting import Aggregation, row_weights
+from sota_grpo.functional.micro_batches import Aggregation, PromptGroup, fill, row_weights
 from sota_grpo.rl.records import Example, Sample
 
 Key = str | tuple[str, ...]
@@ -302,7 +301,7 @@ def set_loss_weights(
 
     Args:
         rows: the rows of the step, ragged; a dense batch is written to as a whole.
-        aggregation, max_response_tokens: see :func:`sota_grpo.functional.weighting.row_weights`.
+        aggregation, max_response_tokens: see :func:`sota_grpo.functional.micro_batches.row_weights`.
         drop_truncated: responses that the engine stopped for length weigh 0 and count as rows without a trainable
             token: neither under ``token`` nor under ``sequence``, but under ``constant``, whose divisor no response
             changes (Yu et al. 2025, arXiv:2503.14476, section 3.4, overlong filtering). If all are truncated, all
@@ -415,10 +414,10 @@ def micro_batches(
     """Split rows into micro-batches of at most ``token_budget`` packed tokens, the heaviest first.
 
     A prompt counts once for the siblings of a micro-batch (:func:`prompt_groups`), which stay together as far as the
-    budget allows, and every response counts whole; see :func:`sota_grpo.functional.balance.fill` for the packing and
-    for how many slots :func:`pad_rows` may add. The first is the heaviest, so memory that does not suffice shows in the
-    first step and not an hour later. A row above the budget is a micro-batch of its own. The split is a function of the
-    rows alone.
+    budget allows, and every response counts whole; see :func:`~sota_grpo.functional.micro_batches.fill` for the packing
+    and for how many slots :func:`pad_rows` may add. The first is the heaviest, so memory that does not suffice shows in
+    the first step and not an hour later. A row above the budget is a micro-batch of its own. The split is a function of
+    the rows alone.
 
     Args:
         rows: ragged rows.

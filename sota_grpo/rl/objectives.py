@@ -18,8 +18,8 @@ from torchrl.objectives.common import LossModule
 from sota_grpo import keys
 from sota_grpo.functional.advantages import distilled_advantages
 from sota_grpo.functional.divergences import KL_ESTIMATORS, importance_weights, off_policy_tokens, raw_weights
+from sota_grpo.functional.micro_batches import loss_weights
 from sota_grpo.functional.surrogates import OPTIONS, of_terms, sequence_log_ratio
-from sota_grpo.functional.weighting import loss_weights
 from sota_grpo.rl.collate import pad_rows, unpad_rows
 from sota_grpo.rl.objective_files import surrogate
 

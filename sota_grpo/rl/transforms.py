@@ -26,8 +26,8 @@ from sota_grpo.functional.advantages import (
     constant_groups,
     decoupled_rewards,
     group_advantages,
+    soft_overlong_penalty,
 )
-from sota_grpo.functional.weighting import soft_overlong_penalty
 from sota_grpo.rl.collate import micro_batches, pad_rows, row_list, write_rows
 from sota_grpo.rl.records import Example, Score, total_reward
 
@@ -242,7 +242,7 @@ class OverlongPenalty(RowTransform):
     ``("next", "reward_terms", "overlong")``, in [-1, 0].
 
     Args:
-        max_tokens, buffer_tokens: see :func:`sota_grpo.functional.weighting.soft_overlong_penalty`.
+        max_tokens, buffer_tokens: see :func:`sota_grpo.functional.advantages.soft_overlong_penalty`.
         weight: what the term weighs in the reward.
 
     Raises:

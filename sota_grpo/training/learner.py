@@ -19,7 +19,6 @@ from sota_grpo.engines import Engine
 from sota_grpo.errors import UserError
 from sota_grpo.functional import adapted_entropy_coef, kl_k3, top_entropy_tokens
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, layer_matrices
-from sota_grpo.policy.load import dropouts, without_dropout
 from sota_grpo.policy.optimizers import make_optimizer
 from sota_grpo.policy.sharding import (
     Ranks,
@@ -35,8 +34,16 @@ from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.rl.collate import Key, Row, pad_rows, plain_rows, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
 from sota_grpo.rl.records import GradientGap
-from sota_grpo.training.forward_passes import ForwardPasses, LearnerSettings, learning_rate_factor
-from sota_grpo.training.step_plan import Pass, Planner, Share
+from sota_grpo.training.forward_passes import (
+    ForwardPasses,
+    LearnerSettings,
+    Pass,
+    Planner,
+    Share,
+    dropouts,
+    learning_rate_factor,
+    without_dropout,
+)
 
 METRIC_NAMES = {
     "ESS": "ess",

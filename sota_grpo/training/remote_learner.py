@@ -25,10 +25,9 @@ from sota_grpo.policy.sharding import gathered
 from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
 from sota_grpo.rl.collate import plain_rows, row_list
 from sota_grpo.rl.records import sample_seed
-from sota_grpo.training.forward_passes import LearnerSettings
+from sota_grpo.training.forward_passes import LearnerSettings, Planner, Share
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.shards import Shards, ShardWriter
-from sota_grpo.training.step_plan import Planner, Share
 from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied, WorkerThread
 from sota_grpo.workers.packing import RowPack, StatePack
 from sota_grpo.workers.weight_transfer import WeightSender

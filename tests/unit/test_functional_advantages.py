@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sota_grpo.functional import constant_groups, decoupled_rewards, group_advantages
+from sota_grpo.functional import constant_groups, decoupled_rewards, group_advantages, soft_overlong_penalty
 
 BASELINES = ("group_mean", "leave_one_out", "length_weighted", "best_of_others", "batch_mean", "none")
 SCALES = ("group_std", "group_mean", "batch_std", "advantage_std", "none")
@@ -270,3 +270,20 @@ def test_the_unit_of_a_term_does_not_matter_where_terms_are_decoupled() -> None:
     weights, units = torch.tensor([1.0, 2.0]), torch.tensor([1000.0, 0.01])
     first = decoupled_rewards(terms, weights, ids, eps=0.0)
     torch.testing.assert_close(decoupled_rewards(terms * units + 5, weights, ids, eps=0.0), first)
+
+
+def test_soft_overlong_penalty_by_the_plain_loop() -> None:
+    for length, found in zip(range(60), soft_overlong_penalty(torch.arange(60), 40, 16).tolist()):
+        if length <= 24:
+            expected = 0.0
+        elif length <= 40:
+            expected = (24 - length) / 16
+        else:
+            expected = -1.0
+        assert found == expected
+        assert math.copysign(1.0, found) == 1.0 or found < 0
+
+
+def test_a_length_penalty_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="buffer_tokens is 50 and max_tokens is 40"):
+        soft_overlong_penalty(torch.tensor([1]), 40, 50)
