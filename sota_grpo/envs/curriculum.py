@@ -2,8 +2,8 @@
 
 The levels are what the task's ``level(example)`` says (a number, a name); under ``by=example`` each example is a level
 of its own. Every draw is of the level at which a low-discrepancy sequence stands, on a line that the levels share as
-:func:`~sota_grpo.functional.curriculum.signal_shares` says, and within a level of its next example. So the draws are
-a pure function of the seed and of what was observed before each :meth:`CurriculumStream.update`.
+:func:`sampling_probabilities` says, and within a level of its next example. So the draws are a pure function of the
+seed and of what was observed before each :meth:`CurriculumStream.update`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,45 @@ from torch import Tensor
 
 from sota_grpo.envs.task_env import PromptStream
 from sota_grpo.errors import UserError
-from sota_grpo.functional.curriculum import signal_shares
 from sota_grpo.rl.records import Example, sample_seed
 from sota_grpo.tasks.mixture import MixedExamples
 
 LevelOf = Callable[[Example], Any]
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 _ODD = re.compile(r"[^\w-]", re.ASCII)
+
+
+def sampling_probabilities(passes: Tensor, trials: Tensor, floor: float) -> Tensor:
+    """The share of the draws that each of ``K`` levels gets: in proportion to the variance of its success, and a floor.
+
+    With the pass rate ``p_k = passes_k / trials_k``, 1/2 where there were no trials, and ``w_k = p_k (1 - p_k)``::
+
+        share_k = floor / K + (1 - floor) w_k / sum_j w_j,        1 / K where every w_j is 0.
+
+    ``w_k`` is the variance of one response's success: what a group of siblings differs by, and so what its advantages
+    are made of. It is 0 for what is solved (p = 1) and for what is out of reach (p = 0): both are left with the floor,
+    ``floor / K``, by which they are looked at again. What was never tried counts as p = 1/2, the most of all.
+    From ``n`` trials ``p (1 - p)`` is estimated as ``(1 - 1 / n)`` times itself on average, so no prior is needed.
+
+    Args:
+        passes, trials: ``[K]`` float64, ``0 <= passes <= trials``; decayed sums need not be whole.
+        floor: share of the draws that is spread evenly, in (0, 1].
+
+    Returns:
+        ``[K]`` float64, above 0, of sum 1.
+
+    Source: Bae et al. 2025 (arXiv:2504.03380): ``p (1 - p)`` bounds the expected improvement from below; Foster et al.
+    2025 (arXiv:2502.12272) draw by it, under the name of learnability; Chen et al. 2025 (arXiv:2505.14970) draw levels.
+
+    >>> passes, trials = torch.tensor([8.0, 4.0, 0.0, 0.0]), torch.tensor([8.0, 8.0, 8.0, 0.0])
+    >>> sampling_probabilities(passes, trials, floor=0.2).tolist()
+    [0.05, 0.45, 0.05, 0.45]
+    """
+    rates = torch.where(trials > 0, passes / trials.clamp(min=torch.finfo(torch.float64).tiny), 0.5).double()
+    weights = rates * (1 - rates)
+    total = weights.cumsum(0)[-1]  # of the same bits under any number of threads
+    even = torch.full_like(weights, 1 / len(weights))
+    return torch.where(total > 0, floor * even + (1 - floor) * weights / total, even)
 
 
 @dataclass(frozen=True)
@@ -96,7 +128,7 @@ class PassRates:
 
     def shares(self) -> Tensor:
         """The share of the draws that each level has now, ``[K]``."""
-        return signal_shares(self.passes, self.trials, self.rule.floor)
+        return sampling_probabilities(self.passes, self.trials, self.rule.floor)
 
     def drawn(self, draw: int) -> int:
         """The level of draw ``draw``."""

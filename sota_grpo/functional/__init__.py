@@ -17,7 +17,8 @@ from typing import Any
 
 _PUBLIC = {
     "advantages": (
-        *("constant_groups", "decoupled_rewards", "distilled_advantages", "group_advantages", "soft_overlong_penalty"),
+        *("decoupled_rewards", "distilled_advantages", "group_advantages", "soft_overlong_penalty"),
+        "zero_advantage_mask",
     ),
     "divergences": ("KL_ESTIMATORS", "importance_weights", "kl_k1", "kl_k2", "kl_k3", "off_policy_tokens"),
     "entropy": ("adapted_entropy_coef", "top_entropy_tokens"),

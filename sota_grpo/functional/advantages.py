@@ -157,7 +157,7 @@ def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps:
     return total
 
 
-def constant_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def zero_advantage_mask(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """True for every response of a zero-advantage group: all its rewards are equal, bit for bit.
 
     Args:
@@ -165,12 +165,12 @@ def constant_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
         group_ids: int64 ``[N]``.
 
     Returns:
-        bool ``[N]``; a group of one is constant.
+        bool ``[N]``; a group of one has no advantage.
 
     Raises:
         ValueError: on shapes other than ``[N]`` or a reward that is not finite.
 
-    >>> constant_groups(torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([7, 7, 3, 3])).tolist()
+    >>> zero_advantage_mask(torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([7, 7, 3, 3])).tolist()
     [False, False, True, True]
     """
     _check_rows(rewards, group_ids)

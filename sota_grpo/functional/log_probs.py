@@ -278,9 +278,9 @@ class _TiledLogProbs(torch.autograd.Function):
         log_probs, top, mass, entropy = (hidden.new_empty(len(hidden), dtype=tiles.wide) for _ in range(4))
         slopes = torch.empty_like(hidden) if options.keeps_slopes else None
         for rows in tiles.rows:
-            part = None if slopes is None else slopes[rows]
-            found = _score(tiles, hidden[rows], targets[rows, None], options.with_entropy, part)
-            log_probs[rows], top[rows], mass[rows], entropy[rows] = (x.squeeze(1) for x in found)
+            row_slopes = None if slopes is None else slopes[rows]
+            scores = _score(tiles, hidden[rows], targets[rows, None], options.with_entropy, row_slopes)
+            log_probs[rows], top[rows], mass[rows], entropy[rows] = (x.squeeze(1) for x in scores)
         ctx.options = options
         saved = (hidden, weight, bias, targets, top, mass, entropy)
         ctx.save_for_backward(*(saved if slopes is None else (slopes,)))

@@ -130,10 +130,10 @@ class PromptGroup:
         """Packed tokens: the prompt once, and every response."""
         return self.prompt + sum(self.responses)
 
-    def part(self, members: Iterable[int]) -> PromptGroup:
+    def subset(self, members: Iterable[int]) -> PromptGroup:
         """Some of the rows, in the order in which they stand.
 
-        >>> PromptGroup((4, 5, 6), 2, (2, 1, 3)).part([2, 0])
+        >>> PromptGroup((4, 5, 6), 2, (2, 1, 3)).subset([2, 0])
         PromptGroup(rows=(4, 6), prompt=2, responses=(2, 3))
         """
         chosen = sorted(members)
@@ -172,8 +172,8 @@ def fill(
     pieces = []
     for group in groups:
         lengths = [(length, 1, group.prompt + length) for length in group.responses]
-        parts = _first_fit(lengths, token_budget, slots_per_token, tokens=group.prompt)
-        pieces += [group.part(part.members) for part in parts]
+        cuts = _first_fit(lengths, token_budget, slots_per_token, tokens=group.prompt)
+        pieces += [group.subset(cut.members) for cut in cuts]
     sizes = [(piece.tokens, len(piece.rows), piece.prompt + max(piece.responses)) for piece in pieces]
     batches = _first_fit(sizes, token_budget, slots_per_token)
     batches.sort(key=lambda batch: -batch.weight(slots_per_token))
@@ -233,7 +233,7 @@ def rank_shares(
         cost: of a group, of some of its rows, and of its prompt alone.
 
     >>> groups = [PromptGroup((0, 1, 2, 3), 1, (5, 5, 5, 5)), PromptGroup((4, 5), 1, (4, 4))]
-    >>> [[part.rows for part in share] for share in rank_shares(groups, 2, lambda group: group.tokens)]
+    >>> [[piece.rows for piece in share] for share in rank_shares(groups, 2, lambda group: group.tokens)]
     [[(1, 2, 3)], [(4, 5), (0,)]]
     """
     whole = balanced_shares([cost(group) for group in groups], num_ranks)
@@ -244,33 +244,33 @@ def rank_shares(
         source, target = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[source] - loads[target]
         pieces = shares[source]
-        cuts = [_given_and_kept(piece, (gap + cost(piece.part([]))) / 2, cost) for piece in pieces]
+        cuts = [_moved_and_kept(piece, (gap + cost(piece.subset([]))) / 2, cost) for piece in pieces]
         after = [
-            (loads[source] - cost(piece) + sum(map(cost, kept)), loads[target] + cost(given))
-            for piece, (given, kept) in zip(pieces, cuts)
+            (loads[source] - cost(piece) + sum(map(cost, kept)), loads[target] + cost(moved))
+            for piece, (moved, kept) in zip(pieces, cuts)
         ]
         best = min(range(len(pieces)), key=lambda index: max(after[index]))
         if max(after[best]) > loads[source] - 0.01 * mean:
             break
-        given, kept = cuts[best]
+        moved, kept = cuts[best]
         pieces[best : best + 1] = kept
-        shares[target].append(given)
+        shares[target].append(moved)
         loads[source], loads[target] = after[best]
     return shares
 
 
-def _given_and_kept(
+def _moved_and_kept(
     piece: PromptGroup, price: float, cost: Callable[[PromptGroup], float]
 ) -> tuple[PromptGroup, list[PromptGroup]]:
     """Rows that cost at most ``price`` together, longest first, or else the shortest alone; and the rest, if any."""
     order = sorted(range(len(piece.rows)), key=lambda member: -piece.responses[member])
-    given: list[int] = []
+    moved: list[int] = []
     for member in order:
-        if cost(piece.part([*given, member])) <= price:
-            given.append(member)
-    given = given or order[-1:]
-    kept = [member for member in order if member not in given]
-    return piece.part(given), [piece.part(kept)] if kept else []
+        if cost(piece.subset([*moved, member])) <= price:
+            moved.append(member)
+    moved = moved or order[-1:]
+    kept = [member for member in order if member not in moved]
+    return piece.subset(moved), [piece.subset(kept)] if kept else []
 
 
 def balanced_shares(costs: Sequence[float], num_shares: int) -> list[list[int]]:

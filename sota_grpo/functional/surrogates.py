@@ -389,9 +389,9 @@ def of_terms(function: Callable[..., Tensor], terms: Mapping[str, Any]) -> Tenso
     >>> of_terms(lambda y: y, {"x": 1, "y": 2}), of_terms(lambda **given: sorted(given), {"x": 1, "y": 2})
     (2, ['x', 'y'])
     """
-    asked = signature(function).parameters
-    takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in asked.values())
-    return function(**{name: value for name, value in terms.items() if takes_any or name in asked})
+    accepted = signature(function).parameters
+    takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in accepted.values())
+    return function(**{name: value for name, value in terms.items() if takes_any or name in accepted})
 
 
 def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:

@@ -368,8 +368,8 @@ def liger_log_probs(
     if len(hidden) == 0:  # it refuses them
         nothing = hidden.sum(1).float()
         return nothing, nothing.detach() if with_entropy else None
-    found = FusedHead.apply(hidden, weight.to(hidden.dtype), targets, temperature, _NEVER, 1, with_entropy)
-    nll, entropy = found if with_entropy else (found, None)
+    outputs = FusedHead.apply(hidden, weight.to(hidden.dtype), targets, temperature, _NEVER, 1, with_entropy)
+    nll, entropy = outputs if with_entropy else (outputs, None)
     if entropy is not None:
         entropy = entropy.float() if entropy_grad else entropy.detach().float()
     return -nll, entropy
@@ -425,7 +425,7 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
     try:
         with _evaluating(model):
             model.set_attn_implementation(SHARED_ATTENTION)
-            reason = next((found for half in autocasts if (found := _difference(model, config, half))), None)
+            reason = next((difference for half in autocasts if (difference := _difference(model, config, half))), None)
     except Exception as error:  # any model's own code runs here: what it cannot do is no reason to end
         if isinstance(error, (TypeError, AttributeError, NameError)) and _is_raised_here(error):
             raise  # a mistake of ours, or another torch than was tested

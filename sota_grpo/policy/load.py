@@ -198,11 +198,11 @@ def silence_dropout(config: PretrainedConfig) -> None:
     >>> config.attn_pdrop, config.resid_pdrop, config.embd_pdrop
     (0.0, 0.0, 0.0)
     """
-    for part in {id(config): config, id(text := config.get_text_config()): text}.values():
-        for key, value in list(vars(part).items()):
+    for each in {id(config): config, id(text := config.get_text_config()): text}.values():
+        for key, value in list(vars(each).items()):
             is_rate = isinstance(value, float) and any(word in key for word in ("drop", "jitter"))
             if is_rate:
-                setattr(part, key, 0.0)
+                setattr(each, key, 0.0)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
@@ -275,7 +275,7 @@ def architecture_from(config: Any, *, trust_remote_code: bool = False) -> Archit
     with MODEL_LOCK, torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     names = {name.rpartition("layers.0.")[2]: weight.shape for name, weight in model.named_parameters()}
-    found = Architecture(
+    architecture = Architecture(
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
         heads=heads,
@@ -289,7 +289,7 @@ def architecture_from(config: Any, *, trust_remote_code: bool = False) -> Archit
         qk_norm="self_attn.q_norm.weight" in names,
     )
     counted = sum(weight.numel() for weight in model.parameters())
-    return replace(found, other=counted - found.parameters)
+    return replace(architecture, other=counted - architecture.parameters)
 
 
 def save_hf(

@@ -41,19 +41,19 @@ class MuonAndAdamW(Optimizer):
             AdamW(others, betas=rates.betas, eps=rates.eps, fused=True, **common),
         ]
         super().__init__([{"params": list(matrices)}, {"params": list(others)}], {})
-        self.param_groups = [part.param_groups[0] for part in self._parts]
+        self.param_groups = [optimizer.param_groups[0] for optimizer in self._parts]
         self._share()
 
     def _share(self) -> None:
         """Both parts read and write the groups and the state of this one."""
-        for part, group in zip(self._parts, self.param_groups):
-            part.param_groups, part.state = [group], self.state
+        for optimizer, group in zip(self._parts, self.param_groups):
+            optimizer.param_groups, optimizer.state = [group], self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step of both; ``closure`` is not called."""
-        for part in self._parts:
-            part.step()
+        for optimizer in self._parts:
+            optimizer.step()
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)

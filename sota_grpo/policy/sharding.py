@@ -96,9 +96,9 @@ def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Ten
     if whole.shape != like.shape:
         raise ValueError(f"a tensor of shape {tuple(whole.shape)} is given for one of {tuple(like.shape)}")
     start, stop = _rows_of(like)
-    part = whole.rows(start, stop) if isinstance(whole, StoredTensor) else whole[start:stop].clone()
+    shard = whole.rows(start, stop) if isinstance(whole, StoredTensor) else whole[start:stop].clone()
     places = like.device_mesh, like.placements
-    return DTensor.from_local(part.to(like.device), *places, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(shard.to(like.device), *places, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def optimizer_state(

@@ -270,9 +270,9 @@ def shared_attention(
         if softcap is not None:  # torch's SDPA knows no cap, and transformers leaves it out in silence
             return _attend(query, key, value, scale, softcap, seen=attention_mask).transpose(1, 2), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    asked = [name for name in UNKNOWN if kwargs.get(name) is not None]
-    if dropout or asked or kwargs.get("is_causal") is False:
-        raise NotImplementedError(f"a packed sequence has no attention with {asked or 'dropout, or not causal'}")
+    unsupported = [name for name in UNKNOWN if kwargs.get(name) is not None]
+    if dropout or unsupported or kwargs.get("is_causal") is False:
+        raise NotImplementedError(f"a packed sequence has no attention with {unsupported or 'dropout, or not causal'}")
     layout.windows.append(sliding_window)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast positions make them wider
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
@@ -297,9 +297,9 @@ class _FlashShared(torch.autograd.Function):
         for block in layout.blocks:
             prompt, behind = _cut(block.start, block.end), _cut(block.end, block.stop)
             for queries, causal in ((prompt, True), (behind, False))[: 2 if block.runs else 1]:
-                found, found_lse = _flash(queries(query), prompt(key), prompt(value), 0.0, causal, scale=scale)
-                queries(out).copy_(found)
-                queries(lse).copy_(found_lse)
+                attended, attended_lse = _flash(queries(query), prompt(key), prompt(value), 0.0, causal, scale=scale)
+                queries(out).copy_(attended)
+                queries(lse).copy_(attended_lse)
             for run in block.runs:
                 _add_own(out, lse, query, key, value, _cut(run.start, run.end, run.count), scale)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -315,10 +315,10 @@ class _FlashShared(torch.autograd.Function):
         totals = [_like_rows(each).zero_() for each in (query, key, value)]
 
         def add(queries: View, keys: View, causal: bool) -> None:
-            asked = [queries(each) for each in (grad, query, out, lse)]
-            held = [keys(each) for each in (key, value)]
-            found = _flash_backward(*asked[:2], *held, *asked[2:], 0.0, causal, scale=ctx.scale)
-            for view, total, each in zip((queries, keys, keys), totals, found):
+            of_queries = [queries(each) for each in (grad, query, out, lse)]
+            of_keys = [keys(each) for each in (key, value)]
+            grads = _flash_backward(*of_queries[:2], *of_keys, *of_queries[2:], 0.0, causal, scale=ctx.scale)
+            for view, total, each in zip((queries, keys, keys), totals, grads):
                 view(total).add_(each)
 
         for block in ctx.layout.blocks:
@@ -334,10 +334,10 @@ class _FlashShared(torch.autograd.Function):
 
 def _add_own(out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, own: View, scale: float) -> None:
     """Join what responses see of themselves to what ``out`` and ``lse`` have of their prompt."""
-    found, found_lse = _flash(own(query), own(key), own(value), 0.0, True, scale=scale)
-    whole = torch.logaddexp(own(lse), found_lse)
-    of_prompt, of_own = ((each - whole).exp_().unsqueeze(-1) for each in (own(lse), found_lse))
-    own(out).copy_(own(out) * of_prompt + found * of_own)
+    attended, attended_lse = _flash(own(query), own(key), own(value), 0.0, True, scale=scale)
+    whole = torch.logaddexp(own(lse), attended_lse)
+    of_prompt, of_own = ((each - whole).exp_().unsqueeze(-1) for each in (own(lse), attended_lse))
+    own(out).copy_(own(out) * of_prompt + attended * of_own)
     own(lse).copy_(whole)
 
 
@@ -401,8 +401,8 @@ def _plain(
             own, many = _cut(run.start, run.end, run.count), (run.count, -1, -1, -1)
             whole = torch.cat([keys.expand(many), own(key)], dim=2)
             held = torch.cat([values.expand(many), own(value)], dim=2)
-            found = _attend(own(query), whole, held, scale, softcap, window=window)
-            parts.append(found.transpose(0, 1).flatten(1, 2).unsqueeze(0))
+            attended = _attend(own(query), whole, held, scale, softcap, window=window)
+            parts.append(attended.transpose(0, 1).flatten(1, 2).unsqueeze(0))
     return torch.cat(parts, dim=2)
 
 

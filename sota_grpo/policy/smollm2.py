@@ -84,8 +84,8 @@ def smollm2_folder() -> Path:
 
 def _source() -> Path:
     """The GGUF file; the package is not imported, since that asks for llm and llama-cpp-python."""
-    found = find_spec(_PACKAGE)
-    places = [] if found is None else found.submodule_search_locations or []
+    spec = find_spec(_PACKAGE)
+    places = [] if spec is None else spec.submodule_search_locations or []
     source = next((Path(place, _FILE) for place in places if Path(place, _FILE).is_file()), None)
     if source is None or find_spec("gguf") is None:
         raise UserError(

@@ -200,8 +200,8 @@ class StoredTensor:
             TensorFileError: a file has become shorter.
         """
         shape = (stop - start, *self.shape[1:]) if self.shape else ()
-        found = torch.empty(shape, dtype=self.dtype)
-        target = as_bytes(found).numpy().data
+        tensor = torch.empty(shape, dtype=self.dtype)
+        target = as_bytes(tensor).numpy().data
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
         for piece in self.pieces:
             first = piece.kept.first_row
@@ -211,7 +211,7 @@ class StoredTensor:
                 with open_file(piece.path, levels=_LEVELS) as file:
                     file.seek(piece.offset + (low - first) * row_bytes)
                     _fill(file, target[(low - start) * row_bytes : (high - start) * row_bytes], piece.path)
-        return found
+        return tensor
 
 
 def in_memory(value: torch.Tensor | StoredTensor) -> torch.Tensor:
@@ -242,7 +242,7 @@ def stored_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             what = str(error) if isinstance(error, TensorFileError) else f"its header is none ({type(error).__name__})"
             raise TensorFileError(f"{path.name}: {what}") from error
-    return {name: _whole(name, found) for name, found in pieces.items()}
+    return {name: _whole(name, own) for name, own in pieces.items()}
 
 
 def _pieces(path: Path) -> list[tuple[str, Piece]]:
@@ -253,7 +253,7 @@ def _pieces(path: Path) -> list[tuple[str, Piece]]:
             raise TensorFileError(f"its header would have {length} bytes")
         header = json.loads(file.read(length))
     begins = json.loads(header.pop(_METADATA, {}).get(_PLACES, "{}"))
-    found, claimed = [], 0
+    pieces, claimed = [], 0
     for name, entry in header.items():
         shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
         if len(shape) > _MOST_DIMENSIONS:
@@ -266,8 +266,8 @@ def _pieces(path: Path) -> list[tuple[str, Piece]]:
         claimed += piece.kept.num_bytes
         if piece.kept.num_bytes != stop - start or max(stop, claimed) > size - 8 - length:
             raise TensorFileError(f"{name} claims {piece.kept.num_bytes} bytes and the file has {size - 8 - length}")
-        found.append((name, piece))
-    return found
+        pieces.append((name, piece))
+    return pieces
 
 
 def _whole(name: str, pieces: list[Piece]) -> StoredTensor:

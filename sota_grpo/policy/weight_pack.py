@@ -85,21 +85,21 @@ class WeightPack:
         [1.0, 0.0]
         """
         listed = list(columns)
-        sizes = [sum(map(Tensor.numel, parts)) for _, parts in listed]
+        sizes = [sum(map(Tensor.numel, tensors)) for _, tensors in listed]
         places, end = {}, 0
-        for (name, parts), size in zip(listed, sizes):
-            dtype = parts[0].dtype
+        for (name, tensors), size in zip(listed, sizes):
+            dtype = tensors[0].dtype
             places[name] = Place(str(dtype).removeprefix("torch."), (size,), end)
             end += padded(size * dtype.itemsize)
         buffer = np.empty(end, dtype=np.uint8)
         targets = dict(views(places, torch.from_numpy(buffer)))
-        for name, parts in listed:
-            if set(map(Tensor.dim, parts)) == {1} and parts[0].is_cpu:
-                torch.cat(parts, out=targets[name])
-            elif all(part.shape == parts[0].shape for part in parts):
-                targets[name].copy_(torch.stack(parts).view(-1))
+        for name, tensors in listed:
+            if set(map(Tensor.dim, tensors)) == {1} and tensors[0].is_cpu:
+                torch.cat(tensors, out=targets[name])
+            elif all(tensor.shape == tensors[0].shape for tensor in tensors):
+                targets[name].copy_(torch.stack(tensors).view(-1))
             else:
-                targets[name].copy_(torch.cat([part.reshape(-1) for part in parts]))
+                targets[name].copy_(torch.cat([tensor.reshape(-1) for tensor in tensors]))
         return cls(buffer, places)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -179,5 +179,5 @@ def copy_to_host(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
         return
     pinned = torch.empty(_SLICE_BYTES, dtype=torch.uint8, pin_memory=True)  # torch keeps it for the next call
-    for into, part in zip(target.split(_SLICE_BYTES), source.split(_SLICE_BYTES)):
-        into.copy_(pinned[: part.numel()].copy_(part))
+    for into, piece in zip(target.split(_SLICE_BYTES), source.split(_SLICE_BYTES)):
+        into.copy_(pinned[: piece.numel()].copy_(piece))

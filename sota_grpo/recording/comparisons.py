@@ -44,20 +44,20 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def save_comparison(run_dir: Path, found: Mapping[str, Any]) -> Path:
+def save_comparison(run_dir: Path, comparison: Mapping[str, Any]) -> Path:
     """Write what :func:`sota_grpo.assembly.compare.compared` found; it replaces one of the same step and question.
 
     Raises:
         UserError: it cannot be written, or ``comparisons`` is a link that leaves the run.
     """
-    asked = [found[name] for name in ("step", "optimizer_step", "options")]
-    digest = hashlib.sha256(json.dumps([*asked, list(found["algorithms"])]).encode()).hexdigest()
+    question = [comparison[name] for name in ("step", "optimizer_step", "options")]
+    digest = hashlib.sha256(json.dumps([*question, list(comparison["algorithms"])]).encode()).hexdigest()
     folder = run_dir / COMPARISONS
-    path = folder / f"step_{found['step']:06d}_{digest[:12]}.json"
+    path = folder / f"step_{comparison['step']:06d}_{digest[:12]}.json"
     require_plain(folder, run_dir)
     try:
         folder.mkdir(exist_ok=True)
-        write_text(path, json_line({name: found[name] for name in _SHAPE}, allow_nan=False) + "\n")
+        write_text(path, json_line({name: comparison[name] for name in _SHAPE}, allow_nan=False) + "\n")
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error.strerror}); --out FILE writes a page of its own elsewhere."
@@ -90,7 +90,7 @@ def read_comparisons(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
             sentences.append(readable(f"{path} cannot be shown ({problem}); remove it, or compare again.", keep=""))
         else:
             comparisons.append(record)
-    return sorted(comparisons, key=lambda found: (found["step"], found["optimizer_step"])), sentences
+    return sorted(comparisons, key=lambda comparison: (comparison["step"], comparison["optimizer_step"])), sentences
 
 
 def _is_comparison(record: Any) -> bool:

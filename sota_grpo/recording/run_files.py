@@ -60,8 +60,8 @@ def natural(path: Path) -> list[tuple[int, str]]:
     >>> sorted([Path("sweep/10"), Path("sweep/2")], key=natural)[0].name
     '2'
     """
-    parts = re.split(r"(\d+)", path.as_posix())
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    pieces = re.split(r"(\d+)", path.as_posix())
+    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:

@@ -530,11 +530,11 @@ def _told(record: Mapping[str, Any]) -> Iterator[tuple[list[dict[str, Any]], Seq
     at = 0
     while at < len(messages):
         end = next((i for i in range(at + 1, len(messages)) if messages[i]["role"] == "assistant"), len(messages))
-        asked = [call["function"] for call in messages[at].get("tool_calls", ())]
+        called = [call["function"] for call in messages[at].get("tool_calls", ())]
         answers = [(messages[i]["content"], i in failed) for i in range(at + 1, end)]
-        answers += [(None, False)] * (len(asked) - len(answers))
+        answers += [(None, False)] * (len(called) - len(answers))
         yield (
-            [{**call, "reply": reply, "error": error} for call, (reply, error) in zip(asked, answers)],
+            [{**call, "reply": reply, "error": error} for call, (reply, error) in zip(called, answers)],
             [message["role"] for message in messages[at + 1 : end]],
         )
         at = end

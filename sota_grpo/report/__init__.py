@@ -115,12 +115,12 @@ def write_report(
 
 def _comparisons(runs: Sequence[RunData], left_out: list[str]) -> str:
     """What was compared in the runs, as HTML; what cannot be shown is added to ``left_out``."""
-    found = []
+    by_run = []
     for run, name in zip(runs, run_names(runs)):
         comparisons, sentences = read_comparisons(run.path)
-        found.append((name, comparisons))
+        by_run.append((name, comparisons))
         left_out += sentences
-    shown, sentences = section(found, most=_MOST_COMPARED)
+    shown, sentences = section(by_run, most=_MOST_COMPARED)
     left_out += sentences
     return shown or _NOT_COMPARED
 

@@ -71,30 +71,31 @@ COLUMNS = (
 )
 
 
-def title(found: Mapping[str, Any]) -> str:
+def title(comparison: Mapping[str, Any]) -> str:
     """What was compared, in one sentence.
 
     >>> found = {"step": 4, "optimizer_step": 2, "optimizer_steps": 2, "samples": 8, "num_tokens": 60}
     >>> title(found | {"checkpoint": None, "ess": 0.98, "options": []})
     'Step 4, optimizer step 2 of 2: 8 samples, 60 tokens, ess of the ratios 0.98, the initial model after 1 step'
     """
-    done = found["optimizer_step"] - 1
-    weights = found["checkpoint"] or "the initial model"
+    done = comparison["optimizer_step"] - 1
+    weights = comparison["checkpoint"] or "the initial model"
     moved = f" after {done} step{'s' if done > 1 else ''}" if done else ""
-    options = f", {' '.join(found['options'])}" if found["options"] else ""
+    options = f", {' '.join(comparison['options'])}" if comparison["options"] else ""
     return readable(
-        f"Step {found['step']}, optimizer step {found['optimizer_step']} of {found['optimizer_steps']}: "
-        f"{found['samples']} samples, {found['num_tokens']} tokens, ess of the ratios {figure(found['ess'], 6)}, "
+        f"Step {comparison['step']}, optimizer step {comparison['optimizer_step']} of {comparison['optimizer_steps']}: "
+        f"{comparison['samples']} samples, {comparison['num_tokens']} tokens, "
+        f"ess of the ratios {figure(comparison['ess'], 6)}, "
         f"{weights}{moved}{options}",
         keep="",
     )
 
 
-def write_comparison(found: Mapping[str, Any], out: Path) -> Path:
+def write_comparison(comparison: Mapping[str, Any], out: Path) -> Path:
     """Write a page of one comparison, complete when it gets its name; an older one of that name is replaced.
 
     Args:
-        found: by :func:`sota_grpo.assembly.compare.compared`.
+        comparison: by :func:`sota_grpo.assembly.compare.compared`.
         out: the file; its folder exists.
 
     Raises:
@@ -103,13 +104,13 @@ def write_comparison(found: Mapping[str, Any], out: Path) -> Path:
     if out.is_dir():
         raise UserError(f"{out} is a folder; name a file in it, {out / 'compare.html'}.")
     try:
-        write_text(out, page(found))
+        write_text(out, page(comparison))
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); name another file with --out.") from error
     return out
 
 
-def page(found: Mapping[str, Any]) -> str:
+def page(comparison: Mapping[str, Any]) -> str:
     """The page of one comparison as text."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     return (
@@ -117,8 +118,9 @@ def page(found: Mapping[str, Any]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>Objectives compared</title>\n'
         f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style>\n</head>\n<body>\n"
-        f'<header class="top"><div><h1>Objectives compared</h1><p class="quiet">{_text(str(found["run"]))}</p></div>'
-        f"</header>\n<main>\n<h2>{_text(_names(found))}</h2>\n{_comparison(found)}</main>\n</body>\n</html>\n"
+        '<header class="top"><div><h1>Objectives compared</h1>'
+        f'<p class="quiet">{_text(str(comparison["run"]))}</p></div>'
+        f"</header>\n<main>\n<h2>{_text(_names(comparison))}</h2>\n{_comparison(comparison)}</main>\n</body>\n</html>\n"
     )
 
 
@@ -130,46 +132,47 @@ def section(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], most: int) 
         most: bytes; a comparison that would take more goes without its samples, or is left out.
     """
     several = len(runs) > 1
-    parts: list[str] = []
+    sections: list[str] = []
     left_out: list[str] = []
     room = most
     for run, comparisons in runs:
-        for found in comparisons:
+        for comparison in comparisons:
             name = f"{run}: " if several else ""
-            name += f"step {found['step']}, optimizer step {found['optimizer_step']}: {_names(found)}"
+            name += f"step {comparison['step']}, optimizer step {comparison['optimizer_step']}: {_names(comparison)}"
             for shown, missing in (
-                (found, ""),
-                ({**found, "texts": []}, "Its samples are left out, for want of room."),
+                (comparison, ""),
+                ({**comparison, "texts": []}, "Its samples are left out, for want of room."),
             ):
-                part = _folded(name, shown, missing, is_open=not parts)
-                if len(part.encode()) <= room:
-                    parts.append(part)
-                    room -= len(part.encode())
+                folded = _folded(name, shown, missing, is_open=not sections)
+                if len(folded.encode()) <= room:
+                    sections.append(folded)
+                    room -= len(folded.encode())
                     break
             else:
                 left_out.append(readable(f"The comparison of {name} is left out to keep the page small.", keep=""))
-    return "".join(parts), left_out
+    return "".join(sections), left_out
 
 
-def _folded(name: str, found: Mapping[str, Any], missing: str, *, is_open: bool) -> str:
+def _folded(name: str, comparison: Mapping[str, Any], missing: str, *, is_open: bool) -> str:
     note = f'<p class="quiet">{missing}</p>' if missing else ""
     state = " open" if is_open else ""
-    return f'<details class="comparison"{state}><summary>{_text(name)}</summary>{_comparison(found)}{note}</details>\n'
+    shown = _comparison(comparison)
+    return f'<details class="comparison"{state}><summary>{_text(name)}</summary>{shown}{note}</details>\n'
 
 
-def _names(found: Mapping[str, Any]) -> str:
-    return ", ".join(found["algorithms"])
+def _names(comparison: Mapping[str, Any]) -> str:
+    return ", ".join(comparison["algorithms"])
 
 
-def _comparison(found: Mapping[str, Any]) -> str:
-    several = len(found["algorithms"]) > 1
+def _comparison(comparison: Mapping[str, Any]) -> str:
+    several = len(comparison["algorithms"]) > 1
     parts = [
-        f'<p class="quiet">{_text(title(found))}.</p>',
-        *(f"<p>{_text(note)}</p>" for note in found["notes"]),
-        *("<h3>Gradients</h3>", _algorithms(found), _legend()),
-        *(["<h3>Cosines between gradients</h3>", _cosines(found)] if several else []),
-        *("<h3>Tokens</h3>", _coefficients_say(found), _tokens(found)),
-        *(["<h3>Samples</h3>", *map(_sample, found["texts"])] if found["texts"] else []),
+        f'<p class="quiet">{_text(title(comparison))}.</p>',
+        *(f"<p>{_text(note)}</p>" for note in comparison["notes"]),
+        *("<h3>Gradients</h3>", _algorithms(comparison), _legend()),
+        *(["<h3>Cosines between gradients</h3>", _cosines(comparison)] if several else []),
+        *("<h3>Tokens</h3>", _coefficients_say(comparison), _tokens(comparison)),
+        *(["<h3>Samples</h3>", *map(_sample, comparison["texts"])] if comparison["texts"] else []),
     ]
     return "\n".join(parts)
 
@@ -191,8 +194,10 @@ def _cell(content: str) -> str:
     return content if content.startswith("<td") else f'<td class="figure">{content}</td>'
 
 
-def _algorithms(found: Mapping[str, Any]) -> str:
-    rows = [[_text(name), *(_text(column.cell(v)) for column in COLUMNS)] for name, v in found["algorithms"].items()]
+def _algorithms(comparison: Mapping[str, Any]) -> str:
+    rows = [
+        [_text(name), *(_text(column.cell(v)) for column in COLUMNS)] for name, v in comparison["algorithms"].items()
+    ]
     return _table(["", *(_text(column.title) for column in COLUMNS)], rows)
 
 
@@ -200,12 +205,12 @@ def _legend() -> str:
     return f'<p class="quiet">{"; ".join(f"<b>{_text(c.title)}</b>: {_text(c.says)}" for c in COLUMNS)}.</p>'
 
 
-def _cosines(found: Mapping[str, Any]) -> str:
+def _cosines(comparison: Mapping[str, Any]) -> str:
     rows = [
         [_text(name), *(_coloured(value, value, 1.0) for value in row.values())]
-        for name, row in found["cosines"].items()
+        for name, row in comparison["cosines"].items()
     ]
-    return _table(["", *map(_text, found["cosines"])], rows)
+    return _table(["", *map(_text, comparison["cosines"])], rows)
 
 
 def _coloured(value: float | None, shade: float | None, full: float, mark: str = "") -> str:
@@ -214,10 +219,11 @@ def _coloured(value: float | None, shade: float | None, full: float, mark: str =
     return f'<td class="figure{kind}" style="--share:{share}%">{_text(figure(value))}{mark}</td>'
 
 
-def _coefficients_say(found: Mapping[str, Any]) -> str:
-    what = "whose coefficients differ most" if len(found["algorithms"]) > 1 else "with the largest coefficients"
+def _coefficients_say(comparison: Mapping[str, Any]) -> str:
+    what = "whose coefficients differ most" if len(comparison["algorithms"]) > 1 else "with the largest coefficients"
     return (
-        f'<p class="quiet">Tokens {what} (by {figure(found["largest_difference"])} at most). A step moves the policy '
+        f'<p class="quiet">Tokens {what} (by {figure(comparison["largest_difference"])} at most). '
+        "A step moves the policy "
         "along the sum of the coefficients times the gradients of the tokens' log-probs: above 0 the token becomes "
         "more likely, green and underlined; below 0 less, red and overlined. Each algorithm's are in units of their "
         "root mean square; below them the advantage; * where the clip acts. The ratio is to the policy that sampled."
@@ -225,9 +231,9 @@ def _coefficients_say(found: Mapping[str, Any]) -> str:
     )
 
 
-def _tokens(found: Mapping[str, Any]) -> str:
+def _tokens(comparison: Mapping[str, Any]) -> str:
     rows = []
-    for token in found["tokens"]:
+    for token in comparison["tokens"]:
         context = f"{_text(token['before'])}<mark>{_text(token['text'])}</mark>{_text(token['after'])}"
         cells = [
             _coloured(each["coefficient"], each["coefficient"], _FULL, "*" if each["clipped"] else "").replace(
@@ -241,14 +247,14 @@ def _tokens(found: Mapping[str, Any]) -> str:
         )
     if not rows:
         return "<p>No token's coefficients differ by more than rounding.</p>"
-    return _table(["token", "where", "ratio", *map(_text, found["algorithms"]), "difference"], rows)
+    return _table(["token", "where", "ratio", *map(_text, comparison["algorithms"]), "difference"], rows)
 
 
 def _sample(text: Mapping[str, Any]) -> str:
     """One response, a line of text for each algorithm, tokens coloured by their coefficients."""
     shown, tokens = len(text["pieces"]), text["tokens"]
-    part = "" if shown == tokens else f", tokens {text['start']} to {text['start'] + shown - 1} of {tokens}"
-    name = f"Group {text['group_id']}, sample {text['sample_id']}, reward {figure(text['reward'])}{part}"
+    span = "" if shown == tokens else f", tokens {text['start']} to {text['start'] + shown - 1} of {tokens}"
+    name = f"Group {text['group_id']}, sample {text['sample_id']}, reward {figure(text['reward'])}{span}"
     lines = []
     for algorithm, values in text["coefficients"].items():
         pieces = "".join(_piece(piece, value) for piece, value in zip(text["pieces"], values))

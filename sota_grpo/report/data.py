@@ -260,9 +260,9 @@ def names(rows: Iterable[Row]) -> list[str]:
     >>> names([{"step": 0, "zeal": 1, "kl": None}, {"step": 1, "reward": 0.5, "version": 1}])
     ['reward', 'kl', 'zeal']
     """
-    found = dict.fromkeys(name for row in rows for name in row)
+    logged = dict.fromkeys(name for row in rows for name in row)
     order = {name: index for index, name in enumerate(METRICS)}
-    shown = (name for name in found if name not in _NO_CURVE and not name.startswith(EVAL_TASK_ERROR))
+    shown = (name for name in logged if name not in _NO_CURVE and not name.startswith(EVAL_TASK_ERROR))
     return sorted(shown, key=lambda name: order.get(name, len(order)))
 
 

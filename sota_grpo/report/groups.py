@@ -303,8 +303,8 @@ def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
         if len(runs) > _MOST_TURNS:
             return None
         return {"turns": [{"role": "assistant" if said else "", "said": int(said), "tokens": n} for said, n in runs]}
-    given = dialog.get("turns")
-    turns = [_turn(each, bool(row.get("pieces"))) for each in _dicts(given)[:_MOST_TURNS]]
+    stored = dialog.get("turns")
+    turns = [_turn(each, bool(row.get("pieces"))) for each in _dicts(stored)[:_MOST_TURNS]]
     ended = {"ended": clipped_name(dialog.get("ended")), "lost": clipped_name(dialog.get("error"), 500)}
     return {"turns": turns, **{name: text for name, text in ended.items() if text}}
 
@@ -340,10 +340,10 @@ def _turn(turn: Mapping[str, Any], has_pieces: bool) -> dict[str, Any]:
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     reply, arguments = call.get("reply"), call.get("arguments")
-    given = arguments if isinstance(arguments, dict) else {"": arguments}
+    fields = arguments if isinstance(arguments, dict) else {"": arguments}
     return {
         "name": clipped_name(call.get("name")),
-        "arguments": {clipped_name(name): clipped(shown(value)) for name, value in given.items()},
+        "arguments": {clipped_name(name): clipped(shown(value)) for name, value in fields.items()},
         "reply": None if reply is None else clipped(shown(reply)),
         "error": call.get("error") is True,
     }

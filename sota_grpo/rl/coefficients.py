@@ -96,5 +96,5 @@ def _derivative(loss: Tensor, log_prob: Tensor) -> Tensor:
     """``-d loss / d log_prob``; 0 where there is no graph. The graph stays for ``backward``."""
     if not loss.requires_grad:
         return torch.zeros_like(log_prob)
-    (found,) = torch.autograd.grad(loss, log_prob, retain_graph=True, allow_unused=True)
-    return torch.zeros_like(log_prob) if found is None else 0.0 - found  # no negative zeros
+    (derivative,) = torch.autograd.grad(loss, log_prob, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(log_prob) if derivative is None else 0.0 - derivative  # no negative zeros

@@ -89,13 +89,13 @@ def plain_rows(rows: Sequence[TensorDictBase] | TensorDictBase | Sequence[Row]) 
 
 
 def _tensors(row: TensorDictBase, path: tuple[str, ...] = ()) -> dict[Key, Tensor]:
-    found: dict[Key, Tensor] = {}
+    tensors: dict[Key, Tensor] = {}
     for name, value in row.items():
         if isinstance(value, Tensor):
-            found[(*path, name) if path else name] = value
+            tensors[(*path, name) if path else name] = value
         elif isinstance(value, TensorDictBase):  # text is none
-            found |= _tensors(value, (*path, name))
-    return found
+            tensors |= _tensors(value, (*path, name))
+    return tensors
 
 
 def prompt_rows(group_id: int, example: Example, prompt_ids: Sequence[int], repeats: int) -> list[TensorDictBase]:
@@ -198,9 +198,9 @@ def _oldest(versions: Tensor) -> Tensor:
     return versions.min() if len(versions) else versions.new_tensor(-1)
 
 
-def _behind(head: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def _behind(head: Tensor, tails: Sequence[Tensor]) -> Tensor:
     """``head`` before every part, one after the other: ``[sum(P + R_i)]``."""
-    return torch.cat([piece for part in parts for piece in (head, part)])
+    return torch.cat([piece for tail in tails for piece in (head, tail)])
 
 
 def _sampled(num_prompt_tokens: int, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,8 +274,8 @@ def complete_rows(rows: TensorDictBase) -> TensorDictBase:
     ([0.0, 0.0, -0.5], [False, False, True])
     """
     if isinstance(rows, LazyStackedTensorDict):
-        for part in rows.tensordicts:  # what unbind gives may be copies
-            complete_rows(part)
+        for row in rows.tensordicts:  # what unbind gives may be copies
+            complete_rows(row)
         return rows
     prompt, response = rows.get(keys.PROMPT_TOKENS), response_ids(rows)
     full = torch.cat([prompt, response], -1)
@@ -496,13 +496,13 @@ def row_prompts(rows: Sequence[TensorDictBase] | Sequence[Row]) -> list[Prompt]:
     >>> row_prompts([row])[0][1:]
     (1, 1, 1)
     """
-    found = []
+    prompts = []
     for row in rows:
         completion_mask, tokens = _numbers(row[keys.ASSISTANT_MASK]), _numbers(row[keys.FULL_TOKENS])
         sampled = int(np.count_nonzero(completion_mask))
         length = int(completion_mask.argmax()) if sampled else len(tokens)
-        found.append(Prompt(tokens[:length].tobytes(), length, len(tokens) - length, sampled))
-    return found
+        prompts.append(Prompt(tokens[:length].tobytes(), length, len(tokens) - length, sampled))
+    return prompts
 
 
 def _numbers(values: Tensor) -> np.ndarray:
@@ -516,12 +516,12 @@ def groups_by_prompt(prompts: Sequence[Prompt], chosen: Iterable[int]) -> list[P
     >>> [(group.rows, group.responses) for group in groups_by_prompt(prompts, [2, 1, 0])]
     [((2, 0), (4, 2)), ((1,), (3,))]
     """
-    found: dict[bytes, list[int]] = {}
+    members_of: dict[bytes, list[int]] = {}
     for index in chosen:
-        found.setdefault(prompts[index].text, []).append(index)
+        members_of.setdefault(prompts[index].text, []).append(index)
     return [
         PromptGroup(tuple(members), prompts[members[0]].length, tuple(prompts[index].response for index in members))
-        for members in found.values()
+        for members in members_of.values()
     ]
 
 

@@ -59,9 +59,9 @@ class Hints:
         """
         listed = row_list(rows)
         prompts = self._prompts(listed)
-        asked = [behind(row, prompt) for row, prompt in zip(listed, prompts, strict=True)]
+        hinted = [behind(row, prompt) for row, prompt in zip(listed, prompts, strict=True)]
         write_rows(rows, keys.HINTED, [torch.tensor([prompt is not None]) for prompt in prompts])
-        return asked, partial(moved_back, listed, asked)
+        return hinted, partial(moved_back, listed, hinted)
 
     def _prompts(self, rows: Sequence[TensorDictBase]) -> list[Tensor | None]:
         """Of each row the prompt with its hint ``[P]``, where there is one that fits."""
@@ -82,13 +82,13 @@ class Hints:
         groups: dict[int, list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(int(row.get(keys.GROUP_ID)), []).append(index)
-        found: list[str | None] = [None] * len(rows)
+        hints: list[str | None] = [None] * len(rows)
         for members in groups.values():
             for at, index in enumerate(members):
                 others = members[at + 1 :] + members[:at]
                 right = (texts[other][0] for other in others if bool(rows[other].get(keys.SUCCESS).any()))
-                found[index] = next(right, None)
-        return found
+                hints[index] = next(right, None)
+        return hints
 
     def _prompt(self, example: Example, hint: str) -> Tensor | None:
         try:
@@ -134,11 +134,11 @@ def behind(row: TensorDictBase, prompt: Tensor | None) -> TensorDictBase:
 
 
 def moved_back(
-    rows: Sequence[TensorDictBase], asked: Sequence[TensorDictBase], values: Sequence[Tensor]
+    rows: Sequence[TensorDictBase], hinted: Sequence[TensorDictBase], values: Sequence[Tensor]
 ) -> list[Tensor]:
     """Values of the rows that were ``asked`` ``[T'_i]``, 0 on prompts, at the positions of ``rows`` ``[T_i]``."""
     moved = []
-    for row, other, value in zip(rows, asked, values, strict=True):
+    for row, other, value in zip(rows, hinted, values, strict=True):
         own = value.new_zeros(row.get(keys.FULL_TOKENS).shape)
         own[prompt_length(row) :] = value[prompt_length(other) :]
         moved.append(own)

@@ -61,9 +61,9 @@ def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
 
 
 def _own(loss: Callable[..., Any], name: str) -> Surrogate:
-    asked = signature(loss).parameters.values()
-    missing = [one.name for one in asked if one.name not in TERMS and one.default is one.empty]
-    if missing or not {"log_prob", "log_ratio"} & {one.name for one in asked}:
+    parameters = signature(loss).parameters.values()
+    missing = [one.name for one in parameters if one.name not in TERMS and one.default is one.empty]
+    if missing or not {"log_prob", "log_ratio"} & {one.name for one in parameters}:
         reads = f"asks for {', '.join(missing)}" if missing else "reads neither log_prob nor log_ratio"
         raise ObjectiveError(
             f"The objective {name} {reads}; its parameters are any of {', '.join(TERMS)}, or have a default."

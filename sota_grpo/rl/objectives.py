@@ -105,7 +105,7 @@ def _widen(value: Tensor, shape: torch.Size) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def check_keywords(given: Mapping[str, Any]) -> None:
+def check_keywords(keywords: Mapping[str, Any]) -> None:
     """Refuse a choice that does not exist, and a keyword that would silently do nothing.
 
     Raises:
@@ -116,30 +116,31 @@ def check_keywords(given: Mapping[str, Any]) -> None:
     ValueError: clip_value is 0.2, which has no effect in this loss: there is no value network; drop it.
     """
     for name, (accepted, reason) in _MEANINGLESS.items():
-        if given.get(name, accepted[0]) not in accepted:
-            raise ValueError(f"{name} is {given[name]!r}, which has no effect in this loss: {reason}; drop it.")
+        if keywords.get(name, accepted[0]) not in accepted:
+            raise ValueError(f"{name} is {keywords[name]!r}, which has no effect in this loss: {reason}; drop it.")
     for name, choices in _CHOICES.items():
-        if name in given and given[name] not in choices:
-            raise ValueError(f"{name} is {given[name]!r}; choose one of {', '.join(map(repr, choices))}.")
-    if given.get("aggregation") not in (None, "token_mean") and given.get("loss_aggregation") is not None:
+        if name in keywords and keywords[name] not in choices:
+            raise ValueError(f"{name} is {keywords[name]!r}; choose one of {', '.join(map(repr, choices))}.")
+    if keywords.get("aggregation") not in (None, "token_mean") and keywords.get("loss_aggregation") is not None:
         raise ValueError(
-            f"aggregation is {given['aggregation']!r} and loss_aggregation is {given['loss_aggregation']!r}; give one."
+            f"aggregation is {keywords['aggregation']!r} and loss_aggregation is {keywords['loss_aggregation']!r}; "
+            "give one."
         )
-    objective, chosen = given["objective"], surrogate(given["objective"])
-    if given["dual_clip"] is not None and not chosen.reads("dual_clip"):
-        raise ValueError(f"dual_clip is {given['dual_clip']} but the objective is {objective!r}; drop it.")
-    for name, value in (given.get("surrogate_options") or {}).items():
+    objective, chosen = keywords["objective"], surrogate(keywords["objective"])
+    if keywords["dual_clip"] is not None and not chosen.reads("dual_clip"):
+        raise ValueError(f"dual_clip is {keywords['dual_clip']} but the objective is {objective!r}; drop it.")
+    for name, value in (keywords.get("surrogate_options") or {}).items():
         if name not in OPTIONS or not chosen.reads(name):
             raise ValueError(f"surrogate_options has {name}={value} but the objective is {objective!r}; drop it.")
-    if given["ratio"] == "sequence" and not (chosen.reads("log_ratio") and "sequence" in chosen.ratios):
+    if keywords["ratio"] == "sequence" and not (chosen.reads("log_ratio") and "sequence" in chosen.ratios):
         reason = "takes it per token" if chosen.reads("log_ratio") else "has no ratio"
         raise ValueError(f"ratio is 'sequence' but the objective is {objective!r}, which {reason}; drop it.")
-    if given.get("correction") is not None and chosen.weighs_rows:
+    if keywords.get("correction") is not None and chosen.weighs_rows:
         raise ValueError(
-            f"correction is {given['correction']!r} but the objective is {objective!r}, which weighs whole rows "
+            f"correction is {keywords['correction']!r} but the objective is {objective!r}, which weighs whole rows "
             "itself; drop it."
         )
-    if given.get("kl_unbiased") and given["kl_estimator"] == "k2":
+    if keywords.get("kl_unbiased") and keywords["kl_estimator"] == "k2":
         raise ValueError("kl_unbiased needs kl_estimator 'k1' or 'k3': k2 times the ratio is not unbiased.")
 
 
@@ -318,9 +319,9 @@ class GRPOLoss(LossModule):
         distill_coeff: float = 0.0,
         advantage_coeff: float = 1.0,
     ) -> None:
-        given = dict(locals())
+        arguments = dict(locals())
         super().__init__()
-        check_keywords(given)
+        check_keywords(arguments)
         self.actor_network = _as_policy(actor_network, entropy_grad=entropy_bonus and entropy_coeff > 0)
         pair = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
         self.clip_epsilon_low, self.clip_epsilon_high = (float(width) for width in pair)
@@ -519,9 +520,9 @@ class GRPOLoss(LossModule):
 
     def _entropy(self, tokens: LossTokens) -> Tensor:
         if tokens.entropy is None or (tokens.log_prob.requires_grad and not tokens.entropy.requires_grad):
-            found = "none" if tokens.entropy is None else "one without a gradient"
+            output = "none" if tokens.entropy is None else "one without a gradient"
             raise ValueError(
-                f"entropy_coeff is {self.entropy_coeff} but actor_network gives {found} under 'entropy'; "
+                f"entropy_coeff is {self.entropy_coeff} but actor_network gives {output} under 'entropy'; "
                 "make it differentiable, or pass entropy_bonus=False."
             )
         return tokens.entropy

@@ -222,7 +222,7 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
 
 
-def sample_seed(*parts: int) -> int:
+def sample_seed(*numbers: int) -> int:
     """Mix integers into one 62-bit seed (splitmix64's finaliser over each part in turn; Steele et al. 2014).
 
     Deterministic, order-sensitive, and without collisions on small inputs.
@@ -231,8 +231,8 @@ def sample_seed(*parts: int) -> int:
     (True, False)
     """
     state = 0
-    for part in parts:
-        state = (state + _GOLDEN_GAMMA + (part & _MASK_64)) & _MASK_64
+    for number in numbers:
+        state = (state + _GOLDEN_GAMMA + (number & _MASK_64)) & _MASK_64
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
         state ^= state >> 31

@@ -23,10 +23,10 @@ from sota_grpo import keys
 from sota_grpo.functional.advantages import (
     Baseline,
     Scale,
-    constant_groups,
     decoupled_rewards,
     group_advantages,
     soft_overlong_penalty,
+    zero_advantage_mask,
 )
 from sota_grpo.rl.collate import micro_batches, pad_rows, row_list, write_rows
 from sota_grpo.rl.records import Example, Score, total_reward
@@ -69,15 +69,15 @@ def graded_texts(rows: Sequence[TensorDictBase]) -> list[tuple[str, Example]]:
     >>> graded_texts([TensorDict({"text": {"response": "4"}, "query": "2+2?", "answer": "#### 4"})])
     [('4', Example(query='2+2?', answer='#### 4', extra={}))]
     """
-    asked: list[tuple[str, Example]] = []
+    pairs: list[tuple[str, Example]] = []
     before: list[Any] = []
     for row in rows:
         texts = [row.get(keys.QUERY), row.get(keys.ANSWER), row.get(keys.EXTRA, None)]
         if not before or any(text is not other for text, other in zip(texts, before)):
             extra = {} if texts[2] is None else json.loads(_text(texts[2]))
             example, before = Example(_text(texts[0]), _text(texts[1]), extra), texts
-        asked.append((_text(row.get(keys.RESPONSE_TEXT)), example))
-    return asked
+        pairs.append((_text(row.get(keys.RESPONSE_TEXT)), example))
+    return pairs
 
 
 def write_scores(rows: TensorDictBase, scores: Sequence[Score], term_weights: Mapping[str, float]) -> None:
@@ -180,8 +180,8 @@ class ReferenceKL(RowTransform):
 
     def _write(self, rows: TensorDictBase) -> None:
         sizes = {"pad_token_id": self.pad_token_id, "token_budget": self.token_budget}
-        asked, moved_back = (row_list(rows), list) if self.ask is None else self.ask(rows)
-        log_probs = moved_back(reference_log_probs(self.reference, asked, shared_prompt=self.shared_prompt, **sizes))
+        scored, moved_back = (row_list(rows), list) if self.ask is None else self.ask(rows)
+        log_probs = moved_back(reference_log_probs(self.reference, scored, shared_prompt=self.shared_prompt, **sizes))
         write_reference(rows, log_probs, in_reward_coeff=self.in_reward_coeff)
 
 
@@ -199,9 +199,9 @@ def reference_log_probs(
     The arguments are those of :class:`ReferenceKL`.
     """
     own_log_probs: dict[int, Tensor] = {}
-    for part in micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt):
-        log_probs = reference(pad_rows(part, pad_token_id=pad_token_id))
-        for row, values in zip(part, log_probs, strict=True):
+    for micro_batch in micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt):
+        log_probs = reference(pad_rows(micro_batch, pad_token_id=pad_token_id))
+        for row, values in zip(micro_batch, log_probs, strict=True):
             mask = row.get(keys.ASSISTANT_MASK)
             own = values[: mask.shape[0]].detach().to(mask.device, torch.float32)
             own_log_probs[id(row)] = torch.where(mask, own, 0.0)
@@ -374,7 +374,7 @@ class GroupAdvantage(RowTransform):
             # Divided by their own std, differences of the KL alone would become full-size advantages, however small:
             # at the first step, where the policy is the reference, out of rounding.
             unscaled = group_advantages(reward, group_ids, scale="none", **options)
-            values = torch.where(constant_groups(graded.reshape(-1), group_ids), unscaled, values)
+            values = torch.where(zero_advantage_mask(graded.reshape(-1), group_ids), unscaled, values)
         rows.set(self.out_keys[0], values.reshape(-1, 1, 1))
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:

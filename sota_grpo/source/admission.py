@@ -16,7 +16,7 @@ from tensordict import TensorDictBase, lazy_stack
 from sota_grpo import keys
 from sota_grpo.envs.task_env import PromptStream
 from sota_grpo.errors import UserError
-from sota_grpo.functional import constant_groups, max_groups_admitted
+from sota_grpo.functional import max_groups_admitted, zero_advantage_mask
 from sota_grpo.rl.records import Example
 from sota_grpo.workers.packing import pack_rows, unpack_rows
 
@@ -293,7 +293,7 @@ def zero_advantage_rows(rows: Sequence[TensorDictBase]) -> list[bool]:
     key = keys.GRADED_REWARD if keys.GRADED_REWARD in rows[0].keys(include_nested=True) else keys.REWARD
     rewards = torch.stack([row.get(key).reshape(()) for row in rows])
     groups = torch.stack([row.get(keys.GROUP_ID).reshape(()) for row in rows])
-    return constant_groups(rewards, groups).tolist()
+    return zero_advantage_mask(rewards, groups).tolist()
 
 
 def num_zero_advantage_groups(rows: Sequence[TensorDictBase]) -> int:

@@ -94,8 +94,8 @@ class CheckpointStore:
         """Return (step, path) of every checkpoint in the directory, newest step first."""
         if not self.directory.is_dir():
             return []
-        found = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
-        return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+        matches = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
+        return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
     def folder(self, step: int) -> Path:
         """Where ranks may write their parts of a checkpoint that :meth:`save` is given next; never used before.
@@ -428,8 +428,8 @@ def _stored(path: Path, folder: str, files: Mapping[str, str]) -> dict[str, Stor
         raise ValueError(folder)
     paths = [path.absolute().parent / folder / name for name in files]  # other processes read them too
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
-        for file, expected, found in zip(paths, files.values(), pool.map(_sha256, paths)):
-            if expected != found:
+        for file, expected, actual in zip(paths, files.values(), pool.map(_sha256, paths)):
+            if expected != actual:
                 raise CheckpointError(f"checkpoint {path} is damaged: {folder}/{file.name} does not match its SHA-256")
     return stored_tensors(paths)
 

@@ -197,10 +197,10 @@ class Planner:
             order = [index for place in mixed for index in groups[place].rows]
         pieces, size = [[index] for index in order], self.settings.optim_batch_size
         if self.settings.optim_groups is not None:
-            found: dict[int, list[int]] = {}
+            groups_of: dict[int, list[int]] = {}
             for index in order:
-                found.setdefault(int(rows[index][keys.GROUP_ID]), []).append(index)
-            pieces, size = list(found.values()), self.settings.optim_groups
+                groups_of.setdefault(int(rows[index][keys.GROUP_ID]), []).append(index)
+            pieces, size = list(groups_of.values()), self.settings.optim_groups
         for start in range(0, len(pieces), size):
             yield [index for piece in pieces[start : start + size] for index in piece]
 
@@ -225,11 +225,11 @@ class Planner:
             moving = torch.stack([row[keys.ADVANTAGE] for row in chosen]).flatten(1).any(1).tolist()
         live, still = split_zero_advantage(batch, weights, moving, prompts)
         weight = dict(zip(batch, weights))
-        found: list[list[Pass]] = [[] for _ in range(self.num_ranks)]
-        for part, learns in ((live, True), (still, False)):
-            for passes, micros in zip(found, self.micro_batches(part, prompts, token_budget)):
+        by_rank: list[list[Pass]] = [[] for _ in range(self.num_ranks)]
+        for indices, learns in ((live, True), (still, False)):
+            for passes, micros in zip(by_rank, self.micro_batches(indices, prompts, token_budget)):
                 passes += [Pass(m, [weight[i] if real else 0.0 for i in m], learns) for m, real in micros]
-        return found
+        return by_rank
 
     def micro_batches(
         self, chosen: Sequence[int], prompts: Sequence[Prompt], token_budget: int
@@ -243,7 +243,7 @@ class Planner:
             return [[(micro, True) for micro in self._filled(chosen, prompts, token_budget)]]
         groups = groups_by_prompt(prompts, chosen)
         if not self.shared_prompt:
-            groups = [group.part([member]) for group in groups for member in range(len(group.rows))]
+            groups = [group.subset([member]) for group in groups for member in range(len(group.rows))]
         shares = rank_shares(groups, self.num_ranks, self._cost)
         parts = [
             self._filled([index for piece in share for index in piece.rows], prompts, token_budget) for share in shares
@@ -382,9 +382,9 @@ class ForwardPasses:
         training = self.policy.training
         self.policy.eval()
         with self.autocast():
-            found = self.policy(batch)
+            outputs = self.policy(batch)
         self.policy.train(training)
-        return found
+        return outputs
 
     def scored(self, rows: Sequence[TensorDictBase]) -> Iterator[tuple[TensorDictBase, Tensor]]:
         """Each row with its log-probs ``[T_i]`` (on the CPU) as :meth:`log_probs` gives them, in the order given."""
@@ -394,8 +394,8 @@ class ForwardPasses:
         """Log-probs and entropies, ``[2, sum T_i]`` on the CPU, row after row; without dropout, 0 off the mask."""
 
         def both(batch: TensorDictBase) -> Tensor:
-            found = self._policy_outputs(batch)
-            return torch.stack([found.get(keys.LOG_PROBS), found.get(ENTROPY)], dim=-1)
+            outputs = self._policy_outputs(batch)
+            return torch.stack([outputs.get(keys.LOG_PROBS), outputs.get(ENTROPY)], dim=-1)
 
         return torch.cat(self._by_row(rows, both, 2)).T.contiguous()
 
@@ -405,12 +405,12 @@ class ForwardPasses:
         The other of the two precisions costs one forward pass. Half is bf16 where training is in float32. None where
         parameters are in half precision: nothing else is known of them.
         """
-        found, trained = self.measured(rows), self.settings.precision
+        measured, trained = self.measured(rows), self.settings.precision
         if not self.single:
-            return found, None
+            return measured, None
         with self.computing("bf16" if trained == "fp32" else "fp32"):
             other = self.measured(rows)
-        return found, (other - found if trained == "fp32" else found - other)[0]
+        return measured, (other - measured if trained == "fp32" else measured - other)[0]
 
     @property
     def single(self) -> bool:
@@ -448,20 +448,20 @@ class ForwardPasses:
         values = [measure(self.padded([rows[index] for index in micro])) for micro, _ in micros]  # fetched at the end
         return {
             index: own[: rows[index][keys.FULL_TOKENS].shape[-1]].clone()
-            for (micro, real), found in zip(micros, values)
+            for (micro, real), batch in zip(micros, values)
             if real
-            for index, own in zip(micro, found.cpu())
+            for index, own in zip(micro, batch.cpu())
         }
 
     def _whole(
-        self, found: Mapping[int, Tensor], places: Sequence[int], lengths: Sequence[int], *width: int
+        self, own: Mapping[int, Tensor], places: Sequence[int], lengths: Sequence[int], *width: int
     ) -> list[Tensor]:
         """What all ranks found of this one's rows, whose places in the whole and whose lengths are given."""
         if self.ranks.size == 1:
-            return [found[index] for index in range(len(places))]
+            return [own[index] for index in range(len(places))]
         flat = torch.zeros(sum(lengths), *width)
         parts = flat.split(list(lengths))  # each rank fills in its rows; what the others measured is 0 there
-        for index, value in found.items():
+        for index, value in own.items():
             parts[places[index]].copy_(value)
         summed = self.ranks.sum(flat).cpu().split(list(lengths))
         return [summed[place] for place in places]

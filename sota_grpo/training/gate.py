@@ -158,8 +158,8 @@ class Subject:
     @property
     def rounding(self) -> torch.Tensor | None:
         """What half precision alone does to the trainer's log-probs of the sampled tokens; None: nobody can say."""
-        found = self._measured[1]
-        return None if found is None else found[_sampled(self.rows)]
+        of_all = self._measured[1]
+        return None if of_all is None else of_all[_sampled(self.rows)]
 
     @property
     def gaps(self) -> torch.Tensor:
@@ -220,12 +220,12 @@ def allowed_gaps(subject: Subject) -> Allowed:
 
 def engine_and_trainer_have_one_temperature(subject: Subject) -> Check:
     """The slope of the gaps says by which share two temperatures differ: 0.2 for 0.8 against 1."""
-    found = temperature_slope(subject.gaps, *subject.said)
-    allowed = SLOPE + MARGIN * found.error
+    slope = temperature_slope(subject.gaps, *subject.said)
+    allowed = SLOPE + MARGIN * slope.error
     return Check(
         "engine and trainer have one temperature",
-        abs(found.value) <= allowed,
-        f"the trainer's is {1 - found.value:.3f} times the engine's, by {subject.gaps.numel()} tokens "
+        abs(slope.value) <= allowed,
+        f"the trainer's is {1 - slope.value:.3f} times the engine's, by {subject.gaps.numel()} tokens "
         f"(allowed 1 +- {allowed:.2g})",
     )
 
@@ -255,8 +255,8 @@ def first_ratio_is_one(subject: Subject) -> Check:
     Small gaps of mean square ``v`` have an effective sample size of ``1 - v`` and a mismatch KL of ``v / 2``. How many
     tokens half precision clips depends on the clip's width (GSPO's 3e-4 is within the rounding): reported only.
     """
-    found, ratio = subject.diagnosis, mean_ratio(subject.gaps)
-    ess, kl, clipped = (found[name] for name in ("ess", "mismatch_kl", "clip_fraction"))
+    diagnosis, ratio = subject.diagnosis, mean_ratio(subject.gaps)
+    ess, kl, clipped = (diagnosis[name] for name in ("ess", "mismatch_kl", "clip_fraction"))
     assert ess is not None  # every sample has at least one token
     assert kl is not None
     assert clipped is not None
@@ -549,8 +549,8 @@ def _sampled(rows: Sequence[TensorDictBase]) -> torch.Tensor:
 def _typical(subject: Subject, rows: Sequence[TensorDictBase]) -> tuple[float, float | None]:
     """Size of the gaps to the learner's weights as they are, and of their rounding where that is needed and known."""
     learner, mask = subject.learner, _sampled(rows)
-    found, rounding = (learner.measured(rows), None) if subject.exact else learner.measured_with_rounding(rows)
-    gaps = found[0] - torch.cat([row.get(keys.LOG_PROBS) for row in rows])
+    measured, rounding = (learner.measured(rows), None) if subject.exact else learner.measured_with_rounding(rows)
+    gaps = measured[0] - torch.cat([row.get(keys.LOG_PROBS) for row in rows])
 
     def size(values: torch.Tensor) -> float:
         return float(values[mask].abs().clamp(max=1.0).mean())

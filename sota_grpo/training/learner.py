@@ -134,12 +134,12 @@ class Learner(ForwardPasses):
             clean = self._mismatch(rows, own)
         steps = [self._step(rows, passes) for passes in share.steps]
         self.version += 1
-        found = reduce_updates(steps)
+        metrics = reduce_updates(steps)
         # the later steps compare with weights that they changed
         is_clean = share.scoring and not self.settings.recompute
-        found["mismatch_kl"] = clean if is_clean else steps[0]["mismatch_kl"]
-        found |= {"packed": int(self.policy.shared_prompt), "optimizer_steps": self.optimizer_steps}
-        return found | {"time/learn_s": time.perf_counter() - began}
+        metrics["mismatch_kl"] = clean if is_clean else steps[0]["mismatch_kl"]
+        metrics |= {"packed": int(self.policy.shared_prompt), "optimizer_steps": self.optimizer_steps}
+        return metrics | {"time/learn_s": time.perf_counter() - began}
 
     def step_planner(self) -> Planner:
         """Who plans :meth:`update`."""
@@ -191,8 +191,8 @@ class Learner(ForwardPasses):
     ) -> list[Pass]:
         """This rank's passes over the rows of one optimizer step; without ``learn`` none has a backward pass."""
         order, prompts = range(len(rows)), row_prompts(rows)
-        found = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
-        return [one._replace(learns=one.learns and learn) for one in found[self.ranks.rank]]
+        by_rank = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
+        return [one._replace(learns=one.learns and learn) for one in by_rank[self.ranks.rank]]
 
     def _step(self, rows: Sequence[dict[Key, torch.Tensor]], passes: Sequence[Pass]) -> dict[str, float | None]:
         """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
@@ -282,8 +282,8 @@ class Learner(ForwardPasses):
         metrics["entropy_coef"], entropy = self.loss.entropy_coeff, metrics["entropy"]
         if entropy is not None and not skipped:
             bounds = {"delta": settings.entropy_coef_delta, "largest": settings.entropy_coef_max}
-            found = adapted_entropy_coef(self.entropy_coef, entropy, target=settings.entropy_target, **bounds)
-            self.entropy_coef, applied = found
+            adapted = adapted_entropy_coef(self.entropy_coef, entropy, target=settings.entropy_target, **bounds)
+            self.entropy_coef, applied = adapted
             self._apply_entropy_coef(applied)
 
     @property
@@ -307,9 +307,9 @@ class Learner(ForwardPasses):
         Truncated rows take part, since all may be; adapter dropout is off. Advantages and log-probs are not those of
         the rows: see :meth:`_unclipped`.
         """
-        found = {name: value.cpu() for name, value in self._gradients(self._unclipped(rows), token_budget)}
+        gradients = {name: value.cpu() for name, value in self._gradients(self._unclipped(rows), token_budget)}
         self.optimizer.zero_grad(set_to_none=True)
-        return found
+        return gradients
 
     def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> GradientGap:
         """How far :meth:`gradient` under the second budget is from that under the first.
@@ -392,15 +392,15 @@ class Learner(ForwardPasses):
         """
         generator = torch.Generator().manual_seed(self.seed)
         shift = 0.0 if self.loss.surrogate.weighs_rows else math.log(2)
-        found = []
+        unclipped = []
         for row, own in self.scored(plain_rows(rows)):
             old = torch.where(row[keys.ASSISTANT_MASK], own + shift, 0.0)
             advantage = 0.5 + torch.rand((1, 1), generator=generator)
             row |= {keys.LOG_PROBS: old, keys.PROXIMAL_LOG_PROBS: old, keys.ADVANTAGE: advantage}
             if self.loss.distill_coeff:  # a teacher that likes every token better adds no token that is clipped
                 row[keys.REF_LOG_PROBS] = own + torch.rand(own.shape, generator=generator)
-            found.append(row)
-        return found
+            unclipped.append(row)
+        return unclipped
 
     def _stop_at_non_finite(self, rows: Sequence[Row], metrics: dict[str, float]) -> None:
         """Of several ranks each writes the rows that it computed."""

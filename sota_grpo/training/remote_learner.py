@@ -136,8 +136,8 @@ class LearnerWorker:
         """:func:`sota_grpo.policy.load.save_hf`, written by rank 0."""
         if self.tokenizer is None:
             raise ValueError("this learner was built without a tokenizer, which an export needs")
-        given = self.learner.policy.model, self.tokenizer, folder, self._thread.progress
-        return self._thread.submit(lambda: save_hf(*given) and None)
+        arguments = self.learner.policy.model, self.tokenizer, folder, self._thread.progress
+        return self._thread.submit(lambda: save_hf(*arguments) and None)
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
         """Any other method of the learner, or of its :class:`WeightSender`; rows come packed."""
@@ -236,7 +236,7 @@ class RemoteLearner:
         """Return when all have answered or one has failed; end all when those that have not do nothing for too long."""
         limit_s, began_s = self._start_silence_s, time.monotonic()
         starts = {index: Start(limit_s, began_s) for index in range(len(answers))}
-        asked: dict[int, Future[Any]] = {}
+        looks: dict[int, Future[Any]] = {}
         pause_s = min(limit_s / (2 * _PINGS_PER_SILENCE), _LONGEST_PING_PAUSE_S)
         while pending := wait(answers, timeout=pause_s, return_when=FIRST_EXCEPTION).not_done:
             if any(answer.done() and answer.exception() for answer in answers):
@@ -244,10 +244,10 @@ class RemoteLearner:
             now_s = time.monotonic()
             left = {index: start for index, start in starts.items() if answers[index] in pending}
             for index, start in left.items():
-                if index in asked and asked[index].done() and not asked[index].exception():
-                    start.answered(asked.pop(index).result(), now_s)
-                if index not in asked:
-                    asked[index] = self.workers[index].call(IDLE_METHOD)
+                if index in looks and looks[index].done() and not looks[index].exception():
+                    start.answered(looks.pop(index).result(), now_s)
+                if index not in looks:
+                    looks[index] = self.workers[index].call(IDLE_METHOD)
             for index, start in left.items():
                 if why := start.verdict(now_s, left.values()):
                     self._die(index, why)
@@ -259,9 +259,9 @@ class RemoteLearner:
             self._planner = self._call("ask", "step_planner")
         shares = self._planner.shares(plain_rows(rows), self.version)
         packed = [(share._replace(rows=RowPack.of(share.rows)),) for share in shares]
-        found = self._call_each("update", packed)
+        metrics = self._call_each("update", packed)
         self.version += 1
-        return found | {"time/learn_s": time.perf_counter() - began}
+        return metrics | {"time/learn_s": time.perf_counter() - began}
 
     def state_dict(self) -> dict[str, Any]:
         """:meth:`Learner.state_dict`: one form for any number of ranks, one included."""
@@ -362,13 +362,13 @@ class RemoteLearner:
     def _wait(self, answers: Sequence[Future[Any]]) -> None:
         """Return when all have answered or one has failed; meanwhile every rank is asked for signs of progress."""
         pings: dict[int, Future[Any]] = {}
-        asked: dict[int, float] = {}
+        since: dict[int, float] = {}
         pause_s = min(self._silence_s / _PINGS_PER_SILENCE, _LONGEST_PING_PAUSE_S)
         while wait(answers, timeout=pause_s, return_when=FIRST_EXCEPTION).not_done:
             if any(answer.done() and answer.exception() for answer in answers):
                 return
             now = time.monotonic()
-            mute = {index: now - asked[index] for index, ping in pings.items() if not ping.done()}
+            mute = {index: now - since[index] for index, ping in pings.items() if not ping.done()}
             stuck = {index: ping.result() for index, ping in pings.items() if ping.done() and not ping.exception()}
             if max([*mute.values(), *stuck.values()], default=0.0) > self._silence_s:
                 # the ranks that wait for a stopped one are stuck too, but they answer
@@ -377,7 +377,7 @@ class RemoteLearner:
                 self._die(max(suspects, key=suspects.__getitem__), f"it {what}, for {self._silence_s:g} s")
             for index, worker in enumerate(self.workers):
                 if index not in mute:
-                    pings[index], asked[index] = worker.call("ping"), now
+                    pings[index], since[index] = worker.call("ping"), now
 
     def _die(self, index: int, what: str, cause: BaseException | None = None) -> NoReturn:
         self.close()

@@ -281,7 +281,7 @@ def _as_long_as_before(path: Path, config: Mapping[str, Any]) -> Mapping[str, An
 
 
 def _what_differs(path: Path, config: Mapping[str, Any]) -> str:
-    before, now = (flat(_counted(given)) for given in (read_config(path), config))
+    before, now = (flat(_counted(options)) for options in (read_config(path), config))
     names = [name for name, value in now.items() if name in before and before[name] != value]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more if names else "a file that it names, or what was passed, is another"
@@ -292,8 +292,8 @@ def _newest_beside(run_dir: Path, digest: str, num_steps: int, passed: Any) -> R
     if shape is None:
         return None
     root = Path(run_dir.as_posix()[: shape.start()])
-    found = [path.parent for path in root.glob(f"*/*/{RUN_FILE}") if _BY_THE_CLOCK.search(path.parent.as_posix())]
-    for path in sorted((path for path in found if _goes_on(path, digest, num_steps)), key=_age, reverse=True):
+    beside = [path.parent for path in root.glob(f"*/*/{RUN_FILE}") if _BY_THE_CLOCK.search(path.parent.as_posix())]
+    for path in sorted((path for path in beside if _goes_on(path, digest, num_steps)), key=_age, reverse=True):
         lock = _lock(path)
         if lock is not None and _goes_on(path, digest, num_steps):  # still: its process may just have finished it
             return RunDir(path, digest, num_steps, lock, passed)

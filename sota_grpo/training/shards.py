@@ -100,7 +100,7 @@ class ShardWriter:
     def begin(self, folder: Path, state: Any) -> Any:
         """Begin to copy and to write; what is no tensor comes back."""
         rest, tensors = emptied(state)
-        own = {name: part for name, tensor in tensors.items() if (part := own_rows(tensor, self._ranks)) is not None}
+        own = {name: rows for name, tensor in tensors.items() if (rows := own_rows(tensor, self._ranks)) is not None}
         launched = torch.cuda.Event() if self._ranks.device.type == "cuda" else None
         if launched is not None:
             launched.record()  # what has been launched before changes these tensors still

@@ -142,7 +142,7 @@ def test_refill_replaces_zero_advantage_groups_and_counts_them() -> None:
     assert source.metrics()["groups/zero_advantage"] == 0
 
 
-def test_without_refill_constant_groups_stay_and_are_counted() -> None:
+def test_without_refill_zero_advantage_groups_stay_and_are_counted() -> None:
     source = make_source()
     assert sorted(set(column(source.next_batch(0), keys.GROUP_ID))) == list(range(6))
     assert source.metrics()["groups/zero_advantage"] == 2

@@ -19,9 +19,8 @@ from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.sampling import heldout_task, make_env, task_of
 from sota_grpo.config.validators import validate
 from sota_grpo.envs import PromptStream, TaskEnv
-from sota_grpo.envs.curriculum import Curriculum, CurriculumStream, PassRates, point
+from sota_grpo.envs.curriculum import Curriculum, CurriculumStream, PassRates, point, sampling_probabilities
 from sota_grpo.errors import UserError
-from sota_grpo.functional.curriculum import signal_shares
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.metrics import declared
 from sota_grpo.rewards.grading import LocalGrader, failed_score
@@ -84,7 +83,7 @@ def test_shares_are_those_of_a_loop_in_float64(attempt: int) -> None:
         weights.append(rate * (1 - rate))
     total = math.fsum(weights)
     expected = [floor / count + (1 - floor) * w / total if total else 1 / count for w in weights]
-    found = signal_shares(*(torch.tensor(one, dtype=torch.float64) for one in (passes, trials)), floor)
+    found = sampling_probabilities(*(torch.tensor(one, dtype=torch.float64) for one in (passes, trials)), floor)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-15)
     assert found.sum().item() == pytest.approx(1, abs=1e-12)
 

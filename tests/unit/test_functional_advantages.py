@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sota_grpo.functional import constant_groups, decoupled_rewards, group_advantages, soft_overlong_penalty
+from sota_grpo.functional import decoupled_rewards, group_advantages, soft_overlong_penalty, zero_advantage_mask
 
 BASELINES = ("group_mean", "leave_one_out", "length_weighted", "best_of_others", "batch_mean", "none")
 SCALES = ("group_std", "group_mean", "batch_std", "advantage_std", "none")
@@ -114,7 +114,7 @@ def test_seven_rewards_of_0_3_give_exactly_0(baseline: str, scale: str, dtype: t
 def test_the_smallest_difference_in_a_group_is_a_signal() -> None:
     low = torch.tensor(0.3)
     rewards = torch.stack([low, torch.nextafter(low, torch.tensor(1.0))])
-    assert not constant_groups(rewards, torch.zeros(2, dtype=torch.int64)).any()
+    assert not zero_advantage_mask(rewards, torch.zeros(2, dtype=torch.int64)).any()
     assert group_advantages(rewards, torch.zeros(2, dtype=torch.int64), scale="none")[1] > 0
 
 
@@ -189,12 +189,12 @@ def test_shift_and_scale_of_the_rewards_cancel() -> None:
     torch.testing.assert_close(group_advantages(3 * rewards + 5, ids, eps=0.0), first)
 
 
-def test_constant_groups_by_the_plain_loop() -> None:
+def test_zero_advantage_mask_by_the_plain_loop() -> None:
     ids = ragged_groups()
     rewards = torch.randint(0, 2, ids.shape).float()
     pairs = list(zip(rewards.tolist(), ids.tolist()))
     expected = [len({r for r, g in pairs if g == group}) == 1 for _, group in pairs]
-    assert constant_groups(rewards, ids).tolist() == expected
+    assert zero_advantage_mask(rewards, ids).tolist() == expected
 
 
 class OperatorCount(TorchDispatchMode):
@@ -223,7 +223,7 @@ def test_integer_rewards_and_no_rewards() -> None:
     assert found.dtype == torch.float32
     assert found.tolist() == [0.5, -0.5]
     assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
-    assert constant_groups(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    assert zero_advantage_mask(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
 def test_bad_input_is_refused_in_a_sentence() -> None:

@@ -203,7 +203,7 @@ def test_ranks_are_even_up_to_one_row(num_ranks: int) -> None:
     for _ in range(30):
         groups = random_groups(random.randint(1, 20), typical=random.choice([3, 50, 600]))
         mean = sum(map(cost, groups)) / num_ranks
-        row = max(cost(group.part([member])) for group in groups for member in range(len(group.rows)))
+        row = max(cost(group.subset([member])) for group in groups for member in range(len(group.rows)))
         loads = [sum(map(cost, share)) for share in rank_shares(groups, num_ranks, cost)]
         assert max(loads) <= 1.0001 * max(EVEN_ENOUGH * mean, min(loads) + row + 0.01 * mean)
 

@@ -134,7 +134,7 @@ def make_sinks(config: Config, run_dir: Path) -> list[CopySink]:
 def _asked(config: Config) -> Iterator[tuple[type[CopySink], str | None]]:
     """Each sink whose option is not at its default, with a sentence where its package is not installed."""
     for option, sink in SINKS.items():
-        value, off = (str(getattr(part, option)).lower() for part in (config.logging, LoggingConfig()))
+        value, off = (str(getattr(section, option)).lower() for section in (config.logging, LoggingConfig()))
         if value != off:
             missing = (
                 f"logging.{option}={value} needs {option}, which is not installed: "

@@ -50,8 +50,8 @@ class TrackioSink(CopySink):
 
     @classmethod
     def from_config(cls, config: Config, run_dir: Path) -> TrackioSink:
-        part = config.logging
-        return cls(run_dir, project=part.project, name=part.run_name, config=asdict(config))
+        options = config.logging
+        return cls(run_dir, project=options.project, name=options.run_name, config=asdict(config))
 
     def _rewind(self, first_step: int) -> None:
         from trackio.api import Run

@@ -77,9 +77,9 @@ class WandbSink(CopySink):
 
     @classmethod
     def from_config(cls, config: Config, run_dir: Path) -> WandbSink:
-        part = config.logging
-        named: dict[str, Any] = {"project": part.project, "name": part.run_name, "tags": part.tags}
-        return cls(part.wandb, run_dir=run_dir, config=asdict(config), **named)
+        options = config.logging
+        named: dict[str, Any] = {"project": options.project, "name": options.run_name, "tags": options.tags}
+        return cls(options.wandb, run_dir=run_dir, config=asdict(config), **named)
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
@@ -130,8 +130,8 @@ class WandbSink(CopySink):
 
 def _command_line_has_a_secret() -> bool:
     """W&B's description of the machine holds the command line; where a key is in it, it goes without."""
-    given = [argument.partition("=") for argument in sys.argv]
-    return any(name.endswith(SECRET_NAMES) and value not in ("", "null") for name, _, value in given)
+    pairs = [argument.partition("=") for argument in sys.argv]
+    return any(name.endswith(SECRET_NAMES) and value not in ("", "null") for name, _, value in pairs)
 
 
 def _cell(value: Any) -> Any:
