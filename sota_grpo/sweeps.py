@@ -56,7 +56,9 @@ _DEPTH = 3  # folders between a sweep and its runs: hydra.sweep.subdir may name 
 _UNKNOWN = "-"
 _WIDTH = 400  # of text that no terminal limits: no cell is wrapped
 # May differ between a sweep and its continuation: they change nothing that a run computes.
-_FREE = re.compile(r"\+{0,2}(train\.resume|logging\.|hydra\.sweep\.dir|hydra\.callbacks\.|hydra\.output_subdir=)")
+_FREE = re.compile(
+    r"\+{0,2}(train\.resume|logging\.|hydra\.(sweep\.dir|callbacks\.|output_subdir=)|hydra[./]launcher\b)"
+)
 
 
 @dataclass(frozen=True)

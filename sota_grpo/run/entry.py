@@ -32,6 +32,7 @@ from sota_grpo.errors import CRASHED, USER_MISTAKE, UserError, run_command
 from sota_grpo.files import write_text
 from sota_grpo.recording.progress import Heartbeat
 from sota_grpo.recording.run_files import OVERRIDES_FILE, has_begun, note_failure, reason
+from sota_grpo.run import jobs_elsewhere as elsewhere
 from sota_grpo.sweeps import SUMMARY, as_text, continued, mark_complete, note_command, objective, write_summary
 from sota_grpo.text import ReadableFormatter, readable
 from sota_grpo.training.runs import RunRefused, drop_empty, unwritable
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
 
 _TAKE_A_VALUE = ("-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir", "--experimental-rerun")
 _NO_FILES = "hydra.output_subdir=null"  # note_options writes them
-_NO_OPTUNA = re.compile(r"Could not (find|load) 'hydra/sweeper/optuna'")
+_NO_PLUGIN = re.compile(r"Could not (?:find|load) 'hydra/(?:sweeper/(optuna)|launcher/(submitit)_)")
+_EXTRAS = {"optuna": "optuna", "submitit": "slurm"}
+_NO_SLURM = 'Could not detect "srun"'  # submitit
 
 
 def entry(mode: str, command: str | None = None) -> None:
@@ -59,7 +62,7 @@ def entry(mode: str, command: str | None = None) -> None:
             arguments += ["--cfg", "job"]
         # Hydra saves what it is given, and is to write nothing into a directory that may be another run's
         require_names(arguments)
-        sys.argv[1:] = continued([_NO_FILES, *with_mode(arguments, mode)])
+        sys.argv[1:] = continued([_NO_FILES, elsewhere.KEEP_SWEEP, *with_mode(arguments, mode)])
         return _run()
 
     run_command(_program(), run, "nothing was saved")
@@ -148,6 +151,7 @@ class Jobs:
 
     In a sweep a run that fails leaves its reason in its directory and the next one begins; a run that is interrupted
     ends the sweep. The table of all runs is kept up to date in the sweep's directory and printed at the end.
+    A launcher may pickle this and call :meth:`run` in other processes, perhaps of other machines.
 
     Args:
         arguments: of the command, as Hydra is given them; a sweep is found again by them.
@@ -161,8 +165,23 @@ class Jobs:
         self._mistakes = (UserError, HydraException, OmegaConfBaseException)
         self._arguments, self._program = list(arguments), program
         self._codes: list[int] = []
+        self._sentences: list[str] = []
         self._began = self._with_report = False
         self._sweep_dir: Path | None = None
+        self._waits = self._is_job = False  # for runs in other processes; in one of these
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A launcher sends the runs to other processes; a job that is requeued sends itself."""
+        if not self._waits and not self._is_job:
+            composed = elsewhere.sweep_config()
+            elsewhere.require_resume(composed)
+            self._open_sweep(Path(composed.hydra.runtime.cwd, composed.hydra.sweep.dir), composed)
+            assert self._sweep_dir is not None
+            elsewhere.forget_ends(self._sweep_dir)
+            self._began = self._waits = True
+            self._with_report = composed.logging.report
+            print(f"The runs are jobs; sota-grpo sweep {self._sweep_dir} shows them.", file=sys.stderr)
+        return {**vars(self), "_waits": False, "_is_job": True}
 
     def all(self, command: Callable[[], object]) -> int:
         """Call ``command``, which calls :meth:`run` for each run; returns the exit code, the highest of all runs."""
@@ -180,10 +199,18 @@ class Jobs:
                 self._tell(UserError(sentence_of(error)))
             elif isinstance(error, TypeError) or self._sweep_dir is None or 0 in self._codes:
                 raise  # else a sweeper that looks for the best run; where all of them failed, each has said why
+        except RuntimeError as error:
+            if self._waits and self._sweep_dir is not None:
+                self._tell(elsewhere.launch_failed(error, self._sweep_dir))
+            elif _NO_SLURM in str(error):
+                self._tell(UserError("There is no srun here; start the sweep where jobs are submitted to SLURM."))
+            else:
+                raise
         except KeyboardInterrupt as stop:
             if self._sweep_dir is None or str(stop):
                 raise
-            raise KeyboardInterrupt("finished runs stay, train.resume=auto goes on with the others") from None
+            rest = "jobs that were submitted go on" if self._waits else "train.resume=auto goes on with the others"
+            raise KeyboardInterrupt(f"finished runs stay, {rest}") from None
         finally:
             self._end_sweep(completed)
         return max(self._codes)
@@ -198,7 +225,12 @@ class Jobs:
         run_dir = Path(hydra.runtime.output_dir)
         if hydra.mode == RunMode.MULTIRUN:
             sweep_dir = Path(hydra.runtime.cwd, hydra.sweep.dir)
-            return self._one_of_a_sweep(composed, run_dir, sweep_dir, hydra.overrides.task)
+            if not self._is_job:
+                return self._one_of_a_sweep(composed, run_dir, sweep_dir, hydra.overrides.task)
+            with elsewhere.heeding_notice():
+                measured = self._one_of_a_sweep(composed, run_dir, sweep_dir, hydra.overrides.task)
+            elsewhere.note_end(sweep_dir, hydra.job.num, elsewhere.End(max(self._codes), tuple(self._sentences)))
+            return measured
         try:
             self._attempt(lambda: _train(composed, run_dir, hydra.overrides.task))
         finally:
@@ -217,10 +249,7 @@ class Jobs:
     def _one_of_a_sweep(
         self, composed: DictConfig, run_dir: Path, sweep_dir: Path, overrides: Sequence[str] = ()
     ) -> float | None:
-        if self._sweep_dir is None:
-            _make(sweep_dir, composed)
-            note_command(sweep_dir, self._arguments)
-            self._sweep_dir = sweep_dir
+        self._open_sweep(sweep_dir, composed)
         try:
             self._with_report = _train(composed, run_dir, overrides).logging.report
             self._codes.append(0)
@@ -239,10 +268,19 @@ class Jobs:
                 write_summary(sweep_dir)
         return None
 
+    def _open_sweep(self, sweep_dir: Path, composed: DictConfig) -> None:
+        if self._sweep_dir is None:
+            _make(sweep_dir, composed)
+            note_command(sweep_dir, self._arguments)
+            self._sweep_dir = sweep_dir
+
     def _tell(self, error: Exception) -> None:
         mistake = isinstance(error, self._mistakes)
-        if _NO_OPTUNA.search(str(error)):
-            self._say("Optuna's plugin for Hydra is not installed: pip install 'sota-grpo[optuna]'.")
+        missing = _NO_PLUGIN.search(str(error))
+        if missing:
+            plugin = missing[1] or missing[2]
+            extra = _EXTRAS[plugin]
+            self._say(f"Hydra's plugin for {plugin} is not installed: pip install 'sota-grpo[{extra}]'.")
         elif isinstance(error, UserError):
             self._say(str(error))
         else:
@@ -250,12 +288,17 @@ class Jobs:
         self._codes.append(getattr(error, "exit_code", USER_MISTAKE if mistake else CRASHED))
 
     def _say(self, sentence: str) -> None:
+        self._sentences.append(sentence)
         print(f"{self._program}: {readable(sentence)}", file=sys.stderr)
 
     def _end_sweep(self, completed: bool) -> None:
         """Print the table of the sweep, and leave it and the report beside its runs."""
         if self._sweep_dir is None:
             return
+        for job, end in elsewhere.read_ends(self._sweep_dir).items() if self._waits else ():
+            self._codes.append(end.exit_code)
+            for sentence in end.sentences:
+                self._say(f"job {job}: {sentence}")
         try:
             if completed and not any(self._codes):
                 mark_complete(self._sweep_dir)

@@ -17,9 +17,9 @@ QUICK = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.ex
 LONGER = ("train.total_dialog_turns=160", "train.checkpoint_frequency=1")
 
 
-def has_optuna() -> bool:
+def has(package: str) -> bool:
     try:
-        return bool(version("hydra-optuna-sweeper"))
+        return bool(version(package))
     except PackageNotFoundError:
         return False
 
@@ -60,7 +60,7 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path, grpo, fork_server: 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_optuna(), reason="the extra optuna is not installed")
+@pytest.mark.skipif(not has("hydra-optuna-sweeper"), reason="the extra optuna is not installed")
 def test_a_search_that_is_repeated_proposes_the_same_and_goes_on_behind_it(tmp_path: Path, grpo) -> None:
     folder = tmp_path / "search"
     search = (
@@ -89,9 +89,17 @@ def test_a_search_that_is_repeated_proposes_the_same_and_goes_on_behind_it(tmp_p
     assert f"best_value: {best}" in (folder / "optimization_results.yaml").read_text()
 
 
-@pytest.mark.skipif(has_optuna(), reason="the extra optuna is installed")
-def test_a_search_without_optuna_says_how_to_get_it(tmp_path: Path, grpo) -> None:
-    done = grpo(tmp_path / "unused", "--multirun", f"hydra.sweep.dir={tmp_path}", "hydra/sweeper=search", "seed=1,2")
+@pytest.mark.parametrize(
+    ("option", "package", "extra"),
+    [
+        ("hydra/sweeper=search", "hydra-optuna-sweeper", "optuna"),
+        ("hydra/launcher=slurm", "hydra-submitit-launcher", "slurm"),
+    ],
+)
+def test_a_plugin_that_is_not_installed_is_named(option: str, package: str, extra: str, tmp_path: Path, grpo) -> None:
+    if has(package):
+        pytest.skip(f"{package} is installed")
+    done = grpo(tmp_path / "unused", "--multirun", f"hydra.sweep.dir={tmp_path}", option, "seed=1,2")
     assert done.returncode == 2
-    assert "pip install 'sota-grpo[optuna]'" in done.stderr
+    assert f"pip install 'sota-grpo[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,0 +1,133 @@
+"""Runs of a sweep that are jobs of a scheduler: Hydra's launcher for submitit pickles each and starts it elsewhere.
+
+The command then only waits: each job leaves in the sweep's directory how it ended (:func:`note_end`), and the command
+reads it there. SLURM may requeue a job, which begins again with the same arguments and goes on by
+``train.resume=auto``; where it gives notice first, the run saves (:func:`heeding_notice`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from sota_grpo.errors import CRASHED, RunFailed, UserError
+from sota_grpo.files import write_json
+from sota_grpo.recording.run_files import natural, read_json
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+#: Override that has Hydra call :func:`sweep_callback`.
+KEEP_SWEEP = "++hydra.callbacks.sweep._target_=sota_grpo.run.jobs_elsewhere.sweep_callback"
+_ENDS = ".ends"  # folder in a sweep's directory, with a file for each job
+_NOTICE = f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"  # as submitit reads it
+
+_composed: list[DictConfig] = []  # of the sweep that this process began
+
+
+def sweep_callback() -> Any:
+    """A Hydra callback that keeps the config of a sweep: a process that only waits for its runs sees none of theirs."""
+    from hydra.experimental.callback import Callback
+
+    class SweepCallback(Callback):
+        def on_multirun_start(self, config: Any, **_: Any) -> None:
+            _composed[:] = [config]
+
+    return SweepCallback()
+
+
+def sweep_config() -> DictConfig:
+    """The config of the sweep that this process began, without the values that differ between its runs."""
+    return _composed[0]
+
+
+def require_resume(composed: DictConfig) -> None:
+    """A job that is requeued would find its own directory taken.
+
+    Raises:
+        UserError: ``train.resume=auto`` is not given.
+    """
+    if composed.train.resume != "auto":
+        raise UserError("The runs of this sweep are jobs, which may be requeued; add train.resume=auto.")
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job ended: the exit code of its run, and the sentences that it has for the user."""
+
+    exit_code: int
+    sentences: tuple[str, ...] = ()
+
+
+def forget_ends(sweep_dir: Path) -> None:
+    """Those of an earlier command count no more."""
+    shutil.rmtree(sweep_dir / _ENDS, ignore_errors=True)
+
+
+def note_end(sweep_dir: Path, number: int, end: End) -> None:
+    """Leave how job ``number`` ended.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    (sweep_dir / _ENDS).mkdir(exist_ok=True)
+    write_json(sweep_dir / _ENDS / f"{number}.json", {"exit_code": end.exit_code, "sentences": end.sentences})
+
+
+def read_ends(sweep_dir: Path) -> dict[str, End]:
+    """By job. One that has left nothing has not ended."""
+    ends = {}
+    for path in sorted((sweep_dir / _ENDS).glob("*.json"), key=natural):
+        record = read_json(path) or {}
+        ends[path.stem] = End(int(record.get("exit_code", CRASHED)), tuple(map(str, record.get("sentences", ()))))
+    return ends
+
+
+def launch_failed(error: RuntimeError, sweep_dir: Path) -> RunFailed:
+    """The sentence for what submitit raises: of a job that was not accepted, or died, or was cancelled."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return RunFailed(
+        f"A job of the sweep gave no answer ({said.rstrip('.')}); its output is below {sweep_dir / '.submitit'}. "
+        "Others may still be queued or at work; when none is, the same command goes on with the sweep."
+    )
+
+
+@contextmanager
+def heeding_notice() -> Iterator[None]:
+    """The notice of a scheduler is taken as SIGTERM, then the job is requeued.
+
+    submitit's own handler for the signal requeues the job and ends it at once. In here, a run that trains first
+    finishes its step and saves, for which ``train.grace_s`` counts; one that does not train yet has nothing to save.
+    Without such a handler nothing is changed.
+    """
+    number, before_training = signal.Signals[_NOTICE], signal.getsignal(signal.SIGTERM)
+    requeue = signal.getsignal(number)
+    if not callable(requeue):
+        yield
+        return
+    noticed = False
+
+    def handle(received: int, frame: FrameType | None) -> None:
+        nonlocal noticed
+        if signal.getsignal(signal.SIGTERM) == before_training:
+            requeue(received, frame)
+        elif not noticed:
+            noticed = True
+            signal.raise_signal(signal.SIGTERM)
+
+    signal.signal(number, handle)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if noticed:
+            requeue(number, None)
+        raise
+    finally:
+        signal.signal(number, requeue)
