@@ -1,0 +1,136 @@
+"""The files of ``launchers/``: their commands are ours, their versions are the project's, and no secret stands in them.
+
+Their own tools (docs/cluster.md names them) say more, but cannot be installed beside the project.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import tomllib
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from tests.docs.markdown import ROOT, Block, Command, commands
+from tests.docs.rules import is_training
+from tests.docs.workshop import Workshop
+
+FOLDER = ROOT / "launchers"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+RAYJOB = yaml.safe_load((FOLDER / "rayjob.yaml").read_text())
+CLUSTER = RAYJOB["spec"]["rayClusterSpec"]
+HEAD = CLUSTER["headGroupSpec"]["template"]["spec"]
+(WORKERS,) = CLUSTER["workerGroupSpecs"]
+PODS = {"head": HEAD, "worker": WORKERS["template"]["spec"]}
+SKY = yaml.safe_load((FOLDER / "sky.yaml").read_text())
+DOCKERFILE = (FOLDER / "Dockerfile").read_text()
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
+
+
+def read(name: str, text: str) -> list[Command]:
+    return list(commands(Block(FOLDER / name, "bash", text + "\n", 1, ("cluster",))))
+
+
+RUNS = [c for c in read("rayjob.yaml", RAYJOB["spec"]["entrypoint"]) + read("sky.yaml", SKY["run"]) if is_training(c)]
+
+
+def options(command: Command) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in command.words if "=" in word)
+
+
+def container(pod: dict[str, Any]) -> dict[str, Any]:
+    (only,) = pod["containers"]
+    return only
+
+
+def pins(text: str) -> dict[str, str]:
+    return dict(re.findall(r"\b(torch|vllm|ray)(?:\[\w+\])?==([\d.]+\d)", text))
+
+
+def test_each_cluster_runs_one_command() -> None:
+    assert [command.block.document.name for command in RUNS] == ["rayjob.yaml", "sky.yaml"]
+
+
+@pytest.mark.parametrize("command", RUNS, ids=str)
+def test_runs_fit_as_they_are_written(command: Command, workshop: Workshop) -> None:
+    workshop.estimate(command, RUNS).require(f"{command}: sota-grpo estimate")
+
+
+@pytest.mark.parametrize("command", RUNS, ids=str)
+def test_runs_are_resumed_from_what_outlives_their_machines(command: Command) -> None:
+    given = options(command)
+    assert given["train.resume"] == "auto"
+    assert given["hydra.run.dir"].startswith("/outputs/")
+    for pod in PODS.values():
+        (volume,) = [mount["name"] for mount in container(pod)["volumeMounts"] if mount["mountPath"] == "/outputs"]
+        assert [one for one in pod["volumes"] if one["name"] == volume and "persistentVolumeClaim" in one]
+    assert '"$NFS" /outputs\n' in SKY["setup"]
+
+
+def test_runs_take_every_gpu_that_is_asked_for() -> None:
+    per_node = int(container(PODS["worker"])["resources"]["limits"]["nvidia.com/gpu"])
+    asked = (WORKERS["replicas"] * per_node, SKY["num_nodes"] * int(SKY["resources"]["accelerators"].split(":")[1]))
+    for command, gpus in zip(RUNS, asked):
+        assert sum(int(value) for name, value in options(command).items() if name.endswith(".num_devices")) == gpus
+
+
+def test_versions_are_those_of_the_project() -> None:
+    extras = PROJECT["optional-dependencies"]
+    wanted = {r.name: r for r in map(Requirement, [*PROJECT["dependencies"], *extras["vllm"], *extras["ray"]])}
+    found = pins(DOCKERFILE)
+    assert found.keys() == {"torch", "vllm", "ray"}
+    assert pins(SKY["setup"]) == found
+    assert all(wanted[name].specifier.contains(version) for name, version in found.items())
+    assert f"torch=={found['torch']}" in (ROOT / "Makefile").read_text()
+    assert CLUSTER["rayVersion"] == found["ray"]
+    image = f"sota-grpo:{PROJECT['version']}"
+    assert {container(pod)["image"] for pod in PODS.values()} == {image}
+    assert set(re.findall(r"sota-grpo:[\d.]+", DOCKERFILE)) == {image}
+
+
+@pytest.mark.parametrize("text", [DOCKERFILE, SKY["setup"]], ids=["Dockerfile", "sky.yaml"])
+def test_extras_exist(text: str) -> None:
+    (extras,) = re.findall(r'-e "\.\[(.*)\]"', text)
+    assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
+
+
+def test_no_secret_is_written_down() -> None:
+    for pod in PODS.values():
+        secrets = [one for one in container(pod)["env"] if SECRET.search(one["name"])]
+        assert {one["name"] for one in secrets} == {"HF_TOKEN", "WANDB_API_KEY"}
+        assert all("value" not in one and "secretKeyRef" in one["valueFrom"] for one in secrets)
+    assert CLUSTER["authOptions"]["mode"] == "token"
+    assert SKY["secrets"] == {"RAY_AUTH_TOKEN": None}
+    assert not [name for name in SKY["envs"] if SECRET.search(name)]
+    assert not [line for line in DOCKERFILE.splitlines() if line.startswith(("ARG", "ENV")) and SECRET.search(line)]
+
+
+def test_the_user_of_the_image_is_the_user_of_the_pods() -> None:
+    (user,) = re.findall(r"^USER (\d+)$", DOCKERFILE, re.MULTILINE)
+    assert f"--uid {user} " in DOCKERFILE
+    for pod in PODS.values():
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["fsGroup"]) == (int(user), int(user))
+
+
+def test_a_pod_that_is_stopped_lets_the_run_save() -> None:
+    """The hook finds the run by the beginning of its command line, and there is time for a step and a checkpoint."""
+    grace = float(options(RUNS[0])["train.grace_s"])
+    assert all(pod["terminationGracePeriodSeconds"] >= 2 * grace for pod in PODS.values())
+    (stop,) = [one for one in container(HEAD)["env"] if one["name"] == "RAY_JOB_STOP_WAIT_TIME_S"]
+    assert grace < float(stop["value"]) < HEAD["terminationGracePeriodSeconds"]
+    hook = container(HEAD)["lifecycle"]["preStop"]["exec"]["command"][-1]
+    (pattern,) = re.findall(r'pgrep -o -f "(.*?)"', hook)
+    assert re.search(pattern, RAYJOB["spec"]["entrypoint"])
+
+
+def test_the_image_has_what_it_is_built_from_and_nothing_of_this_machine() -> None:
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    ignored = {path.name for path in ROOT.iterdir() if any(fnmatch.fnmatch(path.name, one) for one in patterns)}
+    needed = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "sota_grpo", "config", "grpo.py", "grpo-async.py"}
+    assert not needed & ignored
+    assert {"tests", "docs"} <= ignored
+    assert {".git", ".venv*", ".env*", "outputs", "multirun"} <= set(patterns)
