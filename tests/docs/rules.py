@@ -27,7 +27,7 @@ UNCHECKED = "check.mode=off"
 #: Folders that stand for a model of the reader's own; the desk has the embedded policy there.
 OWN_MODELS = ("path/to/your/model", "checkpoints/your_sft_checkpoint")
 #: What a block may need that no test has; its configs are estimated all the same.
-ELSEWHERE = {"cluster", "server"}
+ELSEWHERE = {"cluster", "docker", "server"}
 _SCRIPTS = ("grpo.py", "grpo-async.py")
 _OF_THE_SHELL = re.compile(r"\||\$\(|^python -c|^echo |^eval ")
 _TRAINS_NOTHING = ("--help", "--cfg", "--info")
