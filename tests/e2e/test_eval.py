@@ -52,7 +52,7 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_the_last_evaluation_of_a_run_comes_out_again(kind: str, run_dir: Path, tmp_path: Path) -> None:
     """Of the exported model, of a checkpoint, and from its responses by ``sota-grpo score``."""
     run_dir = trained(tmp_path / "full") if kind == "full" else run_dir

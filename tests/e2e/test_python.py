@@ -46,6 +46,7 @@ def script(folder: Path, *overrides: str) -> list[str]:
     return [str(path)]
 
 
+@pytest.mark.slow
 def test_functions_of_a_script_grade_in_workers_beside_other_workers(tmp_path: Path) -> None:
     command = [sys.executable, *script(tmp_path, "mode=async", "train.total_dialog_turns=32")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, timeout=300)
@@ -86,6 +87,7 @@ def test_an_interrupt_saves_the_run_and_leaves_no_process_behind(tmp_path: Path,
     assert newest.stem == f"checkpoint_{len(Result(tmp_path / 'run').metrics):06d}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_JUPYTER, reason="the test extra's jupyter packages are not installed")
 def test_the_notebook_runs(tmp_path: Path) -> None:
     import nbformat

@@ -6,6 +6,8 @@ import json
 import random
 from pathlib import Path
 
+import pytest
+
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.run.app import train
 from sota_grpo.tasks import make_task
@@ -141,8 +143,8 @@ def add(a: int, b: int) -> int:
 '''
 
 
-def test_a_mixture_is_trained_and_goes_on_where_it_stood(tmp_path: Path) -> None:
-    """Four tasks: functions, a token limit, tools and a group size of one task alone; cut in two it is the same run."""
+def mixed(tmp_path: Path) -> tuple[dict[str, dict], tuple[str, ...]]:
+    """Four tasks: functions, a token limit, tools and a group size of one task alone; and the options of their run."""
     rows = [{"prompt": row["question"], "ground_truth": row["number"]} for row in problems()]
     (tmp_path / "rewards.py").write_text(REWARDS)
     mixture = {
@@ -153,7 +155,11 @@ def test_a_mixture_is_trained_and_goes_on_where_it_stood(tmp_path: Path) -> None
     }
     mixture["mine"]["reward_path"] = str(tmp_path / "rewards.py")
     (tmp_path / "tools.py").write_text(TOOLS)
-    given = (*overrides_of({"env.mixture": mixture}), "env.max_samples=30", "train.checkpoint_frequency=1")
+    return mixture, (*overrides_of({"env.mixture": mixture}), "env.max_samples=30", "train.checkpoint_frequency=1")
+
+
+def test_a_mixture_is_trained(tmp_path: Path) -> None:
+    mixture, given = mixed(tmp_path)
     steps, rollouts = run(tmp_path, "grpo_cpu", *given)
     for row in steps:
         responses = {name: row.get(f"task/{name}/responses", 0) for name in mixture}
@@ -169,6 +175,13 @@ def test_a_mixture_is_trained_and_goes_on_where_it_stood(tmp_path: Path) -> None
     (first, *_, last) = [row for row in metrics(tmp_path / "run") if "eval/accuracy" in row]
     for row in (first, last):
         assert {f"eval/task/{name}" for name in mixture} <= row.keys()
+
+
+@pytest.mark.slow
+def test_a_mixture_goes_on_where_it_stood(tmp_path: Path) -> None:
+    """Cut in two it is the same run."""
+    _, given = mixed(tmp_path)
+    run(tmp_path, "grpo_cpu", *given)
     half = tmp_path / "half"
     options = (*TINY, *given, "logging.store_steps=false")
     assert train(composed("grpo_cpu", *options, "train.total_dialog_turns=16"), half) == 1

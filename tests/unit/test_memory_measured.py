@@ -18,16 +18,21 @@ DEEP = {"hidden": 512, "layers": 12, "heads": 8, "kv_heads": 8, "intermediate": 
 SHORT = {"prompt": 60, "response": 60, "group": 4, "groups": 2, "budget": 4096}
 LONG = {"prompt": 100, "response": 150, "group": 4, "groups": 3, "budget": 1500}
 WORDY = "29M parameters, most of them words, 600 tokens at once"
+SMALLEST = "10M parameters, 1500 of 2100 tokens at once"
+LARGEST = "71M parameters, a head of its own, 600 tokens at once"
 SIZES: dict[str, dict[str, Any]] = {
     WORDY: WORDS | SHORT,
-    "10M parameters, 1500 of 2100 tokens at once": TOKENS | LONG,
-    "71M parameters, a head of its own, 600 tokens at once": DEEP | SHORT | {"family": "llama"},
+    SMALLEST: TOKENS | LONG,
+    LARGEST: DEEP | SHORT | {"family": "llama"},
 }
-OTHERS: dict[str, dict[str, Any]] = {
-    "an adapter": TOKENS | LONG | {"rank": 16},
+LIGHT: dict[str, dict[str, Any]] = {
+    WORDY: SIZES[WORDY],
     "an adapter with dropout": TOKENS | SHORT | {"rank": 16, "dropout": 0.05},
+    "moments of 8 bits": TOKENS | SHORT | {"optimizer": "adamw_8bit"},
+}
+HEAVY: dict[str, dict[str, Any]] = {
+    "an adapter": TOKENS | LONG | {"rank": 16},
     "checkpointing": TOKENS | LONG | {"checkpointing": True},
-    "moments of 8 bits": TOKENS | LONG | {"optimizer": "adamw_8bit"},
     "muon": DEEP | SHORT | {"family": "llama", "optimizer": "muon"},
     "an adapter on weights of 4 bits": DEEP | SHORT | {"family": "llama", "rank": 16, "quantization": "nf4"},
 }
@@ -44,7 +49,7 @@ def measured(*cases: dict[str, Any], **environment: str) -> list[dict[str, Any]]
 
 
 @needs_proc
-@pytest.mark.parametrize("name", [name for name in SIZES if name != WORDY])
+@pytest.mark.parametrize("name", [SMALLEST, pytest.param(LARGEST, marks=pytest.mark.slow)])
 def test_the_learners_peak_is_predicted_within_15_percent(name: str) -> None:
     """By the formula from the micro-batches as they are, and by the estimate from the config alone."""
     (found,) = measured(SIZES[name] | {"full": True})
@@ -53,6 +58,7 @@ def test_the_learners_peak_is_predicted_within_15_percent(name: str) -> None:
 
 
 @needs_proc
+@pytest.mark.slow
 def test_the_gates_peak_is_predicted_within_15_percent() -> None:
     """Weights and two gradients, and no third: the run is a fresh one, so the optimizer has no moments yet."""
     (found,) = measured(DEEP | SHORT | {"family": "llama", "group": 2, "groups": 2, "full": True, "gate": True})
@@ -60,9 +66,11 @@ def test_the_gates_peak_is_predicted_within_15_percent() -> None:
 
 
 @needs_proc
-def test_what_is_alive_is_predicted_within_15_percent_where_nothing_comes_from_the_heap() -> None:
+@pytest.mark.parametrize("cases", [LIGHT, pytest.param(HEAVY, marks=pytest.mark.slow)], ids=["light", "heavy"])
+def test_what_is_alive_is_predicted_within_15_percent_where_nothing_comes_from_the_heap(
+    cases: dict[str, dict[str, Any]],
+) -> None:
     """With pages of its own for every tensor the peak is that of the tensors; the heap's losses are not in it."""
-    cases = {WORDY: SIZES[WORDY]} | OTHERS  # the others of SIZES are measured above
     for name, found in zip(cases, measured(*cases.values(), MALLOC_MMAP_THRESHOLD_="65536")):
         assert "lost in the heap" not in found["parts"]
         assert found["predicted"] == pytest.approx(found["measured"], rel=0.15), (name, found)

@@ -148,6 +148,7 @@ def test_what_is_wrong_with_rows_or_weights_reaches_whoever_waits(saved, in_thre
     service.close()
 
 
+@pytest.mark.slow
 def test_a_reference_process_that_stops_is_replaced_and_its_rows_answered(saved) -> None:
     path, model = saved
     launcher = ProcessLauncher()
