@@ -40,7 +40,7 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """A context in which the first SIGINT or SIGTERM only sets :attr:`asked`; a second one interrupts at once.
+    """A context in which the first SIGINT or SIGTERM only sets :attr:`requested`; a second one interrupts at once.
 
     A preempted node sends SIGTERM and, some time later, SIGKILL. When the step at hand takes longer than ``grace_s``
     after SIGTERM, it is interrupted as by a second signal, so that the run still ends in good order; the last
@@ -51,12 +51,12 @@ class StopRequest:
         grace_s: longest wait for the step at hand after SIGTERM; None waits for ever.
 
     >>> with StopRequest() as stop:
-    ...     stop.asked
+    ...     stop.requested
     False
     """
 
     def __init__(self, grace_s: float | None = None) -> None:
-        self.asked = False
+        self.requested = False
         self._grace_s = grace_s
         self._timers: list[threading.Timer] = []
         self._before: dict[int, object] = {}
@@ -78,11 +78,11 @@ class StopRequest:
             timer.cancel()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.requested:
             interrupt = self._before[signal.SIGINT]
             (interrupt if callable(interrupt) else signal.default_int_handler)(number, frame)
             return
-        self.asked = True
+        self.requested = True
         logger.warning("%s: stopping after this step; once more stops at once.", signal.Signals(number).name)
         if number == signal.SIGTERM and self._grace_s is not None:
             self._after(self._grace_s, self._interrupt)

@@ -222,14 +222,14 @@ def load_config(
     if not path.is_file():
         raise UserError(f"There is no run in {run_dir} ({CONFIG_FILE} is missing); give the directory of a run.")
     require_names(overrides)
-    config, given = _saved(path, without_token(overrides))
-    use_config_token(given)
-    for part in (EXPORTED, INPUTS):
-        require_plain(run_dir / part, run_dir)
-    for one in (config, given):
+    config, own = _saved(path, without_token(overrides))
+    use_config_token(own)
+    for folder in (EXPORTED, INPUTS):
+        require_plain(run_dir / folder, run_dir)
+    for one in (config, own):
         _find_inputs(one, run_dir)
     if not trust:
-        left = sorted(needs_consent(config).items() - needs_consent(given).items())
+        left = sorted(needs_consent(config).items() - needs_consent(own).items())
         acts = [f"{act} ({one_line(option)})" for option, act in left if _run_option(option) not in unused]
         require_consent(run_dir, acts, remedy)
     return config
@@ -294,14 +294,14 @@ def needs_consent(config: Config) -> dict[str, str]:
 
 
 def _of_judge(config: Config) -> Iterator[tuple[str, str]]:
-    part = config.reward.judge
-    if part.url is not None:
-        yield "reward.judge.url", f"send prompts and responses to {one_line(part.url)}"
-    for name, rubric in (("reward.judge.rubric", part.rubric), *_of_entries(config, ("judge_rubric",))):
+    judge = config.reward.judge
+    if judge.url is not None:
+        yield "reward.judge.url", f"send prompts and responses to {one_line(judge.url)}"
+    for name, rubric in (("reward.judge.rubric", judge.rubric), *_of_entries(config, ("judge_rubric",))):
         if rubric_file(rubric) is not None:
             yield name, f"send what is in {one_line(str(rubric))} to its judge"
-    if part.cache is not None:
-        yield "reward.judge.cache", f"write what its judge says to {one_line(part.cache)}"
+    if judge.cache is not None:
+        yield "reward.judge.cache", f"write what its judge says to {one_line(judge.cache)}"
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
@@ -348,13 +348,13 @@ def algorithms_of(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     >>> algorithms_of(["algorithm.clip_high=0.3"])
     (['run'], ['algorithm.clip_high=0.3'])
     """
-    given = [one for one in overrides if one.startswith("algorithm=")]
-    names = [name.strip() for one in given or [OF_THE_RUN] for name in one.removeprefix("algorithm=").split(",")]
+    named = [one for one in overrides if one.startswith("algorithm=")]
+    names = [name.strip() for one in named or [OF_THE_RUN] for name in one.removeprefix("algorithm=").split(",")]
     twice = [name for name in names if names.count(name) > 1]
     if twice or not all(names):
         fault = f"names {one_line(twice[0])} twice" if all(names) else "has an empty name"
-        raise UserError(f"{one_line(' '.join(given))} {fault}; name each algorithm once: algorithm=A,B,C.")
-    return names, [one for one in overrides if one not in given]
+        raise UserError(f"{one_line(' '.join(named))} {fault}; name each algorithm once: algorithm=A,B,C.")
+    return names, [one for one in overrides if one not in named]
 
 
 def overrides_under(algorithm: str, overrides: Sequence[str]) -> list[str]:

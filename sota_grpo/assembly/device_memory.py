@@ -182,17 +182,17 @@ class RunMemory:
     @cached_property
     def how(self) -> Learning:
         """How the learner trains, in the terms of :mod:`sota_grpo.assembly.memory`."""
-        part, device_type = self.config.train_model, self.plan.device_type
-        weight_bytes, on_cpu = dtype_bytes(part.torch_dtype), device_type == "cpu"
+        model, device_type = self.config.train_model, self.plan.device_type
+        weight_bytes, on_cpu = dtype_bytes(model.torch_dtype), device_type == "cpu"
         product_bytes = weight_bytes if trainer_precision(self.config, device_type) == "fp32" else 2
         return Learning(
             weight_bytes=weight_bytes,
             product_bytes=product_bytes,
-            rank=part.lora.r if part.lora.enabled else 0,
-            dropout=part.lora.dropout > 0,
-            checkpointing=part.gradient_checkpointing,
+            rank=model.lora.r if model.lora.enabled else 0,
+            dropout=model.lora.dropout > 0,
+            checkpointing=model.gradient_checkpointing,
             ranks=len(self.plan.placement.train),
-            shard_gradients=part.shard_gradients,
+            shard_gradients=model.shard_gradients,
             quantized=self.config.model.quantization is not None,
             optimizer=self.config.optimizer.name,
             on_cpu=on_cpu,
@@ -264,11 +264,11 @@ class RunMemory:
     @cached_property
     def engine(self) -> tuple[Parts, str | None]:
         """What one engine holds on each of its devices, and what keeps it from starting there."""
-        part, model, rows = self.config.inference_model, self.model, self.engine_rows
-        kind, parallel = ENGINES[self.plan.engine].memory, part.tensor_parallel_size
+        options, model, rows = self.config.inference_model, self.model, self.engine_rows
+        kind, parallel = ENGINES[self.plan.engine].memory, options.tensor_parallel_size
         if kind == "none" or self.config.engine.url is not None:
             return {}, None
-        number_bytes = dtype_bytes(engine_dtype(part.torch_dtype, self.plan.device_type))
+        number_bytes = dtype_bytes(engine_dtype(options.torch_dtype, self.plan.device_type))
         weights, pool = "engine: weights", "engine: keys and values"
         parts = {weights: model.parameters * number_bytes // parallel}
         if kind == "transformers":
@@ -278,7 +278,7 @@ class RunMemory:
             return parts | {pool: kept, "engine: one token": passing}, None
         if self.plan.device_type == "cpu":
             return parts | {pool: VLLM_CPU_POOL}, None
-        share = int(part.gpu_memory_utilization * self.machine.memory)
+        share = int(options.gpu_memory_utilization * self.machine.memory)
         left = vllm_pool_bytes(model, share, number_bytes=number_bytes, rows=rows, parallel=parallel)
         parts[pool] = max(0, left)
         parts["engine: rest"] = max(0, share - parts[weights] - parts[pool])
@@ -319,13 +319,13 @@ def plan_for(config: Config, machine: Machine) -> Plan:
     """
     if machine.is_here:
         return make_plan(config, machine.device_type, lambda: machine.count or 0)
-    asked = config
+    wanted = config
     if config.engine.name in ("auto", "vllm") and find_spec("vllm") is None:
-        asked = with_options(config, {"engine.name": "transformers"})
+        wanted = with_options(config, {"engine.name": "transformers"})
 
     def on(count: int) -> Plan:
-        plan = make_plan(asked, "cuda", lambda: count)
-        return plan if asked is config else replace(plan, engine="vllm")
+        plan = make_plan(wanted, "cuda", lambda: count)
+        return plan if wanted is config else replace(plan, engine="vllm")
 
     for count in range(2 if wants_workers(config) else 1, MOST_GPUS):
         with suppress(UserError):
@@ -383,9 +383,9 @@ def disk_of(config: Config, model: Architecture) -> Disk:
     >>> model.parameters, disk_of(Config(), model)
     (1448, Disk(checkpoint=17376, checkpoints=4, export=5792))
     """
-    part, train = config.train_model, config.train
-    own = dtype_bytes(part.torch_dtype) * model.parameters
-    weight_bytes, rank = dtype_bytes(part.torch_dtype), part.lora.r if part.lora.enabled else 0
+    options, train = config.train_model, config.train
+    own = dtype_bytes(options.torch_dtype) * model.parameters
+    weight_bytes, rank = dtype_bytes(options.torch_dtype), options.lora.r if options.lora.enabled else 0
     how = Learning(weight_bytes=weight_bytes, rank=rank, optimizer=config.optimizer.name)
     trained = how.trained_bytes(model) + how.optimizer_bytes(model)
     steps = train.total_dialog_turns // responses_per_step(config)

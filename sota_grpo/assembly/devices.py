@@ -30,7 +30,7 @@ class Role:
     default: int = 1
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Whether the user said anything; a role that was left alone may share a device."""
         return self.num_devices is not None or self.devices is not None
 
@@ -84,7 +84,7 @@ def place(train: Role, inference: Role, ref: Role | None, *, available: int, con
     _check_indices(roles, available)
     if available == 1 and all(role.count == 1 for role in roles):
         return Placement((0,), (0,), (0,) if ref else (), colocated=True)
-    needed = [role for role in roles if role.asked or role is train or (concurrent and role is inference)]
+    needed = [role for role in roles if role.requested or role is train or (concurrent and role is inference)]
     _check_amount(needed, available)
     taken = {index for role in needed for index in role.devices or ()}
     free = [index for index in range(available) if index not in taken]
@@ -130,17 +130,17 @@ def _check_indices(roles: Sequence[Role], total: int) -> None:
 
 
 def _check_amount(needed: Sequence[Role], total: int) -> None:
-    asked = sum(role.count for role in needed)
-    if asked <= total:
+    wanted = sum(role.count for role in needed)
+    if wanted <= total:
         return
     counts = ", ".join(f"{role.name}={role.count}" for role in needed)
     largest = max(needed, key=lambda role: role.count)
     if largest.count > 1:
         fix = f"{'lower' if largest.devices is None else 'shorten'} {largest.option}"
     else:
-        shared = next((role for role in needed if role.asked), largest)
+        shared = next((role for role in needed if role.requested), largest)
         fix = f"leave {shared.option} out, so that {shared.name} shares a device"
-    raise UserError(f"{asked} devices are asked for ({counts}) and this machine has {total}; {fix}.")
+    raise UserError(f"{wanted} devices are asked for ({counts}) and this machine has {total}; {fix}.")
 
 
 @dataclass(frozen=True)
@@ -183,9 +183,11 @@ def reference_has_own_weights(config: Config) -> bool:
     It does not where there is none, nor under LoRA, where the reference is the base model with the adapter off, unless
     it is another model or is asked to stand apart: in a process or on a device of its own.
     """
-    part = config.ref_model
-    stands_apart = part.process or part.num_devices is not None or part.devices is not None or wants_workers(config)
-    is_the_base = config.train_model.lora.enabled and part.name is None
+    options = config.ref_model
+    stands_apart = (
+        options.process or options.num_devices is not None or options.devices is not None or wants_workers(config)
+    )
+    is_the_base = config.train_model.lora.enabled and options.name is None
     return has_reference(config) and (stands_apart or not is_the_base)
 
 
@@ -242,7 +244,7 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
             f"is placed on GPU {placement.inference[0]}; use inference_model.devices=[0] with CUDA_VISIBLE_DEVICES in "
             f"another order, or engine=transformers."
         )
-    if ref.asked and not has_reference(config):
+    if ref.requested and not has_reference(config):
         notes.append(f"{ref.option} has no effect: with policy.kl_coef=0 no reference is built.")
     if workers:
         notes.append(f"Placement: {describe(placement, device_type)}.")
@@ -257,12 +259,12 @@ def _idle_notes(config: Config, placement: Placement, engine: str, workers: bool
     if config.train_model.compile is None and not builds_kernels():
         notes.append("Layers are not compiled, which is slow: that needs Triton and a C compiler (gcc).")
     engines = max(1, len(placement.inference) // config.inference_model.tensor_parallel_size) if workers else 1
-    asked = mean_responses_per_step(config) * (1 + config.train.max_policy_age) // engines
-    rows = min(asked, engine_rows(config, engine, "cuda", engines))
+    responses = mean_responses_per_step(config) * (1 + config.train.max_policy_age) // engines
+    rows = min(responses, engine_rows(config, engine, "cuda", engines))
     if rows < FEW_ROWS:
         each = "The engine samples" if engines == 1 else f"Each of {engines} engines samples"
         width = "inference_model.max_num_seqs" if config.inference_model.max_num_seqs else "env.num_envs"
-        fix = "train.dialog_turns_per_batch" if rows == asked else width
+        fix = "train.dialog_turns_per_batch" if rows == responses else width
         notes.append(f"{each} at most {rows} responses at once; a GPU is idle below {FEW_ROWS}: raise {fix}.")
     of_rank = config.train.optim_batch_size // ranks
     if ranks > 1 and of_rank * longest_response(config) <= config.train.micro_batch_tokens:

@@ -117,8 +117,8 @@ def _model_target(name: str, overrides: Sequence[str], config_name: str | None, 
         raise UserError(f"{no_run_or_model(name)}.") from error
     of_tasks = PRESET_OF | (_PRESET_OF_SMOLLM2 if name == SMOLLM2 else {})
     preset = config_name or of_tasks.get(task or "", _PRESET_OF_MODEL.get(name, "grpo_gsm8k"))
-    asked = [] if task is None else [f"env.dataset={task}"]
-    config = compose(preset, [*asked, *overrides])
+    dataset = [] if task is None else [f"env.dataset={task}"]
+    config = compose(preset, [*dataset, *overrides])
     config.model.name, config.model.size = name, ModelConfig().size
     if config.device == "auto" and not torch.cuda.is_available() and not Path(resolve_model_path(name)).is_dir():
         raise UserError(
@@ -277,7 +277,7 @@ def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[C
 
 
 def _shares(problems: Sequence[Sequence[Response]], weights: Mapping[str, float]) -> dict[str, Any]:
-    responses = [response for part in problems for response in part]
+    responses = [response for group in problems for response in group]
     reward = mean_reward(problems, weights)
     return _share(accuracy(problems)) | {
         "reward": reward.mean,

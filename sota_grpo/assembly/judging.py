@@ -91,16 +91,16 @@ def _rules_of(config: Config, term: str) -> Rules:
     )
 
 
-def _rubric(given: str | None) -> str:
-    file = rubric_file(given)
+def _rubric(rubric: str | None) -> str:
+    file = rubric_file(rubric)
     if file is None:
-        return given or RUBRIC
+        return rubric or RUBRIC
     try:
         text = file.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"reward.judge.rubric={given} cannot be read ({type(error).__name__}); correct it.") from error
+        raise UserError(f"reward.judge.rubric={rubric} cannot be read ({type(error).__name__}); correct it.") from error
     if not text.strip() or len(text) > _LONGEST_RUBRIC:
-        raise UserError(f"reward.judge.rubric={given} is empty, or longer than {_LONGEST_RUBRIC} characters; mend it.")
+        raise UserError(f"reward.judge.rubric={rubric} is empty, or longer than {_LONGEST_RUBRIC} characters; mend it.")
     return text
 
 

@@ -42,15 +42,15 @@ def make_model(config: Config, device: torch.device, *, weights: bool = True) ->
     Raises:
         UserError: transformers does not know ``model.attn_implementation``, or lacks the package that it needs.
     """
-    part: Any = config.train_model
+    options: Any = config.train_model
     attention = config.model.attn_implementation
     try:
         return load_model(
             model_name(config),
-            dtype="float32" if part.torch_dtype == "auto" else part.torch_dtype,
+            dtype="float32" if options.torch_dtype == "auto" else options.torch_dtype,
             attn_implementation=attention,
             trust_remote_code=config.model.trust_remote_code,
-            gradient_checkpointing=part.gradient_checkpointing,
+            gradient_checkpointing=options.gradient_checkpointing,
             device="cpu" if config.model.quantization else device,  # it moves as it is quantised
             weights=weights,
             load_kwargs=config.model.load_kwargs,
@@ -100,10 +100,10 @@ def make_policy(
 
 def wants_fused_layers(config: Config, device_type: str) -> bool:
     """Whether the learner's layers are compiled, and with them the reference's, which must compute alike."""
-    asked = config.train_model.compile
+    option = config.train_model.compile
     if config.model.quantization is not None:  # its products are calls that no compiler looks into
         return False
-    return device_type == "cuda" and builds_kernels() if asked is None else asked
+    return device_type == "cuda" and builds_kernels() if option is None else option
 
 
 def make_reference(

@@ -120,8 +120,8 @@ class PassedObjective:
                 "inside the function."
             ) from error
         read = ", ".join(name for name in TERMS if name in signature(function).parameters)
-        given = ", ".join(f"{name}={name}" for name in read.split(", "))
-        self._text = _OBJECTIVE.format(name=self.name, read=read, given=given)
+        arguments = ", ".join(f"{name}={name}" for name in read.split(", "))
+        self._text = _OBJECTIVE.format(name=self.name, read=read, given=arguments)
         self._scratch = tempfile.TemporaryDirectory(prefix="sota_grpo_")
         self.option = self.write(Path(self._scratch.name))
 
@@ -158,16 +158,16 @@ def take(
     Raises:
         UserError: something cannot be used; the message says what and why.
     """
-    passed, given = Passed(), {override.lstrip("+").partition("=")[0] for override in overrides}
+    passed, named = Passed(), {override.lstrip("+").partition("=")[0] for override in overrides}
     if eval_dataset is not None:
         _require_unset(config.env.eval_path, "env.eval_path", "eval_dataset")
         config.env.eval_path, passed.eval_rows, _ = _place(eval_dataset, "eval_dataset")
     if dataset is not None:
         _require_unset(config.env.dataset_path, "env.dataset_path", "dataset")
         config.env.dataset_path, passed.train_rows, count = _place(dataset, "dataset")
-        if "env.dataset" not in given:
+        if "env.dataset" not in named:
             config.env.dataset = "table"
-        if count and config.env.eval_path is None and "env.num_heldout" not in given:
+        if count and config.env.eval_path is None and "env.num_heldout" not in named:
             config.env.num_heldout = min(config.env.num_heldout, max(1, count // 10))
             logger.info("%d of %d rows are held out for evaluation.", config.env.num_heldout, count)
     if reward is not None:
@@ -175,7 +175,7 @@ def take(
     if tools is not None or environment is not None:
         _take_tools(config, passed, tools, environment)
     if objective is not None:
-        if "algorithm.objective" in given:
+        if "algorithm.objective" in named:
             _require_unset(config.algorithm.objective, "algorithm.objective", "objective")
         if not callable(objective):
             raise UserError(
@@ -241,14 +241,14 @@ def _take_functions(config: Config, passed: Passed, reward: Any) -> None:
 def _take_tools(config: Config, passed: Passed, tools: Any, environment: Any) -> None:
     if tools is not None and environment is not None:
         raise UserError("tools and environment are both passed: make the functions methods of the environment.")
-    option, given = ("tools", tools) if environment is None else ("environment", [environment])
+    option, value = ("tools", tools) if environment is None else ("environment", [environment])
     _require_unset(getattr(config.env, option), f"env.{option}", option)
-    if not isinstance(given, (list, tuple)) or not given or not all(map(callable, given)):
+    if not isinstance(value, (list, tuple)) or not value or not all(map(callable, value)):
         kind = "a list of functions" if option == "tools" else "a class, or a function that makes objects"
         raise UserError(f"{option} is {tools if environment is None else environment!r}; give {kind}.")
-    passed.tools, passed.tools_option = {_name_of(one): one for one in given}, option
-    if len(passed.tools) < len(given):
-        raise UserError(f"tools has the names {[*map(_name_of, given)]}; rename one of those that are alike.")
+    passed.tools, passed.tools_option = {_name_of(one): one for one in value}, option
+    if len(passed.tools) < len(value):
+        raise UserError(f"tools has the names {[*map(_name_of, value)]}; rename one of those that are alike.")
     passed.tools_file = pickled(passed.tools, "tool", "make what it needs inside the function")
     setattr(config.env, option, PASSED)
 

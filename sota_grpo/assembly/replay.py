@@ -336,8 +336,8 @@ def by_option(overrides: Sequence[str]) -> dict[str, str]:
 
 def replay_notes(step: Step, left: Sequence[str]) -> list[str]:
     """What keeps a replay from giving the run's very numbers, and what of a preset it cannot show; a sentence each."""
-    origin, part = step.stored.origin, step.config.train_model
-    weights = part.torch_dtype if part.torch_dtype in ("bfloat16", "float16") else "float32"
+    origin, options = step.stored.origin, step.config.train_model
+    weights = options.torch_dtype if options.torch_dtype in ("bfloat16", "float16") else "float32"
     notes = []
     if origin.device != "cpu" or origin.precision != "fp32" or weights != "float32":
         notes.append(
@@ -346,7 +346,7 @@ def replay_notes(step: Step, left: Sequence[str]) -> list[str]:
         )
     if origin.num_ranks > 1:
         notes.append(f"The learner of the run had {origin.num_ranks} ranks, which add up in another order.")
-    if part.lora.enabled and part.lora.dropout > 0 and (origin.device != "cpu" or origin.num_ranks > 1):
+    if options.lora.enabled and options.lora.dropout > 0 and (origin.device != "cpu" or origin.num_ranks > 1):
         notes.append("The run's dropout dropped other inputs than the replay's; losses and gradient differ by that.")
     if left:
         notes.append(f"Read while responses are collected, so left as the run had it: {', '.join(left)}.")

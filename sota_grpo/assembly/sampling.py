@@ -207,8 +207,8 @@ def _rules(config: Config, env: TaskEnv, instances: Instances | None, max_model_
 
 
 def _tool_partner(config: Config, env: TaskEnv, instances: Instances) -> ToolPartner:
-    part = config.env
-    budgets = Budgets(part.max_tool_calls, part.max_dialog_s, part.max_observation_tokens)
+    options = config.env
+    budgets = Budgets(options.max_tool_calls, options.max_dialog_s, options.max_observation_tokens)
     return ToolPartner.of(env, instances, budgets, config.env.chat_template_kwargs)
 
 
@@ -307,14 +307,14 @@ def max_model_len(config: Config) -> int:
 
 def make_sampling(config: Config) -> Sampling:
     """How a response is drawn in training."""
-    part = config.inference_model
+    options = config.inference_model
     return Sampling(
-        max_tokens=part.max_tokens,
-        temperature=part.temperature,
-        top_p=part.top_p,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
         top_k=most_kept(config),
-        min_p=part.min_p,
-        ignore_eos=part.ignore_eos,
+        min_p=options.min_p,
+        ignore_eos=options.ignore_eos,
     )
 
 
@@ -371,29 +371,29 @@ def engine_options(
     config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path, num_engines: int = 1
 ) -> EngineOptions:
     """How each of the run's engines is built, here or in a process of its own."""
-    part = config.inference_model
+    inference = config.inference_model
     options = EngineOptions(
         model_name(config),
         engine=engine,
-        dtype=engine_dtype(part.torch_dtype, device_type),
+        dtype=engine_dtype(inference.torch_dtype, device_type),
         device=device_type,
         max_model_len=max_model_len(config),
         max_rows=engine_rows(config, engine, device_type, num_engines),
         eos_token_ids=end_token_ids(tokenizer, generation_config_of(config)),
         pad_token_id=tokenizer.pad_token_id,
-        gpu_memory_utilization=part.gpu_memory_utilization,
-        enforce_eager=part.enforce_eager,
-        tensor_parallel_size=part.tensor_parallel_size,
+        gpu_memory_utilization=inference.gpu_memory_utilization,
+        enforce_eager=inference.enforce_eager,
+        tensor_parallel_size=inference.tensor_parallel_size,
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,
-        stop=tuple(part.stop),
-        adapter_rank=config.train_model.lora.r if part.serve_adapter else 0,
-        environment={"VLLM_BATCH_INVARIANT": "1"} if part.batch_invariant else {},
-        engine_kwargs=part.engine_kwargs or {},
+        stop=tuple(inference.stop),
+        adapter_rank=config.train_model.lora.r if inference.serve_adapter else 0,
+        environment={"VLLM_BATCH_INVARIANT": "1"} if inference.batch_invariant else {},
+        engine_kwargs=inference.engine_kwargs or {},
     )
-    if engine != "vllm" and part.serve_adapter:  # what engine=auto is
+    if engine != "vllm" and inference.serve_adapter:  # what engine=auto is
         raise UserError(f"inference_model.serve_adapter=true has no effect on engine={engine}; leave it out.")
-    if part.batch_invariant and not (ENGINES[engine].takes_kwargs and device_type == "cuda"):
+    if inference.batch_invariant and not (ENGINES[engine].takes_kwargs and device_type == "cuda"):
         raise UserError(
             f"inference_model.batch_invariant=true is for vLLM on a GPU, and this is engine={engine} on {device_type}; "
             "leave it out."
@@ -411,7 +411,7 @@ def engine_options(
         url=config.engine.url,
         api_key=api_key() if config.engine.url is not None else None,
         log_path=str(run_dir / f"{engine}.log"),
-        deadlines=Deadlines(control=part.timeout_s),
+        deadlines=Deadlines(control=inference.timeout_s),
     )
 
 

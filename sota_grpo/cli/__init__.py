@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one tool; mistakes of the user are one sentence and exit code 2, Ctrl-C is one and 130."""
-    given = sys.argv[1:] if arguments is None else arguments
-    run_command("sota-grpo", lambda: _run(hide_tokens(given)), "nothing was written")
+    argv = sys.argv[1:] if arguments is None else arguments
+    run_command("sota-grpo", lambda: _run(hide_tokens(argv)), "nothing was written")
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -128,7 +128,7 @@ def config_of(options: argparse.Namespace) -> Config:
     """
     from sota_grpo.assembly.compose import compose
 
-    for given in options.overrides:
-        if "=" not in given and not given.startswith("~"):
-            raise UserError(f"{given!r} is not OPTION=VALUE; a preset is chosen with --config-name {given}.")
+    for override in options.overrides:
+        if "=" not in override and not override.startswith("~"):
+            raise UserError(f"{override!r} is not OPTION=VALUE; a preset is chosen with --config-name {override}.")
     return compose(options.config_name, options.overrides)

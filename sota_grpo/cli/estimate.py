@@ -97,10 +97,10 @@ def show(estimated: Estimate) -> None:
     for device in estimated.devices:
         table = figures(f"{device.name} ({', '.join(device.roles)}), GiB", *device.moments)
         moments = list(device.moments.values())
-        for part in dict.fromkeys(part for parts in reversed(moments) for part in parts if parts[part]):
-            table.add_row(part, *(_cell(parts.get(part)) for parts in moments))
+        for entry in dict.fromkeys(entry for entries in reversed(moments) for entry in entries if entries[entry]):
+            table.add_row(entry, *(_cell(entries.get(entry)) for entries in moments))
         table.add_section()
-        sums = [sum(parts.values()) for parts in moments]
+        sums = [sum(entries.values()) for entries in moments]
         table.add_row("sum", *map(_cell, sums))
         table.add_row(f"of {device.capacity / 2**30:.1f} GiB", *(f"{size / device.capacity:.0%}" for size in sums))
         console.print(table)

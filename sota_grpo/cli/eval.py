@@ -154,7 +154,7 @@ def _overrides(options: argparse.Namespace) -> list[str]:
         "eval.num_samples": options.num_samples,
         "seed": options.seed,
     }
-    odd = [given for given in options.overrides if "=" not in given]
+    odd = [argument for argument in options.overrides if "=" not in argument]
     if odd:
         raise UserError(f"{odd[0]!r} is not OPTION=VALUE.")
     return [*(f"{name}={value}" for name, value in known.items() if value is not None), *options.overrides]
@@ -279,7 +279,10 @@ def show(result: dict[str, Any], stream: Any) -> None:
         old = result["against"]
         table = figures("the same problems", "before", "after", "gain, points")
         for name, gain in old["gain"].items():
-            shares = [part["greedy"] if name == "accuracy" else part["greedy"][name] for part in (old, result)]
+            shares = [
+                evaluation["greedy"] if name == "accuracy" else evaluation["greedy"][name]
+                for evaluation in (old, result)
+            ]
             points = f"{100 * gain['accuracy']:+.1f} +/- {100 * gain['stderr']:.1f}"
             table.add_row(name, *map(accuracy, shares), points)
         console.print(table)

@@ -48,8 +48,8 @@ def run(options: argparse.Namespace) -> int:
         UserError: the run, the checkpoint or the folder cannot be used.
     """
     if options.to != "hf" and (options.step is not None or options.adapter):
-        given = "--adapter" if options.adapter else "--step"
-        raise UserError(f"{given} goes with --to hf; --to {options.to} translates the whole run.")
+        option = "--adapter" if options.adapter else "--step"
+        raise UserError(f"{option} goes with --to hf; --to {options.to} translates the whole run.")
     from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, UNUSED_WITHOUT_SAMPLES, load_config
     from sota_grpo.run.entry import quiet_console
 

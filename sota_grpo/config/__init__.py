@@ -28,7 +28,7 @@ def opt(default: Any, text: str, choices: Collection[str] | None = None) -> Any:
     return field(default=default, metadata={"help": text, "choices": choices})
 
 
-def part(factory: type, text: str) -> Any:
+def section(factory: type, text: str) -> Any:
     """A config field that is a section, or a list, of its own."""
     return field(default_factory=factory, metadata={"help": text, "choices": None})
 
@@ -67,7 +67,7 @@ class LoggingConfig:
     wandb: str = opt("disabled", "Weights & Biases", ("online", "offline", "disabled"))
     project: str = opt("sota_grpo", "W&B project")
     run_name: str | None = opt(None, "W&B name of the run; null: the run directory's name")
-    tags: list[str] = part(list, "W&B tags")
+    tags: list[str] = section(list, "W&B tags")
     tensorboard: bool = opt(False, "write the metrics to tensorboard/ in the run directory too")
     trackio: bool = opt(False, "copy metrics, samples and the config to Trackio, a local dashboard")
     report: bool = opt(True, "write report.html at every checkpoint and at the end")
@@ -190,7 +190,7 @@ class JudgeConfig:
     retries: int = opt(5, "further attempts after failures, before a response that others do not fail with is an error")
     gone_s: float = opt(600.0, "the run waits so long for a judge that answers nothing, and then ends, to be continued")
     cache: str | None = opt(None, "file of what the judge has said; null: judge.jsonl in the run directory")
-    prices: list[float] = part(list, "dollars per million tokens that the judge reads and says, such as [0.5,1.5]")
+    prices: list[float] = section(list, "dollars per million tokens that the judge reads and says, such as [0.5,1.5]")
 
 
 @dataclass
@@ -208,7 +208,7 @@ class RewardConfig:
     all_weight: float = opt(0.0, "ifeval, instructions: reward beside it where all instructions are followed")
     thinking_weight: float = opt(0.2, "reasoning: weight of the term that penalises short thinking")
     min_think_words: int = opt(20, "reasoning: words of thinking below which it is penalised")
-    judge: JudgeConfig = part(JudgeConfig, "a model that judges responses")
+    judge: JudgeConfig = section(JudgeConfig, "a model that judges responses")
 
 
 SECRETS = ("engine.api_key", "model.hub_token")  # hidden in pages, cards, and copies of a config
@@ -358,7 +358,7 @@ class TrainModelConfig:
         False, "several devices: sum gradients after every micro-batch; less memory per rank, more traffic"
     )
     timeout_s: float = opt(600.0, "several devices: longest silence of a rank before the run ends with its name")
-    lora: LoraConfig = part(LoraConfig, "low-rank adapters")
+    lora: LoraConfig = section(LoraConfig, "low-rank adapters")
 
 
 @dataclass
@@ -394,7 +394,7 @@ class InferenceModelConfig:
     min_p: float = opt(
         0.0, "sample from tokens that are at least so likely, as a share of the most likely one; 0 keeps every token"
     )
-    stop: list[str] = part(list, "texts that end a response; the token that completes one is kept")
+    stop: list[str] = section(list, "texts that end a response; the token that completes one is kept")
     engine_kwargs: Any = opt(None, "vLLM: further arguments, such as {max_num_batched_tokens: 8192}")
     serve_adapter: bool = opt(
         False, "vLLM in this process: it is sent the adapter alone, and computes with it beside the base, unmerged"
@@ -483,21 +483,21 @@ class Config:
         "auto is CUDA where there is one; a hub model is only trained on CPU if told so",
         ("auto", "cpu", "cuda"),
     )
-    algorithm: AlgorithmConfig = part(AlgorithmConfig, "terms of the objective")
-    engine: EngineConfig = part(EngineConfig, "inference engine")
-    env: EnvConfig = part(EnvConfig, "task and data")
-    reward: RewardConfig = part(RewardConfig, "reward functions and the weights of the tasks' own terms")
-    model: ModelConfig = part(ModelConfig, "policy")
-    train_model: TrainModelConfig = part(TrainModelConfig, "the learner's copy")
-    inference_model: InferenceModelConfig = part(InferenceModelConfig, "the engine's copy")
-    ref_model: RefModelConfig = part(RefModelConfig, "the reference")
-    policy: PolicyConfig = part(PolicyConfig, "pull towards the reference")
-    optimizer: OptimizerConfig = part(OptimizerConfig, "optimizer")
-    train: TrainConfig = part(TrainConfig, "amounts")
-    eval: EvalConfig = part(EvalConfig, "evaluation")
-    ray: RayConfig = part(RayConfig, "cluster")
-    check: CheckConfig = part(CheckConfig, "gate")
-    logging: LoggingConfig = part(LoggingConfig, "logs")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "terms of the objective")
+    engine: EngineConfig = section(EngineConfig, "inference engine")
+    env: EnvConfig = section(EnvConfig, "task and data")
+    reward: RewardConfig = section(RewardConfig, "reward functions and the weights of the tasks' own terms")
+    model: ModelConfig = section(ModelConfig, "policy")
+    train_model: TrainModelConfig = section(TrainModelConfig, "the learner's copy")
+    inference_model: InferenceModelConfig = section(InferenceModelConfig, "the engine's copy")
+    ref_model: RefModelConfig = section(RefModelConfig, "the reference")
+    policy: PolicyConfig = section(PolicyConfig, "pull towards the reference")
+    optimizer: OptimizerConfig = section(OptimizerConfig, "optimizer")
+    train: TrainConfig = section(TrainConfig, "amounts")
+    eval: EvalConfig = section(EvalConfig, "evaluation")
+    ray: RayConfig = section(RayConfig, "cluster")
+    check: CheckConfig = section(CheckConfig, "gate")
+    logging: LoggingConfig = section(LoggingConfig, "logs")
 
 
 def register() -> None:

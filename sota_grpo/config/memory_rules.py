@@ -11,8 +11,8 @@ from sota_grpo.policy.optimizers import OPTIMIZERS
 
 def learner_ranks(config: Config) -> int:
     """Devices of the learner, an FSDP2 rank on each."""
-    part = config.train_model
-    return len(part.devices) if part.devices else part.num_devices or 1
+    model = config.train_model
+    return len(model.devices) if model.devices else model.num_devices or 1
 
 
 def _has_workers(config: Config) -> bool:

@@ -182,20 +182,20 @@ def _turns(config: Config, entry: Mapping[str, Any]) -> int:
 def _entry_config(config: Config, entry: Mapping[str, Any]) -> Config:
     from omegaconf import OmegaConf
 
-    given = {ENTRY_OPTIONS[name]: value for name, value in entry.items() if name != WEIGHT}
+    entered = {ENTRY_OPTIONS[name]: value for name, value in entry.items() if name != WEIGHT}
     values = {name: value for name, _, value in walk(config)}
     defaults = {name: value for name, _, value in walk()}
-    read = parameters(given.get("env.dataset", config.env.dataset))
+    read = parameters(entered.get("env.dataset", config.env.dataset))
     unread = [name for name, parameter in READERS.items() if parameter not in read]
-    unread += _OF_FUNCTIONS if "reward.path" in given else []
+    unread += _OF_FUNCTIONS if "reward.path" in entered else []
     offers = {name: _value(config, entry, name) for name in _OFFERS}
     unread += OF_TOOLS if not any(offers.values()) else []
-    if given.get("reward.judge.weight") == 0:  # the judge is not asked about this task
-        given = {name: value for name, value in given.items() if not name.startswith("reward.judge.")}
+    if entered.get("reward.judge.weight") == 0:  # the judge is not asked about this task
+        entered = {name: value for name, value in entered.items() if not name.startswith("reward.judge.")}
         unread += [name for name in defaults if name.startswith("reward.judge.")]
-    options = {name: defaults[name] for name in unread} | offers | given | {"env.mixture": None}
+    options = {name: defaults[name] for name in unread} | offers | entered | {"env.mixture": None}
     options["env.max_steps"] = _turns(config, entry)
-    if isinstance(size := given.get("env.repeats"), int) and size > 0 and config.env.repeats > 0:
+    if isinstance(size := entered.get("env.repeats"), int) and size > 0 and config.env.repeats > 0:
         options |= {name: values[name] * size // config.env.repeats for name in _IN_GROUPS}  # as many groups
     node = OmegaConf.structured(config)
     for name, value in options.items():

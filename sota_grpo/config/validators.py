@@ -343,13 +343,13 @@ def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
 
 def devices_are_counted_or_named(config: Config) -> Iterator[str]:
     for name in ("train_model", "inference_model", "ref_model"):
-        part = getattr(config, name)
-        if part.num_devices is not None and part.devices is not None:
+        role = getattr(config, name)
+        if role.num_devices is not None and role.devices is not None:
             yield (
-                f"{name}.num_devices={part.num_devices} and {name}.devices={list(part.devices)} say the same thing "
+                f"{name}.num_devices={role.num_devices} and {name}.devices={list(role.devices)} say the same thing "
                 f"twice; drop one of them."
             )
-        if part.devices is not None and len(part.devices) == 0:
+        if role.devices is not None and len(role.devices) == 0:
             yield f"{name}.devices=[] names no device; name one or leave it out."
 
 
@@ -380,9 +380,9 @@ def a_publish_is_made_of_whole_groups(config: Config) -> Iterator[str]:
 
 
 def a_copy_of_the_model_fills_its_devices(config: Config) -> Iterator[str]:
-    part = config.inference_model
-    size = part.tensor_parallel_size
-    count = len(part.devices) if part.devices is not None else (part.num_devices or size)
+    engine = config.inference_model
+    size = engine.tensor_parallel_size
+    count = len(engine.devices) if engine.devices is not None else (engine.num_devices or size)
     if count % size:
         yield (
             f"inference_model takes {count} devices and one copy of the model takes tensor_parallel_size={size}; "
@@ -399,8 +399,8 @@ def a_url_belongs_to_a_server(config: Config) -> Iterator[str]:
 
 
 def a_url_is_one_engine(config: Config) -> Iterator[str]:
-    part = config.inference_model
-    count = len(part.devices) if part.devices is not None else part.num_devices
+    engine = config.inference_model
+    count = len(engine.devices) if engine.devices is not None else engine.num_devices
     if config.engine.url is not None and count is not None:
         yield (
             f"engine.url={config.engine.url} is one running server, and inference_model asks for {count} devices to "
@@ -427,20 +427,20 @@ def a_broadcast_of_weights_has_whole_engines(config: Config) -> Iterator[str]:
 
 def obstacles_to_a_broadcast(config: Config) -> Iterator[str]:
     """Why ``inference_model.weight_transfer=collective`` would be refused; nothing where it would not."""
-    part = config.inference_model
+    engine = config.inference_model
     if is_server(config.engine.name):
         yield f"inference_model.weight_transfer=collective does not reach engine={config.engine.name}; leave it out."
     if config.train_model.lora.enabled:
         yield "inference_model.weight_transfer=collective sends whole weights; an adapter is small: leave it out."
-    if part.tensor_parallel_size > 1:
+    if engine.tensor_parallel_size > 1:
         yield (
             f"inference_model.weight_transfer=collective sends to engines of one device, and tensor_parallel_size="
-            f"{part.tensor_parallel_size}; leave it out."
+            f"{engine.tensor_parallel_size}; leave it out."
         )
-    if config.train_model.timeout_s <= part.timeout_s:
+    if config.train_model.timeout_s <= engine.timeout_s:
         yield (
             f"train_model.timeout_s={config.train_model.timeout_s} must be above inference_model.timeout_s="
-            f"{part.timeout_s}, the longest that a rank waits for an engine in a broadcast."
+            f"{engine.timeout_s}, the longest that a rank waits for an engine in a broadcast."
         )
 
 

@@ -219,9 +219,9 @@ class ToolTalk:
         self._num_said += len(calls)
         message: dict[str, Any] = {"role": "assistant", "content": turn.content}
         if calls:
-            asked = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+            called = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
             message["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": each} for call, each in zip(calls, asked, strict=True)
+                {"type": "function", "id": call.id, "function": each} for call, each in zip(calls, called, strict=True)
             ]
         self._messages.append(message)
         return calls

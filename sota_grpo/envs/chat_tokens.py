@@ -130,8 +130,8 @@ class ChatTokens:
         names = {word: name for name, word in quoted.items()}
         unquote = re.compile("|".join(names))
 
-        def said(part: str) -> str:
-            return unquote.sub(lambda word: names[word[0]], part)
+        def said(text: str) -> str:
+            return unquote.sub(lambda word: names[word[0]], text)
 
         if said(rendered) != text:
             return []

@@ -233,7 +233,7 @@ class CurriculumStream(PromptStream):
         self._groups: dict[int, tuple[str, int, int]] = {}  # task, level and example of groups that may be asked for
         self._observed: dict[int, tuple[int, int]] = {}  # passes and trials since the last update
         self._parts = self._make_parts()
-        if rule.by == "level" and all(len(part.names) < 2 for part in self._parts.values()):
+        if rule.by == "level" and all(len(levels.names) < 2 for levels in self._parts.values()):
             raise UserError(
                 "env.curriculum=level draws between the levels of a task, and this one has a single one; choose "
                 "problems of several levels, or use env.curriculum=example."
@@ -242,21 +242,21 @@ class CurriculumStream(PromptStream):
     def _make_parts(self) -> dict[str, _Part]:
         parts = self.examples.parts if isinstance(self.examples, MixedExamples) else {"": self.examples}
         made = {}
-        for name, part in parts.items():
-            levels = (level_name(self._level(self._example(name, index))) for index in range(len(part)))
-            made[name] = _Part(self.rule, self._seed_of(name), len(part), levels)
+        for name, examples in parts.items():
+            levels = (level_name(self._level(self._example(name, index))) for index in range(len(examples)))
+            made[name] = _Part(self.rule, self._seed_of(name), len(examples), levels)
         return made
 
     def draw(self, num_groups: int) -> list[tuple[int, Example]]:
         """The next ``num_groups`` prompts, each with a group id that no other draw has."""
         for group_id in range(self.next_group_id, self.next_group_id + num_groups):
             name, draw = self._task_of(group_id)
-            part = self._parts[name]
-            level = index = part.rates.drawn(draw)
-            if part.members is not None:
-                members = part.members[part.names[level]]
-                index = members[self._index(part.num_drawn[level], len(members), sample_seed(part.seed, 2, level))]
-                part.num_drawn[level] += 1
+            levels = self._parts[name]
+            level = index = levels.rates.drawn(draw)
+            if levels.members is not None:
+                members = levels.members[levels.names[level]]
+                index = members[self._index(levels.num_drawn[level], len(members), sample_seed(levels.seed, 2, level))]
+                levels.num_drawn[level] += 1
             self._groups[group_id] = (name, level, index)
         return super().draw(num_groups)
 
@@ -284,8 +284,8 @@ class CurriculumStream(PromptStream):
     def update(self, held: Collection[int]) -> None:
         """Learn from what was observed; groups that are not ``held`` will not be asked for again."""
         sums: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in self._parts}
-        for part in self._parts.values():
-            part.num_learned = {}
+        for levels in self._parts.values():
+            levels.num_learned = {}
         for group_id, (passes, trials) in self._observed.items():
             name, level, _ = self._groups[group_id]
             before = sums[name].get(level, (0, 0))
@@ -300,8 +300,8 @@ class CurriculumStream(PromptStream):
     def metrics(self) -> dict[str, float]:
         """Of each level its pass rate and its share of the groups learned from; of examples, what is solved or not."""
         metrics: dict[str, float] = {}
-        for name, part in self._parts.items():
-            own = part.metrics(sum(part.num_learned.values()))
+        for name, levels in self._parts.items():
+            own = levels.metrics(sum(levels.num_learned.values()))
             metrics |= {
                 f"curriculum/{name}/{key}" if name else f"curriculum/{key}": value for key, value in own.items()
             }
@@ -312,8 +312,8 @@ class CurriculumStream(PromptStream):
         return super().state_dict() | {
             "groups": [[group_id, *drawn] for group_id, drawn in self._groups.items()],
             "observed": [[group_id, *counts] for group_id, counts in self._observed.items()],
-            "num_drawn": {name: list(part.num_drawn) for name, part in self._parts.items()},
-            "pass_rates": {name: part.rates.state_dict() for name, part in self._parts.items()},
+            "num_drawn": {name: list(levels.num_drawn) for name, levels in self._parts.items()},
+            "pass_rates": {name: levels.rates.state_dict() for name, levels in self._parts.items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -325,13 +325,13 @@ class CurriculumStream(PromptStream):
         super().load_state_dict(state_dict)
         self._groups = {group_id: (name, level, index) for group_id, name, level, index in state_dict["groups"]}
         self._observed = {group_id: (passes, trials) for group_id, passes, trials in state_dict["observed"]}
-        for name, part in self._parts.items():
-            part.num_drawn = list(state_dict["num_drawn"][name])
-            part.rates.load_state_dict(state_dict["pass_rates"][name])
+        for name, levels in self._parts.items():
+            levels.num_drawn = list(state_dict["num_drawn"][name])
+            levels.rates.load_state_dict(state_dict["pass_rates"][name])
 
     def _identity(self) -> dict[str, Any]:
         levels = {
-            name: {level: len(members) for level, members in (part.members or {}).items()}
-            for name, part in self._parts.items()
+            name: {level: len(members) for level, members in (one.members or {}).items()}
+            for name, one in self._parts.items()
         }
         return super()._identity() | {"curriculum": asdict(self.rule) | {"levels": levels}}

@@ -142,9 +142,9 @@ class DialogEnv(TaskEnv):
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         if self._rules is None:
             return super()._reset(tensordict, **kwargs)
-        asked = None if tensordict is None else tensordict.get("_reset", None)
-        chosen = [True] * len(self._dialogs) if asked is None else asked.reshape(len(self._dialogs)).tolist()
-        if asked is None:  # all begin together, with prompts that nobody has had
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        chosen = [True] * len(self._dialogs) if mask is None else mask.reshape(len(self._dialogs)).tolist()
+        if mask is None:  # all begin together, with prompts that nobody has had
             self._episodes = [max(self._episodes)] * len(self._episodes)
         indexes = [index for index, is_chosen in enumerate(chosen) if is_chosen]
         self._leave(indexes)
@@ -173,9 +173,9 @@ class DialogEnv(TaskEnv):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         if self._rules is None:
             return super()._step(tensordict)
-        asked = tensordict.get("_step", None)
+        mask = tensordict.get("_step", None)
         rows = tensordict.unbind(0)
-        chosen = [True] * len(rows) if asked is None else asked.reshape(len(rows)).tolist()
+        chosen = [True] * len(rows) if mask is None else mask.reshape(len(rows)).tolist()
         answered = [self._follow(index, row) for index, row in enumerate(rows) if chosen[index]]
         for future in answered:
             future.result()
@@ -274,12 +274,12 @@ def _check(max_steps: int, tools: Tools | None, environment: Any) -> None:
 
 def _spec(tools: Tools | None, environment: str | Callable[[], Any] | None, opened: ExitStack) -> InstanceSpec | None:
     """What the instances are made of; objects travel in a file that is there as long as they are."""
-    given: Any = tools if environment is None else environment
-    if given is None:
+    spec: Any = tools if environment is None else environment
+    if spec is None:
         return None
-    if isinstance(given, str):
-        return instance_spec(*((given, None) if environment is None else (None, given)))
-    functions = [given] if environment is not None else list(given)
+    if isinstance(spec, str):
+        return instance_spec(*((spec, None) if environment is None else (None, spec)))
+    functions = [spec] if environment is not None else list(spec)
     names = tuple(function.__name__ for function in functions)
     path = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_"))) / f"tools{PICKLED}"
     path.write_bytes(pickled(dict(zip(names, functions, strict=True))))
@@ -416,5 +416,5 @@ def _each(steps: TensorDictBase) -> Iterator[TensorDictBase]:
     if not steps.batch_dims:
         yield steps
         return
-    for part in steps.unbind(0):
-        yield from _each(part)
+    for step in steps.unbind(0):
+        yield from _each(step)

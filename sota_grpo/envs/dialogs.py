@@ -292,10 +292,10 @@ class Dialog:
         own = self.prompt_ids[common:]
         if self.num_turns == 1 and not own:
             return replace(self._parts[0], truncated=self.truncated, assistant_mask=None, record=self.record)
-        parts = [_heard(own), *self._parts] if own else self._parts
+        turns = [_heard(own), *self._parts] if own else self._parts
         fields = ("token_ids", "log_probs", "versions", "assistant_mask")
-        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in fields}
-        return Sample(**joined, truncated=self.truncated, record=self.record, kept=_joined(parts))
+        joined = {name: torch.cat([getattr(turn, name) for turn in turns]) for name in fields}
+        return Sample(**joined, truncated=self.truncated, record=self.record, kept=_joined(turns))
 
 
 def _heard(token_ids: Sequence[int]) -> Sample:
@@ -305,15 +305,15 @@ def _heard(token_ids: Sequence[int]) -> Sample:
     return Sample(heard, torch.zeros(count), torch.full((count,), -1), False, nothing)
 
 
-def _joined(parts: Sequence[Sample]) -> KeptTokens | None:
+def _joined(turns: Sequence[Sample]) -> KeptTokens | None:
     """The kept sets of all parts, where the policy's have some; what others said has none."""
-    known = [part.kept for part in parts]
+    known = [turn.kept for turn in turns]
     if not any(known):
         return None
     ids, counts = [], []
-    for part, kept in zip(parts, known):
+    for turn, kept in zip(turns, known):
         ids += [] if kept is None else [kept.ids]
-        counts.append(torch.zeros(len(part.token_ids), dtype=torch.int32) if kept is None else kept.counts)
+        counts.append(torch.zeros(len(turn.token_ids), dtype=torch.int32) if kept is None else kept.counts)
     return KeptTokens(torch.cat(ids), torch.cat(counts))
 
 

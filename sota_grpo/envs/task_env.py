@@ -307,8 +307,8 @@ class TaskEnv(EnvBase):
             UserError: one is refused; with ``skip``, all of those to train on, or all of those held out, are.
         """
         longest, left_out = 0, []
-        for part in ("train", "heldout"):
-            examples, kept = getattr(self.task, part), []
+        for split in ("train", "heldout"):
+            examples, kept = getattr(self.task, split), []
             for number, example in enumerate(examples, start=1):
                 try:
                     longest = max(longest, len(self.prompt_ids(example)))
@@ -319,7 +319,7 @@ class TaskEnv(EnvBase):
                     left_out.append((example, error))
             if len(kept) < len(examples):
                 is_mixed = isinstance(examples, MixedExamples)
-                setattr(self.task, part, examples.only(kept, may_be_empty=part == "heldout") if is_mixed else kept)
+                setattr(self.task, split, examples.only(kept, may_be_empty=split == "heldout") if is_mixed else kept)
         if left_out:
             self.stream = self.make_stream(self.task.train, seed=self.stream.seed, shuffle=self.stream.shuffle)
             _tell_of([example for example, _ in left_out], left_out[0][1])

@@ -240,11 +240,11 @@ class ToolCallReader:
             except Exception as error:  # made by whoever made the tokenizer
                 logger.warning("The tokenizer's response_template is of no use: %s", first_line(error))
         plain = self._probe("an answer", [_QUESTION, {"role": "assistant", "content": _SAID}], [])
-        found = one and derive(one, two, _TOOL, _SIMPLE, plain.rpartition(_SAID)[2])
-        if found:
+        form = one and derive(one, two, _TOOL, _SIMPLE, plain.rpartition(_SAID)[2])
+        if form:
             behind = prompt.rpartition(_ASKED)[2]
             begun = [ends for begins, ends in THINKING if behind.rfind(begins) > behind.rfind(ends)]
-            yield found.with_turn(specials, next(iter(begun), ""))
+            yield form.with_turn(specials, next(iter(begun), ""))
 
     def _reads(self, text: str, said: Sequence[Mapping[str, Any]]) -> bool:
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -280,8 +280,8 @@ def _behind(prompt: str, text: str) -> str:
         if head and text.startswith(head):
             rest = text[len(head) :]
             return rest.removeprefix(begins) if rest.startswith(begins) else ends + rest
-    asked, tail = prompt.rpartition(_ASKED)[1:]
-    if asked and tail.strip() and tail in text:  # something stands elsewhere than in the prompt
+    before, tail = prompt.rpartition(_ASKED)[1:]
+    if before and tail.strip() and tail in text:  # something stands elsewhere than in the prompt
         return text.rpartition(tail)[2]
     return text[num_common(prompt, text) :]
 

@@ -47,16 +47,16 @@ class Facts:
 
 
 class Account:
-    """The options of a config as they are translated: each is carried over, remarked on, or left behind.
+    """The options of a config as they are translated: each is carried over, noted, or left behind.
 
     Attributes:
         carried: options that the translation was made from.
-        remarks: why others mean something else there, or nothing.
+        notes: why others mean something else there, or nothing.
 
     >>> account = Account(Config())
     >>> account["env.repeats"]
     8
-    >>> account.remark("policy.kl_coef", "there is no reference here.")
+    >>> account.note("policy.kl_coef", "there is no reference here.")
     >>> "env.repeats" in account.left(), "policy.kl_coef" in account.left(), "optimizer.lr" in account.left()
     (False, False, True)
     """
@@ -64,7 +64,7 @@ class Account:
     def __init__(self, config: Config) -> None:
         self._values = {name: value for name, _, value in walk(config)}
         self._defaults = {name: value for name, _, value in walk()}
-        self.remarks: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
         self.carried = set(FILES)
 
     def __getitem__(self, option: str) -> Any:
@@ -84,7 +84,7 @@ class Account:
     def loss_of(self, peer: str, option: str, text: str) -> str:
         """What a ``peer`` (``verl``, ``trl``) calls ``algorithm.objective``, by the value of another ``option``.
 
-        Where it has none it is the clipped loss, and where it has none of this value its first, each with a remark,
+        Where it has none it is the clipped loss, and where it has none of this value its first, each with a note,
         ``text`` the latter.
 
         >>> config = Config(); config.algorithm.objective = "cispo"
@@ -93,10 +93,10 @@ class Account:
         """
         value, names = self[option], getattr(surrogate(self["algorithm.objective"]), peer)
         if not names:
-            self.remark("algorithm.objective", "there is no such loss; this is the clipped one.")
+            self.note("algorithm.objective", "there is no such loss; this is the clipped one.")
             names = getattr(SURROGATES["clipped"], peer)
         elif value not in names:
-            self.remark(option, text)
+            self.note(option, text)
         return str(names.get(value, next(iter(names.values()))))
 
     def clips(self, peer: str) -> tuple[float, float]:
@@ -111,29 +111,29 @@ class Account:
         if name in SURROGATES and not getattr(SURROGATES[name], peer):
             default = AlgorithmConfig()
             if (low, high) != (default.clip_low, default.clip_high):
-                self.remark("algorithm.clip_low", f"of {name}; the clipped loss has its own default.")
-                self.remark("algorithm.clip_high", f"of {name}; the clipped loss has its own default.")
+                self.note("algorithm.clip_low", f"of {name}; the clipped loss has its own default.")
+                self.note("algorithm.clip_high", f"of {name}; the clipped loss has its own default.")
             return default.clip_low, default.clip_high
         return low, high
 
-    def remark(self, option: str, text: str) -> None:
+    def note(self, option: str, text: str) -> None:
         """Add to what is said of an option."""
-        self.remarks[option] = " ".join(filter(None, [self.remarks.get(option), text]))
+        self.notes[option] = " ".join(filter(None, [self.notes.get(option), text]))
 
     def left(self) -> list[str]:
-        """Options that were neither carried over nor remarked on, in the order of the schema."""
-        return [option for option in self._values if option not in self.carried and option not in self.remarks]
+        """Options that were neither carried over nor noted, in the order of the schema."""
+        return [option for option in self._values if option not in self.carried and option not in self.notes]
 
     def comment(self) -> list[str]:
-        """The account as lines without a comment sign: remarks first, then what is left behind."""
+        """The account as lines without a comment sign: notes first, then what is left behind."""
         values, left = self._values, self.left()
         changed = [option for option in left if values[option] != self._defaults[option]]
         unchanged = ", ".join(option for option in left if option not in changed)
-        remarks = [f"{option}={values[option]}: {self.remarks[option]}" for option in values if option in self.remarks]
+        notes = [f"{option}={values[option]}: {self.notes[option]}" for option in values if option in self.notes]
         others = [option if option in SECRETS else f"{option}={values[option]}" for option in changed]
         lines = []
         for title, texts in (
-            ("Not the same there:", remarks),
+            ("Not the same there:", notes),
             ("Left behind (no counterpart, or off), and not at their defaults here:", others),
         ):
             lines += [title] if texts else []

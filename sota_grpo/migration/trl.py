@@ -156,14 +156,14 @@ def _amounts(config: Config, ours: Account) -> dict[str, Any]:
     ours.carry("train.dialog_turns_per_batch", "mode")
     if config.mode == "async":
         ours.carry("train.weight_update_frequency")
-        ours.remark("mode", "GRPOTrainer collects and trains in turn.")
+        ours.note("mode", "GRPOTrainer collects and trains in turn.")
     ranks = ours.num_devices("train_model")
     if ranks > 1:
-        ours.remark("train_model.num_devices", f"start the script with accelerate launch --num_processes {ranks}.")
+        ours.note("train_model.num_devices", f"start the script with accelerate launch --num_processes {ranks}.")
     size, repeats = ours["train.optim_batch_size"], ours["env.repeats"]
     per_rank = size // ranks
     micro = math.gcd(per_rank, repeats)
-    ours.remark("train.micro_batch_tokens", f"TRL pads, and counts responses: {micro} at a time.")
+    ours.note("train.micro_batch_tokens", f"TRL pads, and counts responses: {micro} at a time.")
     steps = ours["train.total_dialog_turns"] // responses_per_step(config)
     return {
         "num_generations": repeats,
@@ -179,15 +179,15 @@ def _amounts(config: Config, ours: Account) -> dict[str, Any]:
 
 
 def _objective(config: Config, ours: Account) -> dict[str, Any]:
-    part, several = config.algorithm, steps_per_publish(config) > 1
-    loss = ours.loss_of("trl", "algorithm.aggregation", f"TRL's {part.objective} weighs every token alike.")
-    aggregation, is_cispo = part.aggregation, loss == "cispo"
+    algorithm, several = config.algorithm, steps_per_publish(config) > 1
+    loss = ours.loss_of("trl", "algorithm.aggregation", f"TRL's {algorithm.objective} weighs every token alike.")
+    aggregation, is_cispo = algorithm.aggregation, loss == "cispo"
     if aggregation == "token" and several:
-        ours.remark("algorithm.aggregation", "TRL divides by the mean number of tokens of the steps of a collection.")
+        ours.note("algorithm.aggregation", "TRL divides by the mean number of tokens of the steps of a collection.")
     if has_no_ratio(config):
-        ours.remark("algorithm.objective", "the ratio of a batch's only step is 1, so the gradient is REINFORCE's.")
+        ours.note("algorithm.objective", "the ratio of a batch's only step is 1, so the gradient is REINFORCE's.")
     low, high = ours.clips("trl")
-    found = {
+    options = {
         "loss_type": loss,
         "importance_sampling_level": ours["algorithm.ratio"],
         "epsilon": low,
@@ -196,41 +196,41 @@ def _objective(config: Config, ours: Account) -> dict[str, Any]:
         "mask_truncated_completions": ours["algorithm.drop_truncated"],
         "entropy_coef": ours["algorithm.entropy_coef"],
     }
-    found |= {argument: ours[option] for argument, option in _OF_A_LOSS.get(loss, {}).items()}
-    if part.off_policy_threshold is not None:
-        found["off_policy_mask_threshold"] = ours["algorithm.off_policy_threshold"]
-        ours.remark("algorithm.off_policy_threshold", "without vLLM it is measured from the learner's own log-probs.")
-    if part.top_entropy_quantile < 1:
-        found["top_entropy_quantile"] = ours["algorithm.top_entropy_quantile"]
-        ours.remark("algorithm.top_entropy_quantile", "TRL takes the quantile of each micro-batch, over all devices.")
-    if part.entropy_target is not None:
-        found |= {
+    options |= {argument: ours[option] for argument, option in _OF_A_LOSS.get(loss, {}).items()}
+    if algorithm.off_policy_threshold is not None:
+        options["off_policy_mask_threshold"] = ours["algorithm.off_policy_threshold"]
+        ours.note("algorithm.off_policy_threshold", "without vLLM it is measured from the learner's own log-probs.")
+    if algorithm.top_entropy_quantile < 1:
+        options["top_entropy_quantile"] = ours["algorithm.top_entropy_quantile"]
+        ours.note("algorithm.top_entropy_quantile", "TRL takes the quantile of each micro-batch, over all devices.")
+    if algorithm.entropy_target is not None:
+        options |= {
             "use_adaptive_entropy": True,
             "entropy_target": ours["algorithm.entropy_target"],
             "entropy_coef_delta": ours["algorithm.entropy_coef_delta"],
             "entropy_coef_max": ours["algorithm.entropy_coef_max"],
         }
-    has_bonus = bool(part.entropy_coef) or part.entropy_target is not None
-    if has_bonus and part.top_entropy_quantile < 1:
-        ours.remark("algorithm.entropy_coef", "TRL's bonus and its target are those of the tokens that it keeps.")
+    has_bonus = bool(algorithm.entropy_coef) or algorithm.entropy_target is not None
+    if has_bonus and algorithm.top_entropy_quantile < 1:
+        ours.note("algorithm.entropy_coef", "TRL's bonus and its target are those of the tokens that it keeps.")
     if has_bonus and aggregation != "token":
-        ours.remark("algorithm.entropy_coef", "TRL's bonus is a mean over tokens, whatever the loss type.")
-    return found | _correction(config, ours)
+        ours.note("algorithm.entropy_coef", "TRL's bonus is a mean over tokens, whatever the loss type.")
+    return options | _correction(config, ours)
 
 
 def _correction(config: Config, ours: Account) -> dict[str, Any]:
     """How the mismatch between engine and learner is weighed, of which only vLLM has one in TRL."""
     level, mode = ours["algorithm.correction"], config.algorithm.correction_mode
     if level == "geometric" or (level != "none" and mode == "reject"):
-        ours.remark("algorithm.correction", f"TRL has none of level {level} and mode {mode}, so there is none.")
+        ours.note("algorithm.correction", f"TRL has none of level {level} and mode {mode}, so there is none.")
         return {"vllm_importance_sampling_correction": False}
     if level == "none":
         if config.train.epochs == 1 and not has_no_ratio(config):
-            ours.remark(
+            ours.note(
                 "algorithm.correction", "the ratio is taken to the learner's own log-probs, here to the engine's."
             )
         return {"vllm_importance_sampling_correction": False}
-    ours.remark("algorithm.correction", "without vLLM there is none in TRL.")
+    ours.note("algorithm.correction", "without vLLM there is none in TRL.")
     return {
         "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": f"{level}_{ours['algorithm.correction_mode']}",
@@ -247,17 +247,15 @@ def _advantage(config: Config, ours: Account) -> dict[str, Any]:
     if baseline == "leave_one_out" and scale == "none" and repeats > 1:
         factor = repeats / (repeats - 1)
     elif baseline != "group_mean":
-        ours.remark("algorithm.baseline", "TRL compares with the mean of the group.")
+        ours.note("algorithm.baseline", "TRL compares with the mean of the group.")
     if ours["algorithm.dynamic_sampling"]:
-        ours.remark("algorithm.dynamic_sampling", "TRL trains on zero-advantage groups as well.")
+        ours.note("algorithm.dynamic_sampling", "TRL trains on zero-advantage groups as well.")
     if ours["env.max_steps"] > 1 or ours["env.reasoning"]:
-        ours.remark("env.max_steps", "each response is one turn; TRL's dialogs are calls of tools.")
+        ours.note("env.max_steps", "each response is one turn; TRL's dialogs are calls of tools.")
     if scale in _NEAREST:
-        ours.remark(
-            "algorithm.scale", f"TRL divides by no {scale}; this is the std of the {_NEAREST[scale]}'s rewards."
-        )
+        ours.note("algorithm.scale", f"TRL divides by no {scale}; this is the std of the {_NEAREST[scale]}'s rewards.")
     elif scale != "none":
-        ours.remark("algorithm.scale", "TRL adds 1e-4 to the standard deviation, ours 1e-6.")
+        ours.note("algorithm.scale", "TRL adds 1e-4 to the standard deviation, ours 1e-6.")
     rewards = 2 if ours["algorithm.overlong_buffer"] else 1  # the penalty is a function of its own
     return {"scale_rewards": (_SCALES | _NEAREST)[scale]} | (
         {"reward_weights": [factor] * rewards} if factor != 1 else {}
@@ -268,27 +266,27 @@ def _reference(config: Config, ours: Account) -> dict[str, Any]:
     """k3 without TRL's weight of the ratio; with it the gradient is that of our k2 where a batch is used once."""
     coef, estimator = ours["policy.kl_coef"], ours["algorithm.kl_estimator"]
     if coef and not ours["train.kl_coef_in_loss"]:
-        ours.remark("train.kl_coef_in_loss", "TRL has no KL in the reward, so there is none.")
+        ours.note("train.kl_coef_in_loss", "TRL has no KL in the reward, so there is none.")
         return {"beta": 0.0}
     unbiased = bool(coef) and ours["algorithm.kl_unbiased"]
     if unbiased and estimator == "k1":
-        ours.remark("algorithm.kl_estimator", "k3, which has the same gradient on average when the ratio weighs it.")
+        ours.note("algorithm.kl_estimator", "k3, which has the same gradient on average when the ratio weighs it.")
     elif coef and estimator == "k2":
-        ours.remark("algorithm.kl_estimator", "k3 weighed by the ratio, of the same gradient in a batch's first step.")
+        ours.note("algorithm.kl_estimator", "k3 weighed by the ratio, of the same gradient in a batch's first step.")
     elif coef and estimator == "k1":
-        ours.remark("algorithm.kl_estimator", "TRL's is k3.")
+        ours.note("algorithm.kl_estimator", "TRL's is k3.")
     return {"beta": coef} | ({"use_bias_correction_kl": unbiased or estimator == "k2"} if coef else {})
 
 
 def _optimizer(config: Config, ours: Account) -> dict[str, Any]:
     schedule, warmup = ours["optimizer.schedule"], ours["optimizer.warmup_steps"]
     if warmup:
-        ours.remark("optimizer.warmup_steps", f"TRL's first step is at 0, ours at 1/{warmup} of the rate.")
+        ours.note("optimizer.warmup_steps", f"TRL's first step is at 0, ours at 1/{warmup} of the rate.")
     if ours["optimizer.weight_decay"]:
-        ours.remark("optimizer.weight_decay", "transformers' Trainer leaves biases and norms out.")
+        ours.note("optimizer.weight_decay", "transformers' Trainer leaves biases and norms out.")
     optimizer = OPTIMIZERS[ours["optimizer.name"]].trl
     if optimizer is None and config.optimizer.name != "adamw":
-        ours.remark("optimizer.name", "transformers' Trainer has no such optimizer; this is AdamW.")
+        ours.note("optimizer.name", "transformers' Trainer has no such optimizer; this is AdamW.")
     return {
         **({"optim": optimizer} if optimizer else {}),
         "learning_rate": ours["optimizer.lr"],
@@ -325,7 +323,7 @@ def _learner(config: Config, ours: Account) -> dict[str, Any]:
 
 def _engine(config: Config, ours: Account) -> dict[str, Any]:
     if ours["inference_model.ignore_eos"]:
-        ours.remark("inference_model.ignore_eos", "add generation_kwargs, which differ between vLLM and transformers.")
+        ours.note("inference_model.ignore_eos", "add generation_kwargs, which differ between vLLM and transformers.")
     sampling = {
         "max_completion_length": ours["inference_model.max_tokens"],
         "temperature": ours["inference_model.temperature"],
@@ -333,13 +331,11 @@ def _engine(config: Config, ours: Account) -> dict[str, Any]:
         "top_k": ours["inference_model.top_k"],
     }
     if most_kept(config):
-        ours.remark(
-            "inference_model.top_p", "TRL before 1.17 takes log-probs over the whole vocabulary, a biased ratio."
-        )
+        ours.note("inference_model.top_p", "TRL before 1.17 takes log-probs over the whole vocabulary, a biased ratio.")
     name, url = ours["engine.name"], ours["engine.url"]
     known = "colocate" if name == "auto" else ENGINES[name].trl
     if known is None:
-        ours.remark("engine.name", "TRL samples with transformers or vLLM; this is transformers.")
+        ours.note("engine.name", "TRL samples with transformers or vLLM; this is transformers.")
     if known in (None, "transformers"):
         return sampling | {"use_vllm": False}
     uses: Any = Code(f'{HAS_CUDA} and find_spec("vllm") is not None') if name == "auto" else True
@@ -357,7 +353,7 @@ def _engine(config: Config, ours: Account) -> dict[str, Any]:
 
 def _records(config: Config, ours: Account) -> dict[str, Any]:
     if ours["eval.mode"] == "on":
-        ours.remark("eval.mode", "TRL evaluates rewards, not accuracy: measure the saved model with sota-grpo eval.")
+        ours.note("eval.mode", "TRL evaluates rewards, not accuracy: measure the saved model with sota-grpo eval.")
     per_publish, every = steps_per_publish(config), ours["train.checkpoint_frequency"]
     is_tracked = ours["logging.wandb"] != "disabled"
     ours.carry("logging.project", "train.export_hf", "train.resume")

@@ -102,16 +102,16 @@ def _advantage(config: Config, ours: Account) -> dict[str, Any]:
     baseline, scale = ours["algorithm.baseline"], ours["algorithm.scale"]
     estimator = _ESTIMATORS.get((baseline, scale), "grpo")
     if (baseline, scale) not in _ESTIMATORS:
-        ours.remark("algorithm.baseline", f"verl has none with algorithm.scale={scale}; this is grpo's, a group mean.")
+        ours.note("algorithm.baseline", f"verl has none with algorithm.scale={scale}; this is grpo's, a group mean.")
     elif estimator.startswith("reinforce"):
-        ours.remark("algorithm.scale", "verl whitens over tokens, so long responses weigh more; ours over responses.")
+        ours.note("algorithm.scale", "verl whitens over tokens, so long responses weigh more; ours over responses.")
     options: dict[str, Any] = {
         "algorithm.adv_estimator": estimator,
         "algorithm.norm_adv_by_std_in_grpo": scale != "none",
     }
     if ours["algorithm.dynamic_sampling"]:
         options |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "score"}
-        ours.remark("algorithm.dynamic_sampling_max_draws", "verl's trainer draws on without a limit.")
+        ours.note("algorithm.dynamic_sampling_max_draws", "verl's trainer draws on without a limit.")
     buffer = ours["algorithm.overlong_buffer"]
     if buffer:
         penalty = {"enable": True, "len": buffer, "penalty_factor": 1.0, "log": True}
@@ -131,10 +131,10 @@ def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
     if loss in _BY_ROWS and algorithm.aggregation != "sequence":
         later = "; 0.9.1 heeds it" if loss == "gspo" else ""
         text = f"verl 0.9.0's {loss} weighs by sequence whatever loss_agg_mode says{later}."
-        ours.remark("algorithm.aggregation", text.replace("gspo", "GSPO"))
+        ours.note("algorithm.aggregation", text.replace("gspo", "GSPO"))
     bound = ours["algorithm.ratio_cap" if loss == "dppo_tv" else "algorithm.dual_clip"]
     if loss == "gspo" and algorithm.dual_clip is not None:
-        ours.remark("algorithm.dual_clip", "verl's GSPO has no dual clip.")
+        ours.note("algorithm.dual_clip", "verl's GSPO has no dual clip.")
     options = {
         f"{ACTOR}.policy_loss.loss_mode": loss,
         f"{ACTOR}.clip_ratio": low,
@@ -150,13 +150,13 @@ def _policy_loss(config: Config, ours: Account) -> dict[str, Any]:
             f"{ACTOR}.tau_neg": ours["algorithm.tau_negative"],
         }
     if algorithm.top_entropy_quantile < 1:
-        ours.remark("algorithm.top_entropy_quantile", "verl has no such mask: every token takes part.")
+        ours.note("algorithm.top_entropy_quantile", "verl has no such mask: every token takes part.")
     if algorithm.entropy_target is not None:
-        ours.remark("algorithm.entropy_target", "verl's coefficient stays as it begins.")
+        ours.note("algorithm.entropy_target", "verl's coefficient stays as it begins.")
     if algorithm.aggregation == "constant":
         options[f"{ACTOR}.loss_scale_factor"] = longest_response(config)
     if algorithm.drop_truncated:
-        ours.remark("algorithm.drop_truncated", "verl trains on truncated responses.")
+        ours.note("algorithm.drop_truncated", "verl trains on truncated responses.")
     return options
 
 
@@ -167,7 +167,7 @@ def _correction(config: Config, ours: Account) -> dict[str, Any]:
         used_once = ours["train.epochs"] == 1
         is_plain = surrogate(algorithm.objective).verl.get(algorithm.ratio) == "vanilla"
         if used_once and not (is_plain or has_no_ratio(config)):
-            ours.remark(
+            ours.note(
                 "algorithm.correction",
                 "the ratio is taken to log-probs that verl's learner computes again; ours are the engine's own, which "
                 "verl offers for its plain clipped loss only (bypass_mode).",
@@ -183,10 +183,10 @@ def _correction(config: Config, ours: Account) -> dict[str, Any]:
             f"{prefix}.rollout_rs_threshold": f"{1 / cap}_{1 / floor if floor else NEVER_BINDS}",
         }
     if algorithm.correction == "geometric":
-        ours.remark("algorithm.correction", "verl has no weight of this level, only a rejection, so there is none.")
+        ours.note("algorithm.correction", "verl has no weight of this level, only a rejection, so there is none.")
         return {f"{prefix}.bypass_mode": False}
     if floor and mode == "truncate":
-        ours.remark("algorithm.correction_floor", "verl truncates above only.")
+        ours.note("algorithm.correction_floor", "verl truncates above only.")
     else:
         ours.carry("algorithm.correction_floor")
     return {
@@ -207,7 +207,7 @@ def _reference(config: Config, ours: Account) -> dict[str, Any]:
         options |= {f"{ACTOR}.kl_loss_coef": coef, f"{ACTOR}.kl_loss_type": _KL_TYPES[estimator]}
     elif coef > 0:
         options |= {"algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": coef}
-        ours.remark(
+        ours.note(
             "train.kl_coef_in_loss",
             "in a group that is graded alike, verl divides the differences of KL by their spread; ours leaves them.",
         )
@@ -220,9 +220,9 @@ def _optimizer(config: Config, ours: Account) -> dict[str, Any]:
     steps_per_publish = config.train.epochs * responses_per_step(config) // config.train.optim_batch_size
     schedule, warmup = ours["optimizer.schedule"], ours["optimizer.warmup_steps"]
     if schedule == "linear":
-        ours.remark("optimizer.schedule", "verl's FSDP learner knows constant and cosine; this is constant.")
+        ours.note("optimizer.schedule", "verl's FSDP learner knows constant and cosine; this is constant.")
     if warmup:
-        ours.remark("optimizer.warmup_steps", "verl begins at 0 and counts iterations, not optimizer steps.")
+        ours.note("optimizer.warmup_steps", "verl begins at 0 and counts iterations, not optimizer steps.")
     options: dict[str, Any] = {
         f"{prefix}.lr": ours["optimizer.lr"],
         f"{prefix}.weight_decay": ours["optimizer.weight_decay"],
@@ -242,9 +242,9 @@ def _data(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
     if config.mode == "async":
         ours.carry("train.weight_update_frequency")
     if config.env.max_steps > 1:
-        ours.remark("env.max_steps", "verl's dialogs need an agent loop of your own; each response is one turn here.")
+        ours.note("env.max_steps", "verl's dialogs need an agent loop of your own; each response is one turn here.")
     if ours["env.reasoning"]:
-        ours.remark("env.reasoning", "nobody is asked to think again there.")
+        ours.note("env.reasoning", "nobody is asked to think again there.")
     template = ours["env.chat_template_kwargs"]
     return {
         **({"++data.apply_chat_template_kwargs": template} if template else {}),
@@ -281,18 +281,18 @@ def _model(ours: Account, facts: Facts) -> dict[str, Any]:
             f"{_ROLLOUT}.load_format": "safetensors",
         }
         if ours["train_model.lora.dropout"]:
-            ours.remark("train_model.lora.dropout", "the adapters of verl's FSDP learner have no dropout.")
+            ours.note("train_model.lora.dropout", "the adapters of verl's FSDP learner have no dropout.")
     return options
 
 
 def _actor(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
     repeats, size = config.env.repeats, ours["train.optim_batch_size"]
     if size % repeats:
-        ours.remark("train.optim_batch_size", f"verl cuts between prompts: {max(1, size // repeats)} of them a step.")
+        ours.note("train.optim_batch_size", f"verl cuts between prompts: {max(1, size // repeats)} of them a step.")
     longest = facts.longest_prompt + longest_response(config)
     budget = ours["train.micro_batch_tokens"]
     if budget < longest:
-        ours.remark("train.micro_batch_tokens", f"raised to the longest sequence, {longest}; it counts every prompt.")
+        ours.note("train.micro_batch_tokens", f"raised to the longest sequence, {longest}; it counts every prompt.")
     saved = ["model", "optimizer", "extra", *(["hf_model"] if ours["train.export_hf"] else [])]
     options: dict[str, Any] = {
         f"{ACTOR}.ppo_mini_batch_size": max(1, size // repeats),
@@ -314,11 +314,11 @@ def _rollout(config: Config, ours: Account) -> dict[str, Any]:
     engine, dtype = ours["engine.name"], ours["inference_model.torch_dtype"]
     known = None if engine == "auto" else ENGINES[engine].verl
     if known is None and engine != "auto":
-        ours.remark("engine.name", "verl samples with vllm or sglang; this is vllm.")
+        ours.note("engine.name", "verl samples with vllm or sglang; this is vllm.")
     elif is_server(engine):
-        ours.remark("engine.name", "verl starts the engine itself.")
+        ours.note("engine.name", "verl starts the engine itself.")
     if most_kept(config):
-        ours.remark("inference_model.top_p", "verl takes log-probs over the whole vocabulary, so its ratio is biased.")
+        ours.note("inference_model.top_p", "verl takes log-probs over the whole vocabulary, so its ratio is biased.")
     options = {
         f"{_ROLLOUT}.name": known or "vllm",
         f"{_ROLLOUT}.n": config.env.repeats,
@@ -342,9 +342,9 @@ def _trainer(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
     prompts = responses_per_step(config) // config.env.repeats
     is_on, every = ours["eval.mode"] == "on", ours["eval.every"]
     if is_on and ours["eval.avg_at_k"]:
-        ours.remark("eval.avg_at_k", "verl's validation is greedy here (rollout.val_kwargs chooses).")
+        ours.note("eval.avg_at_k", "verl's validation is greedy here (rollout.val_kwargs chooses).")
     if ours["device"] == "cpu":
-        ours.remark("device", "verl needs accelerators.")
+        ours.note("device", "verl needs accelerators.")
     options: dict[str, Any] = {
         "trainer.total_training_steps": steps,
         "trainer.total_epochs": math.ceil(steps / max(1, facts.num_train // prompts)),
@@ -362,7 +362,7 @@ def _trainer(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
     }
     if ours["mode"] == "sync":
         return options | {"trainer.v1.trainer_mode": "sync"}
-    ours.remark("train.max_policy_age", "verl drops what became older, or waits for it; ours never samples it.")
+    ours.note("train.max_policy_age", "verl drops what became older, or waits for it; ours never samples it.")
     return options | {
         "trainer.v1.trainer_mode": "separate_async",
         "trainer.v1.separate_async.parameter_sync_step": responses_per_step(config) // config.train.optim_batch_size,

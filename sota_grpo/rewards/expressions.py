@@ -59,14 +59,14 @@ def parse_expression(text: str) -> Expression:
 
 
 def _tokens(text: str) -> list[str]:
-    text, position, found = text.rstrip(), 0, []
+    text, position, tokens = text.rstrip(), 0, []
     while position < len(text):
         token = _TOKEN.match(text, position)
         if token is None:
             raise ExpressionError(f"unexpected {text[position:].lstrip()[0]!r}")
-        found.append(token[1] or token[2])
+        tokens.append(token[1] or token[2])
         position = token.end()
-    return found
+    return tokens
 
 
 class _Parser:

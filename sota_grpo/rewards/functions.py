@@ -501,7 +501,7 @@ class _Describer:
         if isinstance(value, Mapping):
             return ["map", *([self.of(key), self.of(item)] for key, item in value.items())]
         parts = self._parts(value)
-        return parts if isinstance(parts, str) else [self.of(part) for part in parts]
+        return parts if isinstance(parts, str) else [self.of(each) for each in parts]
 
     def _parts(self, value: Any) -> str | list[Any]:
         """What an object is made of; the name of one that does not belong to the home module."""

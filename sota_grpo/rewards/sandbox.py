@@ -94,14 +94,18 @@ class BwrapRunner:
     limits: Limits = Limits()
 
     def run(self, code: str, stdin: str) -> Ran:
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as rules:
-            for file, content in ((given, _bytes(stdin)), (program, _bytes(code)), (rules, _no_processes())):
+        with (
+            tempfile.TemporaryFile() as entered,
+            tempfile.TemporaryFile() as program,
+            tempfile.TemporaryFile() as rules,
+        ):
+            for file, content in ((entered, _bytes(stdin)), (program, _bytes(code)), (rules, _no_processes())):
                 file.write(content)
                 file.seek(0)
             kept = (program.fileno(), rules.fileno())
             process = subprocess.Popen(
                 self._command(*kept),
-                stdin=given,
+                stdin=entered,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 pass_fds=kept,

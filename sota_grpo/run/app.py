@@ -64,7 +64,7 @@ class Run:
         self.saves = BackgroundSaves(self.checkpoints)
         self.stop = StopRequest(grace_s=config.train.grace_s)
         self.steps, self.total = 0, num_steps(config)  # done so far, and in all
-        self.parts: Parts = build(config, self.run_dir, lambda: self.stop.asked, functions)
+        self.parts: Parts = build(config, self.run_dir, lambda: self.stop.requested, functions)
         self.stored = StoredSteps(
             self.parts.learner,
             self.run_dir,
@@ -201,14 +201,14 @@ class Run:
         if steps == self.first + 1:
             started()
         frequency = self.config.train.checkpoint_frequency
-        if self.stop.asked:
+        if self.stop.requested:
             self.stop.step_is_over()
-        if (frequency and steps % frequency == 0) or steps == self.total or self.stop.asked:
+        if (frequency and steps % frequency == 0) or steps == self.total or self.stop.requested:
             self._save(steps)
-            self._report(last=self.stop.asked)
-        if self.stop.asked:
+            self._report(last=self.stop.requested)
+        if self.stop.requested:
             logger.warning("Stopped after %d steps; train.resume=auto continues.", steps)
-        return not self.stop.asked
+        return not self.stop.requested
 
     def _report(self, *, last: bool) -> None:
         self.log.add_seconds("time/report_s", self.report.finish() if last else self.report.checkpoint())

@@ -114,8 +114,8 @@ class CodeTask:
         Raises:
             DatasetError: there are no tests, or they are something else.
         """
-        given = row.get("tests")
-        tests = list(given) if isinstance(given, (list, tuple)) else [given]
+        column = row.get("tests")
+        tests = list(column) if isinstance(column, (list, tuple)) else [column]
         for test in tests:
             pair = isinstance(test, Mapping) and isinstance(test.get("stdout"), str)
             if not pair and not (isinstance(test, str) and _is_code(test)):

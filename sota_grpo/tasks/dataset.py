@@ -106,8 +106,10 @@ def first_text(row: Row, columns: Sequence[str], place: str) -> str:
             return str(value)
         if value is not None:
             return text_of(row, column, place)
-    found = ", ".join(map(repr, row)) or "none"
-    raise DatasetError(f"{place}: there is no column {' or '.join(map(repr, columns))}; the columns found are {found}.")
+    present = ", ".join(map(repr, row)) or "none"
+    raise DatasetError(
+        f"{place}: there is no column {' or '.join(map(repr, columns))}; the columns found are {present}."
+    )
 
 
 def require_file(path: Path) -> None:

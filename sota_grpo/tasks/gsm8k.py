@@ -52,9 +52,9 @@ class GSM8KTask(QuestionTask):
     def score(self, response: str, example: Example) -> Score:
         """Compare the number in the response with the gold one; see the class for the terms."""
         answer = extract_answer(response, self.answer_format)
-        found = answer is not None and parse_number(answer) is not None
+        is_number = answer is not None and parse_number(answer) is not None
         correct = answer is not None and numbers_equal(answer, _gold(example.answer))
-        return Score(terms={"correct": float(correct), "format": float(found)}, success=correct)
+        return Score(terms={"correct": float(correct), "format": float(is_number)}, success=correct)
 
     def gold_response(self, example: Example) -> str:
         """The worked gold answer without its calculator annotations, its number where the format asks for it."""

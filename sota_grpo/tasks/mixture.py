@@ -59,7 +59,7 @@ def place_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
     """
     rounds = 0
     for size in sorted(set(sizes)) if index >= 0 else ():
-        waiting = [part for part, length in enumerate(sizes) if length >= size]
+        waiting = [task for task, length in enumerate(sizes) if length >= size]
         here = (size - rounds) * len(waiting)
         if index < here:
             turn, which = divmod(index, len(waiting))
@@ -256,13 +256,14 @@ class MixtureScorer:
             by_task.setdefault(example.extra[TASK], []).append(index)
         scores: dict[int, Score] = {}
         for name, indexes in by_task.items():
-            task, asked = self._tasks[name], [(pairs[at][0], _own(self._tasks, pairs[at][1])[2]) for at in indexes]
+            task = self._tasks[name]
+            own_pairs = [(pairs[at][0], _own(self._tasks, pairs[at][1])[2]) for at in indexes]
             score_group = getattr(task.score, "score_group", None)
             if score_group is None:
-                found = [guarded_score(task.score, task.term_weights, *pair) for pair in asked]
+                own_scores = [guarded_score(task.score, task.term_weights, *pair) for pair in own_pairs]
             else:
-                found = score_group(asked)
-            scores |= {at: self._joined(name, score) for at, score in zip(indexes, found, strict=True)}
+                own_scores = score_group(own_pairs)
+            scores |= {at: self._joined(name, score) for at, score in zip(indexes, own_scores, strict=True)}
         return [scores[at] for at in range(len(pairs))]
 
     def _joined(self, name: str, score: Score) -> Score:

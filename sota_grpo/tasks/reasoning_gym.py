@@ -116,8 +116,8 @@ class InTurns(Sequence[Example]):
         places = range(self._num_examples)[index]
         if isinstance(places, range):
             return [self[each] for each in places]
-        number, part = divmod(places, len(self._parts))
-        return self._parts[part][number]
+        number, task = divmod(places, len(self._parts))
+        return self._parts[task][number]
 
 
 class ReasoningGymTask:

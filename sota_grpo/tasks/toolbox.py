@@ -160,11 +160,11 @@ class Environment(Toolbox):
         kind = type(self._environment)
         own = getattr(self._environment, "__dict__", {})
         names = {**own, **dict(inspect.getmembers(kind, lambda one: isinstance(one, property)))}
-        found = {}
+        readable = {}
         for name in filter(lambda name: not name.startswith("_"), names):
             with suppress(Exception):  # a property is code of the user's
-                found[name] = getattr(self._environment, name)
-        return found
+                readable[name] = getattr(self._environment, name)
+        return readable
 
     def reset(self, **row: Any) -> Any:
         """What the environment's own returns, given those columns of the row that it takes.

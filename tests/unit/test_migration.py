@@ -106,7 +106,7 @@ def _unused(config: Config) -> set[str]:
 @pytest.mark.parametrize("overrides", [(), RICH], ids=["preset", "rich"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_option_is_named_in_the_script(name: str, overrides: tuple[str, ...]) -> None:
-    """As an option, in a remark, among those without a counterpart, or among those of the files."""
+    """As an option, in a note, among those without a counterpart, or among those of the files."""
     config = config_of(*overrides, name=name)
     for account in (verl_account(config), trl_account(config)):
         comment = "\n".join(account.comment())
@@ -267,13 +267,13 @@ def test_trl_computes_the_same_under(overrides: tuple[str, ...], expected: dict)
     """Or says that it does not."""
     arguments, account = trl_arguments(config_of(*overrides))
     assert {name: arguments[name] for name in expected} == expected
-    remarked = {
+    noted = {
         "algorithm=gmpo": "objective",
         "algorithm=maxrl": "scale",
         "algorithm=geometric_rejection": "correction",
     }
-    if overrides[0] in remarked:
-        assert account.remarks[f"algorithm.{remarked[overrides[0]]}"]
+    if overrides[0] in noted:
+        assert account.notes[f"algorithm.{noted[overrides[0]]}"]
 
 
 def test_hydra_reads_the_command_line_as_it_was_meant(tmp_path: Path) -> None:

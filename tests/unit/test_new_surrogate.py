@@ -71,7 +71,7 @@ def test_exporters_say_that_they_do_not_have_it() -> None:
     trl, of_trl = trl_arguments(config_of())
     assert (verl["actor_rollout_ref.actor.policy_loss.loss_mode"], trl["loss_type"]) == ("vanilla", "grpo")
     for account in (of_verl, of_trl):
-        assert "there is no such loss" in account.remarks["algorithm.objective"]
+        assert "there is no such loss" in account.notes["algorithm.objective"]
 
 
 MINE = """
@@ -130,7 +130,7 @@ def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
         with pytest.raises(UserError, match=sentence):
             validate(composed("grpo_gsm8k", f"algorithm.objective={objective}", override))
     _, of_trl = trl_arguments(composed("grpo_gsm8k", f"algorithm.objective={mine}:clipped"))
-    assert "there is no such loss" in of_trl.remarks["algorithm.objective"]
+    assert "there is no such loss" in of_trl.notes["algorithm.objective"]
     with pytest.raises(UserError, match=r"mine\.py, line 13: .* cannot be imported \(RuntimeError: it was run"):
         surrogate(f"{mine}:clipped").loss(log_ratio=None)
 

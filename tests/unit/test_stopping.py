@@ -13,7 +13,7 @@ from sota_grpo.stopping import StopRequest
 try:
     with StopRequest(grace_s=float(sys.argv[1])) as stop:
         signal.raise_signal(signal.SIGTERM)
-        assert stop.asked
+        assert stop.requested
         time.sleep(float(sys.argv[2]))
         print("step finished", flush=True)
 except KeyboardInterrupt:
@@ -56,7 +56,7 @@ stopping.interrupt_once()
 try:
     with stopping.StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)
-        assert stop.asked
+        assert stop.requested
         signal.raise_signal(getattr(signal, sys.argv[2]))
 except KeyboardInterrupt:
     signal.raise_signal(signal.SIGINT)

@@ -228,7 +228,7 @@ def _follows(check: Callable[[str], bool], readings: Sequence[str]) -> bool:
 
 def _other_readings(text: str) -> list[str]:
     lines = text.split("\n")
-    cut = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    cut = [text, *("\n".join(kept).strip() for kept in (lines[1:], lines[:-1], lines[1:-1]))]
     return list(dict.fromkeys([*cut, *(reading.replace("*", "") for reading in cut)]))[1:]
 
 

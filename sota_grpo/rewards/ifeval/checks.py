@@ -257,7 +257,7 @@ def word_count(text: str, relation: str, num_words: int) -> bool:
 
 def paragraph_count(text: str, num_paragraphs: int, divider: str = DIVIDER) -> bool:
     """The divider cuts the text into exactly so many paragraphs, none empty but at the beginning and at the end."""
-    paragraphs = [part.strip() for part in text.split(divider)]
+    paragraphs = [paragraph.strip() for paragraph in text.split(divider)]
     inner = paragraphs[1:-1]
     return all(inner) and sum(map(bool, paragraphs)) == num_paragraphs
 
@@ -343,9 +343,9 @@ def has_title(text: str) -> bool:
 
 def has_two_responses(text: str) -> bool:
     """Two different responses with six asterisks between them."""
-    parts = [part.strip() for part in text.split("******")]
-    full = [part for part in parts if part]
-    return all(parts[1:-1]) and len(full) == 2 and full[0] != full[1]
+    responses = [response.strip() for response in text.split("******")]
+    full = [response for response in responses if response]
+    return all(responses[1:-1]) and len(full) == 2 and full[0] != full[1]
 
 
 def repeats_prompt(text: str, prompt_to_repeat: str) -> bool:

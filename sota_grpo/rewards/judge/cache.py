@@ -97,8 +97,8 @@ class VerdictCache:
             place = self._places.get(bytes.fromhex(key))
         if place is None:
             return None
-        found = _verdict_of(os.pread(self._fd, *place))
-        return None if found is None or found[0] != key else found[1]
+        verdict = _verdict_of(os.pread(self._fd, *place))
+        return None if verdict is None or verdict[0] != key else verdict[1]
 
     def put(self, key: str, verdict: Verdict) -> None:
         """Keep ``verdict``; it is in the file when this returns.
@@ -128,9 +128,9 @@ class VerdictCache:
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
             while line := file.readline(LONGEST_LINE):
-                found = _verdict_of(line) if (ends_whole and line.endswith(b"\n")) else None
-                if found is not None:
-                    self._places[bytes.fromhex(found[0])] = (len(line), at)
+                verdict = _verdict_of(line) if (ends_whole and line.endswith(b"\n")) else None
+                if verdict is not None:
+                    self._places[bytes.fromhex(verdict[0])] = (len(line), at)
                 else:
                     num_odd += 1
                 at += len(line)

@@ -62,9 +62,9 @@ class ClassifierScorer:
         scores = guarded_scores(self._score, self._judged.own_weights, pairs)
         judged = [index for index, (_, example) in enumerate(pairs) if self._judged.of(example) is not None]
         values = self.values([pairs[index] for index in judged])
-        found = dict(zip(judged, values, strict=True))
+        value_of = dict(zip(judged, values, strict=True))
         return [
-            score if score.error is not None else self._judged.joined(score, example, found.get(index))
+            score if score.error is not None else self._judged.joined(score, example, value_of.get(index))
             for index, (score, (_, example)) in enumerate(zip(scores, pairs, strict=True))
         ]
 
@@ -73,7 +73,7 @@ class ClassifierScorer:
         import torch
 
         tokenizer, model = self._model
-        found: list[float] = []
+        scores: list[float] = []
         for at in range(0, len(pairs), _ROWS):
             texts = [self._texts(tokenizer, *pair) for pair in pairs[at : at + _ROWS]]
             limit = getattr(model.config, "max_position_embeddings", None)
@@ -84,8 +84,8 @@ class ClassifierScorer:
             with torch.inference_mode():
                 logits = model(**tokenizer(firsts, return_tensors="pt", **options)).logits.float()
             values = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, self._label]
-            found += values.tolist()
-        return found
+            scores += values.tolist()
+        return scores
 
     def _texts(self, tokenizer: Any, response: str, example: Example) -> tuple[str, str | None]:
         """The whole dialog as one text, or prompt and response."""

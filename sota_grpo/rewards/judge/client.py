@@ -190,8 +190,8 @@ class JudgeClient:
         self._pool.close()
 
     def _work(self) -> None:
-        while (asked := self._waiting.get()) is not None:
-            question, verdict = asked
+        while (waiting := self._waiting.get()) is not None:
+            question, verdict = waiting
             resolve(verdict, partial(self._settle, question))
             with self._lock:
                 self._num_open -= 1
@@ -218,8 +218,8 @@ class JudgeClient:
                 return Verdict(None, f"JudgeError: {error}", is_final=False)
             except (_NotNow, _Failed) as error:
                 num_failed += isinstance(error, _Failed)
-                if (found := self._revive()) is not None:
-                    self._turn_to(*found)
+                if (failure := self._revive()) is not None:
+                    self._turn_to(*failure)
                 after_s = getattr(error, "after_s", 0.0)
                 now = time.monotonic()
                 first_at = now if math.isnan(first_at) else first_at

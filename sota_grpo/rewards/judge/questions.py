@@ -170,10 +170,10 @@ def read_pair(said: str, nonce: str) -> float:
 
 def _verdict(said: str, nonce: str, form: str) -> str:
     last = said.strip().rpartition("\n")[2].strip().strip("*`").strip()
-    found = re.fullmatch(rf"Verdict {nonce}: ?{form}\.?", last, re.ASCII)
-    if found is None:
+    match = re.fullmatch(rf"Verdict {nonce}: ?{form}\.?", last, re.ASCII)
+    if match is None:
         raise Unreadable(f"the judge's last line is no verdict: {readable(last[:80])!r}")
-    return found[1]
+    return match[1]
 
 
 def _blocks(rubric: str, one: Material, responses: Mapping[str, str]) -> tuple[str, str]:

@@ -36,12 +36,12 @@ class JudgeDialect(VLLMDialect):
         arguments: dict[str, Any] = engine_arguments(options, on_cpu=on_cpu)
         if self._kind != CHAT:
             arguments |= {"runner": "pooling", "enable_prefix_caching": False}
-        given = {name: value for name, value in arguments.items() if name not in _NOT_OF_A_JUDGE}
+        passed = {name: value for name, value in arguments.items() if name not in _NOT_OF_A_JUDGE}
         return [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
             *("--middleware", f"{RequireKey.__module__}.{RequireKey.__name__}", "--disable-uvicorn-access-log"),
             *("--served-model-name", self._served_name, "--model", options.model_path),
-            *chain.from_iterable(starmap(flag, given.items())),
+            *chain.from_iterable(starmap(flag, passed.items())),
         ]
 
 
