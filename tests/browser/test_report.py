@@ -149,6 +149,7 @@ def test_curves_show_the_metrics_as_they_are_smoothed_and_over_seeds(opened: Cal
     assert lines(page, "reward", "band") == []
 
 
+@pytest.mark.slow
 def test_other_axes_runs_and_metrics(opened: Callable, three: Path) -> None:
     page = opened(three)
     unsmoothed(page)
@@ -180,6 +181,7 @@ def test_other_axes_runs_and_metrics(opened: Callable, three: Path) -> None:
     assert "reward" not in shown
 
 
+@pytest.mark.slow
 def test_a_curve_leads_to_the_groups_of_its_turn(opened: Callable, three: Path) -> None:
     page = opened(three)
     unsmoothed(page)
@@ -271,6 +273,7 @@ def test_tokens_are_shaded_and_say_their_numbers(opened: Callable, three: Path) 
     assert page.is_hidden("#tip")
 
 
+@pytest.mark.slow
 def test_light_and_dark(opened: Callable, three: Path) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     settled = "[data-metric='reward'][aria-busy='false']"
@@ -289,6 +292,7 @@ def test_light_and_dark(opened: Callable, three: Path) -> None:
     assert opened(three, scheme="dark").evaluate(ground) == dark[0]
 
 
+@pytest.mark.slow
 def test_a_narrow_window_scrolls_in_one_direction(opened: Callable, three: Path) -> None:
     page = opened(three, width=400)
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
@@ -296,6 +300,7 @@ def test_a_narrow_window_scrolls_in_one_direction(opened: Callable, three: Path)
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
+@pytest.mark.slow
 def test_24_tasks_are_one_chart_that_leads_to_the_groups_of_each(opened: Callable, tmp_path: Path) -> None:
     fields = lambda step, group, sample: {"task": NAMES[group]}  # noqa: E731
     run_dir = write_run(tmp_path / "run", steps=6, groups=24, siblings=2, metrics=by_task, fields=fields)
@@ -404,6 +409,7 @@ def settled(page: Any) -> dict[str, list[str]]:
     return page.evaluate(CHARTS)
 
 
+@pytest.mark.slow
 def test_of_a_thousand_steps_only_the_charts_near_the_window_are_drawn(opened: Callable, tmp_path: Path) -> None:
     """Of three runs: each of these charts once when the page opens, and once when a setting changes."""
     runs = [write_run(tmp_path / str(seed), steps=1000, groups=8, seed=seed) for seed in range(3)]

@@ -43,6 +43,7 @@ from tests.process_rigs import members, wait_for
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.slow,  # the protocol against a server made here: tests/unit/test_server_engines.py
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="these bounds are for float32 on a CPU"),
 ]

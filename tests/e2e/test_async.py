@@ -20,6 +20,7 @@ def trained_ages(run_dir: Path) -> list[float]:
     return [row["policy_age/max"] for row in metrics(run_dir) if "policy_age/max" in row]
 
 
+@pytest.mark.slow  # of the batches alone: tests/unit/test_source.py
 def test_at_age_0_it_equals_sync_bit_for_bit(tmp_path: Path, grpo) -> None:
     """The scripted engine's tokens depend on the version, so a push that is missed or early shows; the entropy bonus
     gives random answers a gradient."""

@@ -37,7 +37,8 @@ def test_examples_are_true(module: str) -> None:
     assert not found.failed
 
 
-@pytest.mark.parametrize("penalty", [0, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("penalty", [0, 64])
 def test_first_batch_and_first_step_equal_trls(tmp_path: Path, penalty: int) -> None:
     found = agreement(fresh(f"algorithm.overlong_buffer={penalty}"), tmp_path)
     assert found.num_prompts == found.equal_prompts == 16

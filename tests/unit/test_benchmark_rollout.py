@@ -17,7 +17,7 @@ def same_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("engine", ["scripted", "transformers"])
+@pytest.mark.parametrize("engine", ["scripted", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_the_collector_is_measured_beside_its_engine(engine: str) -> None:
     options = Namespace(engine=engine, groups=2, size=3, tokens=5, repeat=1, tokens_per_s=1000.0)
     found = collector.measure(options)

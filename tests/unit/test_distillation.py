@@ -123,6 +123,9 @@ RUNS = {
         *("algorithm.distill_coef=0.5", "train.optim_batch_size=8", "train.epochs=2", "algorithm.entropy_coef=0.01"),
     ),
 }
+#: Whole runs of what :func:`test_the_expected_gradient_is_that_of_the_reverse_kl_in_every_visited_state` and
+#: tests/unit/test_hints.py state.
+WHOLE = ("alone, adapters, one response per prompt", "the policy at its start with a sibling's response")
 
 
 def run(run_dir: Path, *overrides: str) -> list[dict]:
@@ -130,7 +133,7 @@ def run(run_dir: Path, *overrides: str) -> list[dict]:
     return [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in WHOLE else ()) for name in RUNS])
 def test_a_run_learns_from_its_teacher_and_is_replayed(name: str, teacher: str, tmp_path: Path) -> None:
     """Through the strict gate; where no response is right, no group's rewards differ, and the teacher still teaches."""
     rows = run(tmp_path / "run", f"ref_model.name={teacher}", *RUNS[name])

@@ -22,7 +22,7 @@ from sota_grpo.config.validators import validate
 from sota_grpo.engines import EngineOptions
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.rewards.grading import GradingPool, own_grader
+from sota_grpo.rewards.grading import GradingPool, LocalGrader, own_grader
 from sota_grpo.rewards.judge.classifier import ClassifierScorer
 from sota_grpo.rewards.judge.grader import JudgedGrader
 from sota_grpo.rewards.judge.server import JudgeDialect
@@ -104,13 +104,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return made
 
 
-@pytest.mark.parametrize("labels", [1, 3])
-def test_a_classifier_in_a_reward_worker_gives_what_transformers_gives(labels: int, models: dict[int, Path]) -> None:
+@pytest.mark.parametrize(("labels", "workers"), [(1, 1), (3, 0)])
+def test_a_classifier_gives_what_transformers_gives(labels: int, workers: int, models: dict[int, Path]) -> None:
     options = [f"reward.judge.model={models[labels]}", "reward.judge.kind=classifier", "env.max_samples=4"]
     options += ["reward.judge.label=1"] if labels > 1 else []
-    config = config_of(*options, "env.num_heldout=4", "env.reward_workers=1")
+    config = config_of(*options, "env.num_heldout=4", f"env.reward_workers={workers}")
     task, grader = judged(config)
-    assert isinstance(grader, GradingPool)
+    assert isinstance(grader, GradingPool if workers else LocalGrader)
     example, texts = task.train[0], ["It is 4.", task.train[0].answer, "", "long " * 30, *map(str, range(6))]
     scores = grader.scores([(text, example) for text in texts]).result(120)
     grader.close()
