@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ def build_learner(
     dtype: torch.dtype = torch.float32,
     kl_coef: float = 0.05,
     in_float32: bool = False,
+    family: str = "qwen2",
+    shape: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Learner:
     """The same random weights for every number of ranks: rank 0's, which it sends; adapters as after some training.
@@ -91,7 +94,7 @@ def build_learner(
     """
     with torch.random.fork_rng():
         torch.manual_seed(11 + ranks.rank)
-        model = make_model().to(dtype).train()
+        model = make_model(family, **(shape or {})).to(dtype).train()
         if checkpointing:
             enable_gradient_checkpointing(model)
         if lora:
@@ -125,13 +128,13 @@ class Bench:
         self.ranks: Ranks | None = None
         self.worker: LearnerWorker | None = None
 
-    def build(self, reduce_once: bool, options: dict[str, Any]) -> None:
-        """Put another learner in place."""
+    def build(self, layout: dict[str, Any], options: dict[str, Any]) -> None:
+        """Put another learner in place, its ranks laid out as :class:`Ranks` says."""
 
         def make() -> Learner:
             if self.ranks is None:
                 self.ranks = join_ranks(**self.place, device="cpu", timeout_s=60)
-            ranks = Ranks(self.ranks.rank, self.ranks.size, reduce_once=reduce_once)
+            ranks = Ranks(self.ranks.rank, self.ranks.size, **layout)
             return build_learner(ranks, self.dump_dir, **options)
 
         self.worker = LearnerWorker(make, make_tokenizer())

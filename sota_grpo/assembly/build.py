@@ -33,6 +33,7 @@ from sota_grpo.assembly.learning import (
     make_settings,
     make_transforms,
     reference_options,
+    require_trainable,
     trainer_precision,
     use_expandable_segments,
 )
@@ -136,15 +137,8 @@ def build(
         should_stop: asked while a batch is waited for; true ends the wait (``Interrupted``).
         functions: reward functions that were passed as objects (:mod:`sota_grpo.assembly.passed`).
     """
-    device = resolve_device(config)
-    if device == "cuda":
-        use_expandable_segments(config)
-    elif config.device == "auto" and (reason := why_no_gpu()):
-        logger.warning("Training on the CPU. %s", reason)
-    plan = make_plan(config, device, lambda: visible_gpus(config))
-    for note in plan.notes:
-        logger.info(note)
-    logger.info("Device %s, engine %s.", device, plan.engine)
+    plan = _planned(config)
+    require_trainable(config)
     starting("Reading the tokenizer and the data")
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     task = task_of(config, functions)
@@ -184,6 +178,19 @@ def build(
             exact=_computes_in_float32(config, plan.device_type),
             opened=opened.pop_all(),
         )
+
+
+def _planned(config: Config) -> Plan:
+    device = resolve_device(config)
+    if device == "cuda":
+        use_expandable_segments(config)
+    elif config.device == "auto" and (reason := why_no_gpu()):
+        logger.warning("Training on the CPU. %s", reason)
+    plan = make_plan(config, device, lambda: visible_gpus(config))
+    for note in plan.notes:
+        logger.info(note)
+    logger.info("Device %s, engine %s.", device, plan.engine)
+    return plan
 
 
 def make_rollouts(config: Config, env: TaskEnv, engine: Engine, instances: Mapping[str, Instances]) -> Rollouts:

@@ -191,7 +191,8 @@ class RunMemory:
             rank=model.lora.r if model.lora.enabled else 0,
             dropout=model.lora.dropout > 0,
             checkpointing=model.gradient_checkpointing,
-            ranks=len(self.plan.placement.train),
+            ranks=self.num_ranks if model.fsdp_size is None else model.fsdp_size * model.tensor_parallel_size,
+            parallel=model.tensor_parallel_size,
             shard_gradients=model.shard_gradients,
             quantized=self.config.model.quantization is not None,
             optimizer=self.config.optimizer.name,
@@ -200,6 +201,16 @@ class RunMemory:
             kept=min(most_kept(self.config), self.model.vocab),
             heap=on_cpu and platform.libc_ver()[0] == "glibc" and THRESHOLD not in os.environ,
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices of the learner."""
+        return len(self.plan.placement.train)
+
+    @property
+    def row_shares(self) -> int:
+        """Shares of a step's rows, one for each rank, or for those that divide matrices among them."""
+        return max(1, self.num_ranks // self.config.train_model.tensor_parallel_size)
 
     @property
     def context(self) -> int:
@@ -212,14 +223,14 @@ class RunMemory:
         prompt = min(self.prompt_tokens, self.context - 1)
         return prompt, min(longest_response(self.config), self.context - prompt)
 
-    def micro_batches(self, ranks: int) -> list[MicroBatch]:
-        """Those of an optimizer step on one rank, if every sample is the largest; the heaviest first.
+    def micro_batches(self, shares: int) -> list[MicroBatch]:
+        """Those of an optimizer step in one of so many shares, if every sample is the largest; the heaviest first.
 
         Ragged samples fill a micro-batch better, up to ``train.micro_batch_tokens``: the heaviest is taken to be full.
         """
         train, largest = self.config.train, max(group_sizes(self.config).values())
         rows = train.optim_batch_size * largest // self.config.env.repeats  # if all groups are as large as the largest
-        return self._cut(rows // ranks, largest, train.micro_batch_tokens)
+        return self._cut(rows // shares, largest, train.micro_batch_tokens)
 
     def _cut(self, rows: int, group: int, budget: int) -> list[MicroBatch]:
         rows, shared = max(1, rows), self.config.model.attn_implementation is None
@@ -232,12 +243,12 @@ class RunMemory:
         The rows of the gate are few, but cut by another budget than a step's, and computed in float32 on a CPU.
         """
         how = self.how
-        step = learner_memory(self.model, how, self.micro_batches(how.ranks))
+        step = learner_memory(self.model, how, self.micro_batches(self.row_shares))
         moments = {AT_WORK if self.plan.workers else TRAIN: step}
         if self.config.check.mode != "off":
             how = replace(how, product_bytes=how.weight_bytes) if how.on_cpu else how
             budgets = compared_budgets(self.config.train.micro_batch_tokens, sum(self.largest_sample))
-            cuts = [self._cut(NUM_COMPARED // how.ranks, NUM_SAMPLES, budget) for budget in budgets]
+            cuts = [self._cut(NUM_COMPARED // self.row_shares, NUM_SAMPLES, budget) for budget in budgets]
             moments[GATE] = gate_memory(self.model, how, *cuts)
         return moments
 

@@ -255,7 +255,7 @@ def make_plan(config: Config, device_type: str, num_gpus: Callable[[], int] | No
 
 def _idle_notes(config: Config, placement: Placement, engine: str, workers: bool) -> list[str]:
     """What leaves GPUs idle: few rows to sample at once, one micro-batch a step, layers that cannot be compiled."""
-    notes, ranks = [], len(placement.train)
+    notes, shares = [], len(placement.train) // config.train_model.tensor_parallel_size
     if config.train_model.compile is None and not builds_kernels():
         notes.append("Layers are not compiled, which is slow: that needs Triton and a C compiler (gcc).")
     engines = max(1, len(placement.inference) // config.inference_model.tensor_parallel_size) if workers else 1
@@ -266,10 +266,10 @@ def _idle_notes(config: Config, placement: Placement, engine: str, workers: bool
         width = "inference_model.max_num_seqs" if config.inference_model.max_num_seqs else "env.num_envs"
         fix = "train.dialog_turns_per_batch" if rows == responses else width
         notes.append(f"{each} at most {rows} responses at once; a GPU is idle below {FEW_ROWS}: raise {fix}.")
-    of_rank = config.train.optim_batch_size // ranks
-    if ranks > 1 and of_rank * longest_response(config) <= config.train.micro_batch_tokens:
+    of_share = config.train.optim_batch_size // max(1, shares)
+    if shares > 1 and of_share * longest_response(config) <= config.train.micro_batch_tokens:
         notes.append(
-            f"Each of {ranks} learner ranks has {of_rank} responses of an optimizer step, one micro-batch at most: "
+            f"Each of {shares} learner ranks has {of_share} responses of an optimizer step, one micro-batch at most: "
             "raise train.optim_batch_size, or lower train_model.num_devices."
         )
     return notes

@@ -134,7 +134,7 @@ class Estimate(RunMemory):
             "responses_per_step": mean_responses_per_step(self.config),
             "steps": num_steps(self.config),
             "optimizer_steps": make_settings(self.config, plan.device_type).total_steps,
-            "micro_batches_per_step": len(self.micro_batches(self.how.ranks)),
+            "micro_batches_per_step": len(self.micro_batches(self.row_shares)),
             "host_memory": self.host,
             "disk": asdict(disk) | {"total": disk.total},
             "devices": [asdict(device) | {"peak": device.peak} for device in self.devices],
@@ -315,7 +315,7 @@ def _times(run: RunMemory) -> Times:
     learn += passes * forward_flops(shape, load)
     sample_s = per_step / (rows * run.num_engines) * response * token_s
     return Times(
-        learn_s=learn / flops_per_s / how.ranks,
+        learn_s=learn / flops_per_s / run.num_ranks,
         sample_s=sample_s,
         reference_s=forward_flops(_shape(run.teacher or run.model, 0), load) / flops_per_s
         if has_reference(config)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from sota_grpo.assembly.devices import Placement, device_name, reference_has_own_weights
 from sota_grpo.config import Config, has_reference, model_name, reference_name, responses_per_step
@@ -20,11 +20,13 @@ from sota_grpo.engines import ENGINES
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.load import load_model, load_tokenizer
+from sota_grpo.policy.load import from_pretrained, load_model, load_tokenizer
 from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.model_sizes import require_dense
 from sota_grpo.policy.quantization import quantize
 from sota_grpo.policy.reference import AdapterOffReference, Context, FrozenReference, ReferencePolicy
 from sota_grpo.policy.sharding import Ranks, join_ranks, shard
+from sota_grpo.policy.tensor_parallel import require_divisible
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import Ask, GroupAdvantage, OverlongPenalty, ReferenceKL
@@ -34,6 +36,20 @@ from sota_grpo.training.learner import Learner
 from sota_grpo.training.remote_learner import LearnerWorker
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.reference import ReferenceService
+
+
+def require_trainable(config: Config) -> None:
+    """That the policy is one that is trained here, as far as its ``config.json`` says; no weight is read.
+
+    Raises:
+        UserError: it is a mixture of experts, or ``train_model.tensor_parallel_size`` does not divide it.
+        ModelNotFoundError: there is none of that name.
+    """
+    name = model_name(config)
+    loaded = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=config.model.trust_remote_code)
+    require_dense(name, loaded.to_dict())
+    if config.train_model.tensor_parallel_size > 1:
+        require_divisible(name, loaded, config.train_model.tensor_parallel_size)
 
 
 def make_model(config: Config, device: torch.device, *, weights: bool = True) -> PreTrainedModel:
@@ -101,8 +117,8 @@ def make_policy(
 def wants_fused_layers(config: Config, device_type: str) -> bool:
     """Whether the learner's layers are compiled, and with them the reference's, which must compute alike."""
     option = config.train_model.compile
-    if config.model.quantization is not None:  # its products are calls that no compiler looks into
-        return False
+    if config.model.quantization is not None or config.train_model.tensor_parallel_size > 1:
+        return False  # calls that no compiler looks into; not tried
     return device_type == "cuda" and builds_kernels() if option is None else option
 
 
@@ -353,6 +369,8 @@ def learner_worker(
             timeout_s=max(60.0, config.train_model.timeout_s),
             start_timeout_s=LONGEST_START_S,
             reduce_once=not config.train_model.shard_gradients,
+            tensor_parallel=config.train_model.tensor_parallel_size,
+            fsdp_size=config.train_model.fsdp_size,
         )
         shard(policy, ranks)
         return make_learner(config, policy, tokenizer.pad_token_id, device_type, Path(run_dir), ranks)

@@ -74,7 +74,8 @@ class Learning:
     rank: int = 0  # of a LoRA adapter on every linear layer, kept in float32; 0 trains all weights
     dropout: bool = False  # the adapter's inputs are dropped at random
     checkpointing: bool = False  # a layer's activations are computed again in the backward pass
-    ranks: int = 1  # processes among which weights, gradients and moments are divided (FSDP2)
+    ranks: int = 1  # processes among which weights, gradients and moments are divided (FSDP2, tensor parallelism)
+    parallel: int = 1  # of them those that divide what others gather whole; activations are counted as if whole
     shard_gradients: bool = False  # several ranks sum gradients after every micro-batch; else each holds them whole
     on_cpu: bool = True  # the tiles of logits are small
     repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
@@ -298,12 +299,12 @@ def _standing_bytes(model: Architecture, how: Learning) -> tuple[int, int, int]:
     weights = how.base_bytes(model) + (trained if how.rank else 0)
     if how.ranks == 1:
         return weights, trained, state
-    gathered = (model.embedding_parameters + 2 * model.layer_parameters) * how.weight_bytes
-    passing = 0 if how.rank else gathered - model.layer_parameters * how.weight_bytes
+    gathered = (model.embedding_parameters + 2 * model.layer_parameters) * how.weight_bytes // how.parallel
+    passing = 0 if how.rank else gathered - model.layer_parameters * how.weight_bytes // how.parallel
     part = -(-trained // how.ranks)
     return (
         -(-weights // how.ranks) + gathered,
-        (part + passing if how.shard_gradients else trained),
+        (part + passing if how.shard_gradients else -(-trained // how.parallel)),
         -(-state // how.ranks),
     )
 

@@ -348,6 +348,14 @@ class TrainModelConfig:
 
     num_devices: int | None = opt(None, "devices of the learner, an FSDP2 rank on each; null: 1")
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
+    tensor_parallel_size: int = opt(
+        1, "devices that see the same rows and divide every matrix among them; num_devices counts all of them"
+    )
+    fsdp_size: int | None = opt(
+        None,
+        "devices that divide one copy of the weights, beside tensor_parallel_size; fewer than there are hold copies, "
+        "whose gradients are added (HSDP); null: all",
+    )
     torch_dtype: str = opt("auto", "dtype in which the weights are kept; auto is float32", DTYPES)
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass: less memory, more time")
     log_probs: str = opt(

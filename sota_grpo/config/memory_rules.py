@@ -39,6 +39,37 @@ def an_optimizer_trains_what_it_can(config: Config) -> Iterator[str]:
         yield f"optimizer.momentum={config.optimizer.momentum} belongs to optimizer.name=muon; leave it at {default}."
 
 
+def the_learners_devices_are_a_product(config: Config) -> Iterator[str]:
+    learner, ranks = config.train_model, learner_ranks(config)
+    parallel, size = learner.tensor_parallel_size, learner.fsdp_size or 1
+    if ranks % (parallel * size):
+        option = "tensor_parallel_size" if ranks % parallel else "fsdp_size"
+        least = parallel if ranks % parallel else parallel * size
+        yield (
+            f"train_model.{option}={getattr(learner, option)} does not divide the learner's {ranks} devices"
+            f"{f' of tensor_parallel_size={parallel}' if option == 'fsdp_size' and parallel > 1 else ''}; use "
+            f"train_model.num_devices={max(1, ranks // least) * least}."
+        )
+
+
+def matrices_are_divided_where_that_is_tested(config: Config) -> Iterator[str]:
+    learner = config.train_model
+    if learner.tensor_parallel_size == 1:
+        return
+    option = f"train_model.tensor_parallel_size={learner.tensor_parallel_size}"
+    if config.optimizer.name == "muon":
+        yield f"optimizer.name=muon makes steps of whole matrices orthogonal, and {option} divides them; use adamw."
+    if learner.log_probs == "liger":
+        yield f"train_model.log_probs=liger needs the whole head, and {option} divides it; use tiled."
+    if learner.compile:
+        yield f"train_model.compile=true has not been tried with {option}; leave it out."
+    if learner.lora.enabled and learner.lora.dropout:
+        yield (
+            f"train_model.lora.dropout={learner.lora.dropout} would drop other inputs of an adapter on each device of "
+            f"{option}; use train_model.lora.dropout=0."
+        )
+
+
 def only_frozen_weights_are_in_4_bits(config: Config) -> Iterator[str]:
     kind, ranks = config.model.quantization, learner_ranks(config)
     if kind is None:

@@ -155,6 +155,8 @@ THEIRS = {
     **{"train_files": "env.dataset_path", "val_files": "env.eval_path", "n": "env.repeats"},
     **{"total_epochs": _LENGTH, "total_training_steps": _LENGTH, "n_gpus_per_node": "train_model.num_devices"},
     **{"tensor_model_parallel_size": "inference_model.tensor_parallel_size", "lora_rank": "train_model.lora.r"},
+    **{"tensor_parallel_degree": "train_model.tensor_parallel_size"},
+    **{"data_parallel_shard_degree": "train_model.fsdp_size"},
     **{"save_freq": "train.checkpoint_frequency", "test_freq": "eval.every", "resume_mode": "train.resume"},
     # prime-rl, slime
     **dict.fromkeys(("teacher_tau", "opd_kl_coef"), "algorithm.distill_coef, with ref_model.name"),

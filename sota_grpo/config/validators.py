@@ -63,6 +63,7 @@ _AMOUNTS = (
     *("algorithm.lambda_positive", "algorithm.lambda_negative"),
     *("inference_model.max_num_seqs", "inference_model.max_model_len", "train_model.num_devices"),
     *("inference_model.num_devices", "ref_model.num_devices", "inference_model.tensor_parallel_size"),
+    *("train_model.tensor_parallel_size", "train_model.fsdp_size"),
     *("train.weight_update_frequency", "env.reward_timeout_s", "env.max_steps", "train_model.timeout_s"),
     *("inference_model.timeout_s", "ray.start_timeout_s", "env.tool_timeout_s", "env.max_tool_calls"),
     *("env.max_dialog_s", "env.max_observation_tokens", "env.curriculum_floor"),

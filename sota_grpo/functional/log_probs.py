@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -180,6 +181,7 @@ def chunked_log_probs(
     logits_bytes: int | None = None,
     with_entropy: bool = False,
     entropy_grad: bool = False,
+    vocab_shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target token under ``softmax((hidden weight^T + bias) / temperature)``, and the entropy.
 
@@ -193,8 +195,7 @@ def chunked_log_probs(
     ``d log_prob_m / d hidden_m`` instead of ``hidden_m``, and the backward pass only scales it.
 
     The logits are multiplied in the dtype of ``hidden`` (under autocast in its dtype, as ``torch.nn.Linear`` would) and
-    everything after is float32, or float64 when ``hidden`` is; the gradients are summed over the tiles in that wider
-    dtype too. The size of a tile changes the result by rounding only.
+    all after is float32, or float64 when ``hidden`` is, sums over tiles too, whose size changes rounding only.
 
     Args:
         hidden: ``[M, H]``, the states that predict the targets.
@@ -207,13 +208,14 @@ def chunked_log_probs(
             cache, and elsewhere 256 MiB, so that a tile takes much longer than its launch.
         with_entropy: also return the entropy of every row.
         entropy_grad: let the gradient through the entropy; without it the entropy is a detached diagnostic.
+        vocab_shard: ``weight`` and ``bias`` are this rank's rows of the whole vocabulary's, whose ids ``targets`` are;
+            every rank of the group has the same ``hidden`` and ``targets``.
 
     Returns:
         log-probs ``[M]`` and entropy ``[M]`` (None unless asked for), in nats, float32 (float64 for float64 input).
 
     Raises:
-        ValueError: if the shapes do not fit, ``temperature``, ``softcap`` or ``logits_bytes`` is not positive, or
-            ``entropy_grad`` is asked for without ``with_entropy``.
+        ValueError: shapes that do not fit, a number that must be positive, ``entropy_grad`` without ``with_entropy``.
 
     >>> hidden, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 0.0], [0.0, 5.0], [0.0, -5.0]])
     >>> log_probs, entropy = chunked_log_probs(hidden, weight, torch.tensor([1]), with_entropy=True)
@@ -225,10 +227,36 @@ def chunked_log_probs(
         raise ValueError("entropy_grad=True needs with_entropy=True: there is no entropy to differentiate.")
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
-    keeps_slopes = torch.is_grad_enabled() and hidden.requires_grad and frozen and not entropy_grad and softcap is None
-    options = _Options(temperature, softcap, logits_bytes, with_entropy, entropy_grad, keeps_slopes)
-    return _TiledLogProbs.apply(hidden, weight, bias, targets, options)
+    options = _Options(temperature, softcap, logits_bytes, with_entropy, entropy_grad, vocab_shard)
+    return _TiledLogProbs.apply(hidden, weight, bias, targets, options.for_gradients(hidden, weight, bias))
+
+
+class VocabShard(NamedTuple):
+    """The rows of the output embedding that this rank has, where the ranks of a group divide them (tensor parallelism).
+
+    Args:
+        first: id of its first row.
+        group: of the ranks, in the order of their rows.
+    """
+
+    first: int
+    group: dist.ProcessGroup
+
+    def joined(self, own: _Scan, has_target: Tensor) -> _Scan:
+        """What all ranks say together, from what each says of its columns; ``has_target`` where it has the target."""
+        top = own.top.clone()
+        dist.all_reduce(top, dist.ReduceOp.MAX, self.group)
+        drop = own.top - top
+        scale = drop.exp2()
+        target = torch.where(has_target, own.own + drop, 0.0)
+        total = torch.stack((target, own.mass * scale, (own.moment + drop * own.mass) * scale))
+        dist.all_reduce(total, group=self.group)
+        return _Scan(top, *total)
+
+    def summed(self, value: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        dist.all_reduce(value, group=self.group)
+        return value
 
 
 class _Options(NamedTuple):
@@ -237,7 +265,14 @@ class _Options(NamedTuple):
     logits_bytes: int | None
     with_entropy: bool
     entropy_grad: bool
-    keeps_slopes: bool  # d log_prob / d hidden, from the forward pass for the backward pass
+    vocab_shard: VocabShard | None
+    keeps_slopes: bool = False  # d log_prob / d hidden, from the forward pass for the backward pass
+
+    def for_gradients(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Options:
+        """Slopes are kept where ``hidden`` alone asks for a gradient; those of a shard are of its own softmax."""
+        frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+        sufficient = not self.entropy_grad and self.softcap is None and self.vocab_shard is None
+        return self._replace(keeps_slopes=torch.is_grad_enabled() and hidden.requires_grad and frozen and sufficient)
 
     def tiles(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogitTiles:
         return LogitTiles(
@@ -275,14 +310,19 @@ class _TiledLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor | None]:
         tiles = options.tiles(hidden, weight, bias)
-        log_probs, top, mass, entropy = (hidden.new_empty(len(hidden), dtype=tiles.wide) for _ in range(4))
+        targets = targets if options.vocab_shard is None else targets - options.vocab_shard.first
+        scan = _Scan(*(hidden.new_empty(len(hidden), dtype=tiles.wide) for _ in range(4)))
         slopes = torch.empty_like(hidden) if options.keeps_slopes else None
         for rows in tiles.rows:
             row_slopes = None if slopes is None else slopes[rows]
             scores = _score(tiles, hidden[rows], targets[rows, None], options.with_entropy, row_slopes)
-            log_probs[rows], top[rows], mass[rows], entropy[rows] = (x.squeeze(1) for x in scores)
+            for whole, of_rows in zip(scan, scores):
+                whole[rows] = of_rows.squeeze(1)
+        if options.vocab_shard is not None:
+            scan = options.vocab_shard.joined(scan, (targets >= 0) & (targets < len(weight)))
+        log_probs, entropy = scan.log_probs, scan.entropy
         ctx.options = options
-        saved = (hidden, weight, bias, targets, top, mass, entropy)
+        saved = (hidden, weight, bias, targets, scan.top, scan.mass, entropy)
         ctx.save_for_backward(*(saved if slopes is None else (slopes,)))
         if not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -303,20 +343,20 @@ class _TiledLogProbs(torch.autograd.Function):
         rows = every if len(active) == len(hidden) else every.take(active)
         tiles = ctx.options.tiles(rows.hidden, weight, bias)
         grad_hidden, grad_weight, grad_bias = _pull_back(tiles, rows, ctx.needs_input_grad)
+        if grad_hidden is not None and ctx.options.vocab_shard is not None:
+            grad_hidden = ctx.options.vocab_shard.summed(grad_hidden)
         if grad_hidden is not None and rows is not every:
             grad_hidden = torch.zeros_like(hidden).index_copy_(0, active, grad_hidden)
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def _score(
-    tiles: LogitTiles, hidden: Tensor, targets: Tensor, with_entropy: bool, slopes: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-prob, ``top``, ``mass`` and entropy, ``[R, 1]`` each; ``slopes [R, H]`` are filled in place.
+def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, with_entropy: bool, slopes: Tensor | None) -> _Scan:
+    """What all tiles say of these rows; ``slopes [R, H]`` are filled in place.
 
     Tile by tile, with ``top`` the greatest base-2 logit so far (online softmax, arXiv:1805.02867):
     ``mass = sum_v 2^(z_v - top)``, ``moment = sum_v (z_v - top) 2^(z_v - top)`` and ``own = z_target - top``. All stay
-    relative to ``top``, so that the log-prob ``ln 2 (own - log2 mass)`` and the entropy ``ln 2 (log2 mass - moment /
-    mass)`` keep their digits for logits of any size, as ``z_target - lse`` and ``lse - sum_v p_v z_v`` would not.
+    relative to ``top``, so that log-prob and entropy keep their digits for logits of any size, as ``z_target - lse``
+    and ``lse - sum_v p_v z_v`` would not.
 
     The slope is ``((1 - p_target) weight[target] - sum of p_v weight_v over the other v) / temperature``, where
     ``1 - p_target`` comes from the log-prob: 0.001 is not rounded away in bfloat16, as ``p_target`` beside 1 would be.
@@ -330,21 +370,27 @@ def _score(
         so_far, p = _scan(tiles, raw, targets, columns, so_far, with_entropy, slopes is not None)
         if others is not None:
             add_product(others.mul_((last - so_far.top).exp2()), p, weight)
-    top, own, mass, moment = so_far
-    log_probs = (own - mass.log2()) * LN2
     if slopes is not None and others is not None:
         weight = tiles.weight[targets.squeeze(1)].to(hidden.dtype).to(tiles.wide)
-        slopes.copy_(others.div_(mass).addcmul_(log_probs.expm1(), weight).mul_(-tiles.slope))
-    return log_probs, top, mass, (mass.log2() - moment / mass) * LN2
+        slopes.copy_(others.div_(so_far.mass).addcmul_(so_far.log_probs.expm1(), weight).mul_(-tiles.slope))
+    return so_far
 
 
 class _Scan(NamedTuple):
-    """What the tiles so far say of their rows, each ``[R, 1]``; see :func:`_score`."""
+    """What the tiles so far say of their rows, each ``[R, 1]`` (all rows: ``[M]``); see :func:`_score`."""
 
     top: Tensor
     own: Tensor
     mass: Tensor
     moment: Tensor
+
+    @property
+    def log_probs(self) -> Tensor:
+        return (self.own - self.mass.log2()) * LN2
+
+    @property
+    def entropy(self) -> Tensor:
+        return (self.mass.log2() - self.moment / self.mass) * LN2
 
 
 def _scan(

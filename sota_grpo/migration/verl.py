@@ -301,6 +301,7 @@ def _actor(config: Config, ours: Account, facts: Facts) -> dict[str, Any]:
         f"{ACTOR}.use_dynamic_bsz": True,
         f"{ACTOR}.ppo_max_token_len_per_gpu": max(budget, longest),
         f"{ACTOR}.fsdp_config.model_dtype": _DTYPES[ours["train_model.torch_dtype"]],
+        f"{ACTOR}.fsdp_config.fsdp_size": ours["train_model.fsdp_size"] or -1,
         f"{ACTOR}.checkpoint.save_contents": saved,
     }
     precision = ours["train.precision"]

@@ -37,6 +37,7 @@ from sota_grpo.policy.shared_prompt import (
     pack,
     shared_attention,
 )
+from sota_grpo.policy.tensor_parallel import vocab_shard
 
 logger = logging.getLogger(__name__)
 
@@ -258,9 +259,10 @@ class Scorer(nn.Module):
         self, hidden: torch.Tensor, targets: torch.Tensor, kept: KeptSets | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         head: Any = base_model(self.model).get_output_embeddings()
+        weight, shard = vocab_shard(head.weight)
         entropy: dict[str, bool] = {"with_entropy": self.with_entropy, "entropy_grad": self.entropy_grad}
         if self.liger and kept is None:
-            return liger_log_probs(hidden, head.weight, targets, temperature=self.temperature, **entropy)
+            return liger_log_probs(hidden, weight, targets, temperature=self.temperature, **entropy)
         options: dict[str, Any] = {
             "bias": head.bias,
             "temperature": self.temperature,
@@ -268,9 +270,9 @@ class Scorer(nn.Module):
             "logits_bytes": self.logits_bytes,
             **entropy,
         }
-        if kept is not None:
-            return kept_log_probs(hidden, head.weight, kept, **options)
-        return chunked_log_probs(hidden, head.weight, targets, **options)
+        if kept is not None:  # a few logits per token: ranks that divide the head compute all of them, over the whole
+            return kept_log_probs(hidden, head.weight if shard is None else head.weight.full_tensor(), kept, **options)
+        return chunked_log_probs(hidden, weight, targets, vocab_shard=shard, **options)
 
 
 def _scatter(values: torch.Tensor, assistant_mask: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sota_grpo.policy.causal import base_model
 from sota_grpo.policy.quantization import dequantized, is_quantized
-from sota_grpo.policy.sharding import gathered
+from sota_grpo.policy.sharding import divided, gathered, replicated
 from sota_grpo.policy.tensor_files import Kept
 from sota_grpo.policy.weight_pack import WeightPack, padded
 
@@ -189,8 +190,16 @@ def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     weight = dequantized(weight)
     merged = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for adapter in layer.active_adapters:
-        merged = merged + layer.get_delta_weight(adapter).to(merged.dtype)
+        merged = merged + _delta(layer, adapter, like=weight).to(merged.dtype)
     return merged.to(weight.dtype)
+
+
+def _delta(layer: Any, adapter: str, like: torch.Tensor) -> torch.Tensor:
+    """What the adapter adds; over a mesh of several dimensions from factors that every rank has whole for a moment."""
+    if not isinstance(like, DTensor) or like.device_mesh.ndim == 1:
+        return layer.get_delta_weight(adapter)
+    first, second = (replicated(each[adapter].weight) for each in (layer.lora_A, layer.lora_B))
+    return divided((second @ first) * layer.scaling[adapter], like)
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

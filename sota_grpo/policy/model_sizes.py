@@ -7,8 +7,10 @@ weights can be reached (``sota-grpo estimate``).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sota_grpo.errors import UserError
 
@@ -184,3 +186,32 @@ def is_on_the_hub(name: str) -> bool:
 def is_a_path(name: str) -> bool:
     """Whether ``name`` is one of a folder; the packaged models have names without a slash."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and Path(name).exists())
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def require_dense(name: str, config: Mapping[str, Any]) -> None:
+    """That a model, by its ``config.json``, is no mixture of experts.
+
+    Engine and learner choose the experts of a token each for itself, and where rounding lets them choose others, its
+    log-prob is another model's. Training then needs the engine's choice replayed in the learner (R3, Ma et al. 2025,
+    arXiv:2510.11370), and a loss that keeps experts in use (Fedus et al. 2021, arXiv:2101.03961, eq. 4).
+
+    Raises:
+        UserError: it is one.
+
+    >>> require_dense("Qwen/Qwen3-4B", {"num_hidden_layers": 36})
+    >>> require_dense("m", {"text_config": {"num_experts": 128}})
+    Traceback (most recent call last):
+    sota_grpo.errors.UserError: model.name=m is a mixture of experts (num_experts=128), and training one needs the \
+engine's routing replayed in the learner (R3) and a load-balancing loss, which are not here; use a dense model.
+    """
+    for key, value in config.items():
+        if isinstance(value, Mapping):  # the text part of a model of several modalities
+            require_dense(name, value)
+        elif key in _EXPERTS and value not in (None, 0, 1):
+            raise UserError(
+                f"model.name={name} is a mixture of experts ({key}={value}), and training one needs the engine's "
+                "routing replayed in the learner (R3) and a load-balancing loss, which are not here; use a dense model."
+            )

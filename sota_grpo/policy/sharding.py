@@ -1,5 +1,11 @@
 """A policy over several processes (FSDP2): each rank keeps a part of every parameter, gradient and optimizer moment.
 
+Ranks stand on a mesh of up to three dimensions, the last one counted fastest. Eight of them as 2 x 2 x 2::
+
+    replicate   copies of the weights, whose gradients are added (hybrid sharding); size / fsdp_size / tensor_parallel
+    shard       ranks that divide a copy, and gather it layer by layer; fsdp_size
+    tensor      ranks that see the same rows and divide every matrix (:mod:`.tensor_parallel`); tensor_parallel
+
 One rank is the same code with nothing to share: :class:`Ranks` of size 1 calls no collective.
 """
 
@@ -16,20 +22,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sota_grpo.policy.causal import base_model, decoder_layers, fuse_layers, kernel_difference
 from sota_grpo.policy.shared_prompt import SHARED_ATTENTION
 from sota_grpo.policy.tensor_files import StoredTensor, in_memory
+from sota_grpo.policy.tensor_parallel import divide_ends, divide_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from sota_grpo.policy.causal import CausalPolicy
+
+
+_CONTIGUOUS = torch.contiguous_format
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +61,7 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(tensor, DTensor):
         return tensor
     whole = tensor.full_tensor()
-    return whole.cpu() if tensor.device_mesh.get_local_rank() == 0 else None
+    return whole.cpu() if tensor.device_mesh.get_rank() == 0 else None
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,40 +73,47 @@ def replicated(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_rows(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, int] | None:
-    """What this rank has to write of a tensor, uncopied, and its first row in the whole; None where there is nothing.
+def is_first_holder(tensor: torch.Tensor, ranks: Ranks) -> bool:
+    """Whether this rank is the first of those that hold the same part of a tensor; of what is not divided, rank 0 is.
 
-    Of what is not divided, rank 0's counts.
-
-    >>> own_rows(torch.ones(2), Ranks())
-    (tensor([1., 1.]), 0)
+    >>> is_first_holder(torch.ones(2), Ranks())
+    True
     """
-    if not isinstance(tensor, DTensor) or tensor.placements == (Replicate(),):
-        return (local(tensor), 0) if ranks.leads else None
-    if tensor.placements != (Shard(0),):
-        raise NotImplementedError(f"a tensor is divided as {tensor.placements}, and only rows are written by ranks")
-    start, stop = _rows_of(tensor)
-    return (tensor.to_local(), start) if start < stop else None
+    if not isinstance(tensor, DTensor):
+        return ranks.leads
+    places: Any = tensor.device_mesh.get_coordinate()
+    return not any(place for place, how in zip(places, tensor.placements) if how.is_replicate())
 
 
-def _rows_of(tensor: DTensor) -> tuple[int, int]:
-    """This rank's first row, and the one after its last."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return offset[0], offset[0] + shape[0]
+def own_shard(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+    """What this rank has to write of a tensor, uncopied, and where it begins in the whole; None where that is nothing.
+
+    >>> own_shard(torch.ones(2), Ranks())
+    (tensor([1., 1.]), (0,))
+    """
+    own = local(tensor)
+    if not is_first_holder(tensor, ranks) or (not own.numel() and isinstance(tensor, DTensor)):
+        return None
+    return own, _bounds(tensor)[1] if isinstance(tensor, DTensor) else (0,) * tensor.ndim
+
+
+def _bounds(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's part, and where it begins in the whole."""
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`gathered` and of :func:`own_rows`: ``whole``, which every rank can see, cut as ``like`` is.
+    """The inverse of :func:`gathered` and :func:`own_shard`: ``whole``, which every rank can see, cut as ``like`` is.
 
-    No message is sent. Of a stored tensor this rank reads its own rows. A part is a copy; a whole that stays whole is
+    No message is sent. Of a stored tensor this rank reads its own rows. A shard is a copy; a whole that stays whole is
     what it was.
     """
     if not isinstance(like, DTensor):
         return in_memory(whole)
     if whole.shape != like.shape:
         raise ValueError(f"a tensor of shape {tuple(whole.shape)} is given for one of {tuple(like.shape)}")
-    start, stop = _rows_of(like)
-    shard = whole.rows(start, stop) if isinstance(whole, StoredTensor) else whole[start:stop].clone()
+    cut = tuple(slice(start, start + size) for size, start in zip(*_bounds(like)))
+    shard = whole.block(cut) if isinstance(whole, StoredTensor) else whole[cut].clone(memory_format=_CONTIGUOUS)
     places = like.device_mesh, like.placements
     return DTensor.from_local(shard.to(like.device), *places, run_check=False, shape=like.shape, stride=like.stride())
 
@@ -151,6 +168,18 @@ class Ranks:
     #: the gradient of the whole model on every rank (4 bytes per float32 parameter). False sums after every
     #: micro-batch: more traffic, and each rank holds its own part only.
     reduce_once: bool = True
+    tensor_parallel: int = 1  # ranks that see the same rows and divide every matrix among them
+    fsdp_size: int | None = None  # ranks that divide one copy of what is left of the weights; None: all others
+
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares rows are divided."""
+        return self.size // self.tensor_parallel
+
+    @property
+    def share(self) -> int:
+        """Which of them is this rank's, and its peers'."""
+        return self.rank // self.tensor_parallel
 
     @property
     def leads(self) -> bool:
@@ -158,9 +187,17 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, on each of them; collective.
+        """The sum over the shares, on every rank; collective. Peers have the same values, and the first's count.
 
         >>> Ranks().sum(torch.tensor([1.0, 2.0])).tolist()
+        [1.0, 2.0]
+        """
+        return self.total(values if self.rank % self.tensor_parallel == 0 else torch.zeros_like(values))
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, peers too, on each of them; collective.
+
+        >>> Ranks().total(torch.tensor([1.0, 2.0])).tolist()
         [1.0, 2.0]
         """
         if self.size == 1:
@@ -170,7 +207,7 @@ class Ranks:
         return total
 
     def sums(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Each scalar summed over all ranks, in float64 and one message; every rank gives the same names.
+        """Each scalar summed over the shares, in float64 and one message; every rank gives the same names.
 
         >>> Ranks().sums({"tokens": torch.tensor(3.0)})
         {'tokens': tensor(3.)}
@@ -181,18 +218,30 @@ class Ranks:
         return dict(zip(values, total.unbind()))
 
     def joined(self, values: torch.Tensor) -> tuple[torch.Tensor, slice]:
-        """Every rank's flat ``values`` one after the other on the CPU, and where this rank's stand; collective.
+        """Every share's flat ``values`` one after the other on the CPU, and where this rank's stand; collective.
 
         >>> Ranks().joined(torch.tensor([1.0, 2.0]))
         (tensor([1., 2.]), slice(0, 2, None))
         """
-        counts = torch.zeros(self.size, dtype=torch.int64)
-        counts[self.rank] = len(values)
+        counts = torch.zeros(self.num_shares, dtype=torch.int64)
+        counts[self.share] = len(values)
         ends = self.sum(counts).cumsum(0).tolist()
-        own = slice(ends[self.rank] - len(values), ends[self.rank])
+        own = slice(ends[self.share] - len(values), ends[self.share])
         every = torch.zeros(ends[-1], dtype=values.dtype)
         every[own] = values
         return self.sum(every).cpu(), own
+
+    def mesh(self) -> DeviceMesh:
+        """How the ranks stand (see the module), without dimensions of one rank but for ``shard``."""
+        shards = self.fsdp_size or self.num_shares
+        sizes = {"replicate": self.num_shares // shards, "shard": shards, "tensor": self.tensor_parallel}
+        kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        mesh = init_device_mesh(self.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+        if self.tensor_parallel > 1:
+            mesh["shard", "tensor"]._flatten()  # norms of gradients are added in one message, to the same bits
+            # gathering a matrix takes two messages, which torch says each time
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        return mesh
 
 
 def join_ranks(
@@ -203,7 +252,7 @@ def join_ranks(
     device: torch.device | str,
     timeout_s: float = 1800.0,
     start_timeout_s: float | None = None,
-    reduce_once: bool = True,
+    **layout: Any,
 ) -> Ranks:
     """Make this process one of ``size`` ranks; returns when all have come. Once per process.
 
@@ -217,7 +266,7 @@ def join_ranks(
         device: where this rank computes.
         timeout_s: longest wait for the others in every collective.
         start_timeout_s: longest wait for the others to come: rank 0 may load a model first. None: ``timeout_s``.
-        reduce_once: see :class:`Ranks`.
+        layout: ``reduce_once``, ``tensor_parallel`` and ``fsdp_size`` of :class:`Ranks`.
 
     Raises:
         torch.distributed.DistError: the others did not come in time.
@@ -236,7 +285,7 @@ def join_ranks(
         timeout=timedelta(seconds=max(timeout_s, start_timeout_s or 0.0)),
     )
     _set_pg_timeout(timedelta(seconds=timeout_s))
-    return Ranks(rank, size, device, reduce_once)
+    return Ranks(rank, size, device, **layout)
 
 
 def shard(policy: CausalPolicy, ranks: Ranks) -> None:
@@ -253,7 +302,9 @@ def shard(policy: CausalPolicy, ranks: Ranks) -> None:
 
 def shard_over(policy: CausalPolicy, ranks: Ranks) -> None:
     """:func:`shard` whatever the number of ranks: one has all of every parameter, and takes the same path."""
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    mesh = ranks.mesh()
+    names = mesh.mesh_dim_names or ()
+    by_rows = mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
     scorer = policy.scorer
     model = base_model(policy.model)
     scorer.shared_prompt = _of_rank_0(scorer.shared_prompt and _packs_there(model, ranks), ranks)
@@ -261,10 +312,13 @@ def shard_over(policy: CausalPolicy, ranks: Ranks) -> None:
         model.set_attn_implementation(SHARED_ATTENTION)
         if policy.fused:
             fuse_layers(model)
+    plan: Any = getattr(model.config.get_text_config(), "base_model_tp_plan", None)
     for module in [*decoder_layers(model), scorer]:
         _send(module, ranks)
+        if "tensor" in names:
+            divide_ends(model, mesh["tensor"]) if module is scorer else divide_layer(module, mesh["tensor"], plan)
         # the outermost too: what stayed gathered would be computed with after the weights have changed
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        fully_shard(module, mesh=by_rows, reshard_after_forward=True)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

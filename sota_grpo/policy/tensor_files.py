@@ -42,21 +42,27 @@ _LEVELS = 3  # from a run directory to such a file: checkpoints, the checkpoint'
 
 @dataclass(frozen=True)
 class Kept:
-    """The shape and dtype of a tensor, or of a piece of one, and its first row in the whole.
+    """The shape and dtype of a tensor, or of a piece of one, and where it begins in the whole.
 
     Args:
         dtype: of its numbers.
         shape: of the piece.
-        first_row: 0 for a whole tensor.
+        begin: its first row, and of a matrix its first column; empty for a whole tensor.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    first_row: int = 0
+    begin: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, first_row: int = 0) -> Kept:
-        return cls(tensor.dtype, tuple(tensor.shape), first_row)
+    def of(cls, tensor: torch.Tensor, begin: tuple[int, ...] = ()) -> Kept:
+        return cls(tensor.dtype, tuple(tensor.shape), begin)
+
+    @property
+    def box(self) -> tuple[range, range]:
+        """Its rows and columns in the whole; a scalar is one row, and what is no matrix has one column."""
+        (rows, columns, *_), (first, left, *_) = (*self.shape, 1, 1), (*self.begin, 0, 0)
+        return range(first, first + rows), range(left, left + columns)
 
     @property
     def num_bytes(self) -> int:
@@ -120,13 +126,10 @@ def write_tensors(
 
 
 def _header(layout: Mapping[str, Kept]) -> bytes:
-    pieces = {
-        name: {_BEGINS: [kept.first_row, *[0] * (len(kept.shape) - 1)][: len(kept.shape)]}
-        for name, kept in layout.items()
-    }
+    begins = {name: [*kept.begin, *[0] * len(kept.shape)][: len(kept.shape)] for name, kept in layout.items()}
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    if any(kept.first_row for kept in layout.values()):
-        header[_METADATA][_PLACES] = json.dumps(pieces)
+    if any(any(kept.begin) for kept in layout.values()):
+        header[_METADATA][_PLACES] = json.dumps({name: {_BEGINS: begin} for name, begin in begins.items()})
     end = 0
     for name, kept in layout.items():
         entry = {"dtype": _CODES[kept.dtype], "shape": list(kept.shape)}
@@ -167,7 +170,7 @@ def write_model(
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a tensor, one after the other in a file."""
+    """Some rows of a tensor, or some columns of these, one row after the other in a file."""
 
     path: str
     offset: int  # of its first byte
@@ -176,12 +179,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor whose rows lie in files; :meth:`rows` reads those that are asked for and no others.
+    """A tensor that lies in files in pieces; :meth:`block` reads those rows that are asked for and no others.
 
     Args:
         dtype: of its numbers.
         shape: of the whole.
-        pieces: in the order of their rows, which they share without gap or overlap.
+        pieces: that share it without gap or overlap.
     """
 
     dtype: torch.dtype
@@ -190,28 +193,43 @@ class StoredTensor:
 
     def read(self) -> torch.Tensor:
         """All of it."""
-        return self.rows(0, self.shape[0] if self.shape else 1)
+        return self.block(())
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Rows ``start`` to ``stop`` (all of a scalar), in memory of their own.
+    def block(self, cut: Sequence[slice]) -> torch.Tensor:
+        """``whole[cut]`` in memory of its own, where ``cut`` says rows, columns, both or nothing.
 
         Raises:
             OSError: a file cannot be read.
             TensorFileError: a file has become shorter.
         """
-        shape = (stop - start, *self.shape[1:]) if self.shape else ()
-        tensor = torch.empty(shape, dtype=self.dtype)
-        target = as_bytes(tensor).numpy().data
-        row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
+        shape = [len(range(size)[rows]) for size, rows in zip(self.shape, cut)]
+        wanted = Kept(self.dtype, (*shape, *self.shape[len(shape) :]), tuple(rows.start or 0 for rows in cut))
+        tensor = torch.empty(wanted.shape, dtype=self.dtype)
         for piece in self.pieces:
-            first = piece.kept.first_row
-            count = piece.kept.shape[0] if self.shape else 1
-            low, high = max(start, first), min(stop, first + count)
-            if low < high and row_bytes:
-                with open_file(piece.path, levels=_LEVELS) as file:
-                    file.seek(piece.offset + (low - first) * row_bytes)
-                    _fill(file, target[(low - start) * row_bytes : (high - start) * row_bytes], piece.path)
+            rows, columns = (_common(*both) for both in zip(wanted.box, piece.kept.box))
+            if rows and columns and tensor.numel():
+                _read(piece, rows, columns, tensor, wanted)
         return tensor
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _read(piece: Piece, rows: range, columns: range, tensor: torch.Tensor, wanted: Kept) -> None:
+    """Fill in of ``tensor`` what a piece has of it, reading its rows whole."""
+    kept, path = piece.kept, piece.path
+    (first, left), (own_first, own_left) = ([each.start for each in one.box] for one in (wanted, kept))
+    there = tensor[rows.start - first : rows.stop - first] if tensor.ndim else tensor
+    alike = kept.box[1] == wanted.box[1]
+    read = there if alike else torch.empty((len(rows), *kept.shape[1:]), dtype=kept.dtype)
+    with open_file(path, levels=_LEVELS) as file:
+        file.seek(piece.offset + (rows.start - own_first) * prod(kept.shape[1:]) * kept.dtype.itemsize)
+        _fill(file, as_bytes(read).numpy().data, path)
+    if not alike:
+        there.narrow(1, columns.start - left, len(columns)).copy_(
+            read.narrow(1, columns.start - own_left, len(columns))
+        )
 
 
 def in_memory(value: torch.Tensor | StoredTensor) -> torch.Tensor:
@@ -260,9 +278,9 @@ def _pieces(path: Path) -> list[tuple[str, Piece]]:
             raise TensorFileError(f"{name} has {len(shape)} dimensions")
         first = begins[name][_BEGINS] if begins else [0] * len(shape)
         numbers = (*shape, start, stop, *first)
-        if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or any(first[1:]):
+        if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or any(first[2:]):
             raise TensorFileError(f"{name} has numbers that are no sizes")
-        piece = Piece(str(path), 8 + length + start, Kept(_DTYPES[entry["dtype"]], shape, first[0] if first else 0))
+        piece = Piece(str(path), 8 + length + start, Kept(_DTYPES[entry["dtype"]], shape, tuple(first)))
         claimed += piece.kept.num_bytes
         if piece.kept.num_bytes != stop - start or max(stop, claimed) > size - 8 - length:
             raise TensorFileError(f"{name} claims {piece.kept.num_bytes} bytes and the file has {size - 8 - length}")
@@ -271,16 +289,20 @@ def _pieces(path: Path) -> list[tuple[str, Piece]]:
 
 
 def _whole(name: str, pieces: list[Piece]) -> StoredTensor:
-    pieces.sort(key=lambda piece: piece.kept.first_row)
+    """Columns stand side by side, and of each the rows follow one another."""
+    pieces.sort(key=lambda piece: [each.start for each in reversed(piece.kept.box)])
     like = pieces[0].kept
     if not like.shape:
-        pieces, shape = pieces[:1], torch.Size()
-    else:
-        shape = torch.Size([sum(piece.kept.shape[0] for piece in pieces), *like.shape[1:]])
-    row = 0
-    for piece in pieces:
-        kept = piece.kept
-        if kept.first_row != row or (kept.dtype, kept.shape[1:]) != (like.dtype, like.shape[1:]):
+        return StoredTensor(like.dtype, torch.Size(), tuple(pieces[:1]))
+    num_rows: dict[range, int] = {}  # so far, by columns
+    for kept in (piece.kept for piece in pieces):
+        rows, columns = kept.box
+        follows = columns in num_rows or columns.start == sum(map(len, num_rows))
+        same = (kept.dtype, len(kept.shape), kept.shape[2:]) == (like.dtype, len(like.shape), like.shape[2:])
+        if not (follows and same and rows.start == num_rows.get(columns, 0)):
             raise TensorFileError(f"the pieces of {name} do not make a whole")
-        row += kept.shape[0] if kept.shape else 0
-    return StoredTensor(like.dtype, shape, tuple(pieces))
+        num_rows[columns] = rows.stop
+    if len(set(num_rows.values())) > 1:
+        raise TensorFileError(f"the pieces of {name} do not make a whole")
+    shape = (rows.stop, columns.stop, *like.shape[2:])[: len(like.shape)]
+    return StoredTensor(like.dtype, torch.Size(shape), tuple(pieces))

@@ -434,7 +434,7 @@ class ForwardPasses:
     ) -> list[Tensor]:
         """``measure`` of padded batches, ``[N, T, *width]``, as ``[T_i, *width]`` on the CPU for each row."""
         prompts, budget = row_prompts(rows), self.settings.micro_batch_tokens
-        micros = self.planner().micro_batches(range(len(rows)), prompts, budget)[self.ranks.rank]
+        micros = self.planner().micro_batches(range(len(rows)), prompts, budget)[self.ranks.share]
         places, lengths = range(len(rows)), [prompt.tokens for prompt in prompts]
         return self._whole(self._own(rows, micros, measure), places, lengths, *width)
 
@@ -473,7 +473,7 @@ class ForwardPasses:
 
     def planner(self, *, seed: int = 0, advantage_only: bool = False) -> Planner:
         """Who cuts rows into this policy's micro-batches and shares them out over its ranks."""
-        sizes = (self.ranks.size, self.policy.shared_prompt)
+        sizes = (self.ranks.num_shares, self.policy.shared_prompt)
         return Planner(self.settings, seed, *sizes, advantage_only, bool(dropouts(self.policy)), self.shape)
 
     @cached_property

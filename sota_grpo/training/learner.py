@@ -24,6 +24,7 @@ from sota_grpo.policy.sharding import (
     Ranks,
     divided,
     gathered,
+    is_first_holder,
     load_optimizer_state,
     local,
     optimizer_state,
@@ -120,7 +121,7 @@ class Learner(ForwardPasses):
         Raises:
             NonFiniteStep: a loss or gradient is NaN or infinite.
         """
-        return self.update_share(self.step_planner().shares(plain_rows(rows), self.version)[self.ranks.rank])
+        return self.update_share(self.step_planner().shares(plain_rows(rows), self.version)[self.ranks.share])
 
     def update_share(self, share: Share) -> dict[str, float | None]:
         """:meth:`update`, given this rank's share of it."""
@@ -192,7 +193,7 @@ class Learner(ForwardPasses):
         """This rank's passes over the rows of one optimizer step; without ``learn`` none has a backward pass."""
         order, prompts = range(len(rows)), row_prompts(rows)
         by_rank = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
-        return [one._replace(learns=one.learns and learn) for one in by_rank[self.ranks.rank]]
+        return [one._replace(learns=one.learns and learn) for one in by_rank[self.ranks.share]]
 
     def _step(self, rows: Sequence[dict[Key, torch.Tensor]], passes: Sequence[Pass]) -> dict[str, float | None]:
         """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
@@ -329,8 +330,9 @@ class Learner(ForwardPasses):
             self.optimizer.zero_grad(set_to_none=True)
             for name, other in self._gradients(rows, second):
                 own = one.pop(name).to(other.device)
-                norms.append(own.norm())
-                gaps.append(own.sub_(other).norm())
+                if is_first_holder(self.trainable[name], self.ranks):
+                    norms.append(own.norm())
+                    gaps.append(own.sub_(other).norm())
         self.optimizer.zero_grad(set_to_none=True)
         norm = self._norm(norms)
         return GradientGap(norm, self._norm(gaps) / max(norm, 1e-30), self.single and precision == "fp32")
@@ -344,9 +346,9 @@ class Learner(ForwardPasses):
                 yield name, local(parameter.grad.detach()).div_(scale)
 
     def _norm(self, parts: Sequence[torch.Tensor]) -> float:
-        """Over all ranks, from the norms of this one's tensors."""
-        own = torch.stack(list(parts)).norm()
-        return float(own if self.ranks.size == 1 else self.ranks.sum(own.double().square()).sqrt())
+        """Over all ranks, from the norms of what is this one's to count."""
+        own = torch.stack(list(parts)).norm() if parts else torch.zeros(())
+        return float(own if self.ranks.size == 1 else self.ranks.total(own.double().square()).sqrt())
 
     def perturb(self) -> None:
         """Change every trainable tensor, in place, until :meth:`restore`."""
@@ -444,7 +446,7 @@ class Learner(ForwardPasses):
         self.before_change()
         with torch.no_grad():
             for name, parameter in self.trainable.items():
-                parameter.copy_(divided(state["model"][name], parameter))
+                local(parameter).copy_(local(divided(state["model"][name], parameter)))
         load_optimizer_state(self.optimizer, state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         factor = learning_rate_factor(self.schedule.last_epoch, self.settings)  # of a run that may be longer now

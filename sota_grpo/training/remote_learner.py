@@ -66,12 +66,12 @@ class LearnerWorker:
     def update(self, share: Share) -> Future[dict[str, float | None]]:
         """:meth:`Learner.update_share`, its rows packed.
 
-        The random stream, which adapters' dropout reads, is this step's and this rank's.
+        The random stream, which adapters' dropout reads, is this step's and this share's.
         """
 
         def update() -> dict[str, float | None]:
             learner = self.learner
-            torch.manual_seed(sample_seed(learner.seed, learner.version, learner.ranks.rank))
+            torch.manual_seed(sample_seed(learner.seed, learner.version, learner.ranks.share))
             return learner.update_share(share._replace(rows=share.rows.rows()))
 
         return self._thread.submit(update)
@@ -259,7 +259,8 @@ class RemoteLearner:
             self._planner = self._call("ask", "step_planner")
         shares = self._planner.shares(plain_rows(rows), self.version)
         packed = [(share._replace(rows=RowPack.of(share.rows)),) for share in shares]
-        metrics = self._call_each("update", packed)
+        peers = len(self.workers) // len(packed)  # ranks that divide matrices see the same rows
+        metrics = self._call_each("update", [own for own in packed for _ in range(peers)])
         self.version += 1
         return metrics | {"time/learn_s": time.perf_counter() - began}
 

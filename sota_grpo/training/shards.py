@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sota_grpo.policy.sharding import Ranks, own_rows
+from sota_grpo.policy.sharding import Ranks, own_shard
 from sota_grpo.policy.tensor_files import SUFFIX, Kept, StoredTensor, write_tensors
 from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
 from sota_grpo.workers.base import WorkerThread, promised
@@ -100,7 +100,7 @@ class ShardWriter:
     def begin(self, folder: Path, state: Any) -> Any:
         """Begin to copy and to write; what is no tensor comes back."""
         rest, tensors = emptied(state)
-        own = {name: rows for name, tensor in tensors.items() if (rows := own_rows(tensor, self._ranks)) is not None}
+        own = {name: shard for name, tensor in tensors.items() if (shard := own_shard(tensor, self._ranks)) is not None}
         launched = torch.cuda.Event() if self._ranks.device.type == "cuda" else None
         if launched is not None:
             launched.record()  # what has been launched before changes these tensors still
@@ -126,7 +126,7 @@ class ShardWriter:
 
     def _write(self, folder: Path, own: dict[str, tuple[torch.Tensor, int]], launched: Any) -> tuple[str, str]:
         try:
-            layout = {name: Kept.of(tensor, first_row) for name, (tensor, first_row) in own.items()}
+            layout = {name: Kept.of(tensor, begin) for name, (tensor, begin) in own.items()}
             copies = self._copies([tensor for tensor, _ in own.values()], launched)
         finally:
             own.clear()

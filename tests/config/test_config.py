@@ -151,6 +151,7 @@ JUDGED = ("reward.judge.kind=chat", "reward.judge.url=http://127.0.0.1:1")
 WRONG = ("env.dataset=math", "reward.wrong=-2")
 QLORA = ["model.quantization=nf4", "train_model.lora.enabled=true"]
 SERVED = ["train_model.lora.enabled=true", "inference_model.serve_adapter=true"]
+DIVIDED = ["train_model.num_devices=2", "train_model.tensor_parallel_size=2"]
 BROKEN = [
     ("every_choice_is_one_of_its_values", ["check.mode=maybe"], "strict"),
     ("every_amount_is_positive", ["train.epochs=0"], "train.epochs"),
@@ -594,6 +595,26 @@ BROKEN = [
         ["optimizer.name=adamw_8bit", "train_model.devices=[0,1,2]"],
         "has 3 devices",
     ),
+    (
+        "the_learners_devices_are_a_product",
+        ["train_model.num_devices=5", "train_model.tensor_parallel_size=2"],
+        "tensor_parallel_size=2 does not divide the learner's 5 devices; use train_model.num_devices=4",
+    ),
+    (
+        "the_learners_devices_are_a_product",
+        ["train_model.num_devices=6", "train_model.tensor_parallel_size=2", "train_model.fsdp_size=2"],
+        "fsdp_size=2 does not divide the learner's 6 devices of tensor_parallel_size=2; use train_model.num_devices=4",
+    ),
+    *(
+        ("matrices_are_divided_where_that_is_tested", [*DIVIDED, *overrides], expected)
+        for overrides, expected in (
+            (["optimizer.name=muon"], "orthogonal, and train_model.tensor_parallel_size=2 divides them; use adamw"),
+            (["train_model.log_probs=liger"], "needs the whole head"),
+            (["train_model.compile=true"], "has not been tried with train_model.tensor_parallel_size=2"),
+            (["train_model.lora.enabled=true", "train_model.lora.dropout=0.1"], "use train_model.lora.dropout=0"),
+        )
+    ),
+    ("every_amount_is_positive", ["train_model.tensor_parallel_size=0"], "tensor_parallel_size=0 must be above 0"),
     ("only_frozen_weights_are_in_4_bits", ["model.quantization=nf4"], "add train_model.lora.enabled=true"),
     ("only_frozen_weights_are_in_4_bits", [*QLORA, "train_model.num_devices=2"], "one device, and it has 2"),
     ("only_frozen_weights_are_in_4_bits", [*QLORA, "train_model.compile=true"], "cannot look into the products"),

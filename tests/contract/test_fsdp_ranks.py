@@ -36,6 +36,9 @@ from tests.rank_rigs import build_learner, learner_settings, ragged_rows
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
 
+LAYOUT = ("reduce_once", "tensor_parallel", "fsdp_size")
+
+
 @dataclass
 class Pair:
     """Two processes, or as many as there are workers, and whatever learner they have at the moment."""
@@ -44,8 +47,9 @@ class Pair:
     launcher: ProcessLauncher
     folder: Path
 
-    def learner(self, *, reduce_once: bool = True, **options: Any) -> RemoteLearner:
-        self.ask("build", reduce_once, options)
+    def learner(self, **options: Any) -> RemoteLearner:
+        layout = {name: options.pop(name) for name in LAYOUT if name in options}
+        self.ask("build", layout, options)
         kept = {name: value for name, value in options.items() if name in ("precision", "micro_batch_tokens")}
         return RemoteLearner(self.workers, learner_settings(**kept), share=self.launcher.share)
 

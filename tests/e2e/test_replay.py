@@ -69,10 +69,13 @@ def test_a_resumed_run_stores_again_what_it_does_again(tmp_path: Path, grpo) -> 
 
 
 @pytest.mark.slow
-def test_a_run_with_workers_and_ranks_replays_in_one_process(tmp_path: Path, grpo) -> None:
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_run_with_workers_and_ranks_replays_in_one_process(parallel: int, tmp_path: Path, grpo) -> None:
+    """Two ranks with rows of their own, or that divide the matrices; the checks before training pass too."""
     pytest.importorskip("ray", reason="needs Ray (the extra ray)")
     run_dir = tmp_path / "run"
-    options = ("train_model.num_devices=2", "policy.kl_coef=0.01", "train.total_dialog_turns=32")
+    options = ("train_model.num_devices=2", f"train_model.tensor_parallel_size={parallel}", "policy.kl_coef=0.01")
+    options += ("train.total_dialog_turns=32",)
     done = grpo(run_dir, *OPTIONS, *options, script="grpo-async.py")
     assert done.returncode == 0, done.stderr
     stored = read_step(stored_steps(run_dir)[1])

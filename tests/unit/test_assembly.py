@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from omegaconf import OmegaConf
+from transformers.models.auto import CONFIG_MAPPING
 
 from sota_grpo import engines
 from sota_grpo.assembly import build, learning, preflight
@@ -286,6 +287,16 @@ def test_a_model_without_end_token_is_refused_and_the_embedded_one_has_one() -> 
 def test_an_unknown_attention_is_a_sentence() -> None:
     with pytest.raises(UserError, match=r"model.attn_implementation=swift cannot be used .*use sdpa, eager or null"):
         make_model(config_of("model.attn_implementation=swift"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [("mixtral", "num_local_"), ("qwen3_moe", "num_local_"), ("deepseek_v3", "n_routed_")]
+)
+def test_a_mixture_of_experts_is_refused_before_weights_are_read(family: str, key: str, tmp_path: Path) -> None:
+    """There are none: the folder has a config and nothing else."""
+    CONFIG_MAPPING[family]().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"is a mixture of experts \({key}experts=.*routing replayed.*dense model\.$"):
+        build.build(config_of(f"model.name={tmp_path}"), tmp_path)
 
 
 def test_arithmetic_trains_on_the_first_examples_only_when_asked() -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ def split(folder: Path, whole: dict[str, torch.Tensor], cuts: dict[str, list[int
     paths = [folder / f"rank_{rank:05d}.safetensors" for rank in range(count)]
     for rank, path in enumerate(paths):
         pieces = {
-            name: (value[cuts[name][rank] : cuts[name][rank + 1]], cuts[name][rank]) for name, value in whole.items()
+            name: (value[cuts[name][rank] : cuts[name][rank + 1]], (cuts[name][rank],)) for name, value in whole.items()
         }
         pieces = {name: piece for name, piece in pieces.items() if piece[0].numel()}
         layout = {name: Kept.of(*piece) for name, piece in pieces.items()}
@@ -67,7 +68,24 @@ def test_any_rows_of_a_tensor_come_back_from_however_many_files(tmp_path: Path) 
         for name, value in whole.items():
             assert torch.equal(stored[name].read(), value)
             start, stop = sorted(torch.randint(0, len(value) + 1, (2,)).tolist())
-            assert torch.equal(stored[name].rows(start, stop), value[start:stop])
+            assert torch.equal(stored[name].block((slice(start, stop),)), value[start:stop])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_any_part_of_a_matrix_comes_back_from_rows_and_columns_in_files(tmp_path: Path) -> None:
+    """As ranks of tensor parallelism write it, each some columns of some rows; torch reads the files too."""
+    whole = torch.randn(5, 7)
+    paths = [tmp_path / f"rank_{rank:05d}.safetensors" for rank in range(4)]
+    for path, (top, left) in zip(paths, product((0, 3), (0, 4))):
+        own = whole[top : 3 if top == 0 else 5, left : 4 if left == 0 else 7].contiguous()
+        write_tensors(path, {"w": Kept.of(own, (top, left))}, [own])
+    stored = stored_tensors(paths[::-1])["w"]
+    for rows, columns in product((slice(0, 5), slice(1, 4), slice(3, 5)), (slice(0, 7), slice(2, 5), slice(4, 6))):
+        assert torch.equal(stored.block((rows, columns)), whole[rows, columns])
+        assert torch.equal(stored.block((rows,)), whole[rows])
+    found = {"w": torch.empty(5, 7)}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert torch.equal(found["w"], whole)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -124,9 +142,13 @@ def test_a_file_that_claims_more_than_it_has_is_refused_before_anything_is_made_
         stored_tensors([path])
 
 
-@pytest.mark.parametrize("first_row", [0, 2, 4], ids=["the same rows twice", "an overlap", "a gap"])
-def test_pieces_that_make_no_whole(first_row: int, tmp_path: Path) -> None:
-    layouts = [Kept(torch.float32, (3, 2)), Kept(torch.float32, (2, 2), first_row)]
+@pytest.mark.parametrize(
+    "second",
+    [(0, 0), (2, 0), (4, 0), (0, 2), (0, 1), (0, 3)],
+    ids=["the same rows twice", "an overlap", "a gap", "columns with too few rows", "their overlap", "their gap"],
+)
+def test_pieces_that_make_no_whole(second: tuple[int, int], tmp_path: Path) -> None:
+    layouts = [Kept(torch.float32, (3, 2)), Kept(torch.float32, (2, 2), second)]
     paths = [tmp_path / f"rank_0000{rank}.safetensors" for rank in range(2)]
     for path, kept in zip(paths, layouts):
         write_tensors(path, {"w": kept}, [torch.ones(kept.shape)])

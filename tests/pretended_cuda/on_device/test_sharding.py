@@ -38,7 +38,7 @@ def test_a_mesh_of_one_is_the_whole(lora: bool, tmp_path: Path, monkeypatch: pyt
         original(policy, *given, **options)
         sharding.shard(policy, Ranks(0, 2, CUDA))  # of a size that is sharded, over a mesh of one
 
-    monkeypatch.setattr(sharding, "init_device_mesh", lambda kind, shape: init_device_mesh(kind, (1,)))
+    monkeypatch.setattr(sharding, "init_device_mesh", lambda kind, _, **names: init_device_mesh(kind, (1,), **names))
     monkeypatch.setattr(CausalPolicy, "__init__", sharded)
     part, other = (build(tmp_path, "cuda", **case) for _ in range(2))
     assert all(isinstance(value, DTensor) for value in part.parameters)

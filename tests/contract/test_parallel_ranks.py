@@ -1,0 +1,160 @@
+"""Ranks that divide every matrix (tensor parallelism), or hold copies (hybrid sharding), do what one rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sota_grpo import keys
+from sota_grpo.policy.lora import engine_weights
+from sota_grpo.rl.collate import row_list
+from sota_grpo.training.checkpoint import CheckpointStore
+from tests.contract.test_fsdp_ranks import CLOSE, LAYOUT, Pair, assert_equal_weights, measured, save, started
+from tests.rank_rigs import ragged_rows
+
+#: Halves of the vocabulary and of the MLP are odd, so that FSDP's parts of them are uneven.
+DIVIDED = {"tensor_parallel": 2, "shape": {"vocab_size": 42, "intermediate_size": 30}}
+LORA = DIVIDED | {"family": "qwen3", "lora": True}
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with started(4, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+def of_one(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in LAYOUT}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "2 x 2, a tied head, a sum after each pass": DIVIDED
+    | {"family": "qwen2", "reduce_once": False, "checkpointing": True, "clip_grad_norm": 0.0},
+    "2 copies of 2, norms of heads, proximal": DIVIDED | {"family": "qwen3", "fsdp_size": 1, "recompute": True},
+    "four parts, padded rows": {"tensor_parallel": 4, "family": "llama"}
+    | {"shape": {"num_key_value_heads": 4, "vocab_size": 44, "intermediate_size": 36, "attn_implementation": "eager"}},
+    "2 x 2, windows, tokens of high entropy, adapted bonus": DIVIDED
+    | {"family": "mistral", "top_entropy_quantile": 0.4, "entropy_target": 9.0, "kl_coef": 0.0},
+    "2 copies over 2": {"fsdp_size": 2},
+}
+SLOW = {
+    "2 x 2, lora": LORA,
+    "2 copies over 2, muon": {"fsdp_size": 2, "optimizer": "muon", "in_float32": True},
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+def test_three_updates_equal_one_ranks(kind: str, four: Pair) -> None:
+    """11 rows in steps of 5, 5 and 1: in the last one a share has no row at all."""
+    options = (KINDS | SLOW)[kind]
+    many, one = four.learner(**options), four.one(**of_one(options))
+    before = {name: value.clone() for name, value in engine_weights(one.policy.model)}
+    for step in range(3):
+        rows = ragged_rows(11 - step)
+        found, expected = measured(many.update(rows)), measured(one.update(rows))
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    moved = max(float((value - before[name]).abs().max()) for name, value in engine_weights(one.policy.model))
+    assert moved > 1e-4
+    assert_equal_weights(many, one)
+
+
+def test_half_precision_rounds_no_gradient_more(four: Pair) -> None:
+    """Each parameter's, by its first moment; no token is near a clip, where rounding would decide."""
+    options = DIVIDED | {"family": "qwen3", "optim_batch_size": 9}
+    many, rows = four.learner(**options, precision="bf16"), ragged_rows(9)
+    one, exact = (four.one(**of_one(options), precision=precision) for precision in ("bf16", "fp32"))
+    own = exact.measured(row_list(rows))[0].split([len(row[keys.FULL_TOKENS]) for row in row_list(rows)])
+    for row, values in zip(row_list(rows), own):
+        row[keys.LOG_PROBS], row[keys.ADVANTAGE] = values + 0.7, row[keys.ADVANTAGE].abs() + 0.5
+    states = []
+    for learner in (many, one, exact):
+        learner.update(rows.clone())
+        states.append(learner.state_dict()["optimizer"]["state"])
+    for index in states[2]:
+        found, rounded, true = (state[index]["exp_avg"] for state in states)
+        assert (found - true).norm() < 2 * (rounded - true).norm() + 0.01 * true.norm(), index
+        assert (rounded - true).norm() > 0
+
+
+@pytest.mark.parametrize("options", [DIVIDED, LORA, {"fsdp_size": 2}], ids=["tensor", "lora", "copies"])
+def test_the_gate_is_answered_alike(options: dict[str, Any], four: Pair) -> None:
+    many, one, rows = four.learner(**options), four.one(**of_one(options)), row_list(ragged_rows(7))
+    torch.testing.assert_close(many.measured(rows), one.measured(rows), **CLOSE)
+    assert many.diagnose(rows) == pytest.approx(one.diagnose(rows), rel=1e-5)
+    (norm, gap, _), (expected_norm, *_) = (learner.gradient_gap(rows, (1000, 1)) for learner in (many, one))
+    assert norm == pytest.approx(expected_norm, rel=1e-5)
+    assert gap < 1e-5
+    before = many.state_dict()["model"]
+    many.perturb()
+    state = many.state_dict()
+    assert not any(torch.equal(state["model"][name], value) for name, value in before.items())
+    one.load_state_dict(state)
+    torch.testing.assert_close(many.measured(rows), one.measured(rows), **CLOSE)  # copies were changed alike
+    many.restore()
+    assert all(torch.equal(value, before[name]) for name, value in many.state_dict()["model"].items())
+
+
+def test_each_rank_keeps_a_quarter(four: Pair) -> None:
+    many, one = four.learner(**DIVIDED), four.one(**of_one(DIVIDED))
+    many.update(ragged_rows(4))
+    whole = sum(parameter.numel() for parameter in one.parameters)
+    kept = [parameters for parameters, _ in four.ask("num_elements")]
+    assert max(kept) < 0.27 * whole  # norms are halved only, and the uneven parts are a row longer
+
+
+def test_tokens_of_kept_sets_are_scored_alike(four: Pair) -> None:
+    many, one, rows = four.learner(**DIVIDED), four.one(**of_one(DIVIDED)), row_list(ragged_rows(6))
+    for row in rows:  # each token was drawn from itself and two others
+        said = row[keys.ASSISTANT_MASK]
+        drawn = row[keys.FULL_TOKENS][said]
+        others = torch.stack([drawn, (drawn + 1) % 37, (drawn + 20) % 37], dim=1)
+        row[keys.KEPT_IDS], row[keys.KEPT_COUNTS] = others.flatten().int(), said.int() * 3
+    torch.testing.assert_close(many.measured(rows), one.measured(rows), **CLOSE)
+    (norm, gap, _), (expected, *_) = (learner.gradient_gap(rows, (1000, 1)) for learner in (many, one))
+    assert norm == pytest.approx(expected, rel=1e-5)
+    assert gap < 1e-5
+
+
+@pytest.mark.parametrize("options", [pytest.param(DIVIDED, marks=pytest.mark.slow), LORA], ids=["all", "lora"])
+def test_a_checkpoint_changes_the_layout(options: dict[str, Any], four: Pair, tmp_path: Path) -> None:
+    """2 x 2, then one rank, then four of FSDP alone, then 2 x 2: as one rank without a break; moments too."""
+    options = options | {"schedule": "cosine", "warmup_steps": 2}
+    plain = of_one(options)
+    batches, store, whole = [ragged_rows(9) for _ in range(4)], CheckpointStore(tmp_path, keep=9), four.one(**plain)
+    for batch in batches:
+        whole.update(batch.clone())
+    learner: Any = four.learner(**options)
+    for step, (batch, build) in enumerate(
+        zip(batches, (None, lambda: four.one(**plain), lambda: four.learner(**plain), lambda: four.learner(**options)))
+    ):
+        if build is not None:
+            save(store, step, learner)
+            learner = build()
+            learner.load_state_dict(store.latest()[1]["learner"])
+        learner.update(batch)
+    assert_equal_weights(learner, whole)
+    save(store, 4, learner)
+    saved, again = learner.state_dict(), four.learner(**options)
+    again.load_state_dict(store.latest()[1]["learner"])
+    torch.testing.assert_close(again.state_dict(), saved, rtol=0.0, atol=0.0)
+    sizes = [file.stat().st_size for file in tmp_path.glob("checkpoint_000004.*/rank_*.safetensors")]
+    assert len(sizes) == 4
+    assert max(sizes) < 0.4 * sum(sizes)
+
+
+def test_an_export_and_packs_have_the_merged_weights(four: Pair, tmp_path: Path) -> None:
+    many, one, rows = four.learner(**LORA), four.one(**of_one(LORA)), ragged_rows(6)
+    many.update(rows)
+    one.update(rows)
+    many.export_hf(tmp_path / "hf")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    many.pack_bytes = 3000
+    packed = dict(item for pack in many.weights().packs for item in pack)
+    for name, value in engine_weights(one.policy.model):
+        torch.testing.assert_close(reloaded[name], value, **CLOSE)
+        torch.testing.assert_close(packed[name], value, **CLOSE)
