@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from sota_grpo.assembly.cluster import Cluster, visible_gpus
-from sota_grpo.assembly.devices import Plan, device_name, make_plan, resolve_device
+from sota_grpo.assembly.devices import Plan, device_name, make_plan, num_engines, resolve_device
 from sota_grpo.assembly.judging import judge_metrics
 from sota_grpo.assembly.learning import (
     kl_in_reward,
@@ -70,7 +70,8 @@ from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.gate import NamedReference, Subject
 from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.training.remote_learner import RemoteLearner
-from sota_grpo.workers.fleet import Fleet, replacements
+from sota_grpo.workers.elastic import ElasticFleet, worker_metrics
+from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.instances import Instances
 from sota_grpo.workers.reference import ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
@@ -312,7 +313,7 @@ def _roles_in_workers(
             "transforms": make_advantage(config, env.task.term_weights),
             "should_stop": should_stop,
             "wait_deadline_s": WAIT_S,
-            "metrics_extra": partial(replacements, fleets),
+            "metrics_extra": partial(worker_metrics, fleets),
         },
         transforms=make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights, ask),
         export=export,
@@ -342,17 +343,23 @@ def _learner_beside_workers(
 
 
 def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path) -> Fleet:
-    count = cluster.num_engines
-    options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir, count)
+    shared_by = num_engines(config, plan)
+    options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir, shared_by)
     groups = max(1, int(options.max_rows / mean_group_size(config)))
-    return Fleet(
-        "rollout",
-        cluster.start_rollout(options),
-        count,
-        capacity=options.max_rows if has_dialogs(config) else groups,  # the samples of a dialog come alone
-        silence_s=config.inference_model.timeout_s,
-        start_silence_s=config.ray.start_timeout_s,
+    start = cluster.start_rollout(options)
+    limits: dict[str, Any] = {
+        "capacity": options.max_rows if has_dialogs(config) else groups,  # the samples of a dialog come alone
+        "silence_s": config.inference_model.timeout_s,
+        "start_silence_s": config.ray.start_timeout_s,
+    }
+    if plan.elastic is None:
+        return Fleet("rollout", start, cluster.num_engines, **limits)
+    part = config.inference_model
+    advice = (
+        f"add machines, lower inference_model.num_devices={part.num_devices}, or raise inference_model.gone_s; "
+        "train.resume=auto continues from the last checkpoint"
     )
+    return ElasticFleet("rollout", start, *plan.elastic, gone_s=part.gone_s, advice=advice, **limits)
 
 
 def make_hints(config: Config, env: TaskEnv) -> Ask | None:

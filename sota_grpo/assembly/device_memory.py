@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from sota_grpo.assembly.devices import Plan, make_plan, reference_has_own_weights, wants_workers
+from sota_grpo.assembly.devices import Plan, make_plan, num_engines, reference_has_own_weights, wants_workers
 from sota_grpo.assembly.learning import reference_dtype, trainer_precision
 from sota_grpo.assembly.memory import (
     Learning,
@@ -264,8 +264,7 @@ class RunMemory:
 
     @property
     def num_engines(self) -> int:
-        parallel = self.config.inference_model.tensor_parallel_size
-        return max(1, len(self.plan.placement.inference) // parallel) if self.plan.workers else 1
+        return num_engines(self.config, self.plan)
 
     @property
     def engine_rows(self) -> int:

@@ -373,9 +373,15 @@ class TrainModelConfig:
 class InferenceModelConfig:
     """The engine's copy of the policy, and how responses are drawn."""
 
-    num_devices: int | None = opt(
+    num_devices: int | str | None = opt(
         None,
-        "devices of the engines, their own, one engine on each; null: with mode=sync it shares the learner's, else 1",
+        "devices of the engines, their own, one engine on each; MIN:MAX with mode=async: engines come and go; null: "
+        "with mode=sync it shares the learner's, else 1",
+    )
+    gone_s: float = opt(
+        1800.0,
+        "num_devices=MIN:MAX: the run waits so long where it has engines for fewer than MIN, and then ends, to be "
+        "continued",
     )
     devices: list[int] | None = opt(None, "explicit device indices instead of a count")
     tensor_parallel_size: int = opt(1, "GPUs that hold one copy of the model; num_devices counts all of them")

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sota_grpo.config import Config, OptimizerConfig, has_reference
+from sota_grpo.config.elastic import device_count
 from sota_grpo.engines import ENGINES
 from sota_grpo.policy.optimizers import OPTIMIZERS
 
 
 def learner_ranks(config: Config) -> int:
     """Devices of the learner, an FSDP2 rank on each."""
-    model = config.train_model
-    return len(model.devices) if model.devices else model.num_devices or 1
+    return device_count(config.train_model) or 1
 
 
 def _has_workers(config: Config) -> bool:
     """Whether engines, references or ranks live in processes of their own."""
     roles = (config.train_model, config.inference_model, config.ref_model)
-    several = any((len(role.devices) if role.devices else role.num_devices or 1) > 1 for role in roles)
+    several = any((device_count(role) or 1) > 1 for role in roles)
     return several or config.mode == "async" or config.ray.address is not None
 
 

@@ -12,6 +12,7 @@ from sota_grpo.config import (
     Config,
     ModelConfig,
     algorithm_rules,
+    elastic,
     memory_rules,
     most_kept,
     responses_per_step,
@@ -66,7 +67,7 @@ _AMOUNTS = (
     *("train_model.tensor_parallel_size", "train_model.fsdp_size"),
     *("train.weight_update_frequency", "env.reward_timeout_s", "env.max_steps", "train_model.timeout_s"),
     *("inference_model.timeout_s", "ray.start_timeout_s", "env.tool_timeout_s", "env.max_tool_calls"),
-    *("env.max_dialog_s", "env.max_observation_tokens", "env.curriculum_floor"),
+    *("inference_model.gone_s", "env.max_dialog_s", "env.max_observation_tokens", "env.curriculum_floor"),
     *("algorithm.top_entropy_quantile", "algorithm.entropy_target"),
     *("algorithm.entropy_coef_delta", "algorithm.entropy_coef_max"),
 )
@@ -75,7 +76,7 @@ _AMOUNTS = (
 def every_amount_is_positive(config: Config) -> Iterator[str]:
     values = {name: value for name, _, value in walk(config)}
     for name in _AMOUNTS:
-        if values[name] is not None and values[name] <= 0:
+        if isinstance(values[name], (int, float)) and values[name] <= 0:
             yield f"{name}={values[name]} must be above 0."
 
 
@@ -383,11 +384,12 @@ def a_publish_is_made_of_whole_groups(config: Config) -> Iterator[str]:
 def a_copy_of_the_model_fills_its_devices(config: Config) -> Iterator[str]:
     engine = config.inference_model
     size = engine.tensor_parallel_size
-    count = len(engine.devices) if engine.devices is not None else (engine.num_devices or size)
-    if count % size:
+    counts = elastic.engine_range(config) or (elastic.device_count(engine) or size,)
+    if any(count % size for count in counts):
+        fix = ":".join(str(max(1, count // size) * size) for count in counts)
         yield (
-            f"inference_model takes {count} devices and one copy of the model takes tensor_parallel_size={size}; "
-            f"use inference_model.num_devices={max(1, count // size) * size}."
+            f"inference_model takes {':'.join(map(str, counts))} devices and one copy of the model takes "
+            f"tensor_parallel_size={size}; use inference_model.num_devices={fix}."
         )
 
 
@@ -400,8 +402,7 @@ def a_url_belongs_to_a_server(config: Config) -> Iterator[str]:
 
 
 def a_url_is_one_engine(config: Config) -> Iterator[str]:
-    engine = config.inference_model
-    count = len(engine.devices) if engine.devices is not None else engine.num_devices
+    count = elastic.device_count(config.inference_model)
     if config.engine.url is not None and count is not None:
         yield (
             f"engine.url={config.engine.url} is one running server, and inference_model asks for {count} devices to "
@@ -553,8 +554,9 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
             )
 
 
-_HERE = {__name__, algorithm_rules.__name__, memory_rules.__name__}
-_EVERY = [*globals().values(), *vars(algorithm_rules).values(), *vars(memory_rules).values()]
+_MODULES = (algorithm_rules, elastic, memory_rules)
+_HERE = {__name__, *(module.__name__ for module in _MODULES)}
+_EVERY = [*globals().values(), *(rule for module in _MODULES for rule in vars(module).values())]
 _GENERATORS = [rule for rule in _EVERY if isgeneratorfunction(rule) and rule.__module__ in _HERE]
 RULES = tuple(rule for rule in _GENERATORS if rule is not obstacles_to_a_broadcast)  # those above, in their order
 

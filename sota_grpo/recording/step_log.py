@@ -120,6 +120,7 @@ class Progress:
             ("success", "success {:.0%}"),
             ("kl", "kl {:.2g}"),
             ("tokens_per_s", "{:,.0f} tok/s"),
+            ("workers/engines", "engines {:.0f}"),
         ):
             value = metrics.get(name)
             if value is not None:

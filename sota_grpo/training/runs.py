@@ -46,6 +46,7 @@ FREE_OPTIONS = (
     ("env", "reward_timeout_s"),
     ("engine", "url"),
     ("engine", "api_key"),
+    ("inference_model", "gone_s"),
     ("inference_model", "gpu_memory_utilization"),
     ("inference_model", "max_num_seqs"),
     ("inference_model", "weight_transfer"),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from sota_grpo.workers.base import (
     IDLE_METHOD,
@@ -28,7 +28,7 @@ from sota_grpo.workers.base import (
 from sota_grpo.workers.slots import Broadcast, OnDemand, Slot, Sticky, Task, TaskLost, TaskOverdue, Timers
 
 logger = logging.getLogger(__name__)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between two starts that fail
+_FIRST_PAUSE_S = 0.1  # between two starts that fail
 _GOODBYE_S = 10.0  # longest wait for threads that are starting a worker when the fleet is closed
 _MAX_LATE = 2  # times that a slot's worker may be late before the call itself is taken to be hopeless
 
@@ -69,6 +69,9 @@ class Fleet:
         restarts: workers that were replaced, failed starts included.
         requeued: how often a task was given to another worker because its own was lost.
     """
+
+    _first_state: Literal["pending", "starting"] = "starting"
+    _longest_pause_s = 5.0  # between two starts that fail
 
     def __init__(
         self,
@@ -117,6 +120,11 @@ class Fleet:
     def pids(self) -> list[int | None]:
         """Of the workers, as :attr:`names`; None for a thread, and for an actor that has not said it yet."""
         return [getattr(worker, "pid", None) for slot in self._slots if (worker := slot.worker) is not None]
+
+    @property
+    def _enough(self) -> tuple[int, int]:
+        """Workers that it takes to be ready, and to go on."""
+        return len(self._slots), 1
 
     def wait_ready(self) -> None:
         """Return when every worker has been constructed.
@@ -255,7 +263,7 @@ class Fleet:
         """Put a new worker in a slot, whoever was there before."""
         old, slot.worker = slot.worker, None
         slot.life += 1
-        slot.state, slot.is_pinged, slot.is_timed = "starting", False, False
+        slot.state, slot.is_pinged, slot.is_timed = self._first_state, False, False
         slot.start = Start(self._start_silence_s, self._timers.now_s() + pause_s)
         self._look_at_start(slot)
         name = f"start of {self._role} {slot.index}"
@@ -284,22 +292,28 @@ class Fleet:
             worker.kill()
             return
         slot.worker = worker
+        self._bring_up_to_date(slot)
+
+    def _bring_up_to_date(self, slot: Slot) -> None:
         slot.answers_owed = 0
         for method, args in [*self._sticky.items(), ("ping", ())]:
             self._prepare(slot, method, args)
 
     def _start_failed(self, slot: Slot, life: int, error: BaseException) -> None:
         """Try again, unless this slot failed too often or its first construction raised."""
-        if slot.life != life or slot.state != "starting" or self._dead is not None:
+        if slot.life != life or slot.state not in ("pending", "starting") or self._dead is not None:
             return
         slot.failed_starts += 1
-        hopeless = isinstance(error, ConstructionFailed) and not slot.has_run
-        if hopeless or slot.failed_starts >= self._max_start_failures:
+        if self._is_hopeless(slot, error):
             self._retire(slot, error)
             return
         logger.warning("%s does not start: %s; it is tried again.", slot.who, error)
         self.restarts += 1
-        self._begin(slot, min(_FIRST_PAUSE_S * 2 ** (slot.failed_starts - 1), _LONGEST_PAUSE_S))
+        self._begin(slot, min(_FIRST_PAUSE_S * 2 ** (slot.failed_starts - 1), self._longest_pause_s))
+
+    def _is_hopeless(self, slot: Slot, error: BaseException) -> bool:
+        no_construction = isinstance(error, ConstructionFailed) and not slot.has_run
+        return no_construction or slot.failed_starts >= self._max_start_failures
 
     def _retire(self, slot: Slot, error: BaseException) -> None:
         left = sum(other.state != "retired" for other in self._slots) - 1
@@ -312,9 +326,9 @@ class Fleet:
             slot.worker.kill()
         cause = WorkerDied(what)
         cause.__cause__ = error
-        if not self._ready.done():
+        if left < self._enough[0] and not self._ready.done():
             self._ready.set_exception(cause)
-        if left == 0:
+        if left < self._enough[1]:
             self._end(cause)
 
     def _look_at_start(self, slot: Slot) -> None:
@@ -364,7 +378,7 @@ class Fleet:
         slot.heard_s = self._timers.now_s()
         self._offer(slot)
         self._tick(slot)
-        if not self._ready.done() and all(other.has_run for other in self._slots):
+        if not self._ready.done() and sum(other.has_run for other in self._slots) >= self._enough[0]:
             self._ready.set_result(None)
         for broadcast in self._broadcasts:
             if broadcast.needs_another:
@@ -556,14 +570,6 @@ class Fleet:
             died = f"{broadcast.deaths} {self._role} workers died at {method}, at last: {why}"
             broadcast.future.set_exception(WorkerDied(died))
         broadcast.args, broadcast.previous = (), None  # a timer holds the broadcast for long, and weights are large
-
-
-def replacements(fleets: Sequence[Fleet]) -> dict[str, int]:
-    """What the metrics of a step say of workers that were lost."""
-    return {
-        "workers/restarts": sum(fleet.restarts for fleet in fleets),
-        "workers/requeued": sum(fleet.requeued for fleet in fleets),
-    }
 
 
 def starter(
