@@ -69,6 +69,7 @@ from sota_grpo.source.source import Rollouts, RolloutSource
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.gate import NamedReference, Subject
 from sota_grpo.training.learner import Learner, Publisher
+from sota_grpo.training.newcomers import Newcomers
 from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.workers.elastic import ElasticFleet, worker_metrics
 from sota_grpo.workers.fleet import Fleet
@@ -92,6 +93,7 @@ class Roles:
         transforms: what a batch goes through before it is trained on, by phase, for the gate.
         export: writes the trained model to a folder.
         source_options: of the source, that follow from it.
+        newcomers: checks engines that come later, where they come and go.
     """
 
     engine: Engine
@@ -100,6 +102,7 @@ class Roles:
     transforms: Sequence[tuple[str, Any]]
     export: Callable[[Path], object]
     source_options: Mapping[str, Any]
+    newcomers: Newcomers | None
 
 
 @dataclass
@@ -152,6 +155,8 @@ def build(
         else:
             roles = _roles_here(config, plan, env, tokenizer, run_dir, opened)
         rollouts, sampling = make_rollouts(config, env, roles.engine, instances), make_sampling(config)
+        if roles.newcomers is not None:
+            rollouts.attend = roles.newcomers.attend
         source = RolloutSource(
             rollouts,
             sampling,
@@ -266,6 +271,7 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
         source_options={"synchronous": True, "sleep_engine": share_device, "transforms": transforms},
         transforms=transforms,
         export=partial(save_hf, model, tokenizer),
+        newcomers=None,
     )
 
 
@@ -303,10 +309,11 @@ def _roles_in_workers(
     grader = own_grader(env.grader)
     if isinstance(grader, GradingPool):  # waited for by whoever started it
         fleets.append(grader.fleet)
+    weights = _weights_for_workers(config, engine, learner)
     return Roles(
         engine=engine,
         learner=learner,
-        publisher=_publisher_to_workers(config, plan, cluster, engine, learner, opened),
+        publisher=_publisher_to_workers(config, plan, cluster, engine, learner, weights, opened),
         source_options={
             "group_transforms": [transform for _, transform in make_overlong(config)],
             "reference": reference.submit if reference else None,
@@ -317,7 +324,13 @@ def _roles_in_workers(
         },
         transforms=make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights, ask),
         export=export,
+        newcomers=_newcomers(config, engine, weights),
     )
+
+
+def _newcomers(config: Config, engine: FleetEngine, weights: Callable[[], Any]) -> Newcomers | None:
+    elastic = isinstance(engine.fleet, ElasticFleet)
+    return Newcomers(engine.fleet, engine, weights, config.check.mode) if elastic else None
 
 
 def _learner_beside_workers(
@@ -406,14 +419,13 @@ def _publisher_to_workers(
     cluster: Cluster,
     engine: FleetEngine,
     learner: Learner | RemoteLearner,
+    weights: Callable[[], Any],
     opened: ExitStack,
 ) -> Publisher:
     """An adapter alone; or all weights, by broadcast where the config asks for one or NCCL has a short way."""
     model = None if isinstance(learner, RemoteLearner) else learner.policy.model
-    if model is not None and config.train_model.lora.enabled:
-        engine.base = partial(base_pack, model)
-        return Publisher(partial(AdapterPack.of, model), [engine])
-    if broadcasts_weights(config, plan):
+    has_adapter = model is not None and config.train_model.lora.enabled
+    if broadcasts_weights(config, plan) and not has_adapter:
         transfer = WeightTransfer(
             engine.fleet,
             learner if model is None else WeightSender(model),
@@ -425,8 +437,17 @@ def _publisher_to_workers(
         )
         opened.callback(transfer.close)
         return Publisher(lambda: transfer, [engine])
+    return Publisher(weights, [engine])
+
+
+def _weights_for_workers(config: Config, engine: FleetEngine, learner: Learner | RemoteLearner) -> Callable[[], Any]:
+    """What a push hands over where nothing is broadcast: an adapter alone, or all weights."""
+    model = None if isinstance(learner, RemoteLearner) else learner.policy.model
+    if model is not None and config.train_model.lora.enabled:
+        engine.base = partial(base_pack, model)
+        return partial(AdapterPack.of, model)
     pack = learner.weights if isinstance(learner, RemoteLearner) else partial(packed_weights, learner.policy.model)
-    return Publisher(partial(pack, dtype=engine.weight_dtype), [engine])
+    return partial(pack, dtype=engine.weight_dtype)
 
 
 def broadcasts_weights(config: Config, plan: Plan) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sota_grpo.engines.stop_strings import StopStrings
 
 Result = TypeVar("Result")
+_ATTEND_S = 0.1  # between two calls of what is to be attended to
 _IDLE_S = 0.005  # an engine without work is asked again so soon: another thread may have submitted some
 
 
@@ -33,6 +34,7 @@ class Inbox:
 
     Args:
         engine: makes a step whenever nothing is left to do.
+        attend: called while there is nothing to do, too.
 
     >>> from sota_grpo.engines.scripted import ScriptedEngine
     >>> inbox, done = Inbox(ScriptedEngine()), []
@@ -41,8 +43,8 @@ class Inbox:
     (1, [1], 0)
     """
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, engine: Engine, attend: Callable[[], object] | None = None):
+        self._engine, self._attend = engine, attend
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
     def post(self, action: Callable[[], object]) -> None:
@@ -68,6 +70,9 @@ class Inbox:
         done = self.drain()
         if done or self._engine.advance():
             return done
+        if self._attend is not None:
+            self._attend()
+            timeout_s = _ATTEND_S if timeout_s is None else min(_ATTEND_S, timeout_s)
         if self._engine.stepwise:
             timeout_s = _IDLE_S if timeout_s is None else min(_IDLE_S, timeout_s)
         try:

@@ -245,9 +245,12 @@ class Run:
             starting("Checking before training")
         checks: list[Check] = []
         try:
-            run_gate(subject_of(self.config, self.parts), self.config.check.mode, on_check=checks.append)
+            subject = subject_of(self.config, self.parts)
+            run_gate(subject, self.config.check.mode, on_check=checks.append)
         finally:
             write_gate(self.run_dir, self.config.check.mode, checks)
+        if self.parts.newcomers is not None:
+            self.parts.newcomers.begin(subject)
         if checks:
             passed = sum(check.passed for check in checks)
             print(f"Checks before training: {passed} of {len(checks)} passed in {time.perf_counter() - began:.1f} s")

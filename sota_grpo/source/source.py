@@ -121,11 +121,15 @@ class Rollouts:
         env: tokenises, and has the grader.
         engine: samples the responses.
 
+    Attributes:
+        attend: called now and then by whoever has the learner and waits for groups; None: nothing is.
+
     Example: ``for group in Rollouts(env, engine).stream(prompts, Sampling(max_tokens=64)): group.rows``.
     """
 
     def __init__(self, env: TaskEnv, engine: Engine):
         self.env, self.engine = env, engine
+        self.attend: Callable[[], object] | None = None
 
     def request(self, prompt: Prompt) -> GroupRequest:
         """What the engine is asked, with the example where a dialog needs that between its turns."""
@@ -195,7 +199,7 @@ class Rollouts:
 
         What is left when the iterator is dropped is cancelled.
         """
-        inbox = Inbox(self.engine)
+        inbox = Inbox(self.engine, self.attend)
         return completed(inbox, [partial(self.begin, prompt, sampling, inbox.post) for prompt in prompts])
 
 
@@ -409,10 +413,14 @@ class RolloutSource:
     def _wait(self) -> None:
         """Return when the batch is ready."""
         began = time.monotonic()
-        with self._changed:
-            self._waiting = True
-            try:
-                while not self._is_ready():
+        while True:
+            if self._rollouts.attend is not None:
+                self._rollouts.attend()
+            with self._changed:
+                self._waiting = True
+                try:
+                    if self._is_ready():
+                        return
                     if self.should_stop():
                         raise Interrupted("a stop was asked for while the next batch was waited for.")
                     self._require_progress(began)
@@ -421,8 +429,8 @@ class RolloutSource:
                     else:
                         self._ask_together()
                         self._inbox.run_once(_POLL_S)
-            finally:
-                self._waiting = False
+                finally:
+                    self._waiting = False
 
     def _is_ready(self) -> bool:
         """Whether the batch is ready; zero-advantage groups that it waits for go on to their last stages."""

@@ -19,7 +19,7 @@ _MAX_REFUSALS = 5  # in a row
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A worker that has the newest weights and gets no task before :meth:`ElasticFleet.admit`.
+    """A worker that has the newest weights and gets no task before :meth:`ElasticFleet.admit`; a fleet of itself alone.
 
     Args:
         index, life: which of its slot's workers it is.
@@ -29,6 +29,14 @@ class Newcomer:
     index: int
     life: int
     worker: Worker
+
+    def submit(self, *args: Any) -> Future[Any]:
+        """``run(*args)``, whoever may be given tasks."""
+        return self.worker.call("run", *args)
+
+    def broadcast(self, method: str, *args: Any, deadline_s: float, sticky: bool = False) -> list[Any]:
+        """Its answer. Nothing sticks: the fleet has the newest of what does."""
+        return [self.worker.call(method, *args).result(deadline_s)]
 
 
 class ElasticFleet(Fleet):
@@ -78,6 +86,7 @@ class ElasticFleet(Fleet):
         if not 1 <= least <= most:
             raise ValueError(f"An elastic fleet has 1 worker or more, and not fewer at most; got {least} to {most}.")
         self._least, self._gone_s, self._advice = least, gone_s, advice
+        self._stood = 0  # as far as the log knows
         self._shortage: object | None = None  # while there are fewer than least: a mark of its own for each time
         self._last_error: BaseException | None = None  # of a start
         self._holds_newcomers = False
@@ -181,8 +190,9 @@ class ElasticFleet(Fleet):
                     "%d %s workers are left of at least %d; in %g s without enough of them the run ends.",
                     *(standing, self._role, self._least, self._gone_s),
                 )
-        if standing and self._ready.done():
-            logger.info("%d of %d to %d %s workers stand.", standing, self._least, len(self._slots), self._role)
+        if standing != self._stood:
+            self._stood = standing
+            logger.info("%d %s workers stand, of %d to %d.", standing, self._role, self._least, len(self._slots))
 
     def _look_at_shortage(self, shortage: object, *, again: bool = False) -> None:
         if shortage is not self._shortage or self._dead is not None:
