@@ -91,6 +91,7 @@ class ElasticFleet(Fleet):
         self._last_error: BaseException | None = None  # of a start
         self._holds_newcomers = False
         self._held: dict[int, int] = {}  # slot -> its worker's life
+        self._judged: set[Newcomer] = set()  # until the supervisor has heard of it
         self._refusals: Counter[int] = Counter()
         super().__init__(role, start, most, **options)
 
@@ -104,19 +105,22 @@ class ElasticFleet(Fleet):
         self._holds_newcomers = True
 
     def newcomers(self) -> list[Newcomer]:
-        """Those that wait to be admitted."""
-        return [
+        """Those that wait for one or the other word."""
+        held = [
             Newcomer(slot.index, slot.life, slot.worker)
             for index, life in list(self._held.items())
             if (slot := self._slots[index]).life == life and slot.state == "ready" and slot.worker is not None
         ]
+        return [newcomer for newcomer in held if newcomer not in self._judged]
 
     def admit(self, newcomer: Newcomer) -> None:
         """Give it tasks; nothing happens where it is gone."""
+        self._judged.add(newcomer)
         self._post(self._admit, newcomer)
 
     def refuse(self, newcomer: Newcomer, why: str) -> None:
         """Replace it, after a pause; its slot is given up with the fifth in a row."""
+        self._judged.add(newcomer)
         self._post(self._refuse, newcomer, why)
 
     # The supervisor's thread.
@@ -164,9 +168,11 @@ class ElasticFleet(Fleet):
             self._refusals.pop(newcomer.index, None)
             self._offer(slot)
             self._dispatch()
+        self._judged.discard(newcomer)
 
     def _refuse(self, newcomer: Newcomer, why: str) -> None:
         slot = self._slots[newcomer.index]
+        self._judged.discard(newcomer)
         if slot.life != newcomer.life or slot.state != "ready":
             return
         self._refusals[slot.index] += 1
@@ -187,12 +193,12 @@ class ElasticFleet(Fleet):
             self._timers.at(self._timers.now_s() + self._gone_s, self._look_at_shortage, self._shortage)
             if self._ready.done():
                 logger.warning(
-                    "%d %s workers are left of at least %d; in %g s without enough of them the run ends.",
-                    *(standing, self._role, self._least, self._gone_s),
+                    "Only %d of at least %d %s workers are left; in %g s without enough of them the run ends.",
+                    *(standing, self._least, self._role, self._gone_s),
                 )
         if standing != self._stood:
             self._stood = standing
-            logger.info("%d %s workers stand, of %d to %d.", standing, self._role, self._least, len(self._slots))
+            logger.info("%s workers: %d stand, of %d to %d.", self._role, standing, self._least, len(self._slots))
 
     def _look_at_shortage(self, shortage: object, *, again: bool = False) -> None:
         if shortage is not self._shortage or self._dead is not None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -29,6 +29,7 @@ from sota_grpo.workers.slots import Timers
 from tests.worker_rigs import spec
 
 WAIT_S = 60.0
+AnyFleet = TypeVar("AnyFleet", bound=Fleet)
 
 
 def until(condition: Callable[[], Any], seconds: float = WAIT_S) -> None:
@@ -117,6 +118,35 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     return clock
+
+
+def by_hand(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, make: Callable[[], AnyFleet]
+) -> tuple[AnyFleet, Callable[[float], None]]:
+    """A fleet whose supervisor is the test, and what lets so many seconds pass for it."""
+    monkeypatch.setattr(Fleet, "_supervise", lambda self: None)
+    fleet = make()
+
+    def wait(seconds: float) -> None:
+        end_s = clock.now_s + seconds
+        while True:
+            for launch in list(fleet._launches):
+                launch.join()
+            while not fleet._inbox.empty():
+                fleet._inbox.get()()
+            if fleet._launches:
+                continue
+            if (left_s := fleet._timers.wait_s()) is None or clock.now_s + left_s > end_s:
+                clock.now_s = end_s
+                return
+            clock.now_s += left_s
+            while (due := fleet._timers.take_due()) is not None:
+                function, args = due
+                function(*args)
+
+    for slot in fleet._slots:
+        fleet._begin(slot)
+    return fleet, wait
 
 
 # Dispatch
@@ -220,27 +250,7 @@ def test_a_worker_that_answers_no_ping_is_replaced_within_the_silence(
     stage: Stage, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pings every 2 s; that of 2 s is the last to be answered, so it is over at 10 s."""
-    monkeypatch.setattr(Fleet, "_supervise", lambda self: None)
-    fleet = Fleet("puppet", stage.start, 1, capacity=1, silence_s=8.0)
-
-    def wait(seconds: float) -> None:
-        end_s = clock.now_s + seconds
-        while True:
-            for launch in list(fleet._launches):
-                launch.join()
-            while not fleet._inbox.empty():
-                fleet._inbox.get()()
-            if fleet._launches:
-                continue
-            if (left_s := fleet._timers.wait_s()) is None or clock.now_s + left_s > end_s:
-                clock.now_s = end_s
-                return
-            clock.now_s += left_s
-            while (due := fleet._timers.take_due()) is not None:
-                function, args = due
-                function(*args)
-
-    fleet._begin(fleet._slots[0])
+    fleet, wait = by_hand(clock, monkeypatch, lambda: Fleet("puppet", stage.start, 1, capacity=1, silence_s=8.0))
     wait(3.0)
     stage.now(0).mute.add("ping")
     wait(6.9)
