@@ -64,6 +64,5 @@ def a_range_of_engines_has_no_servers(config: Config) -> Iterator[str]:
     if is_server(name) and (ends := engine_range(config)) is not None:
         yield (
             f"inference_model.num_devices={config.inference_model.num_devices} is for engines in Ray's workers, and "
-            f"engine={name} talks to servers that stay; use engine={name.removesuffix('_server')}, or "
-            f"inference_model.num_devices={ends[1]}."
+            f"engine={name} talks to servers that stay; use engine=vllm, or inference_model.num_devices={ends[1]}."
         )
