@@ -329,8 +329,8 @@ def _roles_in_workers(
 
 
 def _newcomers(config: Config, engine: FleetEngine, weights: Callable[[], Any]) -> Newcomers | None:
-    elastic = isinstance(engine.fleet, ElasticFleet)
-    return Newcomers(engine.fleet, engine, weights, config.check.mode) if elastic else None
+    fleet = engine.fleet
+    return Newcomers(fleet, engine, weights, config.check.mode) if isinstance(fleet, ElasticFleet) else None
 
 
 def _learner_beside_workers(

@@ -51,9 +51,9 @@ class Cluster:
         per_engine = config.inference_model.tensor_parallel_size
         gpus = plan.placement.inference
         self._engines = [gpus[i : i + per_engine] for i in range(0, len(gpus), per_engine)]
-        self._engines_are_free = plan.elastic is not None and self._on_cluster
-        if self._engines_are_free:  # Ray chooses: only how many GPUs one takes means something
-            self._engines = [gpus[:per_engine]] * plan.elastic[1]
+        self._engines_are_free = False
+        if plan.elastic is not None and self._on_cluster:  # only how many GPUs one takes means something
+            self._engines_are_free, self._engines = True, [gpus[:per_engine]] * plan.elastic[1]
         self._references = [(index,) for index in plan.placement.ref]
         ranks = plan.placement.train if self._on_cluster or len(plan.placement.train) > 1 else ()
         self._ranks = [(index,) for index in ranks]
