@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import time
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from sota_grpo.engines.transformers_engine import TransformersEngine
-from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
 from sota_grpo.rl.records import GroupOutput
+from sota_grpo.workers.base import WorkerThread
 from sota_grpo.workers.rollout import RolloutWorker
+from sota_grpo.workers.weight_transfer import Rendezvous, WeightLayout, WeightReceiver
 from tests.engine_rigs import EOS, PAD, tiny_model
 
 TOKENS_HELD = 5
@@ -64,6 +67,56 @@ class WatchedWorker(RolloutWorker):
         self._slices_left -= 1
         if self._slices_left == 0:
             os.kill(os.getpid(), self._signal)
+
+
+class Holder:
+    """A rollout worker without an engine: it keeps what it is sent, and may die in the middle."""
+
+    def __init__(self) -> None:
+        self._receiver, self._thread = WeightReceiver(), WorkerThread("holder")
+        self._weights, self._version, self._slices_left = WeightPack.of([]), 0, -1
+
+    def arm(self, slices: int) -> None:
+        """It kills itself when it has so many slices of the next transfer."""
+        self._slices_left = slices
+
+    def ping(self) -> float:
+        return self._thread.silent_s()
+
+    def update_weights(self, pack: WeightPack | WeightPacks, version: int) -> Future[int]:
+        return self._thread.submit(lambda: self._hold(pack.tensors(), version))
+
+    def weight_member(self) -> str:
+        return self._receiver.member
+
+    def receive_weights(self, rendezvous: Rendezvous, layout: WeightLayout, version: int) -> None:
+        def receive() -> None:
+            if (weights := self._receiver.receive(rendezvous, layout, self._progress)) is not None:
+                self._hold(weights, version)
+
+        self._thread.submit(receive)
+
+    def served(self) -> Future[tuple[int, str | None]]:
+        return self._thread.submit(lambda: (self._version, self._receiver.failure))
+
+    def weights(self) -> Future[WeightPack]:
+        return self._thread.submit(lambda: self._weights)
+
+    def digest(self) -> Future[str]:
+        return self._thread.submit(lambda: hashlib.sha256(self._weights.buffer).hexdigest())
+
+    def _hold(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        self._weights, self._version = WeightPack.of(weights), version
+        return version
+
+    def _progress(self) -> None:
+        self._thread.progress()
+        self._slices_left -= 1
+        if self._slices_left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None:
+        self._thread.close()
 
 
 def resources() -> tuple[int, int]:

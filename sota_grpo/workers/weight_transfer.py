@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -161,8 +162,10 @@ def _joined(rendezvous: Rendezvous, rank: int, device: torch.device) -> Any:
     store = dist.PrefixStore(rendezvous.group, client)
     if rendezvous.backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo
-        options, local = gloo._Options(), rendezvous.host.startswith("127.")
-        options._devices = [gloo.create_device(hostname=rendezvous.host) if local else gloo.create_default_device()]
+        options = gloo._Options()
+        with socket.create_connection((rendezvous.host, rendezvous.port), limit.total_seconds()) as probe:
+            own = probe.getsockname()[0]  # gloo's default is what this machine's name resolves to, often loopback
+        options._devices = [gloo.create_device(hostname=own)]
         options._timeout = limit
         return gloo(store, rank, size, options)
     torch.cuda.set_device(device)
@@ -189,7 +192,7 @@ def what_torch_says(error: BaseException) -> str:
 
 
 class WeightSender:
-    """The learner's end of a transfer, in the learner's process; of several ranks each has one.
+    """The learner's end of transfers to one or more fleets, in the learner's process; of several ranks each has one.
 
     A copy of what was sent last stays in this host's memory (as much as the weights), for workers that start later and
     for a transfer that failed: it is made beside the transfer, and of exactly the weights that were announced.
@@ -202,7 +205,7 @@ class WeightSender:
 
     def __init__(self, model: nn.Module, *, leads: bool = True, progress: Callable[[], None] = lambda: None):
         self._model, self._leads, self._progress = model, leads, progress
-        self._group = WeightGroup()
+        self._groups: defaultdict[tuple[str, int], WeightGroup] = defaultdict(WeightGroup)  # by store: one per fleet
         self._kept: tuple[WeightPack, int] | None = None
 
     def weight_layout(self, dtype: torch.dtype | None) -> WeightLayout:
@@ -235,11 +238,12 @@ class WeightSender:
             if rendezvous is None or failure is not None:
                 continue
             try:
-                self._group.join(rendezvous, 0, device)
-                self._group.broadcast(part)
+                group = self._groups[rendezvous.host, rendezvous.port]
+                group.join(rendezvous, 0, device)
+                group.broadcast(part)
             except TransferFailed as error:
                 failure = str(error)
-                self._group.leave()
+                group.leave()
         self._kept = WeightPack(kept.numpy(), layout.places), version
         return failure
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from sota_grpo.workers.fleet import Fleet, starter
 from sota_grpo.workers.processes import ProcessLauncher
 from sota_grpo.workers.rollout import FleetEngine
 from sota_grpo.workers.weight_transfer import WeightSender, WeightTransfer
+from tests.contract.test_fsdp_ranks import started
 from tests.engine_rigs import CONTEXT, ragged_requests, tiny_model
 from tests.process_rigs import wait_for
+from tests.rank_rigs import ragged_rows
 from tests.weight_rigs import TOKENS_HELD, resources
 
 DEADLINE_S = 2400.0  # half of it for a slice: a test that waited for that would run into its own timeout
@@ -132,6 +136,57 @@ def test_a_killed_worker_is_done_without_and_its_successor_gets_the_version_that
     rig.assert_served(rig.publish(), 2)  # by a group of the two that live now
     assert not caplog.records
     assert rig.fleet.restarts == 1
+
+
+@pytest.mark.slow
+def test_four_ranks_publish_to_two_fleets(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By broadcast to one and the other, and through shared memory; a member that dies in the middle stops no rank."""
+    caplog.set_level(logging.WARNING)
+    with started(4, tmp_path) as ranks, ExitStack() as stack:
+        learner, share = ranks.learner(), ranks.launcher.share
+        fleets, transfers, publishers = [], [], []
+        for name in ("one", "two"):
+            start = starter(ranks.launcher, name, WorkerSpec("tests.weight_rigs:Holder"), [{"threads": 1}] * 2)
+            fleet = Fleet(name, start, 2, capacity=1)
+            stack.callback(fleet.close)
+            options = {"share": share, "deadline_s": DEADLINE_S}
+            transfer = WeightTransfer(fleet, learner, backend="gloo", slice_bytes=1 << 10, **options)
+            stack.callback(transfer.close)
+            engine = FleetEngine(fleet, name=name, max_model_len=CONTEXT, **options)
+            fleets.append(fleet)
+            transfers.append(transfer)
+            publishers += [
+                Publisher(lambda transfer=transfer: transfer, [engine]),
+                Publisher(learner.weights, [engine]),
+            ]
+        for fleet in fleets:
+            fleet.wait_ready()
+
+        def publish(version: int, *indexes: int) -> None:
+            learner.update(ragged_rows(6))
+            for index in indexes:
+                publishers[index].publish(version)
+            expected = dict(learner.weights().tensors())
+            for fleet in fleets:
+                for pack in fleet.broadcast("weights", deadline_s=60):
+                    found = dict(pack.tensors())
+                    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+        for version in (1, 2, 3):
+            publish(version, 0, 2)
+        groups = [transfer._rendezvous.group for transfer in transfers]
+        publish(4, 1, 3)
+        assert not caplog.records
+        worker = fleets[1]._slots[0].worker
+        worker.call("arm", 4).result(60)
+        publish(5, 0, 2)
+        assert "workers lost: 1" in caplog.text
+        caplog.clear()
+        fleets[1].wait_ready()
+        publish(6, 0, 2)
+        assert not caplog.records
+        assert transfers[0]._rendezvous.group == groups[0]  # from the first to the last
+        assert transfers[1]._rendezvous.group != groups[1]
 
 
 def test_a_stopped_worker_is_found_within_the_deadline(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -91,6 +91,18 @@ def test_a_link_that_is_cut_costs_no_prompt(tmp_path: Path) -> None:
     require_each_prompt_once(run_dir)
 
 
+def test_weights_cross_the_link_once_however_many_workers_are_behind_it(tmp_path: Path) -> None:
+    """Three on the far node: Ray's object store fetches once for all, a broadcast of gloo's goes to two of them."""
+    with two_nodes(tmp_path, cpus=(1, 3)) as nodes:
+        done = nodes.run(0, sys.executable, "-m", "tests.link_bytes", nodes.address)
+    assert done.returncode == 0, done.stderr
+    crossed = json.loads(done.stdout)
+    assert 1.0 < crossed["object_store"] < 1.1
+    assert 2.0 < crossed["object_store_from_there"] < 2.1  # through the driver's node
+    assert 2.0 < crossed["collective"] < 2.1
+    assert "object store" not in done.stderr  # no broadcast was given up
+
+
 def test_a_node_that_dies_and_one_that_joins_cost_no_prompt(tmp_path: Path) -> None:
     """Where an engine stood on it, the run goes on with what is left or with the node that joins; where the learner
     did, it ends with a sentence, and the same command goes on."""
