@@ -57,7 +57,7 @@ from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import KNOWN_TO_PACK
 from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path, save_hf
-from sota_grpo.policy.lora import AdapterPack, base_pack, engine_weights, packed_weights
+from sota_grpo.policy.lora import AdapterPack, MergedWeights, base_pack, engine_weights, packed_weights
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, own_grader
@@ -233,8 +233,10 @@ def tell_of_few_problems(config: Config, task: Task) -> None:
 
 def make_publisher(config: Config, model: nn.Module, engine: Engine, *, share_device: bool = False) -> Publisher:
     """Merged weights of ``model``, or its adapter alone, pushed to ``engine``."""
-    weights = partial(AdapterPack.of if config.inference_model.serve_adapter else engine_weights, model)
-    return Publisher(weights, [engine], share_device=share_device)
+    weights: Callable[[nn.Module], Any] = engine_weights
+    if config.train_model.lora.enabled:
+        weights = AdapterPack.of if config.inference_model.serve_adapter else MergedWeights.of
+    return Publisher(partial(weights, model), [engine], share_device=share_device)
 
 
 def _computes_in_float32(config: Config, device_type: str) -> bool:
@@ -424,8 +426,7 @@ def _publisher_to_workers(
 ) -> Publisher:
     """An adapter alone; or all weights, by broadcast where the config asks for one or NCCL has a short way."""
     model = None if isinstance(learner, RemoteLearner) else learner.policy.model
-    has_adapter = model is not None and config.train_model.lora.enabled
-    if broadcasts_weights(config, plan) and not has_adapter:
+    if broadcasts_weights(config, plan) and not config.train_model.lora.enabled:
         transfer = WeightTransfer(
             engine.fleet,
             learner if model is None else WeightSender(model),
@@ -442,10 +443,12 @@ def _publisher_to_workers(
 
 def _weights_for_workers(config: Config, engine: FleetEngine, learner: Learner | RemoteLearner) -> Callable[[], Any]:
     """What a push hands over where nothing is broadcast: an adapter alone, or all weights."""
-    model = None if isinstance(learner, RemoteLearner) else learner.policy.model
-    if model is not None and config.train_model.lora.enabled:
-        engine.base = partial(base_pack, model)
-        return partial(AdapterPack.of, model)
+    if config.train_model.lora.enabled:
+        if isinstance(learner, RemoteLearner):
+            engine.base = partial(learner.weights, merged=False)
+            return learner.adapter
+        engine.base = partial(base_pack, learner.policy.model)
+        return partial(AdapterPack.of, learner.policy.model)
     pack = learner.weights if isinstance(learner, RemoteLearner) else partial(packed_weights, learner.policy.model)
     return partial(pack, dtype=engine.weight_dtype)
 

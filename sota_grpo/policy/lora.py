@@ -5,7 +5,7 @@ engine needs of them: plain merged weights under the model's own names, computed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from sota_grpo.policy.causal import base_model
 from sota_grpo.policy.quantization import dequantized, is_quantized
 from sota_grpo.policy.sharding import divided, gathered, replicated
 from sota_grpo.policy.tensor_files import Kept
-from sota_grpo.policy.weight_pack import WeightPack, padded
+from sota_grpo.policy.weight_pack import WeightPack, WeightPacks, padded
 
 
 def add_lora(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
@@ -63,7 +63,12 @@ def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def engine_weights(
-    model: nn.Module, *, base: bool = True, dtype: torch.dtype | None = None, names: Set[str] | None = None
+    model: nn.Module,
+    *,
+    base: bool = True,
+    merged: bool = True,
+    dtype: torch.dtype | None = None,
+    names: Set[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, weight) as a rollout engine loads them: transformers' names, LoRA merged, detached.
 
@@ -77,6 +82,7 @@ def engine_weights(
     Args:
         model: a causal language model, with or without LoRA.
         base: False leaves out what training cannot change: parameters that are frozen and have no adapter.
+        merged: False gives the weights under the adapter instead, for :meth:`AdapterPack.merged`.
         dtype: of all the engine's matrices, to which it would round these: they are rounded before they are gathered or
             leave their device, to the same bits. None leaves them as they are.
         names: of those that are wanted; None: all.
@@ -97,7 +103,7 @@ def engine_weights(
     for name, value, layer in _parts(inner, base):
         if names is not None and name not in names:
             continue
-        own = value if layer is None else _merged(layer, value)
+        own = dequantized(value) if layer is None or not merged else _merged(layer, value)
         whole = tied[id(value)] if id(value) in tied else gathered(rounded(own, dtype))
         if uses[id(value)] > 1:
             tied[id(value)] = whole
@@ -109,6 +115,7 @@ def packed_weights(
     model: nn.Module,
     *,
     base: bool = True,
+    merged: bool = True,
     dtype: torch.dtype | None = None,
     names: Set[str] | None = None,
     progress: Callable[[], None] = lambda: None,
@@ -116,12 +123,12 @@ def packed_weights(
     """:func:`engine_weights` in one buffer of the host, filled one by one; of the ranks of a sharded model, rank 0's.
 
     Args:
-        model, base, dtype, names: see there.
+        model, base, merged, dtype, names: see there.
         progress: called for every weight.
     """
 
     def ticking() -> Iterator[tuple[str, torch.Tensor]]:
-        for item in engine_weights(model, base=base, dtype=dtype, names=names):
+        for item in engine_weights(model, base=base, merged=merged, dtype=dtype, names=names):
             progress()
             yield item
 
@@ -221,6 +228,28 @@ def rounded_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtyp
 
 
 @dataclass(frozen=True)
+class MergedWeights:
+    """All weights of a model with an adapter, of which only those called ``adapted`` differ from its base's.
+
+    Who has had all weights over one ``base`` (it stands for itself: whatever object has the base) needs only these of
+    the next ones over the same.
+    """
+
+    weights: Iterable[tuple[str, torch.Tensor]]
+    adapted: Set[str]
+    base: object
+
+    @classmethod
+    def of(cls, model: nn.Module) -> MergedWeights:
+        """:func:`engine_weights` of ``model``."""
+        inner = base_model(model)
+        return cls(engine_weights(model), {name for name, _, _ in _parts(inner, base=False)}, inner)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.weights)
+
+
+@dataclass(frozen=True)
 class AdapterPack:
     """``A [r, in]`` and ``B [out, r]`` of every adapted weight, and its scale ``alpha / r``.
 
@@ -233,7 +262,7 @@ class AdapterPack:
 
     @classmethod
     def of(cls, model: nn.Module) -> AdapterPack:
-        """The adapter of a model of :func:`~sota_grpo.policy.lora.add_lora`.
+        """The adapter of a model of :func:`~sota_grpo.policy.lora.add_lora`; rank 0 alone has that of a sharded one.
 
         Raises:
             ValueError: the model has none.
@@ -247,19 +276,23 @@ class AdapterPack:
                 second: Any = module.lora_B[adapter]
                 weight = f"{name}.weight"
                 scales[weight] = float(module.scaling[adapter])
-                tensors += [(f"{weight}:A", first.weight), (f"{weight}:B", second.weight)]
+                both = (f"{weight}:A", gathered(first.weight)), (f"{weight}:B", gathered(second.weight))
+                tensors += [(name, whole) for name, whole in both if whole is not None]
         if not scales:
             raise ValueError(f"{type(model).__name__} has no adapter; publish its weights instead")
         return cls(WeightPack.of(tensors), scales)
 
-    def merged(self, base: WeightPack, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+    def merged(self, base: WeightPack | WeightPacks, device: torch.device | str = "cpu") -> MergedWeights:
         """Every weight of ``base`` by name and on the CPU, the adapted ones merged.
 
         Args:
-            base: of :func:`base_pack`.
+            base: of :func:`base_pack`, or the packs of :func:`engine_weights` with ``merged=False``.
             device: where the products are computed, one weight at a time: a thread of a CPU takes a minute for what a
                 GPU does in a second.
         """
+        return MergedWeights(self._merged(base, device), self.scales.keys(), base)
+
+    def _merged(self, base: WeightPack | WeightPacks, device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
         adapter = {name: tensor.to(device) for name, tensor in self.pack.tensors()}
         for name, weight in base.tensors():
             scale = self.scales.get(name)
@@ -274,9 +307,4 @@ class AdapterPack:
 
 def base_pack(model: nn.Module) -> WeightPack:
     """The weights under the adapter of ``model``, under the base model's own names, for :meth:`AdapterPack.merged`."""
-    inner = base_model(model)
-    return WeightPack.of(
-        (name.replace(".base_layer.", "."), dequantized(value).detach())
-        for name, value in inner.state_dict(keep_vars=True).items()
-        if ".lora_A." not in name and ".lora_B." not in name and ".base_layer.weight." not in name
-    )
+    return packed_weights(model, merged=False)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import save_hf
-from sota_grpo.policy.lora import packed_weights, weight_slices
+from sota_grpo.policy.lora import AdapterPack, packed_weights, weight_slices
 from sota_grpo.policy.sharding import gathered
 from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
 from sota_grpo.rl.collate import plain_rows, row_list
@@ -116,17 +116,31 @@ class LearnerWorker:
         return self._writer.written()
 
     def weights(
-        self, base: bool = True, dtype: torch.dtype | None = None, index: int = 0, most_bytes: int = 0
+        self,
+        base: bool = True,
+        merged: bool = True,
+        dtype: torch.dtype | None = None,
+        index: int = 0,
+        most_bytes: int = 0,
     ) -> Future[tuple[WeightPack, int] | None]:
         """A part of what engines load (:func:`sota_grpo.policy.lora.weight_slices`), and how many parts there are."""
 
         def weights() -> tuple[WeightPack, int] | None:
             model, progress = self.learner.policy.model, self._thread.progress
             slices = weight_slices(model, base=base, dtype=dtype, most_bytes=most_bytes)
-            pack = packed_weights(model, base=base, dtype=dtype, names=slices[index], progress=progress)
+            pack = packed_weights(model, base=base, merged=merged, dtype=dtype, names=slices[index], progress=progress)
             return (pack, len(slices)) if self.learner.ranks.leads else None
 
         return self._thread.submit(weights)
+
+    def adapter(self) -> Future[AdapterPack | None]:
+        """The adapter alone, gathered."""
+
+        def adapter() -> AdapterPack | None:
+            pack = AdapterPack.of(self.learner.policy.model)
+            return pack if self.learner.ranks.leads else None
+
+        return self._thread.submit(adapter)
 
     def kept_weights(self) -> tuple[WeightPack, int]:
         """:meth:`WeightSender.kept_weights`, at once, whatever the learner is at."""
@@ -299,14 +313,18 @@ class RemoteLearner:
         self._call("load_state_dict", self._share(StatePack.of(state)))
         self.version = state["version"]
 
-    def weights(self, *, base: bool = True, dtype: torch.dtype | None = None) -> WeightPacks:
+    def weights(self, *, base: bool = True, merged: bool = True, dtype: torch.dtype | None = None) -> WeightPacks:
         """What engines load (:func:`sota_grpo.policy.lora.engine_weights`), of which rank 0 packs a part at a time."""
         packs: list[WeightPack] = []
         count = 1
         while len(packs) < count:
-            pack, count = self._call("weights", base, dtype, len(packs), self.pack_bytes)
+            pack, count = self._call("weights", base, merged, dtype, len(packs), self.pack_bytes)
             packs.append(pack)
         return WeightPacks(tuple(packs))
+
+    def adapter(self) -> AdapterPack:
+        """The adapter alone (:class:`sota_grpo.policy.lora.AdapterPack`)."""
+        return self._call("adapter")
 
     weight_layout = _asked(WeightSender.weight_layout)
     send_weights = _asked(WeightSender.send_weights)

@@ -54,7 +54,7 @@ class RolloutWorker:
     def __init__(self, make_engine: Callable[[], SteppingEngine]):
         self._inbox: queue.SimpleQueue[tuple[int, Callable[[SteppingEngine], Any]] | None] = queue.SimpleQueue()
         self._calls = OpenCalls("This rollout worker")
-        self._base: WeightPack | None = None
+        self._base: WeightPack | WeightPacks | None = None
         self._receiver = WeightReceiver()
         self._since: float | None = None  # when the step or call at hand began; None while there is nothing to do
         started: Future[None] = promised()
@@ -66,7 +66,7 @@ class RolloutWorker:
         """Sample one group; ``ValueError`` where its prompt leaves no room for a response."""
         return self._submit(lambda engine: engine.submit(request, sampling))
 
-    def set_base(self, pack: WeightPack) -> Future[None]:
+    def set_base(self, pack: WeightPack | WeightPacks) -> Future[None]:
         """Keep the weights that adapters are merged into from now on (a view of memory that workers may share)."""
 
         def keep(engine: SteppingEngine) -> None:
@@ -238,7 +238,7 @@ class FleetEngine(Streams):
         max_model_len: int,
         share: Callable[[Any], Any],
         deadline_s: float,
-        base: Callable[[], WeightPack] | None = None,
+        base: Callable[[], WeightPack | WeightPacks] | None = None,
     ):
         self.fleet = fleet
         self.name = name
