@@ -34,6 +34,7 @@ _CONNECT_S = 10.0
 _SHOWN_CHARACTERS = 400
 _NO_LOG_PROB = -9000.0  # vLLM writes -9999 where a log-prob is missing, infinite or NaN
 Exchange = tuple[str, Any]  # path and body; a body of None is an empty one
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _PORT_TRIES = 3
 _POLL_S = 0.2
 _BURIAL_S = 3.0
@@ -84,7 +85,7 @@ class HttpClient:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"engine.url={url} is not the address of a server; write http://HOST:PORT.")
-        self.url = url.rstrip("/")
+        self.url, self.host = url.rstrip("/"), parts.hostname
         self._prefix = parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -104,15 +105,25 @@ class HttpClient:
         """
         return self._ask("POST", path, b"{}" if body is None else json.dumps(body).encode(), timeout_s)
 
+    def put(self, path: str, data: bytes, *, headers: Mapping[str, str], timeout_s: float) -> Any:
+        """The parsed answer of ``PUT path`` with ``data`` as it is; see :meth:`post` for the errors."""
+        return self._ask("PUT", path, data, timeout_s, {"Content-Type": "application/octet-stream", **headers})
+
+    def delete(self, path: str, *, timeout_s: float) -> Any:
+        """The parsed answer of ``DELETE path``; see :meth:`post` for the errors."""
+        return self._ask("DELETE", path, None, timeout_s)
+
     def close(self) -> None:
         """Close the idle connections; idempotent."""
         self._pool.close()
 
-    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
+    def _ask(
+        self, method: str, path: str, body: bytes | None, timeout_s: float, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> Any:
         sent = f"{method} {self.url}{path}"
         options: dict[str, Any] = {
             "body": body,
-            "headers": self._headers,
+            "headers": {**self._headers, **headers},
             "timeout": urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
             "retries": False,
             "redirect": False,  # the key goes nowhere else
@@ -137,6 +148,11 @@ class HttpClient:
             return json.loads(response.data)
         except ValueError as error:
             raise ServerError(f"{sent} was answered with broken JSON: {error}.") from error
+
+
+def refused_key(client: HttpClient) -> UserError:
+    """What a status of 401 means."""
+    return UserError(f"The server at {client.url} refused the key; set engine.api_key (SOTA_GRPO_API_KEY) to its own.")
 
 
 @dataclass(frozen=True)
@@ -225,6 +241,8 @@ class Dialect(ABC):
         probe_path: a small question that only a server whose workers still work can answer.
         pause, resume: path and body of what freezes everything in flight, and lets it go on.
         relabel: what goes with a new label of the weights.
+        takes_uploads: it can be started with what takes weights over HTTP (:mod:`.weight_upload`).
+        takes_parts: weights that a push leaves out stay as they are.
         free_memory, restore_memory: path and body of what frees its GPU memory, and takes it again.
     """
 
@@ -236,6 +254,7 @@ class Dialect(ABC):
     pause: Exchange
     resume: Exchange
     relabel: Mapping[str, Any] = MappingProxyType({})
+    takes_uploads = takes_parts = False
     free_memory: Exchange
     restore_memory: Exchange
 
@@ -283,12 +302,11 @@ class Dialect(ABC):
             self._check_sampling(client, deadlines)
         except ServerError as error:
             if error.status == 401:
-                why = "refused the key; set engine.api_key (SOTA_GRPO_API_KEY) to its own"
-            elif error.status in (403, 404, 405):
-                why = f"lacks what a trainer needs ({error}); {self.remedy}"
-            else:
+                raise refused_key(client) from error
+            if error.status not in (403, 404, 405):
                 raise
-            raise UserError(f"The server at {client.url} {why}.") from error
+            lacks = f"The server at {client.url} lacks what a trainer needs ({error}); {self.remedy}."
+            raise UserError(lacks) from error
         return int(context)
 
     def _label(self, client: HttpClient, label: str, deadlines: Deadlines) -> None:

@@ -6,19 +6,22 @@ form of requests and answers, is a :class:`~sota_grpo.engines.inference_server.D
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
 import secrets
 import shutil
+import socket
 import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -38,7 +41,9 @@ from sota_grpo.engines.inference_server import (
 from sota_grpo.engines.sglang_server import SGLangDialect
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights
 from sota_grpo.engines.vllm_server import VLLMDialect
+from sota_grpo.engines.weight_upload import WEIGHT_FILE, ReceiveWeights, WeightUpload
 from sota_grpo.errors import UserError
+from sota_grpo.policy.lora import MergedWeights
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 
 logger = logging.getLogger(__name__)
@@ -100,7 +105,7 @@ class WeightFolder:
             # safetensors takes no two names of one memory, and readers need a tied weight under both its names
             tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor
             written.add(tensor.data_ptr())
-        save_file(tensors, folder / "model.safetensors")
+        save_file(tensors, folder / WEIGHT_FILE)
         return folder
 
     def close(self) -> None:
@@ -129,6 +134,7 @@ class ServerEngine(SteppingEngine):
         max_rows: most samples of one group, and most requests at the same time.
         process: the server, where it is ours to end.
         weight_folder: where pushes are written; None makes one, for weights as they come.
+        upload: brings them from there to a server that cannot read that folder.
         can_sleep: the server was started so that it can free its memory.
         deadlines: of every wait.
 
@@ -148,13 +154,14 @@ class ServerEngine(SteppingEngine):
         max_rows: int = 256,
         process: ServerProcess | None = None,
         weight_folder: WeightFolder | None = None,
+        upload: WeightUpload | None = None,
         can_sleep: bool = False,
         deadlines: Deadlines | None = None,
     ):
         super().__init__()
         self.name = self.label = dialect.name
         self.version = 0
-        self._client, self._dialect, self._process = client, dialect, process
+        self._client, self._dialect, self._process, self._upload = client, dialect, process, upload
         self._shapes, self._tied, self._max_rows = shapes, tied, max_rows
         self._stop_token_ids = tuple(sorted(eos_token_ids))
         self._deadlines = deadlines or Deadlines()
@@ -164,6 +171,7 @@ class ServerEngine(SteppingEngine):
         self._can_sleep, self._closed = can_sleep, False
         self._failure: Exception | None = None
         self._num_pushes = 0
+        self._base: object = None  # what the server's weights are an adapter on, as far as that is known
         self._may_send = threading.Event()
         self._may_send.set()
         self._sent: dict[int, Flight] = {}  # by ticket
@@ -279,7 +287,7 @@ class ServerEngine(SteppingEngine):
             self._fail(error, "while it sampled")
         self._last_answer_at = time.monotonic()
 
-    def _fail(self, error: Exception, doing: str) -> None:
+    def _fail(self, error: Exception, doing: str) -> NoReturn:
         self._failure = self._explained(error, doing)
         raise self._failure from (None if self._failure is error else error)
 
@@ -304,14 +312,19 @@ class ServerEngine(SteppingEngine):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight; the next token of every group in flight comes from them.
 
+        Of :class:`~sota_grpo.policy.lora.MergedWeights` all travel once, and then those that can have changed.
+
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was pushed then.
             OSError: no room for the file of weights; nothing was pushed then.
-            ServerError: the server did not load them.
+            ServerError: the server did not get or load them.
             ServerDied: it ended.
         """
         self._require_open()
         checked = checked_weights(weights, self._shapes, self._tied, tied_required=True)
+        merged = weights if isinstance(weights, MergedWeights) and self._dialect.takes_parts else None
+        if merged is not None and merged.base is self._base:
+            checked = {name: checked[name] for name in merged.adapted}
         try:
             folder = self._weights.write(checked)
         except (OSError, SafetensorError):
@@ -320,13 +333,24 @@ class ServerEngine(SteppingEngine):
                 self._process.has_ended(within_s=_DEATH_SHOWS_S)
                 self._fail(self._process.died("before it took new weights"), "")
             raise
+        number = self._num_pushes + 1
         try:
+            readable = str(folder) if self._upload is None else self._uploaded(self._upload, folder, number)
             with self._between_steps():
                 self._require_open()
                 self._wake_now()
-                self._push(str(folder), version)
+                self._push(readable, version)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            if self._upload is not None:
+                self._upload.forget(number)
+        self._base = merged and merged.base
+
+    def _uploaded(self, upload: WeightUpload, folder: Path, number: int) -> str:
+        try:
+            return upload.send(folder / WEIGHT_FILE, number)
+        except ServerError as error:
+            self._fail(error, "while it was sent weights")
 
     def _push(self, folder: str, version: int) -> None:
         self._may_send.clear()
@@ -369,10 +393,11 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     """The engine ``vllm_server`` or ``sglang_server``.
 
     A server that is started here listens on the loopback interface, wants a random key for everything, and ends with
-    this process even when that is killed. One at ``options.url`` must be able to read this machine's shared memory.
+    this process even when that is killed. One at ``options.url`` reads weights from this machine's shared memory, or is
+    sent them where it was started with :class:`~sota_grpo.engines.weight_upload.ReceiveWeights`.
 
     Raises:
-        UserError: the server's package is not installed, or the server lacks something.
+        UserError: the server's package is not installed, or the server lacks something, such as a way for weights.
         ServerDied: the server ended while it started.
         ServerLate: it was not ready in time.
 
@@ -382,26 +407,32 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     sota_grpo.errors.UserError: engine.url=localhost is not the address of a server; write http://HOST:PORT.
     """
     options, dialect = options.resolved(), _DIALECTS[options.engine]()
-    url, key = options.url, options.api_key
-    own: dict[str, Any] = {}
-    if url is not None:
-        _require_answer(HttpClient(url, api_key=key), options.deadlines.control)
+    reach = partial(HttpClient, max_connections=options.max_rows + _CONTROL_CONNECTIONS)
+    upload: WeightUpload | None = None
+    if options.url is not None:
+        client = reach(options.url, api_key=options.api_key)
+        _require_answer(client, options.deadlines.control)
+        upload = _upload_to(client, dialect, options.deadlines)
     elif find_spec(dialect.package) is None:
         raise UserError(
             f"engine={dialect.name} needs the package {dialect.package}, which is not installed; install it "
-            "(README.md, Install), or give engine.url of a server that runs elsewhere on this machine."
+            "(README.md, Install), or give engine.url of a server that runs already."
         )
     shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)
-    if url is None:
+    own: dict[str, Any] = {"upload": upload}
+    if upload is not None:
+        own["weight_folder"] = WeightFolder(shapes, getattr(torch, upload.dtype))
+    if options.url is None:
         folder, on_cpu = WeightFolder(shapes, getattr(torch, options.dtype)), not torch.cuda.is_available()
         try:
             process, url, key = start_server(dialect, options, folder.path, on_cpu=on_cpu)
         except BaseException:
             folder.close()
             raise
-        own = {"process": process, "weight_folder": folder, "can_sleep": not on_cpu}
+        client = reach(url, api_key=key)
+        own |= {"process": process, "weight_folder": folder, "can_sleep": not on_cpu}
     return ServerEngine(
-        HttpClient(url, api_key=key, max_connections=options.max_rows + _CONTROL_CONNECTIONS),
+        client,
         dialect,
         shapes=shapes,
         tied=tied,
@@ -413,6 +444,51 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     )
 
 
+def _upload_to(client: HttpClient, dialect: Dialect, deadlines: Deadlines) -> WeightUpload | None:
+    """How weights come to a server that runs already; None: it reads this machine's shared memory.
+
+    Raises:
+        UserError: neither is possible, or the key is wrong.
+    """
+    upload = None
+    if dialect.takes_uploads:
+        session, limits = secrets.token_hex(8), {"timeout_s": deadlines.control, "keep_s": deadlines.push}
+        upload = WeightUpload.to(client, session, **limits)
+    is_here = is_own_address(client.host)
+    if upload is None and not is_here:
+        remedy = (
+            f"start it with VLLM_API_KEY and --middleware {ReceiveWeights.__module__}.{ReceiveWeights.__name__} "
+            "(docs/cluster.md), or on this machine"
+            if dialect.takes_uploads
+            else "start it on this machine, or use engine=vllm_server"
+        )
+        raise UserError(f"The server at {client.url} is on another machine and takes no weights there; {remedy}.")
+    if not is_here and client.url.startswith("http:"):
+        logger.warning(
+            "The key, prompts and weights go to %s unencrypted; where others share that network use https "
+            "(vLLM's --ssl-certfile and --ssl-keyfile) or a tunnel.",
+            client.url,
+        )
+    return upload
+
+
+def is_own_address(host: str) -> bool:
+    """Whether a name or an address means this machine.
+
+    >>> is_own_address("localhost"), is_own_address("192.0.2.1"), is_own_address("no such host")
+    (True, False, False)
+    """
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)  # nobody can listen on somebody else's
+            return True
+    return False
+
+
 def _require_answer(client: HttpClient, timeout_s: float) -> None:
     try:
         client.get("/health", timeout_s=timeout_s)
@@ -420,5 +496,3 @@ def _require_answer(client: HttpClient, timeout_s: float) -> None:
         raise UserError(f"No server answers at engine.url={client.url}; start it first, or mend the url.") from error
     except ServerError:
         pass  # it is there, and says what it lacks when it is asked for more
-    finally:
-        client.close()

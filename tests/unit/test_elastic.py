@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sota_grpo.source.rollouts import Rollouts
 
 from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
@@ -17,7 +18,6 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.source import RolloutSource
 from sota_grpo.workers.base import IDLE_METHOD, Worker, WorkerDied, WorkerSpec
 from sota_grpo.workers.elastic import ElasticFleet, worker_metrics
