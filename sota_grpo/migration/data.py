@@ -80,7 +80,7 @@ class Account:
         """Devices of ``train_model`` or ``inference_model``: those that are listed, else so many (most), else one."""
         devices, count = self[f"{role}.devices"], self[f"{role}.num_devices"]
         if isinstance(count, str):
-            self.remark(f"{role}.num_devices", "engines do not come and go there; this is the largest number.")
+            self.note(f"{role}.num_devices", "engines do not come and go there; this is the largest number.")
             count = int(count.rpartition(":")[2])
         return len(devices) if devices else count or 1
 

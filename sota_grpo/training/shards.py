@@ -124,7 +124,9 @@ class ShardWriter:
         """End after what is queued."""
         self._thread.close()
 
-    def _write(self, folder: Path, own: dict[str, tuple[torch.Tensor, int]], launched: Any) -> tuple[str, str]:
+    def _write(
+        self, folder: Path, own: dict[str, tuple[torch.Tensor, tuple[int, ...]]], launched: Any
+    ) -> tuple[str, str]:
         try:
             layout = {name: Kept.of(tensor, begin) for name, (tensor, begin) in own.items()}
             copies = self._copies([tensor for tensor, _ in own.values()], launched)
