@@ -252,15 +252,15 @@ def _scored(pool: Any, lines: Iterator[Line], ahead: int) -> Iterator[tuple[Line
 
 
 def _line(task: Task, number: int, text: str) -> Line:
-    place = f"line {number}"
+    line = f"line {number}"
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return Line({"line": number}, error=f"{place}: not valid JSON ({error})")
+        return Line({"line": number}, error=f"{line}: not valid JSON ({error})")
     if not isinstance(row, dict):
-        return Line({"line": number}, error=f"{place}: holds {type(row).__name__}, not an object")
+        return Line({"line": number}, error=f"{line}: holds {type(row).__name__}, not an object")
     try:
-        return Line(row, pair=(text_of(row, "response", place), task.read_row(row, place)))
+        return Line(row, pair=(text_of(row, "response", line), task.read_row(row, line)))
     except DatasetError as error:
         return Line(row, error=str(error).rstrip("."))
 

@@ -296,12 +296,12 @@ def _sample(completion: Any, vocab: int) -> Sample:
     )
 
 
-def sampled_and_kept(found: Any, num_tokens: int, vocab: int) -> tuple[Tensor, KeptTokens | None]:
+def sampled_and_kept(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor, KeptTokens | None]:
     """Log-probs ``[R]`` of the sampled tokens, and their kept sets if more than they were asked for.
 
     Args:
-        found: vLLM's ``FlatLogprobs``: for each token itself, then equally many of the most likely ones, itself perhaps
-            once more; those that were not kept have a log-prob of minus infinity.
+        logprobs: vLLM's ``FlatLogprobs``: for each token itself, then equally many of the most likely ones, itself
+            perhaps once more; those that were not kept have a log-prob of minus infinity.
         num_tokens: of the response.
         vocab: tokens that there are.
 
@@ -315,14 +315,14 @@ def sampled_and_kept(found: Any, num_tokens: int, vocab: int) -> tuple[Tensor, K
     >>> log_probs.tolist(), kept.ids.tolist(), kept.counts.tolist()
     ([-1.0], [5, 7], [2])
     """
-    log_probs = torch.tensor(found.logprobs, dtype=torch.float32).view(num_tokens, -1)
+    log_probs = torch.tensor(logprobs.logprobs, dtype=torch.float32).view(num_tokens, -1)
     if log_probs.shape[1] == 1:
         return log_probs[:, 0], None
-    ids = torch.tensor(found.token_ids, dtype=torch.int32).view(num_tokens, -1)
-    asked = log_probs.shape[1] - 1
-    if asked < vocab and bool(log_probs[:, 1:].isfinite().all(1).any()):
+    ids = torch.tensor(logprobs.token_ids, dtype=torch.int32).view(num_tokens, -1)
+    count = log_probs.shape[1] - 1
+    if count < vocab and bool(log_probs[:, 1:].isfinite().all(1).any()):
         raise RuntimeError(
-            f"vLLM kept {asked} tokens or more at one position, where more than {TIES} tie with the last that top_k "
+            f"vLLM kept {count} tokens or more at one position, where more than {TIES} tie with the last that top_k "
             "keeps, and tells no more of them; use engine=transformers, or float32 weights (torch_dtype=float32)."
         )
     kept = log_probs.isfinite()

@@ -67,7 +67,7 @@ def num_common(one: str, other: str) -> int:
     >>> num_common("<call>a", "<call>bc")
     6
     """
-    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 class BadCall(ValueError):

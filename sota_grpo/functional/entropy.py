@@ -33,7 +33,7 @@ def top_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> Tensor
 
     >>> entropy = torch.tensor([[0.1, 2.0, 0.3], [0.0, 1.0, 9.0]])
     >>> mask = torch.tensor([[True, True, True], [True, True, False]])
-    >>> top_entropy_tokens(entropy, mask, share=0.4).tolist()  # 3 of 5 are left out: (1 - 0.4) * 4 = 2.4, place 3
+    >>> top_entropy_tokens(entropy, mask, share=0.4).tolist()  # 3 of 5 are left out: (1 - 0.4) * 4 = 2.4, rank 3
     [[False, True, False], [False, True, False]]
     """
     if not 0 < share <= 1:
@@ -41,8 +41,8 @@ def top_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> Tensor
     values = entropy[mask]
     if len(values) == 0:
         return torch.zeros_like(mask)
-    place = math.ceil((1 - share) * (len(values) - 1) - _ROUNDING)
-    return (entropy >= values.sort().values[place]) & mask
+    rank = math.ceil((1 - share) * (len(values) - 1) - _ROUNDING)
+    return (entropy >= values.sort().values[rank]) & mask
 
 
 def adapted_entropy_coef(

@@ -138,7 +138,7 @@ def _html(library: str, data: str, comparisons: str) -> str:
         "LIBRARY": library,
         "SCRIPT": script,
     }
-    return _PLACE.sub(lambda place: parts[place[1]], _asset("page.html"))
+    return _PLACE.sub(lambda match: parts[match[1]], _asset("page.html"))
 
 
 def _asset(name: str) -> str:

@@ -30,7 +30,7 @@ _MOST_TURNS, _MOST_CALLS = 200, 50  # of a dialog and of a turn; what a run writ
 _MOST_NAME = 100
 
 Values = Sequence[float]
-Place = tuple[int, int]  # step and group
+GroupKey = tuple[int, int]  # step and group
 
 
 def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | None:
@@ -82,7 +82,7 @@ def _divergences(policy: Values, reference: Values, estimator: str) -> Values:
 class Index:
     """Where each group stands in ``rollouts.jsonl``, found without parsing it."""
 
-    lines: dict[Place, list[tuple[int, int, int]]] = field(default_factory=dict)  # number, offset and size of each
+    lines: dict[GroupKey, list[tuple[int, int, int]]] = field(default_factory=dict)  # number, offset and size of each
     ages: Counter[int] = field(default_factory=Counter)  # responses by the age of their policy, in versions
 
 
@@ -108,11 +108,11 @@ def choose_groups(run: RunData, budget: int) -> Groups:
     weight = sum(size for lines in index.lines.values() for *_, size in lines)
     most = max(budget // 2, budget - weight)
     stored, left = _stored(run.path, estimator, most)
-    rest = [place for place in _in_order(index.lines) if place not in stored]
-    extremes, _ = _fitting(_extremes(path, {place: index.lines[place] for place in rest}), budget - most + left)
+    rest = [key for key in _in_order(index.lines) if key not in stored]
+    extremes, _ = _fitting(_extremes(path, {key: index.lines[key] for key in rest}), budget - most + left)
     chosen = stored | extremes
     return Groups(
-        encoded=[chosen[place] for place in sorted(chosen)],
+        encoded=[chosen[key] for key in sorted(chosen)],
         total=len(index.lines.keys() | chosen.keys()),
         stored=sorted({step for step, _ in stored}),
         ages=sorted(index.ages.items()),
@@ -203,10 +203,10 @@ def _sample(row: Mapping[str, Any], estimator: str) -> dict[str, Any]:
     }
 
 
-def _in_order(places: Iterable[Place]) -> Iterator[Place]:
+def _in_order(keys: Iterable[GroupKey]) -> Iterator[GroupKey]:
     """A few groups of each step, the steps spread; then the next few of each."""
     groups: dict[int, list[int]] = {}
-    for step, group in places:
+    for step, group in keys:
         groups.setdefault(step, []).append(group)
     steps = sorted(groups)
     for start in range(0, max(map(len, groups.values()), default=0), _AT_ONCE):
@@ -214,14 +214,14 @@ def _in_order(places: Iterable[Place]) -> Iterator[Place]:
             yield from ((step, group) for group in groups[step][start : start + _AT_ONCE])
 
 
-def _fitting(texts: Iterable[tuple[Place, str]], budget: int) -> tuple[dict[Place, str], int]:
+def _fitting(texts: Iterable[tuple[GroupKey, str]], budget: int) -> tuple[dict[GroupKey, str], int]:
     """The first of the texts that fit into so many bytes together, and how many bytes are left."""
-    fitting: dict[Place, str] = {}
+    fitting: dict[GroupKey, str] = {}
     misfits = 0
-    for place, text in texts:
+    for key, text in texts:
         size = len(text.encode())
         if size <= budget:
-            fitting[place] = text
+            fitting[key] = text
             misfits, budget = 0, budget - size
         else:
             misfits += 1
@@ -230,22 +230,22 @@ def _fitting(texts: Iterable[tuple[Place, str]], budget: int) -> tuple[dict[Plac
     return fitting, budget
 
 
-def _extremes(path: Path, lines: Mapping[Place, list[tuple[int, int, int]]]) -> Iterator[tuple[Place, str]]:
+def _extremes(path: Path, lines: Mapping[GroupKey, list[tuple[int, int, int]]]) -> Iterator[tuple[GroupKey, str]]:
     """The groups of ``rollouts.jsonl`` as JSON."""
     if not lines:  # nor a file, perhaps
         return
     with open_file(path) as file:
-        for place, own in lines.items():
+        for key, own in lines.items():
             rows = []
             for line_number, offset, size in own:
                 file.seek(offset)
                 rows.append(json_line(file.read(size), path, line_number))
-            yield place, safe_json(plain_group(rows, whole=False))
+            yield key, safe_json(plain_group(rows, whole=False))
 
 
-def _stored(run_dir: Path, estimator: str, budget: int) -> tuple[dict[Place, str], int]:
+def _stored(run_dir: Path, estimator: str, budget: int) -> tuple[dict[GroupKey, str], int]:
     """The groups of the stored steps that fit, as JSON, and how many bytes are left."""
-    stored: dict[Place, str] = {}
+    stored: dict[GroupKey, str] = {}
     if not (run_dir / "steps").is_dir():  # else nothing of torch is needed
         return stored, budget
     from sota_grpo.recording.stored_steps import stored_steps
@@ -265,14 +265,14 @@ def _stored(run_dir: Path, estimator: str, budget: int) -> tuple[dict[Place, str
 
 
 @lru_cache(maxsize=32)  # a run that is training asks again at every checkpoint
-def _groups_of(path: Path, estimator: str, _written: int, _bytes: int) -> list[tuple[Place, str]]:
+def _groups_of(path: Path, estimator: str, _written: int, _bytes: int) -> list[tuple[GroupKey, str]]:
     from sota_grpo.recording.stored_steps import read_step
 
     stored = read_step(path)
     groups: dict[int, list[Mapping[str, Any]]] = {}
     for row in stored.samples:
         groups.setdefault(int(row["group_id"]), []).append({**row, "step": stored.step})
-    encoded: list[tuple[Place, str]] = []
+    encoded: list[tuple[GroupKey, str]] = []
     left = _STEP_BYTES
     for group, rows in groups.items():
         text = safe_json(plain_group(rows, whole=True, estimator=estimator))

@@ -237,17 +237,17 @@ def _trained(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts do: read by torch here and in the workers
     _require_overrides(overrides)
     config = resumed_config(compose(config_name, list(overrides)), list(overrides))
-    place = _fresh_dir() if run_dir is None else Path(run_dir)
+    folder = _fresh_dir() if run_dir is None else Path(run_dir)
     with _own_console(), Heartbeat():
         passed = take(config, overrides, **objects)
-        preflight(config, place)
+        preflight(config, folder)
         announce(config)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without widgets
             from sota_grpo.run.app import CONTINUES
             from sota_grpo.run.app import train as train_config
         with _left_as_found():
-            steps = train_config(config, place, passed)
+            steps = train_config(config, folder, passed)
     assert passed.run_dir is not None
     if steps < num_steps(config):
         raise KeyboardInterrupt(f"{CONTINUES}; what there is so far: sota_grpo.Result({str(passed.run_dir)!r})")

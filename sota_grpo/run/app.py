@@ -49,13 +49,13 @@ class Run:
 
     Args:
         config: validated.
-        place: where everything is written, locked by the caller for the life of the run.
+        directory: where everything is written, locked by the caller for the life of the run.
         functions: reward functions that were passed as objects.
     """
 
-    def __init__(self, config: Config, place: RunDir, functions: Functions | None = None):
+    def __init__(self, config: Config, directory: RunDir, functions: Functions | None = None):
         self.config = config
-        self.place, self.run_dir = place, place.path
+        self.directory, self.run_dir = directory, directory.path
         self.began = time.perf_counter()
         setup_logging(self.run_dir, config.logging.level)
         device = resolve_device(config)  # a GPU that is missing is told before a disk that is full
@@ -95,7 +95,7 @@ class Run:
             self.run_log.rewind(first)
             drop_steps(self.run_dir, first)
             # not before: a first start that fails leaves no run behind
-            self.place.start(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
+            self.directory.start(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
             self.log = StepLog(
                 self.run_log,
                 progress,
@@ -126,13 +126,13 @@ class Run:
     def _restore(self) -> int:
         """Load the newest checkpoint of a resumed run; returns the first step to do."""
         parts = ("learner", "source", "rng", "num_threads")
-        newest = self.checkpoints.latest(parts) if self.place.resumed else None
+        newest = self.checkpoints.latest(parts) if self.directory.resumed else None
         if newest is None:
             if self.config.train.resume is not None:
                 logger.info("Nothing to continue: starting afresh in %s.", self.run_dir)
             return 0
         step, state = newest
-        schedule, shorter = self.config.optimizer.schedule, self.place.shorter
+        schedule, shorter = self.config.optimizer.schedule, self.directory.shorter
         if shorter is not None and schedule != "constant":
             logger.info(
                 "The learning rate goes on under the %s schedule of %d steps, instead of %d.",
@@ -179,7 +179,7 @@ class Run:
         """Evaluate at the start, every ``eval.every`` steps, and where a run that becomes longer had ended."""
         self.saves.check()
         every = self.config.eval.every
-        had_ended = step == self.first == self.place.shorter
+        had_ended = step == self.first == self.directory.shorter
         if self.config.eval.mode == "on" and (step == 0 or had_ended or (every and step % every == 0)):
             self._evaluate(step)
         if step == self.first:
@@ -226,7 +226,7 @@ class Run:
                     "train.resume=auto then writes it again."
                 ) from error
         self.saves.wait()
-        self.place.finish()
+        self.directory.finish()
         self._report(last=True)
         evaluations = {row["step"]: row for row in read_evaluations(self.run_dir)}
         text = closing_table(
@@ -295,21 +295,21 @@ def train(config: Config, run_dir: Path, passed: Passed | None = None) -> int:
     anchor_paths(config)
     signed = asdict(config) | passed.signature
     total, private = num_steps(config), config.logging.private
-    with open_run(run_dir, signed, config.train.resume, num_steps=total, private=private) as place:
-        passed.write(place.path, config)
-        if place.finished:
-            print(f"The run in {place.path} is already finished.")
+    with open_run(run_dir, signed, config.train.resume, num_steps=total, private=private) as directory:
+        passed.write(directory.path, config)
+        if directory.finished:
+            print(f"The run in {directory.path} is already finished.")
             return total
         try:
-            with _no_log_of_a_refusal(place.path):
-                job = Run(config, place, passed.functions)
+            with _no_log_of_a_refusal(directory.path):
+                job = Run(config, directory, passed.functions)
             with closing(job):
                 return job.train()
         except UserError as error:
             with suppress(OSError):
-                note_failure(place.path, error)
+                note_failure(directory.path, error)
             raise
         except KeyboardInterrupt:
-            if CheckpointStore(place.path / CHECKPOINTS).paths():
+            if CheckpointStore(directory.path / CHECKPOINTS).paths():
                 raise KeyboardInterrupt(CONTINUES) from None
             raise

@@ -70,11 +70,11 @@ def _receive(connection: socket.socket) -> Any:
     for is_head in (True, False):
         parts.clear()
         while missing:
-            part = connection.recv(min(missing, 1 << 20))
-            if not part:
+            piece = connection.recv(min(missing, 1 << 20))
+            if not piece:
                 return None
-            parts.append(part)
-            missing -= len(part)
+            parts.append(piece)
+            missing -= len(piece)
         if is_head:
             (missing,) = LENGTH.unpack(b"".join(parts))
     return json.loads(b"".join(parts))
@@ -118,8 +118,8 @@ class _Instance:
             raise Unusable(f"reset returned a {type(observation).__name__}; it returns a str or None")
         return None if observation is None else cut(observation, self._max_chars)
 
-    def call(self, asked: tuple[str, Mapping[str, Any]]) -> tuple[str, bool]:
-        name, arguments = asked
+    def call(self, request: tuple[str, Mapping[str, Any]]) -> tuple[str, bool]:
+        name, arguments = request
         try:
             return shown(self._settled(self._object.call(name, arguments)), self._max_chars), False
         except Unusable:

@@ -149,8 +149,8 @@ class Instances:
 
     def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
         """Call tools, by name and with keyword arguments, one after the other; a deadline each, one reply for all."""
-        asked = [(name, dict(arguments)) for name, arguments in calls]
-        return gathered([self._ask("call", key, one, lambda answer: Answer(*answer)) for one in asked])
+        requests = [(name, dict(arguments)) for name, arguments in calls]
+        return gathered([self._ask("call", key, one, lambda answer: Answer(*answer)) for one in requests])
 
     def state(self, key: int) -> Future[dict[str, Any] | None]:
         """The attributes of an environment that are public and JSON; None of what is no environment of a factory."""

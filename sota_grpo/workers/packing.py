@@ -100,7 +100,7 @@ def _split(flat: torch.Tensor, shapes: Shapes) -> Sequence[torch.Tensor]:
         first = shapes[0]
         return flat.view(len(shapes), *(first if isinstance(first, tuple) else (first,))).unbind(0)
     parts = flat.split([math.prod(shape) if isinstance(shape, tuple) else shape for shape in shapes])
-    return [part.view(shape) if isinstance(shape, tuple) else part for part, shape in zip(parts, shapes)]
+    return [each.view(shape) if isinstance(shape, tuple) else each for each, shape in zip(parts, shapes)]
 
 
 def pack_rows(rows: Sequence[TensorDictBase]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _values(column: Mapping[str, Any]) -> list[Any]:
         return [NonTensorData(value) for value in column["plain"]]
     shapes = column["shapes"]
     parts = column["values"].split(shapes.prod(1).tolist())
-    return [part.reshape(shape).clone() for part, shape in zip(parts, shapes.tolist())]
+    return [values.reshape(shape).clone() for values, shape in zip(parts, shapes.tolist())]
 
 
 def _leaves(row: TensorDictBase, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -221,7 +221,7 @@ def packed(group: GroupOutput) -> tuple[Any, ...]:
     joined = [torch.cat(column).detach().cpu().numpy() for column in columns]
     masks = [None if each.assistant_mask is None else each.assistant_mask.numpy() for each in samples]
     lengths = [len(each.token_ids) for each in samples]
-    kept = [None if each.kept is None else tuple(part.numpy() for part in each.kept) for each in samples]
+    kept = [None if each.kept is None else tuple(array.numpy() for array in each.kept) for each in samples]
     return unpacked, (group.group_id, *joined, lengths, [each.truncated for each in samples], masks, kept)
 
 

@@ -31,7 +31,7 @@ from sota_grpo.workers.base import Host, Launcher, OpenCalls, WorkerSpec, child_
 from sota_grpo.workers.processes import Message
 
 logger = logging.getLogger(__name__)
-Place = tuple[int, str]  # pid, and the machine on which it means something
+Location = tuple[int, str]  # pid, and the machine on which it means something
 _SHARED_MEMORY = Path("/dev/shm")
 _LISTENER_S = 10.0  # longest wait for a cluster's address to accept
 _OBEY_S = 1.0  # longest wait of kill() for Ray
@@ -84,10 +84,10 @@ class HostActor:
         self._next_call = 0
         self._arrived: dict[int, Callable[[], None]] = {}
 
-    async def place(self) -> Place:
+    async def location(self) -> Location:
         return os.getpid(), machine_id()
 
-    async def call(self, number: int, method: str, *packed: Any) -> tuple[Place, bool, Any]:
+    async def call(self, number: int, method: str, *packed: Any) -> tuple[Location, bool, Any]:
         loop, answered = asyncio.get_running_loop(), asyncio.Event()
         answers: list[Future[Any]] = []
 
@@ -100,7 +100,7 @@ class HostActor:
             self._next_call += 1
             next_post()
         await answered.wait()
-        return await self.place(), *outcome(self._host.name, answers[0])
+        return await self.location(), *outcome(self._host.name, answers[0])
 
 
 @cache
@@ -128,7 +128,7 @@ class RayWorker:
         self._lock = threading.Lock()
         self._sent = 0
         self._process: int | None = None  # a descriptor of the actor's process, where that runs on this machine
-        actor.place.remote().future().add_done_callback(self._placed)
+        actor.location.remote().future().add_done_callback(self._placed)
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         def send(number: int) -> None:
@@ -145,7 +145,7 @@ class RayWorker:
         return self._calls.open(send)
 
     def kill(self) -> None:
-        """End the actor's process and free its place.
+        """End the actor's process and free its bundle.
 
         Ray ends it: at once, or on another machine after some seconds when it does not obey. On this one it is then
         sent SIGKILL, which stopped processes obey too, and is gone on return. (Ray first, because it reports every
@@ -165,27 +165,27 @@ class RayWorker:
                 wait([process], _GONE_S)
             os.close(process)
 
-    def _placed(self, answer: Future[Place]) -> None:
+    def _placed(self, answer: Future[Location]) -> None:
         if answer.exception() is None:  # otherwise every other call says why
             self._locate(answer.result())
 
-    def _locate(self, place: Place) -> None:
+    def _locate(self, location: Location) -> None:
         """Learn the actor's process; every answer says where it came from, so none arrives before this is known."""
         with self._lock:
             if self.pid is not None or self._calls.dead is not None:
                 return
-            self.pid, machine = place
+            self.pid, machine = location
             if machine == machine_id() and hasattr(os, "pidfd_open"):
                 with suppress(ProcessLookupError):
                     self._process = os.pidfd_open(self.pid)
 
-    def _answered(self, number: int, answer: Future[tuple[Place, bool, Any]]) -> None:
+    def _answered(self, number: int, answer: Future[tuple[Location, bool, Any]]) -> None:
         from ray.exceptions import RayTaskError
 
         error = answer.exception()
         if error is None:
-            place, succeeded, value = answer.result()
-            self._locate(place)
+            location, succeeded, value = answer.result()
+            self._locate(location)
             self._calls.resolve(number, succeeded, value)
         elif isinstance(error, RayTaskError):  # a result that cannot be pickled
             self._calls.resolve(number, False, error.cause or error)
@@ -263,7 +263,7 @@ class RayLauncher(Launcher):
     that runs already, this package must be importable on every node; :meth:`close` leaves that cluster running.
 
     Args:
-        bundles: what each place has, such as ``{"CPU": 1, "GPU": 1}``. A cluster that is started here declares as many
+        bundles: what each worker has, such as ``{"CPU": 1, "GPU": 1}``. A cluster that is started here declares as many
             logical CPUs as they ask for, however few the machine has.
         address: of a running cluster (``"auto"``, ``"host:6379"``); None starts one.
         strategy: how Ray spreads the bundles over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.

@@ -178,8 +178,8 @@ class ReferenceService:
         if listed[0].get(keys.REF_LOG_PROBS, None) is not None:
             done.set_result(listed)
             return done
-        asked, moved_back = (listed, list) if self._ask is None else self._ask(listed)
-        answer = self.fleet.submit(RowPack.of(asked, _read(asked)))
+        scored, moved_back = (listed, list) if self._ask is None else self._ask(listed)
+        answer = self.fleet.submit(RowPack.of(scored, _read(scored)))
 
         def write() -> list[TensorDictBase]:
             log_probs = moved_back([torch.tensor(values) for values in answer.result()])

@@ -1,4 +1,4 @@
-"""The book-keeping of a fleet: places for workers, the tasks that they have, open broadcasts, what is due when."""
+"""The book-keeping of a fleet: slots for workers, the tasks that they have, open broadcasts, what is due when."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TaskLost(WorkerDied):
 
 @dataclass(eq=False)
 class Task:
-    """One call that any worker may answer. ``number`` is its place in the queue, kept when it is queued again."""
+    """One call that any worker may answer. ``number`` orders the queue, and is kept when it is queued again."""
 
     number: int
     args: tuple[Any, ...]
@@ -42,7 +42,7 @@ class Task:
 
 @dataclass(eq=False)
 class Slot:
-    """A place for one worker at a time. ``life`` counts them: what an earlier one still says is not listened to."""
+    """One worker at a time has it. ``life`` counts them: what an earlier one still says is not listened to."""
 
     role: str
     index: int

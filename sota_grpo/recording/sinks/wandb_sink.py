@@ -100,9 +100,9 @@ class WandbSink(CopySink):
         settings = wandb.Settings(
             silent=True, console="off", finish_timeout=_FINISH_TIMEOUT_S, x_disable_meta=_command_line_has_a_secret()
         )
-        place: dict[str, Any] = {"dir": str(self._dir), "id": self._run_id(), "resume": "allow", "mode": self.mode}
+        run: dict[str, Any] = {"dir": str(self._dir), "id": self._run_id(), "resume": "allow", "mode": self.mode}
         try:
-            self._run = wandb.init(settings=settings, **place, **options)
+            self._run = wandb.init(settings=settings, **run, **options)
         except Exception as error:  # a dead network or a refused key raises many types, none of them worth a run
             if self.mode == "offline":
                 raise
