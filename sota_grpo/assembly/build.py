@@ -154,9 +154,7 @@ def build(
             roles = _roles_in_workers(config, plan, env, tokenizer, run_dir, should_stop, opened)
         else:
             roles = _roles_here(config, plan, env, tokenizer, run_dir, opened)
-        rollouts, sampling = make_rollouts(config, env, roles.engine, instances), make_sampling(config)
-        if roles.newcomers is not None:
-            rollouts.attend = roles.newcomers.attend
+        rollouts, sampling = make_rollouts(config, env, roles.engine, instances, roles.newcomers), make_sampling(config)
         source = RolloutSource(
             rollouts,
             sampling,
@@ -199,10 +197,17 @@ def _planned(config: Config) -> Plan:
     return plan
 
 
-def make_rollouts(config: Config, env: TaskEnv, engine: Engine, instances: Mapping[str, Instances]) -> Rollouts:
+def make_rollouts(
+    config: Config,
+    env: TaskEnv,
+    engine: Engine,
+    instances: Mapping[str, Instances],
+    newcomers: Newcomers | None = None,
+) -> Rollouts:
     """Over ``engine`` itself, or over what samples whole dialogs with it, where a task has several turns."""
     rules = dialog_rules(config, env, instances, engine.max_model_len)
-    return Rollouts(env, DialogEngine.of_tasks(engine, rules) if rules else engine)
+    attend = None if newcomers is None else newcomers.attend
+    return Rollouts(env, DialogEngine.of_tasks(engine, rules) if rules else engine, attend)
 
 
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:

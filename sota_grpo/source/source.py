@@ -120,16 +120,13 @@ class Rollouts:
     Args:
         env: tokenises, and has the grader.
         engine: samples the responses.
-
-    Attributes:
         attend: called now and then by whoever has the learner and waits for groups; None: nothing is.
 
     Example: ``for group in Rollouts(env, engine).stream(prompts, Sampling(max_tokens=64)): group.rows``.
     """
 
-    def __init__(self, env: TaskEnv, engine: Engine):
-        self.env, self.engine = env, engine
-        self.attend: Callable[[], object] | None = None
+    def __init__(self, env: TaskEnv, engine: Engine, attend: Callable[[], object] | None = None):
+        self.env, self.engine, self.attend = env, engine, attend
 
     def request(self, prompt: Prompt) -> GroupRequest:
         """What the engine is asked, with the example where a dialog needs that between its turns."""

@@ -18,7 +18,7 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.source import RolloutSource
+from sota_grpo.source.source import Rollouts, RolloutSource
 from sota_grpo.workers.base import IDLE_METHOD, Worker, WorkerDied, WorkerSpec
 from sota_grpo.workers.elastic import ElasticFleet, worker_metrics
 from sota_grpo.workers.fleet import starter
