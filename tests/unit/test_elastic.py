@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from sota_grpo.source.rollouts import Rollouts
 
 from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
