@@ -32,7 +32,7 @@ from sota_grpo.errors import CRASHED, USER_MISTAKE, UserError, run_command
 from sota_grpo.files import write_text
 from sota_grpo.recording.progress import Heartbeat
 from sota_grpo.recording.run_files import OVERRIDES_FILE, has_begun, note_failure, reason
-from sota_grpo.run import jobs_elsewhere as elsewhere
+from sota_grpo.run import sweep_jobs
 from sota_grpo.sweeps import SUMMARY, as_text, continued, mark_complete, note_command, objective, write_summary
 from sota_grpo.text import ReadableFormatter, readable
 from sota_grpo.training.runs import RunRefused, drop_empty, unwritable
@@ -62,7 +62,7 @@ def entry(mode: str, command: str | None = None) -> None:
             arguments += ["--cfg", "job"]
         # Hydra saves what it is given, and is to write nothing into a directory that may be another run's
         require_names(arguments)
-        sys.argv[1:] = continued([_NO_FILES, elsewhere.KEEP_SWEEP, *with_mode(arguments, mode)])
+        sys.argv[1:] = continued([_NO_FILES, sweep_jobs.KEEP_SWEEP, *with_mode(arguments, mode)])
         return _run()
 
     run_command(_program(), run, "nothing was saved")
@@ -173,11 +173,11 @@ class Jobs:
     def __getstate__(self) -> dict[str, Any]:
         """A launcher sends the runs to other processes; a job that is requeued sends itself."""
         if not self._waits and not self._is_job:
-            composed = elsewhere.sweep_config()
-            elsewhere.require_resume(composed)
+            composed = sweep_jobs.sweep_config()
+            sweep_jobs.require_resume(composed)
             self._open_sweep(Path(composed.hydra.runtime.cwd, composed.hydra.sweep.dir), composed)
             assert self._sweep_dir is not None
-            elsewhere.forget_ends(self._sweep_dir)
+            sweep_jobs.clear_outcomes(self._sweep_dir)
             self._began = self._waits = True
             self._with_report = composed.logging.report
             print(f"The runs are jobs; sota-grpo sweep {self._sweep_dir} shows them.", file=sys.stderr)
@@ -201,7 +201,7 @@ class Jobs:
                 raise  # else a sweeper that looks for the best run; where all of them failed, each has said why
         except RuntimeError as error:
             if self._waits and self._sweep_dir is not None:
-                self._tell(elsewhere.launch_failed(error, self._sweep_dir))
+                self._tell(sweep_jobs.launch_error(error, self._sweep_dir))
             elif _NO_SLURM in str(error):
                 self._tell(UserError("There is no srun here; start the sweep where jobs are submitted to SLURM."))
             else:
@@ -227,9 +227,10 @@ class Jobs:
             sweep_dir = Path(hydra.runtime.cwd, hydra.sweep.dir)
             if not self._is_job:
                 return self._one_of_a_sweep(composed, run_dir, sweep_dir, hydra.overrides.task)
-            with elsewhere.heeding_notice():
+            with sweep_jobs.save_before_requeue():
                 measured = self._one_of_a_sweep(composed, run_dir, sweep_dir, hydra.overrides.task)
-            elsewhere.note_end(sweep_dir, hydra.job.num, elsewhere.End(max(self._codes), tuple(self._sentences)))
+            outcome = sweep_jobs.Outcome(max(self._codes), tuple(self._sentences))
+            sweep_jobs.write_outcome(sweep_dir, hydra.job.num, outcome)
             return measured
         try:
             self._attempt(lambda: _train(composed, run_dir, hydra.overrides.task))
@@ -295,9 +296,9 @@ class Jobs:
         """Print the table of the sweep, and leave it and the report beside its runs."""
         if self._sweep_dir is None:
             return
-        for job, end in elsewhere.read_ends(self._sweep_dir).items() if self._waits else ():
-            self._codes.append(end.exit_code)
-            for sentence in end.sentences:
+        for job, outcome in sweep_jobs.read_outcomes(self._sweep_dir).items() if self._waits else ():
+            self._codes.append(outcome.exit_code)
+            for sentence in outcome.sentences:
                 self._say(f"job {job}: {sentence}")
         try:
             if completed and not any(self._codes):

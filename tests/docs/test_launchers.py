@@ -61,9 +61,9 @@ def test_runs_fit_as_they_are_written(command: Command, workshop: Workshop) -> N
 
 @pytest.mark.parametrize("command", RUNS, ids=str)
 def test_runs_are_resumed_from_what_outlives_their_machines(command: Command) -> None:
-    given = options(command)
-    assert given["train.resume"] == "auto"
-    assert given["hydra.run.dir"].startswith("/outputs/")
+    overrides = options(command)
+    assert overrides["train.resume"] == "auto"
+    assert overrides["hydra.run.dir"].startswith("/outputs/")
     for pod in PODS.values():
         (volume,) = [mount["name"] for mount in container(pod)["volumeMounts"] if mount["mountPath"] == "/outputs"]
         assert [one for one in pod["volumes"] if one["name"] == volume and "persistentVolumeClaim" in one]
@@ -72,20 +72,20 @@ def test_runs_are_resumed_from_what_outlives_their_machines(command: Command) ->
 
 def test_runs_take_every_gpu_that_is_asked_for() -> None:
     per_node = int(container(PODS["worker"])["resources"]["limits"]["nvidia.com/gpu"])
-    asked = (WORKERS["replicas"] * per_node, SKY["num_nodes"] * int(SKY["resources"]["accelerators"].split(":")[1]))
-    for command, gpus in zip(RUNS, asked):
+    total = (WORKERS["replicas"] * per_node, SKY["num_nodes"] * int(SKY["resources"]["accelerators"].split(":")[1]))
+    for command, gpus in zip(RUNS, total):
         assert sum(int(value) for name, value in options(command).items() if name.endswith(".num_devices")) == gpus
 
 
 def test_versions_are_those_of_the_project() -> None:
     extras = PROJECT["optional-dependencies"]
     wanted = {r.name: r for r in map(Requirement, [*PROJECT["dependencies"], *extras["vllm"], *extras["ray"]])}
-    found = pins(DOCKERFILE)
-    assert found.keys() == {"torch", "vllm", "ray"}
-    assert pins(SKY["setup"]) == found
-    assert all(wanted[name].specifier.contains(version) for name, version in found.items())
-    assert f"torch=={found['torch']}" in (ROOT / "Makefile").read_text()
-    assert CLUSTER["rayVersion"] == found["ray"]
+    pinned = pins(DOCKERFILE)
+    assert pinned.keys() == {"torch", "vllm", "ray"}
+    assert pins(SKY["setup"]) == pinned
+    assert all(wanted[name].specifier.contains(version) for name, version in pinned.items())
+    assert f"torch=={pinned['torch']}" in (ROOT / "Makefile").read_text()
+    assert CLUSTER["rayVersion"] == pinned["ray"]
     image = f"sota-grpo:{PROJECT['version']}"
     assert {container(pod)["image"] for pod in PODS.values()} == {image}
     assert set(re.findall(r"sota-grpo:[\d.]+", DOCKERFILE)) == {image}

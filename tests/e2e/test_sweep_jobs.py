@@ -114,9 +114,9 @@ def test_slurm_is_asked_for_what_the_preset_and_the_command_say(
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     kept, path = tmp_path / "kept.sh", f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    asked = sweep("hydra/launcher=slurm", "hydra.launcher.partition=gpus", "seed=1,2,3", PATH=path, KEPT=str(kept))
-    _, err = asked.communicate(timeout=60)
-    assert asked.returncode == 1, err
+    refused = sweep("hydra/launcher=slurm", "hydra.launcher.partition=gpus", "seed=1,2,3", PATH=path, KEPT=str(kept))
+    _, err = refused.communicate(timeout=60)
+    assert refused.returncode == 1, err
     assert "invalid partition" in err
     lines = {line.removeprefix("#SBATCH --") for line in kept.read_text().splitlines() if line.startswith("#SBATCH")}
     wanted = ["time=720", "gpus-per-node=1", "cpus-per-task=8", "partition=gpus", "signal=USR2@120", "array=0-2%3"]

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.run.jobs_elsewhere import End, forget_ends, heeding_notice, launch_failed, note_end, read_ends
+from sota_grpo.run.sweep_jobs import (
+    Outcome,
+    clear_outcomes,
+    launch_error,
+    read_outcomes,
+    save_before_requeue,
+    write_outcome,
+)
 from sota_grpo.stopping import StopRequest
 
 NOTICE = signal.SIGUSR2
@@ -35,11 +42,11 @@ def test_a_run_that_trains_saves_before_it_is_requeued(told: list[str]) -> None:
     """A run that was stopped ends by an interrupt when it has saved."""
 
     def train() -> None:
-        with heeding_notice():
+        with save_before_requeue():
             with StopRequest() as stop:
                 signal.raise_signal(NOTICE)
                 signal.raise_signal(NOTICE)  # does not give the step up
-                assert stop.asked
+                assert stop.requested
                 told.append("saved")
             raise KeyboardInterrupt
 
@@ -49,41 +56,41 @@ def test_a_run_that_trains_saves_before_it_is_requeued(told: list[str]) -> None:
 
 
 def test_a_run_that_does_not_train_yet_is_requeued_at_once(told: list[str]) -> None:
-    with pytest.raises(SystemExit), heeding_notice():
+    with pytest.raises(SystemExit), save_before_requeue():
         signal.raise_signal(NOTICE)
     assert told == ["requeued"]
 
 
 def test_a_run_that_ends_with_that_step_is_not_requeued(told: list[str]) -> None:
-    with heeding_notice(), StopRequest():
+    with save_before_requeue(), StopRequest():
         signal.raise_signal(NOTICE)
     assert told == []
 
 
 def test_an_interrupt_without_notice_stays_one(told: list[str]) -> None:
     handler = signal.getsignal(NOTICE)
-    with pytest.raises(KeyboardInterrupt), heeding_notice():
+    with pytest.raises(KeyboardInterrupt), save_before_requeue():
         raise KeyboardInterrupt
     assert told == []
     assert signal.getsignal(NOTICE) == handler
 
 
 def test_where_nobody_requeues_nothing_is_changed() -> None:
-    with heeding_notice():
+    with save_before_requeue():
         assert signal.getsignal(NOTICE) == signal.SIG_DFL
 
 
 def test_jobs_tell_how_they_ended_in_their_order(tmp_path: Path) -> None:
-    ends = {"2": End(0), "10": End(2, ("optimizer.lr=-1 is negative.",))}
-    for number, end in reversed(ends.items()):
-        note_end(tmp_path, int(number), end)
-    assert list(read_ends(tmp_path).items()) == list(ends.items())
-    forget_ends(tmp_path)
-    assert read_ends(tmp_path) == {}
+    outcomes = {"2": Outcome(0), "10": Outcome(2, ("optimizer.lr=-1 is negative.",))}
+    for number, outcome in reversed(outcomes.items()):
+        write_outcome(tmp_path, int(number), outcome)
+    assert list(read_outcomes(tmp_path).items()) == list(outcomes.items())
+    clear_outcomes(tmp_path)
+    assert read_outcomes(tmp_path) == {}
 
 
 def test_a_job_without_an_answer_is_one_sentence(tmp_path: Path) -> None:
-    failed = launch_failed(RuntimeError("\nJob 7_0 has not produced any output.\nTraceback"), tmp_path)
+    failed = launch_error(RuntimeError("\nJob 7_0 has not produced any output.\nTraceback"), tmp_path)
     assert str(failed).startswith(
         "A job of the sweep gave no answer (Job 7_0 has not produced any output); its output "
     )

@@ -1,8 +1,8 @@
-"""Runs of a sweep that are jobs of a scheduler: Hydra's launcher for submitit pickles each and starts it elsewhere.
+"""Runs of a sweep as jobs of a scheduler: Hydra's submitit launcher pickles each and starts it in another process.
 
-The command then only waits: each job leaves in the sweep's directory how it ended (:func:`note_end`), and the command
-reads it there. SLURM may requeue a job, which begins again with the same arguments and goes on by
-``train.resume=auto``; where it gives notice first, the run saves (:func:`heeding_notice`).
+The command then only waits: each job writes into the sweep's directory how it ended (:func:`write_outcome`), and the
+command reads it there. SLURM may requeue a job, which begins again with the same arguments and goes on by
+``train.resume=auto``; where it gives notice first, the run saves (:func:`save_before_requeue`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 #: Override that has Hydra call :func:`sweep_callback`.
-KEEP_SWEEP = "++hydra.callbacks.sweep._target_=sota_grpo.run.jobs_elsewhere.sweep_callback"
-_ENDS = ".ends"  # folder in a sweep's directory, with a file for each job
+KEEP_SWEEP = "++hydra.callbacks.sweep._target_=sota_grpo.run.sweep_jobs.sweep_callback"
+_OUTCOMES = ".outcomes"  # folder in a sweep's directory, with a file for each job
 _NOTICE = f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"  # as submitit reads it
 
 _composed: list[DictConfig] = []  # of the sweep that this process began
@@ -59,38 +59,39 @@ def require_resume(composed: DictConfig) -> None:
 
 
 @dataclass(frozen=True)
-class End:
+class Outcome:
     """How a job ended: the exit code of its run, and the sentences that it has for the user."""
 
     exit_code: int
     sentences: tuple[str, ...] = ()
 
 
-def forget_ends(sweep_dir: Path) -> None:
+def clear_outcomes(sweep_dir: Path) -> None:
     """Those of an earlier command count no more."""
-    shutil.rmtree(sweep_dir / _ENDS, ignore_errors=True)
+    shutil.rmtree(sweep_dir / _OUTCOMES, ignore_errors=True)
 
 
-def note_end(sweep_dir: Path, number: int, end: End) -> None:
-    """Leave how job ``number`` ended.
+def write_outcome(sweep_dir: Path, number: int, outcome: Outcome) -> None:
+    """Tell the command that waits how job ``number`` ended.
 
     Raises:
         OSError: it cannot be written.
     """
-    (sweep_dir / _ENDS).mkdir(exist_ok=True)
-    write_json(sweep_dir / _ENDS / f"{number}.json", {"exit_code": end.exit_code, "sentences": end.sentences})
+    (sweep_dir / _OUTCOMES).mkdir(exist_ok=True)
+    write_json(sweep_dir / _OUTCOMES / f"{number}.json", asdict(outcome))
 
 
-def read_ends(sweep_dir: Path) -> dict[str, End]:
-    """By job. One that has left nothing has not ended."""
-    ends = {}
-    for path in sorted((sweep_dir / _ENDS).glob("*.json"), key=natural):
+def read_outcomes(sweep_dir: Path) -> dict[str, Outcome]:
+    """By job; without those that have not ended."""
+    outcomes = {}
+    for path in sorted((sweep_dir / _OUTCOMES).glob("*.json"), key=natural):
         record = read_json(path) or {}
-        ends[path.stem] = End(int(record.get("exit_code", CRASHED)), tuple(map(str, record.get("sentences", ()))))
-    return ends
+        sentences = tuple(map(str, record.get("sentences", ())))
+        outcomes[path.stem] = Outcome(int(record.get("exit_code", CRASHED)), sentences)
+    return outcomes
 
 
-def launch_failed(error: RuntimeError, sweep_dir: Path) -> RunFailed:
+def launch_error(error: RuntimeError, sweep_dir: Path) -> RunFailed:
     """The sentence for what submitit raises: of a job that was not accepted, or died, or was cancelled."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return RunFailed(
@@ -100,7 +101,7 @@ def launch_failed(error: RuntimeError, sweep_dir: Path) -> RunFailed:
 
 
 @contextmanager
-def heeding_notice() -> Iterator[None]:
+def save_before_requeue() -> Iterator[None]:
     """The notice of a scheduler is taken as SIGTERM, then the job is requeued.
 
     submitit's own handler for the signal requeues the job and ends it at once. In here, a run that trains first
