@@ -242,7 +242,6 @@ class Dialect(ABC):
         pause, resume: path and body of what freezes everything in flight, and lets it go on.
         relabel: what goes with a new label of the weights.
         takes_uploads: it can be started with what takes weights over HTTP (:mod:`.weight_upload`).
-        takes_parts: weights that a push leaves out stay as they are.
         free_memory, restore_memory: path and body of what frees its GPU memory, and takes it again.
     """
 
@@ -254,7 +253,7 @@ class Dialect(ABC):
     pause: Exchange
     resume: Exchange
     relabel: Mapping[str, Any] = MappingProxyType({})
-    takes_uploads = takes_parts = False
+    takes_uploads = False
     free_memory: Exchange
     restore_memory: Exchange
 
@@ -308,6 +307,10 @@ class Dialect(ABC):
             lacks = f"The server at {client.url} lacks what a trainer needs ({error}); {self.remedy}."
             raise UserError(lacks) from error
         return int(context)
+
+    def label_to_build_on(self, client: HttpClient, deadlines: Deadlines) -> str | None:
+        """The label of the server's weights, where those that a push leaves out stay; None: a push has to be whole."""
+        return None
 
     def _label(self, client: HttpClient, label: str, deadlines: Deadlines) -> None:
         body = {"new_version": label, **self.relabel}

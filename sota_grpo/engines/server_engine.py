@@ -322,9 +322,8 @@ class ServerEngine(SteppingEngine):
         """
         self._require_open()
         checked = checked_weights(weights, self._shapes, self._tied, tied_required=True)
-        merged = weights if isinstance(weights, MergedWeights) and self._dialect.takes_parts else None
-        if merged is not None and merged.base is self._base:
-            checked = {name: checked[name] for name in merged.adapted}
+        if isinstance(weights, MergedWeights) and self._has_base_of(weights):
+            checked = {name: checked[name] for name in weights.adapted}
         try:
             folder = self._weights.write(checked)
         except (OSError, SafetensorError):
@@ -344,7 +343,17 @@ class ServerEngine(SteppingEngine):
             shutil.rmtree(folder, ignore_errors=True)
             if self._upload is not None:
                 self._upload.forget(number)
-        self._base = merged and merged.base
+        self._base = weights.base if isinstance(weights, MergedWeights) else None
+
+    def _has_base_of(self, weights: MergedWeights) -> bool:
+        """Whether the server has our last weights, over the same base, and keeps what a push leaves out."""
+        if weights.base is not self._base:
+            return False
+        try:
+            label = self._dialect.label_to_build_on(self._client, self._deadlines)
+        except ServerError as error:
+            self._fail(error, "before it took new weights")
+        return label == self._versions.label(self.version)
 
     def _uploaded(self, upload: WeightUpload, folder: Path, number: int) -> str:
         try:

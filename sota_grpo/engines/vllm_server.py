@@ -49,7 +49,7 @@ class VLLMDialect(Dialect):
     probe_path = "/weight_info"  # the engine's process answers it between two steps
     pause, resume = ("/pause?mode=keep&clear_cache=false", None), ("/resume", None)
     free_memory, restore_memory = ("/sleep?level=1", None), ("/wake_up", None)
-    takes_uploads = takes_parts = True
+    takes_uploads = True
 
     def command(self, options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
         """The key travels in the environment: every user of the machine can read a command line."""
@@ -105,6 +105,9 @@ class VLLMDialect(Dialect):
 
     def abort(self, client: HttpClient, name: str, num_samples: int, timeout_s: float) -> None:
         client.post("/inference/v1/abort_requests", {"request_ids": [_NAME_PREFIX + name]}, timeout_s=timeout_s)
+
+    def label_to_build_on(self, client: HttpClient, deadlines: Deadlines) -> str | None:
+        return str(client.get("/weight_info", timeout_s=deadlines.control)["weight_version"])
 
     def _load(self, client: HttpClient, folder: str, label: str, deadlines: Deadlines, *, idle: bool) -> None:
         """Old cached prompts are left to the salt of new requests."""

@@ -46,7 +46,7 @@ _MEMORY = Path("/dev/shm")
 _FOLDER = "sota-grpo-pushed-"
 _DTYPES = ("float32", "bfloat16", "float16")
 _DAMAGED, _NO_ROOM = 422, 507
-_PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # before a bucket is sent again
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # before something is sent again
 
 
 class WeightUpload:
@@ -96,14 +96,16 @@ class WeightUpload:
             number: of the push, above those of this session before.
 
         Raises:
-            ServerError: no room there, a later push has begun, or a bucket did not arrive in five attempts.
+            ServerError: no room there, a later push has begun, or something did not arrive in five attempts.
         """
         num_bytes, push = file.stat().st_size, self._push(number)
-        self._client.post(push, {"num_bytes": num_bytes, "keep_s": self._keep_s}, timeout_s=self._timeout_s)
+        self._insist(self._client.post, push, {"num_bytes": num_bytes, "keep_s": self._keep_s})
         with file.open("rb") as opened:
             for index in range(num_buckets(num_bytes, self._bucket_bytes)):
-                self._send(f"{push}/{index}", opened.read(self._bucket_bytes))
-        return str(self._client.post(f"{push}/whole", timeout_s=self._timeout_s)["folder"])
+                data = opened.read(self._bucket_bytes)
+                headers = {DIGEST: hashlib.sha256(data).hexdigest()}
+                self._insist(self._client.put, f"{push}/{index}", data, headers=headers)
+        return str(self._insist(self._client.post, f"{push}/whole")["folder"])
 
     def forget(self, number: int) -> None:
         """Have the server delete what is there of a push; it does so by itself, later, where it is not reached."""
@@ -113,17 +115,16 @@ class WeightUpload:
     def _push(self, number: int) -> str:
         return f"{PATH}/{self._session}/{number}"
 
-    def _send(self, path: str, data: bytes) -> None:
-        headers = {DIGEST: hashlib.sha256(data).hexdigest()}
-        for pause_s in (*_PAUSES_S, None):
+    def _insist(self, ask: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        for pause_s in _PAUSES_S:
             try:
-                self._client.put(path, data, headers=headers, timeout_s=self._timeout_s)
-                return
+                return ask(*args, **options, timeout_s=self._timeout_s)
             except ServerError as error:
-                if pause_s is None or not (isinstance(error, ServerSilent) or error.status == _DAMAGED):
+                if not (isinstance(error, ServerSilent) or error.status == _DAMAGED):
                     raise
-                logger.warning("A bucket of weights is sent again in %g s: %s", pause_s, error)
+                logger.warning("Sending weights is tried again in %g s: %s", pause_s, error)
                 time.sleep(pause_s)
+        return ask(*args, **options, timeout_s=self._timeout_s)
 
 
 def num_buckets(num_bytes: int, bucket_bytes: int) -> int:
@@ -240,7 +241,7 @@ class ReceiveWeights(RequireKey):
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
         super().__init__(app)
-        self._session, self._newest = "", -1
+        self._session, self._newest, self._keep_s = "", -1, 0.0
         self._push: ReceivedPush | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -285,8 +286,7 @@ class ReceiveWeights(RequireKey):
             raise Refused(409, f"Push {number} came after push {self._newest}, which is newer.")
         self._drop()
         self._session, self._newest = session, number
-        self._push = ReceivedPush(int(said["num_bytes"]))
-        self._keep_s = float(said["keep_s"])
+        self._push, self._keep_s = ReceivedPush(int(said["num_bytes"])), float(said["keep_s"])
         self._heard()
         return {}
 
