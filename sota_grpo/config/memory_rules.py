@@ -42,6 +42,8 @@ def an_optimizer_trains_what_it_can(config: Config) -> Iterator[str]:
 def the_learners_devices_are_a_product(config: Config) -> Iterator[str]:
     learner, ranks = config.train_model, learner_ranks(config)
     parallel, size = learner.tensor_parallel_size, learner.fsdp_size or 1
+    if min(parallel, size) < 1:
+        return  # every_amount_is_positive says so
     if ranks % (parallel * size):
         option = "tensor_parallel_size" if ranks % parallel else "fsdp_size"
         least = parallel if ranks % parallel else parallel * size
@@ -61,6 +63,11 @@ def matrices_are_divided_where_that_is_tested(config: Config) -> Iterator[str]:
         yield f"optimizer.name=muon makes steps of whole matrices orthogonal, and {option} divides them; use adamw."
     if learner.log_probs == "liger":
         yield f"train_model.log_probs=liger needs the whole head, and {option} divides it; use tiled."
+    if config.train.precision == "fp16" and learner.lora.enabled:
+        yield (
+            f"train.precision=fp16 scales the loss by overflows that each device of {option} sees in its own "
+            "columns of an adapter; use train.precision=bf16."
+        )
     if learner.compile:
         yield f"train_model.compile=true has not been tried with {option}; leave it out."
     if learner.lora.enabled and learner.lora.dropout:

@@ -385,8 +385,10 @@ def a_copy_of_the_model_fills_its_devices(config: Config) -> Iterator[str]:
     engine = config.inference_model
     size = engine.tensor_parallel_size
     counts = elastic.engine_range(config) or (elastic.device_count(engine) or size,)
+    if size < 1:
+        return  # every_amount_is_positive says so
     if any(count % size for count in counts):
-        fix = ":".join(str(max(1, count // size) * size) for count in counts)
+        fix = ":".join(str(max(1, count // size) * size) for count in sorted(counts))
         yield (
             f"inference_model takes {':'.join(map(str, counts))} devices and one copy of the model takes "
             f"tensor_parallel_size={size}; use inference_model.num_devices={fix}."

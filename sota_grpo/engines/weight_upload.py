@@ -46,6 +46,7 @@ _MEMORY = Path("/dev/shm")
 _FOLDER = "sota-grpo-pushed-"
 _DTYPES = ("float32", "bfloat16", "float16")
 _DAMAGED, _NO_ROOM = 422, 507
+_PASSES = (_DAMAGED, 502, 503, 504)  # what may be over at the next attempt; a proxy's answers too
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # before something is sent again
 
 
@@ -84,9 +85,14 @@ class WeightUpload:
             if error.status not in (404, 405):
                 raise
             return None
-        if said["dtype"] not in _DTYPES:
-            raise ServerError(f"The server at {client.url} computes in {said['dtype']}, which no weights are sent in.")
-        return cls(client, session, **said, timeout_s=timeout_s, keep_s=keep_s)
+        match said:
+            case {"dtype": str(dtype), "bucket_bytes": int(bucket_bytes)} if bucket_bytes > 0:
+                pass
+            case _:
+                return None  # somebody else answers at this path
+        if dtype not in _DTYPES:
+            raise ServerError(f"The server at {client.url} computes in {dtype}, which no weights are sent in.")
+        return cls(client, session, dtype=dtype, bucket_bytes=bucket_bytes, timeout_s=timeout_s, keep_s=keep_s)
 
     def send(self, file: Path, number: int) -> str:
         """Bring a safetensors file to the server's machine; the folder in which it lies there.
@@ -120,7 +126,7 @@ class WeightUpload:
             try:
                 return ask(*args, **options, timeout_s=self._timeout_s)
             except ServerError as error:
-                if not (isinstance(error, ServerSilent) or error.status == _DAMAGED):
+                if not (isinstance(error, ServerSilent) or error.status in _PASSES):
                     raise
                 logger.warning("Sending weights is tried again in %g s: %s", pause_s, error)
                 time.sleep(pause_s)
@@ -160,11 +166,12 @@ class ReceivedPush:
         self.num_bytes = num_bytes
         self.keeper: asyncio.TimerHandle | None = None  # deletes it when nothing is heard of it
         self._missing = set(range(num_buckets(num_bytes, BUCKET_BYTES)))
+        for base in {_MEMORY, Path(tempfile.gettempdir())}:
+            _delete_what_the_dead_left(base)
         memory = _MEMORY if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > num_bytes else None
         base = memory or Path(tempfile.gettempdir())
         if shutil.disk_usage(base).free <= num_bytes:
             raise OSError(f"a push takes {num_bytes / 2**30:.2f} GiB, and neither {_MEMORY} nor {base} has them free")
-        _delete_what_the_dead_left(base)
         hidden = Path(tempfile.mkdtemp(prefix=f".{_FOLDER}", dir=base))
         self._lock = os.open(hidden, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -174,7 +181,13 @@ class ReceivedPush:
         os.truncate(self._file, num_bytes)
 
     def size_of(self, index: int) -> int:
-        """Bytes of a bucket; negative or 0 where there is none of this index."""
+        """Bytes of a bucket.
+
+        Raises:
+            Refused: there is none of this index.
+        """
+        if not 0 <= index < num_buckets(self.num_bytes, BUCKET_BYTES):
+            raise Refused(404, f"There is no bucket {index} of {self.num_bytes} bytes.")
         return min(BUCKET_BYTES, self.num_bytes - index * BUCKET_BYTES)
 
     def write(self, index: int, data: bytes) -> None:

@@ -170,6 +170,7 @@ class Ranks:
     reduce_once: bool = True
     tensor_parallel: int = 1  # ranks that see the same rows and divide every matrix among them
     fsdp_size: int | None = None  # ranks that divide one copy of what is left of the weights; None: all others
+    timeout_s: float = 1800.0  # longest wait for the others in every collective
 
     @property
     def num_shares(self) -> int:
@@ -237,10 +238,14 @@ class Ranks:
         sizes = {"replicate": self.num_shares // shards, "shard": shards, "tensor": self.tensor_parallel}
         kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         mesh = init_device_mesh(self.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+        groups = mesh.get_all_groups()
         if self.tensor_parallel > 1:
-            mesh["shard", "tensor"]._flatten()  # norms of gradients are added in one message, to the same bits
+            # norms of gradients are added in one message, to the same bits
+            groups.append(mesh["shard", "tensor"]._flatten().get_group())
             # gathering a matrix takes two messages, which torch says each time
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        for group in groups:
+            _set_pg_timeout(timedelta(seconds=self.timeout_s), group)
         return mesh
 
 
@@ -285,7 +290,7 @@ def join_ranks(
         timeout=timedelta(seconds=max(timeout_s, start_timeout_s or 0.0)),
     )
     _set_pg_timeout(timedelta(seconds=timeout_s))
-    return Ranks(rank, size, device, **layout)
+    return Ranks(rank, size, device, timeout_s=timeout_s, **layout)
 
 
 def shard(policy: CausalPolicy, ranks: Ranks) -> None:

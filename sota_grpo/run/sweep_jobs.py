@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from sota_grpo.errors import CRASHED, RunFailed, UserError
 from sota_grpo.files import write_json
 from sota_grpo.recording.run_files import natural, read_json
+from sota_grpo.stopping import StopRequest
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -117,11 +118,14 @@ def save_before_requeue() -> Iterator[None]:
 
     def handle(received: int, frame: FrameType | None) -> None:
         nonlocal noticed
-        if signal.getsignal(signal.SIGTERM) == before_training:
+        training = signal.getsignal(signal.SIGTERM)
+        if training == before_training:
             requeue(received, frame)
         elif not noticed:
             noticed = True
-            signal.raise_signal(signal.SIGTERM)
+            stop = getattr(training, "__self__", None)
+            if not (isinstance(stop, StopRequest) and stop.requested):  # a second one would give the step up
+                signal.raise_signal(signal.SIGTERM)
 
     signal.signal(number, handle)
     try:

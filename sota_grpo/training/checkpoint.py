@@ -124,7 +124,8 @@ class CheckpointStore:
         Raises:
             TypeError: a value that ``torch.load(weights_only=True)`` would refuse to read; the message gives its path.
             ValueError: ``step`` is negative.
-            CheckpointError: the file system refused (disk full, no permission); what was there before is untouched.
+            CheckpointError: the file system refused (disk full, no permission); what was there before is untouched,
+                unless only the sync of the new name failed.
         """
         if step < 0:
             raise ValueError(f"step is {step}, but a checkpoint's step counts from 0")
@@ -140,8 +141,7 @@ class CheckpointStore:
                 _write(temporary, state)
                 inode = temporary.stat().st_ino
         except BaseException as error:
-            named = path.is_file() and path.stat().st_ino == inode  # whole, only its name may not outlive a power cut
-            if shards is not None and not named:
+            if shards is not None and not _is_file(path, inode):
                 shutil.rmtree(shards.folder, ignore_errors=True)
             if isinstance(error, (OSError, RunFailed)):  # a rank may have died
                 raise CheckpointError(self._write_failure(step, error)) from error
@@ -235,6 +235,16 @@ class CheckpointStore:
         kept = self.paths()
         message += f"; {kept[0][1].name} is the last good one" if kept else "; there is no earlier one"
         return message + ("; free space there or choose another output directory" * isinstance(error, OSError))
+
+
+def _is_file(path: Path, inode: int | None) -> bool:
+    """Whether ``path`` is the file of ``inode``, or cannot be looked at."""
+    try:
+        return path.stat().st_ino == inode
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):

@@ -85,10 +85,6 @@ RATIO = 0.01  # of the mean ratio's distance from 1
 logger = logging.getLogger(__name__)
 
 
-class CheckError(UserError):
-    """The gate found something that would make the training wrong."""
-
-
 @dataclass(frozen=True)
 class Check:
     """The outcome of one check; the sentence carries the measured figures."""
@@ -97,6 +93,15 @@ class Check:
     passed: bool
     sentence: str
     seconds: float = 0.0
+
+
+class CheckError(UserError):
+    """The gate found something that would make the training wrong: ``check``."""
+
+    def __init__(self, check: Check) -> None:
+        failed = f"The check before training failed ({check.name}): {check.sentence}"
+        super().__init__(f"{failed}; check.mode=warn trains all the same.")
+        self.check = check
 
 
 @dataclass(frozen=True)
@@ -507,8 +512,7 @@ def run_gate(
                     result.seconds)  # fmt: skip
         if not result.passed and mode == "strict":
             set_rng_state(random)
-            failed = f"The check before training failed ({result.name}): {result.sentence}"
-            raise CheckError(f"{failed}; check.mode=warn trains all the same.")
+            raise CheckError(result)
         if not result.passed:
             logger.warning("check.mode=warn: %s: %s", result.name, result.sentence)
     subject.publisher.wake()

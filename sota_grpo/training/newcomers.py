@@ -10,8 +10,10 @@ from typing import Any
 from sota_grpo.rl.collate import finish_rows, prompt_rows
 from sota_grpo.rl.records import Sampling
 from sota_grpo.source.source import Graded, Prompt, Rollouts
+from sota_grpo.stopping import Interrupted
 from sota_grpo.training.gate import PROBE_TOKENS, CheckError, Subject, pushed_weights_landed, run_gate
 from sota_grpo.training.learner import Publisher
+from sota_grpo.training.remote_learner import LearnerDied
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.elastic import ElasticFleet, Newcomer
 from sota_grpo.workers.rollout import FleetEngine
@@ -67,9 +69,13 @@ class Newcomers:
             subject.rows = subject.sample(max_tokens=PROBE_TOKENS)
             run_gate(subject, self._mode, [pushed_weights_landed])
         except CheckError as error:
-            self._fleet.refuse(newcomer, str(error))
+            self._fleet.refuse(newcomer, f"{error.check.name}: {error.check.sentence}")
+        except (LearnerDied, Interrupted):
+            raise
         except (WorkerDied, TimeoutError) as error:
-            self._fleet.refuse(newcomer, f"it was lost while its weights were checked: {error}")
+            self._fleet.lose(newcomer, f"it was lost while its weights were checked: {error}")
+        except Exception as error:  # an actor's own, of any class: the other engines go on
+            self._fleet.refuse(newcomer, f"its weights cannot be checked: {type(error).__name__}: {error}")
         else:
             self._fleet.admit(newcomer)
 

@@ -123,6 +123,11 @@ class ElasticFleet(Fleet):
         self._judged.add(newcomer)
         self._post(self._refuse, newcomer, why)
 
+    def lose(self, newcomer: Newcomer, why: str) -> None:
+        """Replace it at once, as any worker that is gone: that says nothing of the machine."""
+        self._judged.add(newcomer)
+        self._post(self._lose_newcomer, newcomer, why)
+
     # The supervisor's thread.
 
     def _begin(self, slot: Slot, pause_s: float = 0.0) -> None:
@@ -182,6 +187,12 @@ class ElasticFleet(Fleet):
             slot.failed_starts = _MAX_REFUSALS
             self._retire(slot, WorkerDied(why))
             self._count()
+
+    def _lose_newcomer(self, newcomer: Newcomer, why: str) -> None:
+        slot = self._slots[newcomer.index]
+        self._judged.discard(newcomer)
+        if slot.life == newcomer.life and slot.state == "ready":
+            self._lose(slot, why)
 
     def _count(self) -> None:
         """See whether there are enough, whenever one has come or gone."""

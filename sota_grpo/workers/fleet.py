@@ -309,7 +309,7 @@ class Fleet:
             return
         logger.warning("%s does not start: %s; it is tried again.", slot.who, error)
         self.restarts += 1
-        self._begin(slot, min(_FIRST_PAUSE_S * 2 ** (slot.failed_starts - 1), self._longest_pause_s))
+        self._begin(slot, min(_FIRST_PAUSE_S * 2 ** min(slot.failed_starts - 1, 20), self._longest_pause_s))
 
     def _is_hopeless(self, slot: Slot, error: BaseException) -> bool:
         no_construction = isinstance(error, ConstructionFailed) and not slot.has_run
@@ -378,7 +378,7 @@ class Fleet:
         slot.heard_s = self._timers.now_s()
         self._offer(slot)
         self._tick(slot)
-        if not self._ready.done() and sum(other.has_run for other in self._slots) >= self._enough[0]:
+        if not self._ready.done() and sum(other.state == "ready" for other in self._slots) >= self._enough[0]:
             self._ready.set_result(None)
         for broadcast in self._broadcasts:
             if broadcast.needs_another:

@@ -126,7 +126,7 @@ class WeightGroup:
             self._group = made.result(rendezvous.stall_s)
         except TimeoutError as error:
             raise TransferFailed(f"not all members came within {rendezvous.stall_s:g} s") from error
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise TransferFailed(f"the members did not find each other: {what_torch_says(error)}") from error
         self._rendezvous = rendezvous
 

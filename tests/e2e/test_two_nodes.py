@@ -97,7 +97,7 @@ def test_weights_cross_the_link_once_however_many_workers_are_behind_it(tmp_path
         done = nodes.run(0, sys.executable, "-m", "tests.link_bytes", nodes.address)
     assert done.returncode == 0, done.stderr
     crossed = json.loads(done.stdout)
-    assert 1.0 < crossed["object_store"] < 1.1
+    assert 1.0 < crossed["object_store"] < 1.5  # two copies would be 2; Ray itself talks beside it
     assert 2.0 < crossed["object_store_from_there"] < 2.1  # through the driver's node
     assert 2.0 < crossed["collective"] < 2.1
     assert "object store" not in done.stderr  # no broadcast was given up

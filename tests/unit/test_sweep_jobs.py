@@ -38,12 +38,14 @@ def told() -> Iterator[list[str]]:
         signal.signal(number, handler)
 
 
-def test_a_run_that_trains_saves_before_it_is_requeued(told: list[str]) -> None:
+@pytest.mark.parametrize("first", [NOTICE, signal.SIGTERM])
+def test_a_run_that_trains_saves_before_it_is_requeued(first: int, told: list[str]) -> None:
     """A run that was stopped ends by an interrupt when it has saved."""
 
     def train() -> None:
         with save_before_requeue():
             with StopRequest() as stop:
+                signal.raise_signal(first)
                 signal.raise_signal(NOTICE)
                 signal.raise_signal(NOTICE)  # does not give the step up
                 assert stop.requested
