@@ -72,7 +72,7 @@ from sota_grpo.training.learner import Learner, Publisher
 from sota_grpo.training.newcomers import Newcomers
 from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.workers.elastic import ElasticFleet, worker_metrics
-from sota_grpo.workers.fleet import Fleet
+from sota_grpo.workers.fleet import MAX_ATTEMPTS, Fleet
 from sota_grpo.workers.instances import Instances
 from sota_grpo.workers.reference import ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
@@ -374,12 +374,13 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
     }
     if plan.elastic is None:
         return Fleet("rollout", start, cluster.num_engines, **limits)
-    part = config.inference_model
+    inference = config.inference_model
     advice = (
-        f"add machines, lower inference_model.num_devices={part.num_devices}, or raise inference_model.gone_s; "
+        f"add machines, lower inference_model.num_devices={inference.num_devices}, or raise inference_model.gone_s; "
         "train.resume=auto continues from the last checkpoint"
     )
-    return ElasticFleet("rollout", start, *plan.elastic, gone_s=part.gone_s, advice=advice, **limits)
+    limits["max_attempts"] = 2 * MAX_ATTEMPTS  # machines are taken from groups that do no harm
+    return ElasticFleet("rollout", start, *plan.elastic, gone_s=inference.gone_s, advice=advice, **limits)
 
 
 def make_hints(config: Config, env: TaskEnv) -> Ask | None:

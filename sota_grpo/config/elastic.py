@@ -23,18 +23,18 @@ def engine_range(config: Config) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
-def device_count(part: TrainModelConfig | InferenceModelConfig | RefModelConfig) -> int | None:
+def device_count(role: TrainModelConfig | InferenceModelConfig | RefModelConfig) -> int | None:
     """Devices that a role asks for, of ``MIN:MAX`` the most; None where it asks for none.
 
     >>> device_count(InferenceModelConfig(num_devices="2:6")), device_count(TrainModelConfig(devices=[0, 3]))
     (6, 2)
     """
-    if part.devices is not None:
-        return len(part.devices)
-    if isinstance(part.num_devices, str):
-        match = _RANGE.fullmatch(part.num_devices)
+    if role.devices is not None:
+        return len(role.devices)
+    if isinstance(role.num_devices, str):
+        match = _RANGE.fullmatch(role.num_devices)
         return None if match is None else int(match[2])
-    return part.num_devices
+    return role.num_devices
 
 
 def a_range_of_engines_is_two_numbers(config: Config) -> Iterator[str]:

@@ -28,6 +28,7 @@ from sota_grpo.workers.base import (
 from sota_grpo.workers.slots import Broadcast, OnDemand, Slot, Sticky, Task, TaskLost, TaskOverdue, Timers
 
 logger = logging.getLogger(__name__)
+MAX_ATTEMPTS = 8  # workers that die with a task before it is given up
 _FIRST_PAUSE_S = 0.1  # between two starts that fail
 _GOODBYE_S = 10.0  # longest wait for threads that are starting a worker when the fleet is closed
 _MAX_LATE = 2  # times that a slot's worker may be late before the call itself is taken to be hopeless
@@ -85,7 +86,7 @@ class Fleet:
         progress: Callable[..., int] | None = None,
         silence_s: float = 60.0,
         start_silence_s: float = 600.0,
-        max_attempts: int = 8,
+        max_attempts: int = MAX_ATTEMPTS,
         max_start_failures: int = 5,
     ) -> None:
         if count < 1 or capacity < 1:

@@ -236,6 +236,7 @@ def test_no_number_of_failed_starts_ends_the_tries_once_one_has_worked(machines)
     fleet.wait_ready()
     all_asked(there, 2)
     (late,) = there.pending()
+    fleet._slots[late].failed_starts = 2000  # of a day and a half
     for life in range(7):  # more than max_start_failures
         there.now(late).kill()
         until(lambda life=life: len(there.actors[late]) == life + 2 and there.now(late).calls)
