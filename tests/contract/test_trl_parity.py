@@ -162,15 +162,17 @@ def test_preset_equals_trl_in_loss_and_gradient(name, beta, tmp_path) -> None:
     """In float64. LUSPO's sums over tokens are here divided by ``max_tokens``, which is taken out again."""
     model, config = tiny_model().double(), preset(name)
     aggregation = config.algorithm.aggregation
-    rows = rows_near(model, name)
-    if config.algorithm.top_entropy_quantile < 1:
-        rows = keep_top_entropy(model, rows, config.algorithm.top_entropy_quantile)
-    rows = set_loss_weights(rows, aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
-    ours = loss_of(config, ModelActor(model), beta=beta)(pad_rows(rows, pad_token_id=0))
-    if loss_of(config, ModelActor(model)).surrogate.clipped:
-        assert 0 < ours.clip_fraction < 1, "a batch without clipped tokens would not tell the clips apart"
-    if config.algorithm.off_policy_threshold is not None:
-        assert 0 < ours.off_policy_fraction < 1
+    for _ in range(20):  # of the rows that are drawn some must be clipped, or left out, and some not
+        rows = rows_near(model, name)
+        if config.algorithm.top_entropy_quantile < 1:
+            rows = keep_top_entropy(model, rows, config.algorithm.top_entropy_quantile)
+        rows = set_loss_weights(rows, aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
+        ours = loss_of(config, ModelActor(model), beta=beta)(pad_rows(rows, pad_token_id=0))
+        clips, leaves_out = loss_of(config, ModelActor(model)).surrogate.clipped, config.algorithm.off_policy_threshold
+        if (not clips or 0 < ours.clip_fraction < 1) and (leaves_out is None or 0 < ours.off_policy_fraction < 1):
+            break
+    else:
+        pytest.fail("no batch tells the clips apart")
     constant = MAX_RESPONSE_TOKENS if name == "luspo" else 1
     total = constant * (ours.loss_objective + (ours.loss_kl_to_ref if beta else 0.0))
     trainer = trainer_for(name, config, model, beta, tmp_path, use_bias_correction_kl=config.algorithm.kl_unbiased)
@@ -178,7 +180,8 @@ def test_preset_equals_trl_in_loss_and_gradient(name, beta, tmp_path) -> None:
     value, grad = value_and_gradient(model, total)
     their_value, their_grad = value_and_gradient(model, trainer._compute_loss(model, trl_inputs(rows)))
     torch.testing.assert_close(value, their_value.to(value), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(grad, their_grad, rtol=1e-6, atol=1e-6)
+    largest = max(1.0, float(grad.abs().max()))  # what TRL rounds to float32 is as large as the largest entries
+    torch.testing.assert_close(grad, their_grad, rtol=1e-6, atol=1e-6 * largest)
 
 
 def test_k2_has_the_gradient_of_trls_ratio_weighted_k3_on_the_first_use(tmp_path) -> None:
