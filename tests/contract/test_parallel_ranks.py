@@ -77,7 +77,8 @@ def test_half_precision_rounds_no_gradient_more(four: Pair) -> None:
         states.append(learner.state_dict()["optimizer"]["state"])
     for index in states[2]:
         found, rounded, true = (state[index]["exp_avg"] for state in states)
-        assert (found - true).norm() < 2 * (rounded - true).norm() + 0.01 * true.norm(), index
+        # of a norm's four numbers the roundings of one device may cancel; a sum that is missing is tens of percents
+        assert (found - true).norm() < 2 * (rounded - true).norm() + 0.05 * true.norm(), index
         assert (rounded - true).norm() > 0
 
 
