@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,13 +43,12 @@ class Receiving(VLLMDialect):
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[ServerProcess, EngineOptions]]:
     """One that runs, and what an engine needs to know of it."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
     sizes = {"max_rows": 64, "max_model_len": 1024}
     options = EngineOptions(POLICY, eos_token_ids=[EOS], dtype="float32", log_path=tmp_path / "server.log", **sizes)
-    process, url, key = start_server(Receiving(), options.resolved(), scratch, on_cpu=True)
-    yield process, EngineOptions(POLICY, engine="vllm_server", eos_token_ids=[EOS], url=url, api_key=key, **sizes)
-    process.close()
+    with tempfile.TemporaryDirectory() as scratch:  # a short path, for sockets
+        process, url, key = start_server(Receiving(), options.resolved(), Path(scratch), on_cpu=True)
+        yield process, EngineOptions(POLICY, engine="vllm_server", eos_token_ids=[EOS], url=url, api_key=key, **sizes)
+        process.close()
     assert members(process.pid) == []
 
 
