@@ -19,7 +19,7 @@ from sota_grpo.envs.task_env import ScoreResponse
 from sota_grpo.rl.collate import pad_rows, row_list
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
-from tests.builders import generator, random_row, random_rows
+from tests.builders import VOCAB, generator, random_row, random_rows
 
 WEIGHTS = {"right": 1.0, "short": 0.25}
 
@@ -133,13 +133,15 @@ class FakeReference:
 
     def __call__(self, padded: TensorDictBase) -> torch.Tensor:
         tokens = padded[keys.FULL_TOKENS]
-        self.widths.append(int(padded[keys.ATTENTION_MASK].sum()))  # prompts all differ: these are the packed tokens
+        self.widths.append(int(padded[keys.ATTENTION_MASK].sum()))  # where prompts differ: the packed tokens
         return torch.where(padded[keys.ATTENTION_MASK], -tokens / 10, torch.nan)
 
 
 @pytest.mark.parametrize("budget", [1, 20, 10_000])
 def test_reference_log_probs_land_on_their_own_tokens(budget) -> None:
     rows = [row.exclude(keys.REF_LOG_PROBS) for row in random_rows(generator(), 9)]
+    for index, row in enumerate(rows):
+        row[keys.FULL_TOKENS][0] = VOCAB + index  # prompts must differ: equal ones are packed once, and then more fits
     reference, before = FakeReference(), [row[keys.REWARD].item() for row in rows]
     ReferenceKL(reference, in_reward_coeff=0.5, pad_token_id=0, token_budget=budget)(lazy_stack(rows, 0))
     for row, reward in zip(rows, before, strict=True):
