@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sota_grpo import keys
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.load import load_model, load_tokenizer
+from sota_grpo.policy.load import DType, load_model, load_tokenizer
 from sota_grpo.policy.sharding import join_ranks, shard
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.checkpoint import CheckpointStore
@@ -76,10 +76,10 @@ class Rank(LearnerWorker):
         return os.getpid(), self.waited_s
 
 
-def rank_worker(rank: int, size: int, init_method: str, model: str) -> Rank:
+def rank_worker(rank: int, size: int, init_method: str, model: str, dtype: DType) -> Rank:
     def make() -> Learner:
         torch.set_num_threads(1)
-        policy = CausalPolicy(load_model(model, weights=rank == 0), shared_prompt=False)
+        policy = CausalPolicy(load_model(model, dtype=dtype, weights=rank == 0), shared_prompt=False)
         ranks = join_ranks(rank, size, init_method=init_method, device="cpu", reduce_once=False)
         shard(policy, ranks)
         loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=None)
@@ -140,13 +140,16 @@ def _held(pid: int) -> tuple[int, int]:
 
 
 @contextmanager
-def started(launcher: Launcher, size: int, hidden: int, layers: int) -> Iterator[tuple[RemoteLearner, Memory]]:
+def started(
+    launcher: Launcher, size: int, hidden: int, layers: int, dtype: DType
+) -> Iterator[tuple[RemoteLearner, Memory]]:
     """A learner that has taken a step, so that its optimizer has all that it keeps; rank 0 first, this process last."""
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "size": size,
             "init_method": f"file://{folder}/rendezvous",
             "model": save_model(folder, hidden, layers),
+            "dtype": dtype,
         }
         specs = [WorkerSpec("benchmarks.shards:rank_worker", {"rank": rank, **options}) for rank in range(size)]
         places = [{"bundle": rank} if hasattr(launcher, "_group") else {} for rank in range(size)]
@@ -195,6 +198,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and moments")
     parser.add_argument("--gathered", action="store_true", help="save as before")
     parser.add_argument("--processes", action="store_true", help="without Ray")
     parser.add_argument(
@@ -207,13 +211,13 @@ def main() -> None:
         from sota_grpo.workers.ray_cluster import RayLauncher
 
         launcher = RayLauncher([{"CPU": 1.0}] * args.ranks)
-    with closing(launcher), started(launcher, args.ranks, args.hidden, args.layers) as (learner, memory):
+    with closing(launcher), started(launcher, args.ranks, args.hidden, args.layers, args.dtype) as (learner, memory):
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             store = CheckpointStore(folder)
             with memory.watched():
                 save(learner, store, gathered=args.gathered)
             share = store.num_bytes / args.ranks
-            parameters = round(store.num_bytes / 12 / 1e6)
+            parameters = round(store.num_bytes / (3 * getattr(torch, args.dtype).itemsize) / 1e6)
             print(f"{parameters} million parameters over {args.ranks} ranks, a share of {share / MIB:.0f} MiB")
             _print("checkpoint", memory, share)
             for _ in range(3):
