@@ -1,8 +1,8 @@
 """Every TensorDict key of sota_grpo, spelled once (docs/design.md, "One carrier").
 
-One row of a batch is one sampled response. Rows are ragged (a lazily stacked TensorDict, one length ``T_i`` each)
-until :mod:`sota_grpo.rl.collate` pads them. TorchRL's names are used where TorchRL has one, so rows travel between the
-two libraries unchanged.
+One row of a batch is one sampled response. Rows are ragged, one length ``T_i`` each, until
+:mod:`sota_grpo.rl.collate` pads them: columns of a :class:`~sota_grpo.rl.table.RowTable`, or lazily stacked TensorDicts
+for TorchRL. Its names are used where it has one, so rows travel between the two libraries unchanged.
 
 >>> from sota_grpo import keys
 >>> keys.FULL_TOKENS

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from tensordict import TensorDictBase
+Batch = TypeVar("Batch")
+Given = TypeVar("Given", contravariant=True)
 
 
-class Source(Protocol):
+class Source(Protocol[Batch]):
     """Where batches come from: complete groups, none older than the bound."""
 
-    def next_batch(self, version: int) -> TensorDictBase: ...
+    def next_batch(self, version: int) -> Batch: ...
 
-    def release(self, batch: TensorDictBase) -> None: ...
+    def release(self, batch: Batch) -> None: ...
 
     def metrics(self) -> dict[str, float]: ...
 
 
-class Trains(Protocol):
+class Trains(Protocol[Given]):
     """What the loop needs of a learner."""
 
     @property
     def version(self) -> int: ...
 
-    def update(self, rows: TensorDictBase) -> dict[str, float | None]: ...
+    def update(self, rows: Given) -> dict[str, float | None]: ...
 
 
 class Publishes(Protocol):
@@ -33,19 +34,17 @@ class Publishes(Protocol):
     def publish(self, version: int) -> None: ...
 
 
-class Log(Protocol):
+class Log(Protocol[Given]):
     """What the loop needs of a log."""
 
-    def write(
-        self, step: int, batch: TensorDictBase, update: Mapping[str, Any], source: Mapping[str, float]
-    ) -> None: ...
+    def write(self, step: int, batch: Given, update: Mapping[str, Any], source: Mapping[str, float]) -> None: ...
 
 
 def run(
-    source: Source,
-    learner: Trains,
+    source: Source[Batch],
+    learner: Trains[Batch],
     publisher: Publishes,
-    log: Log,
+    log: Log[Batch],
     *,
     first_step: int,
     num_steps: int,

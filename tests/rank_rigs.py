@@ -21,10 +21,10 @@ from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks, join_ranks, local, shard
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.table import RowTable
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.remote_learner import LearnerWorker
-from sota_grpo.workers.packing import RowPack
 from tests.unit.tiny_models import VOCAB, make_model, make_tokenizer
 
 
@@ -151,12 +151,12 @@ class Bench:
     def ping(self) -> float:
         return 0.0 if self.worker is None else self.worker.ping()
 
-    def num_reductions(self, rows: RowPack) -> Future[int]:
+    def num_reductions(self, rows: RowTable) -> Future[int]:
         """How often one update sums gradients over the ranks."""
 
         def count() -> int:
             with Reductions() as reductions:
-                self.worker.learner.update(rows.rows())
+                self.worker.learner.update(rows)
             return reductions.count
 
         return self.worker._thread.submit(count)

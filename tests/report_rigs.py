@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from tensordict import TensorDict
 
 from sota_grpo import keys
 from sota_grpo.config import Config
 from sota_grpo.recording.run_log import RunLog
 from sota_grpo.recording.stored_steps import Origin, StoredStep, save_step
+from sota_grpo.rl.table import RowTable
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",
@@ -128,19 +128,21 @@ def store(run_dir: Path, step: int, metrics: dict[str, float | None], fields: li
     rows, measured = [], []
     for field in fields:
         off = torch.zeros(prompt)
-        row = TensorDict({}, batch_size=[])
-        row.set(keys.FULL_TOKENS, torch.arange(prompt + count))
-        row.set(keys.PROMPT_TOKENS, torch.arange(prompt))
-        row.set(keys.RESPONSE_TOKENS, torch.arange(prompt, prompt + count))
-        row.set(keys.ASSISTANT_MASK, torch.arange(prompt + count) >= prompt)
-        row.set(keys.LOG_PROBS, torch.cat([off, torch.full((count,), -1.0)]))
-        row.set(keys.REF_LOG_PROBS, torch.cat([off, torch.full((count,), -0.5)]))
-        row.set(keys.GROUP_ID, torch.tensor(field["group_id"]))
-        rows.append(row)
+        rows.append(
+            {
+                keys.FULL_TOKENS: torch.arange(prompt + count),
+                keys.PROMPT_TOKENS: torch.arange(prompt),
+                keys.RESPONSE_TOKENS: torch.arange(prompt, prompt + count),
+                keys.ASSISTANT_MASK: torch.arange(prompt + count) >= prompt,
+                keys.LOG_PROBS: torch.cat([off, torch.full((count,), -1.0)]),
+                keys.REF_LOG_PROBS: torch.cat([off, torch.full((count,), -0.5)]),
+                keys.GROUP_ID: torch.tensor(field["group_id"]),
+            }
+        )
         measured.append(torch.stack([torch.cat([off, -1 + 0.11 * steps]), torch.cat([off, steps])]))
     origin = Origin(device="cpu", precision="fp32", num_ranks=0, num_threads=1, rng=torch.zeros(1, dtype=torch.uint8))
     pieces = [list(WORDS) for _ in rows]
-    save_step(run_dir, StoredStep(step, metrics, rows, fields, pieces, measured, origin))
+    save_step(run_dir, StoredStep(step, metrics, RowTable.of(rows), fields, pieces, measured, origin))
 
 
 def comparison(step: int = 0, names: Sequence[str] = ("grpo", "gspo"), **changes: Any) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from sota_grpo import keys
@@ -44,8 +43,8 @@ from sota_grpo.config.spelling import with_options
 from sota_grpo.config.validators import RULES, validate
 from sota_grpo.errors import UserError
 from sota_grpo.rl.coefficients import CoefficientLoss, RowCoefficients
-from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.objective_files import surrogate
+from sota_grpo.rl.table import Row
 from sota_grpo.training.learner import Learner, NonFiniteStep
 
 logger = logging.getLogger(__name__)
@@ -184,10 +183,10 @@ def _measured(
         point = _lead_up(step, learner, own, entries, number)
         for entry in entries:
             logger.info("Computing the gradient under %s.", entry.name)
-            rows = row_list(scored_rows(step, entry.config))
+            rows = scored_rows(step, entry.config).rows()
             if point.proximal is not None and _recomputes(entry.config):
                 for row, values in zip(rows, point.proximal, strict=True):
-                    row.set(keys.PROXIMAL_LOG_PROBS, values)
+                    row[keys.PROXIMAL_LOG_PROBS] = values
             outcomes.append(_outcome(learner, entry, [rows[index] for index in point.indexes]))
             gradients.add()
         return point, outcomes, gradients.products()
@@ -243,7 +242,7 @@ def _recomputes(config: Config) -> bool:
 
 def _lead_up(step: Step, learner: Learner, own: Config, entries: Sequence[Entry], number: int | None) -> Point:
     """Take the run's own optimizer steps up to the one that is asked for."""
-    rows = row_list(scored_rows(step, own))
+    rows = scored_rows(step, own).rows()
     batches = learner.batches(rows)
     count = len(batches)
     number = count if number is None else number
@@ -257,7 +256,7 @@ def _lead_up(step: Step, learner: Learner, own: Config, entries: Sequence[Entry]
         proximal = [values for _, values in learner.scored(rows)]
     if proximal is not None and _recomputes(own):
         for row, values in zip(rows, proximal, strict=True):
-            row.set(keys.PROXIMAL_LOG_PROBS, values)
+            row[keys.PROXIMAL_LOG_PROBS] = values
     logger.info("Taking %d optimizer steps as the run did.", number - 1)
     try:
         learner.advance(batches[: number - 1])
@@ -265,13 +264,13 @@ def _lead_up(step: Step, learner: Learner, own: Config, entries: Sequence[Entry]
         raise not_finite(step) from error
     place = {id(row): index for index, row in enumerate(rows)}
     batch = batches[number - 1]
-    if not any(bool(row.get(keys.ASSISTANT_MASK).any()) for row in batch):
+    if not any(bool(row[keys.ASSISTANT_MASK].any()) for row in batch):
         raise UserError(f"Optimizer step {number} of step {step.stored.step} has no sampled token.")
-    ratios = [values - row.get(keys.LOG_PROBS) for row, values in learner.scored(batch)]
+    ratios = [values - row[keys.LOG_PROBS] for row, values in learner.scored(batch)]
     return Point(number, count, [place[id(row)] for row in batch], proximal, ratios)
 
 
-def _outcome(learner: Learner, entry: Entry, rows: Sequence[TensorDictBase]) -> Outcome:
+def _outcome(learner: Learner, entry: Entry, rows: Sequence[Row]) -> Outcome:
     """Leaves the gradient with the parameters."""
     learner.policy.scorer.entropy_grad = False  # an objective with a bonus asks for it
     config = in_float32_on_the_cpu(entry.config)
@@ -281,21 +280,21 @@ def _outcome(learner: Learner, entry: Entry, rows: Sequence[TensorDictBase]) -> 
     known = own.loss.rows  # type: ignore[attr-defined]
     columns: dict[str, list[Tensor]] = {name: [] for name in RowCoefficients.__dataclass_fields__}
     for row in rows:
-        mask, advantage = row.get(keys.ASSISTANT_MASK), row.get(keys.ADVANTAGE)
-        name = (int(row.get(keys.GROUP_ID)), int(row.get(keys.SAMPLE_ID)))
+        mask, advantage = row[keys.ASSISTANT_MASK], row[keys.ADVANTAGE]
+        name = (int(row[keys.GROUP_ID]), int(row[keys.SAMPLE_ID]))
         terms = known.get(name) or RowCoefficients.untrained(len(mask), float(advantage.reshape(-1)[0]))
         for column, values in columns.items():
             values.append(getattr(terms, column)[: len(mask)][mask])
     flat = {column: torch.cat(values) for column, values in columns.items()}
     numbers = {column: values.double() for column, values in flat.items() if column != "clipped"}
-    sizes = torch.stack([row.get(keys.ADVANTAGE).abs().mean() for row in rows])
+    sizes = torch.stack([row[keys.ADVANTAGE].abs().mean() for row in rows])
     return Outcome(metrics, sizes.mean().item(), clipped=flat["clipped"], **numbers)
 
 
 def _assistant(step: Step, point: Point, values: Sequence[Tensor]) -> list[Tensor]:
     """Of values by row ``[T_i]`` those of the sampled tokens, float64."""
-    rows = [step.stored.rows[index] for index in point.indexes]
-    return [value[row.get(keys.ASSISTANT_MASK)].double() for row, value in zip(rows, values, strict=True)]
+    rows = step.stored.rows.take(point.indexes)
+    return [value[row[keys.ASSISTANT_MASK]].double() for row, value in zip(rows, values, strict=True)]
 
 
 def _differing(
@@ -306,11 +305,11 @@ def _differing(
     gap = stacked.abs()[0] if len(stacked) == 1 else stacked.amax(0) - stacked.amin(0)
     ranked = gap.argsort(descending=True, stable=True)
     order = ranked[gap[ranked] > _SAME].tolist()
-    rows = [step.stored.rows[index] for index in point.indexes]
+    rows = step.stored.rows.take(point.indexes)
     places = [
         (member, position)
         for member, row in enumerate(rows)
-        for position in row.get(keys.ASSISTANT_MASK).nonzero().flatten().tolist()
+        for position in row[keys.ASSISTANT_MASK].nonzero().flatten().tolist()
     ]
     tokens = []
     for flat in order[: max(0, num_tokens)]:
@@ -335,14 +334,14 @@ def _differing(
     return {"tokens": tokens, "largest_difference": gap.max().item() if len(gap) else 0.0, "texts": texts}
 
 
-def _of_row(row: TensorDictBase) -> dict[str, int]:
-    return {"group_id": int(row.get(keys.GROUP_ID)), "sample_id": int(row.get(keys.SAMPLE_ID))}
+def _of_row(row: Row) -> dict[str, int]:
+    return {"group_id": int(row[keys.GROUP_ID]), "sample_id": int(row[keys.SAMPLE_ID])}
 
 
 def _text_around(step: Step, index: int, position: int) -> dict[str, Any]:
     """A token's sample, its position in the response, and its text within that of its neighbours."""
     row, pieces = step.stored.rows[index], step.stored.pieces[index]
-    at = position - row.get(keys.PROMPT_TOKENS).shape[-1]
+    at = position - row[keys.PROMPT_TOKENS].shape[-1]
     return {
         **_of_row(row),
         "position": at,
@@ -363,14 +362,14 @@ def _text(
     """A sample's response by token, around the token that differs most, with the coefficients of each algorithm."""
     index = point.indexes[member]
     row, pieces = step.stored.rows[index], step.stored.pieces[index]
-    prompt = row.get(keys.PROMPT_TOKENS).shape[-1]
+    prompt = row[keys.PROMPT_TOKENS].shape[-1]
     own = {position - prompt: flat for flat, (one, position) in enumerate(places) if one == member}
     most = max(own, key=lambda at: gap[own[at]].item())
     start = max(0, min(most - _LONGEST // 2, len(pieces) - _LONGEST))
     shown = range(start, min(len(pieces), start + _LONGEST))
     return {
         **_of_row(row),
-        "reward": _finite(float(row.get(keys.REWARD).reshape(()))),
+        "reward": _finite(float(row[keys.REWARD].reshape(()))),
         "start": start,
         "tokens": len(pieces),
         "pieces": [pieces[at] for at in shown],

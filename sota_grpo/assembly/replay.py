@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from sota_grpo import keys
@@ -31,10 +31,10 @@ from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import OPTIONS, readers
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.stored_steps import STEPS_FOLDER, StoredStep, read_step, step_of, stored_steps
-from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.objective_files import surrogate
 from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens
 from sota_grpo.rl.records import sample_seed
+from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import write_reference
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.learner import Learner, NonFiniteStep
@@ -119,7 +119,7 @@ def replayed(
         "step": step.stored.step,
         "checkpoint": None if step.checkpoint is None else step.checkpoint.name,
         "samples": len(rows),
-        "groups": len({int(row.get(keys.GROUP_ID)) for row in rows}),
+        "groups": len(rows.get(keys.GROUP_ID).unique()),
         "optimizer_steps": own.optimizer_steps,
         "overrides": list(overrides),
         "figures": _figures(step, own, other),
@@ -175,8 +175,7 @@ def replay(step: Step, config: Config | None = None) -> Replay:
             update = learner.update(rows)
         except NonFiniteStep as error:
             raise not_finite(step) from error
-    advantages = torch.stack([row.get(keys.ADVANTAGE).reshape(()) for row in row_list(rows)])
-    rewards = torch.stack([row.get(keys.REWARD).reshape(()) for row in row_list(rows)])
+    advantages, rewards = rows.get(keys.ADVANTAGE).flatten(), rows.get(keys.REWARD).flatten()
     values = {"reward": rewards.mean().item(), "advantage": advantages.abs().mean().item(), **update}
     return Replay(
         figures={name: values[name] for name in FIGURES if name in values},
@@ -245,19 +244,18 @@ def in_float32_on_the_cpu(config: Config) -> Config:
     return with_options(config, options)
 
 
-def scored_rows(step: Step, config: Config) -> TensorDictBase:
+def scored_rows(step: Step, config: Config) -> RowTable:
     """The rows as stored, their advantages computed anew; their rewards too where another KL is taken off them.
 
     Penalties on length, and what a user's functions gave, are in the stored rewards.
     """
-    rows: TensorDictBase = lazy_stack([row.exclude(keys.ADVANTAGE).copy() for row in step.stored.rows])
+    rows = step.stored.rows.without(keys.ADVANTAGE)
     coefficient = kl_in_reward(config)
     if coefficient != kl_in_reward(step.config):
-        graded = rows.get(keys.GRADED_REWARD, None)
-        reward = rows.get(keys.REWARD) if graded is None else graded
-        rows = lazy_stack([row.exclude(keys.GRADED_REWARD, keys.KL_TERM) for row in row_list(rows)])
+        reward = rows.get(keys.GRADED_REWARD, rows.get(keys.REWARD))
+        rows = rows.without(keys.GRADED_REWARD, keys.KL_TERM)
         rows.set(keys.REWARD, reward)
-        reference = [row.get(keys.REF_LOG_PROBS) for row in row_list(rows)]
+        reference = rows.parts(keys.REF_LOG_PROBS)
         write_reference(rows, reference, in_reward_coeff=coefficient)
     for _, transform in make_advantage(config):
         rows = transform(rows)
@@ -382,7 +380,7 @@ def require_stored(step: Step, changed: Config, by_name: dict[str, str]) -> None
             f"algorithm.decouple_terms=true needs the weights of the reward terms, which step {step.stored.step} has "
             "where the run decoupled them itself."
         )
-    if step.stored.rows[0].get(keys.REF_LOG_PROBS, None) is not None:
+    if step.stored.rows.has(keys.REF_LOG_PROBS):
         return
     asks = [
         override for name, override in by_name.items() if name in ("algorithm.kl_estimator", "algorithm.kl_unbiased")
@@ -449,8 +447,8 @@ def _advantages(step: Step, own: Replay, other: Replay) -> dict[str, Any]:
     most = int(gaps.argmax())
     changed = int((gaps > _SAME_ADVANTAGE).sum())
     largest = {
-        "group_id": int(step.stored.rows[most].get(keys.GROUP_ID)),
-        "sample_id": int(step.stored.rows[most].get(keys.SAMPLE_ID)),
+        "group_id": int(step.stored.rows.get(keys.GROUP_ID)[most]),
+        "sample_id": int(step.stored.rows.get(keys.SAMPLE_ID)[most]),
         "replayed": own.advantages[most].item(),
         "other": other.advantages[most].item(),
     }

@@ -229,7 +229,9 @@ class DialogEnv(TaskEnv):
         dialog = self._dialogs[index]
         assert dialog is not None
         text = SampledText(self.decode(dialog.last), dialog.last.tolist(), dialog.record)
-        ends = {name: flag & dialog.is_over for name, (flag,) in done_entries(torch.tensor([dialog.truncated])).items()}
+        ends = {
+            name: flags[0] & dialog.is_over for name, flags in done_entries(torch.tensor([dialog.truncated])).items()
+        }
         drawn = {key: self._rows[index].get(key) for key in DRAWN}
         return TensorDict({**drawn, "text": {"response": text}, "next": {**self._observation(index), **ends}}, [])
 

@@ -294,8 +294,8 @@ class Dialog:
             return replace(self._parts[0], truncated=self.truncated, assistant_mask=None, record=self.record)
         turns = [_heard(own), *self._parts] if own else self._parts
         fields = ("token_ids", "log_probs", "versions", "assistant_mask")
-        joined = {name: torch.cat([getattr(turn, name) for turn in turns]) for name in fields}
-        return Sample(**joined, truncated=self.truncated, record=self.record, kept=_joined(turns))
+        ids, log_probs, versions, mask = (torch.cat([getattr(turn, name) for turn in turns]) for name in fields)
+        return Sample(ids, log_probs, versions, self.truncated, mask, self.record, _joined(turns), turns[-1].text)
 
 
 def _heard(token_ids: Sequence[int]) -> Sample:

@@ -19,8 +19,9 @@ from sota_grpo import keys
 from sota_grpo.envs.chat_tokens import ChatTokens, Messages
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import FailureLog, Grader, LocalGrader, guarded_scores
-from sota_grpo.rl.collate import done_entries, prompt_rows, response_ids, row_list
+from sota_grpo.rl.collate import done_entries, prompt_rows, response_ids
 from sota_grpo.rl.records import Example, SampledText, Score, sample_seed, task_of_example
+from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.task import Scorer, Task
 from sota_grpo.rl.transforms import RowTransform, graded_texts, write_scores
 from sota_grpo.tasks.mixture import MixedExamples
@@ -378,7 +379,7 @@ class TaskEnv(EnvBase):
             **drawn,
             "tokens": {"prompt": full},
             "masks": {"all_attention_mask": torch.ones_like(full, dtype=torch.bool)},
-            **{name: flag for name, (flag,) in done_entries(torch.tensor([self._truncated(response)])).items()},
+            **{name: flags[0] for name, flags in done_entries(torch.tensor([self._truncated(response)])).items()},
         }
         text = SampledText(self.decode(response), response.tolist())
         return TensorDict({**drawn, "text": {"response": text}, "next": after}, batch_size=[])
@@ -460,6 +461,6 @@ class ScoreResponse(RowTransform):
         self.score, self.term_weights = score, dict(term_weights)
         self._failures = FailureLog()
 
-    def _write(self, rows: TensorDictBase) -> None:
-        scores = guarded_scores(self.score, self.term_weights, graded_texts(row_list(rows)))
+    def _write(self, rows: RowTable) -> None:
+        scores = guarded_scores(self.score, self.term_weights, graded_texts(rows))
         write_scores(rows, [self._failures.add(score) for score in scores], self.term_weights)

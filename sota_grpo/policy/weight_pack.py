@@ -76,38 +76,9 @@ class WeightPack:
             places[name] = place
         return cls(buffer[:end], places)
 
-    @classmethod
-    def joined(cls, columns: Iterable[tuple[str, list[Tensor]]]) -> WeightPack:
-        """A pack of flat tensors, each joined from several of one dtype, which are copied once.
-
-        >>> pack = WeightPack.joined([("a", [torch.ones(1), torch.zeros(1, 1)])])
-        >>> dict(pack.tensors())["a"].tolist()
-        [1.0, 0.0]
-        """
-        listed = list(columns)
-        sizes = [sum(map(Tensor.numel, tensors)) for _, tensors in listed]
-        places, end = {}, 0
-        for (name, tensors), size in zip(listed, sizes):
-            dtype = tensors[0].dtype
-            places[name] = Place(str(dtype).removeprefix("torch."), (size,), end)
-            end += padded(size * dtype.itemsize)
-        buffer = np.empty(end, dtype=np.uint8)
-        targets = dict(views(places, torch.from_numpy(buffer)))
-        for name, tensors in listed:
-            if set(map(Tensor.dim, tensors)) == {1} and tensors[0].is_cpu:
-                torch.cat(tensors, out=targets[name])
-            elif all(tensor.shape == tensors[0].shape for tensor in tensors):
-                targets[name].copy_(torch.stack(tensors).view(-1))
-            else:
-                targets[name].copy_(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-        return cls(buffer, places)
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the buffer, under the names and in the order given."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # shared: nobody writes
-            whole = torch.from_numpy(self.buffer)
-        return views(self.places, whole)
+        return views(self.places, readable(self.buffer))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.tensors()
@@ -135,6 +106,13 @@ def views(places: Mapping[str, Place], whole: Tensor) -> Iterator[tuple[str, Ten
         dtype: torch.dtype = getattr(torch, place.dtype)
         stop = place.offset + dtype.itemsize * torch.Size(place.shape).numel()
         yield name, whole[place.offset : stop].view(dtype).view(place.shape)
+
+
+def readable(array: np.ndarray) -> Tensor:
+    """A view of an array that nobody writes into: other processes may see the same memory."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
 
 
 def padded(num_bytes: int) -> int:

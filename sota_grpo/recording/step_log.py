@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-from tensordict import TensorDictBase
 
 from sota_grpo import keys
 from sota_grpo.recording.metrics import info_metric, is_number, term_metric
 from sota_grpo.recording.progress import in_notebook, is_terminal
 from sota_grpo.recording.run_log import ExamineLog, RunLog
 from sota_grpo.recording.stored_steps import Origin, StoredStep, save_step, text_pieces
-from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import Example, metric_tasks, task_of_example
+from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.text import duration
 
 if TYPE_CHECKING:
@@ -211,17 +210,15 @@ class ZeroAdvantageWatch:
             )
 
 
-def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
+def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     """What the rows of a batch say by themselves; ``version`` is that of the policy that trained on them.
 
     Means are over responses; ``policy_age`` counts published versions between sampling and training.
     """
-    rows = batch.unbind(0)
-    masks = [row.get(keys.ASSISTANT_MASK) for row in rows]
-    lengths = torch.stack([mask.sum() for mask in masks]).float()
-    said = torch.cat(masks)  # each row begins with its prompt, so no turn goes on from one row to the next
-    turns = (said[1:] & ~said[:-1]).sum() / len(rows)
-    prompts = torch.tensor([row.get(keys.PROMPT_TOKENS).shape[-1] for row in rows]).float()
+    lengths = batch.sums(keys.ASSISTANT_MASK).float()
+    said = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn goes on from one to the next
+    turns = (said[1:] & ~said[:-1]).sum() / len(batch)
+    prompts = torch.tensor(batch.lengths(keys.PROMPT_TOKENS)).float()
     reward = _column(batch, keys.REWARD)
     age = version - _column(batch, keys.POLICY_VERSION)
     values = {
@@ -240,11 +237,14 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
         "policy_age/mean": age.mean(),
         "policy_age/max": age.max(),
     }
-    if keys.KEPT_COUNTS in rows[0].keys(include_nested=True):
-        values["kept_tokens"] = sum(row.get(keys.KEPT_COUNTS).sum() for row in rows) / said.sum().clamp(min=1)
-    if rows[0].get(keys.HINTED, None) is not None:
+    if batch.has(keys.KEPT_COUNTS):
+        values["kept_tokens"] = batch.flat(keys.KEPT_COUNTS).sum() / said.sum().clamp(min=1)
+    if batch.has(keys.HINTED):
         values["distill/hinted"] = _column(batch, keys.HINTED).mean()
     means = {name: float(value) for name, value in values.items()}
+    rows = batch.rows(
+        keys.EXTRA, keys.REWARD_INFO, *((*keys.REWARD_TERMS, name) for name in batch.names(keys.REWARD_TERMS))
+    )
     terms, extras = [_terms(row) for row in rows], _extras(rows)
     numbers = [
         {info_metric(name, task_of_example(extra)): value for name, value in _info(row).items() if is_number(value)}
@@ -266,10 +266,10 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
     return means
 
 
-def _extras(rows: Sequence[TensorDictBase]) -> list[Mapping[str, Any]]:
+def _extras(rows: Sequence[Row]) -> list[Mapping[str, Any]]:
     """``Example.extra`` of each row; siblings have one text, which is read once."""
     read = lru_cache(maxsize=1)(json.loads)
-    return [read(row[keys.EXTRA]) if keys.EXTRA in row.keys() else {} for row in rows]  # noqa: SIM118
+    return [read(row[keys.EXTRA]) if keys.EXTRA in row else {} for row in rows]
 
 
 def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -281,21 +281,21 @@ def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(values[name]) for name in sorted(values)}
 
 
-def _terms(row: TensorDictBase) -> dict[str, float]:
-    terms = row.get(keys.REWARD_TERMS, None)  # missing where no term applies
-    return {} if terms is None else {name: float(value) for name, value in terms.items()}
+def _terms(row: Row) -> dict[str, float]:
+    """Those that apply."""
+    return {key[-1]: float(value) for key, value in row.items() if key[:-1] == keys.REWARD_TERMS}
 
 
-def _info(row: TensorDictBase) -> dict[str, Any]:
+def _info(row: Row) -> dict[str, Any]:
     return json.loads(row[keys.REWARD_INFO], parse_constant=str)  # strict JSON, which the logs are, has no NaN
 
 
-def _column(batch: TensorDictBase, key: Any) -> torch.Tensor:
-    return torch.stack([row.get(key) for row in batch.unbind(0)]).reshape(batch.batch_size).float()
+def _column(batch: RowTable, key: Any) -> torch.Tensor:
+    return batch.get(key).flatten().float()
 
 
 def rollout_rows(
-    batch: TensorDictBase, tokenizer: Any, messages: Callable[[Example], Messages] | None = None
+    batch: RowTable, tokenizer: Any, messages: Callable[[Example], Messages] | None = None
 ) -> list[dict[str, Any]]:
     """The rows as plain values for ``rollouts.jsonl``; siblings have one prompt, which is decoded once.
 
@@ -304,27 +304,27 @@ def rollout_rows(
     """
     prompts: dict[int, str] = {}
     plain: list[dict[str, Any]] = []
-    rows = batch.unbind(0)
+    rows = batch.rows()
     for row, extra in zip(rows, _extras(rows), strict=True):
-        group_id = int(row.get(keys.GROUP_ID))
+        group_id = int(row[keys.GROUP_ID])
         if group_id not in prompts:
-            prompts[group_id] = tokenizer.decode(row.get(keys.PROMPT_TOKENS))
+            prompts[group_id] = tokenizer.decode(row[keys.PROMPT_TOKENS])
         plain.append(
             {
                 "group_id": group_id,
-                "sample_id": int(row.get(keys.SAMPLE_ID)),
+                "sample_id": int(row[keys.SAMPLE_ID]),
                 "query": row[keys.QUERY],
                 "answer": row[keys.ANSWER],
                 "prompt": prompts[group_id],
                 "response": _dialog(row, tokenizer),
-                "response_tokens": int(row.get(keys.ASSISTANT_MASK).sum()),
-                "success": bool(row.get(keys.SUCCESS)),
-                "reward": float(row.get(keys.REWARD)),
+                "response_tokens": int(row[keys.ASSISTANT_MASK].sum()),
+                "success": bool(row[keys.SUCCESS]),
+                "reward": float(row[keys.REWARD]),
                 "reward_terms": _terms(row),
                 "reward_info": _info(row),
-                "advantage": float(row.get(keys.ADVANTAGE)),
-                "truncated": bool(row.get(keys.TRUNCATED)),
-                "policy_version": int(row.get(keys.POLICY_VERSION)),
+                "advantage": float(row[keys.ADVANTAGE]),
+                "truncated": bool(row[keys.TRUNCATED]),
+                "policy_version": int(row[keys.POLICY_VERSION]),
             }
         )
         if tasks := metric_tasks(extra):
@@ -336,10 +336,10 @@ def rollout_rows(
     return plain
 
 
-def _dialog(row: TensorDictBase, tokenizer: Any) -> str:
+def _dialog(row: Row, tokenizer: Any) -> str:
     """The response as it was graded; where user or tool turns stand in it, all of it with the marks of its turns."""
-    response = row.get(keys.RESPONSE_TOKENS)
-    if bool(row.get(keys.ASSISTANT_MASK)[-len(response) :].all()):
+    response = row[keys.RESPONSE_TOKENS]
+    if bool(row[keys.ASSISTANT_MASK][-len(response) :].all()):
         return row[keys.RESPONSE_TEXT]
     return tokenizer.decode(response)
 
@@ -372,16 +372,16 @@ class StepLog:
         """Count ``seconds`` to ``phase`` (``time/..._s``) of the closing table."""
         self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
 
-    def write(self, step: int, batch: TensorDictBase, update: Mapping[str, Any], source: Mapping[str, float]) -> None:
+    def write(self, step: int, batch: RowTable, update: Mapping[str, Any], source: Mapping[str, float]) -> None:
         """A row of ``metrics.jsonl``, picks for ``rollouts.jsonl``, a progress line, perhaps the step in ``steps/``."""
         seconds = time.perf_counter() - self._began
         metrics: dict[str, Any] = {"kl": None, "time/ref_s": 0.0}  # as it stands without a reference
         metrics |= batch_metrics(batch, version=step) | dict(source) | dict(update)
         metrics |= {"version": step + 1, "time/publish_s": self.publish_seconds(), "time/step_s": seconds}
-        tokens = metrics["response_tokens/mean"] * batch.batch_size[0]
+        tokens = metrics["response_tokens/mean"] * len(batch)
         metrics["tokens_per_s"] = tokens / seconds
-        metrics["groups/trained"] = len({int(row.get(keys.GROUP_ID)) for row in batch.unbind(0)})
-        metrics["dialog_turns"] = (step + 1) * batch.batch_size[0]
+        metrics["groups/trained"] = len(batch.get(keys.GROUP_ID).unique())
+        metrics["dialog_turns"] = (step + 1) * len(batch)
         for name, value in metrics.items():
             if name.startswith("time/"):
                 self.add_seconds(name, value)
@@ -424,12 +424,12 @@ class StoredSteps:
     def version(self) -> int:
         return self.learner.version
 
-    def update(self, rows: TensorDictBase) -> dict[str, float | None]:
+    def update(self, rows: RowTable) -> dict[str, float | None]:
         """The learner's own, after a look at the rows of a step that will be stored."""
         self._before = None
         if self.due:
             began = time.perf_counter()
-            measured = self.learner.measured(row_list(rows))
+            measured = self.learner.measured(rows)
             origin = Origin(
                 device=self.device,
                 precision=self.learner.settings.precision,
@@ -447,7 +447,7 @@ class StoredSteps:
         self.due = self.enabled and self._spent_s <= allowed_s
 
     def write(
-        self, step: int, metrics: Mapping[str, float | None], batch: TensorDictBase, fields: list[dict[str, Any]]
+        self, step: int, metrics: Mapping[str, float | None], batch: RowTable, fields: list[dict[str, Any]]
     ) -> float:
         """Store the step whose update came last, if it is to be stored; the seconds that this took, look included.
 
@@ -459,16 +459,14 @@ class StoredSteps:
         began = time.perf_counter()
         measured, origin, seconds = self._before
         self._before = None
-        rows = row_list(batch)
-        lengths = [row.get(keys.FULL_TOKENS).shape[-1] for row in rows]
-        ids = [row.get(keys.RESPONSE_TOKENS).tolist() for row in rows]
+        ids = [each.tolist() for each in batch.parts(keys.RESPONSE_TOKENS)]
         stored = StoredStep(
             step=step,
             metrics=metrics,
-            rows=rows,
+            rows=batch,
             fields=fields,
             pieces=[text_pieces(each, self._decode) for each in ids],
-            measured=list(measured.split(lengths, dim=-1)),
+            measured=list(measured.split(batch.lengths(keys.FULL_TOKENS), dim=-1)),
             origin=origin,
         )
         save_step(self.run_dir, stored)
@@ -480,7 +478,7 @@ class StoredSteps:
         return self._alone(ids[0]) if len(ids) == 1 else self.tokenizer.decode(ids)
 
 
-def dialog_of(row: TensorDictBase, tokenizer: Any) -> dict[str, Any] | None:
+def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
     """The turns after the prompt; None of a response that the policy wrote at one go, without tools.
 
     ``turns`` are in the order of the tokens, each with ``role``, ``trained`` (whether the policy wrote it; the others
@@ -494,9 +492,9 @@ def dialog_of(row: TensorDictBase, tokenizer: Any) -> dict[str, Any] | None:
         mask    1 1 1 0 0 1
         turns   assistant 3, tool 2, assistant 1
     """
-    ids = row.get(keys.RESPONSE_TOKENS)
-    said = row.get(keys.ASSISTANT_MASK)[-len(ids) :]
-    record = json.loads(row[keys.DIALOG], parse_constant=str) if keys.DIALOG in row.keys() else None  # noqa: SIM118
+    ids = row[keys.RESPONSE_TOKENS]
+    said = row[keys.ASSISTANT_MASK][-len(ids) :]
+    record = json.loads(row[keys.DIALOG], parse_constant=str) if keys.DIALOG in row else None
     if record is None and bool(said.all()):
         return None
     turns, start = [], 0

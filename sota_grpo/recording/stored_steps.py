@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file, drop_leftovers
+from sota_grpo.rl.table import Key, RowTable
 from sota_grpo.untrusted import TensorFileError, load_tensors, open_file
 
 STEPS_FOLDER = "steps"
@@ -35,7 +35,7 @@ _NAME = re.compile(r"step_(\d{6,})\.pt")
 # what the learner writes, and what stands in the full tokens
 _OF_THE_LEARNER = (keys.LOSS_WEIGHT, keys.PROXIMAL_LOG_PROBS, keys.OBJECTIVE_MASK)
 _LEFT_OUT = (*_OF_THE_LEARNER, keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)
-_ROW_TEXTS = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.RESPONSE_TEXT, keys.REWARD_INFO)
+_ROW_TEXTS: tuple[Key, ...] = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.RESPONSE_TEXT, keys.REWARD_INFO)
 _FIELD_TEXTS = ("query", "answer", "prompt", "response")
 _HALF = "\ufffd"  # what a decoder writes for bytes that are not a whole character
 _MOST_HELD = 64  # tokens that are decoded together before their text is given up as one
@@ -58,7 +58,7 @@ class StoredStep:
 
     step: int  # counted from 0
     metrics: Mapping[str, float | None]  # its row of metrics.jsonl
-    rows: list[TensorDictBase]  # what the learner was given, one per response
+    rows: RowTable  # what the learner was given
     fields: list[dict[str, Any]]  # sota_grpo.recording.run_log.ROLLOUT_FIELDS
     pieces: list[list[str]]  # the text of each token after the prompt; see text_pieces
     #: ``[2, T_i]``, the learner's log-probs and entropies before the step, in nats, without dropout, 0 off the
@@ -77,10 +77,10 @@ class StoredStep:
         samples = []
         measured: Sequence[Any] = self.measured or [(None, None)] * len(self.rows)
         for row, fields, pieces, (own, entropy) in zip(self.rows, self.fields, self.pieces, measured, strict=True):
-            start = row.get(keys.PROMPT_TOKENS).shape[-1]
+            start = len(row[keys.PROMPT_TOKENS])
             values = {
-                "assistant": row.get(keys.ASSISTANT_MASK),
-                "log_probs": row.get(keys.LOG_PROBS),
+                "assistant": row[keys.ASSISTANT_MASK],
+                "log_probs": row[keys.LOG_PROBS],
                 "policy_log_probs": own,
                 "ref_log_probs": row.get(keys.REF_LOG_PROBS, None),
                 "entropy": entropy,
@@ -174,13 +174,18 @@ def _content(stored: StoredStep) -> dict[str, Any]:
         return texts.setdefault(text, len(texts))
 
     fields = [{**each, **{name: index(each[name]) for name in _FIELD_TEXTS}} for each in stored.fields]
-    wrapped = [[row.get(key, None) for row in stored.rows] for key in _ROW_TEXTS]
+    texts_of_rows = [[row.get(key) for row in stored.rows] for key in _ROW_TEXTS]
+    tensors = [key for key, column in stored.rows.columns.items() if isinstance(column.values, Tensor)]
+    saved = stored.rows.only(key for key in tensors if key not in _LEFT_OUT).state_dict()["columns"]
     return {
         "step": stored.step,
         "metrics": {name: None if value is None else float(value) for name, value in stored.metrics.items()},
-        "columns": _columns(stored.rows),
-        "prompt_tokens": torch.tensor([row.get(keys.PROMPT_TOKENS).shape[-1] for row in stored.rows]),
-        "row_texts": [[None if one is None else index(getattr(one, "data", one)) for one in each] for each in wrapped],
+        "columns": [
+            (each["path"], each["rows"].tolist(), each["shapes"].tolist(), each["values"].detach().cpu())
+            for each in saved
+        ],
+        "prompt_tokens": torch.tensor(stored.rows.lengths(keys.PROMPT_TOKENS)),
+        "row_texts": [[None if one is None else index(one) for one in each] for each in texts_of_rows],
         "fields": json.dumps(fields),
         "pieces": json.dumps(["".join(pieces) for pieces in stored.pieces]),
         "piece_lengths": [torch.tensor([len(piece) for piece in pieces]) for pieces in stored.pieces],
@@ -193,14 +198,11 @@ def _content(stored: StoredStep) -> dict[str, Any]:
 def _stored(content: Mapping[str, Any]) -> StoredStep:
     texts = json.loads(content["texts"])
     rows = _rows(content["columns"], content["prompt_tokens"].tolist())
-    for key, column in zip(_ROW_TEXTS, content["row_texts"], strict=True):
-        for row, index in zip(rows, column, strict=True):
-            if index is not None:
-                row.set(key, NonTensorData(texts[index]))
+    for name, column in zip(_ROW_TEXTS, content["row_texts"], strict=True):
+        rows.set(name, [None if index is None else texts[index] for index in column])
     fields = json.loads(content["fields"])
     for each in fields:
         each.update({name: texts[each[name]] for name in _FIELD_TEXTS})
-    lengths = [row.get(keys.FULL_TOKENS).shape[-1] for row in rows]
     measured = content["measured"]
     return StoredStep(
         step=content["step"],
@@ -208,42 +210,20 @@ def _stored(content: Mapping[str, Any]) -> StoredStep:
         rows=rows,
         fields=fields,
         pieces=[_cut(text, ends) for text, ends in zip(json.loads(content["pieces"]), content["piece_lengths"])],
-        measured=None if measured is None else list(measured.split(lengths, dim=-1)),
+        measured=None if measured is None else list(measured.split(rows.lengths(keys.FULL_TOKENS), dim=-1)),
         origin=Origin(**content["origin"]),
     )
 
 
-def _columns(rows: Sequence[TensorDictBase]) -> list[tuple[list[str], list[int], list[list[int]], Tensor]]:
-    """Each tensor entry joined over the rows that have it: its name, those rows, its shape in each, its values."""
-    columns: dict[tuple[str, ...], dict[int, Tensor]] = {}
-    for index, row in enumerate(rows):
-        for name, value in row.items(include_nested=True, leaves_only=True):
-            path = (name,) if isinstance(name, str) else name
-            if isinstance(value, Tensor) and name not in _LEFT_OUT:
-                columns.setdefault(path, {})[index] = value.detach().cpu()
-    return [
-        (
-            list(path),
-            list(values),
-            [list(value.shape) for value in values.values()],
-            torch.cat([value.reshape(-1) for value in values.values()]),
-        )
-        for path, values in columns.items()
-    ]
-
-
 def _rows(
-    columns: Sequence[tuple[list[str], list[int], list[list[int]], Tensor]], prompt_tokens: Sequence[int]
-) -> list[TensorDictBase]:
-    rows: list[TensorDictBase] = [TensorDict({}, batch_size=[]) for _ in prompt_tokens]
-    for path, indexes, shapes, flat in columns:
-        values = flat.split([torch.Size(shape).numel() for shape in shapes])
-        for index, shape, value in zip(indexes, shapes, values, strict=True):
-            rows[index].set(tuple(path), value.view(shape))
-    for row, length in zip(rows, prompt_tokens):
-        full = row.get(keys.FULL_TOKENS)
-        row.set(keys.PROMPT_TOKENS, full[:length])
-        row.set(keys.RESPONSE_TOKENS, full[length:])
+    columns: Sequence[tuple[list[str], list[int], list[list[int]], Tensor]], prompt_tokens: list[int]
+) -> RowTable:
+    names = ("path", "rows", "shapes", "values")
+    saved = [dict(zip(names, (path, *map(torch.as_tensor, others)))) for path, *others in columns]
+    rows = RowTable.of_state({"num_rows": len(prompt_tokens), "columns": saved})
+    full = list(zip(rows.parts(keys.FULL_TOKENS), prompt_tokens))
+    rows.set(keys.PROMPT_TOKENS, [ids[:length] for ids, length in full])
+    rows.set(keys.RESPONSE_TOKENS, [ids[length:] for ids, length in full])
     return rows
 
 

@@ -1,7 +1,7 @@
 """Samples to ragged rows, rows to padded batches, the weight of every token, and the split into micro-batches.
 
-A response is one ragged row, ``batch_size=[]``. A prompt of two tokens and a response of three, sampled by version 7
-while version 8 landed::
+A response is one ragged row of a table (:mod:`sota_grpo.rl.table`). A prompt of two tokens and a response of three,
+sampled by version 7 while version 8 landed::
 
     tokens.full               p   p   a   a   a
     masks.all_assistant_mask  .   .   x   x   x
@@ -36,21 +36,22 @@ or padded afterwards, the sums over the micro-batches are the same (docs/design.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sota_grpo import keys
 from sota_grpo.functional.micro_batches import Aggregation, PromptGroup, fill, row_weights
 from sota_grpo.rl.records import Example, Sample
+from sota_grpo.rl.table import Column, Key, Row, RowTable, in_place, plain_rows, row_list
 
-Key = str | tuple[str, ...]
-Row = Mapping[Key, Tensor]  # of a sample, as a learner reads it: a TensorDict, or a dict of its tensors
 Rows = TypeVar("Rows", Sequence[TensorDictBase], TensorDictBase)
 
 # Keys of one value per token and what stands in their padding; the tokens themselves are padded with pad_token_id.
@@ -69,138 +70,109 @@ _PER_TOKEN: tuple[tuple[Key, float | bool], ...] = (
 _PER_ROW: tuple[Key, ...] = (keys.ADVANTAGE, keys.GROUP_ID, keys.SAMPLE_ID, keys.POLICY_VERSION)
 
 
-def row_list(rows: Sequence[TensorDictBase] | TensorDictBase) -> list[TensorDictBase]:
-    """The rows of a batch, one TensorDict each; those of a lazy stack are its own, so writing to them writes to it.
-
-    >>> stack = lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (1, 2)])
-    >>> [row["x"].shape[0] for row in row_list(stack)]
-    [1, 2]
-    """
-    return list(rows.unbind(0)) if isinstance(rows, TensorDictBase) else list(rows)
-
-
-def plain_rows(rows: Sequence[TensorDictBase] | TensorDictBase | Sequence[Row]) -> list[dict[Key, Tensor]]:
-    """The tensors of each row in a dict of its own, which is cheaper to read than a TensorDict.
-
-    >>> plain_rows([TensorDict({"x": {"y": torch.ones(1)}, "z": torch.zeros(1)})])
-    [{('x', 'y'): tensor([1.]), 'z': tensor([0.])}]
-    """
-    return [dict(row) if isinstance(row, dict) else _tensors(row) for row in row_list(rows)]  # type: ignore[arg-type]
-
-
-def _tensors(row: TensorDictBase, path: tuple[str, ...] = ()) -> dict[Key, Tensor]:
-    tensors: dict[Key, Tensor] = {}
-    for name, value in row.items():
-        if isinstance(value, Tensor):
-            tensors[(*path, name) if path else name] = value
-        elif isinstance(value, TensorDictBase):  # text is none
-            tensors |= _tensors(value, (*path, name))
-    return tensors
-
-
-def prompt_rows(group_id: int, example: Example, prompt_ids: Sequence[int], repeats: int) -> list[TensorDictBase]:
-    """The ``repeats`` sibling rows of one drawn prompt, before anything is sampled.
+def drawn_entries(group_id: int, example: Example, prompt_ids: Sequence[int]) -> dict[Key, Any]:
+    """What a drawn prompt writes to each of its rows.
 
     Args:
         group_id: unique per draw.
-        example: the problem; its raw texts travel with the row.
+        example: the problem; its raw texts travel with the rows.
         prompt_ids: the templated prompt ``[P]``.
-        repeats: group size; sibling ``i`` gets ``sample_id = i``.
+    """
+    return {
+        keys.QUERY: example.query,
+        keys.ANSWER: example.answer,
+        keys.EXTRA: json.dumps(dict(example.extra)),
+        keys.GROUP_ID: torch.tensor(group_id),
+        keys.PROMPT_TOKENS: torch.tensor(prompt_ids, dtype=torch.int64),
+    }
+
+
+def prompt_rows(group_id: int, example: Example, prompt_ids: Sequence[int], repeats: int) -> list[TensorDictBase]:
+    """The ``repeats`` sibling rows of one drawn prompt, before anything is sampled; sibling ``i`` is ``sample_id = i``.
 
     >>> rows = prompt_rows(3, Example("1 + 1?", "2"), [5, 6, 7], repeats=2)
     >>> [(row["group_id"].item(), row["sample_id"].item(), row["tokens", "prompt"].tolist()) for row in rows]
     [(3, 0, [5, 6, 7]), (3, 1, [5, 6, 7])]
     """
-    prompt = torch.tensor(prompt_ids, dtype=torch.int64)
-    texts = {keys.QUERY: example.query, keys.ANSWER: example.answer, keys.EXTRA: json.dumps(dict(example.extra))}
-    shared = {key: NonTensorData(text) for key, text in texts.items()}
-    group = torch.tensor(group_id)
-    return [
-        TensorDict(
-            {**shared, keys.GROUP_ID: group, keys.SAMPLE_ID: torch.tensor(index), "tokens": {"prompt": prompt}},
-            batch_size=[],
-        )
-        for index in range(repeats)
-    ]
+    table = _siblings(drawn_entries(group_id, example, prompt_ids), repeats)
+    return row_list(table.stack())
 
 
-def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: Any) -> list[TensorDictBase]:
+def _siblings(drawn: Row, count: int) -> RowTable:
+    columns = {key: Column.of([value] * count) for key, value in drawn.items()}
+    return RowTable(count, columns | {keys.SAMPLE_ID: Column(torch.arange(count))})
+
+
+def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTable:
     """The rows of a sampled group: ids as they were sampled, masks, log-probs, versions, text, done.
 
     The text is decoded for grading and reading only; nothing is ever tokenised again. In a dialog of several turns it
     is that of the last one, and off the assistant mask log-probs are 0 and versions -1 whatever a sample has there.
 
-    The rows share the prompt's tensors and texts, and what has one value per token is computed for all rows as one
-    tensor: their entries are views of it, side by side, which no other row can see.
-
     Args:
-        prompt: a row of :func:`prompt_rows`; its siblings have the same prompt.
-        samples: responses ``[R_i]``, ``R_i >= 1``; sample ``i`` becomes the row of ``sample_id = i``.
-        tokenizer: decodes the responses, special tokens left out.
+        drawn: of :func:`drawn_entries`.
+        samples: responses ``[R_i]``; sample ``i`` becomes the row of ``sample_id = i``.
+        tokenizer: decodes the responses, special tokens left out, unless their worker has (``Sample.text``).
 
     >>> class Letters:
     ...     def decode(self, ids, skip_special_tokens):
     ...         return "".join(chr(96 + i) for i in ids)
-    >>> (prompt,) = prompt_rows(3, Example("1 + 1?", "2"), [5, 6], repeats=1)
+    >>> drawn = drawn_entries(3, Example("1 + 1?", "2"), [5, 6])
     >>> ids = [torch.tensor([1]), torch.tensor([2, 3])]
     >>> samples = [Sample(each, -torch.ones(len(each)), torch.full((len(each),), 7), truncated=False) for each in ids]
-    >>> [(row["tokens", "full"].tolist(), row["text", "response"]) for row in finish_rows(prompt, samples, Letters())]
+    >>> rows = group_table(drawn, samples, Letters()).rows()
+    >>> [(row["tokens", "full"].tolist(), row["text", "response"]) for row in rows]
     [([5, 6, 1], 'a'), ([5, 6, 2, 3], 'bc')]
     """
-    ids = prompt.get(keys.PROMPT_TOKENS)
-    tokens = _behind(ids, [sample.token_ids for sample in samples])
-    produced, log_probs, versions = _sampled(ids.shape[0], samples)
-    lengths = [len(sample.token_ids) + len(ids) for sample in samples]
-    attention = torch.ones_like(tokens, dtype=torch.bool)
-    by_row = zip(
-        samples,
-        torch.arange(len(samples)).unbind(0),
-        *(each.split(lengths) for each in (tokens, attention, produced, log_probs, versions)),
-        *done_entries(torch.tensor([sample.truncated for sample in samples])).values(),
-        strict=True,
-    )
-    drawn = dict(prompt.items())
-    rows: list[TensorDictBase] = []
-    for sample, index, full, real, said, probs, version, done, terminated, truncated in by_row:
-        text = tokenizer.decode(last_turn(sample), skip_special_tokens=True)
-        row = {
-            **drawn,
-            keys.SAMPLE_ID: index,
-            "tokens": {"prompt": ids, "response": sample.token_ids, "full": full},
-            "masks": {"all_attention_mask": real, "all_assistant_mask": said},
-            "log_probs": {"full": probs},
-            "text": {"response": NonTensorData(text)},
-            "next": {
-                "token_version": version,
-                "policy_version": _oldest(version[said]),
-                "done": done,
-                "terminated": terminated,
-                "truncated": truncated,
-            },
-        }
-        rows.append(TensorDict(row | _told_of(sample, len(ids)), batch_size=[]))
+    ids = drawn[keys.PROMPT_TOKENS]
+    responses = [sample.token_ids for sample in samples]
+    lengths = [len(ids) + len(response) for response in responses]
+    produced, log_probs, versions = _sampled(len(ids), samples)
+    per_token = {
+        keys.FULL_TOKENS: _behind(ids, responses),
+        keys.ATTENTION_MASK: torch.ones_like(produced),
+        keys.ASSISTANT_MASK: produced,
+        keys.LOG_PROBS: log_probs,
+        keys.TOKEN_VERSION: versions,
+    }
+    rows = _siblings(drawn, len(samples))
+    rows.columns |= {key: Column(values, lengths) for key, values in per_token.items()}
+    rows.columns[keys.RESPONSE_TOKENS] = Column(torch.cat(responses), list(map(len, responses)))
+    rows.set(keys.POLICY_VERSION, _oldest(versions, lengths))
+    for name, flags in done_entries(torch.tensor([sample.truncated for sample in samples])).items():
+        rows.set(("next", name), flags)
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    rows.set(keys.RESPONSE_TEXT, [decode(last_turn(one)) if one.text is None else one.text for one in samples])
+    rows.set(keys.DIALOG, [None if one.record is None else json.dumps(one.record) for one in samples])
+    if any(sample.kept is not None for sample in samples):
+        off = torch.zeros(len(ids), dtype=torch.int32)
+        rows.set(keys.KEPT_IDS, [one.kept and one.kept.ids for one in samples])
+        rows.set(keys.KEPT_COUNTS, [one.kept and torch.cat([off, one.kept.counts]) for one in samples])
     return rows
 
 
-def _told_of(sample: Sample, num_prompt_tokens: int) -> dict[Any, Any]:
-    """The entries that a sample has or has not: what a dialog says of itself, the sets that its tokens are from."""
-    told: dict[Any, Any] = {}
-    if sample.record is not None:
-        told[keys.DIALOG] = NonTensorData(json.dumps(sample.record))
-    if sample.kept is not None:
-        ids, counts = sample.kept
-        told["kept"] = {"ids": ids, "counts": torch.cat([counts.new_zeros(num_prompt_tokens), counts])}
-    return told
+def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: Any) -> list[TensorDictBase]:
+    """:func:`group_table` as TorchRL has rows, of a row of :func:`prompt_rows`: a TensorDict per sample."""
+    (drawn,) = plain_rows([prompt])
+    return row_list(group_table(drawn, samples, tokenizer).stack())
 
 
-def _oldest(versions: Tensor) -> Tensor:
-    """The version of the oldest token; -1 without any."""
-    return versions.min() if len(versions) else versions.new_tensor(-1)
+def _oldest(versions: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The version of each row's oldest token; -1 without any.
+
+    >>> _oldest(torch.tensor([-1, 8, 7, -1]), [3, 1]).tolist()
+    [7, -1]
+    """
+    none = torch.iinfo(versions.dtype).max
+    ends, values = list(accumulate(lengths, initial=0)), versions.numpy()
+    known = np.where(values < 0, none, values)
+    oldest = [known[start:end].min(initial=none) for start, end in pairwise(ends)]
+    return torch.tensor([-1 if version == none else version for version in oldest])
 
 
-def _behind(head: Tensor, tails: Sequence[Tensor]) -> Tensor:
+def _behind(head: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """``head`` before every part, one after the other: ``[sum(P + R_i)]``."""
-    return torch.cat([piece for tail in tails for piece in (head, tail)])
+    return torch.cat([piece for part in parts for piece in (head, part)])
 
 
 def _sampled(num_prompt_tokens: int, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,17 +199,17 @@ def last_turn(sample: Sample) -> Tensor:
     return sample.token_ids[int(others[-1]) + 1 :] if len(others) else sample.token_ids
 
 
-def done_entries(truncated: Tensor) -> dict[str, tuple[Tensor, ...]]:
-    """``done``, ``terminated`` and ``truncated`` of finished responses, each a bool ``[1]`` per response.
+def done_entries(truncated: Tensor) -> dict[str, Tensor]:
+    """``done``, ``terminated`` and ``truncated`` of finished responses, each bool ``[G, 1]``.
 
     Args:
         truncated: bool ``[G]``.
 
-    >>> {name: [each.item() for each in flags] for name, flags in done_entries(torch.tensor([True, False])).items()}
+    >>> {name: flags.flatten().tolist() for name, flags in done_entries(torch.tensor([True, False])).items()}
     {'done': [True, True], 'terminated': [False, True], 'truncated': [True, False]}
     """
     flags = {"done": torch.ones_like(truncated), "terminated": ~truncated, "truncated": truncated}
-    return {name: each.unsqueeze(1).unbind(0) for name, each in flags.items()}
+    return {name: each.unsqueeze(1) for name, each in flags.items()}
 
 
 def response_ids(row: TensorDictBase) -> Tensor:
@@ -322,31 +294,18 @@ def set_loss_weights(
     >>> [round(1 / row["loss_weight"].max().item()) for row in set_loss_weights(rows, "sequence")]
     [6, 9, 3]
     """
-    listed = row_list(rows)
-    masks = [row.get(keys.ASSISTANT_MASK) for row in listed]
-    lengths = torch.stack([mask.sum() for mask in masks])
-    if drop_truncated:
-        truncated = torch.stack([row.get(keys.TRUNCATED).any() for row in listed])
-        lengths = torch.where(truncated, 0, lengths)
-    weights = row_weights(lengths, aggregation, max_response_tokens=max_response_tokens)
-    values = [torch.where(mask, weight, 0.0) for mask, weight in zip(masks, weights, strict=True)]
-    write_rows(rows, keys.LOSS_WEIGHT, values)
+    _weigh(rows, aggregation, max_response_tokens, drop_truncated)
     return rows
 
 
-def write_rows(rows: Sequence[TensorDictBase] | TensorDictBase, key: Key, values: Sequence[Tensor]) -> None:
-    """Write one value per row, in place, whether the rows are a list, a lazy stack or a dense batch.
-
-    >>> batch = TensorDict({"x": torch.zeros(2, 3)}, batch_size=[2])
-    >>> write_rows(batch, "y", [torch.zeros(3), torch.ones(3)])
-    >>> batch["y"].sum(-1).tolist()
-    [0.0, 3.0]
-    """
-    if isinstance(rows, TensorDictBase) and not isinstance(rows, LazyStackedTensorDict):
-        rows.set(key, torch.stack(list(values)))
-        return
-    for row, value in zip(row_list(rows), values, strict=True):
-        row[key] = value
+@in_place
+def _weigh(rows: RowTable, aggregation: Aggregation, max_response_tokens: int | None, drop_truncated: bool) -> None:
+    lengths = rows.sums(keys.ASSISTANT_MASK)
+    if drop_truncated:
+        lengths = torch.where(rows.get(keys.TRUNCATED).flatten(), 0, lengths)
+    weights = row_weights(lengths, aggregation, max_response_tokens=max_response_tokens)
+    masks = rows.parts(keys.ASSISTANT_MASK)
+    rows.set(keys.LOSS_WEIGHT, [torch.where(mask, weight, 0.0) for mask, weight in zip(masks, weights, strict=True)])
 
 
 def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *, pad_token_id: int) -> TensorDict:
@@ -488,7 +447,7 @@ class Prompt(NamedTuple):
         return self.length + self.response
 
 
-def row_prompts(rows: Sequence[TensorDictBase] | Sequence[Row]) -> list[Prompt]:
+def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> list[Prompt]:
     """The prompt of each row; see :func:`prompt_groups`.
 
     >>> mask = torch.tensor([False, True])
@@ -496,13 +455,15 @@ def row_prompts(rows: Sequence[TensorDictBase] | Sequence[Row]) -> list[Prompt]:
     >>> row_prompts([row])[0][1:]
     (1, 1, 1)
     """
-    prompts = []
-    for row in rows:
-        completion_mask, tokens = _numbers(row[keys.ASSISTANT_MASK]), _numbers(row[keys.FULL_TOKENS])
+    names = keys.ASSISTANT_MASK, keys.FULL_TOKENS
+    listed: Sequence[Row] = rows.rows(*names) if isinstance(rows, RowTable) else rows  # type: ignore[assignment]
+    found = []
+    for row in listed:
+        completion_mask, tokens = (_numbers(row[name]) for name in names)
         sampled = int(np.count_nonzero(completion_mask))
         length = int(completion_mask.argmax()) if sampled else len(tokens)
-        prompts.append(Prompt(tokens[:length].tobytes(), length, len(tokens) - length, sampled))
-    return prompts
+        found.append(Prompt(tokens[:length].tobytes(), length, len(tokens) - length, sampled))
+    return found
 
 
 def _numbers(values: Tensor) -> np.ndarray:

@@ -7,13 +7,12 @@ from functools import partial
 from typing import Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from sota_grpo import keys
 from sota_grpo.errors import UserError
-from sota_grpo.rl.collate import row_list, write_rows
 from sota_grpo.rl.records import Example
+from sota_grpo.rl.table import Key, Row, RowTable
 from sota_grpo.rl.transforms import graded_texts
 
 HINT = "\n\nA correct response:\n\n{}\n\nNow give your own."
@@ -50,20 +49,18 @@ class Hints:
         self.source, self.longest = source, longest
         self._prompt_ids, self._gold_response = prompt_ids, gold_response
 
-    def ask(
-        self, rows: Sequence[TensorDictBase] | TensorDictBase
-    ) -> tuple[list[TensorDictBase], Callable[[Sequence[Tensor]], list[Tensor]]]:
+    def ask(self, rows: RowTable) -> tuple[list[Row], Callable[[Sequence[Tensor]], list[Tensor]]]:
         """What the teacher is given in the place of whole groups, and what moves its answers back behind their prompts.
 
         Which rows have a hint is written to them.
         """
-        listed = row_list(rows)
+        listed = rows.rows()
         prompts = self._prompts(listed)
         hinted = [behind(row, prompt) for row, prompt in zip(listed, prompts, strict=True)]
-        write_rows(rows, keys.HINTED, [torch.tensor([prompt is not None]) for prompt in prompts])
+        rows.set(keys.HINTED, torch.tensor([[prompt is not None] for prompt in prompts]))
         return hinted, partial(moved_back, listed, hinted)
 
-    def _prompts(self, rows: Sequence[TensorDictBase]) -> list[Tensor | None]:
+    def _prompts(self, rows: Sequence[Row]) -> list[Tensor | None]:
         """Of each row the prompt with its hint ``[P]``, where there is one that fits."""
         texts, prompts = graded_texts(rows), []
         known: dict[tuple[int, str], Tensor | None] = {}
@@ -72,21 +69,21 @@ class Hints:
             if hint is not None:
                 key = id(example), hint  # siblings share their example
                 prompt = known[key] if key in known else known.setdefault(key, self._prompt(example, hint))
-            response = int(row.get(keys.ATTENTION_MASK).sum()) - prompt_length(row)
+            response = int(row[keys.ATTENTION_MASK].sum()) - prompt_length(row)
             prompts.append(prompt if prompt is not None and len(prompt) + response <= self.longest else None)
         return prompts
 
-    def _hints(self, rows: Sequence[TensorDictBase], texts: Sequence[tuple[str, Example]]) -> list[str | None]:
+    def _hints(self, rows: Sequence[Row], texts: Sequence[tuple[str, Example]]) -> list[str | None]:
         if self.source == "gold":
             return [self._gold_response(example) for _, example in texts]
         groups: dict[int, list[int]] = {}
         for index, row in enumerate(rows):
-            groups.setdefault(int(row.get(keys.GROUP_ID)), []).append(index)
+            groups.setdefault(int(row[keys.GROUP_ID]), []).append(index)
         hints: list[str | None] = [None] * len(rows)
         for members in groups.values():
             for at, index in enumerate(members):
                 others = members[at + 1 :] + members[:at]
-                right = (texts[other][0] for other in others if bool(rows[other].get(keys.SUCCESS).any()))
+                right = (texts[other][0] for other in others if bool(rows[other][keys.SUCCESS].any()))
                 hints[index] = next(right, None)
         return hints
 
@@ -97,49 +94,46 @@ class Hints:
             return None
 
 
-def prompt_length(row: TensorDictBase) -> int:
+def prompt_length(row: Row) -> int:
     """Tokens before the first that the policy produced."""
-    return int(row.get(keys.ASSISTANT_MASK).int().argmax())
+    return int(row[keys.ASSISTANT_MASK].int().argmax())
 
 
-def behind(row: TensorDictBase, prompt: Tensor | None) -> TensorDictBase:
+def behind(row: Row, prompt: Tensor | None) -> Row:
     """What a reference reads of ``row``, behind another prompt ``[P]``, or its own.
 
-    >>> row = TensorDict({
-    ...     "tokens": {"full": torch.tensor([4, 5, 6])},
-    ...     "masks": {"all_attention_mask": torch.ones(3).bool(), "all_assistant_mask": torch.tensor([0, 1, 1]).bool()},
-    ... })
+    >>> row = {
+    ...     ("tokens", "full"): torch.tensor([4, 5, 6]),
+    ...     ("masks", "all_attention_mask"): torch.ones(3).bool(),
+    ...     ("masks", "all_assistant_mask"): torch.tensor([0, 1, 1]).bool(),
+    ... }
     >>> other = behind(row, torch.tensor([7, 8]))
     >>> other["tokens", "full"].tolist(), other["masks", "all_assistant_mask"].int().tolist()
     ([7, 8, 5, 6], [0, 0, 1, 1])
     """
-    truncated = row.get(keys.KEPT_COUNTS, None) is not None  # the teacher is renormalised over the policy's sets
+    read = keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.KEPT_IDS, keys.KEPT_COUNTS
+    other: dict[Key, Tensor] = {key: row[key] for key in read if row.get(key, None) is not None}
     if prompt is None:
-        kept = (keys.KEPT_IDS, keys.KEPT_COUNTS) if truncated else ()
-        return row.select(keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, *kept)
+        return other
     start = prompt_length(row)
-    columns = {
+    heads = {
         keys.FULL_TOKENS: prompt,
         keys.ATTENTION_MASK: torch.ones(len(prompt), dtype=torch.bool),
         keys.ASSISTANT_MASK: torch.zeros(len(prompt), dtype=torch.bool),
     }
-    other = TensorDict({}, batch_size=[])
-    if truncated:  # prompts have no sets, so the ids stay as they are
-        columns[keys.KEPT_COUNTS] = torch.zeros(len(prompt), dtype=torch.int64)
-        other.set(keys.KEPT_IDS, row.get(keys.KEPT_IDS))
-    for key, head in columns.items():
-        values = row.get(key)
-        other.set(key, torch.cat([head.to(values.device, values.dtype), values[start:]]))
+    if keys.KEPT_COUNTS in other:  # the teacher is renormalised over the policy's sets, and prompts have none
+        heads[keys.KEPT_COUNTS] = torch.zeros(len(prompt), dtype=torch.int64)
+    for key, head in heads.items():
+        values = other[key]
+        other[key] = torch.cat([head.to(values.device, values.dtype), values[start:]])
     return other
 
 
-def moved_back(
-    rows: Sequence[TensorDictBase], hinted: Sequence[TensorDictBase], values: Sequence[Tensor]
-) -> list[Tensor]:
+def moved_back(rows: Sequence[Row], hinted: Sequence[Row], values: Sequence[Tensor]) -> list[Tensor]:
     """Values of the rows that were ``asked`` ``[T'_i]``, 0 on prompts, at the positions of ``rows`` ``[T_i]``."""
     moved = []
     for row, other, value in zip(rows, hinted, values, strict=True):
-        own = value.new_zeros(row.get(keys.FULL_TOKENS).shape)
+        own = value.new_zeros(row[keys.FULL_TOKENS].shape)
         own[prompt_length(row) :] = value[prompt_length(other) :]
         moved.append(own)
     return moved

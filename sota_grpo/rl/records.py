@@ -190,7 +190,8 @@ class Sample:
     -1; None means that the policy produced every token. ``record`` (JSON-serialisable) is what a dialog with tools has
     to say of itself to its grader (:class:`~sota_grpo.envs.agents.ToolTalk`); of another dialog of several turns it is
     ``replies``, the turns (``role``, ``content``) after each turn of the policy that was answered. ``kept`` is there
-    where sampling was truncated and the engine can say so; log-probs are then those over the kept sets.
+    where sampling was truncated and the engine can say so; log-probs are then those over the kept sets. ``text`` is the
+    response without special tokens, where a rollout worker has decoded it, so that the trainer's process need not.
     """
 
     token_ids: torch.Tensor
@@ -200,6 +201,7 @@ class Sample:
     assistant_mask: torch.Tensor | None = None
     record: Mapping[str, Any] | None = None
     kept: KeptTokens | None = None
+    text: str | None = None
 
 
 @dataclass(frozen=True)

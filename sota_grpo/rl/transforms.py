@@ -1,8 +1,8 @@
 """TorchRL transforms over rows of finished responses: their reward, the reference's log-probs, their advantage.
 
-Each is a :class:`torchrl.envs.transforms.Transform` that reads and writes whole rows, ragged (a lazy stack) or dense.
-Called on a batch (a collector's ``postproc``, or by hand) it writes in place. Each *writes once*: rows that already
-carry its out key pass unchanged, because a response does not change after it was sampled. So in a ``ReplayBuffer``
+Each is a :class:`torchrl.envs.transforms.Transform` that reads and writes whole rows: a table, or TensorDicts, lazily
+stacked (ragged) or dense. Called on a batch (a collector's ``postproc``, or by hand) it writes in place. Each *writes
+once*: rows that already carry its out key pass unchanged, because a response does not change. So in a ``ReplayBuffer``
 :class:`GroupAdvantage` computes when the rows are written, where groups are whole, and leaves them alone when a random
 subset is sampled. Those that write under ``"next"`` also run on an env's step (``TransformedEnv``); what they write
 beside the reward is then not in the env's specs.
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, NonTensorData, NonTensorStack, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
@@ -28,42 +28,43 @@ from sota_grpo.functional.advantages import (
     soft_overlong_penalty,
     zero_advantage_mask,
 )
-from sota_grpo.rl.collate import micro_batches, pad_rows, row_list, write_rows
+from sota_grpo.rl.collate import micro_batches, pad_rows
 from sota_grpo.rl.records import Example, Score, total_reward
+from sota_grpo.rl.table import Column, Row, RowTable, in_place, row_list
 
 #: Rows in; out come other rows for a reference, and what puts its values of those, one ``[T_i]`` each, behind these.
-Ask = Callable[
-    [Sequence[TensorDictBase] | TensorDictBase],
-    tuple[list[TensorDictBase], Callable[[Sequence[Tensor]], list[Tensor]]],
-]
+Ask = Callable[[RowTable], tuple[Sequence[Row], Callable[[Sequence[Tensor]], list[Tensor]]]]
+_INFO = json.JSONEncoder(default=str)
+Rows = TypeVar("Rows", RowTable, TensorDictBase)
 
 
 class RowTransform(Transform):
-    """``_write(rows)`` on every batch whose first row lacks ``written_key``."""
+    """``_write(rows)`` on every batch whose rows lack ``written_key``."""
 
     written_key: NestedKey
 
-    def _write(self, rows: TensorDictBase) -> None:
+    def _write(self, rows: RowTable) -> None:
         raise NotImplementedError
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if row_list(tensordict)[0].get(self.written_key, None) is None:
-            self._write(tensordict)
+    def forward(self, tensordict: Rows) -> Rows:  # type: ignore[override]
+        first = tensordict if isinstance(tensordict, RowTable) else RowTable.of(row_list(tensordict)[:1])
+        if not first.has(self.written_key):
+            in_place(self._write)(tensordict)
         return tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rows = tensordict.copy().set("next", next_tensordict)
-        self._write(rows)
+        in_place(self._write)(rows)
         return next_tensordict.update(rows.get("next"))
 
     def transform_output_spec(self, output_spec: Any) -> Any:
         return output_spec  # rewards keep their spec; the rest exists after a step only, never after a reset
 
 
-def graded_texts(rows: Sequence[TensorDictBase]) -> list[tuple[str, Example]]:
+def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
     """What a grader reads of finished rows: the response's text, and the example that it answers.
 
-    Siblings that share their texts, as those of :func:`sota_grpo.rl.collate.finish_rows` do, share their example too.
+    Siblings that share their texts, as those of :func:`sota_grpo.rl.collate.group_table` do, share their example too.
 
     >>> from tensordict import TensorDict
     >>> graded_texts([TensorDict({"text": {"response": "4"}, "query": "2+2?", "answer": "#### 4"})])
@@ -80,13 +81,14 @@ def graded_texts(rows: Sequence[TensorDictBase]) -> list[tuple[str, Example]]:
     return pairs
 
 
-def write_scores(rows: TensorDictBase, scores: Sequence[Score], term_weights: Mapping[str, float]) -> None:
+@in_place
+def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[str, float]) -> None:
     """Write one score per row, in place: ``reward = sum_k weight_k * term_k`` (in float64), and all that is beside it.
 
     A term that is None does not apply: it adds nothing to the reward, and its key is missing in that row.
 
     Args:
-        rows: a batch of ``N`` rows, lazily stacked or dense.
+        rows: a batch of ``N`` rows; TensorDicts may be lazily stacked or dense.
         scores: one per row, each with the terms that ``term_weights`` names.
 
     Raises:
@@ -99,27 +101,19 @@ def write_scores(rows: TensorDictBase, scores: Sequence[Score], term_weights: Ma
     ([[2.0], [0.0]], [[False], [True]])
     """
     for name in term_weights:
-        _write_term(rows, (*keys.REWARD_TERMS, name), [score.terms[name] for score in scores])
+        values = [score.terms[name] for score in scores]
+        applying = [row for row, value in enumerate(values) if value is not None]
+        if applying:
+            column = torch.tensor([values[row] for row in applying], dtype=torch.float32).unsqueeze(-1)
+            rows.columns[*keys.REWARD_TERMS, name] = Column(column, None, applying if None in values else None)
     rewards = [[total_reward(score.terms, term_weights)] for score in scores]
     rows.set(keys.REWARD, torch.tensor(rewards, dtype=torch.float32))
     rows.set(keys.SUCCESS, torch.tensor([[score.success] for score in scores]))
     rows.set(keys.REWARD_ERROR, torch.tensor([[score.error is not None] for score in scores]))
     rows.set(keys.REWARD_TIMEOUT, torch.tensor([[(score.error or "").startswith("TimeoutError")] for score in scores]))
     errors = [{} if score.error is None else {"error": score.error} for score in scores]
-    infos = [json.dumps({**score.info, **error}, default=str) for score, error in zip(scores, errors)]
-    wrapped = {info: NonTensorData(info) for info in set(infos)}  # most are alike, and the wrapping takes its time
-    rows.set(keys.REWARD_INFO, NonTensorStack(*(wrapped[info] for info in infos)))
-
-
-def _write_term(rows: TensorDictBase, key: tuple[str, ...], values: Sequence[float | None]) -> None:
-    if None not in values:
-        rows.set(key, torch.tensor(values, dtype=torch.float32).unsqueeze(-1))
-        return
-    if not isinstance(rows, LazyStackedTensorDict):
-        raise ValueError(f"{key[-1]} does not apply to every row; stack the rows lazily, so that one may lack it.")
-    for row, value in zip(row_list(rows), values, strict=True):
-        if value is not None:
-            row.set(key, torch.tensor([value], dtype=torch.float32))
+    infos = [_INFO.encode({**score.info, **error}) for score, error in zip(scores, errors)]
+    rows.set(keys.REWARD_INFO, infos)
 
 
 def _text(value: Any) -> str:
@@ -178,9 +172,9 @@ class ReferenceKL(RowTransform):
         self.reference, self.in_reward_coeff, self.ask = reference, in_reward_coeff, ask
         self.pad_token_id, self.token_budget, self.shared_prompt = pad_token_id, token_budget, shared_prompt
 
-    def _write(self, rows: TensorDictBase) -> None:
+    def _write(self, rows: RowTable) -> None:
         sizes = {"pad_token_id": self.pad_token_id, "token_budget": self.token_budget}
-        scored, moved_back = (row_list(rows), list) if self.ask is None else self.ask(rows)
+        scored, moved_back = (rows, list) if self.ask is None else self.ask(rows)
         log_probs = moved_back(reference_log_probs(self.reference, scored, shared_prompt=self.shared_prompt, **sizes))
         write_reference(rows, log_probs, in_reward_coeff=self.in_reward_coeff)
 
@@ -188,7 +182,7 @@ class ReferenceKL(RowTransform):
 @torch.no_grad()
 def reference_log_probs(
     reference: Callable[[TensorDictBase], Tensor],
-    rows: Sequence[TensorDictBase],
+    rows: Sequence[Row],
     *,
     pad_token_id: int,
     token_budget: int,
@@ -199,40 +193,38 @@ def reference_log_probs(
     The arguments are those of :class:`ReferenceKL`.
     """
     own_log_probs: dict[int, Tensor] = {}
+    rows = list(rows)
     for micro_batch in micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt):
         log_probs = reference(pad_rows(micro_batch, pad_token_id=pad_token_id))
         for row, values in zip(micro_batch, log_probs, strict=True):
-            mask = row.get(keys.ASSISTANT_MASK)
+            mask = row[keys.ASSISTANT_MASK]
             own = values[: mask.shape[0]].detach().to(mask.device, torch.float32)
             own_log_probs[id(row)] = torch.where(mask, own, 0.0)
     return [own_log_probs[id(row)] for row in rows]
 
 
-def write_reference(rows: TensorDictBase, log_probs: Sequence[Tensor], *, in_reward_coeff: float | None) -> None:
+@in_place
+def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_coeff: float | None) -> None:
     """Write the reference's log-probs, one ``[T_i]`` per row, and what follows from them: see :class:`ReferenceKL`.
 
     Raises:
         ValueError: a log-prob is not finite.
     """
-    if not all(bool(values.isfinite().all()) for values in log_probs):
+    column = Column.of(log_probs)
+    if not bool(column.values.isfinite().all()):
         raise ValueError("the reference gave a log-prob that is not finite for a trainable token; check its weights.")
-    write_rows(rows, keys.REF_LOG_PROBS, log_probs)
+    rows.columns[keys.REF_LOG_PROBS] = column
     if in_reward_coeff is None:
         return
     gaps = [
-        torch.where(row.get(keys.ASSISTANT_MASK), row.get(keys.LOG_PROBS) - ref, 0.0).sum()
-        for row, ref in zip(row_list(rows), log_probs, strict=True)
+        torch.where(row[keys.ASSISTANT_MASK], row[keys.LOG_PROBS] - ref, 0.0).sum()
+        for row, ref in zip(rows.rows(keys.ASSISTANT_MASK, keys.LOG_PROBS), log_probs, strict=True)
     ]
     reward = rows.get(keys.REWARD)
     penalty = -in_reward_coeff * torch.stack(gaps).reshape(reward.shape)
     rows.set(keys.KL_TERM, penalty)
     rows.set(keys.GRADED_REWARD, reward.clone())
     rows.set(keys.REWARD, reward + penalty)
-
-
-def _response_lengths(rows: TensorDictBase) -> Tensor:
-    """Trainable tokens of each row, int64 ``[N]``."""
-    return torch.stack([row.get(keys.ASSISTANT_MASK).sum() for row in row_list(rows)])
 
 
 class OverlongPenalty(RowTransform):
@@ -264,40 +256,38 @@ class OverlongPenalty(RowTransform):
         soft_overlong_penalty(torch.zeros(1), max_tokens, buffer_tokens)  # refuse impossible numbers at once
         self.max_tokens, self.buffer_tokens, self.weight = max_tokens, buffer_tokens, weight
 
-    def _write(self, rows: TensorDictBase) -> None:
+    def _write(self, rows: RowTable) -> None:
         reward = rows.get(keys.REWARD)
-        penalty = soft_overlong_penalty(_response_lengths(rows), self.max_tokens, self.buffer_tokens).reshape(
-            reward.shape
-        )
+        lengths = rows.sums(keys.ASSISTANT_MASK)
+        penalty = soft_overlong_penalty(lengths, self.max_tokens, self.buffer_tokens).reshape(reward.shape)
         rows.set(self.written_key, penalty)
         rows.set(keys.REWARD, reward + self.weight * penalty)
 
 
-def _weighed_terms(rows: TensorDictBase, weights: Mapping[str, float] | None) -> tuple[Tensor, Tensor]:
+def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None) -> tuple[Tensor, Tensor]:
     """Reward terms ``[N, K]``, NaN where one does not apply, and their weights ``[K]``, in the order of their names.
 
     Raises:
         ValueError: there are neither weights nor rows that have them.
     """
-    listed = row_list(rows)
-    names = sorted({name for row in listed for name in _names_of_terms(row)})
-    if weights is None and listed[0].get(keys.TERM_WEIGHTS, None) is None:
+    names = sorted(rows.names(keys.REWARD_TERMS))
+    if weights is None and not rows.names(keys.TERM_WEIGHTS):
         raise ValueError("decouple_terms needs the weights of the terms: give term_weights, the rows have none.")
-    for row in listed if weights is not None else ():
-        for name in _names_of_terms(row):
-            row.set((*keys.TERM_WEIGHTS, name), torch.tensor([(weights or {}).get(name, 1.0)]))
+    for name in names if weights is not None else ():
+        term = rows.columns[*keys.REWARD_TERMS, name]
+        values = torch.full_like(term.values, (weights or {}).get(name, 1.0))
+        rows.columns[*keys.TERM_WEIGHTS, name] = term._replace(values=values)
 
-    def column(key: NestedKey) -> Tensor:
-        nothing = torch.full((1,), torch.nan)
-        return torch.stack([row.get(key, nothing).reshape(()) for row in listed])
+    def column(key: tuple[str, ...]) -> Tensor:
+        values = torch.full((len(rows),), torch.nan)
+        if rows.has(key):
+            own = rows.columns[key]
+            values[slice(None) if own.rows is None else own.rows] = own.values.flatten()
+        return values
 
     terms = torch.stack([column((*keys.REWARD_TERMS, name)) for name in names], dim=-1)
     of_terms = torch.stack([column((*keys.TERM_WEIGHTS, name)).nan_to_num(0.0).max() for name in names])
     return terms, of_terms
-
-
-def _names_of_terms(row: TensorDictBase) -> list[str]:
-    return list(map(str, row.get(keys.REWARD_TERMS).keys()))
 
 
 class GroupAdvantage(RowTransform):
@@ -352,7 +342,7 @@ class GroupAdvantage(RowTransform):
     def written_key(self) -> NestedKey:  # type: ignore[override]
         return self.out_keys[0]
 
-    def _write(self, rows: TensorDictBase) -> None:
+    def _write(self, rows: RowTable) -> None:
         reward, group_ids = (rows.get(key) for key in self.in_keys)
         reward, group_ids = reward.reshape(-1), group_ids.reshape(-1)
         if self.group_size is not None:
@@ -366,7 +356,7 @@ class GroupAdvantage(RowTransform):
         if self.decouple_terms:
             terms = _weighed_terms(rows, self.term_weights)
             reward = decoupled_rewards(*terms, group_ids, eps=self.eps).to(reward.dtype)
-        lengths = _response_lengths(rows) if self.baseline == "length_weighted" else None
+        lengths = rows.sums(keys.ASSISTANT_MASK) if self.baseline == "length_weighted" else None
         options: dict[str, Any] = {"baseline": self.baseline, "lengths": lengths}
         values = group_advantages(reward, group_ids, scale=self.scale, eps=self.eps, **options)
         graded = rows.get(keys.GRADED_REWARD, None)

@@ -64,6 +64,7 @@ class Run:
         self.saves = BackgroundSaves(self.checkpoints)
         self.stop = StopRequest(grace_s=config.train.grace_s)
         self.steps, self.total = 0, num_steps(config)  # done so far, and in all
+        self.gc_thresholds = gc.get_threshold()
         self.parts: Parts = build(config, self.run_dir, lambda: self.stop.requested, functions)
         self.stored = StoredSteps(
             self.parts.learner,
@@ -92,6 +93,7 @@ class Run:
         ):
             gc.collect()
             gc.freeze()  # what lives as long as the run is not walked through again at every collection
+            gc.set_threshold(50_000, 20, 50)  # nor every 700 objects: rows have no cycles, which need a collector
             self.run_log.rewind(first)
             drop_steps(self.run_dir, first)
             # not before: a first start that fails leaves no run behind
@@ -258,6 +260,7 @@ class Run:
     def close(self) -> None:
         """Free the engine and the reference; idempotent."""
         gc.unfreeze()
+        gc.set_threshold(*self.gc_thresholds)
         self.parts.close()
 
 

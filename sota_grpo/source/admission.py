@@ -6,21 +6,19 @@ import bisect
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
 
 from sota_grpo import keys
 from sota_grpo.envs.task_env import PromptStream
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted, zero_advantage_mask
 from sota_grpo.rl.records import Example
-from sota_grpo.workers.packing import pack_rows, unpack_rows
+from sota_grpo.rl.table import RowTable
 
-Rows = list[TensorDictBase]
 #: What a checkpoint keeps of a :class:`Refill`, and what older checkpoints call some of it.
 _COUNTS = ("step", "num_draws", "num_held", "num_replaced", "_replaced", "_began")
 _OLD_NAMES = {"step": "turn", "num_draws": "_draws", "zero_draws": "flat"}
@@ -82,7 +80,7 @@ class Refill:
         self.step = 0
         self.num_held = 0
         self.num_replaced = 0  # since the last batch, for the metrics
-        self._pool: list[tuple[Group, Rows]] = []  # the step's zero-advantage groups in the order drawn
+        self._pool: list[tuple[Group, RowTable]] = []  # the step's zero-advantage groups in the order drawn
         self._clear_step()
 
     def _clear_step(self) -> None:
@@ -101,7 +99,7 @@ class Refill:
         self._began += 1
         return self._count_draw()
 
-    def add(self, group: Group, rows: Rows) -> None:
+    def add(self, group: Group, rows: RowTable) -> None:
         """``group`` has no advantage; it holds its slot until it is replaced."""
         bisect.insort(self._pool, (group, rows), key=lambda entry: entry[0].group_id)
         self.num_held += 1
@@ -123,7 +121,7 @@ class Refill:
         del self._pool[: max(0, len(self._pool) - self.slots)]  # more than these never complete a batch
         return self._count_draw()
 
-    def settle(self) -> list[tuple[Group, Rows]]:
+    def settle(self) -> list[tuple[Group, RowTable]]:
         """The zero-advantage groups that stay, because the batch needs them now: those drawn last."""
         kept = self._pool[len(self._pool) - self.num_held :]
         self._pool, self.num_held = [], 0
@@ -157,7 +155,7 @@ class Refill:
             "counts": {name: getattr(self, name) for name in _COUNTS},
             "zero_draws": list(self._zero_draws),
             "pool": [[g.group_id, g.version, g.step, g.index, len(rows)] for g, rows in self._pool],
-            "rows": pack_rows([row for _, rows in self._pool for row in rows]),
+            "rows": RowTable.cat([rows for _, rows in self._pool]).state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], example_of: Callable[[int], Example]) -> None:
@@ -165,10 +163,10 @@ class Refill:
         for name in _COUNTS:
             setattr(self, name, _stored(state["counts"], name))
         self._zero_draws = list(_stored(state, "zero_draws"))
-        rows = iter(unpack_rows(state["rows"]))
+        tables = RowTable.of_state(state["rows"]).split([count for *_, count in state["pool"]])
         self._pool = [
-            (Group(group_id, example_of(group_id), *place), [next(rows) for _ in range(count)])
-            for group_id, *place, count in state["pool"]
+            (Group(group_id, example_of(group_id), *place), rows)
+            for (group_id, *place, _), rows in zip(state["pool"], tables, strict=True)
         ]
 
 
@@ -188,13 +186,12 @@ class GroupBuffer:
         versions: number of groups held, by admission version.
 
     >>> import torch
-    >>> from tensordict import TensorDict
     >>> def rows(group_id):
-    ...     return [TensorDict({"group_id": torch.tensor(group_id), "x": torch.zeros(i + 1)}) for i in range(2)]
+    ...     return RowTable.of([{"group_id": torch.tensor(group_id), "x": torch.zeros(i + 1)} for i in range(2)])
     >>> buffer = GroupBuffer(3)
     >>> for group_id, version in ((7, 1), (5, 0), (4, 0)):
     ...     buffer.add(rows(group_id), version=version)
-    >>> buffer.take(2)["group_id"].tolist(), len(buffer)
+    >>> buffer.take(2).get("group_id").tolist(), len(buffer)
     ([4, 4, 5, 5], 1)
     """
 
@@ -202,12 +199,12 @@ class GroupBuffer:
         self.max_groups = max_groups
         self.versions: Counter[int] = Counter()
         self._arrivals = itertools.count()
-        self._groups: list[tuple[int, int, int, Rows]] = []  # heap of (version, arrival, group id, rows)
+        self._groups: list[tuple[int, int, int, RowTable]] = []  # heap of (version, arrival, group id, rows)
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, rows: Rows, *, version: int) -> None:
+    def add(self, rows: RowTable, *, version: int) -> None:
         """Keep one complete group that was admitted under ``version``.
 
         Raises:
@@ -218,11 +215,11 @@ class GroupBuffer:
                 f"All {self.max_groups} places of the buffer hold a group that was not taken; take some, or give it "
                 "more places."
             )
-        heapq.heappush(self._groups, (version, next(self._arrivals), int(rows[0].get(keys.GROUP_ID)), rows))
+        heapq.heappush(self._groups, (version, next(self._arrivals), int(rows.get(keys.GROUP_ID)[0]), rows))
         self.versions[version] += 1
 
-    def take(self, num_groups: int) -> TensorDictBase:
-        """The rows of the ``num_groups`` groups that are due first, lazily stacked and ordered by group id.
+    def take(self, num_groups: int) -> RowTable:
+        """The rows of the ``num_groups`` groups that are due first, ordered by group id.
 
         Raises:
             RuntimeError: fewer groups are held.
@@ -231,14 +228,14 @@ class GroupBuffer:
             raise RuntimeError(f"{num_groups} finished groups were asked for and the buffer holds {len(self)}.")
         groups = [heapq.heappop(self._groups) for _ in range(num_groups)]
         self.versions.subtract(version for version, *_ in groups)
-        return lazy_stack([row for *_, rows in sorted(groups, key=lambda group: group[2]) for row in rows])
+        return RowTable.cat([rows for *_, rows in sorted(groups, key=lambda group: group[2])])
 
     def state_dict(self) -> dict[str, Any]:
         """The groups held, in the order in which they are due, as tensors and plain values."""
         groups = sorted(self._groups)
         return {
             "groups": [[version, len(rows)] for version, _, _, rows in groups],
-            "rows": pack_rows([row for *_, rows in groups for row in rows]),
+            "rows": RowTable.cat([rows for *_, rows in groups]).state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -248,9 +245,9 @@ class GroupBuffer:
             RuntimeError: it holds more groups than this buffer has places.
         """
         self._groups, self.versions = [], Counter()
-        rows = iter(unpack_rows(state["rows"]))
-        for version, count in state["groups"]:
-            self.add([next(rows) for _ in range(count)], version=version)
+        tables = RowTable.of_state(state["rows"]).split([count for _, count in state["groups"]])
+        for (version, _), rows in zip(state["groups"], tables, strict=True):
+            self.add(rows, version=version)
 
 
 def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: Mapping[int, int]) -> bool:
@@ -274,13 +271,13 @@ def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: 
     return False
 
 
-def require_age(rows: Sequence[TensorDictBase], version: int, max_policy_age: int) -> None:
+def require_age(rows: RowTable, version: int, max_policy_age: int) -> None:
     """Assert the bound on the age of every row's oldest token.
 
     Raises:
         RuntimeError: a token is older than ``max_policy_age`` versions, or all are newer than ``version``.
     """
-    oldest = min(int(row.get(keys.POLICY_VERSION)) for row in rows)
+    oldest = int(rows.get(keys.POLICY_VERSION).min())
     if not 0 <= version - oldest <= max_policy_age:
         raise RuntimeError(
             f"A token of policy version {oldest} arrived at version {version}; train.max_policy_age is "
@@ -288,18 +285,15 @@ def require_age(rows: Sequence[TensorDictBase], version: int, max_policy_age: in
         )
 
 
-def zero_advantage_rows(rows: Sequence[TensorDictBase]) -> list[bool]:
+def zero_advantage_rows(rows: RowTable) -> Tensor:
     """For each row, whether all graded rewards of its group are equal."""
-    key = keys.GRADED_REWARD if keys.GRADED_REWARD in rows[0].keys(include_nested=True) else keys.REWARD
-    rewards = torch.stack([row.get(key).reshape(()) for row in rows])
-    groups = torch.stack([row.get(keys.GROUP_ID).reshape(()) for row in rows])
-    return zero_advantage_mask(rewards, groups).tolist()
+    rewards = rows.get(keys.GRADED_REWARD if rows.has(keys.GRADED_REWARD) else keys.REWARD)
+    return zero_advantage_mask(rewards.flatten(), rows.get(keys.GROUP_ID))
 
 
-def num_zero_advantage_groups(rows: Sequence[TensorDictBase]) -> int:
+def num_zero_advantage_groups(rows: RowTable) -> int:
     """How many groups, of whatever sizes, have graded rewards that are all equal."""
-    marked = zip(rows, zero_advantage_rows(rows), strict=True)
-    return len({int(row.get(keys.GROUP_ID)) for row, is_zero in marked if is_zero})
+    return len(rows.get(keys.GROUP_ID)[zero_advantage_rows(rows)].unique())
 
 
 class Slots:
@@ -342,13 +336,13 @@ class Slots:
         held = len(self.in_flight) + len(self.buffer) + self.refill.num_held + self._given_out
         return [self._admit(*self.refill.begin_draw()) for _ in range(self.count - held)] + self._replace()
 
-    def discard(self, group: Group, rows: Rows) -> list[Group]:
+    def discard(self, group: Group, rows: RowTable) -> list[Group]:
         """``group`` is a zero-advantage one; the fresh groups that replace it or others."""
         self._land(group)
         self.refill.add(group, rows)
         return self._replace()
 
-    def finish(self, group: Group, rows: Rows) -> None:
+    def finish(self, group: Group, rows: RowTable) -> None:
         """``group`` is finished and waits in the buffer."""
         self._land(group)
         self.buffer.add(rows, version=group.version)
@@ -358,7 +352,7 @@ class Slots:
         admitted = self._in_flight_versions + self.buffer.versions + self.refill.held_versions()
         return oldest_are_finished(self.num_groups, admitted, self.buffer.versions)
 
-    def settle(self) -> list[tuple[Group, Rows]]:
+    def settle(self) -> list[tuple[Group, RowTable]]:
         """The zero-advantage groups that stay, if the next batch waits for nothing else; they are in flight again."""
         held = self.refill.held_versions()
         done = self.buffer.versions + held
@@ -369,7 +363,7 @@ class Slots:
             self._launch(group)
         return kept
 
-    def take(self) -> TensorDictBase:
+    def take(self) -> RowTable:
         """Give out the next batch, which is ready.
 
         Raises:

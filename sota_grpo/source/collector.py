@@ -15,6 +15,7 @@ from torchrl.data import ReplayBuffer
 from sota_grpo.engines import Engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.rl.records import Sampling, sample_seed
+from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.source.source import Prompt, Rollouts
 
 
@@ -88,7 +89,7 @@ class RolloutCollector(BaseCollector):
             groups[group.prompt.group_id] = group.rows
             self.env.stream.observe(group.prompt.group_id, *group.passes())
         self.env.stream.update(held=())
-        rows = [row for prompt in prompts for row in groups[prompt.group_id]]
+        rows = row_list(RowTable.cat([groups[prompt.group_id] for prompt in prompts]).stack())
         self._collected += len(rows)
         return rows
 

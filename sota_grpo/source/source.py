@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
@@ -23,10 +22,11 @@ from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Inbox, completed
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
-from sota_grpo.rl.collate import finish_rows, last_turn, prompt_rows, row_list
+from sota_grpo.rl.collate import drawn_entries, group_table, last_turn
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, SampledText, Sampling, Score, sample_seed
+from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import write_scores
-from sota_grpo.source.admission import Group, Rows, Slots, num_zero_advantage_groups, require_age, zero_advantage_rows
+from sota_grpo.source.admission import Group, Slots, num_zero_advantage_groups, require_age, zero_advantage_rows
 from sota_grpo.stopping import Interrupted
 from sota_grpo.workers.base import WorkerLate, resolve
 
@@ -62,7 +62,7 @@ class Graded:
 
     prompt: Prompt
     samples: Sequence[Sample]
-    rows: list[TensorDictBase]
+    rows: RowTable
     scores: Sequence[Score]
 
     def passes(self) -> tuple[int, int]:
@@ -168,10 +168,10 @@ class Rollouts:
         try:
             output = sampled.result()
             samples, prompt_ids = output.samples, output.prompt_ids or self.env.prompt_ids(prompt.example)
-            (row,) = prompt_rows(prompt.group_id, prompt.example, prompt_ids, repeats=1)
-            rows = finish_rows(row, samples, self.env.tokenizer)
-            texts = [row[keys.RESPONSE_TEXT] for row in rows]
-            said = [SampledText(text, last_turn(one).tolist(), one.record) for text, one in zip(texts, samples)]
+            drawn = drawn_entries(prompt.group_id, prompt.example, prompt_ids)
+            rows = group_table(drawn, samples, self.env.tokenizer)
+            texts = zip(rows.get(keys.RESPONSE_TEXT), samples)
+            said = [SampledText(text, last_turn(one).int().numpy().tobytes(), one.record) for text, one in texts]
             scores = self.env.grader.scores([(text, prompt.example) for text in said])
             group = partial(Graded, prompt, samples, rows)
             scores.add_done_callback(lambda _: post(partial(self._graded, group, scores, graded, move)))
@@ -188,7 +188,7 @@ class Rollouts:
             resolve(graded, lambda: self._written(group(scores.result())))
 
     def _written(self, group: Graded) -> Graded:
-        write_scores(lazy_stack(group.rows), group.scores, self.env.task.term_weights)
+        write_scores(group.rows, group.scores, self.env.task.term_weights)
         return group
 
     def stream(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Graded]:
@@ -260,7 +260,7 @@ class RolloutSource:
         synchronous: bool = False,
         sleep_engine: bool = False,
         group_transforms: Sequence[Transform] = (),
-        reference: Callable[[Rows], Future[Rows]] | None = None,
+        reference: Callable[[RowTable], Future[RowTable]] | None = None,
         transforms: Sequence[tuple[str, Transform]] = (),
         seed: int = 0,
         refill: bool = False,
@@ -294,7 +294,7 @@ class RolloutSource:
         self._failure: BaseException | None = None
         self._progress_at = time.monotonic()  # when something last resolved
 
-    def next_batch(self, version: int) -> TensorDictBase:
+    def next_batch(self, version: int) -> RowTable:
         """The next batch for the learner that stands at ``version``; the first call admits the first groups.
 
         Raises:
@@ -314,7 +314,7 @@ class RolloutSource:
             refilled, self._slots.refill.num_replaced = self._slots.refill.num_replaced, 0
             busy = self._clock.lap()
             left = {"groups/in_flight": len(self._slots.in_flight), "groups/ready": len(self._slots.buffer)}
-        require_age(row_list(rows), version, self.max_policy_age)
+        require_age(rows, version, self.max_policy_age)
         seconds = {"generate": busy[SAMPLE], "score": max(0.0, waited - busy[SAMPLE])}
         if not self.synchronous:  # the phases overlap with learning, and with each other
             seconds |= {"score": busy[GRADE], "wait": waited}
@@ -323,12 +323,12 @@ class RolloutSource:
             began = time.perf_counter()
             rows = transform(rows)
             seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
-        zero_advantage = num_zero_advantage_groups(row_list(rows))
+        zero_advantage = num_zero_advantage_groups(rows)
         self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()} | left
         self._metrics |= {"groups/zero_advantage": zero_advantage, "groups/refilled": refilled, **self.metrics_extra()}
         return rows
 
-    def release(self, batch: TensorDictBase) -> None:
+    def release(self, batch: RowTable) -> None:
         """Free the slots of ``batch``, after the engines hold the weights that were trained on it.
 
         The stream of prompts learns from all groups that were graded since the release before, whether they are in the
@@ -465,7 +465,7 @@ class RolloutSource:
     def _graded(self, group: Group, graded: Graded) -> None:
         with self._changed:
             self.env.stream.observe(group.group_id, *graded.passes())
-        if not self.refill or not all(zero_advantage_rows(graded.rows)):
+        if not self.refill or not zero_advantage_rows(graded.rows).all():
             self._to_reference(group, graded.rows)
             return
         with self._changed:
@@ -473,20 +473,20 @@ class RolloutSource:
             self._notify_if_due()
         self._submit(fresh)
 
-    def _to_reference(self, group: Group, rows: Rows) -> None:
+    def _to_reference(self, group: Group, rows: RowTable) -> None:
         for transform in self.group_transforms:
-            transform(lazy_stack(rows))  # in place
+            transform(rows)  # in place
         if self._reference is None:
             self._finish(group, rows)
             return
         self._clock.move(None, REFERENCE)
         self._ask(partial(self._reference, rows), partial(self._referenced, group))
 
-    def _referenced(self, group: Group, rows: Rows) -> None:
+    def _referenced(self, group: Group, rows: RowTable) -> None:
         self._clock.move(REFERENCE, None)
         self._finish(group, rows)
 
-    def _finish(self, group: Group, rows: Rows) -> None:
+    def _finish(self, group: Group, rows: RowTable) -> None:
         with self._changed:
             self._slots.finish(group, rows)
             self._notify_if_due()

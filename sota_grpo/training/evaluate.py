@@ -253,8 +253,10 @@ class Evaluator:
         for group in self.rollouts.stream(prompts, sampling):
             index = group.prompt.group_id
             graded[index] = [
-                Response(row[keys.RESPONSE_TEXT], score, _length(sample), sample.truncated)
-                for row, sample, score in zip(group.rows, group.samples, group.scores, strict=True)
+                Response(text, score, _length(sample), sample.truncated)
+                for text, sample, score in zip(
+                    group.rows.get(keys.RESPONSE_TEXT), group.samples, group.scores, strict=True
+                )
             ]
             on_graded(index, graded[index])
         problems = [graded[index] for index in range(len(prompts))]

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -33,8 +33,11 @@ from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, kept_of
 from sota_grpo.policy.optimizers import Rates
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import copy_to
-from sota_grpo.rl.collate import Prompt, Row, groups_by_prompt, pad_rows, row_prompts
+from sota_grpo.rl.collate import Prompt, groups_by_prompt, pad_rows, row_prompts
 from sota_grpo.rl.records import sample_seed
+from sota_grpo.rl.table import Row, RowTable
+
+AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class Share(NamedTuple):
     """What one rank does in a training step.
 
     Args:
-        rows: those that this rank reads, in the order of the whole; on their way to it one RowPack.
+        rows: those that this rank reads, in the order of the whole.
         steps: the passes of each optimizer step; their rows are places in ``rows``.
         scoring: micro-batches of ``rows`` whose log-probs are asked for before the first step, each with False where it
             only keeps this rank in step; empty where none are.
@@ -134,7 +137,7 @@ class Share(NamedTuple):
         lengths: tokens of every row of the whole.
     """
 
-    rows: Any
+    rows: RowTable
     steps: list[list[Pass]]
     scoring: list[tuple[list[int], bool]]
     places: list[int]
@@ -163,10 +166,10 @@ class Planner:
     drops_out: bool
     shape: ModelShape
 
-    def shares(self, rows: Sequence[Row], version: int) -> list[Share]:
+    def shares(self, table: RowTable, version: int) -> list[Share]:
         """The share of each rank in the training step that follows ``version``."""
         settings = self.settings
-        prompts = row_prompts(rows)
+        prompts, rows = row_prompts(table), table.rows(keys.GROUP_ID, keys.ADVANTAGE, keys.TRUNCATED)
         lengths = [prompt.tokens for prompt in prompts]
         batches = [
             batch for epoch in range(settings.epochs) for batch in self.mini_batches(rows, prompts, epoch, version)
@@ -179,7 +182,7 @@ class Planner:
         budget = settings.micro_batch_tokens
         scoring = self.micro_batches(scored, prompts, budget) if scored else [[] for _ in range(self.num_ranks)]
         steps = [self.passes(rows, batch, prompts, budget) for batch in batches]
-        return [_share(rows, lengths, [step[rank] for step in steps], scoring[rank]) for rank in range(self.num_ranks)]
+        return [_share(table, lengths, [step[rank] for step in steps], scoring[rank]) for rank in range(self.num_ranks)]
 
     def mini_batches(
         self, rows: Sequence[Row], prompts: Sequence[Prompt], epoch: int, version: int
@@ -265,16 +268,14 @@ class Planner:
         return step_flops(self.shape, shared_load(group.prompt, group.responses))
 
 
-def _share(
-    rows: Sequence[Row], lengths: list[int], steps: list[list[Pass]], scoring: list[tuple[list[int], bool]]
-) -> Share:
+def _share(rows: RowTable, lengths: list[int], steps: list[list[Pass]], scoring: list[tuple[list[int], bool]]) -> Share:
     """A rank's part, whose rows are counted anew."""
     read = {index for step in steps for one in step for index in one.rows} | {i for micro, _ in scoring for i in micro}
     places = sorted(read)
     new = {place: index for index, place in enumerate(places)}
     own = [[one._replace(rows=[new[index] for index in one.rows]) for one in step] for step in steps]
     scored = [([new[index] for index in micro], real) for micro, real in scoring]
-    return Share([rows[place] for place in places], own, scored, places, lengths)
+    return Share(rows.take(places), own, scored, places, lengths)
 
 
 def split_zero_advantage(
@@ -352,9 +353,7 @@ class ForwardPasses:
         self.ranks = ranks or Ranks()
         self.device = next(policy.parameters()).device
 
-    def padded(
-        self, rows: Sequence[TensorDictBase] | Sequence[Row], weights: Sequence[float] | None = None
-    ) -> TensorDictBase:
+    def padded(self, rows: Sequence[Row], weights: Sequence[float] | None = None) -> TensorDictBase:
         """Right-padded ``[N, T]`` batch on the learner's device, with its layout where the policy packs rows.
 
         ``weights`` are those of a trained token of each row. The layout is computed before the copy, and all goes in
@@ -386,11 +385,11 @@ class ForwardPasses:
         self.policy.train(training)
         return outputs
 
-    def scored(self, rows: Sequence[TensorDictBase]) -> Iterator[tuple[TensorDictBase, Tensor]]:
+    def scored(self, rows: Sequence[AnyRow]) -> Iterator[tuple[AnyRow, Tensor]]:
         """Each row with its log-probs ``[T_i]`` (on the CPU) as :meth:`log_probs` gives them, in the order given."""
         return zip(rows, self._by_row(rows, self.log_probs))
 
-    def measured(self, rows: Sequence[TensorDictBase]) -> Tensor:
+    def measured(self, rows: Sequence[Row]) -> Tensor:
         """Log-probs and entropies, ``[2, sum T_i]`` on the CPU, row after row; without dropout, 0 off the mask."""
 
         def both(batch: TensorDictBase) -> Tensor:
@@ -399,7 +398,7 @@ class ForwardPasses:
 
         return torch.cat(self._by_row(rows, both, 2)).T.contiguous()
 
-    def measured_with_rounding(self, rows: Sequence[TensorDictBase]) -> tuple[Tensor, Tensor | None]:
+    def measured_with_rounding(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor | None]:
         """:meth:`measured`, and what half precision alone does to its log-probs, ``[sum T_i]``: half minus float32.
 
         The other of the two precisions costs one forward pass. Half is bf16 where training is in float32. None where
@@ -429,18 +428,17 @@ class ForwardPasses:
         finally:
             self.settings = trained
 
-    def _by_row(
-        self, rows: Sequence[TensorDictBase], measure: Callable[[TensorDictBase], Tensor], *width: int
-    ) -> list[Tensor]:
+    def _by_row(self, rows: Sequence[Row], measure: Callable[[TensorDictBase], Tensor], *width: int) -> list[Tensor]:
         """``measure`` of padded batches, ``[N, T, *width]``, as ``[T_i, *width]`` on the CPU for each row."""
-        prompts, budget = row_prompts(rows), self.settings.micro_batch_tokens
+        rows, budget = list(rows), self.settings.micro_batch_tokens
+        prompts = row_prompts(rows)
         micros = self.planner().micro_batches(range(len(rows)), prompts, budget)[self.ranks.share]
         places, lengths = range(len(rows)), [prompt.tokens for prompt in prompts]
         return self._whole(self._own(rows, micros, measure), places, lengths, *width)
 
     def _own(
         self,
-        rows: Sequence[TensorDictBase] | Sequence[Row],
+        rows: Sequence[Row],
         micros: Sequence[tuple[list[int], bool]],
         measure: Callable[[TensorDictBase], Tensor],
     ) -> dict[int, Tensor]:
@@ -466,9 +464,9 @@ class ForwardPasses:
         summed = self.ranks.sum(flat).cpu().split(list(lengths))
         return [summed[place] for place in places]
 
-    def log_prob_gaps(self, rows: Sequence[TensorDictBase]) -> Tensor:
+    def log_prob_gaps(self, rows: Sequence[Row]) -> Tensor:
         """Trainer's minus engine's log-prob of every sampled token, flat, in nats."""
-        gaps = [(own - row.get(keys.LOG_PROBS))[row.get(keys.ASSISTANT_MASK)] for row, own in self.scored(rows)]
+        gaps = [(own - row[keys.LOG_PROBS])[row[keys.ASSISTANT_MASK]] for row, own in self.scored(rows)]
         return torch.cat(gaps)
 
     def planner(self, *, seed: int = 0, advantage_only: bool = False) -> Planner:

@@ -46,15 +46,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import write_json
 from sota_grpo.functional.divergences import mean_ratio, temperature_slope
 from sota_grpo.recording.run_files import GATE_FILE
-from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import Example, SampledText, Sampling, Score, sample_seed, task_of_example, total_reward
+from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.task import Task
 from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks.dataset import normalised
@@ -140,9 +139,9 @@ class Subject:
     seed: int
     exact: bool
     num_layers: int
-    transforms: Sequence[Callable[[TensorDictBase], TensorDictBase]] = ()
+    transforms: Sequence[Callable[[RowTable], RowTable]] = ()
     packs: bool = False
-    rows: list[TensorDictBase] = field(default_factory=list)
+    rows: RowTable = field(default_factory=lambda: RowTable(0, {}))
     reference: NamedReference | None = None
 
     @cached_property
@@ -169,7 +168,7 @@ class Subject:
     @property
     def gaps(self) -> torch.Tensor:
         """Trainer's minus engine's log-prob of every sampled token of the rows, flat, in nats."""
-        return self.said[0] - torch.cat([row.get(keys.LOG_PROBS) for row in self.rows])[_sampled(self.rows)]
+        return self.said[0] - self.rows.flat(keys.LOG_PROBS)[_sampled(self.rows)]
 
     def sample(
         self,
@@ -177,7 +176,7 @@ class Subject:
         num_samples: int = NUM_SAMPLES,
         salt: int = 0,
         max_tokens: int | None = None,
-    ) -> list[TensorDictBase]:
+    ) -> RowTable:
         """Fresh graded rows of the first training prompts, outside the run's own stream of prompts.
 
         Args:
@@ -191,7 +190,7 @@ class Subject:
             for index, example in enumerate(self.task.train[:num_prompts])
         ]
         groups = sorted(self.rollouts.stream(prompts, sampling), key=lambda group: group.prompt.group_id)
-        return [row for group in groups for row in group.rows]
+        return RowTable.cat([group.rows for group in groups])
 
 
 class Allowed(NamedTuple):
@@ -375,7 +374,7 @@ def gradient_does_not_depend_on_the_split(subject: Subject) -> Check:
     or counted twice makes about half of the norm; a single lost token is seen in float32 only.
     """
     rows = subject.rows[:NUM_COMPARED]
-    longest = max(row.get(keys.FULL_TOKENS).shape[-1] for row in rows)
+    longest = max(rows.lengths(keys.FULL_TOKENS))
     budgets = compared_budgets(subject.learner.settings.micro_batch_tokens, longest)
     norm, gap, single = subject.learner.gradient_gap(rows, budgets)
     return Check(
@@ -537,24 +536,24 @@ def write_gate(run_dir: Path, mode: str, checks: Sequence[Check]) -> None:
         raise RunFailed(f"{path} cannot be written ({error.strerror}); free space there and start again.") from error
 
 
-def graded_rows(subject: Subject) -> list[TensorDictBase]:
+def graded_rows(subject: Subject) -> RowTable:
     """The samples as a batch is trained on; what follows needs the learner's device as much as a step does."""
-    batch = lazy_stack(subject.sample())
+    batch = subject.sample()
     subject.publisher.sleep()
     for transform in subject.transforms:
         batch = transform(batch)
-    return row_list(batch)
+    return batch
 
 
-def _sampled(rows: Sequence[TensorDictBase]) -> torch.Tensor:
-    return torch.cat([row.get(keys.ASSISTANT_MASK) for row in rows])
+def _sampled(rows: RowTable) -> torch.Tensor:
+    return rows.flat(keys.ASSISTANT_MASK)
 
 
-def _typical(subject: Subject, rows: Sequence[TensorDictBase]) -> tuple[float, float | None]:
+def _typical(subject: Subject, rows: RowTable) -> tuple[float, float | None]:
     """Size of the gaps to the learner's weights as they are, and of their rounding where that is needed and known."""
     learner, mask = subject.learner, _sampled(rows)
     measured, rounding = (learner.measured(rows), None) if subject.exact else learner.measured_with_rounding(rows)
-    gaps = measured[0] - torch.cat([row.get(keys.LOG_PROBS) for row in rows])
+    gaps = measured[0] - rows.flat(keys.LOG_PROBS)
 
     def size(values: torch.Tensor) -> float:
         return float(values[mask].abs().clamp(max=1.0).mean())

@@ -32,9 +32,10 @@ from sota_grpo.policy.sharding import (
     replicated,
 )
 from sota_grpo.recording.metrics import reduce_updates
-from sota_grpo.rl.collate import Key, Row, pad_rows, plain_rows, row_prompts
+from sota_grpo.rl.collate import pad_rows, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
 from sota_grpo.rl.records import GradientGap
+from sota_grpo.rl.table import Key, Row, RowTable, plain_rows
 from sota_grpo.training.forward_passes import (
     ForwardPasses,
     LearnerSettings,
@@ -111,7 +112,7 @@ class Learner(ForwardPasses):
         if settings.entropy_target is not None:
             self._apply_entropy_coef(0.0)
 
-    def update(self, rows: TensorDictBase) -> dict[str, float | None]:
+    def update(self, rows: RowTable | TensorDictBase | Sequence[Row]) -> dict[str, float | None]:
         """A training step: ``epochs`` passes over the ``[N]`` ragged rows, an optimizer step per ``optim_batch_size``.
 
         Returns:
@@ -121,7 +122,7 @@ class Learner(ForwardPasses):
         Raises:
             NonFiniteStep: a loss or gradient is NaN or infinite.
         """
-        return self.update_share(self.step_planner().shares(plain_rows(rows), self.version)[self.ranks.share])
+        return self.update_share(self.step_planner().shares(RowTable.of(rows), self.version)[self.ranks.share])
 
     def update_share(self, share: Share) -> dict[str, float | None]:
         """:meth:`update`, given this rank's share of it."""
@@ -156,11 +157,11 @@ class Learner(ForwardPasses):
         sums = self.ranks.sums(terms)
         return float(sums["kl"] / sums["tokens"]) if sums["tokens"] else None
 
-    def batches(self, rows: Sequence[TensorDictBase]) -> list[list[TensorDictBase]]:
+    def batches(self, rows: Sequence[Row]) -> list[list[Row]]:
         """The rows of each optimizer step of :meth:`update`, in the order of the steps."""
         return [batch for epoch in range(self.settings.epochs) for batch in self._mini_batches(rows, epoch)]
 
-    def advance(self, batches: Iterable[Sequence[TensorDictBase]]) -> None:
+    def advance(self, batches: Iterable[Sequence[Row]]) -> None:
         """Take one optimizer step on each batch, as :meth:`update` does with all of :meth:`batches`.
 
         Raises:
@@ -170,7 +171,7 @@ class Learner(ForwardPasses):
             rows = plain_rows(batch)
             self._step(rows, self._passes(rows, self.settings.micro_batch_tokens))
 
-    def loss_gradient(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
+    def loss_gradient(self, rows: Sequence[Row]) -> dict[str, float | None]:
         """Leave the gradient of an optimizer step over ``rows`` in ``.grad``, unclipped; nothing is updated.
 
         Adapter dropout is off. With a loss scale, the gradient is scaled by it.
@@ -182,8 +183,9 @@ class Learner(ForwardPasses):
             losses, metrics = self._accumulate(rows, self.settings.micro_batch_tokens)
         return losses | metrics
 
-    def _mini_batches(self, rows: Sequence[TensorDictBase], epoch: int) -> Iterator[list[TensorDictBase]]:
+    def _mini_batches(self, rows: Sequence[Row], epoch: int) -> Iterator[list[Row]]:
         """:meth:`Planner.mini_batches`."""
+        rows = list(rows)
         for batch in self.step_planner().mini_batches(rows, row_prompts(rows), epoch, self.version):
             yield [rows[index] for index in batch]
 
@@ -195,7 +197,7 @@ class Learner(ForwardPasses):
         by_rank = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
         return [one._replace(learns=one.learns and learn) for one in by_rank[self.ranks.share]]
 
-    def _step(self, rows: Sequence[dict[Key, torch.Tensor]], passes: Sequence[Pass]) -> dict[str, float | None]:
+    def _step(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float | None]:
         """One optimizer step; under fp16 an overflowing gradient skips it: the scale falls, schedule and count stay."""
         losses, metrics = self._run(rows, passes)
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
@@ -220,7 +222,7 @@ class Learner(ForwardPasses):
         return metrics
 
     def _accumulate(
-        self, rows: Sequence[TensorDictBase], token_budget: int, *, keep_truncated: bool = False, learn: bool = True
+        self, rows: Sequence[Row], token_budget: int, *, keep_truncated: bool = False, learn: bool = True
     ) -> tuple[dict[str, float], dict[str, float | None]]:
         """Gradient of the whole ``rows`` in ``.grad``; the losses, and the diagnostics (None over no trained token).
 
@@ -230,7 +232,7 @@ class Learner(ForwardPasses):
         return self._run(plain, self._passes(plain, token_budget, keep_truncated=keep_truncated, learn=learn))
 
     def _run(
-        self, rows: Sequence[dict[Key, torch.Tensor]], passes: Sequence[Pass]
+        self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]
     ) -> tuple[dict[str, float], dict[str, float | None]]:
         """:meth:`_accumulate` over passes of ``rows``."""
         threshold = self._keep_top_entropy(rows, passes)
@@ -254,7 +256,7 @@ class Learner(ForwardPasses):
         measured = means.pop("tokens") > 0
         return _named(losses), {name: value if measured else None for name, value in (means | threshold).items()}
 
-    def _keep_top_entropy(self, rows: Sequence[dict[Key, torch.Tensor]], passes: Sequence[Pass]) -> dict[str, float]:
+    def _keep_top_entropy(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float]:
         """Mark which trained tokens of the whole step the surrogate keeps; the least entropy of these, if not all are.
 
         The entropies are the policy's before the step and without dropout, of all ranks, however the step is split.
@@ -302,7 +304,7 @@ class Learner(ForwardPasses):
             self.entropy_coef = other.entropy_coef
             self._apply_entropy_coef(other.loss.entropy_coeff)
 
-    def gradient(self, rows: Sequence[TensorDictBase], *, token_budget: int) -> dict[str, torch.Tensor]:
+    def gradient(self, rows: Sequence[Row], *, token_budget: int) -> dict[str, torch.Tensor]:
         """This rank's part of the gradient of one step over ``rows``, by parameter, on the CPU; nothing is updated.
 
         Truncated rows take part, since all may be; adapter dropout is off. Advantages and log-probs are not those of
@@ -312,7 +314,7 @@ class Learner(ForwardPasses):
         self.optimizer.zero_grad(set_to_none=True)
         return gradients
 
-    def gradient_gap(self, rows: Sequence[TensorDictBase], token_budgets: tuple[int, int]) -> GradientGap:
+    def gradient_gap(self, rows: Sequence[Row], token_budgets: tuple[int, int]) -> GradientGap:
         """How far :meth:`gradient` under the second budget is from that under the first.
 
         The first waits on the CPU and comes back one parameter at a time, so that a GPU holds no more than in a step.
@@ -337,7 +339,7 @@ class Learner(ForwardPasses):
         norm = self._norm(norms)
         return GradientGap(norm, self._norm(gaps) / max(norm, 1e-30), self.single and precision == "fp32")
 
-    def _gradients(self, rows: Sequence[TensorDictBase], token_budget: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _gradients(self, rows: Sequence[Row], token_budget: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Of a dry run, each where it lies: in ``.grad``, which the caller empties."""
         self._dry_run(rows, token_budget)
         scale = self.scaler.get_scale()
@@ -360,7 +362,7 @@ class Learner(ForwardPasses):
         restore(self.changed)
         self.changed = []
 
-    def diagnose(self, rows: Sequence[TensorDictBase]) -> dict[str, float | None]:
+    def diagnose(self, rows: Sequence[Row]) -> dict[str, float | None]:
         """The objective's own diagnostics (``ess``, ``mismatch_kl``, ...) of a step, and ``packed``; none is taken.
 
         Rows get a random advantage, so that a batch without any has clipped tokens too; truncated rows take part,
@@ -376,13 +378,11 @@ class Learner(ForwardPasses):
         metrics = self._dry_run(changed, self.settings.micro_batch_tokens, learn=False)
         return metrics | {"packed": int(self.policy.shared_prompt)}
 
-    def _dry_run(
-        self, rows: Sequence[TensorDictBase], token_budget: int, *, learn: bool = True
-    ) -> dict[str, float | None]:
+    def _dry_run(self, rows: Sequence[Row], token_budget: int, *, learn: bool = True) -> dict[str, float | None]:
         with without_dropout(self.policy):
             return self._accumulate(rows, token_budget, keep_truncated=True, learn=learn)[1]
 
-    def _unclipped(self, rows: Sequence[TensorDictBase]) -> list[dict[Key, torch.Tensor]]:
+    def _unclipped(self, rows: Sequence[Row]) -> list[dict[Key, Any]]:
         """Copies with advantages above 0 and all ratios near a half, so that no objective clips, caps or masks a token.
 
         One whose weight is a function of a whole row's ratio (VESPO) is given ratios of 1: 0.5^100 would weigh nothing.

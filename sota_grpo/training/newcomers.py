@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sota_grpo.rl.collate import finish_rows, prompt_rows
+from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import Sampling
+from sota_grpo.rl.table import RowTable
 from sota_grpo.source.source import Graded, Prompt, Rollouts
 from sota_grpo.stopping import Interrupted
 from sota_grpo.training.gate import PROBE_TOKENS, CheckError, Subject, pushed_weights_landed, run_gate
@@ -46,7 +47,7 @@ class Newcomers:
 
     def begin(self, subject: Subject) -> None:
         """The gate has passed ``subject``; those who come are checked from now on."""
-        self._subject = replace(subject, rows=[])
+        self._subject = replace(subject, rows=RowTable(0, {}))
 
     def attend(self) -> None:
         """Check and admit those that are there.
@@ -61,9 +62,7 @@ class Newcomers:
 
     def _examine(self, newcomer: Newcomer, run: Subject) -> None:
         alone = self._front.over(newcomer)
-        subject = replace(
-            run, rollouts=_Samples(run.rollouts.env, alone), publisher=Publisher(self._weights, [alone]), rows=[]
-        )
+        subject = replace(run, rollouts=_Samples(run.rollouts.env, alone), publisher=Publisher(self._weights, [alone]))
         logger.info("Checking the weights of %s, which joins the run.", newcomer.worker.name)
         try:
             subject.rows = subject.sample(max_tokens=PROBE_TOKENS)
@@ -88,5 +87,5 @@ class _Samples(Rollouts):
         groups = [self.engine.submit(request, sampling) for request in requests]
         for prompt, request, group in zip(prompts, requests, groups, strict=True):
             samples = group.result().samples
-            (row,) = prompt_rows(prompt.group_id, prompt.example, request.prompt_ids, repeats=1)
-            yield Graded(prompt, samples, finish_rows(row, samples, self.env.tokenizer), ())
+            drawn = drawn_entries(prompt.group_id, prompt.example, request.prompt_ids)
+            yield Graded(prompt, samples, group_table(drawn, samples, self.env.tokenizer), ())

@@ -18,18 +18,19 @@ import torch
 from tensordict import TensorDictBase
 from transformers import PreTrainedTokenizerBase
 
+from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.lora import AdapterPack, packed_weights, weight_slices
 from sota_grpo.policy.sharding import gathered
 from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
-from sota_grpo.rl.collate import plain_rows, row_list
 from sota_grpo.rl.records import sample_seed
+from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.training.forward_passes import LearnerSettings, Planner, Share
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.shards import Shards, ShardWriter
 from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied, WorkerThread
-from sota_grpo.workers.packing import RowPack, StatePack
+from sota_grpo.workers.packing import StatePack
 from sota_grpo.workers.weight_transfer import WeightSender
 
 P = ParamSpec("P")
@@ -64,7 +65,7 @@ class LearnerWorker:
         self._sender = WeightSender(self.learner.policy.model, leads=leads, progress=self._thread.progress)
 
     def update(self, share: Share) -> Future[dict[str, float | None]]:
-        """:meth:`Learner.update_share`, its rows packed.
+        """:meth:`Learner.update_share`.
 
         The random stream, which adapters' dropout reads, is this step's and this share's.
         """
@@ -72,7 +73,7 @@ class LearnerWorker:
         def update() -> dict[str, float | None]:
             learner = self.learner
             torch.manual_seed(sample_seed(learner.seed, learner.version, learner.ranks.share))
-            return learner.update_share(share._replace(rows=share.rows.rows()))
+            return learner.update_share(share)
 
         return self._thread.submit(update)
 
@@ -154,13 +155,9 @@ class LearnerWorker:
         return self._thread.submit(lambda: save_hf(*arguments) and None)
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
-        """Any other method of the learner, or of its :class:`WeightSender`; rows come packed."""
+        """Any other method of the learner, or of its :class:`WeightSender`."""
         owner = self._sender if hasattr(WeightSender, method) else self.learner
-
-        def answer() -> Any:
-            return getattr(owner, method)(*(arg.rows() if isinstance(arg, RowPack) else arg for arg in args))
-
-        return self._thread.submit(answer)
+        return self._thread.submit(lambda: getattr(owner, method)(*args))
 
     def ping(self) -> float:
         """Seconds since the last forward pass, gathered weight or written slice of what is running; 0 when idle."""
@@ -181,12 +178,25 @@ class LearnerDied(RunFailed):
     """A rank of the learner is gone or hangs, so none can go on; the message names it and the cause."""
 
 
+_COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # they stand in the full tokens
+
+
+def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
+    """The entries that a learner has a use for: no text, no copies, no terms of the reward, which a row may lack."""
+    table = RowTable.of(rows)
+    terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
+    tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]
+    return table.only(name for name in tensors if name not in _COPIES and name[:-1] not in terms)
+
+
 def _asked(method: Callable[Concatenate[Any, P], Result]) -> Callable[Concatenate[RemoteLearner, P], Result]:
     """The same method of :class:`RemoteLearner`: every rank is asked, rank 0 answers; rows travel packed."""
 
     def ask(remote: RemoteLearner, *args: P.args, **by_name: P.kwargs) -> Result:
         assert not by_name  # a worker's calls have none
-        packed = (remote._packed(arg) if isinstance(arg, (TensorDictBase, list)) else arg for arg in args)
+        packed = (
+            remote._share(travelling(arg)) if isinstance(arg, (RowTable, TensorDictBase, list)) else arg for arg in args
+        )
         return remote._call("ask", method.__name__, *packed)
 
     return update_wrapper(ask, method)
@@ -266,15 +276,14 @@ class RemoteLearner:
                 if why := start.verdict(now_s, left.values()):
                     self._die(index, why)
 
-    def update(self, rows: TensorDictBase) -> dict[str, float | None]:
+    def update(self, rows: RowTable) -> dict[str, float | None]:
         """:meth:`Learner.update`, with the time that the driver took; each rank is sent its own rows, planned here."""
         began = time.perf_counter()
         if self._planner is None:
             self._planner = self._call("ask", "step_planner")
-        shares = self._planner.shares(plain_rows(rows), self.version)
-        packed = [(share._replace(rows=RowPack.of(share.rows)),) for share in shares]
-        peers = len(self.workers) // len(packed)  # ranks that divide matrices see the same rows
-        metrics = self._call_each("update", [own for own in packed for _ in range(peers)])
+        shares = [(share,) for share in self._planner.shares(travelling(rows), self.version)]
+        peers = len(self.workers) // len(shares)  # ranks that divide matrices see the same rows
+        metrics = self._call_each("update", [own for own in shares for _ in range(peers)])
         self.version += 1
         return metrics | {"time/learn_s": time.perf_counter() - began}
 
@@ -347,9 +356,6 @@ class RemoteLearner:
         """End every rank at once; idempotent."""
         for worker in self.workers:
             worker.kill()
-
-    def _packed(self, rows: Sequence[TensorDictBase] | TensorDictBase) -> Any:
-        return self._share(RowPack.of(row_list(rows)))
 
     def _call(self, method: str, *args: Any) -> Any:
         """:meth:`_call_each` with the same arguments."""

@@ -101,7 +101,8 @@ class Fleet:
         self._timers = Timers(max_late_s=silence_s / 4)
         self._numbers = itertools.count()
         self._queue: list[Task] = []
-        self._offered: dict[int, Slot] = {}  # ready, with room for a task; who waits longest comes first
+        # Ready, with room for a task, by their number of tasks: who waits longest comes first. No line is empty.
+        self._offered: dict[int, dict[int, Slot]] = {}
         self._broadcasts: list[Broadcast] = []  # open
         self._sticky: dict[str, Sticky] = {}  # method -> the arguments that a new worker gets
         self._ready: Future[None] = Future()
@@ -398,13 +399,18 @@ class Fleet:
 
     def _offer(self, slot: Slot) -> None:
         """The slot's tasks have changed: it is the last in the line of those that have as many."""
-        self._offered.pop(slot.index, None)
+        self._withdraw(slot)
         if len(slot.tasks) < self._capacity:
-            self._offered[slot.index] = slot
+            self._offered.setdefault(len(slot.tasks), {})[slot.index] = slot
+
+    def _withdraw(self, slot: Slot) -> None:
+        for count, line in list(self._offered.items()):
+            if line.pop(slot.index, None) is not None and not line:
+                del self._offered[count]
 
     def _dispatch(self) -> None:
         while self._queue and self._offered:
-            task, slot = heapq.heappop(self._queue), min(self._offered.values(), key=lambda slot: len(slot.tasks))
+            task, slot = heapq.heappop(self._queue), next(iter(self._offered[min(self._offered)].values()))
             slot.tasks[task.number] = task
             self._offer(slot)
             task.since_s = self._timers.now_s()
@@ -458,7 +464,7 @@ class Fleet:
     def _lose(self, slot: Slot, why: str | WorkerDied) -> None:
         """Replace a ready worker and queue its tasks again, where they were."""
         who = slot.who
-        self._offered.pop(slot.index, None)
+        self._withdraw(slot)
         tasks, slot.tasks = list(slot.tasks.values()), {}
         for task in tasks:
             task.workers_lost += 1

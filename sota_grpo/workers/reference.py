@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
 from sota_grpo.policy.causal import kept_of
 from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.reference import FrozenReference
+from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import Ask, reference_log_probs, write_reference
 from sota_grpo.workers.base import Launcher, WorkerSpec, WorkerThread, promised, resolve
 from sota_grpo.workers.fleet import Fleet, starter
-from sota_grpo.workers.packing import RowPack
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,7 +57,7 @@ class ReferenceWorker:
         self._token_budget, self._pad_token_id = token_budget, pad_token_id
         self._thread = WorkerThread("reference")
 
-    def run(self, rows: RowPack) -> Future[list[np.ndarray]]:
+    def run(self, rows: RowTable) -> Future[list[np.ndarray]]:
         """Log-probabilities of every row, f32 ``[T_i]``, 0 off its assistant mask."""
         return self._thread.submit(self._answer, rows)
 
@@ -68,10 +68,10 @@ class ReferenceWorker:
     def close(self) -> None:
         self._thread.close()
 
-    def _answer(self, rows: RowPack) -> list[np.ndarray]:
+    def _answer(self, rows: RowTable) -> list[np.ndarray]:
         log_probs = reference_log_probs(
             self._forward,
-            rows.rows(),
+            rows,
             pad_token_id=self._pad_token_id,
             token_budget=self._token_budget,
             shared_prompt=self._reference.shared_prompt,
@@ -116,12 +116,7 @@ def reference_worker(
     return ReferenceWorker(model, shared_prompt=attn_implementation is None, **options)
 
 
-_READ: tuple[Any, ...] = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK)
-_KEPT: tuple[Any, ...] = (keys.KEPT_IDS, keys.KEPT_COUNTS)  # where sampling was truncated
-
-
-def _read(rows: Sequence[TensorDictBase]) -> tuple[Any, ...]:
-    return _READ if rows[0].get(keys.KEPT_COUNTS, None) is None else _READ + _KEPT
+_READ = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.KEPT_IDS, keys.KEPT_COUNTS)
 
 
 _MAX_ATTEMPTS = 3  # rows that three workers died of will cost a fourth one its life too
@@ -168,23 +163,23 @@ class ReferenceService:
         fleet = Fleet("reference", start, 1, capacity=2, silence_s=timeout_s, max_attempts=_MAX_ATTEMPTS)
         return cls(fleet, num_workers=1)
 
-    def submit(self, rows: Sequence[TensorDictBase]) -> Future[list[TensorDictBase]]:
+    def submit(self, rows: RowTable) -> Future[RowTable]:
         """The same rows, once what :class:`sota_grpo.rl.transforms.ReferenceKL` writes is written in them, in place.
 
         Rows that have their reference log-probs already pass unchanged. The future fails with ValueError when the
         model gives a log-prob that is not finite.
         """
-        listed, done = list(rows), promised()
-        if listed[0].get(keys.REF_LOG_PROBS, None) is not None:
-            done.set_result(listed)
+        done = promised()
+        if rows.has(keys.REF_LOG_PROBS):
+            done.set_result(rows)
             return done
-        scored, moved_back = (listed, list) if self._ask is None else self._ask(listed)
-        answer = self.fleet.submit(RowPack.of(scored, _read(scored)))
+        scored, moved_back = (rows, list) if self._ask is None else self._ask(rows)
+        answer = self.fleet.submit(RowTable.of(scored).only(_READ))
 
-        def write() -> list[TensorDictBase]:
+        def write() -> RowTable:
             log_probs = moved_back([torch.tensor(values) for values in answer.result()])
-            write_reference(lazy_stack(listed), log_probs, in_reward_coeff=self._in_reward_coeff)
-            return listed
+            write_reference(rows, log_probs, in_reward_coeff=self._in_reward_coeff)
+            return rows
 
         answer.add_done_callback(lambda _: resolve(done, write))
         return done
@@ -193,13 +188,15 @@ class ReferenceService:
         """Return log-probabilities [N, T] on the device of the rows."""
         tokens, real = rows.get(keys.FULL_TOKENS), rows.get(keys.ATTENTION_MASK).bool()
         ends = (real * torch.arange(1, real.shape[1] + 1, device=real.device)).amax(-1).clamp(min=1)
-        cut = [row.select(*_READ).auto_batch_size_()[:end] for row, end in zip(rows.unbind(0), ends.tolist())]
+        cut: list[dict[Any, torch.Tensor]] = [
+            {key: value[:end] for key, value in row.items()}
+            for row, end in zip(RowTable.of(rows).rows(*_READ[:3]), ends.tolist())
+        ]
         if (kept := kept_of(rows)) is not None:
             for row, end, ids, counts in zip(cut, ends.tolist(), *kept):
-                row.batch_size = []
-                row.update({"kept": {"ids": ids[: int(counts.sum())], "counts": counts[:end]}})
+                row |= {keys.KEPT_IDS: ids[: int(counts.sum())], keys.KEPT_COUNTS: counts[:end]}
         count = min(self._num_workers, len(cut))  # every n-th row, so that rows sorted by length give equal parts
-        answers = [self.fleet.submit(RowPack.of(cut[first::count])) for first in range(count)]
+        answers = [self.fleet.submit(RowTable.of(cut[first::count])) for first in range(count)]
         log_probs = torch.zeros(tokens.shape)
         for first, answer in enumerate(answers):
             for index, values in zip(range(first, len(cut), count), answer.result(), strict=True):

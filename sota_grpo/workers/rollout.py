@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import sota_grpo.workers.packing  # noqa: F401  (groups are pickled as three tensors from here on)
 from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.stepping import SteppingEngine, Streams, response_rooms
+from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack, WeightPacks
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
@@ -39,6 +41,7 @@ class RolloutWorker:
 
     Args:
         make_engine: builds the engine.
+        tokenizer: decodes the responses (``Sample.text``); None leaves that to whoever asked for them.
 
     Raises:
         Exception: whatever ``make_engine()`` raised.
@@ -51,7 +54,8 @@ class RolloutWorker:
     >>> worker.close()
     """
 
-    def __init__(self, make_engine: Callable[[], SteppingEngine]):
+    def __init__(self, make_engine: Callable[[], SteppingEngine], tokenizer: Any = None):
+        self._tokenizer = tokenizer
         self._inbox: queue.SimpleQueue[tuple[int, Callable[[SteppingEngine], Any]] | None] = queue.SimpleQueue()
         self._calls = OpenCalls("This rollout worker")
         self._base: WeightPack | WeightPacks | None = None
@@ -184,7 +188,13 @@ class RolloutWorker:
     def _pass_on(self, number: int, done: Future[GroupOutput]) -> None:
         error = done.exception()
         if error is None or isinstance(error, ValueError):
-            self._calls.resolve(number, error is None, error or done.result())
+            self._calls.resolve(number, error is None, error or self._decoded(done.result()))
+
+    def _decoded(self, group: GroupOutput) -> GroupOutput:
+        if self._tokenizer is None:
+            return group
+        texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in group.samples]
+        return replace(group, samples=tuple(replace(sample, text=text) for sample, text in zip(group.samples, texts)))
 
 
 def _death(engine: SteppingEngine, error: BaseException) -> WorkerDied:
@@ -210,7 +220,7 @@ def rollout_worker(options: EngineOptions, num_threads: int | None = None) -> Ro
             torch.set_num_threads(num_threads)
         return make_engine(options)
 
-    return RolloutWorker(build)
+    return RolloutWorker(build, load_tokenizer(options.model_path, trust_remote_code=options.trust_remote_code))
 
 
 class FleetEngine(Streams):

@@ -67,11 +67,11 @@ def test_a_step_is_the_same_prompts_and_as_many_tokens(folder) -> None:
     theirs, ours = Trl(folder), Ours(folder, "transformers")
     theirs.step()
     batch = ours.parts.source.next_batch(ours.parts.learner.version)
-    lengths = [int(row[keys.ASSISTANT_MASK].sum()) for row in batch.unbind(0)]
+    lengths = [int(row[keys.ASSISTANT_MASK].sum()) for row in batch]
     metrics = theirs.trainer._metrics["train"]
     assert lengths == [TINY.response] * TINY.rows
     assert metrics["completions/min_length"] == metrics["completions/max_length"] == [TINY.response]
-    assert metrics["num_tokens"] == [sum(len(row[keys.FULL_TOKENS]) for row in batch.unbind(0))]
+    assert metrics["num_tokens"] == [sum(len(row[keys.FULL_TOKENS]) for row in batch)]
     assert metrics["frac_reward_zero_std"] == [0.0]
     theirs.close()
     ours.close()

@@ -23,13 +23,13 @@ from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import AdapterPack, add_lora, engine_weights
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.recording.metrics import declared
-from sota_grpo.rl.collate import row_list, row_prompts
+from sota_grpo.rl.collate import row_prompts
+from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
 from sota_grpo.training.forward_passes import ForwardPasses
 from sota_grpo.training.learner import Learner, NonFiniteStep
 from sota_grpo.training.remote_learner import LearnerDied, RemoteLearner
 from sota_grpo.workers.base import WorkerSpec
-from sota_grpo.workers.packing import RowPack
 from sota_grpo.workers.processes import ProcessLauncher, ProcessWorker
 from tests.rank_rigs import build_learner, learner_settings, ragged_rows
 
@@ -184,7 +184,7 @@ def test_gradients_are_summed_once_per_step_where_memory_allows(pair: Pair) -> N
     counts = {}
     for once in (True, False):
         pair.learner(reduce_once=once, micro_batch_tokens=1)
-        (counts[once], same) = pair.ask("num_reductions", RowPack.of(rows))
+        (counts[once], same) = pair.ask("num_reductions", RowTable.of(rows))
         assert counts[once] == same
     assert counts == {True: 3, False: 3 * passes}  # two layers and what is around them
 

@@ -24,6 +24,7 @@ from sota_grpo.envs import DialogEnv, DialogRows, GSM8KEnv, PromptStream, TaskEn
 from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupRequest, Sampling, sample_seed
+from sota_grpo.rl.table import row_list
 from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
@@ -122,7 +123,8 @@ def trained(env: DialogEnv, num_groups: int) -> dict[int, list[TensorDictBase]]:
     dialogs = DialogEngine(engine(env), rules.partner, rules.turns, max_steps=rules.max_steps)
     drawn = PromptStream(env.task.train, seed=env.stream.seed).draw(num_groups)
     prompts = [Prompt(group, example, REPEATS, sample_seed(env.stream.seed, group)) for group, example in drawn]
-    return {graded.prompt.group_id: graded.rows for graded in Rollouts(env, dialogs).stream(prompts, SAMPLING)}
+    groups = Rollouts(env, dialogs).stream(prompts, SAMPLING)
+    return {graded.prompt.group_id: row_list(graded.rows.stack()) for graded in groups}
 
 
 def values(row: TensorDictBase) -> dict[Any, Any]:

@@ -7,7 +7,8 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.rl.collate import micro_batches, pad_rows, prompt_groups, row_list, set_loss_weights, unpad_rows
+from sota_grpo.rl.collate import micro_batches, pad_rows, prompt_groups, set_loss_weights, unpad_rows
+from sota_grpo.rl.table import row_list
 from tests.builders import generator, random_row, random_rows
 
 

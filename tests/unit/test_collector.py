@@ -14,6 +14,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from sota_grpo import keys
 from sota_grpo.rewards.grading import Grader, LocalGrader
 from sota_grpo.rl.records import Example, Sampling, Score
+from sota_grpo.rl.table import row_list
 from sota_grpo.source.collector import RolloutCollector
 from sota_grpo.source.source import Prompt, Rollouts, RolloutSource
 from tests.l3_parts import make_env, make_scripted
@@ -32,7 +33,7 @@ def make_source(**options) -> RolloutSource:
 
 
 def column(rows, key) -> list:
-    return [int(row.get(key)) for row in rows.unbind(0)]
+    return [int(row[key]) for row in row_list(rows)]
 
 
 def test_batches_hold_whole_groups_in_the_order_drawn() -> None:

@@ -322,7 +322,7 @@ def test_at_age_0_workers_draw_what_sync_draws(by: str, refill: bool, monkeypatc
             one, other = driven.next_batch(step), rig.step(step)
             driven.release(one)
             assert ids(one) == ids(other), (chosen, step)
-            assert all(same(*pair) for pair in zip(one.unbind(0), other.unbind(0))), (chosen, step)
+            assert all(same(*pair) for pair in zip(one, other)), (chosen, step)
             assert driven.metrics()["groups/zero_advantage"] == rig.source.metrics()["groups/zero_advantage"]
         assert same_state(driven.env.stream.state_dict(), rig.env.stream.state_dict())
 
@@ -370,7 +370,7 @@ def test_saves_at_random_moments_change_no_example(
         driven.engine.version = step
         expected = driven.next_batch(step)
         assert ids(batch) == ids(expected), (chosen, step)
-        assert all(same(*pair) for pair in zip(batch.unbind(0), expected.unbind(0))), (chosen, step)
+        assert all(same(*pair) for pair in zip(batch, expected)), (chosen, step)
         driven.release(expected)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 
 from sota_grpo import keys
 from sota_grpo.engines import Engine
@@ -221,7 +221,7 @@ def test_the_loop_trains_on_dialogs_of_a_scripted_engine(tmp_path: Path) -> None
     log = train(WithExamples(inner, env, max_steps=2), env, tmp_path, num_steps=2)
     assert inner.checksum is not None
     for step, (batch, update) in enumerate(zip(log.batches, log.updates)):
-        for row in batch.unbind(0):
+        for row in batch:
             sample, mask = int(row.get(keys.SAMPLE_ID)), row.get(keys.ASSISTANT_MASK)
             gold = env.task.gold_response(Example(row[keys.QUERY], row[keys.ANSWER]))
             assert num_turns(row) == (1 if sample == 0 else 2)
@@ -247,7 +247,7 @@ def test_a_source_with_workers_gives_the_dialogs_of_sync() -> None:
     workers = RolloutSource(Rollouts(envs[1], there), sampling, wait_deadline_s=20.0, **options)
     for _ in range(3):
         mine, theirs = synchronous.next_batch(0), workers.next_batch(0)
-        for one, other in zip(mine.unbind(0), theirs.unbind(0), strict=True):
+        for one, other in zip(mine, theirs, strict=True):
             for key in (keys.GROUP_ID, keys.FULL_TOKENS, keys.ASSISTANT_MASK, keys.TOKEN_VERSION, keys.ADVANTAGE):
                 assert torch.equal(one.get(key), other.get(key)), f"seed {SEED}"
         workers.release(theirs)
@@ -265,10 +265,10 @@ def test_engine_and_trainer_agree_on_every_token_of_a_dialog(tmp_path: Path) -> 
     source, learner, publisher = make_parts(engine, env, tmp_path)
     for _ in range(2):
         batch = source.next_batch(learner.version)
-        rows = list(batch.unbind(0))
+        rows = list(batch)
         assert sum(num_turns(row) > 1 for row in rows) >= 4
         assert learner.log_prob_gaps(rows).abs().max() < 1e-4
-        found = learner.update(lazy_stack(rows))
+        found = learner.update(rows)
         assert found["ess"] > 1 - 1e-6
         assert found["clip_fraction"] == 0
         publisher.publish(learner.version)

@@ -353,7 +353,7 @@ def test_engines_come_and_go_and_every_prompt_is_trained_once_and_none_too_old()
     for version in range(steps):
         batch = source.next_batch(version)  # asserts the bound for every row
         live.add(source.metrics()["workers/engines"])
-        trained += sorted({int(row.get(keys.GROUP_ID)) for row in batch.unbind(0)})
+        trained += sorted({int(row.get(keys.GROUP_ID)) for row in batch})
         if version % 6 in (1, 2, 3):
             herd.room.release()
         elif version % 6 == 5 and herd.fleet.num_live > 1:

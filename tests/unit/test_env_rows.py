@@ -12,10 +12,12 @@ from tensordict import lazy_stack
 from sota_grpo import keys
 from sota_grpo.envs import PromptStream, complete_rows
 from sota_grpo.recording.step_log import rollout_rows
-from sota_grpo.rl.collate import finish_rows, last_turn, prompt_rows
+from sota_grpo.rl.collate import drawn_entries, finish_rows, group_table, last_turn, prompt_rows
 from sota_grpo.rl.records import Example, Sample, Score
+from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import graded_texts, write_scores
 from tests.unit.test_envs import char_tokenizer
+from tests.unit.test_group_buffer import same
 
 SEED = random.SystemRandom().randrange(1 << 30)
 
@@ -145,16 +147,10 @@ def test_a_group_of_dialogs_and_single_turns_is_its_rows_one_by_one() -> None:
         said[-1] = True
         ids, versions = torch.randint(4, 20, (count,)), torch.randint(0, 9, (count,))
         samples.append(Sample(ids, -torch.rand(count), versions, bool(count % 2), said if count % 3 else None))
-    (prompt,) = prompt_rows(0, Example("q", "a"), [4, 6, 8], repeats=1)
-    for index, row in enumerate(finish_rows(prompt, samples, tokenizer)):
-        (alone,) = finish_rows(prompt, [samples[index]], tokenizer)
-        assert int(row.pop("sample_id")) == index
-        alone.pop("sample_id")
-        assert row[keys.RESPONSE_TEXT] == alone[keys.RESPONSE_TEXT]
-        for key in row.keys(True, leaves_only=True):
-            if isinstance(row.get(key), torch.Tensor):
-                assert row.get(key).dtype == alone.get(key).dtype
-                assert torch.equal(row.get(key), alone.get(key)), key
+    prompt = drawn_entries(0, Example("q", "a"), [4, 6, 8])
+    for index, row in enumerate(group_table(prompt, samples, tokenizer)):
+        (alone,) = group_table(prompt, [samples[index]], tokenizer)
+        assert same(row, alone | {keys.SAMPLE_ID: torch.tensor(index)})
 
 
 def test_rows_of_another_collector_are_completed() -> None:
@@ -175,21 +171,21 @@ def test_every_row_keeps_its_own_prompt_and_example_among_rows_of_other_groups()
     tokenizer, rows = char_tokenizer(), []
     problems = [Example("1+1?", "2", {"k": 0}), Example("1+1?", "2", {"k": 1}), Example("2+2?", "4")]
     for group_id, example in enumerate(problems):
-        (prompt,) = prompt_rows(group_id, example, tokenizer(example.query)["input_ids"] + [5] * group_id, repeats=1)
+        drawn = drawn_entries(group_id, example, tokenizer(example.query)["input_ids"] + [5] * group_id)
         said = [torch.randint(4, 20, (count,)) for count in (2, 3)]
         samples = [Sample(ids, -torch.rand(len(ids)), torch.zeros(len(ids)).long(), truncated=False) for ids in said]
-        rows += finish_rows(prompt, samples, tokenizer)
+        rows += group_table(drawn, samples, tokenizer).rows()
     mixed = random.sample(rows, len(rows))
     for row, (text, example) in zip(mixed, graded_texts(mixed), strict=True):
         assert example == problems[int(row["group_id"])]
         assert text == row[keys.RESPONSE_TEXT]
-    for row in mixed:
-        row.set(keys.ADVANTAGE, torch.zeros(1, 1))
+    table = RowTable.of(mixed)
+    table.set(keys.ADVANTAGE, torch.zeros(len(mixed), 1, 1))
     infos = [{"at": index // 2} for index in range(len(mixed))]  # two of each
-    write_scores(lazy_stack(mixed), [Score({"right": 1.0}, True, info=info) for info in infos], {"right": 2.0})
-    logged = rollout_rows(lazy_stack(mixed), tokenizer)
+    write_scores(table, [Score({"right": 1.0}, True, info=info) for info in infos], {"right": 2.0})
+    logged = rollout_rows(table, tokenizer)
     assert [plain["reward_info"] for plain in logged] == infos
     for plain, row in zip(logged, mixed, strict=True):
-        assert plain["prompt"] == tokenizer.decode(row.get(keys.PROMPT_TOKENS).tolist())
+        assert plain["prompt"] == tokenizer.decode(row[keys.PROMPT_TOKENS].tolist())
         assert plain["query"] == problems[plain["group_id"]].query
         assert (plain["sample_id"], plain["response"]) == (int(row["sample_id"]), row[keys.RESPONSE_TEXT])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 from transformers import AutoConfig, Qwen2Config
 
 from sota_grpo import keys
@@ -342,9 +342,8 @@ def test_checkpoints_of_a_resumed_run_make_room_for_the_next(tmp_path: Path, mon
 def test_a_checkpoint_has_the_size_that_is_counted(tmp_path: Path) -> None:
     learner = make_subject(tmp_path).learner
     rows = make_subject(tmp_path).sample()
-    for row in rows:
-        row.set(keys.ADVANTAGE, torch.ones(1, 1))
-    learner.update(lazy_stack(rows))
+    rows.set(keys.ADVANTAGE, torch.ones(len(rows), 1, 1))
+    learner.update(rows)
     path = CheckpointStore(tmp_path / "c").save(1, learner.state_dict())
     model = architecture_from(AutoConfig.from_pretrained(resolve_model_path("tiny")))
     assert path.stat().st_size == pytest.approx(device_memory.disk_of(compose("grpo_cpu"), model).checkpoint, rel=0.02)

@@ -6,41 +6,37 @@ import random
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict
 
 from sota_grpo import keys
-from sota_grpo.rl.collate import finish_rows, prompt_rows
+from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import Example, Sample
+from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.source.admission import GroupBuffer
 from sota_grpo.training.checkpoint import CheckpointStore
-from sota_grpo.workers.packing import pack_rows, unpack_rows
 from tests.builders import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 
 
-def group(group_id: int, *, size: int = 3) -> list[TensorDict]:
+def group(group_id: int, *, size: int = 3) -> RowTable:
     """Real rows of random lengths with random rewards."""
     samples = []
-    (prompt,) = prompt_rows(
-        group_id, Example(f"q{group_id}", "a", {"k": group_id}), range(3, 3 + random.randint(1, 5)), repeats=1
-    )
+    example = Example(f"q{group_id}", "a", {"k": group_id})
+    drawn = drawn_entries(group_id, example, range(3, 3 + random.randint(1, 5)))
     for _ in range(size):
         length = random.randint(1, 6)
         ids, versions = torch.randint(3, 30, (length,)), torch.randint(0, 9, (length,))
         samples.append(Sample(ids, torch.randn(length), versions, random.random() < 0.5))
-    rows = finish_rows(prompt, samples, TOKENIZER)
-    for row in rows:
-        row.set(keys.REWARD, torch.rand(1))
+    rows = group_table(drawn, samples, TOKENIZER)
+    rows.set(keys.REWARD, torch.rand(size, 1))
     return rows
 
 
-def same(one: TensorDict, other: TensorDict) -> bool:
+def same(one: Row, other: Row) -> bool:
     """Equal keys, dtypes, shapes, bits and texts."""
-    paths = set(one.keys(include_nested=True, leaves_only=True))
-    if paths != set(other.keys(include_nested=True, leaves_only=True)):
+    if one.keys() != other.keys():
         return False
-    for path in paths:
+    for path in one:
         left, right = one[path], other[path]
         if isinstance(left, torch.Tensor):
             if left.dtype != right.dtype or left.shape != right.shape or not torch.equal(left, right):
@@ -50,8 +46,8 @@ def same(one: TensorDict, other: TensorDict) -> bool:
     return True
 
 
-def ids(rows) -> list[int]:
-    return [int(row.get(keys.GROUP_ID)) for row in rows.unbind(0)]
+def ids(rows: RowTable) -> list[int]:
+    return rows.get(keys.GROUP_ID).tolist()
 
 
 def test_takes_by_version_then_arrival_and_orders_a_batch_by_group_id() -> None:
@@ -103,22 +99,7 @@ def test_rows_come_out_as_they_went_in() -> None:
     rows = group(0)
     buffer = GroupBuffer(1)
     buffer.add(rows, version=0)
-    taken = buffer.take(1)
-    assert isinstance(taken, LazyStackedTensorDict)
-    assert all(one is other for one, other in zip(rows, taken.unbind(0)))
-
-
-def test_packing_is_exact_for_rows_with_different_keys() -> None:
-    rows = [row for group_id in range(4) for row in group(group_id)]
-    rows[1].set(keys.REF_LOG_PROBS, torch.randn(7))
-    rows[2].set("note", torch.zeros(2, 0, dtype=torch.float64))
-    rows[3].set("note", torch.ones(1, dtype=torch.int32))
-    back = unpack_rows(pack_rows(rows))
-    assert len(back) == len(rows)
-    assert all(same(one, other) for one, other in zip(rows, back))
-    back[0].get(keys.FULL_TOKENS).zero_()
-    assert same(rows[1], back[1])
-    assert unpack_rows(pack_rows([])) == []
+    assert all(map(same, rows, buffer.take(1)))
 
 
 def test_a_saved_buffer_goes_on_as_the_original_would(tmp_path) -> None:
@@ -132,5 +113,5 @@ def test_a_saved_buffer_goes_on_as_the_original_would(tmp_path) -> None:
     other.add(group(500), version=0)  # forgotten
     other.load_state_dict(state["buffer"])
     for count in (2, 3):
-        rows, again = (one.take(count).unbind(0) for one in (buffer, other))
+        rows, again = (one.take(count) for one in (buffer, other))
         assert all(same(one, two) for one, two in zip(rows, again))

@@ -23,13 +23,13 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.reference import FrozenReference
-from sota_grpo.rl.collate import finish_rows, pad_rows, prompt_rows, unpad_rows
+from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows, unpad_rows
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupOutput, KeptTokens, Sample, Sampling
+from sota_grpo.rl.table import RowTable
 from sota_grpo.training import gate
 from sota_grpo.training.gate import run_gate
-from sota_grpo.workers.packing import RowPack, pack_rows, unpack_rows
-from sota_grpo.workers.reference import ReferenceService, ReferenceWorker, _read
+from sota_grpo.workers.reference import _READ, ReferenceService, ReferenceWorker
 from tests.engine_rigs import CONTEXT, EOS, PAD, VOCAB, generate, ragged_requests, tiny_model
 from tests.l3_parts import make_subject
 
@@ -59,8 +59,7 @@ def rows_of(samples: list[tuple[tuple[int, ...], Sample]]) -> list[TensorDict]:
 
     rows = []
     for group, (prompt, sample) in enumerate(samples):
-        (head,) = prompt_rows(group, Example("", ""), prompt, repeats=1)
-        rows += finish_rows(head, [sample], Silent())
+        rows += group_table(drawn_entries(group, Example("", ""), prompt), [sample], Silent()).stack().unbind(0)
     return rows
 
 
@@ -191,7 +190,8 @@ def test_sets_of_vllm_that_may_have_more_tokens_than_were_asked_for_are_refused(
 def test_packs_pads_and_pickles_keep_the_sets() -> None:
     samples = sampled(tiny_model(), top_p=0.8)
     rows = rows_of(samples)
-    for again in (RowPack.of(rows).rows(), unpack_rows(pack_rows(rows))):
+    table = RowTable.of(rows)
+    for again in (pickle.loads(pickle.dumps(table)), RowTable.of_state(table.state_dict())):
         assert all(map(same, again, rows))
     assert all(map(same, unpad_rows(pad_rows(rows, pad_token_id=PAD)).unbind(0), rows))
     group = GroupOutput(3, tuple(sample for _, sample in samples))
@@ -233,7 +233,7 @@ def test_a_reference_is_renormalised_over_the_same_sets_wherever_it_lives() -> N
     torch.testing.assert_close(FrozenReference(tiny_model())(batch), own)
     worker = ReferenceWorker(tiny_model(), temperature=1.0, token_budget=CONTEXT, pad_token_id=PAD)
     try:
-        answers = worker.run(RowPack.of(rows, _read(rows))).result()
+        answers = worker.run(RowTable.of(rows).only(_READ)).result()
         for row, values in zip(own, answers):
             torch.testing.assert_close(torch.tensor(values), row[: len(values)], rtol=1e-4, atol=1e-5)
 
@@ -260,9 +260,9 @@ def test_a_wider_truncation_than_the_sets_say_does_not(tmp_path: Path) -> None:
     subject = make_subject(tmp_path, temperature=4.0, top_p=0.8, max_tokens=96)
     rows = subject.sample()
     vocabulary = subject.learner.policy.model.config.vocab_size
-    for row in rows:
-        counts = torch.where(row[keys.ASSISTANT_MASK], vocabulary, 0).int()
-        every = torch.arange(vocabulary, dtype=torch.int32).repeat(int((counts > 0).sum()))
-        row["kept"] = TensorDict({"ids": every, "counts": counts})
+    counts = [torch.where(row[keys.ASSISTANT_MASK], vocabulary, 0).int() for row in rows]
+    every = torch.arange(vocabulary, dtype=torch.int32)
+    rows.set(keys.KEPT_COUNTS, counts)
+    rows.set(keys.KEPT_IDS, [every.repeat(int((own > 0).sum())) for own in counts])
     subject.rows = rows
     assert not gate.first_ratio_is_one(subject).passed

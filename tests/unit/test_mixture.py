@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict
 
 from sota_grpo.assembly.compose import anchor_paths, compose, load_config, needs_consent
 from sota_grpo.assembly.sampling import heldout_task, task_of
@@ -29,6 +29,7 @@ from sota_grpo.recording.metrics import OF_TASK, declared
 from sota_grpo.recording.step_log import batch_metrics
 from sota_grpo.rewards.grading import LocalGrader, guarded_scores
 from sota_grpo.rl.records import SUBTASK, TASK, Example, Sampling, Score, total_reward
+from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.task import scorer_of
 from sota_grpo.source.source import Prompt, Rollouts
 from sota_grpo.tasks import make_task
@@ -288,7 +289,7 @@ def test_metrics_of_a_batch_by_task() -> None:
         return TensorDict(entries)
 
     rows = [row("a", "right", 1.0, 2, "x"), row("a", "right", 0.0, 4), row("b-2", "right", -1.0, 6, "of/</script>")]
-    found = batch_metrics(lazy_stack(rows), version=0)
+    found = batch_metrics(RowTable.of(rows), version=0)
     assert all(declared(name) for name in found)
     assert {name: found[f"task/a/{name}"] for name in OF_TASK} == {
         **{"reward": 0.5, "success": 0.5, "truncated": 0.5, "response_tokens": 3.0, "responses": 2.0}

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDictBase, lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.recording.run_files import ROLLOUTS_FILE
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
 from sota_grpo.recording.step_log import dialog_of, rollout_rows
 from sota_grpo.report.groups import scan
-from sota_grpo.rl.collate import finish_rows, prompt_rows
+from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import SUBTASK, TASK, Example, Sample
+from sota_grpo.rl.table import Key, RowTable
 
 SEED = random.SystemRandom().randrange(1 << 30)
 
@@ -34,13 +34,12 @@ class Letters:
 
 def row_of(
     turns: list[tuple[str, bool]], record: dict[str, Any] | None = None, example: Example = EXAMPLE
-) -> TensorDictBase:
+) -> dict[Key, Any]:
     """A row whose turns are these texts, one token per character, True where the policy wrote it."""
     ids = torch.tensor([ord(letter) for text, _ in turns for letter in text])
     mask = torch.tensor([trained for text, trained in turns for _ in text])
     sample = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids), dtype=torch.int64), False, mask, record)
-    (prompt,) = prompt_rows(0, example, [80, 81], repeats=1)
-    (row,) = finish_rows(prompt, [sample], Letters())
+    (row,) = group_table(drawn_entries(0, example, [80, 81]), [sample], Letters()).rows()
     return row
 
 
@@ -122,15 +121,14 @@ def test_rows_have_their_task_and_dialogs_the_chat_that_they_began_with() -> Non
     turns = [("a", True), ("no", False), ("b", True)]
     rows = [row_of(turns, {"replies": []}, tagged), row_of([("abc", True)]), row_of(turns, None, Example("Why?", "!"))]
     for row in rows:
-        row.set(keys.ADVANTAGE, torch.zeros(1, 1)).set(keys.REWARD_INFO, NonTensorData("{}"))
-        for key in (keys.REWARD, keys.SUCCESS):
-            row.set(key, torch.zeros(1))
-    found = rollout_rows(lazy_stack(rows), Letters(), lambda example: [{"role": "user", "content": example.query}])
+        zero = torch.zeros(1)
+        row |= {keys.ADVANTAGE: zero[None], keys.REWARD_INFO: "{}", keys.REWARD: zero, keys.SUCCESS: zero}
+    found = rollout_rows(RowTable.of(rows), Letters(), lambda example: [{"role": "user", "content": example.query}])
     assert [row.get("task") for row in found] == ["gym/sums", None, None]
     chats = [row["dialog"]["prompt"] if "dialog" in row else None for row in found]
     assert chats == [[{"role": "user", "content": "What?"}], None, [{"role": "user", "content": "Why?"}]]
     assert [set(row) - set(ROLLOUT_FIELDS) for row in found] == [{"task", "dialog"}, set(), {"dialog"}]
-    assert "prompt" not in rollout_rows(lazy_stack(rows), Letters())[0]["dialog"]
+    assert "prompt" not in rollout_rows(RowTable.of(rows), Letters())[0]["dialog"]
 
 
 def test_the_record_has_a_dialog_where_there_is_one_and_is_scanned_without_parsing(tmp_path: Path) -> None:

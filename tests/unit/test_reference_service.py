@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 
 from sota_grpo import keys
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.reference import FrozenReference
+from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import ReferenceKL
 from sota_grpo.workers.base import WorkerDied, WorkerSpec
 from sota_grpo.workers.fleet import Fleet, starter
-from sota_grpo.workers.packing import RowPack
 from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
 from sota_grpo.workers.reference import ReferenceService, ReferenceWorker, reference_worker
 from tests.builders import generator, random_rows
@@ -47,7 +47,7 @@ def service_of(
 def groups_of_rows(count: int) -> list[list[TensorDictBase]]:
     """Groups of 4 siblings, graded, without what the reference writes."""
     rows = [row.exclude(keys.REF_LOG_PROBS, "advantage") for row in random_rows(generator(), 4 * count, group_size=4)]
-    return [rows[start : start + 4] for start in range(0, len(rows), 4)]
+    return [RowTable.of(rows[start : start + 4]) for start in range(0, len(rows), 4)]
 
 
 @pytest.fixture
@@ -57,19 +57,17 @@ def in_threads() -> Iterator[ThreadLauncher]:
     launcher.close()
 
 
-def written_here(model: torch.nn.Module, groups: list[list[TensorDictBase]], coeff: float | None = None):
+def written_here(model: torch.nn.Module, groups: list[RowTable], coeff: float | None = None):
     """Copies of the rows after the transform of the synchronous loop, all in one batch."""
-    copies = [row.clone() for rows in groups for row in rows]
     here = FrozenReference(deepcopy(model), temperature=0.7)
-    ReferenceKL(here, in_reward_coeff=coeff, pad_token_id=0, token_budget=1000)(lazy_stack(copies))
-    return copies
+    return ReferenceKL(here, in_reward_coeff=coeff, pad_token_id=0, token_budget=1000)(RowTable.cat(groups))
 
 
-def assert_equal_rows(rows: list[TensorDictBase], expected: list[TensorDictBase]) -> None:
+def assert_equal_rows(rows: RowTable, expected: RowTable) -> None:
     for row, copy in zip(rows, expected, strict=True):
-        assert set(row.keys(True, True)) == set(copy.keys(True, True))
+        assert row.keys() == copy.keys()
         for key in (keys.REF_LOG_PROBS, keys.REWARD, keys.KL_TERM, keys.GRADED_REWARD):
-            if key in copy.keys(True, True):
+            if key in copy:
                 torch.testing.assert_close(row[key], copy[key], rtol=1e-6, atol=1e-6)
 
 
@@ -80,8 +78,8 @@ def test_submitted_groups_equal_the_transform(saved, in_threads, coeff) -> None:
     groups = groups_of_rows(7)
     expected = written_here(model, groups, coeff)
     for rows, future in zip(groups, [service.submit(rows) for rows in groups], strict=True):
-        assert all(one is other for one, other in zip(future.result(60), rows, strict=True))
-    assert_equal_rows([row for rows in groups for row in rows], expected)
+        assert future.result(60) is rows
+    assert_equal_rows(RowTable.cat(groups), expected)
     again = service.submit(groups[0])
     assert again.done(), "rows that have reference log-probs pass at once"
     service.close()
@@ -110,7 +108,7 @@ def test_a_worker_computes_in_the_precision_of_the_policy(saved, precision) -> N
     with torch.autocast("cpu", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
         expected = CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS].detach()
     cut = [row[:length] for row, length in zip(rows.auto_batch_size_(2).unbind(0), (8, 5, 3))]
-    found = worker.run(RowPack.of(cut)).result(60)
+    found = worker.run(RowTable.of(cut)).result(60)
     worker.close()
     for values, row, length in zip(found, expected, (8, 5, 3), strict=True):
         assert values.tolist() == row[:length].tolist()
@@ -122,9 +120,8 @@ def test_a_worker_computes_in_the_precision_of_the_policy(saved, precision) -> N
 class NanWorker:
     """A reference whose weights are broken."""
 
-    def run(self, rows: RowPack) -> list[Any]:
-        tokens = [row[keys.FULL_TOKENS] for row in rows.rows()]
-        return [torch.full((length,), torch.nan).numpy() for length in map(len, tokens)]
+    def run(self, rows: RowTable) -> list[Any]:
+        return [torch.full((length,), torch.nan).numpy() for length in rows.lengths(keys.FULL_TOKENS)]
 
     def ping(self) -> float:
         return 0.0
@@ -144,7 +141,7 @@ def test_what_is_wrong_with_rows_or_weights_reaches_whoever_waits(saved, in_thre
     service = ReferenceService(Fleet("reference", start, 1, capacity=1), num_workers=1, in_reward_coeff=0.3)
     with pytest.raises(ValueError, match="not finite"):
         service.submit(good := groups_of_rows(1)[0]).result(60)
-    assert keys.REF_LOG_PROBS not in good[0].keys(True)
+    assert not good.has(keys.REF_LOG_PROBS)
     service.close()
 
 

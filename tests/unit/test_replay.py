@@ -32,6 +32,7 @@ from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.run_files import METRICS_FILE
 from sota_grpo.recording.run_log import TRAINING_LOG
 from sota_grpo.recording.stored_steps import Origin, StoredStep, read_step, stored_steps
+from sota_grpo.rl.table import RowTable
 from sota_grpo.run.app import train
 
 SMALL = (
@@ -288,7 +289,7 @@ def kl_step(*, graded: float | None) -> Step:
     config.algorithm.scale = "none"
     config.policy.kl_coef, config.train.kl_coef_in_loss = graded or 0.3, graded is None
     origin = Origin("cpu", "fp32", 0, 1, torch.zeros(1, dtype=torch.uint8))
-    return Step(config, StoredStep(0, {}, rows, [], [], None, origin))
+    return Step(config, StoredStep(0, {}, RowTable.of(rows), [], [], None, origin))
 
 
 def asked(kl_coef: float, *, in_loss: bool) -> Config:

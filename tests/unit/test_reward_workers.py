@@ -74,7 +74,7 @@ def test_training_in_sync_goes_on_and_counts_what_failed(env: TaskEnv, pool: Gra
     )
     assert done == 2
     for batch, update, metrics in batches:
-        rows = list(batch.unbind(0))
+        rows = list(batch)
         late = [number for number, row in enumerate(rows) if row[keys.REWARD_TIMEOUT].item()]
         failed = [number for number, row in enumerate(rows) if row[keys.REWARD_ERROR].item()]
         assert (late, failed) == ([6], [6, 12])

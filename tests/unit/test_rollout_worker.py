@@ -18,6 +18,7 @@ from sota_grpo.engines import Engine, EngineOptions
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.errors import UserError
+from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.lora import AdapterPack
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
@@ -300,6 +301,16 @@ def test_the_engine_is_built_on_the_pump_and_its_failure_raised_by_the_construct
 
 def two_tokens(request: GroupRequest, index: int, version: int) -> list[int]:
     return [10 + index, 20 + version]
+
+
+def test_responses_arrive_with_the_text_that_their_readers_would_decode() -> None:
+    tokenizer = load_tokenizer("tiny")
+    said = [*tokenizer("4 is é")["input_ids"], tokenizer.eos_token_id]
+    worker = RolloutWorker(lambda: ScriptedEngine(lambda request, index, version: said), tokenizer)
+    group = worker.run(REQUEST, Sampling(max_tokens=len(said))).result(WAIT_S)
+    worker.close()
+    for sample in (*group.samples, *pickle.loads(pickle.dumps(group)).samples):
+        assert sample.text == tokenizer.decode(sample.token_ids, skip_special_tokens=True) == "4 is é"
 
 
 def test_the_factory_takes_plain_values(tmp_path: Path):

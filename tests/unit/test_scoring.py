@@ -12,6 +12,7 @@ from tensordict import TensorDict, lazy_stack
 from sota_grpo.recording.step_log import rollout_rows
 from sota_grpo.rewards.grading import WrongTerms, failed_score, guarded_score, guarded_scores
 from sota_grpo.rl.records import LARGEST, Example, Score
+from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import write_scores
 
 EXAMPLE = Example("2 + 2?", "4")
@@ -99,7 +100,7 @@ def test_a_row_to_which_no_term_applies_is_logged_without_terms() -> None:
     )
     rows = lazy_stack([row])
     write_scores(rows, [Score({"a": None}, False, info={"x": 1})], {"a": 1.0})
-    (plain,) = rollout_rows(rows, Tokenizer())
+    (plain,) = rollout_rows(RowTable.of(rows), Tokenizer())
     assert plain["reward_terms"] == {}
     assert plain["reward"] == 0.0
     assert json.dumps(plain["reward_info"]) == '{"x": 1}'

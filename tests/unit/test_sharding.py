@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from sota_grpo import keys
 from sota_grpo.functional.flops import ModelShape
@@ -24,11 +23,12 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.rl.collate import micro_batches, plain_rows, prompt_groups, row_list, row_prompts
+from sota_grpo.rl.collate import micro_batches, prompt_groups, row_prompts
+from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.training.forward_passes import ForwardPasses
-from sota_grpo.training.remote_learner import LearnerDied, LearnerWorker, RemoteLearner
+from sota_grpo.training.remote_learner import LearnerDied, LearnerWorker, RemoteLearner, travelling
 from sota_grpo.workers.base import IDLE_METHOD, WorkerDied
-from sota_grpo.workers.packing import RowPack, StatePack
+from sota_grpo.workers.packing import StatePack
 from tests.rank_rigs import build_learner, learner_settings, ragged_rows
 from tests.unit.tiny_models import VOCAB, make_model
 
@@ -56,7 +56,8 @@ def test_ranks_make_equally_many_passes_over_every_row_once(count: int, shared: 
 
 def test_each_rank_is_sent_the_rows_that_it_computes_and_no_others() -> None:
     """24 rows, 3 ranks, 2 epochs, steps of 12: every step's tokens weigh 1 together, over all shares."""
-    rows = plain_rows(ragged_rows(24))
+    rows = RowTable.of(ragged_rows(24))
+    rows.set("place", torch.arange(24))
     policy = CausalPolicy(make_model())
     for epochs in (1, 2):
         settings = learner_settings(epochs=epochs, optim_batch_size=12, aggregation="token")
@@ -67,11 +68,11 @@ def test_each_rank_is_sent_the_rows_that_it_computes_and_no_others() -> None:
                 for one in share.steps[step]:
                     for index, weight in zip(one.rows, one.weights):
                         weights[share.places[index]] += weight
-            sampled = {place: int(rows[place][keys.ASSISTANT_MASK].sum()) for place in weights}
+            sampled = {place: rows.sums(keys.ASSISTANT_MASK)[place].item() for place in weights}
             assert len(weights) >= 12  # a row that keeps a rank in step weighs nothing
             assert sum(weights[place] * count for place, count in sampled.items()) == pytest.approx(1)
         for share in shares:
-            assert all(row is rows[place] for row, place in zip(share.rows, share.places, strict=True))
+            assert share.rows.get("place").tolist() == share.places
             used = {index for step in share.steps for one in step for index in one.rows}
             assert used == set(range(len(share.rows)))
         if epochs == 1:
@@ -82,9 +83,9 @@ def test_each_rank_is_sent_the_rows_that_it_computes_and_no_others() -> None:
 def test_a_share_that_travelled_is_learned_like_the_whole(options: dict[str, Any], tmp_path) -> None:
     rows = ragged_rows(11)
     whole, sent = (build_learner(Ranks(), str(tmp_path), **options) for _ in range(2))
-    (share,) = sent.step_planner().shares(plain_rows(rows), 0)
-    pack = pickle.loads(pickle.dumps(share._replace(rows=RowPack.of(share.rows)), protocol=5))
-    found, expected = sent.update_share(pack._replace(rows=pack.rows.rows())), whole.update(rows)
+    (share,) = sent.step_planner().shares(travelling(rows), 0)
+    found = sent.update_share(pickle.loads(pickle.dumps(share, protocol=5)))
+    expected = whole.update(rows)
     assert found | {"time/learn_s": 0} == expected | {"time/learn_s": 0}
     for mine, theirs in zip(sent.parameters, whole.parameters, strict=True):
         assert torch.equal(mine, theirs)
@@ -112,19 +113,13 @@ def test_ranks_keep_no_half_precision_copy_of_every_layer() -> None:
 
 def test_rows_arrive_without_their_text() -> None:
     rows = row_list(ragged_rows(9))
-    found = pickle.loads(pickle.dumps(RowPack.of(rows), protocol=5)).rows()
+    found = pickle.loads(pickle.dumps(travelling(rows), protocol=5))
     for mine, theirs in zip(rows, found, strict=True):
         names = {name for name, value in mine.items(True, True) if isinstance(value, torch.Tensor)}
         assert set(theirs) == names == set(mine.keys(True, True)) - {keys.RESPONSE_TEXT}
         for name in names:
             assert torch.equal(theirs[name], mine[name])
             assert theirs[name].dtype == mine[name].dtype
-
-
-def test_rows_that_differ_in_their_entries_are_refused() -> None:
-    rows = [TensorDict({"a": torch.zeros(2), "b": torch.zeros(1)}), TensorDict({"a": torch.zeros(1)})]
-    with pytest.raises(ValueError, match="b is missing in row 1"):
-        RowPack.of(rows)
 
 
 def test_a_state_arrives_as_it_was() -> None:
@@ -293,8 +288,8 @@ def test_every_rank_is_given_the_calls_of_all_threads_in_one_order() -> None:
 def test_a_rank_shows_progress_while_it_gathers_its_state(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of a large model takes longer than a rank may be silent."""
     worker = LearnerWorker(lambda: build_learner(Ranks(), str(tmp_path)))
-    (share,) = worker.learner.step_planner().shares(plain_rows(ragged_rows(5)), 0)
-    worker.update(share._replace(rows=RowPack.of(share.rows))).result()
+    (share,) = worker.learner.step_planner().shares(RowTable.of(ragged_rows(5)), 0)
+    worker.update(share).result()
     ticks = []
     monkeypatch.setattr(worker._thread, "progress", lambda: ticks.append(None))
     state = worker.state_dict().result().state()

@@ -14,6 +14,11 @@ from tests.l3_parts import make_env
 
 SCRIPT = torch.tensor([5, 6, 2])
 
+
+def decode(ids: torch.Tensor, **_: bool) -> str:
+    return str(ids.tolist())
+
+
 SAMPLING = Sampling(max_tokens=1)
 
 
@@ -39,7 +44,7 @@ def test_a_group_takes_as_long_as_its_longest_response_and_waits_for_a_place() -
     """Sigma 0: every response has 10 tokens of 0.5 s. Two places, three groups: done at 5, 5 and 10 s."""
     clock = VirtualClock()
     scenario = Scenario(num_workers=1, groups_per_worker=2, response_tokens=10, sigma=0.0, token_s=0.5)
-    workers = Workers(clock, scenario, SCRIPT)
+    workers = Workers(clock, scenario, SCRIPT, decode)
     ended: list[float] = []
     for request in requests(3):
         workers.submit(request, SAMPLING).add_done_callback(lambda future: ended.append(clock.now))
@@ -54,7 +59,7 @@ def test_a_group_takes_as_long_as_its_longest_response_and_waits_for_a_place() -
 def test_tokens_have_the_version_that_was_served_at_their_own_time() -> None:
     """Ten tokens at 0, 0.5, ... 4.5 s; version 1 arrives at 1.2 s and version 2 at 3 s."""
     clock = VirtualClock()
-    workers = Workers(clock, Scenario(response_tokens=10, sigma=0.0, token_s=0.5), SCRIPT)
+    workers = Workers(clock, Scenario(response_tokens=10, sigma=0.0, token_s=0.5), SCRIPT, decode)
     future = workers.submit(requests(1)[0], SAMPLING)
     for when in (1.2, 3.0):
         clock.at(when, workers.serve)

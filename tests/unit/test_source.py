@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tensordict import lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
@@ -21,6 +20,7 @@ from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty
 from sota_grpo.source.admission import Group, Refill, zero_advantage_rows
 from sota_grpo.source.collector import RolloutCollector
@@ -124,10 +124,13 @@ class Rig:
         return batch
 
 
+NO_ROWS = RowTable(0, {})
+
+
 def ids(batch) -> list[int]:
     """The groups of a batch in its order; each must be whole."""
-    found = [int(row.get(keys.GROUP_ID)) for row in batch.unbind(0)]
-    assert [int(row.get(keys.SAMPLE_ID)) for row in batch.unbind(0)] == list(range(REPEATS)) * (len(found) // REPEATS)
+    found = batch.get(keys.GROUP_ID).tolist()
+    assert batch.get(keys.SAMPLE_ID).tolist() == list(range(REPEATS)) * (len(found) // REPEATS)
     assert found == [group for group in found[::REPEATS] for _ in range(REPEATS)]
     return found[::REPEATS]
 
@@ -154,15 +157,15 @@ def synchronous_batches(*, right: float, seed: int, steps: int, num_groups: int,
             if len(kept) == num_groups * REPEATS:
                 break
             rows = collector.collect(num_groups - len(kept) // REPEATS)
-            alike = [refill and each for each in zero_advantage_rows(rows)]
+            alike = [refill and each for each in zero_advantage_rows(RowTable.of(rows)).tolist()]
             kept += itertools.compress(rows, [not each for each in alike])
             zero += itertools.compress(rows, alike)
         missing = num_groups * REPEATS - len(kept)
         kept = sorted(kept + zero[len(zero) - missing :], key=lambda row: int(row.get(keys.GROUP_ID)))
-        batch = GroupAdvantage()(lazy_stack(kept))
+        batch = GroupAdvantage()(RowTable.of(kept))
         counts = {
             "groups/refilled": (len(zero) - missing) // REPEATS,
-            "groups/zero_advantage": sum(zero_advantage_rows(kept)) // REPEATS,
+            "groups/zero_advantage": int(zero_advantage_rows(batch).sum()) // REPEATS,
         }
         found.append((batch, counts))
     return found
@@ -171,7 +174,7 @@ def synchronous_batches(*, right: float, seed: int, steps: int, num_groups: int,
 def require_equal(batches: list, expected: list, context: str) -> None:
     for step, (batch, (other, _)) in enumerate(zip(batches, expected)):
         assert ids(batch) == ids(other), f"{context}, step {step}"
-        assert all(same(one, two) for one, two in zip(batch.unbind(0), other.unbind(0))), f"{context}, step {step}"
+        assert all(same(one, two) for one, two in zip(batch, other, strict=True)), f"{context}, step {step}"
 
 
 @pytest.mark.parametrize("refill", [False, True])
@@ -325,7 +328,7 @@ def test_no_order_of_finishing_exceeds_the_age(max_policy_age: int) -> None:
         rig.desk.submit = ask
         for step in range(12):
             batch = rig.step(step, choose=mixed(rig, admitted), ahead=random.randint(0, 6))
-            for row in batch.unbind(0):
+            for row in batch:
                 versions = row.get(keys.TOKEN_VERSION)[row.get(keys.ASSISTANT_MASK)]
                 assert int(row.get(keys.POLICY_VERSION)) == versions.min()
                 assert admitted[int(row.get(keys.GROUP_ID))] <= versions.min()
@@ -427,7 +430,7 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
     if not refill:
         assert sorted(taken + left) == list(range(drawn))
     for batch, _ in trained:
-        for row in batch.unbind(0):
+        for row in batch:
             assert row[keys.QUERY] == rig.env.stream.example_of(int(row.get(keys.GROUP_ID))).query
     if max_policy_age == 0:
         chosen = {name: options[name] for name in ("right", "seed", "num_groups", "refill", "max_draws")}
@@ -531,10 +534,11 @@ def test_graders_and_reference_work_group_by_group_and_never_on_replaced_groups(
         return local.scores(pairs)
 
     def refer(rows) -> Future:
-        referred.append(int(rows[0].get(keys.GROUP_ID)))
+        referred.append(int(rows[0][keys.GROUP_ID]))
         future: Future = Future()
-        copies = [row.clone() for row in rows]
-        future.set_result([row.set(keys.REF_LOG_PROBS, row.get(keys.LOG_PROBS) - 1) for row in copies])
+        copy = RowTable.cat([rows])
+        copy.set(keys.REF_LOG_PROBS, [row[keys.LOG_PROBS] - 1 for row in rows])
+        future.set_result(copy)
         return future
 
     local = small_env().grader
@@ -544,7 +548,7 @@ def test_graders_and_reference_work_group_by_group_and_never_on_replaced_groups(
     drawn = range(3 + int(rig.source.metrics()["groups/refilled"]))
     assert sorted(graded) == sorted(rig.env.stream.example_of(number).query for number in drawn)
     assert sorted(referred) == ids(batch)
-    for row in batch.unbind(0):
+    for row in batch:
         torch.testing.assert_close(row.get(keys.REF_LOG_PROBS), row.get(keys.LOG_PROBS) - 1)
         assert keys.ADVANTAGE in row
 
@@ -578,13 +582,13 @@ def test_a_zero_advantage_group_of_an_earlier_step_is_replaced_as_one_of_the_fir
     older = [Group(number, None, 0, *refill.begin_draw()) for number in range(4)]
     refill.start_step()
     assert [refill.begin_draw(), refill.begin_draw()] == [(2, 0), (2, 1)]
-    refill.add(older[3], [])
+    refill.add(older[3], NO_ROWS)
     assert refill.may_draw()
     first = Group(6, None, 1, *refill.replace())
     assert not refill.may_draw()
-    refill.add(first, [])
+    refill.add(first, NO_ROWS)
     assert refill.may_draw()
-    refill.add(Group(7, None, 1, *refill.replace()), [])
+    refill.add(Group(7, None, 1, *refill.replace()), NO_ROWS)
     assert not refill.may_draw()
     state = refill.state_dict()
     older_names = {"step": "turn", "num_draws": "_draws"}
@@ -602,8 +606,7 @@ def test_the_length_penalty_does_not_make_a_zero_advantage_group_worth_training(
     rig = Rig(refill=True, right=0.0, max_draws=2, group_transforms=[OverlongPenalty(10, 9)])
     batch = rig.step(0)
     assert rig.source.metrics()["groups/refilled"] > 0
-    rewards = torch.cat([row.get(keys.REWARD) for row in batch.unbind(0)])
-    lengths = torch.stack([row.get(keys.ASSISTANT_MASK).sum() for row in batch.unbind(0)])
+    rewards, lengths = batch.get(keys.REWARD).flatten(), batch.sums(keys.ASSISTANT_MASK)
     assert torch.allclose(rewards, (1 - lengths) / 9)  # of answers that are all wrong
 
 

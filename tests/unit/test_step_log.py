@@ -7,10 +7,11 @@ import logging
 
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict
 
 from sota_grpo.recording.metrics import declared
 from sota_grpo.recording.step_log import ZeroAdvantageWatch, batch_metrics
+from sota_grpo.rl.table import RowTable
 
 
 def row(prompt: int, response: int, reward: float, advantage: float, version: int, cut: bool) -> TensorDict:
@@ -40,7 +41,7 @@ def test_four_rows() -> None:
     for entry in rows:
         del entry["next", "reward_terms", "std"]
     rows[3]["masks", "all_assistant_mask"] = torch.tensor([0] * 5 + [1] * 3 + [0] * 2 + [1] * 5).bool()  # two turns
-    found = batch_metrics(lazy_stack(rows), version=5)
+    found = batch_metrics(RowTable.of(rows), version=5)
     expected = {
         "reward": 0.75,
         "reward/std": 3**0.5 / 4,  # of 1 0 1 1
@@ -65,7 +66,7 @@ def test_four_rows() -> None:
 
 def test_a_term_that_would_hide_another_metric_is_refused() -> None:
     with pytest.raises(ValueError, match="std"):
-        batch_metrics(lazy_stack([row(1, 1, 1.0, 0.0, 0, False)]), version=0)
+        batch_metrics(RowTable.of([row(1, 1, 1.0, 0.0, 0, False)]), version=0)
 
 
 def warnings(caplog: pytest.LogCaptureFixture, total: int, advantages: list[float], failed: float = 0.0) -> list[str]:

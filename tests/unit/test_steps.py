@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict
 
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
@@ -27,6 +27,7 @@ from sota_grpo.recording.stored_steps import (
     stored_steps,
     text_pieces,
 )
+from sota_grpo.rl.table import RowTable
 
 ORIGIN = Origin(device="cpu", precision="fp32", num_ranks=0, num_threads=2, rng=torch.arange(5, dtype=torch.uint8))
 HALF_A_PAIR = "\ud83d"  # text of a dataset may hold it; no encoding can
@@ -73,8 +74,8 @@ def make_stored(step: int = 20, rows: list[TensorDict] | None = None, **changes)
     options = {
         "step": step,
         "metrics": {"reward": 0.5, "kl": None, "groups/trained": 2},
-        "rows": rows,
-        "fields": rollout_rows(lazy_stack(rows), Letters()),
+        "rows": RowTable.of(rows),
+        "fields": rollout_rows(RowTable.of(rows), Letters()),
         "pieces": [[Letters().decode([i]) for i in row[keys.RESPONSE_TOKENS].tolist()] for row in rows],
         "measured": [torch.stack([row[keys.LOG_PROBS] - 1, row[keys.LOG_PROBS] + 1]) for row in rows],
         "origin": ORIGIN,
@@ -90,25 +91,23 @@ def test_a_stored_step_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert (found.step, found.metrics, found.fields, found.pieces) == (20, stored.metrics, stored.fields, stored.pieces)
     assert found.samples == stored.samples
     for row, wanted in zip(found.rows, stored.rows, strict=True):
-        names = set(wanted.keys(include_nested=True, leaves_only=True))
-        assert set(row.keys(include_nested=True, leaves_only=True)) == names
-        for name in names:
-            value, other = row.get(name), wanted.get(name)
+        assert row.keys() == wanted.keys()
+        for name, other in wanted.items():
             if isinstance(other, torch.Tensor):
-                torch.testing.assert_close(value, other, rtol=0.0, atol=0.0)
+                torch.testing.assert_close(row[name], other, rtol=0.0, atol=0.0)
             else:
-                assert row[name] == wanted[name]
+                assert row[name] == other
     assert torch.equal(found.origin.rng, ORIGIN.rng)
     assert (found.origin.device, found.origin.num_threads) == ("cpu", 2)
 
 
 def test_what_the_learner_writes_into_its_rows_is_not_stored(tmp_path: Path) -> None:
     row = make_row(2, 3)
-    given = set(row.keys(include_nested=True, leaves_only=True))
+    given = set(RowTable.of([row]).columns)
     row.set(keys.LOSS_WEIGHT, torch.ones(5))
     row.set(keys.PROXIMAL_LOG_PROBS, torch.ones(5))
     (found,) = read_step(save_step(tmp_path, make_stored(rows=[row]))).rows
-    assert set(found.keys(include_nested=True, leaves_only=True)) == given
+    assert set(found) == given
 
 
 def test_a_sample_has_one_entry_for_each_token_after_its_prompt(tmp_path: Path) -> None:
@@ -183,7 +182,7 @@ class Watched:
 
 
 def take(stored: StoredSteps, step: int) -> float:
-    batch = lazy_stack([make_row(2, 3)])
+    batch = RowTable.of([make_row(2, 3)])
     update = stored.update(batch)
     return stored.write(step, update, batch, rollout_rows(batch, Letters()))
 

@@ -16,8 +16,9 @@ from torchrl.envs.transforms import Compose
 
 from sota_grpo import keys
 from sota_grpo.envs.task_env import ScoreResponse
-from sota_grpo.rl.collate import pad_rows, row_list
+from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.records import Example, Score
+from sota_grpo.rl.table import row_list
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from tests.builders import VOCAB, generator, random_row, random_rows
 

@@ -18,8 +18,8 @@ from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.reference import AdapterOffReference, FrozenReference
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.tensor_files import stored_tensors
-from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.table import row_list
 from sota_grpo.rl.transforms import ReferenceKL, reference_log_probs
 from sota_grpo.training.forward_passes import LearnerSettings
 from sota_grpo.training.learner import Learner

@@ -1,0 +1,417 @@
+"""Rows of samples as columns: one tensor per entry for all rows, however long each of them is.
+
+Two rows of a prompt, whose responses have one token and three, and of which only the second has a record::
+
+    ("tokens", "full")   values [5 6 1 5 6 2 3 4]   lengths [3, 5]
+    ("next", "reward")   values [[1.] [0.]]
+    "query"              values ["a?", "a?"]
+    "dialog"             values ["{..}"]            rows [1]
+
+A TensorDict per response costs a hundred microseconds, and some fifty objects that the garbage collector visits again
+and again; here a group has as many as one response had. TorchRL's interfaces are given TensorDicts
+(:meth:`RowTable.stack`), and what they give back is read (:meth:`RowTable.of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
+from itertools import accumulate, pairwise
+from typing import Any, Concatenate, NamedTuple, ParamSpec, overload
+
+import numpy as np
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    lazy_stack,
+)
+from torch import Tensor
+
+from sota_grpo.policy.weight_pack import readable
+
+P = ParamSpec("P")
+Key = str | tuple[str, ...]
+Row = Mapping[Key, Any]  # of a sample: a TensorDict, or a dict of its entries
+
+
+class Column(NamedTuple):
+    """One entry of the rows that have it.
+
+    Args:
+        values: ``[n, ..]``, a value per row; or ``[sum of lengths]``, those of each row behind those of the one before;
+            or a list of what is no tensor.
+        lengths: of the rows' values; None: each row has one item of ``values``.
+        rows: the places of the rows that have the entry, ascending; None: all.
+    """
+
+    values: Any
+    lengths: list[int] | None = None
+    rows: list[int] | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[Any], rows: list[int] | None = None) -> Column:
+        """A column of the values of single rows.
+
+        Raises:
+            ValueError: tensors of unlike shapes that have more than one dimension.
+
+        >>> Column.of([torch.tensor([5]), torch.tensor([6, 7])])[:2]
+        (tensor([5, 6, 7]), [1, 2])
+        """
+        if not isinstance(values[0], Tensor):
+            return cls(list(values), None, rows)
+        if len({value.shape for value in values}) == 1:
+            return cls(torch.stack(list(values)), None, rows)
+        if any(value.dim() != 1 for value in values):
+            raise ValueError("rows of unlike shapes have entries of one dimension")
+        return cls(torch.cat(list(values)), list(map(len, values)), rows)
+
+    def parts(self) -> Sequence[Any]:
+        """The values, one per row that has the entry; views."""
+        if self.lengths is not None:
+            return self.values.split(self.lengths)
+        return self.values.unbind(0) if isinstance(self.values, Tensor) else self.values
+
+    def places(self, num_rows: int) -> Sequence[int]:
+        """Of the rows that have the entry, among ``num_rows``."""
+        return range(num_rows) if self.rows is None else self.rows
+
+    def flat(self) -> Column:
+        """The same with lengths."""
+        if self.lengths is not None:
+            return self
+        return self._replace(values=self.values.flatten(), lengths=[self.values[0].numel()] * len(self.values))
+
+    def take(self, places: Sequence[int]) -> Column:
+        """Of the rows that stand at ``places``, in this order."""
+        if self.rows is not None:
+            known = {row: at for at, row in enumerate(self.rows)}
+            rows = [new for new, place in enumerate(places) if place in known]
+            return self._at([known[places[new]] for new in rows])._replace(rows=rows)
+        return self._at(places)
+
+    def _at(self, places: Sequence[int]) -> Column:
+        if isinstance(self.values, list):
+            return Column([self.values[place] for place in places])
+        if self.lengths is None:
+            return Column(self.values[torch.tensor(places, dtype=torch.int64)])
+        ends = list(accumulate(self.lengths, initial=0))
+        pieces = [self.values[ends[first] : ends[last]] for first, last in _runs(places)]
+        return Column(torch.cat(pieces or [self.values[:0]]), [self.lengths[place] for place in places])
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours together, as ``(first, last + 1)``.
+
+    >>> list(_runs([3, 4, 1]))
+    [(3, 5), (1, 2)]
+    """
+    start = 0
+    for end in range(1, len(places) + 1):
+        if end == len(places) or places[end] != places[end - 1] + 1:
+            yield places[start], places[end - 1] + 1
+            start = end
+
+
+def _joined(columns: Sequence[Column]) -> tuple[Any, list[int] | None]:
+    """The values of all, one behind the other, and their lengths."""
+    if isinstance(columns[0].values, list):
+        return [value for column in columns for value in column.values], None
+    if len({None if column.lengths else column.values.shape[1:] for column in columns}) > 1:
+        columns = [column.flat() for column in columns]
+    lengths = None if columns[0].lengths is None else [n for column in columns for n in column.lengths or ()]
+    return torch.cat([column.values for column in columns]), lengths
+
+
+class RowTable(Sequence[Row]):
+    """Rows of samples, one column per entry (:mod:`sota_grpo.keys`).
+
+    Columns are never written into, but replaced, so tables may share them; rows are dicts of views of them.
+
+    Args:
+        num_rows: how many.
+        columns: by key.
+
+    >>> table = RowTable(2, {"group_id": Column(torch.tensor([7, 7])), "x": Column(torch.arange(3), [1, 2])})
+    >>> [row["x"].tolist() for row in table.rows()], table.get("group_id").tolist()
+    ([[0], [1, 2]], [7, 7])
+    """
+
+    def __init__(self, num_rows: int, columns: Mapping[Key, Column]):
+        self.num_rows, self.columns = num_rows, dict(columns)
+
+    @classmethod
+    def of(cls, rows: RowTable | TensorDictBase | Sequence[Row]) -> RowTable:
+        """The table of rows that are TensorDicts, lazily stacked, dense or listed, or dicts; a table as it is.
+
+        >>> rows = [TensorDict({"tokens": {"full": torch.arange(n)}, "query": "a?"}) for n in (1, 2)]
+        >>> table = RowTable.of(lazy_stack(rows))
+        >>> table.columns["tokens", "full"].lengths, table.columns["query"].values
+        ([1, 2], ['a?', 'a?'])
+        """
+        if isinstance(rows, RowTable):
+            return rows
+        if isinstance(rows, TensorDictBase) and not isinstance(rows, LazyStackedTensorDict):
+            return cls(len(rows), {key: Column(value) for key, value in _entries(rows)})
+        found: dict[Key, tuple[list[int], list[Any]]] = {}
+        listed = row_list(rows)
+        for index, row in enumerate(listed):
+            for key, value in row.items() if isinstance(row, dict) else _entries(row):  # type: ignore[arg-type]
+                at, values = found.setdefault(key, ([], []))
+                at.append(index)
+                values.append(value)
+        number = len(listed)
+        columns = {key: Column.of(values, at if len(at) < number else None) for key, (at, values) in found.items()}
+        return cls(number, columns)
+
+    @classmethod
+    def cat(cls, tables: Sequence[RowTable]) -> RowTable:
+        """All rows, those of each table behind those of the one before; an entry may be missing in some.
+
+        >>> one, other = RowTable(1, {"x": Column(["a"])}), RowTable(1, {"y": Column(["b"])})
+        >>> RowTable.cat([one, other]).rows()
+        [{'x': 'a'}, {'y': 'b'}]
+        """
+        *starts, num_rows = accumulate((len(table) for table in tables), initial=0)
+        columns = {}
+        for key in dict.fromkeys(key for table in tables for key in table.columns):
+            own = [(start, table) for start, table in zip(starts, tables) if key in table.columns and len(table)]
+            if own:
+                rows = [start + row for start, table in own for row in table.columns[key].places(len(table))]
+                joined = _joined([table.columns[key] for _, table in own])
+                columns[key] = Column(*joined, rows if len(rows) < num_rows else None)
+        return cls(num_rows, columns)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> RowTable: ...
+    def __getitem__(self, index: int | slice) -> Row | RowTable:
+        return self.take(range(len(self))[index]) if isinstance(index, slice) else self.rows()[index]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows())
+
+    def has(self, key: Key) -> bool:
+        """Whether any row has the entry."""
+        return key in self.columns
+
+    def get(self, key: Key, default: Any = None) -> Any:
+        """The entry of all rows, ``[N, ..]``; ``default`` where none has it.
+
+        Raises:
+            ValueError: some rows lack it, or it is not of one shape.
+        """
+        if key not in self.columns:
+            return default
+        values, lengths, rows = self.columns[key]
+        if rows is not None:
+            missing = f"{key} is missing in {len(self) - len(rows)} of {len(self)} rows"
+            raise ValueError(f"{missing}; stack TensorDicts lazily, so that a row may lack it.")
+        if lengths is None:
+            return values
+        if len(set(lengths)) > 1:
+            raise ValueError(f"{key} has rows of unlike lengths; read its column.")
+        return values.view(len(self), -1)
+
+    def set(self, key: Key, values: Tensor | Sequence[Any]) -> None:
+        """Write an entry: a tensor ``[N, ..]``; or a value per row, where None leaves the row without it.
+
+        >>> table = RowTable(2, {})
+        >>> table.set("x", [None, torch.ones(3)])
+        >>> [list(row) for row in table.rows()]
+        [[], ['x']]
+        """
+        if isinstance(values, Tensor):
+            self.columns[key] = Column(values)
+            return
+        rows = [index for index, value in enumerate(values) if value is not None]
+        if rows:
+            self.columns[key] = Column.of([values[row] for row in rows], rows if len(rows) < len(self) else None)
+
+    def names(self, prefix: tuple[str, ...]) -> list[str]:
+        """Of the entries below ``prefix``, one level down."""
+        return [key[-1] for key in self.columns if isinstance(key, tuple) and key[:-1] == prefix]
+
+    def flat(self, key: Key) -> Tensor:
+        """The values of all rows, one row behind the other."""
+        return self.columns[key].flat().values
+
+    def lengths(self, key: Key) -> list[int]:
+        """Of the rows' values, which all have the entry."""
+        return self.columns[key].flat().lengths or []
+
+    def sums(self, key: Key) -> Tensor:
+        """How many of a mask are True in each row, int64 ``[N]``."""
+        column = self.columns[key].flat()
+        ends = torch.tensor([0, *column.lengths], dtype=torch.int64).cumsum(0)  # type: ignore[misc]
+        counted = torch.cat([torch.zeros(1, dtype=torch.int64), column.values.cumsum(0)])
+        return counted[ends].diff()
+
+    def parts(self, key: Key) -> Sequence[Any]:
+        """The entry of each row, None where it has none; views."""
+        column = self.columns[key]
+        if column.rows is None:
+            return column.parts()
+        values = dict(zip(column.rows, column.parts()))
+        return [values.get(row) for row in range(len(self))]
+
+    def take(self, places: Sequence[int]) -> RowTable:
+        """The rows that stand at ``places``, in this order.
+
+        >>> RowTable(3, {"x": Column(torch.arange(4), [2, 1, 1])}).take([2, 0]).columns["x"][:2]
+        (tensor([3, 0, 1]), [1, 2])
+        """
+        if list(places) == list(range(len(self))):
+            return self
+        taken = {key: column.take(places) for key, column in self.columns.items()}
+        return RowTable(len(places), {key: column for key, column in taken.items() if column.rows != []})
+
+    def without(self, *names: Key) -> RowTable:
+        """All entries but those that are named."""
+        return self.only(key for key in self.columns if key not in names)
+
+    def split(self, counts: Iterable[int]) -> list[RowTable]:
+        """The first ``counts[0]`` rows, the next ``counts[1]``, and so on."""
+        ends, rows = list(accumulate(counts, initial=0)), self.rows()
+        return [RowTable.of(rows[start:end]) for start, end in pairwise(ends)]
+
+    def only(self, names: Iterable[Key]) -> RowTable:
+        """Those of the entries that are named."""
+        return RowTable(len(self), {key: self.columns[key] for key in names if key in self.columns})
+
+    def rows(self, *names: Key) -> list[dict[Key, Any]]:
+        """Each row's entries, views that are not to be written into; those of ``names`` only, where any are named."""
+        rows: list[dict[Key, Any]] = [{} for _ in range(len(self))]
+        for key in names or self.columns:
+            if (column := self.columns.get(key)) is not None:
+                for place, value in zip(column.places(len(self)), column.parts(), strict=True):
+                    rows[place][key] = value
+        return rows
+
+    def stack(self) -> LazyStackedTensorDict:
+        """The rows as TorchRL has them: a TensorDict each, lazily stacked.
+
+        >>> RowTable(1, {("next", "reward"): Column(torch.ones(1, 1))}).stack()["next", "reward"].tolist()
+        [[1.0]]
+        """
+        return lazy_stack([_tensordict(row) for row in self.rows()])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As tensors and plain values, for a checkpoint.
+
+        >>> RowTable(2, {"x": Column(torch.ones(3), [1, 2])}).state_dict()["columns"][0]["shapes"].tolist()
+        [[1], [2]]
+        """
+        return {"num_rows": len(self), "columns": [self._saved(*one) for one in self.columns.items()]}
+
+    def _saved(self, key: Key, column: Column) -> dict[str, Any]:
+        rows = torch.tensor(list(column.places(len(self))), dtype=torch.int64)
+        saved = {"path": [key] if isinstance(key, str) else list(key), "rows": rows}
+        if isinstance(column.values, list):
+            return saved | {"plain": column.values}
+        if column.lengths is None:
+            shapes = torch.tensor([column.values.shape[1:]], dtype=torch.int64).expand(len(rows), -1).contiguous()
+        else:
+            shapes = torch.tensor(column.lengths).unsqueeze(1)
+        return saved | {"shapes": shapes, "values": column.values.flatten()}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> RowTable:
+        """What :meth:`state_dict` gave."""
+        columns: dict[Key, Column] = {}
+        for saved in state["columns"]:
+            key = saved["path"][0] if len(saved["path"]) == 1 else tuple(saved["path"])
+            rows = None if len(saved["rows"]) == state["num_rows"] else saved["rows"].tolist()
+            if "plain" in saved:
+                columns[key] = Column(saved["plain"], None, rows)
+                continue
+            shapes = saved["shapes"].tolist()
+            if all(shape == shapes[0] for shape in shapes):
+                columns[key] = Column(saved["values"].view(len(shapes), *shapes[0]), None, rows)
+            else:
+                columns[key] = Column(saved["values"], [length for (length,) in shapes], rows)
+        return cls(state["num_rows"], columns)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Tensors as arrays, which pickle's protocol 5 moves by reference."""
+        parts = [
+            (key, values.detach().cpu().numpy() if isinstance(values, Tensor) else values, *others)
+            for key, (values, *others) in self.columns.items()
+        ]
+        return _read, (len(self), parts)
+
+
+def _read(num_rows: int, parts: Iterable[tuple[Any, ...]]) -> RowTable:
+    tensors = ((key, readable(v) if isinstance(v, np.ndarray) else v, others) for key, v, *others in parts)
+    return RowTable(num_rows, {key: Column(values, *others) for key, values, others in tensors})
+
+
+def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., None]:
+    """``write(table, ..)`` for rows of any form; what it writes is written to TensorDicts in place.
+
+    Raises:
+        ValueError: the rows are dense, where every row has every key, and it leaves some without one.
+    """
+
+    @wraps(write)
+    def written(rows: RowTable | TensorDictBase | Sequence[TensorDictBase], *args: Any, **by_name: Any) -> None:
+        table = RowTable.of(rows)
+        known = dict(table.columns)
+        write(table, *args, **by_name)
+        if table is rows:
+            return
+        dense = isinstance(rows, TensorDictBase) and not isinstance(rows, LazyStackedTensorDict)
+        listed = [] if dense else row_list(rows)  # type: ignore[arg-type]
+        for key in (key for key, column in table.columns.items() if known.get(key) is not column):
+            for row, value in zip(listed, table.parts(key)):
+                if value is not None:
+                    row.set(key, value if isinstance(value, Tensor) else NonTensorData(value))
+            if dense:
+                values = table.get(key)
+                rows.set(key, NonTensorStack(*values) if isinstance(values, list) else values)  # type: ignore[union-attr]
+
+    return written
+
+
+def row_list(rows: Sequence[Any] | TensorDictBase) -> list[Any]:
+    """The rows of a batch, one by one; those of a lazy stack are its own, so writing to them writes to it.
+
+    >>> stack = lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (1, 2)])
+    >>> [row["x"].shape[0] for row in row_list(stack)]
+    [1, 2]
+    """
+    return list(rows.unbind(0)) if isinstance(rows, TensorDictBase) else list(rows)
+
+
+def plain_rows(rows: Sequence[Any] | TensorDictBase) -> list[dict[Key, Any]]:
+    """The entries of each row in a dict of its own, which is cheaper to read than a TensorDict.
+
+    >>> plain_rows([TensorDict({"x": {"y": torch.ones(1)}, "z": torch.zeros(1)})])
+    [{('x', 'y'): tensor([1.]), 'z': tensor([0.])}]
+    """
+    return [dict(row if isinstance(row, dict) else _entries(row)) for row in row_list(rows)]
+
+
+def _entries(rows: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple[Key, Any]]:
+    """Tensors and plain values of a row, or of dense ones."""
+    for name, value in rows.items():
+        if is_non_tensor(value):
+            yield (*path, name) if path else name, value.tolist()
+        elif isinstance(value, TensorDictBase):
+            yield from _entries(value, (*path, name))
+        elif isinstance(value, Tensor):
+            yield (*path, name) if path else name, value
+
+
+def _tensordict(row: Row) -> TensorDictBase:
+    plain = {key: value if isinstance(value, Tensor) else NonTensorData(value) for key, value in row.items()}
+    return TensorDict(plain, batch_size=[])  # type: ignore[arg-type]

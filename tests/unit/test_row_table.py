@@ -1,0 +1,181 @@
+"""A table of rows is its rows one by one: what goes in comes out, whatever each row has and however long it is."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from sota_grpo import keys
+from sota_grpo.rl.collate import drawn_entries, group_table
+from sota_grpo.rl.records import Example, KeptTokens, Sample
+from sota_grpo.rl.table import Column, RowTable, in_place, plain_rows, row_list
+from tests.builders import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def random_row(length: int) -> dict:
+    """Sequences of its own length, scalars, texts, and by chance what other rows lack."""
+    row = {
+        keys.FULL_TOKENS: torch.randint(9, (length,)),
+        keys.ASSISTANT_MASK: torch.rand(length) < 0.5,
+        keys.LOG_PROBS: torch.randn(length),
+        keys.GROUP_ID: torch.tensor(random.randrange(9)),
+        keys.REWARD: torch.randn(1),
+        keys.ADVANTAGE: torch.randn(1, 1),
+        keys.QUERY: random.choice(["", "a?", "\ud7ff é"]),
+    }
+    if random.random() < 0.5:
+        row[keys.DIALOG] = "{}"
+    if random.random() < 0.5:
+        row[*keys.REWARD_TERMS, "right"] = torch.randn(1)
+    if random.random() < 0.5:
+        row[keys.KEPT_IDS] = torch.randint(9, (random.randrange(4),), dtype=torch.int32)
+    return row
+
+
+def random_rows() -> list[dict]:
+    """Some of them empty, all of one length at times."""
+    length = random.randrange(4)
+    alike = random.random() < 0.3
+    return [random_row(length if alike else random.randrange(6)) for _ in range(random.randint(1, 6))]
+
+
+def same(rows, others) -> None:
+    """Equal keys, dtypes, shapes, bits and texts."""
+    assert len(rows) == len(others)
+    for one, other in zip(plain_rows(rows), plain_rows(others), strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            if isinstance(value, torch.Tensor):
+                assert (value.dtype, value.shape) == (other[key].dtype, other[key].shape), key
+                assert torch.equal(value, other[key]), key
+            else:
+                assert value == other[key]
+
+
+@pytest.mark.parametrize("_", range(20))
+def test_tables_are_cut_joined_saved_sent_and_stacked_as_their_rows_are(_: int) -> None:
+    parts = [random_rows() for _ in range(3)]
+    rows = [row for part in parts for row in part]
+    whole = RowTable.cat([RowTable.of(part) for part in parts])
+    same(whole, rows)
+    same(RowTable.of(rows), rows)
+    places = [random.randrange(len(rows)) for _ in range(random.randrange(9))]
+    same(whole.take(places), [rows[place] for place in places])
+    cuts = whole.split(map(len, parts))
+    for part, cut in zip(parts, cuts, strict=True):
+        same(cut, part)
+    same(RowTable.cat(cuts[::-1]), [row for part in parts[::-1] for row in part])
+    same(RowTable.of_state(whole.state_dict()), rows)
+    same(pickle.loads(pickle.dumps(whole, protocol=5)), rows)
+    stacked = whole.stack()
+    same(row_list(stacked), rows)
+    same(RowTable.of(stacked), rows)
+    lengths = [int(row[keys.ASSISTANT_MASK].sum()) for row in rows]
+    assert whole.sums(keys.ASSISTANT_MASK).tolist() == lengths
+    again = pickle.loads(pickle.dumps(whole.state_dict()))  # cut and joined once more
+    same(RowTable.cat([RowTable.of_state(again), whole]), rows + rows)
+
+
+def test_nothing_is_a_table_too() -> None:
+    empty = RowTable.cat([])
+    assert len(empty) == len(RowTable.of_state(empty.state_dict())) == len(RowTable.of([])) == 0
+    same(RowTable.cat([empty, RowTable.of([{"x": torch.ones(2)}])]), [{"x": torch.ones(2)}])
+
+
+def test_a_state_of_rows_that_were_packed_one_by_one_is_read() -> None:
+    """As checkpoints had them when each row was a TensorDict: sequences of one length beside those of several."""
+    state = {
+        "num_rows": 2,
+        "columns": [
+            {"path": ["query"], "rows": torch.tensor([0, 1]), "plain": ["a?", "b?"]},
+            {
+                "path": ["tokens", "full"],
+                "rows": torch.tensor([0, 1]),
+                "shapes": torch.tensor([[3], [1]]),
+                "values": torch.tensor([5, 6, 7, 8]),
+            },
+            {
+                "path": ["next", "reward"],
+                "rows": torch.tensor([0, 1]),
+                "shapes": torch.tensor([[1], [1]]),
+                "values": torch.tensor([1.0, 0.0]),
+            },
+            {
+                "path": ["next", "reward_terms", "brief"],
+                "rows": torch.tensor([1]),
+                "shapes": torch.tensor([[1]]),
+                "values": torch.tensor([0.5]),
+            },
+            {
+                "path": ["group_id"],
+                "rows": torch.tensor([0, 1]),
+                "shapes": torch.zeros(2, 0, dtype=torch.int64),
+                "values": torch.tensor([7, 7]),
+            },
+        ],
+    }
+    table = RowTable.of_state(state)
+    expected = [
+        {
+            "query": query,
+            keys.FULL_TOKENS: torch.tensor(ids),
+            keys.REWARD: torch.tensor([reward]),
+            keys.GROUP_ID: torch.tensor(7),
+        }
+        for query, ids, reward in (("a?", [5, 6, 7], 1.0), ("b?", [8], 0.0))
+    ]
+    expected[1][*keys.REWARD_TERMS, "brief"] = torch.tensor([0.5])
+    same(table, expected)
+    for one, other in zip(table.state_dict()["columns"], state["columns"], strict=True):  # and written so
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            assert torch.equal(one[name], value) if isinstance(value, torch.Tensor) else one[name] == value
+
+
+def test_a_column_that_some_rows_lack_is_no_tensor_of_all() -> None:
+    table = RowTable(2, {"x": Column(torch.ones(1, 1), None, [1]), "y": Column(torch.ones(3), [1, 2])})
+    with pytest.raises(ValueError, match="x is missing in 1 of 2 rows"):
+        table.get("x")
+    with pytest.raises(ValueError, match="y has rows of unlike lengths"):
+        table.get("y")
+    assert table.get("z", 4) == 4
+
+
+def test_what_is_written_to_a_table_is_written_to_the_rows_that_it_was_made_of() -> None:
+    @in_place
+    def write(table: RowTable) -> None:
+        table.set("y", [None, torch.ones(1)])
+        table.set("text", ["a", "b"])
+
+    rows = [TensorDict({"x": torch.zeros(n)}) for n in (1, 2)]
+    write(lazy_stack(rows))
+    assert "y" not in rows[0].keys()  # noqa: SIM118
+    assert (rows[1]["y"].tolist(), rows[0]["text"]) == ([1.0], "a")
+    with pytest.raises(ValueError, match="stack TensorDicts lazily"):
+        write(TensorDict({"x": torch.zeros(2, 1)}, [2]))
+
+
+def test_a_group_is_its_samples_whatever_each_of_them_has() -> None:
+    """Beside single rows: a response without a token, one that was decoded by its worker, kept sets, a record."""
+    ids = [torch.tensor([4, 5]), torch.zeros(0, dtype=torch.int64), torch.tensor([6])]
+    kept = KeptTokens(torch.tensor([4, 5, 9], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
+    extra = ({"kept": kept}, {"text": "said by a worker"}, {"record": {"a": 1}})
+    samples = [
+        Sample(one, -torch.ones(len(one)), torch.full((len(one),), 3), False, **own) for one, own in zip(ids, extra)
+    ]
+    drawn = drawn_entries(7, Example("a?", "b"), [8, 9])
+    rows = group_table(drawn, samples, TOKENIZER).rows()
+    for index, sample in enumerate(samples):
+        (alone,) = group_table(drawn, [sample], TOKENIZER).rows()
+        same([rows[index]], [alone | {keys.SAMPLE_ID: torch.tensor(index)}])
+    assert [int(row[keys.POLICY_VERSION]) for row in rows] == [3, -1, 3]
+    assert rows[1][keys.RESPONSE_TEXT] == "said by a worker"
+    assert rows[0][keys.KEPT_COUNTS].tolist() == [0, 0, 1, 2]
+    assert [keys.KEPT_COUNTS in row for row in rows] == [True, False, False]
+    assert [keys.DIALOG in row for row in rows] == [False, False, True]
