@@ -47,6 +47,7 @@ from sota_grpo.config.validators import validate
 from sota_grpo.functional.divergences import kl_k3, mean_ratio, temperature_slope
 from sota_grpo.policy.causal import base_model
 from sota_grpo.policy.load import load_tokenizer, resolve_model_path, save_hf
+from sota_grpo.rl.table import RowTable
 from sota_grpo.training import gate
 from sota_grpo.training.gate import MARGIN, RATIO, SLOPE, Check, Subject, allowed_gaps
 from sota_grpo.training.learner import Publisher, perturb, restore
@@ -188,8 +189,8 @@ def system(subject: Subject, seed: int) -> Changed:
 
 @contextmanager
 def top_p(subject: Subject, seed: int) -> Changed:
-    changed = replace(subject, sampling=replace(subject.sampling, top_p=0.9), rows=[])
-    changed.rows = [row.exclude("kept") for row in gate.graded_rows(changed)]
+    changed = replace(subject, sampling=replace(subject.sampling, top_p=0.9), rows=RowTable(0, {}))
+    changed.rows = gate.graded_rows(changed).without(keys.KEPT_IDS, keys.KEPT_COUNTS)
     yield changed, AGREEMENT
 
 

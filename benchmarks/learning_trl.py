@@ -37,7 +37,6 @@ from sota_grpo.config import Config, model_name, register
 from sota_grpo.envs.task_env import PromptStream
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import engine_weights
-from sota_grpo.rl.collate import row_list
 from sota_grpo.rl.records import Example, Sampling, total_reward
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import GroupAdvantage
@@ -253,8 +252,7 @@ def agreement(changes: Sequence[str], folder: Path, preset: str = PRESET, thread
     with closing(build(config, folder)) as parts:
         parts.publisher.publish(0)
         rows = parts.source.next_batch(0)
-        siblings = row_list(rows)
-        prompts = [tuple(row.get(keys.PROMPT_TOKENS).tolist()) for row in siblings[:: config.env.repeats]]
+        prompts = [tuple(row[keys.PROMPT_TOKENS].tolist()) for row in rows[:: config.env.repeats]]
         trainer = trl_trainer(config, parts, folder, max_steps=1)
         # TRL's own steps of a rollout, which only its private methods give one by one
         theirs, *_ = trainer._tokenize_prompts(trainer.train_dataset[: len(prompts)]["prompt"])
@@ -301,7 +299,7 @@ def step_gap(config: Config, parts: Parts, rows: TensorDictBase, folder: Path) -
 
     def given(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         told = {"prompt_ids": keys.PROMPT_TOKENS, "completion_ids": keys.RESPONSE_TOKENS}
-        sampled = {name: [row.get(key).tolist() for row in row_list(rows)] for name, key in told.items()}
+        sampled = {name: [row[key].tolist() for row in rows] for name, key in told.items()}
         return sampled | {"logprobs": None}
 
     with warnings.catch_warnings():

@@ -39,7 +39,7 @@ def fleet(num_workers: int, **options: float) -> Scenario:
 
 
 def tune_gc() -> None:
-    """Fewer, larger sweeps of Python's collector, none over what was there before: rows are trees, not cycles."""
+    """As a run does before its first step (:meth:`sota_grpo.run.app.Run.train`)."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
@@ -53,15 +53,14 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[str]) -> None:
         print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
 
 
-def control(max_workers: int, gc_tuned: bool, repeat: int) -> None:
+def control(max_workers: int, repeat: int) -> None:
     """CPU time of the control plane, and how many workers one process can serve; the best of ``repeat`` runs.
 
     Above 100 workers one run is long enough.
     """
-    if gc_tuned:
-        tune_gc()
     env = make_env(8)
-    cases = [(tokens, workers) for tokens in (16, 512) for workers in (10, 100, 1000) if workers <= max_workers]
+    tune_gc()
+    cases = [(tokens, workers) for tokens in (16, 512) for workers in (10, 100, 1000, 2000) if workers <= max_workers]
     header = ("workers", "in flight", "tokens", "groups/s", "main ms/group", "dispatcher ms/group", "of it gc")
     rows = (_control_row(env, fleet(workers, response_tokens=float(tokens)), repeat) for tokens, workers in cases)
     table(rows, (*header, "step s (virtual)", "share of step", "workers served"))
@@ -214,7 +213,6 @@ def main() -> None:
     parser.add_argument(
         "--repeat", type=int, default=1, help="control: runs per case below 1,000 workers; the best counts"
     )
-    parser.add_argument("--gc", action="store_true", help="control: with Python's garbage collector tuned")
     parser.add_argument("--groups", type=int, default=2000, help="memory: groups held")
     parser.add_argument("--size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16)
@@ -222,7 +220,7 @@ def main() -> None:
     options = parser.parse_args()
     match options.what:
         case "control":
-            control(options.max_workers, options.gc, options.repeat)
+            control(options.max_workers, options.repeat)
         case "memory":
             memory(options.groups)
         case "memory-case":

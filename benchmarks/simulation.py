@@ -17,16 +17,16 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
-from tensordict import TensorDictBase
 
 from sota_grpo import keys
 from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs import TaskEnv
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.source import Rollouts, RolloutSource
 
@@ -148,13 +148,14 @@ class Workers(Streams):
         clock: on which everything happens.
         scenario: how many and how fast.
         token_ids: what responses are cut from; the last one ends each.
+        decode: of the tokenizer.
     """
 
-    def __init__(self, clock: VirtualClock, scenario: Scenario, token_ids: torch.Tensor):
+    def __init__(self, clock: VirtualClock, scenario: Scenario, token_ids: torch.Tensor, decode: Callable[..., str]):
+        self._said = lru_cache(maxsize=None)(partial(_response, token_ids, decode))
         self.clock, self.scenario = clock, scenario
         self.version = 0
         self.in_flight = self.most_in_flight = 0
-        self._script, self._eos = token_ids[:-1], token_ids[-1:]
         self._served = [0.0]  # when each version arrived
         self._places = scenario.num_workers * scenario.groups_per_worker
         self._busy, self._busy_s, self._since = 0, 0.0, 0.0
@@ -199,10 +200,17 @@ class Workers(Streams):
         future.set_result(GroupOutput(request.group_id, tuple(self._sample(length, began) for length in lengths)))
 
     def _sample(self, length: int, began: float) -> Sample:
-        body = self._script.repeat(-(-length // len(self._script)))[: length - 1]
+        ids, text = self._said(length)
         times = began + self.scenario.token_s * torch.arange(length, dtype=torch.float64)
         versions = torch.bucketize(times, torch.tensor(self._served, dtype=torch.float64), right=True) - 1
-        return Sample(torch.cat([body, self._eos]), torch.full((length,), -1.0), versions, truncated=False)
+        return Sample(ids.clone(), torch.full((length,), -1.0), versions, truncated=False, text=text)
+
+
+def _response(token_ids: torch.Tensor, decode: Callable[..., str], length: int) -> tuple[torch.Tensor, str]:
+    """The ids of a response, and the text that its worker sends with them."""
+    script = token_ids[:-1]
+    body = script.repeat(-(-length // len(script)))[: length - 1]
+    return torch.cat([body, token_ids[-1:]]), decode(body, skip_special_tokens=True)
 
 
 class Simulation:
@@ -220,7 +228,7 @@ class Simulation:
         self.scenario = scenario
         self.clock = VirtualClock()
         token_ids = [*env.tokenizer("#### 17")["input_ids"], env.tokenizer.eos_token_id]
-        self.workers = Workers(self.clock, scenario, torch.tensor(token_ids))
+        self.workers = Workers(self.clock, scenario, torch.tensor(token_ids), env.tokenizer.decode)
         self.source = RolloutSource(
             Rollouts(env, self.workers),
             Sampling(max_tokens=1),
@@ -275,10 +283,10 @@ class Simulation:
         self.cpu_s[thread] += time.thread_time() - began
         return done
 
-    def _look(self, batch: TensorDictBase, step: int) -> None:
-        for row in batch.unbind(0):
-            self.ages.append(step - int(row.get(keys.POLICY_VERSION)))
-            versions = row.get(keys.TOKEN_VERSION)[row.get(keys.ASSISTANT_MASK)]
+    def _look(self, batch: RowTable, step: int) -> None:
+        for row in batch:
+            self.ages.append(step - int(row[keys.POLICY_VERSION]))
+            versions = row[keys.TOKEN_VERSION][row[keys.ASSISTANT_MASK]]
             self.token_ages.append(step - float(versions.double().mean()))
 
     def _outcome(self, steps: int, seconds: float, busy_s: float) -> Outcome:
