@@ -94,6 +94,7 @@ class Roles:
         export: writes the trained model to a folder.
         source_options: of the source, that follow from it.
         newcomers: checks engines that come later, where they come and go.
+        attend: called, one after the other, while samples are waited for.
     """
 
     engine: Engine
@@ -103,6 +104,7 @@ class Roles:
     export: Callable[[Path], object]
     source_options: Mapping[str, Any]
     newcomers: Newcomers | None
+    attend: Sequence[Callable[[], object]]
 
 
 @dataclass
@@ -154,7 +156,7 @@ def build(
             roles = _roles_in_workers(config, plan, env, tokenizer, run_dir, should_stop, opened)
         else:
             roles = _roles_here(config, plan, env, tokenizer, run_dir, opened)
-        rollouts, sampling = make_rollouts(config, env, roles.engine, instances, roles.newcomers), make_sampling(config)
+        rollouts, sampling = make_rollouts(config, env, roles.engine, instances, roles.attend), make_sampling(config)
         source = RolloutSource(
             rollouts,
             sampling,
@@ -202,11 +204,10 @@ def make_rollouts(
     env: TaskEnv,
     engine: Engine,
     instances: Mapping[str, Instances],
-    newcomers: Newcomers | None = None,
+    attend: Sequence[Callable[[], object]] = (),
 ) -> Rollouts:
     """Over ``engine`` itself, or over what samples whole dialogs with it, where a task has several turns."""
     rules = dialog_rules(config, env, instances, engine.max_model_len)
-    attend = None if newcomers is None else newcomers.attend
     return Rollouts(env, DialogEngine.of_tasks(engine, rules) if rules else engine, attend)
 
 
@@ -279,6 +280,7 @@ def _roles_here(config: Config, plan: Plan, env: TaskEnv, tokenizer: Any, run_di
         transforms=transforms,
         export=partial(save_hf, model, tokenizer),
         newcomers=None,
+        attend=(),
     )
 
 
@@ -317,6 +319,8 @@ def _roles_in_workers(
     if isinstance(grader, GradingPool):  # waited for by whoever started it
         fleets.append(grader.fleet)
     weights = _weights_for_workers(config, engine, learner)
+    newcomers = _newcomers(config, engine, weights)
+    attend = [partner.attend for partner in (learner, newcomers) if isinstance(partner, (RemoteLearner, Newcomers))]
     return Roles(
         engine=engine,
         learner=learner,
@@ -331,7 +335,8 @@ def _roles_in_workers(
         },
         transforms=make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights, ask),
         export=export,
-        newcomers=_newcomers(config, engine, weights),
+        newcomers=newcomers,
+        attend=attend,
     )
 
 

@@ -34,7 +34,7 @@ class Inbox:
 
     Args:
         engine: makes a step whenever nothing is left to do.
-        attend: called while there is nothing to do, too.
+        attend: called, one after the other, while there is nothing to do.
 
     >>> from sota_grpo.engines.scripted import ScriptedEngine
     >>> inbox, done = Inbox(ScriptedEngine()), []
@@ -43,7 +43,7 @@ class Inbox:
     (1, [1], 0)
     """
 
-    def __init__(self, engine: Engine, attend: Callable[[], object] | None = None):
+    def __init__(self, engine: Engine, attend: Sequence[Callable[[], object]] = ()):
         self._engine, self._attend = engine, attend
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
@@ -70,8 +70,9 @@ class Inbox:
         done = self.drain()
         if done or self._engine.advance():
             return done
-        if self._attend is not None:
-            self._attend()
+        for attend in self._attend:
+            attend()
+        if self._attend:
             timeout_s = _ATTEND_S if timeout_s is None else min(_ATTEND_S, timeout_s)
         if self._engine.stepwise:
             timeout_s = _IDLE_S if timeout_s is None else min(_IDLE_S, timeout_s)

@@ -120,12 +120,12 @@ class Rollouts:
     Args:
         env: tokenises, and has the grader.
         engine: samples the responses.
-        attend: called now and then by whoever has the learner and waits for groups; None: nothing is.
+        attend: called now and then, one after the other, by whoever has the learner and waits for groups.
 
     Example: ``for group in Rollouts(env, engine).stream(prompts, Sampling(max_tokens=64)): group.rows``.
     """
 
-    def __init__(self, env: TaskEnv, engine: Engine, attend: Callable[[], object] | None = None):
+    def __init__(self, env: TaskEnv, engine: Engine, attend: Sequence[Callable[[], object]] = ()):
         self.env, self.engine, self.attend = env, engine, attend
 
     def request(self, prompt: Prompt) -> GroupRequest:
@@ -411,8 +411,8 @@ class RolloutSource:
         """Return when the batch is ready."""
         began = time.monotonic()
         while True:
-            if self._rollouts.attend is not None:
-                self._rollouts.attend()
+            for attend in self._rollouts.attend:
+                attend()
             with self._changed:
                 self._waiting = True
                 try:

@@ -240,6 +240,9 @@ class RemoteLearner:
         self._ready = False
         self._planner: Planner | None = None
         self._order = threading.Lock()
+        self._look_pause_s = min(silence_s / _PINGS_PER_SILENCE, _LONGEST_PING_PAUSE_S)
+        self._looks: list[Future[Any]] = []  # of attend()
+        self._looked_s = 0.0
 
     def wait_ready(self) -> None:
         """Return when every rank has built its learner; the first call does this by itself.
@@ -275,6 +278,25 @@ class RemoteLearner:
             for index, start in left.items():
                 if why := start.verdict(now_s, left.values()):
                     self._die(index, why)
+
+    def attend(self) -> None:
+        """Look whether every rank lives, as often as is of use, while something else is waited for.
+
+        Without it, a run whose engines stood on the node of a rank that died would wait for these alone.
+
+        Raises:
+            LearnerDied: a rank died, or has not answered for ``silence_s``.
+        """
+        waited_s, pending = time.monotonic() - self._looked_s, []
+        for index, answer in enumerate(self._looks):
+            if not answer.done():
+                pending.append(index)
+            elif error := answer.exception():
+                self._die(index, str(error), error)
+        if pending and waited_s > self._silence_s:
+            self._die(pending[0], f"it does not answer, for {self._silence_s:g} s")
+        if not pending and waited_s >= self._look_pause_s:
+            self._looks, self._looked_s = [worker.call("ping") for worker in self.workers], time.monotonic()
 
     def update(self, rows: RowTable) -> dict[str, float | None]:
         """:meth:`Learner.update`, with the time that the driver took; each rank is sent its own rows, planned here."""
@@ -388,8 +410,7 @@ class RemoteLearner:
         """Return when all have answered or one has failed; meanwhile every rank is asked for signs of progress."""
         pings: dict[int, Future[Any]] = {}
         since: dict[int, float] = {}
-        pause_s = min(self._silence_s / _PINGS_PER_SILENCE, _LONGEST_PING_PAUSE_S)
-        while wait(answers, timeout=pause_s, return_when=FIRST_EXCEPTION).not_done:
+        while wait(answers, timeout=self._look_pause_s, return_when=FIRST_EXCEPTION).not_done:
             if any(answer.done() and answer.exception() for answer in answers):
                 return
             now = time.monotonic()

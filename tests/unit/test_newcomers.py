@@ -96,7 +96,7 @@ def test_one_whose_weights_land_is_admitted_and_one_whose_do_not_is_refused(
         assert why in said[-1]
         assert rig.fleet.num_live == 1
     rig.join(TransformersEngine)
-    Inbox(rig.front, rig.newcomers.attend).run_once(0.0)  # as whoever waits for samples
+    Inbox(rig.front, [rig.newcomers.attend]).run_once(0.0)  # as whoever waits for samples
     wait_for(lambda: rig.fleet.num_live == 2)
     assert rig.fleet.newcomers() == []
     after = rig.subject.learner.policy.model.state_dict()

@@ -195,6 +195,26 @@ def test_a_rank_that_does_not_answer_is_named_though_the_others_are_stuck_too() 
     assert all(rank.killed.is_set() for rank in ranks)
 
 
+@pytest.mark.parametrize("gone", ["died", "mute"])
+def test_a_rank_that_dies_while_something_else_is_waited_for_is_noticed(gone: str) -> None:
+    """Its node may have been that of the engines too, so that no batch comes, and no call to the learner."""
+    ranks = [Rank(number) for number in range(2)]
+    remote = facade(*ranks)
+    remote.wait_ready()
+    remote.attend()  # all live
+    dead = failing(WorkerDied("learner-1 (pid 7) is gone: its node has died"))
+    ranks[1].answers["ping"] = dead if gone == "died" else ranks[1].never
+
+    def wait_for_samples() -> None:
+        while True:  # pytest's own limit ends it
+            remote.attend()
+            time.sleep(0.01)
+
+    with pytest.raises(LearnerDied, match=r"rank 1 .*(its node has died|does not answer).*train\.resume=auto"):
+        wait_for_samples()
+    assert all(rank.killed.is_set() for rank in ranks)
+
+
 def test_ranks_that_make_no_progress_are_ended() -> None:
     ranks = [Rank(number) for number in range(2)]
     remote = facade(*ranks)
