@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,9 +37,10 @@ class TwoNodes:
 
     Args:
         cpus: logical CPUs of each: Ray gives every worker one.
+        settings: further variables, on both nodes.
     """
 
-    def __init__(self, folder: Path, cpus: tuple[int, int]) -> None:
+    def __init__(self, folder: Path, cpus: tuple[int, int], settings: Mapping[str, str] | None = None) -> None:
         mark = secrets.token_hex(3)
         subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250)}"
         self.names = [f"sg{mark}{index}" for index in (0, 1)]
@@ -54,6 +55,8 @@ class TwoNodes:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_memory_monitor_refresh_ms": "0",  # what else runs on this machine is no reason to kill workers
+            **(settings or {}),
         }
         self._rays: dict[int, subprocess.Popen] = {}
         self._seen: set[int] = set()
@@ -77,20 +80,23 @@ class TwoNodes:
         where = (
             ["--head", f"--port={_PORT}", "--include-dashboard=false"] if index == 0 else [f"--address={self.address}"]
         )
+        before = self._alive() if index else set()  # one that was killed is in it for some seconds
         size = [f"--num-cpus={self._cpus[index]}", "--object-store-memory=200000000"]
         self._rays[index] = self.start(
             index, str(_BIN / "ray"), "start", *where, f"--node-ip-address={self.addresses[index]}", *size, "--block"
         )
         deadline = time.monotonic() + 120
-        while self._alive() <= index:
+        while not self._alive() - before:
             assert time.monotonic() < deadline, f"node {index} did not join"
             assert self._rays[index].poll() is None, f"ray start ended: {self.console(index)}"
             time.sleep(0.5)
 
-    def _alive(self) -> int:
-        code = f"import ray; ray.init({self.address!r}, logging_level=40); print(sum(n['Alive'] for n in ray.nodes()))"
+    def _alive(self) -> set[str]:
+        """Ids of the nodes that Ray takes for alive."""
+        nodes = "print(*(node['NodeID'] for node in ray.nodes() if node['Alive']))"
+        code = f"import ray; ray.init({self.address!r}, logging_level=40); {nodes}"
         done = self.run(0, sys.executable, "-c", code)
-        return int(done.stdout.split()[-1]) if done.returncode == 0 else 0
+        return set(done.stdout.split()) if done.returncode == 0 else set()
 
     def start(self, index: int, *line: str) -> subprocess.Popen:
         """Start a command on a node; what it writes goes to :meth:`console`."""
@@ -116,12 +122,23 @@ class TwoNodes:
         time.sleep(seconds)
         _ip("-n", self.names[0], "link", "set", f"v{self.names[0]}", "up")
 
+    def workers(self, index: int) -> list[str]:
+        """The roles of the run's workers on a node: ``["learner", "rollout"]``."""
+        lines = [Path(f"/proc/{pid}/cmdline") for pid in self.pids(index)]
+        titles = [line.read_text().partition("ray::")[2] for line in lines if line.is_file()]
+        roles = [title.replace(".", " ").split()[0] for title in titles if title]
+        return sorted(role for role in roles if role in ("learner", "reference", "rollout"))
+
     def kill(self, index: int) -> None:
         """SIGKILL for everything that runs on a node, as when its power fails."""
         for pid in self.pids(index):
             self._seen.add(pid)
             hit(pid, signal.SIGKILL)
         self._rays[index].wait()
+
+    def wait_end(self, index: int) -> None:
+        """Return when Ray on a node has ended by itself, as one does that was taken for dead and hears of it."""
+        self._rays[index].wait(timeout=60)
 
     def close(self) -> None:
         for index in (1, 0):
@@ -137,9 +154,9 @@ class TwoNodes:
 
 
 @contextmanager
-def two_nodes(folder: Path, cpus: tuple[int, int]) -> Iterator[TwoNodes]:
+def two_nodes(folder: Path, cpus: tuple[int, int], settings: Mapping[str, str] | None = None) -> Iterator[TwoNodes]:
     """Two nodes with Ray on both; nothing of them is left afterwards."""
-    nodes = TwoNodes(folder, cpus)
+    nodes = TwoNodes(folder, cpus, settings)
     try:
         nodes.open()
         yield nodes
