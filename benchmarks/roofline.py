@@ -4,7 +4,7 @@ The step is that of :mod:`benchmarks.trainer`, :meth:`sota_grpo.training.learner
 kernels and optimizer, on a device that is only pretended and whose floats have shapes but no numbers
 (:mod:`tests.pretended_cuda`). So a change of the code changes the table, and no GPU is needed; g++ is.
 
-Per phase and kind of kernel: launches, GB, TFLOP and ms at the rates in :data:`benchmarks.roofline_trace.DEVICES`; then
+Per phase and kind of kernel: launches, GB, TFLOP and ms at the rates in :data:`benchmarks.roofline_rates.DEVICES`; then
 the kernels that take the most time, MFU (the operations of :mod:`sota_grpo.functional.flops`, nothing counted twice,
 over time and peak rate), packed tokens per second, the peak of the device's memory without the allocator's losses, and
 how often the host waits and copies from memory that is not pinned. ``--fused`` predicts what compiling the decoder's
@@ -25,7 +25,7 @@ from tests.pretended_cuda import guard
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--shape", default="qwen2.5-1.5b", help="of benchmarks.trainer")
-    made.add_argument("--device", default="h100", help="of benchmarks.roofline_trace.DEVICES")
+    made.add_argument("--device", default="h100", help="of benchmarks.roofline_rates.DEVICES")
     made.add_argument("--tokens", type=int, default=16_384, help="packed tokens of a step")
     made.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
     made.add_argument("--response", type=int, default=1024, help="tokens of each response")

@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 
 from benchmarks.roofline_fusion import fused as joined
-from benchmarks.roofline_trace import DEVICES, Kernel, Trace, compiled, phase, record, traced
+from benchmarks.roofline_rates import DEVICES
+from benchmarks.roofline_trace import Kernel, Trace, compiled, phase, record, traced
 from benchmarks.trainer import Ours
 from benchmarks.trainer_work import Case, make_rows
 from sota_grpo.functional import log_probs
@@ -33,7 +34,7 @@ def predict(
 
     Args:
         options: fields of :class:`benchmarks.trainer_work.Case`.
-        device: of :data:`~benchmarks.roofline_trace.DEVICES`.
+        device: of :data:`~benchmarks.roofline_rates.DEVICES`.
         fused: the decoder's layers are compiled: their elementwise chains are one kernel each.
         plain_head: the head without its kernels.
         top: how many kernels are named.

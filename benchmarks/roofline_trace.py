@@ -15,38 +15,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.roofline_rates import Rates
 from tests.pretended_cuda.tensor import PretendedTensor, tensors_in, watchers
 
 Value = tuple[int, int]
 PRODUCT, ATTENTION, GATHER, ELEMENTWISE = "product", "attention", "gather", "elementwise"
 FOREACH, MARKED = "foreach", "marked"
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a device reaches in practice, and its nominal peak.
-
-    Args:
-        memory: bytes per second, read and written.
-        half, single: operations per second of products in half precision and in float32.
-        attention, attention_backward: of the flash kernels.
-        launch_s: least time of a kernel.
-        peak: dense bfloat16 operations per second that utilisation is counted against.
-    """
-
-    memory: float
-    half: float
-    single: float
-    attention: float
-    attention_backward: float
-    launch_s: float
-    peak: float
-
-
-DEVICES = {
-    # SXM: copies were measured at 3.0 TB/s and a product of 8192^3 at 798 TFLOP/s; smaller ones reach less
-    "h100": Rates(2.7e12, 620e12, 50e12, 380e12, 280e12, 3e-6, 989e12),
-}
 
 
 @dataclass(frozen=True)
@@ -60,7 +34,7 @@ class Kernel:
         reads: bytes by value: a storage, and how often it had been written as a whole.
         writes: bytes by value.
         flops: of products and attention.
-        rate: operations per second by name of :class:`Rates`.
+        rate: operations per second by name of :class:`~benchmarks.roofline_rates.Rates`.
         joins: elementwise, writes whole values, and runs in what is compiled (:func:`compiled`): it can be one with its
             neighbours of the same graph.
         graph: counts the compiled graphs.

@@ -308,7 +308,8 @@ def _times(run: RunMemory) -> Times:
     rows = min(per_step, run.engine_rows, _MOST_ROWS)
     flops_per_s, token_s = _measure(run, rows)
     (prompt, response), group = run.largest_sample, math.ceil(mean_group_size(config))
-    shape, load = _shape(run.model, how.rank), shared_load(prompt, [response] * group).times(groups_per_step(config))
+    shape = model_shape(run.model, how.rank)
+    load = shared_load(prompt, [response] * group).times(groups_per_step(config))
     settings = make_settings(config, run.plan.device_type)
     learn = settings.epochs * (step_flops(shape, load) + recomputed_flops(shape, load, checkpointing=how.checkpointing))
     passes = int(settings.recompute) + (settings.epochs if settings.top_entropy_quantile < 1 else 0)
@@ -317,7 +318,7 @@ def _times(run: RunMemory) -> Times:
     return Times(
         learn_s=learn / flops_per_s / run.num_ranks,
         sample_s=sample_s,
-        reference_s=forward_flops(_shape(run.teacher or run.model, 0), load) / flops_per_s
+        reference_s=forward_flops(model_shape(run.teacher or run.model, 0), load) / flops_per_s
         if has_reference(config)
         else 0.0,
         flops_per_s=flops_per_s,
@@ -336,14 +337,14 @@ def _measure(run: RunMemory, rows: int) -> tuple[float, float]:
     net = _random_model(small, device, torch.float32 if run.how.weight_bytes == 4 else torch.bfloat16)
     dtype = getattr(torch, engine_dtype(run.config.inference_model.torch_dtype, device))
     token_s = _token_seconds(net, small, rows, dtype) * _decode_weights(run.model) / _decode_weights(small)
-    shape, one = _shape(small, run.how.rank), shared_load(_PROMPT, [_RESPONSE] * _GROUP)
+    shape, one = model_shape(small, run.how.rank), shared_load(_PROMPT, [_RESPONSE] * _GROUP)
     groups = min(_MOST_GROUPS, 1 + int(_WORK / step_flops(shape, one)))
     load = one.times(groups)
     work = step_flops(shape, load) + recomputed_flops(shape, load, checkpointing=False)
     return work / _learn_seconds(net, small, run, groups), token_s
 
 
-def _shape(model: Architecture, rank: int) -> ModelShape:
+def model_shape(model: Architecture, rank: int) -> ModelShape:
     """What the operations of a model are counted from; ``rank`` of its adapter, 0 without."""
     matrices = model.layers * model.layer_matrices
     return ModelShape(

@@ -1,0 +1,517 @@
+"""10,000 engines and 70B weights, by arithmetic: ``python -m benchmarks.fleet_scale model|fleet|source``.
+
+``model`` measures what this program costs on this machine (:mod:`benchmarks.fleet_constants`), and computes a training
+step from that, from the shape of the model and from a cluster that is declared (:class:`Cluster`): where its time goes,
+what bounds it, how long a publish takes each way, what driver and nodes hold. ``fleet`` runs the real fleet over up to
+10,000 workers that answer at once, ``source`` the real source over as many on a virtual clock.
+
+A step of ``K`` groups takes at least (:func:`bounds`), with ``P`` places in the engines, ``g`` the mean time of a
+group, ``M`` that of the longest of a batch, ``A`` the bound on the age, and ``D`` what passes from a batch that is
+given out to the publish that frees its slots::
+
+    all engines busy    K g / P
+    the learner         D = control + rows to ranks + learning + publish + copy for a checkpoint
+    the tail            (D + M) / (A + 1)      a group is asked for at a publish and is due A + 1 batches later
+    the driver          CPU seconds of its threads, which share one interpreter lock
+
+The first three are those of the event simulation (:mod:`benchmarks.simulation`), and the largest is its step exactly
+where the slots, ``(A + 1) K``, are no more than the places and all responses are equally long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+
+from benchmarks.fleet_constants import GROUP, Measured, best, fleet_costs, invitation, invitation_bytes, measure
+from benchmarks.roofline_rates import DEVICES
+from benchmarks.scale import make_env, resident_kib, table, tune_gc
+from benchmarks.simulation import Outcome, Scenario, Simulation
+from sota_grpo.assembly.estimate import model_shape
+from sota_grpo.assembly.memory import Learning, MicroBatch, kv_bytes_per_token, learner_memory, vllm_pool_bytes
+from sota_grpo.functional.flops import shared_load, step_flops
+from sota_grpo.functional.staleness import max_groups_admitted
+from sota_grpo.policy.model_sizes import Architecture, architecture_of
+from sota_grpo.workers.ray_cluster import pack
+
+MODELS = {"7B": ("qwen2.5-7b", 1), "70B": ("qwen2.5-72b", 8)}  # shape, and GPUs of an engine
+ENGINES = (100, 1000, 10_000)
+_ADAPTER_RANK = 16
+_PING_S = 30.0  # a quarter of inference_model.timeout_s
+_CALLS = {"store": 1, "nccl": 3, "http": 1}  # of every worker for one publish
+_SMALL = 16  # engines of the event simulation beside the arithmetic
+_SMALL_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of H100 nodes; every figure is an input, none was measured by us.
+
+    Args:
+        gpus_per_node: of a DGX or HGX H100.
+        network: bytes per second between two nodes, each way: 50e9 is one 400 Gb/s link, 3e9 a 25 Gb/s Ethernet.
+        links: of a node that its GPUs have together (DGX H100: 8 of 400 Gb/s); a stream from one host or GPU has one.
+        device_link: bytes per second from a host to one of its GPUs (PCIe 5 x16, 64e9 nominal).
+        gpu_bytes: memory of a GPU.
+        engine_share: of it that vLLM takes (its own default; ``inference_model.gpu_memory_utilization``).
+        decode_efficiency: bytes per second while decoding, over the rate of :data:`benchmarks.roofline_rates.DEVICES`.
+        allreduce_s: of one layer's half among the GPUs of an engine; two for each layer and token.
+        mfu: of the learner; prime-rl has published 27 % at 64k tokens, an eager step of ours is predicted at 22 to 27.
+        nccl_hop_s: of one member in NCCL's broadcast, which is a ring (NCCL, src/graph/tuning.cc: 9.6 to 50 us).
+        disk: bytes per second of one node to the file system that all share.
+        driver_cores: of the driver's node, for what Python's lock does not cover (digests).
+        gpu_failure_h: GPU hours between two failures (Llama 3, arXiv:2407.21783: 419 in 54 days on 16,384 GPUs).
+    """
+
+    gpus_per_node: int = 8
+    network: float = 50e9
+    links: int = 8
+    device_link: float = 50e9
+    gpu_bytes: float = 80e9
+    engine_share: float = 0.9
+    decode_efficiency: float = 0.6
+    allreduce_s: float = 15e-6
+    mfu: float = 0.3
+    nccl_hop_s: float = 50e-6
+    disk: float = 2e9
+    driver_cores: int = 64
+    gpu_failure_h: float = 50_000.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of GRPO on a cluster, with what the program costs.
+
+    Args:
+        name: of :data:`MODELS`.
+        engines: rollout workers.
+        cluster: where.
+        costs: measured.
+        groups_per_engine: places of an engine; 8 groups are 64 rows.
+        groups: per step; 0: as many as there are places.
+        max_policy_age: as the option.
+        prompt, tokens: mean lengths; responses are log-normal and cut at 8 means, as in the simulation.
+        sigma: of the logarithm of the length.
+        checkpoint_every: steps.
+        learner_gpus: 0: as many as learn a batch in the time in which busy engines sample it.
+        publish: ``store`` (every node pulls from the driver's), ``tree`` (nodes pull from nodes), ``nccl``, ``http``,
+            ``adapter``.
+    """
+
+    name: str
+    engines: int
+    cluster: Cluster
+    costs: Measured
+    groups_per_engine: int = 8
+    groups: int = 0
+    max_policy_age: int = 3
+    prompt: int = 512
+    tokens: int = 2048
+    sigma: float = 1.0
+    checkpoint_every: int = 10
+    learner_gpus: int = 0
+    publish: str = "store"
+
+    @cached_property
+    def model(self) -> Architecture:
+        found = architecture_of(MODELS[self.name][0])
+        assert found is not None
+        return found
+
+    @property
+    def parallel(self) -> int:
+        """GPUs of an engine."""
+        return MODELS[self.name][1]
+
+    @property
+    def nodes(self) -> int:
+        """Of the engines."""
+        return math.ceil(self.engines * self.parallel / self.cluster.gpus_per_node)
+
+    @property
+    def per_step(self) -> int:
+        """Groups of a step."""
+        return self.groups or self.engines * self.groups_per_engine
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one copy as engines compute with it, in half precision."""
+        return 2 * self.model.parameters
+
+    @cached_property
+    def rows(self) -> int:
+        """That an engine samples at once, at most: all its places, or what the slots give it."""
+        slots = max_groups_admitted(self.max_policy_age, self.per_step)
+        return max(1, GROUP * min(self.groups_per_engine, math.ceil(slots / self.engines)))
+
+    @cached_property
+    def token_s(self) -> float:
+        """Of one token of every row of an engine: weights, keys and values are read once, halves are summed."""
+        share, cached = self.cluster.engine_share * self.cluster.gpu_bytes, kv_bytes_per_token(self.model, 2)
+        held = self.rows * (self.prompt / GROUP + self.tokens / 2) * cached
+        pool = vllm_pool_bytes(self.model, int(share), number_bytes=2, rows=self.rows, parallel=self.parallel)
+        if held > pool * self.parallel:
+            raise ValueError(f"{self.rows} rows of {self.name} need {held:.3g} bytes and have {pool * self.parallel}.")
+        read = (self.weight_bytes + held) / self.parallel
+        summed = 2 * self.model.layers * self.cluster.allreduce_s if self.parallel > 1 else 0.0
+        return read / (DEVICES["h100"].memory * self.cluster.decode_efficiency) + summed
+
+    def scenario(self, learn_s: float = 1.0, publish_s: float = 0.0, **changes: float) -> Scenario:
+        """The same run for the event simulation."""
+        whole = Scenario(
+            num_workers=self.engines,
+            groups_per_worker=self.groups_per_engine,
+            num_groups=self.per_step,
+            max_policy_age=self.max_policy_age,
+            response_tokens=float(self.tokens),
+            sigma=self.sigma,
+            token_s=self.token_s,
+            publish_s=publish_s,
+        )
+        whole = replace(whole, **changes)  # type: ignore[arg-type]
+        return replace(whole, generation_ratio=whole.batch_s(GROUP) / learn_s)
+
+
+def longest_s(scenario: Scenario, group_size: int) -> float:
+    """Mean seconds of the longest response of a batch; of large batches that is the cut.
+
+    >>> longest_s(Scenario(response_tokens=10, sigma=0.0, token_s=0.5), 8)
+    5.0
+    """
+    draw, count = random.Random(scenario.seed), min(20_000, scenario.num_groups * group_size)
+    longest = [max(scenario.length(draw) for _ in range(count)) for _ in range(max(1, 40_000 // count))]
+    return statistics.fmean(longest) * scenario.token_s
+
+
+def bounds(scenario: Scenario, group_size: int, between_s: float) -> dict[str, float]:
+    """What a step takes at least (see the module); ``between_s`` is ``D``.
+
+    Two batches of 4 groups (age 1) in 8 places, 5 s each, learning and publish 2 s: (2 + 5) / 2 is the most.
+
+    >>> scenario = Scenario(1, 8, num_groups=4, max_policy_age=1, response_tokens=10, sigma=0.0, token_s=0.5)
+    >>> bounds(scenario, 8, between_s=2.0)
+    {'sampling': 2.5, 'learner': 2.0, 'tail': 3.5}
+    """
+    tail = (between_s + longest_s(scenario, group_size)) / (scenario.max_policy_age + 1)
+    return {"sampling": scenario.batch_s(group_size), "learner": between_s, "tail": tail}
+
+
+def sharding(model: Architecture, cluster: Cluster) -> tuple[Learning, int]:
+    """How the model is divided, and tokens of a micro-batch: the largest, over as few GPUs as hold it all.
+
+    At least the GPUs of a node; gradients are divided too where they do not fit whole.
+    """
+    for tokens, doubled, sums in product((16_384, 8192, 4096), range(8), (False, True)):
+        ranks = cluster.gpus_per_node << doubled
+        how = Learning(product_bytes=2, checkpointing=True, on_cpu=False, ranks=ranks, shard_gradients=sums)
+        rows = [MicroBatch(tokens, tokens, tokens)] * 2
+        if sum(learner_memory(model, how, rows).values()) <= cluster.gpu_bytes:
+            return how, tokens
+    raise ValueError("the model is too large for the learner on any number of these GPUs")
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What a step costs the ranks."""
+
+    gpus: int
+    copies: int  # of the sharded model
+    how: Learning
+    learn_s: float  # passes, and gathering of weights where that takes longer
+    gradients_s: float  # summed between nodes, once for a step
+
+
+def learner_of(job: Job, within_s: float) -> Learner:
+    """The learner that is given, or the smallest that computes its passes ``within_s``."""
+    model, cluster = job.model, job.cluster
+    how, micro_tokens = sharding(model, cluster)
+    fabric = cluster.links * cluster.network
+    load = shared_load(job.prompt, [job.tokens] * GROUP).times(job.per_step)
+    gpu_s = step_flops(model_shape(model, 0), load) / (DEVICES["h100"].peak * cluster.mfu)
+    copies = max(1, math.ceil((job.learner_gpus or gpu_s / within_s) / how.ranks))
+    gpus, whole = copies * how.ranks, 4 * model.parameters
+    shards = how.ranks // cluster.gpus_per_node  # nodes of one copy
+    passes = math.ceil(load.positions / gpus / micro_tokens)
+    gathered = passes * (3 if how.shard_gradients else 2) * whole / fabric if shards > 1 else 0.0
+    summed = whole / fabric if shards > 1 and not how.shard_gradients else 0.0
+    summed += 2 * whole / shards / fabric if copies > 1 else 0.0
+    return Learner(gpus, copies, how, max(gpu_s / gpus, gathered), summed)
+
+
+@dataclass(frozen=True)
+class Publish:
+    """One way of new weights to all engines.
+
+    Args:
+        seconds: of it, parts by name.
+        driver_bytes, node_bytes: that the hosts of driver and engines hold for it.
+        refused: why it cannot work as the program is.
+    """
+
+    seconds: Mapping[str, float]
+    driver_bytes: float
+    node_bytes: float
+    refused: str = ""
+
+    @property
+    def all_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+def publish_of(job: Job, way: str) -> Publish:
+    """Of one way (:class:`Job`)."""
+    cluster, costs, size, nodes = job.cluster, job.costs, float(job.weight_bytes), job.nodes
+    told = job.engines * costs.call_s
+    if way == "adapter":
+        size = 4.0 * job.model.adapter_parameters(_ADAPTER_RANK)
+    out = size / cluster.device_link + size / costs.pack_bytes_per_s  # off rank 0's GPU, into one block
+    load = size / cluster.device_link
+    if way == "nccl":
+        invited = job.engines * invitation_bytes(job.engines) / costs.invite_bytes_per_s
+        sent = size / cluster.network + size / cluster.device_link + size / costs.copy_bytes_per_s  # and kept
+        parts = {"tell": 3 * told, "invite": invited, "send": sent + job.engines * cluster.nccl_hop_s, "load": 0.0}
+        room = (1 - cluster.engine_share) * cluster.gpu_bytes
+        refused = f"{size / 1e9:.0f} GB beside vLLM on one GPU, {room / 1e9:.0f} free" if size > room else ""
+        return Publish(parts, 0.0, 0.0, refused)
+    if way == "http":
+        written = size / costs.pack_bytes_per_s * job.engines / cluster.driver_cores
+        hashed = size * job.engines / (costs.digest_bytes_per_s * cluster.driver_cores)
+        sent = max(size * job.engines / cluster.network, hashed)
+        here = size * min(cluster.gpus_per_node // job.parallel, job.engines)
+        refused = "a file of W for each server on the driver's node" if job.engines * size > 2e12 else ""
+        return Publish({"tell": told, "send": out + written + sent, "load": load}, job.engines * size, here, refused)
+    stored = 2 * size / costs.put_bytes_per_s + size / cluster.network  # rank 0's answer, and the driver's own copy
+    hops = math.ceil(math.log2(nodes + 1)) if way == "tree" else nodes
+    parts = {"tell": told, "send": out + stored + hops * size / cluster.network, "load": load}
+    return Publish(parts, 2 * size, size)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step of a job takes, in seconds, and what hosts hold, in bytes."""
+
+    job: Job
+    learner: Learner
+    published: Publish
+    serial: Mapping[str, float] = field(default_factory=dict)  # parts of D
+    floors: Mapping[str, float] = field(default_factory=dict)  # all bounds
+    driver_s: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        return max(self.floors.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The largest bound; of the learner's turn the largest part."""
+        first = max(self.floors, key=self.floors.__getitem__)
+        return max(self.serial, key=self.serial.__getitem__) if first == "learner" else first
+
+    @property
+    def busy(self) -> float:
+        """Share of the engines' places that sample, in [0, 1]."""
+        return self.floors["sampling"] / self.step_s
+
+    @property
+    def drivers(self) -> int:
+        """Processes that would keep up with engines that never wait."""
+        return math.ceil(self.driver_s / self.floors["sampling"])
+
+    @property
+    def driver_bytes(self) -> float:
+        """At most: every slot finished, the batch once more on its way to the ranks, and the weights."""
+        job, costs = self.job, self.job.costs
+        slots = max_groups_admitted(job.max_policy_age, job.per_step)
+        return slots * costs.finished_bytes + job.per_step * costs.rows_bytes + self.published.driver_bytes
+
+    @property
+    def rank_bytes(self) -> float:
+        """Of a checkpoint, that one rank copies and writes; one copy of the model does it."""
+        model, how = self.job.model, self.learner.how
+        return (how.trained_bytes(model) + how.optimizer_bytes(model)) / how.ranks
+
+    @property
+    def written_s(self) -> float:
+        """From a checkpoint's copy to its last byte, behind the training."""
+        cluster = self.job.cluster
+        return self.rank_bytes / min(self.job.costs.shard_bytes_per_s, cluster.disk / cluster.gpus_per_node)
+
+
+def step_of(job: Job) -> Step:
+    """The step of a job; ``D`` and all bounds by name."""
+    costs, cluster, count = job.costs, job.cluster, job.per_step
+    sampling_s = job.scenario().batch_s(GROUP)
+    learner, published = learner_of(job, sampling_s), publish_of(job, job.publish)
+    half = Step(job, learner, published)
+    waiting = job.max_policy_age * count  # at most: groups that wait, finished, when a checkpoint is written
+    saved = waiting * costs.save_s + half.rank_bytes / cluster.device_link
+    sent = count * costs.rows_s + learner.gpus * costs.call_s + count * costs.rows_bytes / cluster.network
+    serial = {
+        "control": count * costs.main_s,
+        "rows": sent,
+        "learning": learner.learn_s + learner.gradients_s,
+        "publish": published.all_s,
+        "checkpoint": saved / job.checkpoint_every,
+    }
+    told = published.seconds["tell"] + published.seconds.get("invite", 0.0)
+    each = costs.main_s + costs.dispatcher_s + costs.task_s + costs.ray_s + costs.rows_s
+    pings = job.engines * costs.call_s / _PING_S  # a share of all time
+    driver_s = (count * each + told + learner.gpus * costs.call_s) / max(1e-9, 1 - pings)
+    floors = bounds(job.scenario(), GROUP, sum(serial.values())) | {"driver": driver_s}
+    return Step(job, learner, published, serial, floors, driver_s)
+
+
+def simulated(step: Step) -> Outcome:
+    """The event simulation of the same ratios with few engines, short responses and nothing of the driver's CPU."""
+    job = step.job
+    scale = _SMALL / job.engines
+    small = {
+        "num_workers": _SMALL,
+        "num_groups": max(1, round(job.per_step * scale)),
+        "response_tokens": float(_SMALL_TOKENS),
+        "token_s": job.token_s * job.tokens / _SMALL_TOKENS,
+        "num_steps": 12,
+    }
+    publish_s = step.serial["publish"]
+    learn_s = sum(step.serial.values()) - publish_s
+    return Simulation(make_env(GROUP), job.scenario(learn_s, publish_s, **small)).run()
+
+
+def print_steps(steps: Sequence[Step]) -> None:
+    """Where the time goes, what bounds it, and what is held."""
+    parts = ("control", "rows", "learning", "publish", "checkpoint")
+    names = ("model", "engines", "publish")
+    rows = []
+    for one in steps:
+        seconds = [one.floors["sampling"], one.floors["tail"], one.driver_s, *(one.serial[part] for part in parts)]
+        figures = [f"{value:.3g}" for value in (*seconds, one.step_s)]
+        rows.append((one.job.name, one.job.engines, one.job.publish, *figures, one.bottleneck, f"{one.busy:.0%}"))
+    table(rows, (*names, "sampling s", "tail s", "driver s", *parts, "step s", "bound by", "engines busy"))
+    print()
+    rows = []
+    for one in steps:
+        job, outcome = one.job, simulated(one)
+        lost_min = 60 * job.cluster.gpu_failure_h / (job.engines * job.parallel)
+        sizes = [f"{value / 1e9:.3g}" for value in (one.driver_bytes, one.published.node_bytes)]
+        ages = (f"{outcome.token_age_mean:.2f}", f"{1 - outcome.worker_idle:.0%}", f"{outcome.step_s:.3g}")
+        size = (job.nodes, one.learner.gpus, job.per_step)
+        rows.append((*[job.name, job.engines, job.publish], *size, *ages, *sizes, one.drivers, f"{lost_min:.3g}"))
+    simulated_names = ("token age", "busy, simulated", "step s, simulated")
+    held = ("driver GB", "node GB", "drivers", "minutes between failures")
+    table(rows, (*names, "nodes", "learner GPUs", "groups", *simulated_names, *held))
+
+
+def print_publishes(jobs: Sequence[Job]) -> None:
+    """Every way of the weights."""
+    rows = []
+    for job in jobs:
+        for way in ("store", "tree", "nccl", "http", "adapter"):
+            one = publish_of(job, way)
+            parts = [f"{one.seconds.get(name, 0):.3g}" for name in ("tell", "invite", "send", "load")]
+            sizes = [f"{value / 1e9:.3g}" for value in (one.driver_bytes, one.node_bytes)]
+            rows.append((job.name, job.engines, way, *parts, f"{one.all_s:.3g}", *sizes, one.refused or "-"))
+    table(
+        rows,
+        (
+            "model",
+            "engines",
+            "way",
+            "tell s",
+            "invite s",
+            "send s",
+            "load s",
+            "all s",
+            "driver GB",
+            "node GB",
+            "why not",
+        ),
+    )
+
+
+def measured(tokens: int, file: Path | None) -> Measured:
+    """The constants, from a file where they were kept."""
+    if file is not None and file.exists():
+        return Measured(**json.loads(file.read_text()))
+    costs = measure(tokens)
+    if file is not None:
+        file.write_text(json.dumps(asdict(costs), indent=1))
+    return costs
+
+
+def model(options: argparse.Namespace) -> None:
+    """Measure, declare, compute."""
+    costs = measured(options.tokens, options.costs)
+    table(costs.described(), ("measured here", "per group, call or byte"))
+    cluster = Cluster(**{each.name: getattr(options, each.name) for each in fields(Cluster)})
+    print()
+    table([(each.name, f"{getattr(cluster, each.name):g}") for each in fields(Cluster)], ("declared", "value"))
+    own = ("groups_per_engine", "groups", "max_policy_age", "prompt", "tokens", "sigma", "checkpoint_every")
+    chosen = {name: getattr(options, name) for name in (*own, "learner_gpus")}
+    print("\n" + ", ".join(f"{name} {value}" for name, value in chosen.items()))
+    jobs = [Job(name, count, cluster, costs, **chosen) for name in options.models for count in options.engines]
+    print("tokens per second of an engine: " + ", ".join(f"{j.name} {j.rows / j.token_s:.0f}" for j in jobs) + "\n")
+    print_steps([step_of(replace(job, publish=way)) for job in jobs for way in ("store", "tree")])
+    print()
+    print_publishes(jobs)
+
+
+def fleet() -> None:
+    """The real fleet over workers that answer at once: what grows with their number."""
+    rows = []
+    for count in (100, 1000, 2000, 5000, 10_000):
+        started, task_s, call_s = fleet_costs(count, tasks=2000)
+        args = invitation(count)
+        seconds = best(lambda args=args: pack(args))
+        invited = (f"{invitation_bytes(count) / 1024:.0f}", f"{count * seconds:.3g}")
+        rows.append((count, f"{started:.2f}", f"{1e6 * task_s:.0f}", f"{1e6 * call_s:.1f}", *invited))
+    each = ("start of all, s", "µs per task", "µs per worker of a call to all")
+    table(rows, ("workers", *each, "KiB of an invitation", "s to pickle all invitations"))
+
+
+def source(num_workers: int, tokens: int) -> None:
+    """The real source, one group in flight for each worker, on a virtual clock."""
+    env = make_env(GROUP)
+    tune_gc()
+    rows = []
+    for count in (100, 1000, 3000, num_workers):
+        options = {"num_groups": count // 2, "max_policy_age": 1, "num_steps": 4, "response_tokens": float(tokens)}
+        scenario = Scenario(num_workers=count, groups_per_worker=1, **options)  # type: ignore[arg-type]
+        one = Simulation(env, scenario).run()
+        each = [1e3 * seconds / scenario.num_groups for seconds in (one.main_s, one.dispatcher_s)]
+        ages = (one.policy_age_max, f"{one.token_age_mean:.2f}", f"{1 - one.worker_idle:.0%}")
+        rows.append((count, one.most_in_flight, *(f"{ms:.2f}" for ms in each), *ages, f"{resident_kib() / 2**20:.2f}"))
+    names = ("main ms/group", "dispatcher ms/group", "age max", "token age", "workers busy", "GiB resident after")
+    table(rows, ("workers", "in flight", *names))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["model", "fleet", "source"])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--engines", nargs="+", type=int, default=list(ENGINES))
+    parser.add_argument("--workers", type=int, default=10_000, help="source: of the largest fleet")
+    parser.add_argument("--costs", type=Path, help="model: JSON of the constants; read where it exists, else written")
+    for each in (*fields(Job), *fields(Cluster)):
+        if isinstance(each.default, (int, float)):
+            name = "--" + each.name.replace("_", "-")
+            parser.add_argument(name, type=type(each.default), default=each.default)
+    options = parser.parse_args()
+    match options.what:
+        case "model":
+            model(options)
+        case "fleet":
+            fleet()
+        case "source":
+            source(options.workers, options.tokens)
+
+
+if __name__ == "__main__":
+    main()
