@@ -26,14 +26,13 @@ from benchmarks.scale import make_env
 from benchmarks.simulation import Scenario, Simulation
 from sota_grpo.functional.flops import ModelShape
 from sota_grpo.policy.tensor_files import Kept, write_tensors
-from sota_grpo.policy.weight_pack import Place, WeightPack
+from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 from sota_grpo.training.forward_passes import LearnerSettings, Planner
 from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.workers.base import IDLE_METHOD, WorkerSpec
 from sota_grpo.workers.fleet import Fleet
-from sota_grpo.workers.ray_cluster import RayLauncher, pack
-from sota_grpo.workers.weight_transfer import Rendezvous, WeightLayout
+from sota_grpo.workers.ray_cluster import RayLauncher
 
 GROUP = 8  # samples
 _RANKS = 8  # that rows are sent to where it is measured
@@ -56,8 +55,6 @@ class Measured:
         in_flight_bytes, finished_bytes, saved_bytes: per group, in memory and in a checkpoint.
         wire_bytes: per group, from the worker to the driver.
         rows_bytes: per group, from the driver to the ranks.
-        member_bytes: per worker that is invited to a broadcast of weights, in every invitation.
-        invite_bytes_per_s: at which invitations are pickled.
         copy_bytes_per_s, pack_bytes_per_s, put_bytes_per_s: of memory; of weights packed; into Ray's object store.
         digest_bytes_per_s, shard_bytes_per_s: SHA-256; of a rank's file, with its digest, into the page cache.
     """
@@ -74,8 +71,6 @@ class Measured:
     saved_bytes: float
     wire_bytes: float
     rows_bytes: float
-    member_bytes: float
-    invite_bytes_per_s: float
     copy_bytes_per_s: float
     pack_bytes_per_s: float
     put_bytes_per_s: float
@@ -105,7 +100,8 @@ def measure(tokens: int, *, groups: int = 192, workers: int = 200) -> Measured:
     """
     with_ray = _ray_costs(tokens)
     memory = _group_memory(tokens, groups)
-    return Measured(**_group_costs(tokens, groups), **memory, **_fleet_costs(workers), **with_ray, **_byte_rates())
+    _, task_s, _ = fleet_costs(workers)
+    return Measured(**_group_costs(tokens, groups), **memory, task_s=task_s, **with_ray, **_byte_rates())
 
 
 def best(work: Callable[[], object], times: int = 3, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -221,28 +217,6 @@ def fleet_costs(workers: int, tasks: int = 4000) -> tuple[float, float, float]:
         task_s = (time.process_time() - began) / tasks
         calls = best(lambda: fleet.broadcast("served", deadline_s=600.0), clock=time.process_time)
     return started, task_s, calls / workers
-
-
-def _fleet_costs(workers: int) -> dict[str, float]:
-    _, task_s, _ = fleet_costs(workers)
-    small, large = (invitation_bytes(count) for count in (1000, 2000))
-    args = invitation(2000)
-    return {
-        "task_s": task_s,
-        "member_bytes": (large - small) / 1000,
-        "invite_bytes_per_s": large / best(lambda: pack(args), clock=time.process_time),
-    }
-
-
-def invitation(members: int, tensors: int = 1000) -> tuple[Any, ...]:
-    """What each worker is sent before a broadcast of weights (``WeightTransfer._gather``)."""
-    names = tuple(f"{number:032x}" for number in range(members))
-    places = {f"model.layers.{n}.mlp.down_proj.weight": Place("bfloat16", (8192, 8192), n) for n in range(tensors)}
-    return Rendezvous("10.0.0.1", 1, "0" * 32, names, "nccl", 60.0, 64 << 20), WeightLayout(places, 1), 1
-
-
-def invitation_bytes(members: int) -> int:
-    return len(pack(invitation(members))[0])
 
 
 class _Stub:

@@ -31,22 +31,21 @@ from functools import cached_property
 from itertools import product
 from pathlib import Path
 
-from benchmarks.fleet_constants import GROUP, Measured, best, fleet_costs, invitation, invitation_bytes, measure
+from benchmarks.fleet_constants import GROUP, Measured, fleet_costs, measure
 from benchmarks.roofline_rates import DEVICES
 from benchmarks.scale import make_env, resident_kib, table, tune_gc
 from benchmarks.simulation import Outcome, Scenario, Simulation
 from sota_grpo.assembly.estimate import model_shape
 from sota_grpo.assembly.memory import Learning, MicroBatch, kv_bytes_per_token, learner_memory, vllm_pool_bytes
+from sota_grpo.envs import TaskEnv
 from sota_grpo.functional.flops import shared_load, step_flops
 from sota_grpo.functional.staleness import max_groups_admitted
 from sota_grpo.policy.model_sizes import Architecture, architecture_of
-from sota_grpo.workers.ray_cluster import pack
 
 MODELS = {"7B": ("qwen2.5-7b", 1), "70B": ("qwen2.5-72b", 8)}  # shape, and GPUs of an engine
 ENGINES = (100, 1000, 10_000)
 _ADAPTER_RANK = 16
 _PING_S = 30.0  # a quarter of inference_model.timeout_s
-_CALLS = {"store": 1, "nccl": 3, "http": 1}  # of every worker for one publish
 _SMALL = 16  # engines of the event simulation beside the arithmetic
 _SMALL_TOKENS = 32
 
@@ -275,9 +274,8 @@ def publish_of(job: Job, way: str) -> Publish:
     out = size / cluster.device_link + size / costs.pack_bytes_per_s  # off rank 0's GPU, into one block
     load = size / cluster.device_link
     if way == "nccl":
-        invited = job.engines * invitation_bytes(job.engines) / costs.invite_bytes_per_s
         sent = size / cluster.network + size / cluster.device_link + size / costs.copy_bytes_per_s  # and kept
-        parts = {"tell": 3 * told, "invite": invited, "send": sent + job.engines * cluster.nccl_hop_s, "load": 0.0}
+        parts = {"tell": 3 * told, "send": sent + job.engines * cluster.nccl_hop_s, "load": 0.0}
         room = (1 - cluster.engine_share) * cluster.gpu_bytes
         refused = f"{size / 1e9:.0f} GB beside vLLM on one GPU, {room / 1e9:.0f} free" if size > room else ""
         return Publish(parts, 0.0, 0.0, refused)
@@ -361,7 +359,7 @@ def step_of(job: Job) -> Step:
         "publish": published.all_s,
         "checkpoint": saved / job.checkpoint_every,
     }
-    told = published.seconds["tell"] + published.seconds.get("invite", 0.0)
+    told = published.seconds["tell"]
     each = costs.main_s + costs.dispatcher_s + costs.task_s + costs.ray_s + costs.rows_s
     pings = job.engines * costs.call_s / _PING_S  # a share of all time
     driver_s = (count * each + told + learner.gpus * costs.call_s) / max(1e-9, 1 - pings)
@@ -415,7 +413,7 @@ def print_publishes(jobs: Sequence[Job]) -> None:
     for job in jobs:
         for way in ("store", "tree", "nccl", "http", "adapter"):
             one = publish_of(job, way)
-            parts = [f"{one.seconds.get(name, 0):.3g}" for name in ("tell", "invite", "send", "load")]
+            parts = [f"{one.seconds[name]:.3g}" for name in ("tell", "send", "load")]
             sizes = [f"{value / 1e9:.3g}" for value in (one.driver_bytes, one.node_bytes)]
             rows.append((job.name, job.engines, way, *parts, f"{one.all_s:.3g}", *sizes, one.refused or "-"))
     table(
@@ -463,33 +461,32 @@ def model(options: argparse.Namespace) -> None:
     print_publishes(jobs)
 
 
-def fleet() -> None:
+def fleet(fleets: Sequence[int]) -> None:
     """The real fleet over workers that answer at once: what grows with their number."""
-    rows = []
-    for count in (100, 1000, 2000, 5000, 10_000):
-        started, task_s, call_s = fleet_costs(count, tasks=2000)
-        args = invitation(count)
-        seconds = best(lambda args=args: pack(args))
-        invited = (f"{invitation_bytes(count) / 1024:.0f}", f"{count * seconds:.3g}")
-        rows.append((count, f"{started:.2f}", f"{1e6 * task_s:.0f}", f"{1e6 * call_s:.1f}", *invited))
-    each = ("start of all, s", "µs per task", "µs per worker of a call to all")
-    table(rows, ("workers", *each, "KiB of an invitation", "s to pickle all invitations"))
+    names = ("start of all, s", "µs per task", "µs per worker of a call to all")
+    table((_fleet_row(count) for count in fleets), ("workers", *names))
 
 
-def source(num_workers: int, tokens: int) -> None:
-    """The real source, one group in flight for each worker, on a virtual clock."""
+def _fleet_row(count: int) -> Sequence[object]:
+    started, task_s, call_s = fleet_costs(count, tasks=2000)
+    return count, f"{started:.2f}", f"{1e6 * task_s:.0f}", f"{1e6 * call_s:.1f}"
+
+
+def source(fleets: Sequence[int], tokens: int) -> None:
+    """The real source, one group in flight for each worker, on a virtual clock; two batches after the first."""
     env = make_env(GROUP)
     tune_gc()
-    rows = []
-    for count in (100, 1000, 3000, num_workers):
-        options = {"num_groups": count // 2, "max_policy_age": 1, "num_steps": 4, "response_tokens": float(tokens)}
-        scenario = Scenario(num_workers=count, groups_per_worker=1, **options)  # type: ignore[arg-type]
-        one = Simulation(env, scenario).run()
-        each = [1e3 * seconds / scenario.num_groups for seconds in (one.main_s, one.dispatcher_s)]
-        ages = (one.policy_age_max, f"{one.token_age_mean:.2f}", f"{1 - one.worker_idle:.0%}")
-        rows.append((count, one.most_in_flight, *(f"{ms:.2f}" for ms in each), *ages, f"{resident_kib() / 2**20:.2f}"))
     names = ("main ms/group", "dispatcher ms/group", "age max", "token age", "workers busy", "GiB resident after")
-    table(rows, ("workers", "in flight", *names))
+    table((_source_row(env, count, tokens) for count in fleets), ("workers", "in flight", *names))
+
+
+def _source_row(env: TaskEnv, count: int, tokens: int) -> Sequence[object]:
+    options = {"num_groups": count // 2, "max_policy_age": 1, "num_steps": 3, "response_tokens": float(tokens)}
+    scenario = Scenario(num_workers=count, groups_per_worker=1, **options)  # type: ignore[arg-type]
+    one = Simulation(env, scenario).run()
+    each = [f"{1e3 * seconds / scenario.num_groups:.2f}" for seconds in (one.main_s, one.dispatcher_s)]
+    ages = (one.policy_age_max, f"{one.token_age_mean:.2f}", f"{1 - one.worker_idle:.0%}")
+    return count, one.most_in_flight, *each, *ages, f"{resident_kib() / 2**20:.2f}"
 
 
 def main() -> None:
@@ -497,7 +494,6 @@ def main() -> None:
     parser.add_argument("what", choices=["model", "fleet", "source"])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--engines", nargs="+", type=int, default=list(ENGINES))
-    parser.add_argument("--workers", type=int, default=10_000, help="source: of the largest fleet")
     parser.add_argument("--costs", type=Path, help="model: JSON of the constants; read where it exists, else written")
     for each in (*fields(Job), *fields(Cluster)):
         if isinstance(each.default, (int, float)):
@@ -508,9 +504,9 @@ def main() -> None:
         case "model":
             model(options)
         case "fleet":
-            fleet()
+            fleet(options.engines)
         case "source":
-            source(options.workers, options.tokens)
+            source(options.engines, options.tokens)
 
 
 if __name__ == "__main__":

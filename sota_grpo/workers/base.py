@@ -484,7 +484,8 @@ class Start:
         """
         if now_s - self.heard_s >= self.limit_s:
             return f"it has not answered for {self.limit_s:g} s while it was being started"
-        if now_s - max((start.worked_s for start in beside), default=self.worked_s) >= self.limit_s:
+        own_s = now_s - self.worked_s  # a fleet that starts looks at all others only where this one is silent
+        if own_s >= self.limit_s <= now_s - max((start.worked_s for start in beside), default=self.worked_s):
             return f"it did nothing for {self.limit_s:g} s while it was being started"
         if now_s - self.began_s >= _SILENCES * self.limit_s:
             return f"it was not ready after {_SILENCES * self.limit_s:g} s"

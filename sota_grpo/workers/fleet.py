@@ -338,7 +338,7 @@ class Fleet:
         if slot.state != "starting" or self._dead is not None:
             return
         now_s, start = self._timers.now_s(), slot.start
-        if why := start.verdict(now_s, [other.start for other in self._slots if other.state == "starting"]):
+        if why := start.verdict(now_s, (other.start for other in self._slots if other.state == "starting")):
             self._start_failed(slot, slot.life, TimeoutError(why))
             return
         if slot.worker is not None and not start.is_asked:

@@ -439,8 +439,8 @@ class WeightTransfer:
             if self._rendezvous is None or self._rendezvous.members != members:
                 name, limits = uuid.uuid4().hex, (self._stall_s, self._slice_bytes)
                 self._rendezvous = Rendezvous(self._host, self._port, name, members, self._backend, *limits)
-            call = ("receive_weights", self._rendezvous, self._layout, version)
-            self._fleet.broadcast(*call, deadline_s=self._stall_s)
+            told = map(self._share, (self._rendezvous, self._layout))  # pickled for each, N members would be N times N
+            self._fleet.broadcast("receive_weights", *told, version, deadline_s=self._stall_s)
         except TimeoutError:  # all were mute and are being replaced
             return None
         return self._rendezvous

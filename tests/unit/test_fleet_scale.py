@@ -1,0 +1,106 @@
+"""The arithmetic of benchmarks.fleet_scale against the event simulation, and against numbers computed by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+
+import pytest
+
+from benchmarks.fleet_constants import Measured
+from benchmarks.fleet_scale import Cluster, Job, bounds, publish_of, step_of
+from benchmarks.simulation import Scenario, Simulation
+from sota_grpo import keys
+from sota_grpo.rl.records import GroupRequest, sample_seed
+from tests.l3_parts import make_env
+
+COSTS = replace(
+    Measured(**{each.name: 1e9 if each.name.endswith("per_s") else 0.0 for each in fields(Measured)}), call_s=0.001
+)
+
+
+def simulation(**options) -> Simulation:
+    return Simulation(make_env(num_envs=2, repeats=2, num_train=30), Scenario(**options))
+
+
+def test_a_step_is_its_largest_bound_where_nothing_queues_and_responses_are_equally_long() -> None:
+    """Ages, phases and publishes at random: equal to rounding, in virtual time."""
+    for age in (0, 1, 2, 3):
+        groups = random.randint(1, 4)
+        run = simulation(
+            num_workers=age + 1,
+            groups_per_worker=groups,
+            num_groups=groups,
+            max_policy_age=age,
+            sigma=0.0,
+            generation_ratio=random.choice([0.1, 0.4, 1.0, 3.0]),
+            publish_s=random.choice([0.0, 0.3]),
+            num_steps=8,
+        )
+        least = bounds(run.scenario, 2, run.learn_s + run.scenario.publish_s)
+        assert run.run().step_s == pytest.approx(max(least.values()), rel=1e-9), run.scenario
+
+
+@pytest.mark.parametrize(("age", "ratio", "workers"), [(0, 1.0, 4), (1, 0.2, 4), (1, 1.0, 8), (2, 4.0, 4)])
+def test_with_a_tail_no_step_beats_its_bounds_and_the_largest_is_within_a_tenth(
+    age: int, ratio: float, workers: int
+) -> None:
+    """The tail without an age and with one, the learner, the engines; the seed is fixed and time is virtual."""
+    options = {"num_workers": workers, "groups_per_worker": 4, "num_groups": 16, "sigma": 0.5, "num_steps": 9}
+    run = simulation(max_policy_age=age, generation_ratio=ratio, **options)
+    least = max(bounds(run.scenario, 2, run.learn_s).values())
+    assert run.run().step_s / least == pytest.approx(1.0, abs=0.1)
+
+
+def test_every_group_is_trained_once_and_places_are_busy_for_as_long_as_groups_take() -> None:
+    run = simulation(num_workers=3, groups_per_worker=2, num_groups=5, max_policy_age=2, num_steps=6)
+    asked: list[GroupRequest] = []
+    trained: list[int] = []
+    submit, take = run.workers.submit, run.source.next_batch
+
+    def noted(request: GroupRequest, sampling):
+        asked.append(request)
+        return submit(request, sampling)
+
+    def taken(version: int):
+        batch = take(version)
+        trained.extend(batch[keys.GROUP_ID].reshape(-1).tolist()[::2])
+        return batch
+
+    run.workers.submit, run.source.next_batch = noted, taken  # type: ignore[method-assign]
+    run.run()
+    while run.workers.in_flight:
+        run.clock.run_next()
+    assert len(trained) == len(set(trained)) == 6 * 5
+    assert set(trained) <= {request.group_id for request in asked}
+    assert len({request.group_id for request in asked}) == len(asked) == 6 * 5 + 3 * 5  # what 15 slots hold, too
+    draws = (random.Random(sample_seed(run.scenario.seed, request.seed)) for request in asked)
+    longest = [max(run.scenario.length(draw) for _ in range(2)) for draw in draws]
+    assert run.workers.busy_s() == pytest.approx(sum(longest) * run.scenario.token_s)
+    assert run.workers.busy_s() <= 6 * run.clock.now  # places
+
+
+def test_what_a_publish_sends_by_hand() -> None:
+    """7B in half precision is 15.23 GB; links of 1 GB/s, memory of 1 GB/s: 15.23 s for each copy or transfer."""
+    cluster = Cluster(network=1e9, device_link=1e9, engine_share=0.5)
+    job = Job("7B", 80, cluster, COSTS)
+    copy_s = job.weight_bytes / 1e9
+    assert copy_s == pytest.approx(15.23, abs=0.01)
+    # off the GPU, packed, two puts, to the driver: 5; ten nodes from one or four doublings (1, 2, 4, 8 of 10 served)
+    assert publish_of(job, "store").seconds["send"] == pytest.approx((5 + 10) * copy_s)
+    assert publish_of(job, "tree").seconds["send"] == pytest.approx((5 + 4) * copy_s)
+    assert publish_of(job, "nccl").seconds["send"] == pytest.approx(3 * copy_s + 80 * cluster.nccl_hop_s)
+    assert publish_of(job, "nccl").seconds["tell"] == pytest.approx(3 * 80 * 0.001)
+    assert not publish_of(job, "nccl").refused
+    assert publish_of(replace(job, cluster=Cluster()), "nccl").refused.startswith("15 GB beside vLLM")
+
+
+def test_a_driver_of_one_lock_bounds_the_step_from_where_its_seconds_exceed_the_others() -> None:
+    """8,000 groups at 10 ms are 80 s, whatever the engines do; at 1 ms the engines or the learner decide."""
+    job = Job("7B", 1000, Cluster(), replace(COSTS, dispatcher_s=0.01), publish="tree", tokens=256)
+    slow, fast = step_of(job), step_of(replace(job, costs=COSTS))
+    assert slow.bottleneck == "driver"
+    assert slow.step_s == pytest.approx((8000 * 0.01 + 1000 * 0.001 + slow.learner.gpus * 0.001) / (1 - 1 / 30))
+    assert fast.bottleneck != "driver"
+    assert slow.drivers == -(-slow.step_s // slow.floors["sampling"])
+    assert slow.busy == pytest.approx(slow.floors["sampling"] / slow.step_s)
