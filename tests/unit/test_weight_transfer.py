@@ -162,6 +162,18 @@ def test_where_no_broadcast_gets_through_the_object_store_is_used_and_after_thre
     transfer.close()
 
 
+def test_an_invitation_names_all_members_and_is_shared_instead_of_pickled_for_each() -> None:
+    fleet = Mock()
+    fleet.broadcast.return_value = ["b", "a"]
+    transfer = WeightTransfer(fleet, Learner(), share=lambda value: (value,), backend="gloo", deadline_s=30.0)
+    rendezvous = transfer._gather(3)
+    assert rendezvous is not None
+    assert rendezvous.members == ("a", "b")
+    layout = Learner().weight_layout(None)
+    assert fleet.broadcast.call_args.args == ("receive_weights", (rendezvous,), (layout,), 3)
+    transfer.close()
+
+
 def test_a_copy_is_made_when_a_successor_starts_and_not_before() -> None:
     fleet, transfer, learner = start(reachable=True)
     for version in (1, 2):
