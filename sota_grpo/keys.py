@@ -1,4 +1,4 @@
-"""Every TensorDict key of sota_grpo, spelled once (docs/design.md, "One carrier").
+"""Every key of rows in sota_grpo, spelled once (docs/design.md, "One carrier").
 
 One row of a batch is one sampled response. Rows are ragged, one length ``T_i`` each, until
 :mod:`sota_grpo.rl.collate` pads them: columns of a :class:`~sota_grpo.rl.table.RowTable`, or lazily stacked TensorDicts

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, Concatenate, NamedTuple, ParamSpec, overload
 
 import numpy as np
@@ -44,7 +45,7 @@ class Column(NamedTuple):
 
     Args:
         values: ``[n, ..]``, a value per row; or ``[sum of lengths]``, those of each row behind those of the one before;
-            or a list of what is no tensor.
+            or a list: of what is no tensor, and of tensors that are unlike in more than their length.
         lengths: of the rows' values; None: each row has one item of ``values``.
         rows: the places of the rows that have the entry, ascending; None: all.
     """
@@ -57,18 +58,16 @@ class Column(NamedTuple):
     def of(cls, values: Sequence[Any], rows: list[int] | None = None) -> Column:
         """A column of the values of single rows.
 
-        Raises:
-            ValueError: tensors of unlike shapes that have more than one dimension.
-
         >>> Column.of([torch.tensor([5]), torch.tensor([6, 7])])[:2]
         (tensor([5, 6, 7]), [1, 2])
         """
-        if not isinstance(values[0], Tensor):
+        kinds = {(value.dtype, value.device) if isinstance(value, Tensor) else None for value in values}
+        if None in kinds or len(kinds) > 1:
             return cls(list(values), None, rows)
         if len({value.shape for value in values}) == 1:
             return cls(torch.stack(list(values)), None, rows)
         if any(value.dim() != 1 for value in values):
-            raise ValueError("rows of unlike shapes have entries of one dimension")
+            return cls(list(values), None, rows)
         return cls(torch.cat(list(values)), list(map(len, values)), rows)
 
     def parts(self) -> Sequence[Any]:
@@ -76,6 +75,13 @@ class Column(NamedTuple):
         if self.lengths is not None:
             return self.values.split(self.lengths)
         return self.values.unbind(0) if isinstance(self.values, Tensor) else self.values
+
+    def at(self, row: int) -> Any:
+        """The value of the row that stands at ``row`` among those that have the entry; a view."""
+        if self.lengths is None:
+            return self.values[row]
+        start = sum(self.lengths[:row])
+        return self.values[start : start + self.lengths[row]]
 
     def places(self, num_rows: int) -> Sequence[int]:
         """Of the rows that have the entry, among ``num_rows``."""
@@ -85,14 +91,16 @@ class Column(NamedTuple):
         """The same with lengths."""
         if self.lengths is not None:
             return self
-        return self._replace(values=self.values.flatten(), lengths=[self.values[0].numel()] * len(self.values))
+        sizes = [self.values.shape[1:].numel()] * len(self.values)
+        return self._replace(values=self.values.flatten(), lengths=sizes)
 
     def take(self, places: Sequence[int]) -> Column:
         """Of the rows that stand at ``places``, in this order."""
         if self.rows is not None:
             known = {row: at for at, row in enumerate(self.rows)}
             rows = [new for new, place in enumerate(places) if place in known]
-            return self._at([known[places[new]] for new in rows])._replace(rows=rows)
+            taken = self._at([known[places[new]] for new in rows])
+            return taken._replace(rows=rows if len(rows) < len(places) else None)
         return self._at(places)
 
     def _at(self, places: Sequence[int]) -> Column:
@@ -120,10 +128,13 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _joined(columns: Sequence[Column]) -> tuple[Any, list[int] | None]:
     """The values of all, one behind the other, and their lengths."""
-    if isinstance(columns[0].values, list):
-        return [value for column in columns for value in column.values], None
-    if len({None if column.lengths else column.values.shape[1:] for column in columns}) > 1:
-        columns = [column.flat() for column in columns]
+    kinds = {(c.values.dtype, c.values.device) if isinstance(c.values, Tensor) else None for c in columns}
+    alike = None not in kinds and len(kinds) == 1
+    if alike and len({None if column.lengths is not None else column.values.shape[1:] for column in columns}) > 1:
+        alike = all(column.lengths is not None or column.values.dim() == 2 for column in columns)
+        columns = [column.flat() for column in columns] if alike else columns
+    if not alike:
+        return [value for column in columns for value in column.parts()], None
     lengths = None if columns[0].lengths is None else [n for column in columns for n in column.lengths or ()]
     return torch.cat([column.values for column in columns]), lengths
 
@@ -156,12 +167,12 @@ class RowTable(Sequence[Row]):
         """
         if isinstance(rows, RowTable):
             return rows
-        if isinstance(rows, TensorDictBase) and not isinstance(rows, LazyStackedTensorDict):
+        if isinstance(rows, TensorDictBase) and _is_dense(rows):
             return cls(len(rows), {key: Column(value) for key, value in _entries(rows)})
         found: dict[Key, tuple[list[int], list[Any]]] = {}
-        listed = row_list(rows)
+        listed = plain_rows(rows)
         for index, row in enumerate(listed):
-            for key, value in row.items() if isinstance(row, dict) else _entries(row):  # type: ignore[arg-type]
+            for key, value in row.items():
                 at, values = found.setdefault(key, ([], []))
                 at.append(index)
                 values.append(value)
@@ -195,7 +206,15 @@ class RowTable(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> RowTable: ...
     def __getitem__(self, index: int | slice) -> Row | RowTable:
-        return self.take(range(len(self))[index]) if isinstance(index, slice) else self.rows()[index]
+        if isinstance(index, slice):
+            return self.take(range(len(self))[index])
+        place, row = range(len(self))[index], {}
+        for key, column in self.columns.items():
+            if column.rows is None:
+                row[key] = column.at(place)
+            elif place in column.rows:
+                row[key] = column.at(column.rows.index(place))
+        return row
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows())
@@ -208,7 +227,7 @@ class RowTable(Sequence[Row]):
         """The entry of all rows, ``[N, ..]``; ``default`` where none has it.
 
         Raises:
-            ValueError: some rows lack it, or it is not of one shape.
+            ValueError: some rows lack it, or it is not of one shape and dtype.
         """
         if key not in self.columns:
             return default
@@ -252,8 +271,8 @@ class RowTable(Sequence[Row]):
     def sums(self, key: Key) -> Tensor:
         """How many of a mask are True in each row, int64 ``[N]``."""
         column = self.columns[key].flat()
-        ends = torch.tensor([0, *column.lengths], dtype=torch.int64).cumsum(0)  # type: ignore[misc]
-        counted = torch.cat([torch.zeros(1, dtype=torch.int64), column.values.cumsum(0)])
+        ends = torch.tensor([0, *column.lengths], device=column.values.device).cumsum(0)  # type: ignore[misc]
+        counted = torch.cat([ends[:1], column.values.cumsum(0)])
         return counted[ends].diff()
 
     def parts(self, key: Key) -> Sequence[Any]:
@@ -326,20 +345,21 @@ class RowTable(Sequence[Row]):
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> RowTable:
-        """What :meth:`state_dict` gave."""
-        columns: dict[Key, Column] = {}
+        """What :meth:`state_dict` gave; or a state with several columns of an entry, one for each dtype that it has.
+
+        Raises:
+            ValueError: a column is damaged.
+        """
+        found: dict[Key, list[Column]] = {}
         for saved in state["columns"]:
             key = saved["path"][0] if len(saved["path"]) == 1 else tuple(saved["path"])
-            rows = None if len(saved["rows"]) == state["num_rows"] else saved["rows"].tolist()
-            if "plain" in saved:
-                columns[key] = Column(saved["plain"], None, rows)
-                continue
-            shapes = saved["shapes"].tolist()
-            if all(shape == shapes[0] for shape in shapes):
-                columns[key] = Column(saved["values"].view(len(shapes), *shapes[0]), None, rows)
-            else:
-                columns[key] = Column(saved["values"], [length for (length,) in shapes], rows)
-        return cls(state["num_rows"], columns)
+            found.setdefault(key, []).append(_read_column(saved, state["num_rows"]))
+        table = cls(state["num_rows"], {key: columns[0] for key, columns in found.items()})
+        for key, columns in found.items():
+            if len(columns) > 1:
+                values = {row: value for c in columns for row, value in zip(c.places(len(table)), c.parts())}
+                table.set(key, [values.get(row) for row in range(len(table))])
+        return table
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Tensors as arrays, which pickle's protocol 5 moves by reference."""
@@ -350,13 +370,30 @@ class RowTable(Sequence[Row]):
         return _read, (len(self), parts)
 
 
+def _read_column(saved: Mapping[str, Any], num_rows: int) -> Column:
+    places = saved["rows"].tolist()
+    rows = None if len(places) == num_rows else places
+    if any(not 0 <= place < num_rows for place in places) or any(one >= other for one, other in pairwise(places)):
+        raise ValueError(f"{saved['path']} is of rows that are not there")
+    if "plain" in saved:
+        if len(saved["plain"]) != len(places):
+            raise ValueError(f"{saved['path']} has {len(saved['plain'])} values for {len(places)} rows")
+        return Column(saved["plain"], None, rows)
+    shapes, values = saved["shapes"].tolist(), saved["values"]
+    if len(shapes) != len(places) or sum(map(prod, shapes)) != len(values):
+        raise ValueError(f"{saved['path']} has {len(values)} values for {len(places)} rows of {len(shapes)} shapes")
+    if shapes and all(shape == shapes[0] for shape in shapes):
+        return Column(values.view(len(shapes), *shapes[0]), None, rows)
+    return Column(values, [length for (length,) in shapes], rows)
+
+
 def _read(num_rows: int, parts: Iterable[tuple[Any, ...]]) -> RowTable:
     tensors = ((key, readable(v) if isinstance(v, np.ndarray) else v, others) for key, v, *others in parts)
     return RowTable(num_rows, {key: Column(values, *others) for key, values, others in tensors})
 
 
 def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., None]:
-    """``write(table, ..)`` for rows of any form; what it writes is written to TensorDicts in place.
+    """``write(table, ..)`` for rows of any form and batch shape; what it writes is written to TensorDicts in place.
 
     Raises:
         ValueError: the rows are dense, where every row has every key, and it leaves some without one.
@@ -369,17 +406,33 @@ def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., N
         write(table, *args, **by_name)
         if table is rows:
             return
-        dense = isinstance(rows, TensorDictBase) and not isinstance(rows, LazyStackedTensorDict)
-        listed = [] if dense else row_list(rows)  # type: ignore[arg-type]
         for key in (key for key, column in table.columns.items() if known.get(key) is not column):
-            for row, value in zip(listed, table.parts(key)):
-                if value is not None:
-                    row.set(key, value if isinstance(value, Tensor) else NonTensorData(value))
-            if dense:
-                values = table.get(key)
-                rows.set(key, NonTensorStack(*values) if isinstance(values, list) else values)  # type: ignore[union-attr]
+            _put(rows, key, table.parts(key))  # type: ignore[arg-type]
 
     return written
+
+
+def _put(rows: TensorDictBase | Sequence[TensorDictBase], key: Key, values: Sequence[Any]) -> None:
+    """Set an entry of each of the single rows; None leaves one as it is."""
+    if isinstance(rows, TensorDictBase) and rows.batch_size == torch.Size([]):
+        (value,) = values
+        if value is not None:
+            rows.set(key, value if isinstance(value, Tensor) else NonTensorData(value))
+        return
+    if isinstance(rows, TensorDictBase) and not (isinstance(rows, LazyStackedTensorDict) and rows.stack_dim == 0):
+        if any(value is None for value in values):
+            missing = f"{key} is missing in {sum(value is None for value in values)} of {len(values)} rows"
+            raise ValueError(f"{missing}; stack TensorDicts lazily, so that a row may lack it.")
+        if isinstance(values[0], Tensor):
+            rows.set(key, torch.stack(list(values)).reshape(*rows.batch_size, *values[0].shape))
+        else:
+            nested = np.array(list(values), dtype=object).reshape(rows.batch_size).tolist()
+            rows.set(key, NonTensorStack.from_list(nested))
+        return
+    parts = rows.tensordicts if isinstance(rows, LazyStackedTensorDict) else list(rows)
+    ends = list(accumulate((part.numel() for part in parts), initial=0))
+    for part, (start, end) in zip(parts, pairwise(ends)):
+        _put(part, key, values[start:end])
 
 
 def row_list(rows: Sequence[Any] | TensorDictBase) -> list[Any]:
@@ -395,10 +448,25 @@ def row_list(rows: Sequence[Any] | TensorDictBase) -> list[Any]:
 def plain_rows(rows: Sequence[Any] | TensorDictBase) -> list[dict[Key, Any]]:
     """The entries of each row in a dict of its own, which is cheaper to read than a TensorDict.
 
+    Args:
+        rows: of any batch shape; the innermost are rows.
+
     >>> plain_rows([TensorDict({"x": {"y": torch.ones(1)}, "z": torch.zeros(1)})])
     [{('x', 'y'): tensor([1.]), 'z': tensor([0.])}]
     """
-    return [dict(row if isinstance(row, dict) else _entries(row)) for row in row_list(rows)]
+    if isinstance(rows, TensorDictBase) and rows.batch_size == torch.Size([]):
+        return [dict(_entries(rows))]
+    found: list[dict[Key, Any]] = []
+    for row in row_list(rows):
+        found += plain_rows(row) if isinstance(row, TensorDictBase) else [dict(row)]
+    return found
+
+
+def _is_dense(rows: TensorDictBase) -> bool:
+    """Whether every entry is one tensor, or one list, over the single rows of a batch of one dimension."""
+    lazy = isinstance(rows, LazyStackedTensorDict) and not is_non_tensor(rows)
+    children = () if lazy else (value for value in rows.values() if isinstance(value, TensorDictBase))
+    return not lazy and rows.batch_dims == 1 and all(is_non_tensor(child) or _is_dense(child) for child in children)
 
 
 def _entries(rows: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple[Key, Any]]:

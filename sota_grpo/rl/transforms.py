@@ -279,7 +279,7 @@ def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None) -> tuple
         rows.columns[*keys.TERM_WEIGHTS, name] = term._replace(values=values)
 
     def column(key: tuple[str, ...]) -> Tensor:
-        values = torch.full((len(rows),), torch.nan)
+        values = torch.full((len(rows),), torch.nan, device=rows.columns[keys.REWARD].values.device)
         if rows.has(key):
             own = rows.columns[key]
             values[slice(None) if own.rows is None else own.rows] = own.values.flatten()

@@ -182,15 +182,23 @@ _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # they stand in the full t
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """The entries that a learner has a use for: no text, no copies, no terms of the reward, which a row may lack."""
+    """The entries that a learner has a use for: no text, no copies, no terms of the reward, which a row may lack.
+
+    Raises:
+        ValueError: some rows lack one of the others.
+    """
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]
-    return table.only(name for name in tensors if name not in _COPIES and name[:-1] not in terms)
+    named = table.only(name for name in tensors if name not in _COPIES and name[:-1] not in terms)
+    for name, column in named.columns.items():
+        if column.rows is not None:
+            raise ValueError(f"{name} is missing in {len(named) - len(column.rows)} of {len(named)} rows")
+    return named
 
 
 def _asked(method: Callable[Concatenate[Any, P], Result]) -> Callable[Concatenate[RemoteLearner, P], Result]:
-    """The same method of :class:`RemoteLearner`: every rank is asked, rank 0 answers; rows travel packed."""
+    """The same method of :class:`RemoteLearner`: every rank is asked, rank 0 answers; rows travel as one table."""
 
     def ask(remote: RemoteLearner, *args: P.args, **by_name: P.kwargs) -> Result:
         assert not by_name  # a worker's calls have none

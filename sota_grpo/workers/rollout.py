@@ -193,7 +193,10 @@ class RolloutWorker:
     def _decoded(self, group: GroupOutput) -> GroupOutput:
         if self._tokenizer is None:
             return group
-        texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in group.samples]
+        try:
+            texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in group.samples]
+        except Exception:  # the driver decodes what has no text, and there the error ends the run
+            return group
         return replace(group, samples=tuple(replace(sample, text=text) for sample, text in zip(group.samples, texts)))
 
 

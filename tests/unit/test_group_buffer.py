@@ -99,7 +99,7 @@ def test_rows_come_out_as_they_went_in() -> None:
     rows = group(0)
     buffer = GroupBuffer(1)
     buffer.add(rows, version=0)
-    assert all(map(same, rows, buffer.take(1)))
+    assert all(same(one, two) for one, two in zip(rows, buffer.take(1), strict=True))
 
 
 def test_a_saved_buffer_goes_on_as_the_original_would(tmp_path) -> None:
@@ -114,4 +114,4 @@ def test_a_saved_buffer_goes_on_as_the_original_would(tmp_path) -> None:
     other.load_state_dict(state["buffer"])
     for count in (2, 3):
         rows, again = (one.take(count) for one in (buffer, other))
-        assert all(same(one, two) for one, two in zip(rows, again))
+        assert all(same(one, two) for one, two in zip(rows, again, strict=True))

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -311,6 +312,16 @@ def test_responses_arrive_with_the_text_that_their_readers_would_decode() -> Non
     worker.close()
     for sample in (*group.samples, *pickle.loads(pickle.dumps(group)).samples):
         assert sample.text == tokenizer.decode(sample.token_ids, skip_special_tokens=True) == "4 is é"
+
+
+def test_a_response_that_cannot_be_decoded_arrives_without_text() -> None:
+    """Its reader decodes it, and there the error is seen; a call without an answer would be waited for."""
+    broken = Mock()
+    broken.decode.side_effect = OverflowError
+    worker = RolloutWorker(lambda: ScriptedEngine(two_tokens), broken)
+    group = worker.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S)
+    worker.close()
+    assert [sample.text for sample in group.samples] == [None] * len(group.samples)
 
 
 def test_the_factory_takes_plain_values(tmp_path: Path):

@@ -13,6 +13,8 @@ from sota_grpo import keys
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import Example, KeptTokens, Sample
 from sota_grpo.rl.table import Column, RowTable, in_place, plain_rows, row_list
+from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.training.remote_learner import travelling
 from tests.builders import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -179,3 +181,123 @@ def test_a_group_is_its_samples_whatever_each_of_them_has() -> None:
     assert rows[0][keys.KEPT_COUNTS].tolist() == [0, 0, 1, 2]
     assert [keys.KEPT_COUNTS in row for row in rows] == [True, False, False]
     assert [keys.DIALOG in row for row in rows] == [False, False, True]
+
+
+def test_a_row_alone_is_that_row_and_a_view_of_the_table() -> None:
+    rows = [row for _ in range(4) for row in random_rows()]
+    table = RowTable.of(rows)
+    index = random.randrange(len(rows))
+    same([table[index], table[index - len(rows)]], [rows[index]] * 2)
+    table[index][keys.REWARD].fill_(7.0)
+    assert table.get(keys.REWARD)[index].tolist() == [7.0]
+
+
+def test_entries_that_are_unlike_stay_as_they_are() -> None:
+    """In dtype, in the number of dimensions, in more than their length, a tensor beside a text; once more when read."""
+    unlike = [
+        [torch.ones(2), torch.ones(2, dtype=torch.float64), torch.tensor(1)],
+        [torch.ones(1, 3), torch.ones(1, 4), torch.ones(2, 4)],
+        [torch.ones(1, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)],
+        ["a", torch.ones(1), "b"],
+    ]
+    for values in unlike:
+        rows = [{"x": value, "y": torch.tensor(index)} for index, value in enumerate(values)]
+        table = RowTable.of(rows)
+        same(table, rows)
+        same(RowTable.cat([table[:1], table[1:]]), rows)
+        same(RowTable.of_state(table.state_dict()), rows)
+        if values[0] is not unlike[2][0]:  # numpy, by which a column travels, has no bfloat16
+            same(pickle.loads(pickle.dumps(table, protocol=5)), rows)
+    state = {
+        "num_rows": 2,
+        "columns": [
+            {
+                "path": ["x"],
+                "rows": torch.tensor([row]),
+                "shapes": torch.tensor([[1]]),
+                "values": torch.ones(1, dtype=d),
+            }
+            for row, d in enumerate((torch.float32, torch.float64))
+        ],
+    }
+    same(RowTable.of_state(state), [{"x": torch.ones(1)}, {"x": torch.ones(1, dtype=torch.float64)}])
+
+
+def test_of_no_rows_every_column_is_empty() -> None:
+    table = RowTable.of(random_rows()).take([])
+    for key in table.columns:
+        assert list(table.parts(key)) == []
+    assert table.sums(keys.ASSISTANT_MASK).tolist() == table.lengths(keys.GROUP_ID) == []
+    same(RowTable.of_state(table.state_dict()), [])
+
+
+def test_an_entry_that_all_taken_rows_have_is_a_tensor_of_all() -> None:
+    table = RowTable.of([{"x": torch.ones(1)}, {"y": 1}, {"x": torch.zeros(1)}])
+    assert table[2:].get("x").tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda column: column["shapes"].add_(1),
+        lambda column: column.update(rows=torch.tensor([0, 99])),
+        lambda column: column.update(rows=torch.tensor([0])),
+        lambda column: column.update(rows=torch.tensor([1, 0])),
+    ],
+)
+def test_a_damaged_column_is_refused(damage) -> None:
+    state = RowTable.of([{"x": torch.ones(2)}, {"x": torch.ones(3)}]).state_dict()
+    damage(state["columns"][0])
+    with pytest.raises(ValueError, match="x"):
+        RowTable.of_state(state)
+
+
+def batches(rows: list[TensorDict]) -> dict[str, TensorDict]:
+    """The same four rows as TorchRL may have them; ``hidden`` is ragged and nobody's business."""
+    ones = [row.unsqueeze(0) for row in rows]
+    even = [row.exclude("hidden", "masks") for row in rows]
+    root = TensorDict({keys.GROUP_ID: torch.stack([row[keys.GROUP_ID] for row in rows])}, [len(rows)])
+    return {
+        "list": rows,
+        "stack": lazy_stack(rows),
+        "[N, 1]": lazy_stack(ones),
+        "[2, 2], the first dimension last": lazy_stack([lazy_stack(even[:2]), lazy_stack(even[2:])], 1),
+        "dense, a ragged step": root.set("next", lazy_stack([row["next"] for row in rows])),
+    }
+
+
+@pytest.mark.parametrize(
+    "form", ["list", "stack", "[N, 1]", "[2, 2], the first dimension last", "dense, a ragged step"]
+)
+def test_transforms_write_to_batches_of_every_form(form: str) -> None:
+    rewards = [1.0, 0.0, 0.0, 0.0]
+    rows = [
+        TensorDict(
+            {
+                keys.GROUP_ID: torch.tensor(7),
+                keys.ASSISTANT_MASK: torch.ones(2 + index, dtype=torch.bool),
+                "hidden": torch.ones(2 + index, 3),
+                "next": {"reward": torch.tensor([reward]), "ragged": torch.ones(1 + index)},
+            }
+        )
+        for index, reward in enumerate(rewards)
+    ]
+    batch = batches(rows)[form]
+    in_place(GroupAdvantage(scale="none")._write)(batch)
+    advantages = [row[keys.ADVANTAGE] for row in plain_rows(batch)]
+    assert {each.shape for each in advantages} == {(1, 1)}
+    expected = [0.75, -0.25, -0.25, -0.25]
+    assert [each.item() for each in advantages] == [
+        expected[index] for index in ((0, 2, 1, 3) if form.startswith("[2, 2]") else range(4))
+    ]
+
+
+def test_rows_are_counted_where_they_lie() -> None:
+    masks = [torch.ones(count, dtype=torch.bool, device="meta") for count in (2, 3)]
+    assert RowTable.of([{keys.ASSISTANT_MASK: mask} for mask in masks]).sums(keys.ASSISTANT_MASK).device.type == "meta"
+
+
+def test_ranks_are_given_no_rows_of_which_some_lack_an_entry() -> None:
+    rows = [{keys.FULL_TOKENS: torch.ones(2), keys.KEPT_IDS: torch.ones(1)}, {keys.FULL_TOKENS: torch.ones(1)}]
+    with pytest.raises(ValueError, match=r"kept.*is missing in 1 of 2 rows"):
+        travelling(rows)
