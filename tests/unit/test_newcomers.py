@@ -81,6 +81,11 @@ def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig.close()
 
 
+def replaced(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said of workers that are replaced."""
+    return [record.getMessage() for record in caplog.records if "is replaced" in record.getMessage()]
+
+
 def test_one_whose_weights_land_is_admitted_and_one_whose_do_not_is_refused(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,9 +96,8 @@ def test_one_whose_weights_land_is_admitted_and_one_whose_do_not_is_refused(
     for times, (kind, why) in enumerate({Deaf: "pushed weights landed", Dying: "no memory"}.items(), start=1):
         rig.join(kind)
         rig.newcomers.attend()
-        wait_for(lambda times=times: rig.fleet.restarts == times)
-        said = [record.getMessage() for record in caplog.records if "is replaced" in record.getMessage()]
-        assert why in said[-1]
+        wait_for(lambda times=times: rig.fleet.restarts == times == len(replaced(caplog)))  # counted, then told
+        assert why in replaced(caplog)[-1]
         assert rig.fleet.num_live == 1
     rig.join(TransformersEngine)
     Inbox(rig.front, [rig.newcomers.attend]).run_once(0.0)  # as whoever waits for samples
