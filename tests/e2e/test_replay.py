@@ -32,7 +32,7 @@ def content(stored: StoredStep) -> tuple:
     """All but the clock, as plain values."""
     figures = {name: value for name, value in stored.metrics.items() if declared(name).unit not in ("s", "tokens/s")}
     rows = [
-        {str(name): value.tolist() for name, value in row.items(True, True) if isinstance(value, torch.Tensor)}
+        {str(name): value.tolist() for name, value in row.items() if isinstance(value, torch.Tensor)}
         for row in stored.rows
     ]
     return figures, rows, stored.samples
