@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.e2e.processes import hit, require_gone
@@ -80,19 +80,21 @@ class TwoNodes:
         where = (
             ["--head", f"--port={_PORT}", "--include-dashboard=false"] if index == 0 else [f"--address={self.address}"]
         )
-        before = self._alive() if index else set()  # one that was killed is in it for some seconds
+        deadline = time.monotonic() + 120
+        before: set[str] = set()
+        while index and not (before := self._alive()):  # the head at least; one that was killed, for some seconds
+            assert time.monotonic() < deadline, f"the head does not answer: {self.console(0)}"
         size = [f"--num-cpus={self._cpus[index]}", "--object-store-memory=200000000"]
         self._rays[index] = self.start(
             index, str(_BIN / "ray"), "start", *where, f"--node-ip-address={self.addresses[index]}", *size, "--block"
         )
-        deadline = time.monotonic() + 120
         while not self._alive() - before:
             assert time.monotonic() < deadline, f"node {index} did not join"
             assert self._rays[index].poll() is None, f"ray start ended: {self.console(index)}"
             time.sleep(0.5)
 
     def _alive(self) -> set[str]:
-        """Ids of the nodes that Ray takes for alive."""
+        """Ids of the nodes that Ray takes for alive; none where it does not answer."""
         nodes = "print(*(node['NodeID'] for node in ray.nodes() if node['Alive']))"
         code = f"import ray; ray.init({self.address!r}, logging_level=40); {nodes}"
         done = self.run(0, sys.executable, "-c", code)
@@ -116,16 +118,21 @@ class TwoNodes:
         done = subprocess.run(["ip", "netns", "pids", self.names[index]], capture_output=True, text=True, check=True)
         return [int(pid) for pid in done.stdout.split()]
 
-    def cut(self, seconds: float) -> None:
-        """Take the link away for a while."""
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Without the link between them."""
         _ip("-n", self.names[0], "link", "set", f"v{self.names[0]}", "down")
-        time.sleep(seconds)
-        _ip("-n", self.names[0], "link", "set", f"v{self.names[0]}", "up")
+        try:
+            yield
+        finally:
+            _ip("-n", self.names[0], "link", "set", f"v{self.names[0]}", "up")
 
     def workers(self, index: int) -> list[str]:
         """The roles of the run's workers on a node: ``["learner", "rollout"]``."""
-        lines = [Path(f"/proc/{pid}/cmdline") for pid in self.pids(index)]
-        titles = [line.read_text().partition("ray::")[2] for line in lines if line.is_file()]
+        titles = []
+        for pid in self.pids(index):
+            with suppress(OSError):  # it has just ended
+                titles.append(Path(f"/proc/{pid}/cmdline").read_text().partition("ray::")[2])
         roles = [title.replace(".", " ").split()[0] for title in titles if title]
         return sorted(role for role in roles if role in ("learner", "reference", "rollout"))
 

@@ -7,7 +7,7 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import update_wrapper
 from pathlib import Path
@@ -31,7 +31,7 @@ from sota_grpo.training.learner import Learner
 from sota_grpo.training.shards import Shards, ShardWriter
 from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied, WorkerThread
 from sota_grpo.workers.packing import StatePack
-from sota_grpo.workers.weight_transfer import WeightSender
+from sota_grpo.workers.weight_transfer import Rendezvous, WeightSender
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -210,13 +210,38 @@ def _asked(method: Callable[Concatenate[Any, P], Result]) -> Callable[Concatenat
     return update_wrapper(ask, method)
 
 
+class _Pings:
+    """The last ping of each rank: who does not answer keeps nobody from asking the others again.
+
+    Args:
+        workers: one per rank, in their order.
+    """
+
+    def __init__(self, workers: Sequence[Worker]):
+        self._workers = workers
+        self._last: dict[int, tuple[Future[Any], float]] = {}  # and when it was sent
+
+    def look(self) -> tuple[dict[int, float], dict[int, Future[Any]]]:
+        """Of each rank that was asked: the seconds since then, where it has not answered; else its answer."""
+        now_s = time.monotonic()
+        answered = {index: ping for index, (ping, _) in self._last.items() if ping.done()}
+        mute = {index: now_s - since_s for index, (_, since_s) in self._last.items() if index not in answered}
+        return mute, answered
+
+    def ask(self, mute: Container[int]) -> None:
+        """Ping every rank but those that :meth:`look` has just called mute."""
+        for index, worker in enumerate(self._workers):
+            if index not in mute:
+                self._last[index] = worker.call("ping"), time.monotonic()
+
+
 class RemoteLearner:
     """:class:`~sota_grpo.training.learner.Learner` over the ranks that ``workers`` run, for loop, gate and checkpoints.
 
     Contract. Consumes: calls, from any thread. Produces: rank 0's answers. Waits for: every rank, as long as each shows
-    progress. Every rank is given every call with the same arguments and in one order, because their collectives must
-    match. When a rank dies, or shows no progress for ``silence_s``, the others would wait for it for ever: all are
-    killed and :class:`LearnerDied` names the one and the cause. An exception that all ranks survive is raised as it is.
+    progress. Every rank is given every call, in one order, because their collectives must match. When a rank dies, or
+    shows no progress for ``silence_s``, the others would wait for it for ever: all are killed and :class:`LearnerDied`
+    names the one and the cause, in every thread that waits. An exception that all ranks survive is raised as it is.
 
     Args:
         workers: one per rank, in the order of the ranks; each runs a
@@ -249,8 +274,9 @@ class RemoteLearner:
         self._planner: Planner | None = None
         self._order = threading.Lock()
         self._look_pause_s = min(silence_s / _PINGS_PER_SILENCE, _LONGEST_PING_PAUSE_S)
-        self._looks: list[Future[Any]] = []  # of attend()
-        self._looked_s = 0.0
+        self._pings, self._pinged_s = _Pings(self.workers), float("-inf")  # of attend()
+        self._ending = threading.Lock()
+        self._died: LearnerDied | None = None
 
     def wait_ready(self) -> None:
         """Return when every rank has built its learner; the first call does this by itself.
@@ -295,16 +321,15 @@ class RemoteLearner:
         Raises:
             LearnerDied: a rank died, or has not answered for ``silence_s``.
         """
-        waited_s, pending = time.monotonic() - self._looked_s, []
-        for index, answer in enumerate(self._looks):
-            if not answer.done():
-                pending.append(index)
-            elif error := answer.exception():
+        mute, answered = self._pings.look()
+        for index, answer in answered.items():
+            if error := answer.exception():
                 self._die(index, str(error), error)
-        if pending and waited_s > self._silence_s:
-            self._die(pending[0], f"it does not answer, for {self._silence_s:g} s")
-        if not pending and waited_s >= self._look_pause_s:
-            self._looks, self._looked_s = [worker.call("ping") for worker in self.workers], time.monotonic()
+        if max(mute.values(), default=0.0) > self._silence_s:
+            self._die(max(mute, key=mute.__getitem__), f"it does not answer, for {self._silence_s:g} s")
+        if time.monotonic() - self._pinged_s >= self._look_pause_s:
+            self._pinged_s = time.monotonic()
+            self._pings.ask(mute)
 
     def update(self, rows: RowTable) -> dict[str, float | None]:
         """:meth:`Learner.update`, with the time that the driver took; each rank is sent its own rows, planned here."""
@@ -339,12 +364,15 @@ class RemoteLearner:
         """The SHA-256 of each rank's file, when all are written.
 
         Raises:
-            LearnerDied, WorkerDied: a rank died or hangs.
+            LearnerDied: a rank died or hangs.
             OSError: the file system refused.
         """
         answers = [worker.call("written") for worker in self.workers]
         while pending := [answer for answer in answers if not answer.done()]:
             self._wait(pending)
+        for index, answer in enumerate(answers):
+            if isinstance(error := answer.exception(), WorkerDied):
+                self._die(index, str(error), error)
         return dict(answer.result() for answer in answers)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -366,13 +394,17 @@ class RemoteLearner:
         return self._call("adapter")
 
     weight_layout = _asked(WeightSender.weight_layout)
-    send_weights = _asked(WeightSender.send_weights)
     measured = _asked(Learner.measured)
     measured_with_rounding = _asked(Learner.measured_with_rounding)
     diagnose = _asked(Learner.diagnose)
     gradient_gap = _asked(Learner.gradient_gap)
     perturb = _asked(Learner.perturb)
     restore = _asked(Learner.restore)
+
+    def send_weights(self, rendezvous: Rendezvous | None, version: int, dtype: torch.dtype | None) -> str | None:
+        """:meth:`WeightSender.send_weights`; the members, perhaps many, are told to rank 0 alone, which sends."""
+        told = [rendezvous] + [None] * (len(self.workers) - 1)
+        return self._call_each("ask", [("send_weights", members, version, dtype) for members in told])
 
     def kept_weights(self) -> tuple[WeightPack, int]:
         """Rank 0's copy of what it sent last; another thread may ask while the ranks compute."""
@@ -416,26 +448,27 @@ class RemoteLearner:
 
     def _wait(self, answers: Sequence[Future[Any]]) -> None:
         """Return when all have answered or one has failed; meanwhile every rank is asked for signs of progress."""
-        pings: dict[int, Future[Any]] = {}
-        since: dict[int, float] = {}
+        pings = _Pings(self.workers)
         while wait(answers, timeout=self._look_pause_s, return_when=FIRST_EXCEPTION).not_done:
             if any(answer.done() and answer.exception() for answer in answers):
                 return
-            now = time.monotonic()
-            mute = {index: now - since[index] for index, ping in pings.items() if not ping.done()}
-            stuck = {index: ping.result() for index, ping in pings.items() if ping.done() and not ping.exception()}
+            mute, answered = pings.look()
+            stuck = {index: ping.result() for index, ping in answered.items() if not ping.exception()}
             if max([*mute.values(), *stuck.values()], default=0.0) > self._silence_s:
                 # the ranks that wait for a stopped one are stuck too, but they answer
                 suspects = mute or stuck
                 what = "does not answer" if mute else "makes no progress"
                 self._die(max(suspects, key=suspects.__getitem__), f"it {what}, for {self._silence_s:g} s")
-            for index, worker in enumerate(self.workers):
-                if index not in mute:
-                    pings[index], since[index] = worker.call("ping"), now
+            pings.ask(mute)
 
     def _die(self, index: int, what: str, cause: BaseException | None = None) -> NoReturn:
-        self.close()
-        raise LearnerDied(
-            f"The learner ended, because its rank {index} ({self.workers[index].name}) failed: {what}; "
-            "train.resume=auto continues from the last checkpoint."
-        ) from cause
+        """End all ranks. Other threads then see ranks that this has killed, and are told of the first failure too."""
+        with self._ending:
+            if self._died is None:
+                self._died = LearnerDied(
+                    f"The learner ended, because its rank {index} ({self.workers[index].name}) failed: {what}; "
+                    "train.resume=auto continues from the last checkpoint."
+                )
+                self._died.__cause__ = cause
+                self.close()
+        raise self._died

@@ -380,6 +380,7 @@ class WeightTransfer:
         self._slice_bytes, self._dtype = slice_bytes, dtype
         self._layout: WeightLayout | None = None
         self._rendezvous: Rendezvous | None = None
+        self._invitation: tuple[Any, ...] = ()  # handles of the rendezvous and the layout
         self._failures = 0
         with socket.create_server((host, 0)) as listener:
             self._host, self._port = host, listener.getsockname()[1]
@@ -439,8 +440,9 @@ class WeightTransfer:
             if self._rendezvous is None or self._rendezvous.members != members:
                 name, limits = uuid.uuid4().hex, (self._stall_s, self._slice_bytes)
                 self._rendezvous = Rendezvous(self._host, self._port, name, members, self._backend, *limits)
-            told = map(self._share, (self._rendezvous, self._layout))  # pickled for each, N members would be N times N
-            self._fleet.broadcast("receive_weights", *told, version, deadline_s=self._stall_s)
+                # pickled for each, N members would be N times N
+                self._invitation = self._share(self._rendezvous), self._share(self._layout)
+            self._fleet.broadcast("receive_weights", *self._invitation, version, deadline_s=self._stall_s)
         except TimeoutError:  # all were mute and are being replaced
             return None
         return self._rendezvous

@@ -11,6 +11,7 @@ from subprocess import Popen
 
 import pytest
 
+from tests.docs.markdown import ROOT, blocks, commands
 from tests.e2e.conftest import command, metrics
 from tests.two_nodes import TwoNodes, two_nodes, why_not
 
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(1200),  # two of Ray's nodes start, on a machine that may be busy
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]
-STEPS = 12
+STEPS = 20  # of which the first few go by before anything is done to the run
 RUN = (
     "env.num_envs=32",
     "env.repeats=4",
@@ -40,12 +41,13 @@ RUN = (
 )
 WITH_REFERENCE = ("policy.kl_coef=0.01", "ref_model.num_devices=1")
 # docs/cluster.md: on every node, and where the run is started
-PATIENT = {
-    "RAY_grpc_keepalive_timeout_ms": "600000",
-    "RAY_grpc_client_keepalive_timeout_ms": "600000",
-    "RAY_health_check_failure_threshold": "30",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
-}
+PATIENT = dict(
+    setting.split("=", 1)
+    for block in blocks(ROOT / "docs" / "cluster.md")
+    if "RAY_grpc_keepalive_timeout_ms" in block.text
+    for export in commands(block)
+    for setting in export.words[1:]
+)
 
 
 def steps_done(run_dir: Path) -> int:
@@ -82,6 +84,12 @@ def require_shared(nodes: TwoNodes, run_dir: Path) -> None:
     assert [one["state"] for one in findings if one["subject"] == "run directory"] == ["ok", "ok"]
 
 
+def require_at_work(run: Popen, run_dir: Path) -> None:
+    """The run is not over: it has to bear what was done to it until now, or is done next."""
+    assert run.poll() is None
+    assert steps_done(run_dir) < STEPS
+
+
 def ends_well(nodes: TwoNodes, run: Popen) -> None:
     """The run ends by itself and leaves nobody on either node."""
     assert run.wait(timeout=300) == 0, nodes.console(0)
@@ -97,7 +105,9 @@ def test_a_link_that_is_cut_costs_no_prompt(tmp_path: Path, seconds: float, sett
         run = train(nodes, run_dir, *WITH_REFERENCE)
         wait_for(lambda: steps_done(run_dir) >= 3)
         assert nodes.workers(1)
-        nodes.cut(seconds)
+        with nodes.cut():
+            time.sleep(seconds)
+            require_at_work(run, run_dir)
         ends_well(nodes, run)
     require_each_prompt_once(run_dir)
     assert metrics(run_dir)[-1]["workers/restarts"] == 0
@@ -111,7 +121,8 @@ def test_a_node_that_is_taken_for_dead_ends_and_the_run_goes_on(tmp_path: Path) 
         run = train(nodes, run_dir)
         wait_for(lambda: steps_done(run_dir) >= 3)
         assert nodes.workers(1) == ["learner", "rollout", "rollout"]
-        nodes.cut(90.0)
+        with nodes.cut():
+            time.sleep(90.0)
         assert run.wait(timeout=120) == 1
         assert "its rank 0 (learner-0) failed" in nodes.console(0)
         assert "train.resume=auto" in nodes.console(0)
@@ -143,6 +154,7 @@ def test_a_node_that_dies_and_one_that_joins_cost_no_prompt(tmp_path: Path, cpus
         run = train(nodes, run_dir)
         wait_for(lambda: steps_done(run_dir) >= 3)
         had_learner = "learner" in nodes.workers(1)
+        require_at_work(run, run_dir)
         nodes.kill(1)
         if had_learner:
             assert run.wait(timeout=120) == 1

@@ -11,7 +11,9 @@ import random
 import threading
 import time
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +27,12 @@ from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.collate import micro_batches, prompt_groups, row_prompts
 from sota_grpo.rl.table import RowTable, row_list
+from sota_grpo.training import remote_learner
 from sota_grpo.training.forward_passes import ForwardPasses
 from sota_grpo.training.remote_learner import LearnerDied, LearnerWorker, RemoteLearner, travelling
 from sota_grpo.workers.base import IDLE_METHOD, WorkerDied
 from sota_grpo.workers.packing import StatePack
+from sota_grpo.workers.weight_transfer import Rendezvous
 from tests.rank_rigs import build_learner, learner_settings, ragged_rows
 from tests.unit.tiny_models import VOCAB, make_model
 
@@ -149,6 +153,8 @@ class Rank:
 
         def answer() -> None:
             try:
+                if self.killed.is_set():
+                    raise WorkerDied(f"{self.name} was killed")
                 future.set_result(self.answers[method]())
             except Exception as error:
                 future.set_exception(error)
@@ -204,15 +210,101 @@ def test_a_rank_that_dies_while_something_else_is_waited_for_is_noticed(gone: st
     remote.attend()  # all live
     dead = failing(WorkerDied("learner-1 (pid 7) is gone: its node has died"))
     ranks[1].answers["ping"] = dead if gone == "died" else ranks[1].never
-
-    def wait_for_samples() -> None:
-        while True:  # pytest's own limit ends it
-            remote.attend()
-            time.sleep(0.01)
-
     with pytest.raises(LearnerDied, match=r"rank 1 .*(its node has died|does not answer).*train\.resume=auto"):
-        wait_for_samples()
+        wait_for_samples(remote)
     assert all(rank.killed.is_set() for rank in ranks)
+
+
+def wait_for_samples(remote: RemoteLearner) -> None:
+    while True:  # pytest's own limit ends it
+        remote.attend()
+        time.sleep(0.01)
+
+
+class Clocked:
+    """Two ranks whose pings the test answers, at times that it sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(remote_learner, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        self.pings: list[list[Future[Any]]] = [[], []]
+        self.workers = [SimpleNamespace(name=f"learner-{n}", call=self._call(n), kill=lambda: None) for n in (0, 1)]
+        self.remote = facade(*self.workers, silence_s=600.0)
+
+    def _call(self, number: int) -> Any:
+        return lambda method: self.pings[number].append(Future()) or self.pings[number][-1]
+
+    def attend(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.remote.attend()
+
+
+def test_a_rank_that_does_not_answer_keeps_nobody_from_noticing_that_another_is_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Noticed by the second look, ten seconds after the first, and not when the first rank's 600 s are over."""
+    ranks = Clocked(monkeypatch)
+    ranks.attend(0.0)
+    ranks.pings[1][0].set_result(0.0)
+    ranks.attend(9.9)
+    assert [len(pings) for pings in ranks.pings] == [1, 1]
+    ranks.attend(10.0)
+    assert [len(pings) for pings in ranks.pings] == [1, 2]  # a look at a time for each
+    ranks.pings[1][1].set_exception(WorkerDied("its node has died"))
+    with pytest.raises(LearnerDied, match=r"rank 1 .*its node has died"):
+        ranks.attend(10.1)
+
+
+def test_ranks_that_live_are_left_alone_however_seldom_anybody_looks_and_however_late_they_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Clocked(monkeypatch)
+    ranks.attend(0.0)
+    for pings in ranks.pings:
+        pings[0].set_result(0.0)
+    ranks.attend(5000.0)  # a long step was between
+    ranks.pings[0][1].set_result(0.0)
+    ranks.attend(5599.0)
+    ranks.pings[1][1].set_result(0.0)  # late, but within silence_s
+    ranks.pings[0][2].set_result(0.0)
+    ranks.attend(5602.0)
+    ranks.attend(5609.0)
+    assert [len(pings) for pings in ranks.pings] == [4, 3]
+    ranks.pings[0][3].set_result(0.0)
+    ranks.attend(6209.0)  # rank 1 has owed an answer since 5609: 600 s, no longer
+    with pytest.raises(LearnerDied, match=r"rank 1 .*does not answer, for 600 s"):
+        ranks.attend(6209.1)
+
+
+@pytest.mark.parametrize("first", ["checkpoint", "samples", "none"])
+def test_whoever_waits_for_a_dead_learner_is_told_of_the_rank_that_failed_first(first: str, tmp_path: Path) -> None:
+    """A checkpoint's thread and the one that waits for samples: who notices kills all, and the other sees this."""
+    answers = {"begin_save": lambda: {}, "written": lambda: ("rank", "digest")}
+    ranks = [Rank(number, **answers) for number in range(3)]
+    remote = facade(*ranks)
+    _, shards = remote.begin_save(tmp_path)
+    began, message = time.monotonic(), r"rank 2 .*makes no progress"
+    ranks[2].answers["written"] = ranks[2].never
+    if first == "checkpoint":  # attend() asks who lives, not who makes progress
+        ranks[2].answers["ping"] = lambda: time.monotonic() - began
+    elif first == "samples":  # its write hangs as well
+        ranks[2].answers["ping"], message = failing(WorkerDied("its node has died")), r"rank 2 .*its node has died"
+    else:
+        ranks[2].answers["written"], message = failing(WorkerDied("SIGKILL")), r"rank 2 .*SIGKILL"
+    with ThreadPoolExecutor(1) as checkpoint:
+        written = checkpoint.submit(shards.written)
+        with pytest.raises(LearnerDied, match=message) as told:
+            wait_for_samples(remote)
+        assert written.exception() is told.value
+    assert all(rank.killed.is_set() for rank in ranks)
+
+
+def test_who_receives_weights_is_told_to_the_rank_that_sends_them() -> None:
+    ranks = [Rank(number, send_weights=lambda: None) for number in range(3)]
+    members = Rendezvous("127.0.0.1", 1, "group", ("a", "b"), "gloo", 1.0, 64)
+    facade(*ranks).send_weights(members, 7, torch.bfloat16)
+    told = [call for rank in ranks for call in rank.calls if call[0] == "send_weights"]
+    assert told == [("send_weights", sent, 7, torch.bfloat16) for sent in (members, None, None)]
 
 
 def test_ranks_that_make_no_progress_are_ended() -> None:

@@ -162,15 +162,22 @@ def test_where_no_broadcast_gets_through_the_object_store_is_used_and_after_thre
     transfer.close()
 
 
-def test_an_invitation_names_all_members_and_is_shared_instead_of_pickled_for_each() -> None:
-    fleet = Mock()
+def test_an_invitation_names_all_members_and_is_shared_once_while_they_are_the_same() -> None:
+    fleet, share = Mock(), Mock(side_effect=lambda value: (value,))
     fleet.broadcast.return_value = ["b", "a"]
-    transfer = WeightTransfer(fleet, Learner(), share=lambda value: (value,), backend="gloo", deadline_s=30.0)
+    transfer = WeightTransfer(fleet, Learner(), share=share, backend="gloo", deadline_s=30.0)
     rendezvous = transfer._gather(3)
     assert rendezvous is not None
     assert rendezvous.members == ("a", "b")
     layout = Learner().weight_layout(None)
     assert fleet.broadcast.call_args.args == ("receive_weights", (rendezvous,), (layout,), 3)
+    assert transfer._gather(4) is rendezvous
+    assert fleet.broadcast.call_args.args == ("receive_weights", (rendezvous,), (layout,), 4)
+    assert share.call_count == 2
+    fleet.broadcast.return_value = ["c", "a"]
+    changed = transfer._gather(5)
+    assert fleet.broadcast.call_args.args == ("receive_weights", (changed,), (layout,), 5)
+    assert changed.members == ("a", "c")
     transfer.close()
 
 
