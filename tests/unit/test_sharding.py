@@ -226,7 +226,7 @@ class Clocked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(remote_learner, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(remote_learner, "time", SimpleNamespace(monotonic=lambda: 1e4 + self.now_s))
         self.pings: list[list[Future[Any]]] = [[], []]
         self.workers = [SimpleNamespace(name=f"learner-{n}", call=self._call(n), kill=lambda: None) for n in (0, 1)]
         self.remote = facade(*self.workers, silence_s=600.0)
