@@ -88,6 +88,7 @@ class TwoNodes:
         self._rays[index] = self.start(
             index, str(_BIN / "ray"), "start", *where, f"--node-ip-address={self.addresses[index]}", *size, "--block"
         )
+        deadline = time.monotonic() + 120
         while not self._alive() - before:
             assert time.monotonic() < deadline, f"node {index} did not join"
             assert self._rays[index].poll() is None, f"ray start ended: {self.console(index)}"
