@@ -1,7 +1,9 @@
 """What this machine and this program take per group, per worker and per byte: the constants of benchmarks.fleet_scale.
 
-All in one process, best of some repetitions, with whatever runs beside it. Costs of the driver are CPU seconds of one
-core, because its threads share one interpreter lock; rates of bytes are wall time.
+With whatever runs beside it, the garbage collector set as a run sets it. Calls and bytes: best of three repetitions,
+ten of Ray's store; main thread and dispatcher: means of six steps; the checkpoint and the fleet's tasks: once. Costs of
+the driver are CPU seconds of all its threads, as if each held the one interpreter lock (Ray's own do not, so they are
+overcounted); rates of bytes are wall time.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.scale import make_env
+from benchmarks.scale import make_env, tune_gc
 from benchmarks.simulation import Scenario, Simulation
 from sota_grpo.functional.flops import ModelShape
 from sota_grpo.policy.tensor_files import Kept, write_tensors
@@ -51,11 +53,13 @@ class Measured:
         ray_s: per group: one call of a Ray actor with a request, whose answer is a group.
         rows_s: per group: the plan of a training step, its rows packed and pickled for 8 ranks.
         save_s: per finished group that waits when a checkpoint is written.
-        call_s: per worker that is told or asked something by all being asked: fleet and Ray.
+        call_s: per worker of a call to all: one call of a Ray actor that answers a pair of numbers. What the fleet adds
+            is not in it (``python -m benchmarks.fleet_scale fleet``).
         in_flight_bytes, finished_bytes, saved_bytes: per group, in memory and in a checkpoint.
         wire_bytes: per group, from the worker to the driver.
         rows_bytes: per group, from the driver to the ranks.
-        copy_bytes_per_s, pack_bytes_per_s, put_bytes_per_s: of memory; of weights packed; into Ray's object store.
+        copy_bytes_per_s, pack_bytes_per_s, put_bytes_per_s: of memory; of weights packed; into pages of Ray's
+            object store that were used before.
         digest_bytes_per_s, shard_bytes_per_s: SHA-256; of a rank's file, with its digest, into the page cache.
     """
 
@@ -98,6 +102,7 @@ def measure(tokens: int, *, groups: int = 192, workers: int = 200) -> Measured:
         groups: that are sampled, graded and trained on where costs per group are measured.
         workers: of the fleet whose supervisor is measured.
     """
+    tune_gc()
     with_ray = _ray_costs(tokens)
     memory = _group_memory(tokens, groups)
     _, task_s, _ = fleet_costs(workers)
@@ -251,7 +256,7 @@ def _ray_costs(tokens: int, calls: int = 300) -> dict[str, float]:
         run_s = best(lambda: ask("run", *request), clock=time.process_time) / calls
         told_s = best(lambda: ask("served"), clock=time.process_time) / calls
         block = np.ones(_BYTES, dtype=np.uint8)
-        put_s = best(lambda: launcher.share(block))
+        put_s = best(lambda: launcher.share(block), times=10)  # the first touch the store's pages, ten times as slow
     return {"ray_s": run_s, "call_s": told_s, "put_bytes_per_s": _BYTES / put_s}
 
 

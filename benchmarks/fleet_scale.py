@@ -5,17 +5,20 @@ step from that, from the shape of the model and from a cluster that is declared 
 what bounds it, how long a publish takes each way, what driver and nodes hold. ``fleet`` runs the real fleet over up to
 10,000 workers that answer at once, ``source`` the real source over as many on a virtual clock.
 
-A step of ``K`` groups takes at least (:func:`bounds`), with ``P`` places in the engines, ``g`` the mean time of a
-group, ``M`` that of the longest of a batch, ``A`` the bound on the age, and ``D`` what passes from a batch that is
-given out to the publish that frees its slots::
+A step of ``K`` groups is estimated as the largest of (:func:`bounds`), with ``P`` places in the engines, ``g`` the mean
+time of a group, ``M`` that of the longest of a batch, ``A`` the bound on the age, and ``D`` what passes from a batch
+that is given out to the publish that frees its slots::
 
     all engines busy    K g / P
     the learner         D = control + rows to ranks + learning + publish + copy for a checkpoint
     the tail            (D + M) / (A + 1)      a group is asked for at a publish and is due A + 1 batches later
-    the driver          CPU seconds of its threads, which share one interpreter lock
+    the driver          CPU seconds of its threads, which share one interpreter lock, over the share that pings leave
 
 The first three are those of the event simulation (:mod:`benchmarks.simulation`), and the largest is its step exactly
-where the slots, ``(A + 1) K``, are no more than the places and all responses are equally long.
+where the slots, ``(A + 1) K``, are no more than the places and all responses are equally long. Of a real step they are
+estimates, no bounds. Too high: every token takes as long as in a full engine, in the tail too, where few rows are left;
+Ray's own threads count as if they held the lock. Too low: nothing waits in a queue, for the lock or for a
+retransmission; digests, metrics and logs of the driver cost nothing; nothing fails.
 """
 
 from __future__ import annotations
@@ -45,28 +48,31 @@ from sota_grpo.policy.model_sizes import Architecture, architecture_of
 MODELS = {"7B": ("qwen2.5-7b", 1), "70B": ("qwen2.5-72b", 8)}  # shape, and GPUs of an engine
 ENGINES = (100, 1000, 10_000)
 _ADAPTER_RANK = 16
-_PING_S = 30.0  # a quarter of inference_model.timeout_s
+_PING_S = 30.0  # of engines: a quarter of inference_model.timeout_s
+_RANK_PING_S = 10.0  # of ranks, by whoever waits for them or attends to them (sota_grpo.training.remote_learner)
 _SMALL = 16  # engines of the event simulation beside the arithmetic
 _SMALL_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of H100 nodes; every figure is an input, none was measured by us.
+    """A cluster of H100 nodes; every figure is an input with its source, or assumed; none was measured by us.
 
     Args:
-        gpus_per_node: of a DGX or HGX H100.
-        network: bytes per second between two nodes, each way: 50e9 is one 400 Gb/s link, 3e9 a 25 Gb/s Ethernet.
+        gpus_per_node: of a DGX or HGX H100 (NVIDIA's data sheet).
+        network: bytes per second between two nodes, each way: 50e9 is one 400 Gb/s link of a DGX H100 (data sheet), 3e9
+            a 25 Gb/s Ethernet.
         links: of a node that its GPUs have together (DGX H100: 8 of 400 Gb/s); a stream from one host or GPU has one.
-        device_link: bytes per second from a host to one of its GPUs (PCIe 5 x16, 64e9 nominal).
-        gpu_bytes: memory of a GPU.
-        engine_share: of it that vLLM takes (its own default; ``inference_model.gpu_memory_utilization``).
-        decode_efficiency: bytes per second while decoding, over the rate of :data:`benchmarks.roofline_rates.DEVICES`.
-        allreduce_s: of one layer's half among the GPUs of an engine; two for each layer and token.
-        mfu: of the learner; prime-rl has published 27 % at 64k tokens, an eager step of ours is predicted at 22 to 27.
+        device_link: bytes per second from a host to one of its GPUs; assumed, of the 64e9 of PCIe 5 x16.
+        gpu_bytes: memory of a GPU (H100 SXM: 80 GB, data sheet).
+        engine_share: of it that vLLM takes; assumed, as in its documents (``inference_model.gpu_memory_utilization``).
+        decode_efficiency: bytes per second while decoding, over the rate of :data:`benchmarks.roofline_rates.DEVICES`;
+            assumed.
+        allreduce_s: of one layer's half among the GPUs of an engine, two for each layer and token; assumed.
+        mfu: of the learner; assumed (prime-rl has published 27 % at 64k tokens, ours is predicted at 22 to 27, eager).
         nccl_hop_s: of one member in NCCL's broadcast, which is a ring (NCCL, src/graph/tuning.cc: 9.6 to 50 us).
-        disk: bytes per second of one node to the file system that all share.
-        driver_cores: of the driver's node, for what Python's lock does not cover (digests).
+        disk: bytes per second of one node to the file system that all share; assumed.
+        driver_cores: of the driver's node, for what Python's lock does not cover (digests); assumed.
         gpu_failure_h: GPU hours between two failures (Llama 3, arXiv:2407.21783: 419 in 54 days on 16,384 GPUs).
     """
 
@@ -191,7 +197,7 @@ def longest_s(scenario: Scenario, group_size: int) -> float:
 
 
 def bounds(scenario: Scenario, group_size: int, between_s: float) -> dict[str, float]:
-    """What a step takes at least (see the module); ``between_s`` is ``D``.
+    """Three of a step's bounds (see the module); ``between_s`` is ``D``.
 
     Two batches of 4 groups (age 1) in 8 places, 5 s each, learning and publish 2 s: (2 + 5) / 2 is the most.
 
@@ -301,7 +307,18 @@ class Step:
     published: Publish
     serial: Mapping[str, float] = field(default_factory=dict)  # parts of D
     floors: Mapping[str, float] = field(default_factory=dict)  # all bounds
-    driver_s: float = 0.0
+    work_s: float = 0.0  # CPU seconds of the driver's threads, without pings
+
+    @property
+    def pings(self) -> float:
+        """CPU seconds of the driver per second, for asking engines and ranks whether they live."""
+        job = self.job
+        return job.costs.call_s * (job.engines / _PING_S + self.learner.gpus / _RANK_PING_S)
+
+    @property
+    def driver_s(self) -> float:
+        """Of the driver for a step; infinite where its pings alone take all its time."""
+        return self.work_s / (1 - self.pings) if self.pings < 1 else math.inf
 
     @property
     def step_s(self) -> float:
@@ -320,8 +337,8 @@ class Step:
 
     @property
     def drivers(self) -> int:
-        """Processes that would keep up with engines that never wait."""
-        return math.ceil(self.driver_s / self.floors["sampling"])
+        """Processes that would keep up with engines that never wait, if work and pings could be divided evenly."""
+        return math.ceil(self.work_s / self.floors["sampling"] + self.pings)
 
     @property
     def driver_bytes(self) -> float:
@@ -359,12 +376,11 @@ def step_of(job: Job) -> Step:
         "publish": published.all_s,
         "checkpoint": saved / job.checkpoint_every,
     }
-    told = published.seconds["tell"]
+    told = published.seconds["tell"] + learner.gpus * costs.call_s
     each = costs.main_s + costs.dispatcher_s + costs.task_s + costs.ray_s + costs.rows_s
-    pings = job.engines * costs.call_s / _PING_S  # a share of all time
-    driver_s = (count * each + told + learner.gpus * costs.call_s) / max(1e-9, 1 - pings)
-    floors = bounds(job.scenario(), GROUP, sum(serial.values())) | {"driver": driver_s}
-    return Step(job, learner, published, serial, floors, driver_s)
+    half = replace(half, work_s=count * each + told + waiting * costs.save_s / job.checkpoint_every)
+    floors = bounds(job.scenario(), GROUP, sum(serial.values())) | {"driver": half.driver_s}
+    return replace(half, serial=serial, floors=floors)
 
 
 def simulated(step: Step) -> Outcome:
@@ -385,26 +401,47 @@ def simulated(step: Step) -> Outcome:
 
 def print_steps(steps: Sequence[Step]) -> None:
     """Where the time goes, what bounds it, and what is held."""
-    parts = ("control", "rows", "learning", "publish", "checkpoint")
     names = ("model", "engines", "publish")
-    rows = []
-    for one in steps:
-        seconds = [one.floors["sampling"], one.floors["tail"], one.driver_s, *(one.serial[part] for part in parts)]
-        figures = [f"{value:.3g}" for value in (*seconds, one.step_s)]
-        rows.append((one.job.name, one.job.engines, one.job.publish, *figures, one.bottleneck, f"{one.busy:.0%}"))
-    table(rows, (*names, "sampling s", "tail s", "driver s", *parts, "step s", "bound by", "engines busy"))
+    seconds = ("sampling s", "tail s", "driver s", *_PARTS, "step s")
+    table((step_row(one) for one in steps), (*names, *seconds, "bound by", "engines busy"))
     print()
-    rows = []
-    for one in steps:
-        job, outcome = one.job, simulated(one)
-        lost_min = 60 * job.cluster.gpu_failure_h / (job.engines * job.parallel)
-        sizes = [f"{value / 1e9:.3g}" for value in (one.driver_bytes, one.published.node_bytes)]
-        ages = (f"{outcome.token_age_mean:.2f}", f"{1 - outcome.worker_idle:.0%}", f"{outcome.step_s:.3g}")
-        size = (job.nodes, one.learner.gpus, job.per_step)
-        rows.append((*[job.name, job.engines, job.publish], *size, *ages, *sizes, one.drivers, f"{lost_min:.3g}"))
-    simulated_names = ("token age", "busy, simulated", "step s, simulated")
-    held = ("driver GB", "node GB", "drivers", "minutes between failures")
-    table(rows, (*names, "nodes", "learner GPUs", "groups", *simulated_names, *held))
+    table((_run_row(one) for one in steps), (*names, *_RUN_NAMES))
+    print()
+    table((_held_row(one) for one in steps), (*names, *_HELD_NAMES))
+
+
+_PARTS = ("control", "rows", "learning", "publish", "checkpoint")
+_RUN_NAMES = ("nodes", "learner GPUs", "groups", "token age, simulated", "busy, simulated", "step s, simulated")
+_HELD_NAMES = (
+    *("driver GB", "node GB", "drivers", "pings", "GB of a rank's file", "s until it is written"),
+    *("minutes between an engine's failures", "of a rank"),
+)
+
+
+def step_row(step: Step) -> Sequence[object]:
+    """Seconds of a step; without figures for what a driver that only pings would take."""
+    seconds = [step.floors["sampling"], step.floors["tail"], step.driver_s, *(step.serial[part] for part in _PARTS)]
+    figures = [f"{value:.3g}" for value in (*seconds, step.step_s)]
+    end = (step.bottleneck, f"{step.busy:.0%}")
+    if math.isinf(step.driver_s):
+        figures[2] = figures[-1] = "unbounded"
+        end = (f"pings, {step.pings:.0%} of the driver", "-")
+    return step.job.name, step.job.engines, step.job.publish, *figures, *end
+
+
+def _run_row(step: Step) -> Sequence[object]:
+    job, outcome = step.job, simulated(step)
+    ages = (f"{outcome.token_age_mean:.2f}", f"{1 - outcome.worker_idle:.0%}", f"{outcome.step_s:.3g}")
+    return job.name, job.engines, job.publish, job.nodes, step.learner.gpus, job.per_step, *ages
+
+
+def _held_row(step: Step) -> Sequence[object]:
+    job = step.job
+    held = [f"{value / 1e9:.3g}" for value in (step.driver_bytes, step.published.node_bytes)]
+    written = (f"{step.rank_bytes / 1e9:.3g}", f"{step.written_s:.3g}")
+    lost_min = [60 * job.cluster.gpu_failure_h / gpus for gpus in (job.engines * job.parallel, step.learner.gpus)]
+    ends = (step.drivers, f"{step.pings:.1%}", *written, *(f"{minutes:.3g}" for minutes in lost_min))
+    return job.name, job.engines, job.publish, *held, *ends
 
 
 def print_publishes(jobs: Sequence[Job]) -> None:
@@ -416,22 +453,8 @@ def print_publishes(jobs: Sequence[Job]) -> None:
             parts = [f"{one.seconds[name]:.3g}" for name in ("tell", "send", "load")]
             sizes = [f"{value / 1e9:.3g}" for value in (one.driver_bytes, one.node_bytes)]
             rows.append((job.name, job.engines, way, *parts, f"{one.all_s:.3g}", *sizes, one.refused or "-"))
-    table(
-        rows,
-        (
-            "model",
-            "engines",
-            "way",
-            "tell s",
-            "invite s",
-            "send s",
-            "load s",
-            "all s",
-            "driver GB",
-            "node GB",
-            "why not",
-        ),
-    )
+    names = ("model", "engines", "way", "tell s", "send s", "load s", "all s", "driver GB", "node GB", "why not")
+    table(rows, names)
 
 
 def measured(tokens: int, file: Path | None) -> Measured:
@@ -473,7 +496,7 @@ def _fleet_row(count: int) -> Sequence[object]:
 
 
 def source(fleets: Sequence[int], tokens: int) -> None:
-    """The real source, one group in flight for each worker, on a virtual clock; two batches after the first."""
+    """The real source, one group in flight for each worker, on a virtual clock; three batches after the first."""
     env = make_env(GROUP)
     tune_gc()
     names = ("main ms/group", "dispatcher ms/group", "age max", "token age", "workers busy", "GiB resident after")
@@ -481,7 +504,7 @@ def source(fleets: Sequence[int], tokens: int) -> None:
 
 
 def _source_row(env: TaskEnv, count: int, tokens: int) -> Sequence[object]:
-    options = {"num_groups": count // 2, "max_policy_age": 1, "num_steps": 3, "response_tokens": float(tokens)}
+    options = {"num_groups": count // 2, "max_policy_age": 1, "num_steps": 4, "response_tokens": float(tokens)}
     scenario = Scenario(num_workers=count, groups_per_worker=1, **options)  # type: ignore[arg-type]
     one = Simulation(env, scenario).run()
     each = [f"{1e3 * seconds / scenario.num_groups:.2f}" for seconds in (one.main_s, one.dispatcher_s)]

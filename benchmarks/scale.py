@@ -50,6 +50,7 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[str]) -> None:
     print("| " + " | ".join(header) + " |")
     print("|" + "---:|" * len(header))
     for row in rows:
+        assert len(row) == len(header), f"{len(row)} cells under {len(header)} headings: {row}"
         print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
 
 
