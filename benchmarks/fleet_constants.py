@@ -265,7 +265,7 @@ def _byte_rates() -> dict[str, float]:
     weights = [(str(number), torch.ones(8 << 20, dtype=torch.bfloat16)) for number in range(_BYTES >> 24)]
     copy_s = best(lambda: other.copy_(block))
     pack_s = best(lambda: WeightPack.of(weights))
-    digest_s = best(lambda: hashlib.sha256(block.numpy()).digest())
+    digest_s = best(lambda: hashlib.sha256(block.numpy().data).digest())
     with tempfile.TemporaryDirectory() as folder:
 
         def write() -> None:
