@@ -363,8 +363,8 @@ class Step:
 def step_of(job: Job) -> Step:
     """The step of a job; ``D`` and all bounds by name."""
     costs, cluster, count = job.costs, job.cluster, job.per_step
-    sampling_s = job.scenario().batch_s(GROUP)
-    learner, published = learner_of(job, sampling_s), publish_of(job, job.publish)
+    scenario = job.scenario()
+    learner, published = learner_of(job, scenario.batch_s(GROUP)), publish_of(job, job.publish)
     half = Step(job, learner, published)
     waiting = job.max_policy_age * count  # at most: groups that wait, finished, when a checkpoint is written
     saved = waiting * costs.save_s + half.rank_bytes / cluster.device_link
@@ -379,7 +379,7 @@ def step_of(job: Job) -> Step:
     told = published.seconds["tell"] + learner.gpus * costs.call_s
     each = costs.main_s + costs.dispatcher_s + costs.task_s + costs.ray_s + costs.rows_s
     half = replace(half, work_s=count * each + told + waiting * costs.save_s / job.checkpoint_every)
-    floors = bounds(job.scenario(), GROUP, sum(serial.values())) | {"driver": half.driver_s}
+    floors = bounds(scenario, GROUP, sum(serial.values())) | {"driver": half.driver_s}
     return replace(half, serial=serial, floors=floors)
 
 
