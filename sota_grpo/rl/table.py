@@ -414,25 +414,28 @@ def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., N
 
 def _put(rows: TensorDictBase | Sequence[TensorDictBase], key: Key, values: Sequence[Any]) -> None:
     """Set an entry of each of the single rows; None leaves one as it is."""
-    if isinstance(rows, TensorDictBase) and rows.batch_size == torch.Size([]):
-        (value,) = values
-        if value is not None:
-            rows.set(key, value if isinstance(value, Tensor) else NonTensorData(value))
-        return
-    if isinstance(rows, TensorDictBase) and not (isinstance(rows, LazyStackedTensorDict) and rows.stack_dim == 0):
-        if any(value is None for value in values):
-            missing = f"{key} is missing in {sum(value is None for value in values)} of {len(values)} rows"
-            raise ValueError(f"{missing}; stack TensorDicts lazily, so that a row may lack it.")
-        if isinstance(values[0], Tensor):
-            rows.set(key, torch.stack(list(values)).reshape(*rows.batch_size, *values[0].shape))
-        else:
-            nested = np.array(list(values), dtype=object).reshape(rows.batch_size).tolist()
-            rows.set(key, NonTensorStack.from_list(nested))
-        return
-    parts = rows.tensordicts if isinstance(rows, LazyStackedTensorDict) else list(rows)
-    ends = list(accumulate((part.numel() for part in parts), initial=0))
-    for part, (start, end) in zip(parts, pairwise(ends)):
-        _put(part, key, values[start:end])
+    if not isinstance(rows, TensorDictBase):
+        for row, value in zip(rows, values, strict=True):
+            _put_row(row, key, value)
+    elif rows.batch_size == torch.Size([]):
+        _put_row(rows, key, *values)
+    elif isinstance(rows, LazyStackedTensorDict) and rows.stack_dim == 0:
+        ends = accumulate((part.numel() for part in rows.tensordicts), initial=0)
+        for part, (start, end) in zip(rows.tensordicts, pairwise(ends)):
+            _put(part, key, values[start:end])
+    elif any(value is None for value in values):
+        missing = f"{key} is missing in {sum(value is None for value in values)} of {len(values)} rows"
+        raise ValueError(f"{missing}; stack TensorDicts lazily, so that a row may lack it.")
+    elif isinstance(values[0], Tensor):
+        rows.set(key, torch.stack(list(values)).reshape(*rows.batch_size, *values[0].shape))
+    else:
+        nested = np.array(list(values), dtype=object).reshape(rows.batch_size).tolist()
+        rows.set(key, NonTensorStack.from_list(nested))
+
+
+def _put_row(row: TensorDictBase, key: Key, value: Any) -> None:
+    if value is not None:
+        row.set(key, value if isinstance(value, Tensor) else NonTensorData(value))
 
 
 def row_list(rows: Sequence[Any] | TensorDictBase) -> list[Any]:
@@ -449,17 +452,16 @@ def plain_rows(rows: Sequence[Any] | TensorDictBase) -> list[dict[Key, Any]]:
     """The entries of each row in a dict of its own, which is cheaper to read than a TensorDict.
 
     Args:
-        rows: of any batch shape; the innermost are rows.
+        rows: a list of rows, or a TensorDict of any batch shape, whose innermost are rows.
 
     >>> plain_rows([TensorDict({"x": {"y": torch.ones(1)}, "z": torch.zeros(1)})])
     [{('x', 'y'): tensor([1.]), 'z': tensor([0.])}]
     """
-    if isinstance(rows, TensorDictBase) and rows.batch_size == torch.Size([]):
+    if not isinstance(rows, TensorDictBase):
+        return [dict(row if isinstance(row, dict) else _entries(row)) for row in rows]
+    if rows.batch_size == torch.Size([]):
         return [dict(_entries(rows))]
-    found: list[dict[Key, Any]] = []
-    for row in row_list(rows):
-        found += plain_rows(row) if isinstance(row, TensorDictBase) else [dict(row)]
-    return found
+    return [found for row in row_list(rows) for found in plain_rows(row)]
 
 
 def _is_dense(rows: TensorDictBase) -> bool:
