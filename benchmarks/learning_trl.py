@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from tensordict import TensorDictBase
 from transformers import PrinterCallback, TrainerCallback
 
 from sota_grpo import keys
@@ -38,6 +37,7 @@ from sota_grpo.envs.task_env import PromptStream
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rl.records import Example, Sampling, total_reward
+from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.run.app import num_steps
@@ -280,13 +280,13 @@ def _greedy(config: Config, parts: Parts, count: int) -> list[list[int]]:
     return [found[index].token_ids.tolist() for index in range(count)]
 
 
-def with_trl_eps(config: Config, rows: TensorDictBase) -> TensorDictBase:
+def with_trl_eps(config: Config, rows: RowTable) -> RowTable:
     """``rows`` with the advantages that TRL computes."""
     algorithm: Any = config.algorithm
-    return GroupAdvantage(algorithm.baseline, algorithm.scale, TRL_EPS)(rows.exclude(keys.ADVANTAGE))
+    return GroupAdvantage(algorithm.baseline, algorithm.scale, TRL_EPS)(rows.without(keys.ADVANTAGE))
 
 
-def step_gap(config: Config, parts: Parts, rows: TensorDictBase, folder: Path) -> float:
+def step_gap(config: Config, parts: Parts, rows: RowTable, folder: Path) -> float:
     """``|d_ours - d_trl| / |d_ours|``: how the first step moves the weights; the learner is put back afterwards.
 
     Args:

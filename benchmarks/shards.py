@@ -141,7 +141,7 @@ def _held(pid: int) -> tuple[int, int]:
 
 @contextmanager
 def started(
-    launcher: Launcher, size: int, hidden: int, layers: int, dtype: DType
+    launcher: Launcher, size: int, hidden: int, layers: int, dtype: DType = "float32"
 ) -> Iterator[tuple[RemoteLearner, Memory]]:
     """A learner that has taken a step, so that its optimizer has all that it keeps; rank 0 first, this process last."""
     with tempfile.TemporaryDirectory() as folder:

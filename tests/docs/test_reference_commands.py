@@ -64,7 +64,7 @@ def test_usage_lines_train(name: str, workshop: Workshop) -> None:
     for run_dir in found:
         assert len(steps(run_dir)) == 1
         assert (run_dir / ".hydra" / "config.yaml").is_file()
-        assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["checkpoint_000001.pt"]
+        assert [path.name for path in (run_dir / "checkpoints").glob("*.pt")] == ["checkpoint_000001.pt"]
 
 
 def test_options_reach_the_run(workshop: Workshop) -> None:
