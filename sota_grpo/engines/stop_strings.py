@@ -20,7 +20,7 @@ class StopStrings:
 
     Args:
         tokenizer: of the policy.
-        texts: none of them empty.
+        texts: none of them empty, nor with U+FFFD, which a half character is decoded to.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> tokenizer = load_tokenizer("tiny")
@@ -34,7 +34,7 @@ class StopStrings:
         self.window = max(len(text.encode()) for text in texts) + _MARGIN  # a token has a byte at least
 
     def _holds(self, ids: Sequence[int]) -> bool:
-        # without the clean-up of spaces, text that has been said never changes any more
+        # without the clean-up of spaces, text that has been said never changes any more, but for a half character
         said = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(text in said for text in self._texts)
 
